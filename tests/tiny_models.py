@@ -1,0 +1,380 @@
+"""Tiny random models of every kind TransformerLens knows, for the tests. No hub, no download.
+
+Every parameter is drawn from a seeded normal distribution (biases and norm weights included), so that no term
+of a block is zero or one by accident. Two layers, 32 positions, a vocabulary of 50.
+
+Which classes exist depends on the TransformerLens release (2.18: no bridge; 4.3: only bridges). A factory
+that cannot build what was asked raises `Unavailable`; `available(factory, *arguments)` asks first:
+
+    @pytest.mark.skipif(not available(bridge, "gpt2"), reason="no TransformerBridge in this TransformerLens")
+
+A model that builds is not always a model that is right: `bridge("falcon_new")`, `bridge("falcon_alibi")` and
+`bridge("gpt2_unscaled")` compute other logits than the wrapped model, and `bridge("opt_postln")` cannot run
+forward; on TransformerLens 3.9 the T5 bridges cannot either, and cohere and deepseek_v3 are wrong; on 2.18
+the decoder of `hooked_encoder_decoder` attends to later positions. They are built all the same: refusing them
+is the lens's work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+import transformers
+
+VOCABULARY = 50
+CONTEXT = 32
+
+
+class Unavailable(Exception):
+    """The installed TransformerLens (or transformers) has no such class or architecture."""
+
+
+def available(factory: Callable[..., Any], *arguments: Any, **keywords: Any) -> bool:
+    """True if `factory(*arguments)` builds here, False if it raises `Unavailable`; other errors pass."""
+    return _available(factory, arguments, tuple(sorted(keywords.items())))
+
+
+@functools.cache
+def _available(factory: Callable[..., Any], arguments: tuple[Any, ...], keywords: tuple[Any, ...]) -> bool:
+    try:
+        factory(*arguments, **dict(keywords))
+    except Unavailable:
+        return False
+    return True
+
+
+_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def _sizes(names: str) -> dict[str, Any]:
+    """The sizes under the names one family of configurations gives them: `"hidden_size=24 num_layers=2"`."""
+    pairs = (pair.split("=") for pair in names.split())
+    return {"vocab_size": VOCABULARY, **_SPECIAL, **{name: int(value) for name, value in pairs}}
+
+
+_GPT2 = _sizes("n_positions=32 n_embd=24 n_layer=2 n_head=4")
+_BASE = _sizes(
+    "hidden_size=24 intermediate_size=48 num_hidden_layers=2 num_attention_heads=4 max_position_embeddings=32"
+)
+_LLAMA = {**_BASE, "num_key_value_heads": 2}
+_GEMMA = {**_LLAMA, "head_dim": 8, "hidden_activation": "gelu_pytorch_tanh"}
+_SCALAR = {"query_pre_attn_scalar": 8}
+_SLIDING = {"sliding_window": 4}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_NEOX = {**_BASE, "num_attention_heads": 3, "rotary_pct": 0.5}
+_NEO = _sizes(
+    "hidden_size=24 intermediate_size=48 num_layers=2 num_heads=4 max_position_embeddings=32 window_size=4"
+)
+_FALCON = _sizes("hidden_size=24 num_hidden_layers=2 num_attention_heads=4")
+_OPT = _sizes(
+    "hidden_size=24 ffn_dim=48 num_hidden_layers=2 num_attention_heads=4 max_position_embeddings=32 "
+    "word_embed_proj_dim=24"
+)
+_BERT = {**_BASE, "type_vocab_size": 2}
+_T5 = _sizes(
+    "d_model=24 d_kv=6 d_ff=48 num_layers=2 num_decoder_layers=2 num_heads=4 decoder_start_token_id=0"
+)
+_T5 = {key: value for key, value in _T5.items() if key not in _SPECIAL}
+_BART = _sizes(
+    "d_model=24 encoder_layers=2 decoder_layers=2 encoder_attention_heads=4 decoder_attention_heads=4 "
+    "encoder_ffn_dim=48 decoder_ffn_dim=48 max_position_embeddings=32 decoder_start_token_id=2"
+)
+_DEEPSEEK = {
+    **_BASE,
+    **_sizes(
+        "num_key_value_heads=4 moe_intermediate_size=48 n_routed_experts=4 num_experts_per_tok=2 n_group=1 "
+        "topk_group=1 kv_lora_rank=8 q_lora_rank=8 qk_rope_head_dim=4 qk_nope_head_dim=6 v_head_dim=6 "
+        "first_k_dense_replace=1"
+    ),
+}
+_VIT = _sizes(
+    "hidden_size=24 num_hidden_layers=2 num_attention_heads=4 intermediate_size=48 image_size=16 "
+    "patch_size=8 num_labels=5"
+)
+_MULTI_QUERY = {"multi_query": True, "new_decoder_architecture": False, "parallel_attn": True, "alibi": False}
+# with multi_query=True, transformers' default, no TransformerBridge of the new architecture can be built
+_NEW_FALCON = {"multi_query": False, "num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False}
+_ALIBI_FALCON = {**_MULTI_QUERY, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}
+
+# name: (model class of transformers, its configuration class, the configuration)
+_WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
+    "gpt2_unscaled": ("GPT2LMHeadModel", "GPT2Config", {**_GPT2, "scale_attn_weights": False}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**_LLAMA, **_SLIDING}),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", _GEMMA),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_GEMMA, **_SLIDING, **_SCALAR}),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {**_GEMMA, **_SLIDING, **_SCALAR, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _LLAMA),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_LLAMA, "head_dim": 8}),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _NEOX),
+    "gpt_neox_seq": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_NEOX, "use_parallel_residual": False}),
+    "gpt_neo": (
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {**_NEO, "attention_types": [[["global", "local"], 1]]},
+    ),
+    "gptj": ("GPTJForCausalLM", "GPTJConfig", {**_GPT2, "n_head": 3, "rotary_dim": 4}),
+    "opt": ("OPTForCausalLM", "OPTConfig", _OPT),
+    "opt_postln": ("OPTForCausalLM", "OPTConfig", {**_OPT, "do_layer_norm_before": False}),
+    "phi": ("PhiForCausalLM", "PhiConfig", {**_BASE, "num_attention_heads": 3}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", _LLAMA),
+    "bloom": ("BloomForCausalLM", "BloomConfig", _sizes("hidden_size=24 n_layer=2 n_head=4")),
+    "mpt": ("MptForCausalLM", "MptConfig", _sizes("d_model=32 n_layers=2 n_heads=4 max_seq_len=32")),
+    "falcon_mqa": ("FalconForCausalLM", "FalconConfig", {**_FALCON, **_MULTI_QUERY}),
+    "falcon_alibi": ("FalconForCausalLM", "FalconConfig", {**_FALCON, **_ALIBI_FALCON}),
+    "falcon_new": ("FalconForCausalLM", "FalconConfig", {**_FALCON, **_NEW_FALCON}),
+    "olmo": ("OlmoForCausalLM", "OlmoConfig", _LLAMA),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _LLAMA),
+    "stablelm": ("StableLmForCausalLM", "StableLmConfig", {**_LLAMA, "hidden_size": 32}),
+    "granite": ("GraniteForCausalLM", "GraniteConfig", {**_LLAMA, "residual_multiplier": 0.5}),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", _GPT2),
+    "cohere": ("CohereForCausalLM", "CohereConfig", _LLAMA),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_LLAMA, **_EXPERTS}),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {**_LLAMA, **_EXPERTS, **_SLIDING, "head_dim": 8}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", _DEEPSEEK),
+    "mamba": ("MambaForCausalLM", "MambaConfig", _sizes("hidden_size=24 num_hidden_layers=2 state_size=4")),
+    "bert": ("BertForMaskedLM", "BertConfig", _BERT),
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig", {**_BERT, "pad_token_id": 1, "bos_token_id": 0}),
+    "t5": ("T5ForConditionalGeneration", "T5Config", _T5),
+    "t5_gated": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "bart": ("BartForConditionalGeneration", "BartConfig", _BART),
+    "marian": (
+        "MarianMTModel",
+        "MarianConfig",
+        {**_BART, "decoder_vocab_size": 50, "forced_eos_token_id": 2},
+    ),
+    "vit": ("ViTForImageClassification", "ViTConfig", _VIT),
+}
+BRIDGE_NAMES: tuple[str, ...] = tuple(_WRAPPED)
+
+_CLASSIC: dict[str, dict[str, Any]] = {
+    "LN": {},
+    "LNPre": {"normalization_type": "LNPre"},
+    "RMS": {"normalization_type": "RMS"},
+    "RMSPre": {"normalization_type": "RMSPre"},
+    "none": {"normalization_type": None},
+    "rotary": {"positional_embedding_type": "rotary", "rotary_dim": 6},
+    "alibi": {"positional_embedding_type": "alibi"},
+    "grouped": {"n_key_value_heads": 2, "positional_embedding_type": "rotary", "rotary_dim": 6},
+    "gated": {"gated_mlp": True, "act_fn": "silu", "normalization_type": "RMS"},
+    "parallel": {"parallel_attn_mlp": True},
+    "sandwich": {"use_normalization_before_and_after": True, "normalization_type": "RMS"},
+    "attn_only": {"attn_only": True},
+    "local": {"use_local_attn": True, "attn_types": ["global", "local"], "window_size": 3},
+    "mixture": {
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "gated_mlp": True,
+        "act_fn": "silu",
+        "normalization_type": "RMS",
+    },
+    "bidirectional": {"attention_dir": "bidirectional"},
+}
+HOOKED_TRANSFORMER_NAMES: tuple[str, ...] = tuple(_CLASSIC)
+_CLASSIC_BASE: dict[str, Any] = {
+    "d_model": 24,
+    "n_heads": 4,
+    "d_head": 6,
+    "n_layers": 2,
+    "n_ctx": CONTEXT,
+    "d_vocab": VOCABULARY,
+    "d_mlp": 48,
+    "act_fn": "gelu",
+    "normalization_type": "LN",
+    "device": "cpu",
+}
+
+
+def _entry(table: dict[str, Any], name: str) -> Any:
+    if name not in table:
+        raise ValueError(f"name: expected one of {', '.join(table)}; got {name!r}")
+    return table[name]
+
+
+def randomise(model: torch.nn.Module, seed: int = 0, scale: float = 0.25) -> torch.nn.Module:
+    """Overwrite every parameter in place: N(0, scale), and 1 + N(0, scale) for the weights of norms."""
+    generator = torch.Generator().manual_seed(seed)
+    seen: set[int] = set()
+    for module in model.modules():
+        kind = type(module).__name__
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            value = scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            # Gemma multiplies by 1 + weight, and A_log is an exponent: around their own centre they stay sane
+            if "Norm" in kind and name in ("weight", "w") and not kind.startswith("Gemma"):
+                value = 1 + value
+            elif name == "A_log":
+                value = parameter.detach().double() + 0.1 * value
+            with torch.no_grad():
+                parameter.copy_(value)
+    return model
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep TransformerLens's notices, and what building draws from the global generator, out of the tests."""
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        torch.random.fork_rng(devices=[]),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def wrapped_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """The transformers model that `bridge(name, dtype, seed)` wraps: same weights, no bridge around it."""
+    model_class, config_class, config = _entry(_WRAPPED, name)
+    if not hasattr(transformers, model_class) or not hasattr(transformers, config_class):
+        raise Unavailable(f"transformers {transformers.__version__} has no {model_class}")
+    with _quietly():
+        model = getattr(transformers, model_class)(getattr(transformers, config_class)(**config))
+    # the grouped matrix product that transformers takes for mixtures knows no float64
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return randomise(model, seed).to(dtype).eval()
+
+
+def bridge(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, tokenizer: Any = None) -> Any:
+    """A TransformerBridge over a tiny random in-memory model, in eval mode, its attention kernel untouched.
+
+    Raises `Unavailable` where TransformerLens has no bridge at all (2.x) or none for this architecture.
+    """
+    model = wrapped_model(name, dtype, seed)
+    try:
+        from transformer_lens.model_bridge.sources import build_bridge_from_module
+    except ImportError as error:
+        raise Unavailable("this TransformerLens has no TransformerBridge") from error
+    model.config.architectures = [type(model).__name__]
+    with _quietly():
+        try:
+            built = build_bridge_from_module(
+                model, architecture=type(model).__name__, hf_config=model.config, tokenizer=tokenizer
+            )
+        except ValueError as error:
+            if "nsupported architecture" not in str(error):
+                raise
+            raise Unavailable(f"this TransformerLens has no bridge for {type(model).__name__}") from error
+    return built.eval()
+
+
+def _classic(
+    class_name: str, config: dict[str, Any], dtype: torch.dtype, seed: int, tokenizer: Any = None
+) -> Any:
+    import transformer_lens
+
+    # TransformerLens 4 raises ImportError, not AttributeError, for the classes it dropped
+    try:
+        model_class = getattr(transformer_lens, class_name)
+        config_class = transformer_lens.HookedTransformerConfig
+    except (ImportError, AttributeError) as error:
+        raise Unavailable(f"this TransformerLens has no {class_name}") from error
+    with _quietly():
+        model = model_class(config_class(**{**_CLASSIC_BASE, **config, "dtype": dtype}), tokenizer=tokenizer)
+    for parameter in model.parameters():  # the router of a mixture is float32 whatever the configuration says
+        parameter.data = parameter.data.to(dtype)
+    return randomise(model, seed).eval()
+
+
+def hooked_transformer(
+    name: str = "LN", dtype: torch.dtype = torch.float32, seed: int = 0, tokenizer: Any = None, **config: Any
+) -> Any:
+    """A tiny random HookedTransformer; `config` overrides fields of its configuration.
+
+    Raises `Unavailable` on TransformerLens 4.
+    """
+    return _classic("HookedTransformer", {**_entry(_CLASSIC, name), **config}, dtype, seed, tokenizer)
+
+
+def hooked_encoder(
+    dtype: torch.dtype = torch.float32, seed: int = 0, tokenizer: Any = None, **config: Any
+) -> Any:
+    """A tiny random HookedEncoder (BERT). Raises `Unavailable` on TransformerLens 4."""
+    return _classic("HookedEncoder", {"attention_dir": "bidirectional", **config}, dtype, seed, tokenizer)
+
+
+def hooked_encoder_decoder(
+    dtype: torch.dtype = torch.float32, seed: int = 0, tokenizer: Any = None, **config: Any
+) -> Any:
+    """A tiny random HookedEncoderDecoder (T5). Raises `Unavailable` on TransformerLens 4."""
+    t5 = {
+        "act_fn": "relu",
+        "normalization_type": "RMS",
+        "attention_dir": "bidirectional",
+        "positional_embedding_type": "relative_positional_bias",
+        "relative_attention_max_distance": 16,
+        "relative_attention_num_buckets": 8,
+        "decoder_start_token_id": 0,
+        "use_attn_scale": False,
+    }
+    return _classic("HookedEncoderDecoder", {**t5, **config}, dtype, seed, tokenizer)
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """True for HookedEncoderDecoder and for bridges over encoder-decoder models."""
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    return type(model).__name__ == "HookedEncoderDecoder" or bool(
+        getattr(config, "is_encoder_decoder", False)
+    )
+
+
+def tokens(model: Any, batch: int = 2, seq: int = 7, seed: int = 1) -> torch.Tensor:
+    """Random token ids [batch, seq], no special ids; for a vision model pixel values (seq is its own)."""
+    generator = torch.Generator().manual_seed(seed)
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    if config is not None and config.model_type == "vit":
+        dtype = next(model.parameters()).dtype
+        return torch.randn(batch, 3, config.image_size, config.image_size, generator=generator).to(dtype)
+    return torch.randint(3, VOCABULARY, (batch, seq), generator=generator)
+
+
+def inputs(model: Any, batch: int = 2, seq: int = 7, seed: int = 1) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`(args, kwargs)` for `model(*args, **kwargs)`: `tokens`, and for encoder-decoders `seq - 2` more."""
+    first = tokens(model, batch, seq, seed)
+    if not is_encoder_decoder(model):
+        return (first,), {}
+    second = tokens(model, batch, seq - 2, seed + 1)
+    if type(model).__name__ == "HookedEncoderDecoder":
+        return (first, second), {}
+    return (first,), {"decoder_input": second}
+
+
+def toy_tokenizer(padding_side: str = "right") -> Any:
+    """A tokenizer of the words `w3` ... `w49` split at spaces; ids 0, 1, 2 are `<pad>`, `<bos>`, `<eos>`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"w{i}": i for i in range(3, VOCABULARY)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # name_or_path and add_bos_token keep TransformerLens from looking for the tokenizer on the hub
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<eos>",
+        name_or_path="toy",
+        add_bos_token=True,
+        padding_side=padding_side,
+    )
