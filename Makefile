@@ -1,0 +1,64 @@
+# make demo     the main job on a real model: prints the result and the path of the picture
+# make test     the whole suite on TransformerLens 4.x and on 3.9
+# Each target makes the environment that it needs; see docs/development.md.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+ENVIRONMENTS := .environments
+TL4 := $(ENVIRONMENTS)/tl4
+TL3 := $(ENVIRONMENTS)/tl3
+TL2 := $(ENVIRONMENTS)/tl2
+# Arguments for pytest: make test-tl4 PYTEST="tests/view -x"
+PYTEST ?=
+# pytest under one thread: the tests' tensors are too small to gain from more.
+RUN_TESTS = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest $(PYTEST)
+
+.PHONY: help demo test test-tl4 test-tl3 test-tl2 lint format types wheel clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+	@echo 'make test-tl4 | test-tl3 | test-tl2   the suite on one release; PYTEST="..." passes arguments'
+	@echo 'make lint | format | types | wheel | clean'
+
+demo: $(TL4)/.ready
+	@$(TL4)/bin/python demos/main.py
+
+test: test-tl4 test-tl3
+
+test-tl4: $(TL4)/.ready
+	@echo "== tests on TransformerLens 4.3"
+	@$(call RUN_TESTS,$(TL4))
+
+test-tl3: $(TL3)/.ready
+	@echo "== tests on TransformerLens 3.9"
+	@$(call RUN_TESTS,$(TL3))
+
+test-tl2: $(TL2)/.ready
+	@echo "== tests on TransformerLens 2.18"
+	@$(call RUN_TESTS,$(TL2))
+
+lint: $(TL4)/.ready
+	@$(TL4)/bin/ruff check --quiet .
+	@$(TL4)/bin/ruff format --check --quiet . || { echo "not formatted: run 'make format'"; exit 1; }
+
+format: $(TL4)/.ready
+	@$(TL4)/bin/ruff check --quiet --fix .
+	@$(TL4)/bin/ruff format .
+
+types: $(TL4)/.ready
+	@$(TL4)/bin/mypy --no-error-summary lens_mix
+
+wheel: $(TL4)/.ready
+	@$(TL4)/bin/python -m pip wheel -qq --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf $(ENVIRONMENTS) dist outputs .mypy_cache .ruff_cache
+
+# `-qq` leaves errors on the screen and keeps warnings about the machine's own pip settings off it;
+# the log has everything. The stamp is written last: an interrupted build starts again.
+$(ENVIRONMENTS)/%/.ready: constraints/%.txt constraints/common.txt constraints/torch.txt pyproject.toml
+	@echo "Preparing $(@D) (the first time takes minutes; its log is $(@D)/pip.log)"
+	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(@D)
+	@rm -f $(@D)/pip.log
+	@$(@D)/bin/python -m pip install -qq --log $(@D)/pip.log --disable-pip-version-check \
+		--constraint constraints/$*.txt --editable '.[dev]'
+	@touch $@
