@@ -37,7 +37,7 @@ test-tl2: $(TL2)/.ready
 	@$(call RUN_TESTS,$(TL2))
 
 lint: $(TL4)/.ready
-	@$(TL4)/bin/ruff check --quiet .
+	@$(TL4)/bin/ruff check --quiet --output-format concise .
 	@$(TL4)/bin/ruff format --check --quiet . || { echo "not formatted: run 'make format'"; exit 1; }
 
 format: $(TL4)/.ready

