@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """Base of all methods.
+    """Base of all methods: the fields are the parameters, the call turns one block into a layer map.
 
     Class attributes:
         name: the method's name in strings (`lm.run(model, prompt, name)`).
         residual: the residual weight that the method's own paper mixes in when maps
             are rolled out: 0.5 where the map holds the attention branch only, 0 where
             it already holds the residual.
+        engines: the ways it can be computed, fastest first. "recorded" reads the clean pass,
+            "hooks" intervenes and runs blocks again, "algebra" needs a proven anatomy.
+        needs: hook points whose tensors the clean pass must record ("pattern", "value", "z").
+        citation: the paper, in BibTeX.
     """
 
     name: ClassVar[str]
     residual: ClassVar[float]
+    engines: ClassVar[tuple[str, ...]]
+    needs: ClassVar[frozenset[str]] = frozenset()
+    citation: ClassVar[str]
+
+    def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
+        """The layer map of one block, for every prompt of the batch; padded rows and columns are cut later."""
+        raise NotImplementedError(f"{type(self).__name__} defines no __call__")
 
     def parameters(self) -> dict[str, object]:
         """The parameters by name, as the record keeps them."""
-        return dataclasses.asdict(self)
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def key_groups(self, positions: int) -> list[list[int]] | None:
+        """What the key axis stands for when it isn't the positions: groups of positions. None: the positions."""
+        return None
+
+    def check(self, n_heads: int, n_layers: int) -> None:
+        """Refuse parameters that this model can't have (a head out of range, say).
+
+        Raises:
+            ValueError: with what was expected and what was got.
+        """

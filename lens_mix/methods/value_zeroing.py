@@ -1,16 +1,173 @@
-"""Value Zeroing."""
+"""Value Zeroing: how much a representation changes when a token's value vector is zeroed."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lens_mix.hooks import zero_values
 from lens_mix.methods.base import Method
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+Metric = Literal["cosine", "euclidean"]
+LastLayer = Literal["before_final_norm", "after_final_norm"]
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueZeroing(Method):
-    """Value Zeroing (Mohebbi et al., EACL 2023)."""
+    """Value Zeroing (Mohebbi et al., EACL 2023, eq. 3-5).
+
+    score[l, i, j] is the distance between block l's output at position i and the same output when
+    position j's value vector is zeroed in block l alone; the block's input, queries and keys, and so the
+    pattern, stay as in the clean run. Shape [layer, query, key], or [layer, head, query, key] with
+    `per_head`. Cosine distances lie in 0..2, euclidean ones in 0..inf. The maps hold the effect of the
+    residual stream already (a large residual makes every distance small), so roll-outs add no identity.
+
+    Args:
+        metric: "cosine" (1 - cos, the paper's) or "euclidean".
+        per_head: zero one query head at a time; the map gets a head axis.
+        heads: zero only these query heads, together; the same in every layer, or {layer: heads}
+            (layers that are not named: all heads). With `per_head`, only these heads get a map.
+        spans: groups of positions that are zeroed as one unit, e.g. [(0, 1), (2,), (3, 4, 5)]; the key axis
+            then stands for the groups. Positions in no group are never zeroed.
+        last_layer: what of the last block is compared: its output ("before_final_norm", the official
+            code and the paper) or the output after the model's final norm (inseq and others).
+        threshold: raw scores below it count as 0 (inseq: 1e-5); None keeps all, as the official code.
+
+    Raises:
+        ValueError: an unknown option, a head or a position that the model or the prompt does not have.
+    """
 
     name: ClassVar[str] = "value_zeroing"
     residual: ClassVar[float] = 0.0
+    engines: ClassVar[tuple[str, ...]] = ("hooks",)
+    citation: ClassVar[str] = """@inproceedings{mohebbi-etal-2023-quantifying,
+  title = {Quantifying Context Mixing in Transformers},
+  author = {Mohebbi, Hosein and Zuidema, Willem and Chrupa{\\l}a, Grzegorz and Alishahi, Afra},
+  booktitle = {Proceedings of the 17th Conference of the European Chapter of the ACL},
+  year = {2023},
+  pages = {3378--3400},
+  url = {https://aclanthology.org/2023.eacl-main.245},
+}"""
+
+    metric: Metric = "cosine"
+    per_head: bool = False
+    heads: Sequence[int] | Mapping[int, Sequence[int]] | None = None
+    spans: Sequence[Sequence[int]] | None = None
+    last_layer: LastLayer = "before_final_norm"
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.metric not in ("cosine", "euclidean"):
+            raise ValueError(f"metric: expected 'cosine' or 'euclidean', got {self.metric!r}")
+        if self.last_layer not in ("before_final_norm", "after_final_norm"):
+            raise ValueError(
+                f"last_layer: expected 'before_final_norm' or 'after_final_norm', got {self.last_layer!r}"
+            )
+        if self.threshold is not None and not self.threshold >= 0:
+            raise ValueError(f"threshold: expected None or a number >= 0, got {self.threshold}")
+        if self.spans is not None:
+            _check_spans(self.spans)
+        if self.per_head and isinstance(self.heads, Mapping):
+            raise ValueError("heads: with per_head expected the same heads in every layer, got a mapping by layer")
+
+    def check(self, n_heads: int, n_layers: int) -> None:
+        by_layer = self.heads if isinstance(self.heads, Mapping) else {None: self.heads}
+        for layer, heads in by_layer.items():
+            if layer is not None and not 0 <= layer < n_layers:
+                raise ValueError(f"heads: expected layers 0..{n_layers - 1}, got layer {layer}")
+            if heads is None:
+                continue
+            if len(heads) == 0:
+                raise ValueError("heads: expected at least one head, got none")
+            outside = [head for head in heads if not 0 <= head < n_heads]
+            if outside:
+                raise ValueError(f"heads: expected query heads 0..{n_heads - 1}, got {outside}")
+
+    def key_groups(self, positions: int) -> list[list[int]] | None:
+        if self.spans is None:
+            return None
+        outside = [p for span in self.spans for p in span if not 0 <= p < positions]
+        if outside:
+            raise ValueError(f"spans: expected positions 0..{positions - 1}, got {outside}")
+        return [list(span) for span in self.spans]
+
+    def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
+        heads = self._heads(block.layer)
+        if not self.per_head:
+            return self._map(block, heads)
+        return torch.stack([self._map(block, [head]) for head in heads or range(block.n_heads)], dim=1)
+
+    def _heads(self, layer: int) -> Sequence[int] | None:
+        return self.heads.get(layer) if isinstance(self.heads, Mapping) else self.heads
+
+    def _map(self, block: Block, heads: Sequence[int] | None) -> Float[Tensor, "batch query key"]:
+        rows, keys, zeroed = self._copies(block.real)
+        batch, positions = block.real.shape
+        scores = block.zeros(batch, positions, positions if self.spans is None else len(self.spans))
+        clean = self._compared(block, block.resid_post)
+        for chunk in block.chunks(len(rows)):
+            hook = zero_values(block.layer, zeroed[chunk], heads=heads, attention=block.attention_template)
+            out = self._compared(block, block.replay(rows[chunk], [hook]))
+            if hook[1].calls == 0:
+                raise RuntimeError(f"block {block.layer}: the hook on the values never fired, so nothing was zeroed")
+            scores[rows[chunk], :, keys[chunk]] = distance(clean[rows[chunk]], out, self.metric)
+        if self.threshold is not None:
+            scores = torch.where(scores < self.threshold, torch.zeros_like(scores), scores)
+        return scores
+
+    def _compared(self, block: Block, resid: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        if block.is_last and self.last_layer == "after_final_norm":
+            return block.after_final_norm(resid)
+        return resid
+
+    def _copies(self, real: Bool[Tensor, "batch pos"]) -> tuple[Tensor, Tensor, Bool[Tensor, "copy pos"]]:
+        """One copy per prompt and key: the prompt's row, the key's index in the map, the positions to zero."""
+        if self.spans is None:
+            rows, keys = real.nonzero(as_tuple=True)
+            zeroed = torch.zeros((len(rows), real.shape[1]), dtype=torch.bool, device=real.device)
+            zeroed[torch.arange(len(rows), device=real.device), keys] = True
+            return rows, keys, zeroed
+        copies = []
+        for row in range(len(real)):
+            own = real[row].nonzero()[:, 0]
+            for key, span in enumerate(self.key_groups(len(own)) or []):
+                mask = torch.zeros(real.shape[1], dtype=torch.bool, device=real.device)
+                mask[own[list(span)]] = True
+                copies.append((row, key, mask))
+        rows = torch.tensor([row for row, _, _ in copies], device=real.device)
+        keys = torch.tensor([key for _, key, _ in copies], device=real.device)
+        return rows, keys, torch.stack([mask for _, _, mask in copies])
+
+
+def distance(
+    x: Float[Tensor, "*batch d_model"], y: Float[Tensor, "*batch d_model"], metric: Metric
+) -> Float[Tensor, "*batch"]:
+    """Distance between vectors, in at least float32.
+
+    The cosine distance is half the squared distance of the unit vectors: 1 - cos cancels below 1e-7 in
+    float32, this keeps its digits down to 1e-14. A zero vector has cosine 0 with any other.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, y = x.to(wide), y.to(wide)
+    if metric == "euclidean":
+        return torch.linalg.vector_norm(x - y, dim=-1)
+    size_x, size_y = torch.linalg.vector_norm(x, dim=-1), torch.linalg.vector_norm(y, dim=-1)
+    tiny = torch.finfo(wide).tiny
+    apart = (x / size_x.clamp_min(tiny)[..., None] - y / size_y.clamp_min(tiny)[..., None]).square().sum(dim=-1) / 2
+    return torch.where((size_x == 0) != (size_y == 0), torch.ones_like(apart), apart)
+
+
+def _check_spans(spans: Sequence[Sequence[int]]) -> None:
+    if len(spans) == 0 or any(len(span) == 0 for span in spans):
+        raise ValueError(f"spans: expected groups of at least one position each, got {[list(s) for s in spans]}")
+    positions = [position for span in spans for position in span]
+    if len(set(positions)) != len(positions):
+        raise ValueError(f"spans: expected each position in one group at most, got {[list(s) for s in spans]}")

@@ -1,0 +1,289 @@
+"""What a block is made of: the norms, the value path, the feed-forward, and how they are wired.
+
+Every TransformerLens block is read as
+
+    attention_out = O(pattern @ V(N1(x)))            value path
+    mid           = Q1(x + s P1(attention_out))      attention branch
+    feed_forward  = F(N2(mid))                       or F(N2(x)) where the branches are parallel
+    post          = Q2(mid + s P2(feed_forward))     feed-forward branch
+
+where N, P, Q are norms or nothing: N1, N2 alone is a pre-norm block, Q1, Q2 a post-norm one, N and P a
+sandwich, P alone a branch norm (OLMo 2). s is the residual multiplier (Granite). A decoder block of an
+encoder-decoder has the cross-attention branch between the two. Nothing here is believed until
+`lens_mix.lens.proof` has rebuilt the block's recorded output from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+Placement = Literal["pre", "post", "sandwich", "branch", "none"]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu_squared": lambda x: functional.relu(x).square(),
+    "identity": lambda x: x,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """LayerNorm or RMSNorm; weight and bias None where there is none (folded, or never learned)."""
+
+    kind: Literal["layer", "rms"]
+    weight: Float[Tensor, " d_model"] | None
+    bias: Float[Tensor, " d_model"] | None
+    eps: float
+
+    def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch 1"]:
+        """What the (centred) vector is divided by."""
+        centred = x - x.mean(-1, keepdim=True) if self.kind == "layer" else x
+        return (centred.square().mean(-1, keepdim=True) + self.eps).sqrt()
+
+    def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        centred = x - x.mean(-1, keepdim=True) if self.kind == "layer" else x
+        out = centred / self.scale(x)
+        out = out if self.weight is None else out * self.weight.to(x.dtype)
+        return out if self.bias is None else out + self.bias.to(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ValuePath:
+    """The value and output matrices; W_V has as many heads as the value hook (fewer when grouped)."""
+
+    W_V: Float[Tensor, "value_head d_model d_head"]
+    b_V: Float[Tensor, "value_head d_head"] | None
+    W_O: Float[Tensor, "head d_head d_model"]
+    b_O: Float[Tensor, " d_model"] | None
+
+    def values(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch value_head d_head"]:
+        """Value vectors of normalised inputs."""
+        out = einsum(x, self.W_V.to(x.dtype), "... d_model, head d_model d_head -> ... head d_head")
+        return out if self.b_V is None else out + self.b_V.to(x.dtype)
+
+    def project(self, z: Float[Tensor, "*batch head d_head"]) -> Float[Tensor, "*batch d_model"]:
+        """The attention output of mixed values, with b_O."""
+        out = einsum(z, self.W_O.to(z.dtype), "... head d_head, head d_head d_model -> ... d_model")
+        return out if self.b_O is None else out + self.b_O.to(z.dtype)
+
+
+def mix(
+    pattern: Float[Tensor, "batch head query key"], value: Float[Tensor, "batch key value_head d_head"]
+) -> Float[Tensor, "batch query head d_head"]:
+    """pattern @ v; grouped values are shared by neighbouring query heads."""
+    value = value.repeat_interleave(pattern.shape[1] // value.shape[2], dim=2)
+    return einsum(pattern, value, "batch head query key, batch key head d_head -> batch query head d_head")
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedForward:
+    """act(x W_in + b_in) W_out + b_out, or (act(x W_gate + b_gate) * (x W_in + b_in) + b_hidden) W_out + b_out."""
+
+    activation: str
+    W_in: Float[Tensor, "d_model d_mlp"]
+    W_out: Float[Tensor, "d_mlp d_model"]
+    W_gate: Float[Tensor, "d_model d_mlp"] | None = None
+    b_in: Float[Tensor, " d_mlp"] | None = None
+    b_gate: Float[Tensor, " d_mlp"] | None = None
+    b_hidden: Float[Tensor, " d_mlp"] | None = None
+    b_out: Float[Tensor, " d_model"] | None = None
+
+    @property
+    def kind(self) -> str:
+        """"plain" or "gated"."""
+        return "plain" if self.W_gate is None else "gated"
+
+    def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        activation = ACTIVATIONS[self.activation]
+        hidden = _affine(x, self.W_in, self.b_in)
+        if self.W_gate is None:
+            hidden = activation(hidden)
+        else:
+            hidden = activation(_affine(x, self.W_gate, self.b_gate)) * hidden
+        hidden = hidden if self.b_hidden is None else hidden + self.b_hidden.to(x.dtype)
+        return _affine(hidden, self.W_out, self.b_out)
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = x @ weight.to(x.dtype)
+    return out if bias is None else out + bias.to(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockAnatomy:
+    """One block, read from the model (see the module's docstring for the equations).
+
+    Attributes:
+        placement: where the norms sit.
+        parallel: whether the feed-forward reads the block's input instead of the middle of the block.
+        feed_forward: None where there is none or where it can't be written this way.
+        feed_forward_kind: "plain", "gated", "mixture", "opaque" (unknown) or "none".
+        cross: whether a cross-attention branch lies between the two.
+        residual_multiplier: what the branches are multiplied by before they join the residual stream.
+    """
+
+    placement: Placement
+    parallel: bool
+    value_path: ValuePath | None
+    feed_forward: FeedForward | None
+    feed_forward_kind: str
+    attention_input: Norm | None = None
+    attention_branch: Norm | None = None
+    attention_residual: Norm | None = None
+    cross_input: Norm | None = None
+    cross_residual: Norm | None = None
+    feed_forward_input: Norm | None = None
+    feed_forward_branch: Norm | None = None
+    feed_forward_residual: Norm | None = None
+    cross: bool = False
+    residual_multiplier: float = 1.0
+
+    def after_attention(self, x: Tensor, attention_out: Tensor, cross_out: Tensor | None = None) -> Tensor:
+        """The residual stream after the attention branch (and the cross-attention branch)."""
+        branch = _apply(self.attention_branch, attention_out) * self.residual_multiplier
+        mid = _apply(self.attention_residual, x + branch)
+        if cross_out is not None:
+            mid = _apply(self.cross_residual, mid + cross_out)
+        return mid
+
+    def feed_forward_in(self, x: Tensor, mid: Tensor) -> Tensor:
+        """What the feed-forward reads."""
+        return _apply(self.feed_forward_input, x if self.parallel else mid)
+
+    def after_feed_forward(self, mid: Tensor, feed_forward_out: Tensor | None) -> Tensor:
+        """The block's output."""
+        if feed_forward_out is None:
+            return mid
+        branch = _apply(self.feed_forward_branch, feed_forward_out) * self.residual_multiplier
+        return _apply(self.feed_forward_residual, mid + branch)
+
+
+def _apply(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+# ------------------------------------------------------------------ reading it from the model
+
+
+def _read(module: nn.Module, name: str) -> Tensor | None:
+    """A weight by TransformerLens's name; None where the model has none (each class says so in its own way)."""
+    try:
+        weight = getattr(module, name)
+    except (AttributeError, TypeError, NotImplementedError):
+        return None
+    return weight.detach() if torch.is_tensor(weight) else None
+
+
+def read_norm(module: nn.Module | None, cfg: Any) -> Norm | None:
+    """A norm module of any class; None for nothing or Identity."""
+    if module is None or type(module).__name__ == "Identity":
+        return None
+    inner = getattr(module, "original_component", None)
+    if inner is None:
+        kind: Literal["layer", "rms"] = "rms" if "RMS" in type(module).__name__ else "layer"
+        return Norm(kind, _read(module, "w"), _read(module, "b"), float(module.eps))
+    # The wrapped module is asked, not cfg: cfg.uses_rms_norm is False for T5.
+    rms = "RMS" in type(inner).__name__ or type(inner).__name__ == "T5LayerNorm"
+    weight, bias = _read(inner, "weight"), _read(inner, "bias")
+    eps = getattr(inner, "eps", getattr(inner, "variance_epsilon", None))
+    if rms and weight is not None and getattr(cfg, "rmsnorm_uses_offset", False):
+        weight = 1 + weight
+    return Norm("rms" if rms else "layer", weight, bias, float(cfg.eps if eps is None else eps))
+
+
+def read_value_path(attention: nn.Module) -> ValuePath | None:
+    """W_V, b_V, W_O, b_O; None where the module does not offer them."""
+    grouped = _read(attention, "_W_V")
+    W_V = _read(attention, "W_V") if grouped is None else grouped
+    b_V = _read(attention, "b_V" if grouped is None else "_b_V")
+    W_O, b_O = _read(attention, "W_O"), _read(attention, "b_O")
+    if W_V is None or W_O is None or W_V.ndim != 3 or W_O.ndim != 3:
+        return None
+    return ValuePath(W_V, None if b_V is None else b_V.reshape(W_V.shape[0], -1), W_O, b_O)
+
+
+def read_feed_forward(mlp: nn.Module | None, activation: str) -> tuple[FeedForward | None, str]:
+    """The feed-forward and its kind."""
+    if mlp is None:
+        return None, "none"
+    if "MoE" in type(mlp).__name__ or hasattr(mlp, "experts"):
+        return None, "mixture"
+    W_in, W_out, W_gate = _read(mlp, "W_in"), _read(mlp, "W_out"), _read(mlp, "W_gate")
+    if W_in is None or W_out is None or W_in.ndim != 2 or W_in.shape[1] != W_out.shape[0]:
+        return None, "opaque"
+    bridge = hasattr(mlp, "original_component")
+    b_in = _read(mlp, "b_in")
+    feed_forward = FeedForward(
+        activation,
+        W_in,
+        W_out,
+        W_gate,
+        b_in=b_in if bridge or W_gate is None else None,
+        b_gate=_read(mlp, "b_gate") if bridge and W_gate is not None else None,
+        # The hooked classes add b_in after the product of a gated feed-forward.
+        b_hidden=b_in if not bridge and W_gate is not None else None,
+        b_out=_read(mlp, "b_out"),
+    )
+    return feed_forward, feed_forward.kind
+
+
+def candidates(block: nn.Module, attention: nn.Module, cfg: Any, multiplier: float) -> Iterator[BlockAnatomy]:
+    """Every anatomy that the block's modules allow, the likeliest first.
+
+    The same module names stand for different wirings (ln1 is before attention in GPT-2, after it in
+    BERT, on the branch in OLMo 2 on TransformerLens 3.9), so each is offered and the proof decides.
+    """
+    norms = {name: read_norm(getattr(block, name, None), cfg) for name in ("ln1", "ln2", "ln3", "ln1_post", "ln2_post")}
+    ln1, ln2, ln3 = norms["ln1"], norms["ln2"], norms["ln3"]
+    cross = hasattr(block, "cross_attn")
+    mlp = None if getattr(cfg, "attn_only", False) else getattr(block, "mlp", None)
+    feed_forward, kind = read_feed_forward(mlp, "gelu")
+    base = BlockAnatomy(
+        "none",
+        False,
+        read_value_path(attention),
+        feed_forward,
+        kind,
+        cross=cross,
+        residual_multiplier=multiplier,
+    )
+    sequential_first = (False, True) if not getattr(cfg, "parallel_attn_mlp", False) else (True, False)
+    for parallel in (False,) if cross or mlp is None else sequential_first:
+        for wiring in _wirings(norms, ln1, ln2, ln3, cross, has_mlp=mlp is not None):
+            yield dataclasses.replace(base, parallel=parallel, **wiring)
+
+
+def _wirings(
+    norms: dict[str, Norm | None],
+    ln1: Norm | None,
+    ln2: Norm | None,
+    ln3: Norm | None,
+    cross: bool,
+    has_mlp: bool,
+) -> Iterator[dict[str, Any]]:
+    if norms["ln1_post"] is not None:
+        branch = {"attention_branch": norms["ln1_post"], "feed_forward_branch": norms["ln2_post"]}
+        placement = "branch" if ln1 is None else "sandwich"
+        yield {"placement": placement, "attention_input": ln1, "feed_forward_input": ln2, **branch}
+    elif cross:
+        yield {"placement": "pre", "attention_input": ln1, "cross_input": ln2, "feed_forward_input": ln3}
+        yield {"placement": "post", "attention_residual": ln1, "cross_residual": ln2, "feed_forward_residual": ln3}
+    elif ln2 is None:
+        placement = "none" if ln1 is None else "pre"
+        yield {"placement": placement, "attention_input": ln1, "feed_forward_input": ln1 if has_mlp else None}
+    else:
+        yield {"placement": "pre", "attention_input": ln1, "feed_forward_input": ln2}
+        yield {"placement": "post", "attention_residual": ln1, "feed_forward_residual": ln2}
+        yield {"placement": "branch", "attention_branch": ln1, "feed_forward_branch": ln2}

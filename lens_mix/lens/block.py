@@ -1,0 +1,108 @@
+"""One block of one clean pass, as a method sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.model import CleanPass, HookPair, Lens
+
+
+class Block:
+    """What a method may ask for: recorded tensors, the anatomy, a replay. Never the model.
+
+    Args:
+        lens: the face of the model.
+        clean: the clean pass.
+        layer: which block.
+        anatomy: what the block was found to be.
+        engine: how the method is to be computed.
+        max_memory: bytes for the temporaries of one step; None: no bound.
+    """
+
+    def __init__(
+        self,
+        lens: Lens,
+        clean: CleanPass,
+        layer: int,
+        anatomy: BlockAnatomy,
+        engine: str,
+        max_memory: int | None,
+    ) -> None:
+        self._lens, self._clean = lens, clean
+        self.layer, self.anatomy, self.engine, self.max_memory = layer, anatomy, engine, max_memory
+        self._replay = lens.replay(clean, layer)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the stack's last block."""
+        return self.layer == self._lens.n_layers - 1
+
+    @property
+    def n_heads(self) -> int:
+        """Number of query heads."""
+        return self._lens.n_heads
+
+    @property
+    def attention_template(self) -> str:
+        """The attention module's name template, for `lens_mix.hooks` (`attention=`)."""
+        return self._lens.stack.attention_template
+
+    @property
+    def real(self) -> Bool[Tensor, "batch pos"]:
+        """Which positions are the prompts' own; the rest is padding."""
+        return self._clean.batch.real_positions(self._lens.stack.name)
+
+    @property
+    def resid_pre(self) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream entering the block."""
+        return self._clean.calls[self.layer].resid_pre
+
+    @property
+    def resid_post(self) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream leaving the block."""
+        return self._clean.calls[self.layer].resid_post
+
+    def recorded(self, role: str) -> Tensor:
+        """A tensor the method named in `needs`: "pattern", "value" or "z"."""
+        return self._clean.recorded[self._lens.stack.hook_name(role, self.layer)]
+
+    def replay(
+        self, rows: Int[Tensor, " row"], fwd_hooks: Sequence[HookPair] = ()
+    ) -> Float[Tensor, "row pos d_model"]:
+        """The block's output when run again with hooks, one row per copy.
+
+        Args:
+            rows: which prompt of the batch each copy is.
+            fwd_hooks: TransformerLens hooks, which see `[row, ...]` tensors.
+
+        Raises:
+            UnsupportedModelError: the block does not give its own output when run again without hooks.
+        """
+        with self._lens.undisturbed():
+            self._replay.prepare()
+            with self._lens.hooked(fwd_hooks):
+                return self._replay.run(rows)
+
+    def after_final_norm(self, resid: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """The residual stream after the model's final norm; unchanged where the model has none."""
+        norm = self._lens.final_norm()
+        if norm is None:
+            return resid
+        with self._lens.undisturbed():
+            return norm(resid)
+
+    def chunks(self, copies: int) -> Iterator[slice]:
+        """Slices over `copies` copies of a prompt, as many at a time as the memory bound allows."""
+        step = self._lens.copies_within(self.max_memory, self.resid_pre.shape[1])
+        for start in range(0, copies, step):
+            yield slice(start, min(start + step, copies))
+
+    def zeros(self, *shape: int) -> Float[Tensor, "..."]:
+        """A result tensor on the block's device, at least float32."""
+        dtype = torch.promote_types(self.resid_post.dtype, torch.float32)
+        return torch.zeros(shape, dtype=dtype, device=self.resid_post.device)

@@ -1,0 +1,327 @@
+"""One face over every TransformerLens model: prompts in, one clean pass, blocks out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from lens_mix.hooks import record
+from lens_mix.lens import faults
+from lens_mix.lens.kinds import Kind, UnsupportedModelError, kind_of, transformer_lens_version
+from lens_mix.lens.prompts import Batch, is_encoder_decoder
+from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls, enter_with
+from lens_mix.lens.stacks import Stack, stacks_of
+from lens_mix.lens.state import undisturbed
+
+# Largest accepted relative error of a rebuilt vector. A wrong reading of a block is off by 1e-2 or more.
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+
+HookPair = tuple[str | Callable[[str], bool], Callable[..., Any]]
+
+
+class _Stop(Exception):
+    """Ends a forward pass once the last wanted block has run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CleanPass:
+    """What one forward pass without interventions left behind.
+
+    Attributes:
+        batch: the prompts.
+        calls: per block, its arguments and output.
+        recorded: hook name -> tensor, for the hooks that were asked.
+        seen: per layer, which keys got any weight from any head.
+    """
+
+    batch: Batch
+    calls: dict[int, BlockCall]
+    recorded: dict[str, Tensor]
+    seen: dict[int, Bool[Tensor, "batch query key"]]
+
+
+class Lens:
+    """One stack of one TransformerLens model.
+
+    Args:
+        model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge.
+        stack: "encoder" (default) or "decoder" of an encoder-decoder; None or "blocks" elsewhere.
+
+    Raises:
+        TypeError: not a TransformerLens model.
+        ValueError: no such stack.
+        UnsupportedModelError: the model has no attention, or its outputs are known to be wrong.
+    """
+
+    def __init__(self, model: Any, stack: str | None = None) -> None:
+        self.kind = kind_of(model)
+        self.model = model
+        for sense in ("visual", "audio"):
+            if getattr(model.cfg, f"is_{sense}_model", False):
+                raise UnsupportedModelError(f"model: expected a model that reads tokens, got a {sense} model")
+        stacks = stacks_of(model)
+        name = next(iter(stacks)) if stack is None else stack
+        if name not in stacks:
+            raise ValueError(f"stack: expected one of {sorted(stacks)} for {self.kind.value}, got {stack!r}")
+        self.stack: Stack = stacks[name]
+        fault = faults.known_fault(model, self.kind, name, transformer_lens_version())
+        if fault is not None:
+            raise UnsupportedModelError(fault)
+
+    # ------------------------------------------------------------- facts
+
+    @property
+    def n_layers(self) -> int:
+        """Number of blocks of the stack."""
+        return len(self.stack)
+
+    @property
+    def n_heads(self) -> int:
+        """Number of query heads."""
+        return int(self.model.cfg.n_heads)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the model's parameters."""
+        return next(p.dtype for p in self.model.parameters() if p.dtype.is_floating_point)
+
+    @property
+    def tolerance(self) -> float:
+        """Largest accepted relative error of a proof in the model's dtype."""
+        return TOLERANCES.get(self.dtype, TOLERANCES[torch.float32])
+
+    @property
+    def encoder_decoder(self) -> bool:
+        """Whether prompts are pairs."""
+        return is_encoder_decoder(self.model, self.kind)
+
+    def where(self, layer: int) -> str:
+        """Name of a block, for errors."""
+        return self.stack.template.format(layer=layer)
+
+    # ------------------------------------------------------------- passes
+
+    def undisturbed(self, gradients: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Evaluation mode, eager attention, no gradients; everything as before afterwards."""
+        return undisturbed(self.model, gradients)
+
+    def clean_pass(
+        self,
+        batch: Batch,
+        names: Sequence[str] = (),
+        *,
+        see_keys: bool = True,
+        stop_after: int | None = None,
+    ) -> CleanPass:
+        """One forward pass that records the blocks' calls and the named hook points.
+
+        Args:
+            batch: the prompts.
+            names: hook points to keep, TransformerLens's names.
+            see_keys: also keep, per layer, which keys got weight.
+            stop_after: last block to run; the pass ends there. None: the stack's last block.
+
+        Raises:
+            ValueError: a hook name that the model does not have, or a block output that is not finite.
+            UnsupportedModelError: a hook that the model has but that never fired.
+        """
+        last = self.n_layers - 1 if stop_after is None else self.layer_index(stop_after)
+        calls: dict[int, BlockCall] = {}
+        recorded: dict[str, Tensor] = {}
+        seen: dict[int, Tensor] = {}
+        fwd_hooks = [record(recorded, name) for name in names]
+        if see_keys:
+            fwd_hooks += [(self.stack.hook_name("pattern", layer), _see(layer, seen)) for layer in range(last + 1)]
+        with self.undisturbed(), self.hooked(fwd_hooks), contextlib.ExitStack() as handles:
+            for handle in captured_calls(self.stack.blocks[: last + 1], calls):
+                handles.callback(handle.remove)
+            handles.callback(self.stack.blocks[last].register_forward_hook(_stop).remove)
+            with contextlib.suppress(_Stop):
+                self._forward(batch)
+        clean = CleanPass(batch, calls, recorded, seen)
+        self._require_complete(clean, names, last, see_keys)
+        return clean
+
+    def logits(
+        self,
+        batch: Batch,
+        *,
+        fwd_hooks: Sequence[HookPair] = (),
+        clean: CleanPass | None = None,
+        start_at_layer: int = 0,
+        resid_pre: Float[Tensor, "batch pos d_model"] | None = None,
+        gradients: bool = False,
+    ) -> Float[Tensor, "batch pos d_vocab"]:
+        """The model's logits, with hooks, optionally from the residual stream before a block on.
+
+        Starting at a block, the blocks below are not run: each gives back what it gave in `clean`.
+
+        Args:
+            batch: the prompts.
+            fwd_hooks: TransformerLens hooks for this pass.
+            clean: the clean pass whose lower blocks stand in; needed when start_at_layer > 0.
+            start_at_layer: first block to run.
+            resid_pre: the residual stream to enter that block; the clean one by default.
+            gradients: build the graph.
+        """
+        start = self.layer_index(start_at_layer)
+        if clean is None and (start > 0 or resid_pre is not None):
+            raise ValueError("clean: expected the clean pass to start from when start_at_layer or resid_pre is given")
+        with self.undisturbed(gradients), self.hooked(fwd_hooks), contextlib.ExitStack() as stack:
+            if clean is not None:
+                for layer in range(start):
+                    stack.enter_context(_skipped(self.stack.blocks[layer], clean.calls[layer].output))
+                entering = clean.calls[start].resid_pre if resid_pre is None else resid_pre
+                hook = self.stack.blocks[start].register_forward_pre_hook(enter_with(entering), with_kwargs=True)
+                stack.callback(hook.remove)
+            out = self._forward(batch, return_type="logits")
+        return out if torch.is_tensor(out) else out.logits
+
+    def replay(self, clean: CleanPass, layer: int) -> BlockReplay:
+        """Block `layer` of the clean pass, ready to run again in any number of copies."""
+        real = clean.batch.real_positions(self.stack.name)
+        return BlockReplay(
+            self.stack.blocks[layer], clean.calls[layer], real, self.n_heads, self.tolerance, self.where(layer)
+        )
+
+    @contextlib.contextmanager
+    def hooked(self, fwd_hooks: Sequence[HookPair]) -> Iterator[None]:
+        """The model with TransformerLens hooks on; unknown names are refused (the Bridge of 3.x ignores them)."""
+        names = [name for name, _ in fwd_hooks if isinstance(name, str)]
+        known = self.model.hook_dict if names else {}
+        for name in names:
+            if name not in known:
+                raise ValueError(f"hook name: expected one of the model's hook points, got {name!r}")
+        with self.model.hooks(fwd_hooks=list(fwd_hooks)):
+            yield
+
+    def layer_index(self, layer: int) -> int:
+        """A layer number, negative from the end, checked."""
+        if not -self.n_layers <= layer < self.n_layers:
+            raise ValueError(f"layer: expected {-self.n_layers}..{self.n_layers - 1}, got {layer}")
+        return layer % self.n_layers
+
+    def final_norm(self) -> nn.Module | None:
+        """The norm after the last block; None where there is none."""
+        names = {
+            "blocks": ("ln_final",),
+            "encoder": ("encoder_final_ln", "encoder_ln_final"),
+            "decoder": ("decoder_final_ln", "decoder_ln_final"),
+        }[self.stack.name]
+        for name in names:
+            norm = getattr(self.model, name, None)
+            # The masked-language heads of BERT-like models are mapped to `ln_final` too, but that norm sits
+            # inside the head, after a dense layer: it is no norm of the residual stream.
+            if isinstance(norm, nn.Module) and not hasattr(self.model, "mlm_head"):
+                return norm
+        return None
+
+    def _forward(self, batch: Batch, **options: Any) -> Any:
+        mask = batch.real.long()
+        inputs = dict(batch.inputs)
+        if self.kind is Kind.HOOKED_TRANSFORMER:
+            self._refuse_inputs(inputs, ())
+            return self.model(batch.tokens, attention_mask=mask, **options)
+        if self.kind is Kind.HOOKED_ENCODER:
+            self._refuse_inputs(inputs, ("token_type_ids",))
+            return self.model(batch.tokens, one_zero_attention_mask=mask, **inputs, **options)
+        if self.kind is Kind.HOOKED_ENCODER_DECODER:
+            self._refuse_inputs(inputs, ())
+            return self.model(batch.tokens, batch.target, one_zero_attention_mask=mask, **options)
+        if batch.target is not None:
+            inputs["decoder_input_ids"] = batch.target
+        # use_cache=False: a block that is run again must not find the keys of its first run.
+        return self.model(batch.tokens, attention_mask=mask, use_cache=False, **inputs, **options)
+
+    def _refuse_inputs(self, inputs: dict[str, Tensor], allowed: Sequence[str]) -> None:
+        unknown = sorted(set(inputs) - set(allowed))
+        if unknown:
+            raise ValueError(f"model inputs: {self.kind.value} takes {sorted(allowed)} besides tokens, got {unknown}")
+
+    def _require_complete(self, clean: CleanPass, names: Sequence[str], last: int, see_keys: bool) -> None:
+        missing = [layer for layer in range(last + 1) if layer not in clean.calls]
+        if missing:
+            raise UnsupportedModelError(f"blocks {missing} of {self.stack.name!r} never ran in a forward pass")
+        silent = [name for name in names if name not in clean.recorded]
+        if see_keys:
+            silent += [self.stack.hook_name("pattern", layer) for layer in range(last + 1) if layer not in clean.seen]
+        if silent:
+            raise UnsupportedModelError(
+                f"hooks that never fired: {silent}; expected each to fire once in a forward pass "
+                "(an attention kernel that keeps no pattern, or a module the model does not call)"
+            )
+        real = clean.batch.real_positions(self.stack.name)
+        for layer, call in clean.calls.items():
+            if not bool(torch.isfinite(call.resid_post[real]).all()):
+                raise ValueError(f"{self.where(layer)}: expected finite outputs, got NaN or infinity{self._bad_weight()}")
+
+    def _bad_weight(self) -> str:
+        for name, parameter in self.model.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                return f"; the weight {name!r} holds NaN or infinity"
+        return "; all weights are finite, so the activations overflow (dtype?)"
+
+    # ------------------------------------------------------------- what a chunk costs
+
+    def copies_within(self, max_memory: int | None, positions: int) -> int:
+        """How many copies of one prompt a block may run at once.
+
+        Args:
+            max_memory: bytes for the temporaries of one step; None leaves only the bound that keeps a
+                processor's caches useful.
+            positions: the length of the prompt.
+
+        Raises:
+            ValueError: not even one copy fits.
+        """
+        cfg = self.model.cfg
+        size = torch.finfo(self.dtype).bits // 8
+        d_mlp = int(getattr(cfg, "d_mlp", None) or 4 * cfg.d_model)
+        experts = int(getattr(cfg, "experts_per_token", None) or 1)
+        per_position = 12 * cfg.d_model + 6 * self.n_heads * cfg.d_head + 4 * d_mlp * experts
+        # Scores, masked scores, their float32 softmax and the pattern live at the same time.
+        attention = self.n_heads * positions**2 * (3 * size + 8)
+        bytes_per_copy = positions * per_position * size + attention
+        rows = 2048 if self.device.type == "cpu" else 65536
+        copies = max(1, rows // positions)
+        if max_memory is None:
+            return copies
+        if max_memory < bytes_per_copy:
+            raise ValueError(
+                f"max_memory: expected at least {bytes_per_copy} bytes "
+                f"(one copy of {positions} positions through one block), got {max_memory}"
+            )
+        return min(copies, math.floor(max_memory / bytes_per_copy))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's first parameter lives."""
+        return next(iter(self.model.parameters())).device
+
+
+def _see(layer: int, seen: dict[int, Tensor]) -> Callable[..., None]:
+    def see(tensor: Tensor, hook: Any) -> None:
+        seen[layer] = (tensor > 0).any(dim=1)
+
+    return see
+
+
+def _stop(module: nn.Module, args: Any, output: Any) -> None:
+    raise _Stop
+
+
+@contextlib.contextmanager
+def _skipped(block: nn.Module, output: Any) -> Iterator[None]:
+    """The block gives back a recorded output instead of running."""
+    block.__dict__["forward"] = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        del block.__dict__["forward"]

@@ -1,0 +1,284 @@
+"""From what a user calls a prompt to the tensors a model takes, and back to strings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from lens_mix.lens.kinds import Kind
+
+PaddingSide = Literal["left", "right"]
+
+# These position embeddings are tables: a longer prompt has no row to read.
+_EXTENSIBLE_POSITIONS = {"alibi", "relative_positional_bias", "none"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One prompt, without any padding.
+
+    Attributes:
+        tokens: what the (first) stack reads.
+        target: what the decoder of an encoder-decoder reads; None elsewhere.
+        inputs: further model inputs of the shape of `tokens`, by name.
+    """
+
+    tokens: Int[Tensor, " pos"]
+    target: Int[Tensor, " target_pos"] | None = None
+    inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Prompts padded to one length.
+
+    Attributes:
+        prompts: the prompts in order.
+        tokens, real: padded tokens and which of them are the prompts' own.
+        target, target_real: the same for the decoder's side; None without a decoder.
+        inputs: further model inputs, padded with zeros.
+    """
+
+    prompts: tuple[Prompt, ...]
+    tokens: Int[Tensor, "batch pos"]
+    real: Bool[Tensor, "batch pos"]
+    target: Int[Tensor, "batch target_pos"] | None
+    target_real: Bool[Tensor, "batch target_pos"] | None
+    inputs: Mapping[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def real_positions(self, stack: str) -> Bool[Tensor, "batch pos"]:
+        """Which positions of the given stack are the prompts' own."""
+        if stack != "decoder":
+            return self.real
+        if self.target_real is None:
+            raise ValueError("stack='decoder': the prompts have no decoder side")
+        return self.target_real
+
+
+def is_encoder_decoder(model: Any, kind: Kind) -> bool:
+    """Whether the model takes a pair of source and target."""
+    if kind is Kind.HOOKED_ENCODER_DECODER:
+        return True
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def read_prompt(
+    model: Any,
+    kind: Kind,
+    prompt: object,
+    *,
+    prepend_bos: bool | None = None,
+    attention_mask: Tensor | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
+) -> Prompt:
+    """One prompt as the user gave it: a string, tokens `[pos]` or `[1, pos]`, or a pair of these.
+
+    Args:
+        model: the model whose tokenizer and limits apply.
+        kind: its class.
+        prompt: a string, tokens, or for an encoder-decoder (source, target).
+        prepend_bos: as in TransformerLens; None for the model's default. Strings only.
+        attention_mask: [pos] or [1, pos], 1 for the prompt's own tokens; padding is cut away.
+        inputs: further model inputs by name, [pos] or [1, pos] each; `decoder_input_ids` is the target.
+
+    Raises:
+        TypeError, ValueError: with what was expected and what was got.
+    """
+    given = dict(inputs or {})
+    target = given.pop("decoder_input_ids", None)
+    encoder_decoder = is_encoder_decoder(model, kind)
+    if isinstance(prompt, (tuple, list)) and len(prompt) == 2 and not all(isinstance(p, int) for p in prompt):
+        if not encoder_decoder:
+            raise ValueError(
+                "prompt: a pair (source, target) is for encoder-decoders, "
+                f"and {type(model).__name__} is not one; for several prompts use run_many"
+            )
+        if target is not None:
+            raise ValueError("prompt: the target was given twice, in the pair and as decoder_input_ids")
+        prompt, target = prompt
+    source = _tokens(model, kind, prompt, prepend_bos, "prompt")
+    own = _own_positions(attention_mask, source)
+    _check_tokens(model, source[own], "prompt")
+    extra = {name: _like_tokens(value, source, name)[own] for name, value in given.items()}
+    if isinstance(prompt, str) and kind is Kind.HOOKED_ENCODER and "token_type_ids" not in extra:
+        extra["token_type_ids"] = model.to_tokens(prompt)[1][0].to(source.device)
+    decoder = _target_tokens(model, kind, target) if encoder_decoder else None
+    if target is not None and not encoder_decoder:
+        raise ValueError(f"decoder_input_ids: {type(model).__name__} has no decoder side")
+    return Prompt(source[own], decoder, extra)
+
+
+def _tokens(model: Any, kind: Kind, prompt: object, prepend_bos: bool | None, name: str) -> Int[Tensor, " pos"]:
+    if isinstance(prompt, str):
+        return _tokenize(model, kind, prompt, prepend_bos)
+    if isinstance(prompt, (list, tuple)):
+        if not all(isinstance(token, int) for token in prompt):
+            raise TypeError(
+                f"{name}: expected one prompt (a string, or tokens [pos] or [1, pos]), "
+                f"got a {type(prompt).__name__} of {len(prompt)}; for several prompts use run_many"
+            )
+        prompt = torch.tensor(prompt, dtype=torch.long)
+    if not torch.is_tensor(prompt):
+        raise TypeError(f"{name}: expected a string or a tensor of tokens, got {type(prompt).__name__}")
+    if prompt.dtype.is_floating_point or prompt.dtype.is_complex or prompt.dtype == torch.bool:
+        raise TypeError(f"{name}: expected integer tokens, got a tensor of {prompt.dtype}")
+    if prompt.ndim == 2 and prompt.shape[0] == 1:
+        prompt = prompt[0]
+    if prompt.ndim != 1:
+        raise ValueError(
+            f"{name}: expected tokens [pos] or [1, pos], got shape {list(prompt.shape)}; for a batch use run_many"
+        )
+    if prepend_bos is not None:
+        raise ValueError(f"prepend_bos: applies to strings only, and {name} is tokens (used as they are)")
+    return prompt.to(device_of(model), torch.long)
+
+
+def _tokenize(model: Any, kind: Kind, text: str, prepend_bos: bool | None) -> Int[Tensor, " pos"]:
+    if getattr(model, "tokenizer", None) is None:
+        raise ValueError(
+            "prompt: a string needs a tokenizer and this model has none; "
+            "expected tokens [pos], or a model with model.tokenizer set"
+        )
+    if kind in (Kind.HOOKED_ENCODER, Kind.HOOKED_ENCODER_DECODER):
+        if prepend_bos is not None:
+            raise ValueError(
+                f"prepend_bos: {kind.value} adds its own special tokens; expected None, got {prepend_bos}"
+            )
+        tokens = model.to_tokens(text, truncate=False)[0]
+    elif prepend_bos is None:
+        tokens = model.to_tokens(text, truncate=False)
+    else:
+        tokens = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)
+    return tokens[0].to(device_of(model))
+
+
+def _target_tokens(model: Any, kind: Kind, target: object) -> Int[Tensor, " target_pos"]:
+    """The decoder's input: the start token and the target's tokens; given tokens are used as they are."""
+    if target is not None and not isinstance(target, str):
+        tokens = _tokens(model, kind, target, None, "target")
+        _check_tokens(model, tokens, "target")
+        return tokens
+    config = getattr(getattr(model, "original_model", None), "config", model.cfg)
+    start = getattr(config, "decoder_start_token_id", None)
+    if start is None:
+        raise ValueError("target: the model names no decoder_start_token_id; give the decoder's tokens")
+    own: list[int] = []
+    if target:
+        if getattr(model, "tokenizer", None) is None:
+            raise ValueError("target: a string needs a tokenizer and this model has none; expected tokens [pos]")
+        own = model.tokenizer(target, add_special_tokens=False)["input_ids"]
+    tokens = torch.tensor([start, *own], dtype=torch.long, device=device_of(model))
+    _check_tokens(model, tokens, "target")
+    return tokens
+
+
+def _own_positions(attention_mask: Tensor | None, tokens: Int[Tensor, " pos"]) -> Bool[Tensor, " pos"]:
+    if attention_mask is None:
+        return torch.ones_like(tokens, dtype=torch.bool)
+    mask = _like_tokens(attention_mask, tokens, "attention_mask")
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError("attention_mask: expected 1 for the prompt's own tokens and 0 for padding, got other values")
+    own = mask.bool()
+    inside = own.nonzero()[:, 0]
+    if len(inside) and not bool(own[inside[0] : inside[-1] + 1].all()):
+        raise ValueError(
+            "attention_mask: expected padding on the left or on the right only, "
+            f"got holes inside the prompt: {mask.int().tolist()}"
+        )
+    return own
+
+
+def _like_tokens(value: Tensor, tokens: Int[Tensor, " pos"], name: str) -> Tensor:
+    if not torch.is_tensor(value):
+        raise TypeError(f"{name}: expected a tensor of the tokens' shape, got {type(value).__name__}")
+    if value.ndim == 2 and value.shape[0] == 1:
+        value = value[0]
+    if value.shape != tokens.shape:
+        raise ValueError(
+            f"{name}: expected the tokens' shape [{len(tokens)}] or [1, {len(tokens)}], got {list(value.shape)}"
+        )
+    return value.to(tokens.device)
+
+
+def _check_tokens(model: Any, tokens: Int[Tensor, " pos"], name: str) -> None:
+    if len(tokens) == 0:
+        raise ValueError(f"{name}: expected at least one token, got none")
+    d_vocab = _vocabulary(model, name)
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= d_vocab:
+        raise ValueError(f"{name}: expected tokens in 0..{d_vocab - 1}, got tokens in {low}..{high}")
+    n_ctx = getattr(model.cfg, "n_ctx", None)
+    if getattr(model.cfg, "positional_embedding_type", None) in _EXTENSIBLE_POSITIONS or not n_ctx:
+        return
+    if len(tokens) > n_ctx:
+        raise ValueError(f"{name}: expected at most n_ctx={n_ctx} tokens, got {len(tokens)}")
+
+
+def _vocabulary(model: Any, name: str) -> int:
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    separate = getattr(config, "decoder_vocab_size", None) if name == "target" else None
+    return int(separate or model.cfg.d_vocab)
+
+
+def device_of(model: Any) -> torch.device:
+    """The device of the model's first parameter."""
+    return next(iter(model.parameters())).device
+
+
+def pad(prompts: Sequence[Prompt], pad_token: int, side: PaddingSide) -> Batch:
+    """Prompts of different lengths as one batch, padded on one side."""
+    tokens, real = _pad([prompt.tokens for prompt in prompts], pad_token, side)
+    target = target_real = None
+    if prompts[0].target is not None:
+        # A decoder is causal: padding on its right cannot reach the prompt's own positions.
+        target, target_real = _pad([p.target for p in prompts if p.target is not None], pad_token, "right")
+    names = prompts[0].inputs
+    if any(set(prompt.inputs) != set(names) for prompt in prompts):
+        raise ValueError(f"model inputs: expected {sorted(names)} for every prompt of a batch, some differ")
+    inputs = {name: _pad([prompt.inputs[name] for prompt in prompts], 0, side)[0] for name in names}
+    return Batch(tuple(prompts), tokens, real, target, target_real, inputs)
+
+
+def _pad(rows: Sequence[Tensor], value: int, side: PaddingSide) -> tuple[Tensor, Bool[Tensor, "batch pos"]]:
+    longest = max(len(row) for row in rows)
+    padded = rows[0].new_full((len(rows), longest), value)
+    real = torch.zeros((len(rows), longest), dtype=torch.bool, device=rows[0].device)
+    for index, row in enumerate(rows):
+        span = slice(longest - len(row), longest) if side == "left" else slice(0, len(row))
+        padded[index, span] = row
+        real[index, span] = True
+    return padded, real
+
+
+def pad_token(model: Any) -> int:
+    """The tokenizer's padding token, or 0: padding is masked, so any token in the vocabulary will do."""
+    token = getattr(getattr(model, "tokenizer", None), "pad_token_id", None)
+    return int(token) if token is not None and 0 <= token < _vocabulary(model, "prompt") else 0
+
+
+def token_strings(model: Any, tokens: Int[Tensor, " pos"]) -> list[str]:
+    """One string per token, a leading space kept where the tokenizer has one; numbers without a tokenizer.
+
+    SentencePiece tokenizers lose the leading space when a single token is decoded, so it is read off the
+    raw piece there.
+    """
+    ids = tokens.tolist()
+    tokenizer = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        return [str(token) for token in ids]
+    pieces = tokenizer.convert_ids_to_tokens(ids)
+    return [
+        piece.replace("▁", " ")
+        if isinstance(piece, str) and ("▁" in piece or piece.startswith("##"))
+        else tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        for token, piece in zip(ids, pieces, strict=True)
+    ]

@@ -1,0 +1,236 @@
+"""Running one block again, batched, with hooks on, from the arguments of the clean pass."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from lens_mix.lens.kinds import UnsupportedModelError
+
+_RESIDUAL_KEYWORDS = ("hidden_states", "resid_pre")
+
+# How one captured argument follows the batch: (tensor, rows, batch size, heads) -> tensor.
+_Expansion = Callable[[Tensor, Tensor, int, int], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCall:
+    """What one block was called with and what it returned, in the clean pass."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+    @property
+    def resid_pre(self) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream that entered the block."""
+        if self.args and torch.is_tensor(self.args[0]):
+            return self.args[0]
+        for name in _RESIDUAL_KEYWORDS:
+            if torch.is_tensor(self.kwargs.get(name)):
+                return self.kwargs[name]
+        raise UnsupportedModelError(
+            f"block arguments: expected the residual stream first or as one of {_RESIDUAL_KEYWORDS}, "
+            f"got {[type(a).__name__ for a in self.args]} and {sorted(self.kwargs)}"
+        )
+
+    @property
+    def resid_post(self) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream that left the block."""
+        return first_tensor(self.output)
+
+
+def first_tensor(output: Any) -> Tensor:
+    """A block returns its residual stream alone or first in a tuple."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _with_residual(
+    args: tuple[Any, ...], kwargs: dict[str, Any], residual: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A block's arguments with another residual stream in them."""
+    if args and torch.is_tensor(args[0]):
+        return (residual, *args[1:]), kwargs
+    name = next(name for name in _RESIDUAL_KEYWORDS if torch.is_tensor(kwargs.get(name)))
+    return args, {**kwargs, name: residual}
+
+
+def enter_with(residual: Float[Tensor, "batch pos d_model"]) -> Callable[..., Any]:
+    """A forward pre-hook (with keyword arguments) that makes a block start from `residual`."""
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _with_residual(args, kwargs, residual)
+
+    return enter
+
+
+def _follow_batch(tensor: Tensor, rows: Tensor, batch: int, heads: int) -> Tensor:
+    """The first axis is the batch where it has the batch's size; else it is shared."""
+    return tensor.index_select(0, rows) if tensor.ndim and tensor.shape[0] == batch else tensor
+
+
+def _follow_batch_and_heads(tensor: Tensor, rows: Tensor, batch: int, heads: int) -> Tensor:
+    """As above, and a first axis of batch * heads is both (BLOOM's alibi)."""
+    if tensor.ndim and tensor.shape[0] == batch * heads and heads > 1:
+        return tensor.unflatten(0, (batch, heads)).index_select(0, rows).flatten(0, 1)
+    return _follow_batch(tensor, rows, batch, heads)
+
+
+def _share_head_axis(tensor: Tensor, rows: Tensor, batch: int, heads: int) -> Tensor:
+    """As the first, but a first axis that could be heads is heads (MPT's position bias, batch = heads)."""
+    if tensor.ndim == 3 and tensor.shape[0] == heads and tensor.shape[1] == 1:
+        return tensor
+    return _follow_batch(tensor, rows, batch, heads)
+
+
+_EXPANSIONS: tuple[_Expansion, ...] = (_follow_batch_and_heads, _follow_batch, _share_head_axis)
+
+
+def _expand(value: Any, rows: Tensor, batch: int, heads: int, expansion: _Expansion) -> Any:
+    if torch.is_tensor(value):
+        return expansion(value, rows, batch, heads)
+    if isinstance(value, tuple):
+        return tuple(_expand(item, rows, batch, heads, expansion) for item in value)
+    if isinstance(value, list):
+        return [_expand(item, rows, batch, heads, expansion) for item in value]
+    return value
+
+
+class BlockReplay:
+    """One block of one clean pass, ready to run again.
+
+    The captured arguments do not say which of their axes is the batch, so the ways they can be read are
+    tried, and the one that reproduces the block's own output is used; if none does, the replay refuses.
+
+    Args:
+        module: the block.
+        call: its arguments and output in the clean pass.
+        real: which positions of the batch are the prompts' own.
+        heads: number of attention heads (some arguments carry batch * heads).
+        tolerance: largest accepted relative error per position.
+        where: name of the block, for errors.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        call: BlockCall,
+        real: Bool[Tensor, "batch pos"],
+        heads: int,
+        tolerance: float,
+        where: str,
+    ) -> None:
+        self.module, self.call, self.real, self.heads = module, call, real, heads
+        self.tolerance, self.where = tolerance, where
+        self._expansion: _Expansion | None = None
+
+    def run(
+        self, rows: Int[Tensor, " row"], resid_pre: Float[Tensor, "row pos d_model"] | None = None
+    ) -> Float[Tensor, "row pos d_model"]:
+        """The block's output for the given rows of the clean batch (repeats allowed).
+
+        Args:
+            rows: which prompt of the clean batch each row of the replay is.
+            resid_pre: the residual stream to start from; the clean one by default.
+        """
+        if self._expansion is None:
+            raise RuntimeError(f"{self.where}: prepare() has to come before run(), without any hook on")
+        return self._run(self._expansion, rows, resid_pre)
+
+    def prepare(self) -> None:
+        """Prove, once, that the block run again gives its own output; to be called without any hook on.
+
+        Raises:
+            UnsupportedModelError: it does not.
+        """
+        if self._expansion is None:
+            self._expansion = self._prove()
+
+    def _run(self, expansion: _Expansion, rows: Tensor, resid_pre: Tensor | None) -> Tensor:
+        batch = self.call.resid_pre.shape[0]
+        args = _expand(self.call.args, rows, batch, self.heads, expansion)
+        kwargs = {name: _expand(value, rows, batch, self.heads, expansion) for name, value in self.call.kwargs.items()}
+        if resid_pre is not None:
+            args, kwargs = _with_residual(args, kwargs, resid_pre)
+        return first_tensor(self.module(*args, **kwargs))
+
+    def _error(self, expansion: _Expansion) -> float:
+        batch = self.call.resid_pre.shape[0]
+        rows = torch.tensor([batch - 1, 0, batch - 1], device=self.call.resid_pre.device)
+        clean = self.call.resid_post.index_select(0, rows)
+        return relative_error(self._run(expansion, rows, None), clean, self.real.index_select(0, rows))
+
+    def _prove(self) -> _Expansion:
+        found: list[str] = []
+        for expansion in _EXPANSIONS:
+            try:
+                error = self._error(expansion)
+            except (RuntimeError, ValueError, IndexError) as problem:
+                found.append(f"{type(problem).__name__}: {str(problem)[:120]}")
+                continue
+            if error <= self.tolerance:
+                return expansion
+            found.append(f"relative error {error:.1e}")
+        raise UnsupportedModelError(
+            f"{self.where}: run again from its captured arguments, the block should give its own output "
+            f"(relative error <= {self.tolerance:.0e}); got {'; '.join(found)}"
+        )
+
+
+def relative_error(
+    got: Float[Tensor, "*batch d"], expected: Float[Tensor, "*batch d"], keep: Tensor | None = None
+) -> float:
+    """Largest error per position, relative to that position's own size (so no large token hides a small one).
+
+    Args:
+        got, expected: the two tensors; the last axis is the vector.
+        keep: bool over the other axes, the positions that count; all by default.
+    """
+    wide = torch.float64 if expected.dtype == torch.float64 else torch.float32
+    difference = torch.linalg.vector_norm((got.to(wide) - expected.to(wide)), dim=-1)
+    size = torch.linalg.vector_norm(expected.to(wide), dim=-1)
+    ratio = torch.where(difference == 0, torch.zeros_like(size), difference / size)
+    if keep is not None:
+        ratio = ratio[keep]
+    return float(ratio.max()) if ratio.numel() else 0.0
+
+
+def captured_calls(
+    blocks: Sequence[nn.Module], calls: dict[int, BlockCall]
+) -> list[torch.utils.hooks.RemovableHandle]:
+    """Record every block's arguments and output into `calls` until the handles are removed."""
+    handles = []
+    for layer, block in enumerate(blocks):
+        handles.append(block.register_forward_hook(_keep_call(layer, calls), with_kwargs=True))
+    return handles
+
+
+def _keep_call(layer: int, calls: dict[int, BlockCall]) -> Callable[..., None]:
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        calls[layer] = BlockCall(args, dict(kwargs), output)
+
+    return keep
+
+
+@contextlib.contextmanager
+def captured_outputs(
+    modules: Mapping[tuple[int, str], nn.Module], outputs: dict[tuple[int, str], Tensor]
+) -> Iterator[None]:
+    """Keep what each module returns while a pass runs."""
+    with contextlib.ExitStack() as stack:
+        for key, module in modules.items():
+            stack.callback(module.register_forward_hook(_keep_output(key, outputs)).remove)
+        yield
+
+
+def _keep_output(key: tuple[int, str], outputs: dict[tuple[int, str], Tensor]) -> Callable[..., None]:
+    def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        outputs[key] = first_tensor(output).detach()
+
+    return keep

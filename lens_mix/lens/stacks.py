@@ -1,0 +1,85 @@
+"""The stacks of blocks a model has, and the names of the hook points in them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import nn
+
+from lens_mix.lens.kinds import Kind, UnsupportedModelError, kind_of
+
+# role -> hook point inside the attention module
+ATTENTION_ROLES = {"query": "hook_q", "value": "hook_v", "pattern": "hook_pattern", "z": "hook_z"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """One stack of blocks: all blocks of a decoder or an encoder, or one side of an encoder-decoder.
+
+    Attributes:
+        name: "blocks", "encoder" or "decoder".
+        template: name of block `layer`, e.g. "encoder_blocks.{layer}".
+        attention: name of the self-attention module inside the block.
+        blocks: the modules.
+    """
+
+    name: str
+    template: str
+    attention: str
+    blocks: tuple[nn.Module, ...]
+
+    @property
+    def attention_template(self) -> str:
+        """Name of block `layer`'s self-attention, as `lens_mix.hooks` takes it (`attention=`)."""
+        return f"{self.template}.{self.attention}"
+
+    def hook_name(self, role: str, layer: int) -> str:
+        """TransformerLens's name of the hook point that plays `role` ("query", "value", "pattern", "z")."""
+        return f"{self.attention_template.format(layer=layer)}.{ATTENTION_ROLES[role]}"
+
+    def self_attention(self, layer: int) -> nn.Module:
+        """The self-attention module of block `layer`."""
+        return getattr(self.blocks[layer], self.attention)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
+def _modules(model: nn.Module, name: str) -> tuple[nn.Module, ...]:
+    blocks = getattr(model, name, None)
+    return tuple(blocks) if isinstance(blocks, nn.ModuleList) else ()
+
+
+def stacks_of(model: nn.Module) -> dict[str, Stack]:
+    """All stacks of the model by name: {"blocks"} or {"encoder", "decoder"}.
+
+    Raises:
+        UnsupportedModelError: no block of the model has an attention module with values to look at.
+    """
+    kind = kind_of(model)
+    if kind is Kind.HOOKED_ENCODER_DECODER:
+        layout = [("encoder", "encoder", "attn"), ("decoder", "decoder", "attn")]
+    elif kind is Kind.BRIDGE and _modules(model, "encoder_blocks"):
+        layout = [("encoder", "encoder_blocks", "attn"), ("decoder", "decoder_blocks", "self_attn")]
+    else:
+        layout = [("blocks", "blocks", "attn")]
+    stacks = {
+        name: Stack(name, f"{attribute}.{{layer}}", attention, _modules(model, attribute))
+        for name, attribute, attention in layout
+    }
+    for stack in stacks.values():
+        _require_attention(model, stack)
+    return stacks
+
+
+def _require_attention(model: nn.Module, stack: Stack) -> None:
+    if not stack.blocks:
+        raise UnsupportedModelError(f"the model has no {stack.name}: expected a stack of blocks, found none")
+    for layer, block in enumerate(stack.blocks):
+        if not hasattr(block, stack.attention):
+            found = sorted(name for name, _ in block.named_children() if not name.startswith(("hook", "_")))
+            raise UnsupportedModelError(
+                f"block {layer} of {stack.name!r} has no attention module "
+                f"(expected {stack.attention!r}, found {found}): without attention there are no values "
+                "or patterns, and context mixing is not defined (state-space and recurrent models)"
+            )

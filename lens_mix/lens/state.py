@@ -1,0 +1,62 @@
+"""Leave the user's model as it was: training mode, attention implementation, gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module, gradients: bool = False) -> Iterator[None]:
+    """Evaluation mode, eager attention and no gradients inside; everything as before on the way out.
+
+    Eager attention is needed where TransformerBridge delegates attention to Hugging Face: with the
+    default (sdpa) kernel `hook_pattern` never fires there.
+
+    Args:
+        model: any TransformerLens model.
+        gradients: leave gradients on.
+    """
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    with contextlib.ExitStack() as stack:
+        stack.callback(_restore_training, training)
+        stack.enter_context(_eager_attention(model))
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        yield
+
+
+def _restore_training(training: list[nn.Module]) -> None:
+    for module in training:
+        module.training = True
+
+
+@contextlib.contextmanager
+def _eager_attention(model: nn.Module) -> Iterator[None]:
+    before = [
+        (config, config._attn_implementation)
+        for config in _huggingface_configs(model)
+        if config._attn_implementation != "eager"
+    ]
+    try:
+        for config, _ in before:
+            config._attn_implementation = "eager"
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation = implementation
+
+
+def _huggingface_configs(model: nn.Module) -> list[Any]:
+    """Every distinct configuration object that a wrapped Hugging Face module reads its kernel from."""
+    configs = {}
+    for module in getattr(model, "original_model", nn.Module()).modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            configs[id(config)] = config
+    return list(configs.values())

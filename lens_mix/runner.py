@@ -1,0 +1,348 @@
+"""The runner: one clean pass for all methods asked, chunks under a memory bound, padding cut away."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from lens_mix.lens import masks
+from lens_mix.lens.block import Block
+from lens_mix.lens.kinds import UnsupportedModelError, transformer_lens_version
+from lens_mix.lens.model import CleanPass, Lens
+from lens_mix.lens.prompts import PaddingSide, Prompt, pad, pad_token, read_prompt, token_strings
+from lens_mix.lens.proof import Proof
+from lens_mix.lens.support import Support, choose_engine, model_name, proof_of, support_table
+from lens_mix.maps import MixingMap
+from lens_mix.methods import METHODS, Method
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What was asked of a run, read once."""
+
+    methods: dict[str, Method]
+    single: bool
+    engine: str
+    max_memory: int | None
+    progress: bool
+    prepend_bos: bool | None
+
+
+def run(
+    model: Any,
+    prompt: Any,
+    methods: str | Method | Sequence[str | Method],
+    *,
+    stack: str | None = None,
+    engine: str = "auto",
+    max_memory: int | None = None,
+    progress: bool = False,
+    prepend_bos: bool | None = None,
+    attention_mask: Tensor | None = None,
+    **inputs: Any,
+) -> Any:
+    """Map one prompt with one method or several, from one clean pass.
+
+    Args:
+        model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge; comes back as it was.
+        prompt: a string, tokens [pos] or [1, pos], or (source, target) for an encoder-decoder.
+        methods: a name ("attention", "value_zeroing"), a method (`lm.ValueZeroing(metric="euclidean")`),
+            or several of these.
+        stack: "encoder" (default) or "decoder" of an encoder-decoder.
+        engine: "auto", or "hooks" / "algebra" for methods that have both.
+        max_memory: bytes for the temporary tensors of one step.
+        progress: show a bar over the blocks.
+        prepend_bos: as in TransformerLens; strings only.
+        attention_mask: [pos] or [1, pos], 0 for padding, which is cut away.
+        inputs: further model inputs by name (`token_type_ids=`, `decoder_input_ids=`).
+
+    Returns:
+        A `MixingMap` for one method, a dict of them by name for several. Two methods of the same name get
+        their parameters in the key.
+
+    Raises:
+        TypeError, ValueError: bad input, naming what was expected and what was got.
+        UnsupportedModelError: the model or the method on it can't be trusted, with the reason.
+    """
+    lens = Lens(model, stack)
+    options = _read_options(lens, methods, engine, max_memory, progress, prepend_bos)
+    read = read_prompt(
+        model, lens.kind, prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs
+    )
+    maps = _run_batch(lens, [read], options, "right")[0]
+    return next(iter(maps.values())) if options.single else maps
+
+
+def run_many(
+    model: Any,
+    prompts: Iterable[Any],
+    methods: str | Method | Sequence[str | Method],
+    *,
+    batch_size: int = 16,
+    stack: str | None = None,
+    engine: str = "auto",
+    max_memory: int | None = None,
+    progress: bool = False,
+    prepend_bos: bool | None = None,
+    attention_mask: Tensor | None = None,
+    padding_side: PaddingSide = "right",
+    **inputs: Any,
+) -> Iterator[Any]:
+    """Map many prompts, batch by batch; yields what `run` returns, in the order of the prompts.
+
+    Padding never reaches a map: each prompt gets what it gets alone. A model that does not mask padding
+    gets its prompts one by one.
+
+    Args:
+        model, methods, stack, engine, max_memory, progress, prepend_bos: as in `run`.
+        prompts: strings, token tensors, or one padded tensor [batch, pos] with `attention_mask`.
+        batch_size: prompts per clean pass.
+        attention_mask: [batch, pos] for a padded tensor of prompts.
+        padding_side: where the runner pads; "right" is right for every model.
+        inputs: further model inputs by name, one row per prompt.
+
+    Raises:
+        TypeError, ValueError: bad input; the message names the prompt.
+        UnsupportedModelError: as in `run`.
+    """
+    if isinstance(prompts, str):
+        raise TypeError("prompts: expected several prompts, got one string; use run for one prompt")
+    if batch_size < 1:
+        raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
+    if padding_side not in ("left", "right"):
+        raise ValueError(f"padding_side: expected 'left' or 'right', got {padding_side!r}")
+    lens = Lens(model, stack)
+    if padding_side == "left":
+        _refuse_left_padding(lens)
+    options = _read_options(lens, methods, engine, max_memory, False, prepend_bos)
+    return _stream(lens, prompts, options, batch_size, padding_side, attention_mask, inputs, progress)
+
+
+def _stream(
+    lens: Lens,
+    prompts: Iterable[Any],
+    options: _Options,
+    batch_size: int,
+    side: PaddingSide,
+    attention_mask: Tensor | None,
+    inputs: dict[str, Any],
+    progress: bool,
+) -> Iterator[Any]:
+    numbered = enumerate(prompts)
+    total = len(prompts) if hasattr(prompts, "__len__") else None
+    with tqdm(total=total, disable=not progress, desc="prompts") as bar:
+        while some := list(itertools.islice(numbered, batch_size)):
+            read = [_read_numbered(lens, number, prompt, options, attention_mask, inputs) for number, prompt in some]
+            one_by_one = len(read) > 1 and not proof_of(lens, read[0]).masks_padding
+            for group in [[prompt] for prompt in read] if one_by_one else [read]:
+                for maps in _run_batch(lens, group, options, side):
+                    bar.update()
+                    yield next(iter(maps.values())) if options.single else maps
+
+
+def _read_numbered(
+    lens: Lens, number: int, prompt: Any, options: _Options, mask: Tensor | None, inputs: dict[str, Any]
+) -> Prompt:
+    try:
+        return read_prompt(
+            lens.model,
+            lens.kind,
+            prompt,
+            prepend_bos=options.prepend_bos,
+            attention_mask=None if mask is None else mask[number],
+            inputs={name: value[number] for name, value in inputs.items()},
+        )
+    except (TypeError, ValueError) as problem:
+        raise type(problem)(f"prompt {number}: {problem}") from problem
+
+
+def support(model: Any, *, stack: str | None = None) -> Support:
+    """Table method x model: ok with the engine that "auto" would take, or the reason why not.
+
+    Args:
+        model: any TransformerLens model.
+        stack: "encoder" or "decoder" of an encoder-decoder.
+    """
+    return support_table(model, [method() for method in METHODS.values()], stack)
+
+
+# ------------------------------------------------------------------ reading what was asked
+
+
+def _read_options(
+    lens: Lens,
+    methods: str | Method | Sequence[str | Method],
+    engine: str,
+    max_memory: int | None,
+    progress: bool,
+    prepend_bos: bool | None,
+) -> _Options:
+    if max_memory is not None and (isinstance(max_memory, bool) or max_memory < 1):
+        raise ValueError(f"max_memory: expected a positive number of bytes, got {max_memory}")
+    single = isinstance(methods, (str, Method))
+    asked: list[Any] = [methods] if single else list(methods)  # type: ignore[arg-type]
+    if not asked:
+        raise ValueError("methods: expected at least one method, got none")
+    read = [_read_method(method) for method in asked]
+    for method in read:
+        method.check(lens.n_heads, lens.n_layers)
+    names = [method.name for method in read]
+    labels = [_label(method) if names.count(method.name) > 1 else method.name for method in read]
+    if len(set(labels)) != len(labels):
+        raise ValueError(f"methods: expected different methods, got one twice: {labels}")
+    return _Options(dict(zip(labels, read, strict=True)), single, engine, max_memory, progress, prepend_bos)
+
+
+def _read_method(method: object) -> Method:
+    if isinstance(method, str):
+        if method not in METHODS:
+            raise ValueError(f"methods: expected one of {sorted(METHODS)}, got {method!r}")
+        return METHODS[method]()
+    if not isinstance(method, Method):
+        raise TypeError(f"methods: expected a name or a method, got {type(method).__name__}")
+    return method
+
+
+def _label(method: Method) -> str:
+    default = type(method)()
+    changed = {name: value for name, value in method.parameters().items() if value != getattr(default, name)}
+    inside = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+    return f"{method.name}({inside})" if inside else method.name
+
+
+def _refuse_left_padding(lens: Lens) -> None:
+    embedding = getattr(lens.model.cfg, "positional_embedding_type", None)
+    if lens.stack.name == "encoder" or not masks.is_causal_model(lens):
+        raise UnsupportedModelError(
+            "padding_side='left': an encoder counts positions from the first token, padding included "
+            f"(position embedding {embedding!r}); expected padding_side='right'"
+        )
+
+
+# ------------------------------------------------------------------ running
+
+
+def _run_batch(lens: Lens, prompts: list[Prompt], options: _Options, side: PaddingSide) -> list[dict[str, MixingMap]]:
+    proof = proof_of(lens, prompts[0])
+    engines = {label: choose_engine(m, proof, options.engine) for label, m in options.methods.items()}
+    groups = [
+        {label: method.key_groups(_own_length(lens, prompt)) for label, method in options.methods.items()}
+        for prompt in prompts
+    ]
+    roles = sorted(set().union(*(method.needs for method in options.methods.values())))
+    names = [lens.stack.hook_name(role, layer) for role in roles for layer in range(lens.n_layers)]
+    clean = lens.clean_pass(pad(prompts, pad_token(lens.model), side), names)
+    _require_masked_padding(lens, clean)
+    stacks = _layer_maps(lens, clean, proof, engines, options)
+    allowed = masks.allowed_keys(lens, clean)
+    return [
+        _prompt_maps(lens, clean, index, stacks, engines, groups[index], allowed, options)
+        for index in range(len(prompts))
+    ]
+
+
+def _own_length(lens: Lens, prompt: Prompt) -> int:
+    target = prompt.target
+    return len(target) if lens.stack.name == "decoder" and target is not None else len(prompt.tokens)
+
+
+def _layer_maps(
+    lens: Lens, clean: CleanPass, proof: Proof, engines: dict[str, str], options: _Options
+) -> dict[str, Tensor]:
+    """Per method, [batch, layer, (head,) query, key] with padding still in."""
+    maps: dict[str, list[Tensor]] = {label: [] for label in options.methods}
+    work = list(itertools.product(range(lens.n_layers), options.methods.items()))
+    for layer, (label, method) in tqdm(work, disable=not options.progress, desc="blocks", leave=False):
+        block = Block(lens, clean, layer, proof.anatomy[layer], engines[label], options.max_memory)
+        with torch.no_grad():
+            maps[label].append(method(block))
+    return {label: torch.stack(layers, dim=1) for label, layers in maps.items()}
+
+
+def _prompt_maps(
+    lens: Lens,
+    clean: CleanPass,
+    index: int,
+    stacks: dict[str, Tensor],
+    engines: dict[str, str],
+    groups: dict[str, list[list[int]] | None],
+    allowed: masks.AllowedKeys,
+    options: _Options,
+) -> dict[str, MixingMap]:
+    own = clean.batch.real_positions(lens.stack.name)[index].nonzero()[:, 0]
+    prompt = clean.batch.prompts[index]
+    read = prompt.target if lens.stack.name == "decoder" and prompt.target is not None else prompt.tokens
+    tokens = token_strings(lens.model, read)
+    causal, mask = allowed.of_prompt(index, own)
+    maps = {}
+    for label, method in options.methods.items():
+        scores = stacks[label][index].index_select(-2, own)
+        spans = groups[label]
+        key_tokens = None
+        if spans is None:
+            scores = scores.index_select(-1, own)
+        else:
+            key_tokens = ["".join(tokens[position] for position in span) for span in spans]
+        scores = allowed.without_rounding(scores, index, own, spans)
+        maps[label] = MixingMap(
+            scores=scores.clone(),
+            tokens=tokens,
+            method=method.name,
+            causal=causal and spans is None,
+            mask=None if spans is not None else mask,
+            key_tokens=key_tokens,
+            parameters=method.parameters(),
+            residual=method.residual,
+            provenance=_provenance(lens, engines[label], options),
+            notes=_notes(scores, tokens),
+        )
+    return maps
+
+
+def _notes(scores: Tensor, tokens: list[str]) -> tuple[str, ...]:
+    empty = (scores == 0).all(dim=-1)
+    if not bool(empty.any()):
+        return ()
+    rows = empty.nonzero()
+    shown = "; ".join(str(row) for row in rows[:5].tolist())
+    axes = "[layer, query]" if rows.shape[1] == 2 else "[layer, head, query]"
+    return (f"{len(rows)} all-zero rows: nothing measurable reached {axes} = {shown}{' ...' if len(rows) > 5 else ''}",)
+
+
+def _provenance(lens: Lens, engine: str, options: _Options) -> dict[str, Any]:
+    model = lens.model
+    value_bias = getattr(lens.stack.self_attention(0), "b_V", None)
+    has_bias = torch.is_tensor(value_bias) and bool((value_bias != 0).any())
+    return {
+        "model": model_name(model),
+        "model_class": lens.kind.value,
+        "stack": lens.stack.name,
+        "transformer_lens": ".".join(map(str, transformer_lens_version())),
+        "torch": torch.__version__,
+        "dtype": str(lens.dtype).removeprefix("torch."),
+        "normalization_type": getattr(model.cfg, "normalization_type", None),
+        "compatibility_mode": bool(getattr(model, "compatibility_mode", False)),
+        "value_biases": "present" if has_bias else "none (absent, or folded into b_O)",
+        "prepend_bos": options.prepend_bos,
+        "engine": engine,
+    }
+
+
+def _require_masked_padding(lens: Lens, clean: CleanPass) -> None:
+    """A padded key that got weight would be mixed into real positions: refuse."""
+    real: Bool[Tensor, "batch pos"] = clean.batch.real_positions(lens.stack.name)
+    if bool(real.all()):
+        return
+    for layer, seen in clean.seen.items():
+        if bool((seen & real[:, :, None] & ~real[:, None, :]).any()):
+            raise UnsupportedModelError(
+                f"{lens.where(layer)}: the attention mask was ignored (padding got attention weight); "
+                "run prompts of one length, or one by one"
+            )
