@@ -1,0 +1,208 @@
+"""What a `MixingMap` is given, turned into plain tensors and lists, or refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def as_scores(scores: object) -> Tensor:
+    """A detached floating-point tensor `[layer, query, key]` or `[layer, head, query, key]`.
+
+    Tensors keep their dtype and device and are not copied; numpy arrays and nested lists are
+    copied (Python floats become float64); whole numbers and booleans become float32.
+
+    Raises:
+        TypeError: not a tensor, array or nested list of numbers; complex numbers.
+        ValueError: ragged lists, a wrong number of axes, an empty axis, NaN or infinity.
+    """
+    tensor = scores.detach() if isinstance(scores, Tensor) else _from_array(scores)
+    if tensor.is_complex():
+        raise TypeError(f"scores: expected real numbers, got {tensor.dtype}")
+    if not tensor.is_floating_point():
+        tensor = tensor.to(torch.float32)
+    if tensor.ndim not in (3, 4):
+        raise ValueError(
+            "scores: expected 3 axes [layer, query, key] or 4 axes [layer, head, query, key], "
+            f"got {tensor.ndim} with shape {tuple(tensor.shape)}"
+        )
+    if 0 in tensor.shape:
+        raise ValueError(f"scores: expected no empty axis, got shape {tuple(tensor.shape)}")
+    _refuse_non_finite(tensor)
+    return tensor
+
+
+def _from_array(scores: object) -> Tensor:
+    if isinstance(scores, (list, tuple)) and scores and all(isinstance(item, Tensor) for item in scores):
+        return torch.stack([item.detach() for item in scores])
+    try:
+        array = np.array(scores)
+        if array.dtype == object or array.dtype.kind not in "fiubc":
+            raise TypeError(f"scores: expected numbers, got {type(scores).__name__} of {array.dtype}")
+        return torch.from_numpy(array)
+    except ValueError as error:
+        raise ValueError(
+            f"scores: expected a tensor, an array or an evenly nested list, got {error}"
+        ) from error
+
+
+def _refuse_non_finite(scores: Tensor) -> None:
+    finite = torch.isfinite(scores)
+    if not bool(finite.all()):
+        where = (~finite).nonzero()[0].tolist()
+        raise ValueError(
+            f"scores: expected finite numbers, got {scores[tuple(where)].item()} at {_entry(where)} "
+            f"({int((~finite).sum())} such entries)"
+        )
+
+
+def _entry(where: Sequence[int], layers: Sequence[int] | None = None) -> str:
+    names = ("layer", "query", "key") if len(where) == 3 else ("layer", "head", "query", "key")
+    values = list(where)
+    if layers is not None:
+        values[0] = layers[values[0]]
+    return ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
+
+
+def as_tokens(tokens: object, count: int, argument: str) -> list[str]:
+    """`tokens` as a list of exactly `count` strings.
+
+    Raises:
+        TypeError: one string, or anything that is not a sequence of strings.
+        ValueError: another number of tokens than the axis has positions.
+    """
+    if isinstance(tokens, str) or not isinstance(tokens, Iterable):
+        raise TypeError(f"{argument}: expected a list of strings, got {type(tokens).__name__}")
+    found = list(tokens)
+    for position, token in enumerate(found):
+        if not isinstance(token, str):
+            raise TypeError(
+                f"{argument}: expected strings, got {type(token).__name__} at position {position}"
+            )
+    if len(found) != count:
+        axis = "query" if argument == "tokens" else "key"
+        raise ValueError(f"{argument}: expected {count}, one per {axis} position of scores, got {len(found)}")
+    return found
+
+
+def as_mask(mask: object, scores: Tensor) -> Tensor | None:
+    """`mask` as a boolean tensor `[query, key]` or `[layer, query, key]` on the device of `scores`.
+
+    Raises:
+        TypeError: neither booleans nor the numbers 0 and 1.
+        ValueError: a shape that does not fit `scores`.
+    """
+    if mask is None:
+        return None
+    tensor = mask.detach() if isinstance(mask, Tensor) else torch.as_tensor(np.array(mask))
+    if tensor.dtype != torch.bool:
+        if not bool(((tensor == 0) | (tensor == 1)).all()):
+            raise TypeError(
+                f"mask: expected booleans (True: the query could see the key), got {tensor.dtype}"
+            )
+        tensor = tensor.bool()
+    matrix, stack = tuple(scores.shape[-2:]), (scores.shape[0], *scores.shape[-2:])
+    if tuple(tensor.shape) not in (matrix, stack):
+        raise ValueError(
+            f"mask: expected shape {matrix} [query, key] or {stack} [layer, query, key], "
+            f"got {tuple(tensor.shape)}"
+        )
+    return tensor.to(scores.device)
+
+
+def as_layers(layers: object, count: int) -> list[int]:
+    """Labels of the layers: `count` different whole numbers, 0 or more.
+
+    Raises:
+        TypeError: not a sequence of whole numbers.
+        ValueError: another count than scores has layers, a negative or a repeated label.
+    """
+    if layers is None:
+        return list(range(count))
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        raise TypeError(f"layers: expected a list of whole numbers, got {type(layers).__name__}")
+    found = list(layers)
+    if any(isinstance(label, bool) or not isinstance(label, (int, np.integer)) for label in found):
+        raise TypeError(f"layers: expected whole numbers, got {found}")
+    labels = [int(label) for label in found]
+    if len(labels) != count:
+        raise ValueError(f"layers: expected {count} labels, one per layer of scores, got {len(labels)}")
+    if min(labels) < 0 or len(set(labels)) != len(labels):
+        raise ValueError(f"layers: expected different labels, 0 or more, got {labels}")
+    return labels
+
+
+def as_residual(residual: object, argument: str = "residual") -> float:
+    """A residual weight, 0 to 1.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: outside 0 to 1, or NaN.
+    """
+    if isinstance(residual, bool) or not isinstance(residual, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{argument}: expected a number from 0 to 1, got {type(residual).__name__}")
+    if not 0.0 <= float(residual) <= 1.0:
+        raise ValueError(f"{argument}: expected a number from 0 to 1, got {residual}")
+    return float(residual)
+
+
+def as_plain(value: Any) -> Any:
+    """Tuples as lists and numpy or torch scalars as Python numbers, throughout, so that JSON keeps all."""
+    if isinstance(value, Mapping):
+        return {key: as_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain(item) for item in value]
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.ndim == 0):
+        return value.item()
+    return value
+
+
+def visible_keys(mask: Tensor | None, causal: bool, scores: Tensor) -> Tensor:
+    """Which keys each query could see, `[layer, query, key]`, booleans."""
+    layers, queries, keys = scores.shape[0], scores.shape[-2], scores.shape[-1]
+    if mask is None:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
+        mask = mask.tril() if causal else mask
+    return mask.expand(layers, queries, keys)
+
+
+def refuse_hidden_weight(scores: Tensor, visible: Tensor, causal: bool, layers: Sequence[int]) -> None:
+    """Refuse a weight on a key that its query could not see.
+
+    Raises:
+        ValueError: naming the first such entry.
+    """
+    hidden = ~visible if scores.ndim == 3 else ~visible[:, None]
+    wrong = (scores != 0) & hidden
+    if not bool(wrong.any()):
+        return
+    where = wrong.nonzero()[0].tolist()
+    above = causal and where[-1] > where[-2]
+    reason = "a causal map has no weight above the diagonal" if above else "mask hides this key"
+    raise ValueError(
+        f"scores: expected 0 at {_entry(where, layers)}, because {reason}, "
+        f"got {scores[tuple(where)].item():.6g} ({int(wrong.sum())} such entries)"
+    )
+
+
+def refuse_causal_contradictions(mask: Tensor | None, key_tokens: object, scores: Tensor) -> None:
+    """Refuse `causal=True` where the key axis is not the tokens, or where the mask says otherwise.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    if key_tokens is not None:
+        raise ValueError(
+            "causal: expected False where key_tokens are given (their order says nothing about the "
+            "queries'); say with mask= which keys each query could see"
+        )
+    if mask is not None and bool(mask.triu(diagonal=1).any()):
+        where = mask.triu(diagonal=1).nonzero()[0].tolist()
+        raise ValueError(
+            f"mask: expected no visible key above the diagonal with causal=True, got one at query "
+            f"{where[-2]}, key {where[-1]}"
+        )

@@ -1,0 +1,189 @@
+"""Subword pieces to words: which positions make up a word, and how their rows and columns merge."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+_SPACE_MARKS = (" ", "\u00a0", "Ġ", "▁")
+_LINE_MARKS = ("\n", "\r", "\t", "Ċ")
+_SPECIAL = re.compile(r"<(?!0x)[^<>\s]+>|\[[A-Z]+\d*\]|\[unused\d+\]")
+_WORDPIECE_SPECIALS = {"[CLS]", "[SEP]", "[MASK]", "[PAD]", "[UNK]"}
+
+Reduction = Callable[[Tensor, int], Tensor]
+REDUCTIONS: dict[str, Reduction] = {
+    "sum": lambda pieces, axis: pieces.sum(axis),
+    "mean": lambda pieces, axis: pieces.mean(axis),
+    "max": lambda pieces, axis: pieces.amax(axis),
+    "min": lambda pieces, axis: pieces.amin(axis),
+    "first": lambda pieces, axis: pieces.select(axis, 0),
+    "last": lambda pieces, axis: pieces.select(axis, -1),
+}
+
+
+def is_special(token: str) -> bool:
+    """Whether a token looks like a special one: `<s>`, `<|endoftext|>`, `[CLS]`, …; not a byte `<0x0A>`."""
+    return _SPECIAL.fullmatch(token.strip()) is not None
+
+
+def word_groups(tokens: Sequence[str]) -> list[list[int]]:
+    """Positions of each word, found from the marks that tokenizers leave in their pieces.
+
+    WordPiece (some piece starts with `##` and none with a space mark): `##` pieces continue a word.
+    Otherwise a piece starts a word if it starts with white space, `Ġ` or `▁`, is a special token, or
+    follows a special token or a line break. Punctuation without a space before it belongs to the
+    word before it, as in the text.
+
+    Raises:
+        ValueError: no piece carries a mark, so that words cannot be told from pieces (tokenizers of
+            the SentencePiece kind lose their marks when tokens are decoded one by one).
+    """
+    marked = any(token.startswith(_SPACE_MARKS) for token in tokens)
+    wordpiece = not marked and (
+        any(token.startswith("##") and len(token) > 2 for token in tokens)
+        or any(token in _WORDPIECE_SPECIALS for token in tokens)
+    )
+    groups: list[list[int]] = []
+    for position, token in enumerate(tokens):
+        previous = tokens[position - 1] if position else None
+        continues = token.startswith("##") if wordpiece else not _starts_word(token, previous)
+        if groups and continues:
+            groups[-1].append(position)
+        else:
+            groups.append([position])
+    if not marked and not wordpiece and len(groups) < len(tokens):
+        raise ValueError(
+            f"groups: expected the words, because no token carries a word mark (a leading space, 'Ġ', '▁' "
+            f"or '##'); got tokens {list(tokens)[:8]}; pass groups= as words or as lists of positions"
+        )
+    return groups
+
+
+def _starts_word(token: str, previous: str | None) -> bool:
+    if previous is None or is_special(token) or is_special(previous):
+        return True
+    return token.startswith(_SPACE_MARKS + _LINE_MARKS) or previous.endswith(_LINE_MARKS)
+
+
+def _bare(text: str, wordpiece: bool = False) -> str:
+    if wordpiece and text.startswith("##"):
+        text = text[2:]
+    for mark in ("Ġ", "▁", "Ċ"):
+        text = text.replace(mark, "")
+    return "".join(text.split()).casefold()
+
+
+def align_words(tokens: Sequence[str], words: Sequence[str]) -> tuple[list[list[int]], list[str]]:
+    """Positions and name of each word, for words given as text in the order of the tokens.
+
+    Case and white space do not count. Special tokens between the words stay on their own.
+
+    Raises:
+        ValueError: the words do not spell the tokens; the message says from which position on.
+    """
+    wordpiece = not any(token.startswith(_SPACE_MARKS) for token in tokens)
+    pieces = [_bare(token, wordpiece) for token in tokens]
+    groups: list[list[int]] = []
+    names: list[str] = []
+    position = 0
+
+    def keep_alone() -> None:
+        nonlocal position
+        groups.append([position])
+        names.append(tokens[position])
+        position += 1
+
+    for index, word in enumerate(words):
+        target, text, start = _bare(word), "", position
+        while position < len(tokens) and is_special(tokens[position]) and pieces[position] != target:
+            keep_alone()
+            start = position
+        while text != target or not text:
+            if not target or position == len(tokens) or not target.startswith(text + pieces[position]):
+                raise ValueError(
+                    f"groups: expected words that spell the tokens, got word {index} {word!r} where the "
+                    f"tokens go on with {list(tokens[start : start + 5])} (position {start})"
+                )
+            text += pieces[position]
+            position += 1
+        groups.append(list(range(start, position)))
+        names.append(word)
+    while position < len(tokens) and (is_special(tokens[position]) or not pieces[position]):
+        keep_alone()
+    if position < len(tokens):
+        raise ValueError(
+            f"groups: expected words for all tokens, got none from position {position} "
+            f"({tokens[position]!r}) on"
+        )
+    return groups, names
+
+
+def resolve_groups(
+    tokens: Sequence[str], groups: Sequence[str] | Sequence[Sequence[int]] | None, argument: str
+) -> tuple[list[list[int]], list[str]]:
+    """Positions and names of the words: found (`None`), by their text, or by their positions.
+
+    Raises:
+        TypeError: neither words nor lists of positions.
+        ValueError: positions that are not each named exactly once; words that do not spell the tokens.
+    """
+    if groups is None:
+        found = word_groups(tokens)
+        return found, [_join([tokens[position] for position in group]) for group in found]
+    listed = isinstance(groups, Sequence) and all(isinstance(group, Sequence) for group in groups)
+    if isinstance(groups, str) or not listed or not groups:
+        raise TypeError(f"{argument}: expected a list of words or of lists of positions, got {groups!r}")
+    words = [group for group in groups if isinstance(group, str)]
+    if len(words) == len(groups):
+        return align_words(tokens, words)
+    positions = [list(group) for group in groups if not isinstance(group, str)]
+    named = sorted(position for group in positions for position in group)
+    if words or not all(positions) or named != list(range(len(tokens))):
+        raise ValueError(
+            f"{argument}: expected each position from 0 to {len(tokens) - 1} in exactly one list, got "
+            f"{list(groups)}; drop positions first with .drop()"
+        )
+    return positions, [_join([tokens[position] for position in group]) for group in positions]
+
+
+def _join(pieces: Sequence[str]) -> str:
+    rest = (piece[2:] if piece.startswith("##") and len(piece) > 2 else piece for piece in pieces[1:])
+    return "".join([pieces[0], *rest])
+
+
+def in_order(groups: Sequence[Sequence[int]]) -> bool:
+    """Whether every position of a word lies before every position of the next word."""
+    return all(max(left) < min(right) for left, right in itertools.pairwise(groups))
+
+
+def reduction(name: str, argument: str) -> Reduction:
+    """The reduction of that name.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name not in REDUCTIONS:
+        raise ValueError(f"{argument}: expected one of {', '.join(REDUCTIONS)}, got {name!r}")
+    return REDUCTIONS[name]
+
+
+def merge_axis(scores: Tensor, groups: Sequence[Sequence[int]], axis: int, reduce: Reduction) -> Tensor:
+    """Merge the positions of each group along one axis."""
+    merged = []
+    for group in groups:
+        index = torch.tensor(list(group), device=scores.device)
+        merged.append(reduce(scores.index_select(axis, index), axis))
+    return torch.stack(merged, dim=axis)
+
+
+def merge_mask(mask: Tensor, queries: Sequence[Sequence[int]], keys: Sequence[Sequence[int]]) -> Tensor:
+    """A word could see another if any of its pieces could see any of the other's."""
+
+    def anyone(pieces: Tensor, axis: int) -> Tensor:
+        return pieces.any(axis)
+
+    return merge_axis(merge_axis(mask, keys, -1, anyone), queries, -2, anyone)

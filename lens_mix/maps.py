@@ -1,0 +1,379 @@
+"""`MixingMap`: the record that a method or an aggregation returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lens_mix import map_checks as checks
+from lens_mix import map_io, map_math, map_words
+
+if TYPE_CHECKING:
+    import networkx
+    import pandas
+    import xarray
+
+Groups = Sequence[str] | Sequence[Sequence[int]] | None
+
+
+class Source(NamedTuple):
+    """One key that a query used."""
+
+    token: str
+    position: int
+    score: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class MixingMap:
+    """How much position *query* used position *key*: one prompt, one method, no padding.
+
+    Makeable by hand from any stack of maps (a tensor, a numpy array or a nested list):
+
+        >>> lm.MixingMap(scores=A, tokens=["The", " cat"], method="attention", causal=True)
+
+    Maps are never changed: every method returns a new one. A tensor given as `scores` is detached
+    and not copied. A layer is named by its label in `layers`; a negative number counts from the end.
+
+    Attributes:
+        scores: `[layer, query, key]` or `[layer, head, query, key]`, raw, as the method defines them.
+        tokens: one string per query position.
+        method: name of the method.
+        causal: whether no query can see a later key.
+        mask: which keys each query could see, booleans `[query, key]` or `[layer, query, key]`;
+            None: all, or the lower triangle when `causal`.
+        key_tokens: one string per key position where the key axis is not the tokens (spans, or
+            another sequence as in cross-attention), else None.
+        parameters: of the method, by name.
+        residual: the residual weight, 0 to 1, that rollout uses when asked with None.
+        kind: "layer" (each map speaks of one block) or "input" (of the stack down to the input).
+        layers: labels of the layers; default 0, 1, 2, ….
+        provenance: where the map came from, JSON-able (model name, dtype, engine, …).
+        notes: warnings about this map.
+
+    Raises:
+        TypeError: scores, tokens, mask, layers or residual of a wrong type.
+        ValueError: shapes that do not fit each other; NaN or infinity; weight on a key that its
+            query could not see (the entry is named).
+    """
+
+    scores: Tensor
+    tokens: list[str]
+    method: str = "custom"
+    causal: bool = False
+    mask: Tensor | None = None
+    key_tokens: list[str] | None = None
+    parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
+    residual: float | None = None
+    kind: Literal["layer", "input"] = "layer"
+    layers: list[int] | None = None
+    provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        scores = checks.as_scores(self.scores)
+        queries, keys = scores.shape[-2:]
+        if self.key_tokens is None and queries != keys:
+            raise ValueError(
+                f"scores: expected as many keys as queries, got shape {tuple(scores.shape)}; "
+                "give key_tokens= where the key axis is not the tokens"
+            )
+        key_tokens = self.key_tokens
+        if key_tokens is not None:
+            key_tokens = checks.as_tokens(key_tokens, keys, "key_tokens")
+        if self.kind not in ("layer", "input"):
+            raise ValueError(f"kind: expected 'layer' or 'input', got {self.kind!r}")
+        if not isinstance(self.method, str):
+            raise TypeError(f"method: expected a name, got {type(self.method).__name__}")
+        mask = checks.as_mask(self.mask, scores)
+        if self.causal:
+            checks.refuse_causal_contradictions(mask, key_tokens, scores)
+        layers = checks.as_layers(self.layers, scores.shape[0])
+        visible = checks.visible_keys(mask, self.causal, scores)
+        checks.refuse_hidden_weight(scores, visible, self.causal, layers)
+        values = {
+            "scores": scores,
+            "tokens": checks.as_tokens(self.tokens, queries, "tokens"),
+            "causal": bool(self.causal),
+            "mask": mask,
+            "key_tokens": key_tokens,
+            "parameters": checks.as_plain(self.parameters),
+            "residual": None if self.residual is None else checks.as_residual(self.residual),
+            "layers": layers,
+            "provenance": checks.as_plain(self.provenance),
+            "notes": (self.notes,) if isinstance(self.notes, str) else tuple(self.notes),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    # ------------------------------------------------------------------ what it holds
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether `scores` has a head axis."""
+        return self.scores.ndim == 4
+
+    @property
+    def layer_labels(self) -> list[int]:
+        """The labels of the layers."""
+        return list(self.layers or [])
+
+    @property
+    def key_labels(self) -> list[str]:
+        """One string per key position."""
+        return self.tokens if self.key_tokens is None else self.key_tokens
+
+    def visible(self) -> Tensor:
+        """Which keys each query could see: booleans `[layer, query, key]`."""
+        return checks.visible_keys(self.mask, self.causal, self.scores)
+
+    def layer_index(self, layer: int) -> int:
+        """Place on the layer axis of the layer with this label (negative: from the end).
+
+        Raises:
+            TypeError: not a whole number.
+            ValueError: no such layer.
+        """
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise TypeError(f"layer: expected a whole number, got {type(layer).__name__}")
+        labels = self.layer_labels
+        if -len(labels) <= layer < 0:
+            return len(labels) + layer
+        if layer not in labels:
+            raise ValueError(f"layer: expected one of {labels}, or -{len(labels)} to -1, got {layer}")
+        return labels.index(layer)
+
+    def replace(self, **changes: Any) -> MixingMap:
+        """The same map with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def layer(self, layer: int) -> MixingMap:
+        """The map of one layer, as a `MixingMap` with one layer."""
+        return self.select_layers([layer])
+
+    def select_layers(self, layers: Sequence[int]) -> MixingMap:
+        """The maps of some layers, in the order given."""
+        index = [self.layer_index(layer) for layer in layers]
+        mask = self.mask[index] if self.mask is not None and self.mask.ndim == 3 else self.mask
+        labels = [self.layer_labels[place] for place in index]
+        return self.replace(scores=self.scores[index], mask=mask, layers=labels)
+
+    def head(self, head: int) -> MixingMap:
+        """The maps of one head, `[layer, query, key]`.
+
+        Raises:
+            ValueError: no head axis, or no such head.
+        """
+        if not self.has_heads:
+            raise ValueError(f"head: expected a map with heads, got shape {tuple(self.scores.shape)}")
+        count = self.scores.shape[1]
+        if isinstance(head, bool) or not isinstance(head, int) or not -count <= head < count:
+            raise ValueError(f"head: expected {-count} to {count - 1}, got {head!r}")
+        return self.replace(scores=self.scores[:, head])
+
+    # ------------------------------------------------------------------ functional updates
+
+    def normalized(self, negative: Literal["refuse", "clip", "absolute"] = "refuse") -> MixingMap:
+        """Rows divided by their sum (float32 or better). An all-zero row stays zeros, and a note says which.
+
+        Args:
+            negative: what to do with negative scores, whose rows have no shares to speak of: refuse,
+                set them to 0, or take the absolute value of all scores.
+
+        Raises:
+            ValueError: negative scores with `negative="refuse"`.
+        """
+        shares, empty = map_math.normalise_rows(self.scores, negative)
+        notes = self.notes
+        if bool(empty.any()):
+            notes = map_math.added(notes, map_math.empty_rows_note(empty, self.layer_labels))
+        return self.replace(scores=shares, notes=notes)
+
+    def merge_heads(
+        self, how: Literal["mean", "max"] = "mean", weights: Tensor | Sequence[float] | None = None
+    ) -> MixingMap:
+        """Heads merged into one map per layer; a map without heads is returned as it is.
+
+        Args:
+            how: "mean" or "max" over heads.
+            weights: one per head, `[head]` or `[layer, head]`, 0 or more, for a weighted mean.
+
+        Raises:
+            ValueError: unknown `how`; weights of a wrong shape, negative, or summing to 0.
+        """
+        if how not in ("mean", "max") or (weights is not None and how != "mean"):
+            raise ValueError(f"how: expected 'mean' (with or without weights) or 'max', got {how!r}")
+        if not self.has_heads:
+            return self
+        return self.replace(scores=map_math.merge_heads(self.scores, how, weights))
+
+    def drop(self, tokens: map_math.Dropped, axis: Literal["both", "query", "key"] = "both") -> MixingMap:
+        """The map without some tokens; not renormalised.
+
+        Args:
+            tokens: a position or a token, several of them, or a function token -> bool. A token is
+                dropped wherever it occurs.
+            axis: "both" for maps whose keys are the tokens; "query" or "key" for one axis only.
+
+        Raises:
+            ValueError: no such position or token; nothing left; "both" on a map with key_tokens.
+        """
+        if axis not in ("both", "query", "key"):
+            raise ValueError(f"axis: expected 'both', 'query' or 'key', got {axis!r}")
+        if axis == "both" and self.key_tokens is not None:
+            raise ValueError("axis: expected 'query' or 'key' on a map with key_tokens, got 'both'")
+        every_query, every_key = range(len(self.tokens)), range(len(self.key_labels))
+        queries = list(every_query) if axis == "key" else map_math.kept_positions(self.tokens, tokens)
+        keys = list(every_key) if axis == "query" else map_math.kept_positions(self.key_labels, tokens)
+        fields: dict[str, Any] = {"mask": self.mask, "key_tokens": None}
+        if axis != "both":
+            # The triangle is told by position, so it must be written out before one axis shrinks alone.
+            fields["mask"] = self.visible()[0] if self.mask is None and self.causal else self.mask
+            fields["key_tokens"] = [self.key_labels[key] for key in keys]
+            fields["causal"] = False
+        if fields["mask"] is not None:
+            fields["mask"] = fields["mask"][..., queries, :][..., keys]
+        return self.replace(
+            scores=self.scores[..., queries, :][..., keys],
+            tokens=[self.tokens[query] for query in queries],
+            **fields,
+        )
+
+    def drop_bos(self) -> MixingMap:
+        """The map without position 0, whatever its token, on both axes; not renormalised."""
+        return self.drop(0)
+
+    def merge_words(
+        self,
+        groups: Groups = None,
+        keys: str = "sum",
+        queries: str = "mean",
+        key_groups: Groups = None,
+    ) -> MixingMap:
+        """Subword pieces merged into words, on both axes (float32 or better).
+
+        With the defaults, rows that sum to 1 still do. Roll out before merging: uniform attention
+        over pieces is not uniform over words.
+
+        Args:
+            groups: the words as text, or as lists of positions that name each position once; None:
+                found from the tokens (`lens_mix.map_words.word_groups` has the rule).
+            keys, queries: how columns and rows merge: "sum", "mean", "max", "min", "first", "last".
+            key_groups: the same for the keys of a map with key_tokens, which are left alone by default.
+
+        Raises:
+            TypeError: groups that are neither.
+            ValueError: groups that do not fit the tokens; tokens without word marks; unknown names.
+        """
+        reduce_keys = map_words.reduction(keys, "keys")
+        reduce_queries = map_words.reduction(queries, "queries")
+        query_words, names = map_words.resolve_groups(self.tokens, groups, "groups")
+        key_words, key_names = query_words, None
+        if self.key_tokens is not None:
+            given = [[key] for key in range(len(self.key_tokens))] if key_groups is None else key_groups
+            key_words, key_names = map_words.resolve_groups(self.key_tokens, given, "key_groups")
+        elif key_groups is not None:
+            raise ValueError("key_groups: expected None on a map whose keys are its tokens")
+        causal = self.causal and map_words.in_order(query_words)
+        mask = self.visible()[0] if self.causal and not causal and self.mask is None else self.mask
+        scores = map_words.merge_axis(map_math.at_least_float32(self.scores), key_words, -1, reduce_keys)
+        return self.replace(
+            scores=map_words.merge_axis(scores, query_words, -2, reduce_queries),
+            tokens=names,
+            key_tokens=key_names,
+            causal=causal,
+            mask=None if mask is None else map_words.merge_mask(mask, query_words, key_words),
+            provenance={**self.provenance, "merged_words": {"keys": keys, "queries": queries}},
+        )
+
+    # ------------------------------------------------------------------ reading it
+
+    def top(
+        self, k: int = 5, query: int | str = -1, layer: int = -1, head: int | None = None
+    ) -> list[Source]:
+        """The `k` highest-scoring keys among those the query could see, best first.
+
+        Args:
+            k: how many, 1 or more (fewer come back where the query could see fewer).
+            query: position (negative: from the end), or a token that occurs once.
+            layer: label (negative: from the end).
+            head: one head; None: the mean over heads.
+
+        Raises:
+            ValueError: no such query, layer or head; k below 1.
+        """
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise ValueError(f"k: expected a whole number, 1 or more, got {k!r}")
+        place, row = self.layer_index(layer), map_math.query_position(self.tokens, query)
+        scores = (self.merge_heads() if head is None else self.head(head)).scores[place, row]
+        visible = self.visible()[place, row].nonzero().flatten()
+        best = visible[torch.sort(scores[visible], descending=True, stable=True).indices[:k]].tolist()
+        return [Source(self.key_labels[key], key, scores[key].item()) for key in best]
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """Long form: columns layer, (head,) query, key, query_token, key_token, score."""
+        return map_io.map_dataframe(self)
+
+    def to_xarray(self) -> xarray.DataArray:
+        """A labelled array: dimensions layer, (head,) query, key; tokens as coordinates."""
+        return map_io.map_xarray(self)
+
+    def to_networkx(
+        self, layer: int | None = None, head: int | None = None, threshold: float = 0.0
+    ) -> networkx.DiGraph:
+        """A directed graph whose edges go key -> query, the way the information went.
+
+        With `layer`, nodes are positions (`("query", i)` and `("key", j)` on a map with key_tokens).
+        With None, all layers: nodes `(level, position)`, where level 0 is the input of the first
+        layer and level l its l-th layer's output. Nodes carry `token` and `position`, edges `weight`.
+
+        Args:
+            layer: label (negative: from the end), or None for all; input maps and maps with
+                key_tokens need one.
+            head: one head; None: the mean over heads.
+            threshold: only edges whose absolute weight is above this.
+
+        Raises:
+            ValueError: None on an input map or on a map with key_tokens, whose layers do not chain.
+        """
+        single = self.merge_heads() if head is None else self.head(head)
+        if layer is not None:
+            return map_io.layer_graph(self, single.scores[self.layer_index(layer)], threshold)
+        if self.kind == "input" or self.key_tokens is not None:
+            raise ValueError("layer: expected one layer for a map whose layers do not chain, got None")
+        return map_io.stack_graph(self, single.scores, threshold)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the map to a safetensors file; `MixingMap.load` gives back the same, to the bit.
+
+        Raises:
+            TypeError: something in `parameters` or `provenance` that JSON cannot hold.
+        """
+        map_io.save_map(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: str | torch.device = "cpu") -> MixingMap:
+        """Read a map written by `save`.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: a file that holds no map.
+        """
+        return cls(**map_io.load_map(path, device))
+
+    def show(self, **options: Any) -> Any:
+        """A matplotlib figure of the maps; `options` go to `lens_mix.view.figures.layer_maps`."""
+        from lens_mix.view import figures
+
+        return figures.layer_maps(self, **options)
+
+    def __repr__(self) -> str:
+        return map_io.describe(self)
+
+    def _repr_html_(self) -> str:
+        return map_io.describe_html(self)

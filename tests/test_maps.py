@@ -1,0 +1,573 @@
+"""The record: what it accepts, what it refuses, and what its methods return."""
+
+import dataclasses
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lens_mix import map_words
+from lens_mix.maps import MixingMap, Source
+
+TOKENS = ["<|endoftext|>", "The", " Eif", "fel", " Tower"]
+
+
+def attention(layers=2, heads=None, size=5, causal=True, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (layers, size, size) if heads is None else (layers, heads, size, size)
+    logits = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if causal:
+        logits = logits.masked_fill(~torch.ones(size, size, dtype=torch.bool).tril(), -torch.inf)
+    return logits.softmax(-1).to(dtype)
+
+
+def make(**changes):
+    fields = {"scores": attention(), "tokens": TOKENS, "method": "attention", "causal": True}
+    return MixingMap(**{**fields, **changes})
+
+
+# ---------------------------------------------------------------------- what it accepts
+
+
+def test_from_tensor_array_and_list_alike():
+    scores = attention()
+    for given_scores in (scores, scores.numpy(), scores.tolist(), list(scores)):
+        mixing_map = make(scores=given_scores)
+        assert mixing_map.scores.dtype == torch.float64
+        assert torch.equal(mixing_map.scores, scores)
+
+
+def test_defaults():
+    mixing_map = MixingMap(scores=[[[1, 0], [1, 1]]], tokens=("a", "b"))
+    assert mixing_map.scores.dtype == torch.float32
+    assert mixing_map.tokens == ["a", "b"]
+    assert (mixing_map.method, mixing_map.causal, mixing_map.mask) == ("custom", False, None)
+    assert (mixing_map.kind, mixing_map.layers, mixing_map.residual) == ("layer", [0], None)
+    assert mixing_map.parameters == {} == mixing_map.provenance
+    assert mixing_map.notes == ()
+
+
+def test_scores_are_detached_and_keep_their_dtype():
+    scores = attention().bfloat16().requires_grad_()
+    mixing_map = make(scores=scores)
+    assert not mixing_map.scores.requires_grad
+    assert mixing_map.scores.dtype == torch.bfloat16
+
+
+def test_an_array_is_copied():
+    array = attention().numpy().copy()
+    mixing_map = make(scores=array)
+    array[:] = 0
+    assert mixing_map.scores.sum() > 0
+
+
+def test_frozen_and_compared_by_identity():
+    mixing_map = make()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mixing_map.method = "other"
+    assert mixing_map != make()
+    assert len({mixing_map, make()}) == 2
+
+
+def test_visible():
+    triangle = torch.ones(5, 5, dtype=torch.bool).tril()
+    assert torch.equal(make().visible(), triangle.expand(2, 5, 5))
+    assert make(causal=False).visible().all()
+    window = triangle & ~triangle.tril(-2)
+    masks = torch.stack([triangle, window])
+    scores = attention() * masks
+    assert torch.equal(make(scores=scores, mask=masks).visible(), masks)
+    assert torch.equal(make(scores=scores, mask=masks.int().numpy()).visible(), masks)
+
+
+def test_cross_attention_shape():
+    mixing_map = MixingMap(scores=torch.rand(3, 2, 4), tokens=["a", "b"], key_tokens=list("wxyz"))
+    assert mixing_map.key_labels == list("wxyz")
+
+
+REFUSED = {
+    "a matrix": ({"scores": torch.rand(5, 5)}, ValueError, r"3 axes .* got 2 with shape \(5, 5\)"),
+    "five axes": ({"scores": torch.rand(1, 1, 1, 5, 5)}, ValueError, "got 5"),
+    "ragged": ({"scores": [[[1.0], [1.0, 2.0]]]}, ValueError, "evenly nested"),
+    "words": ({"scores": "attention"}, TypeError, "expected numbers"),
+    "nothing": ({"scores": None}, TypeError, "expected numbers"),
+    "complex": ({"scores": torch.zeros(1, 5, 5, dtype=torch.complex64)}, TypeError, "real numbers"),
+    "no layers": ({"scores": torch.zeros(0, 5, 5)}, ValueError, "no empty axis"),
+    "not square": ({"scores": torch.zeros(1, 5, 6)}, ValueError, "key_tokens="),
+    "NaN": ({"scores": torch.full((1, 5, 5), torch.nan)}, ValueError, "layer 0, query 0, key 0"),
+    "infinity": ({"scores": np.full((1, 2, 5, 5), np.inf)}, ValueError, "head 0"),
+    "too few tokens": ({"tokens": ["a"]}, ValueError, "tokens: expected 5, .* got 1"),
+    "tokens as text": ({"tokens": "abcde"}, TypeError, "got str"),
+    "token ids": ({"tokens": [1, 2, 3, 4, 5]}, TypeError, "got int at position 0"),
+    "too few key tokens": ({"causal": False, "key_tokens": ["a"]}, ValueError, "key_tokens: expected 5"),
+    "above the diagonal": ({"scores": torch.ones(2, 5, 5)}, ValueError, "layer 0, query 0, key 1, .* above"),
+    "causal spans": ({"key_tokens": TOKENS}, ValueError, "causal: expected False"),
+    "mask shape": ({"mask": torch.ones(4, 4, dtype=torch.bool)}, ValueError, r"got \(4, 4\)"),
+    "mask of weights": ({"mask": torch.rand(5, 5)}, TypeError, "mask: expected booleans"),
+    "mask not causal": (
+        {"mask": torch.ones(5, 5, dtype=torch.bool)},
+        ValueError,
+        "query 0, key 1",
+    ),
+    "hidden weight": ({"mask": torch.eye(5, dtype=torch.bool)}, ValueError, "query 1, key 0, .* mask hides"),
+    "residual": ({"residual": 1.5}, ValueError, "residual: expected a number from 0 to 1, got 1.5"),
+    "residual NaN": ({"residual": float("nan")}, ValueError, "got nan"),
+    "residual text": ({"residual": "half"}, TypeError, "got str"),
+    "kind": ({"kind": "head"}, ValueError, "'layer' or 'input'"),
+    "method": ({"method": 3}, TypeError, "method: expected a name"),
+    "layer labels": ({"layers": [1]}, ValueError, "expected 2 labels"),
+    "repeated labels": ({"layers": [1, 1]}, ValueError, "different labels"),
+    "labels as text": ({"layers": ["a", "b"]}, TypeError, "whole numbers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    changes, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        make(**changes)
+
+
+def test_hidden_weight_is_named_by_its_layer_label():
+    scores = attention()
+    scores[1, 2, 3] = 1e-30
+    with pytest.raises(ValueError, match="layer 7, query 2, key 3"):
+        make(scores=scores, layers=[6, 7])
+
+
+# ---------------------------------------------------------------------- normalised rows
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 3), st.integers(1, 6), st.integers(-150, 150), st.integers(0, 10**6))
+def test_normalized_rows_sum_to_one_at_any_scale(layers, size, exponent, seed):
+    generator = torch.Generator().manual_seed(seed)
+    raw = (0.01 + torch.rand(layers, size, size, generator=generator, dtype=torch.float64)) * 10.0**exponent
+    shares = MixingMap(scores=raw, tokens=["t"] * size).normalized().scores
+    assert torch.allclose(shares.sum(-1), torch.ones(layers, size, dtype=torch.float64), atol=1e-14)
+    assert torch.allclose(shares * raw.sum(-1, keepdim=True), raw, rtol=1e-14)
+
+
+def test_normalized_large_float32_rows_do_not_overflow():
+    shares = MixingMap(scores=torch.full((1, 4, 4), 3e38), tokens=["t"] * 4).normalized().scores
+    assert torch.equal(shares, torch.full((1, 4, 4), 0.25))
+
+
+def test_normalized_all_zero_row_stays_zero_and_is_noted():
+    scores = attention(heads=2)
+    scores[1, 0, 3] = 0
+    shares = make(scores=scores, layers=[4, 5]).normalized()
+    assert torch.equal(shares.scores[1, 0, 3], torch.zeros(5, dtype=torch.float64))
+    assert shares.notes == ("all-zero rows, left as zeros: layer 5 head 0 query 3",)
+    assert shares.normalized().notes == shares.notes
+    assert make().normalized().notes == ()
+
+
+def test_normalized_is_float32_or_better():
+    assert make(scores=attention(dtype=torch.float16)).normalized().scores.dtype == torch.float32
+    assert make(scores=attention(dtype=torch.float32)).normalized().scores.dtype == torch.float32
+
+
+def test_normalized_negative():
+    scores = torch.tensor([[[1.0, 0.0], [3.0, -1.0]]])
+    mixing_map = MixingMap(scores=scores, tokens=["a", "b"])
+    with pytest.raises(ValueError, match=r"got -1;.*negative='clip'"):
+        mixing_map.normalized()
+    assert mixing_map.normalized("clip").scores[0, 1].tolist() == [1, 0]
+    assert mixing_map.normalized("absolute").scores[0, 1].tolist() == [0.75, 0.25]
+    with pytest.raises(ValueError, match="'refuse', 'clip' or 'absolute'"):
+        mixing_map.normalized("square")
+    assert mixing_map.scores[0, 1, 1] == -1
+
+
+# ---------------------------------------------------------------------- heads
+
+
+def test_merge_heads():
+    mixing_map = make(scores=attention(heads=3))
+    scores = mixing_map.scores
+    assert torch.allclose(mixing_map.merge_heads().scores, scores.sum(1) / 3)
+    assert torch.equal(mixing_map.merge_heads("max").scores, scores.max(1).values)
+    expected = 0.25 * scores[:, 0] + 0.75 * scores[:, 2]
+    assert torch.allclose(mixing_map.merge_heads(weights=[1, 0, 3]).scores, expected)
+    expected = torch.stack([scores[0, 1], scores[1, 2]])
+    by_layer = torch.tensor([[0, 2, 0], [0, 0, 5]])
+    assert torch.allclose(mixing_map.merge_heads(weights=by_layer).scores, expected)
+    assert make().merge_heads().scores.shape == (2, 5, 5)
+
+
+@pytest.mark.parametrize("weights", [[1, 2], [-1, 1, 1], [0, 0, 0], [float("nan"), 1, 1]])
+def test_merge_heads_refuses(weights):
+    with pytest.raises(ValueError, match="weights: expected"):
+        make(scores=attention(heads=3)).merge_heads(weights=weights)
+    with pytest.raises(ValueError, match="how: expected"):
+        make(scores=attention(heads=3)).merge_heads("median")
+
+
+# ---------------------------------------------------------------------- selecting and dropping
+
+
+def test_layers_are_named_by_label():
+    mixing_map = make(layers=[3, 7])
+    assert torch.equal(mixing_map.layer(7).scores, mixing_map.scores[1:])
+    assert mixing_map.layer(7).layers == [7]
+    assert torch.equal(mixing_map.layer(-2).scores, mixing_map.scores[:1])
+    for missing in (0, 1, -3):
+        with pytest.raises(ValueError, match=r"layer: expected one of \[3, 7\]"):
+            mixing_map.layer(missing)
+
+
+def test_select_layers_takes_their_masks_along():
+    masks = torch.stack([torch.eye(5, dtype=torch.bool), torch.ones(5, 5, dtype=torch.bool).tril()])
+    mixing_map = make(scores=attention() * masks, mask=masks)
+    assert torch.equal(mixing_map.layer(1).visible(), masks[1:])
+    assert torch.equal(mixing_map.select_layers([1, 0]).visible(), masks.flip(0))
+
+
+def test_head():
+    mixing_map = make(scores=attention(heads=3))
+    assert torch.equal(mixing_map.head(-1).scores, mixing_map.scores[:, 2])
+    with pytest.raises(ValueError, match="head: expected -3 to 2"):
+        mixing_map.head(3)
+    with pytest.raises(ValueError, match="with heads"):
+        make().head(0)
+
+
+def test_drop_by_position_token_and_function():
+    mixing_map = make(mask=torch.ones(5, 5, dtype=torch.bool).tril())
+    kept = [0, 1, 3, 4]
+    expected = mixing_map.scores[:, kept][:, :, kept]
+    for dropped in (2, -3, [2], " Eif", [" Eif"], lambda token: token == " Eif", np.int64(2)):
+        smaller = mixing_map.drop(dropped)
+        assert torch.equal(smaller.scores, expected)
+        assert smaller.tokens == ["<|endoftext|>", "The", "fel", " Tower"]
+        assert smaller.causal
+        assert smaller.mask.shape == (4, 4)
+    assert mixing_map.drop_bos().tokens == TOKENS[1:]
+    assert len(mixing_map.tokens) == 5
+
+
+def test_drop_every_occurrence():
+    mixing_map = MixingMap(scores=torch.ones(1, 3, 3), tokens=["a", "b", "a"])
+    assert mixing_map.drop("a").tokens == ["b"]
+
+
+def test_drop_one_axis():
+    smaller = make().drop(0, axis="key")
+    assert smaller.scores.shape == (2, 5, 4)
+    assert smaller.key_tokens == TOKENS[1:]
+    assert not smaller.causal
+    assert torch.equal(smaller.visible()[0], torch.ones(5, 5, dtype=torch.bool).tril()[:, 1:])
+    assert make().drop(0, axis="query").tokens == TOKENS[1:]
+    with pytest.raises(ValueError, match="axis: expected 'query' or 'key'"):
+        smaller.drop(0)
+
+
+@pytest.mark.parametrize("dropped", [5, "Paris", ["The", "Paris"], range(5)])
+def test_drop_refuses(dropped):
+    with pytest.raises(ValueError, match="tokens: expected"):
+        make().drop(dropped)
+    with pytest.raises(TypeError, match="tokens: expected"):
+        make().drop(1.5)
+
+
+# ---------------------------------------------------------------------- words
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (TOKENS, ["<|endoftext|>", "The", " Eiffel", " Tower"]),
+        (["<s>", "▁un", "believ", "able", "▁", "日本", "</s>"], ["<s>", "▁unbelievable", "▁日本", "</s>"]),
+        (["Hel", "lo", "Ġwor", "ld", "."], ["Hello", "Ġworld."]),
+        (["a", "\n", "b", "c", " d"], ["a", "\n", "bc", " d"]),
+        (["a", "ĊĊ", "b", "Ġd"], ["a", "ĊĊ", "b", "Ġd"]),
+        (["[CLS]", "un", "##be", "##lie", "cat", "[SEP]"], ["[CLS]", "unbelie", "cat", "[SEP]"]),
+        (["[CLS]", "the", "cat", "[SEP]"], ["[CLS]", "the", "cat", "[SEP]"]),
+        (["##", "head", "ing", " text"], ["##heading", " text"]),
+        (["<bos>", "<0xE2>", "<0x82>", " x"], ["<bos>", "<0xE2><0x82>", " x"]),
+    ],
+)
+def test_words_found_from_the_marks(tokens, words):
+    size = len(tokens)
+    merged = MixingMap(scores=torch.rand(1, size, size), tokens=tokens).merge_words()
+    assert merged.tokens == words
+
+
+def test_words_without_marks_are_refused():
+    with pytest.raises(ValueError, match="no token carries a word mark"):
+        map_words.word_groups(["<s>", "The", "cat", "sat"])
+    assert map_words.word_groups(["<s>", "The", "</s>"]) == [[0], [1], [2]]
+
+
+def test_merge_words_sums_keys_and_averages_queries():
+    mixing_map = make(scores=attention(heads=2))
+    merged = mixing_map.merge_words()
+    scores = mixing_map.scores
+    assert merged.scores.shape == (2, 2, 4, 4)
+    pieces = scores[:, :, 2:4]
+    assert torch.allclose(merged.scores[:, :, 2, 1], pieces[..., 1].mean(2))
+    assert torch.allclose(merged.scores[:, :, 2, 2], pieces[..., 2:4].sum(-1).mean(2))
+    assert torch.allclose(merged.scores.sum(-1), torch.ones(2, 2, 4, dtype=torch.float64))
+    assert merged.causal
+    assert merged.provenance["merged_words"] == {"keys": "sum", "queries": "mean"}
+
+
+@pytest.mark.parametrize("keys", ["sum", "mean", "max", "min", "first", "last"])
+@pytest.mark.parametrize("queries", ["sum", "mean", "max", "min", "first", "last"])
+def test_merge_words_reductions(keys, queries):
+    by_hand = {
+        "sum": sum, "mean": lambda x: sum(x) / len(x), "max": max, "min": min,
+        "first": lambda x: x[0], "last": lambda x: x[-1],
+    }  # fmt: skip
+    mixing_map = make(causal=False, scores=attention(causal=False))
+    groups = [[0, 1], [2, 3, 4]]
+    merged = mixing_map.merge_words(groups, keys=keys, queries=queries)
+    values = mixing_map.scores[0].tolist()
+    for row, query_group in enumerate(groups):
+        for column, key_group in enumerate(groups):
+            rows = [by_hand[keys]([values[query][key] for key in key_group]) for query in query_group]
+            assert merged.scores[0, row, column].item() == pytest.approx(by_hand[queries](rows), abs=1e-15)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.booleans(), min_size=1, max_size=7), st.integers(0, 10**6))
+def test_merge_words_keeps_row_sums_and_causality(starts, seed):
+    tokens = [(" " if start or not position else "") + "x" for position, start in enumerate(starts)]
+    size = len(tokens)
+    merged = MixingMap(attention(1, 2, size, seed=seed), tokens, causal=True).merge_words()
+    assert torch.allclose(merged.scores.sum(-1), torch.ones(merged.scores.shape[:-1], dtype=torch.float64))
+    assert len(merged.tokens) == 1 + sum(starts[1:])
+    assert torch.equal(merged.scores, merged.scores.tril())
+
+
+def test_merge_words_merges_the_mask():
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    mask[:, 0] = False
+    mask[3:, 1:3] = False
+    scores = attention() * mask
+    merged = make(scores=scores, mask=mask).merge_words([[0, 1], [2], [3, 4]])
+    assert merged.mask.tolist() == [[True, False, False], [True, True, False], [False, False, True]]
+
+
+def test_merge_words_out_of_order_is_no_longer_causal():
+    merged = make().merge_words([[0, 4], [1], [2, 3]])
+    assert not merged.causal
+    assert merged.visible()[0].tolist() == [[True] * 3, [True, True, False], [True] * 3]
+    assert merged.tokens == ["<|endoftext|> Tower", "The", " Eiffel"]
+
+
+def test_merge_words_by_text():
+    merged = make().merge_words(["The", "Eiffel", "Tower"])
+    assert merged.tokens == ["<|endoftext|>", "The", "Eiffel", "Tower"]
+    groups, names = map_words.align_words(
+        ["[CLS]", "the", "ei", "##ffel", "tower", ".", "[SEP]"], ["The", "Eiffel", "tower."]
+    )
+    assert groups == [[0], [1], [2, 3], [4, 5], [6]]
+    assert names == ["[CLS]", "The", "Eiffel", "tower.", "[SEP]"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "message"),
+    [
+        (["The", "Eiffel"], ValueError, r"none from position 4 \(' Tower'\)"),
+        (["The", "Big", "Tower"], ValueError, r"word 1 'Big' .* \[' Eif', 'fel', ' Tower'\]"),
+        (["The", "Eiffel", "Tower", "now"], ValueError, "word 3 'now'"),
+        (["The", "", "Tower"], ValueError, "word 1 ''"),
+        ([[0, 1], [2, 3]], ValueError, "each position from 0 to 4"),
+        ([[0, 1], [1, 2, 3, 4]], ValueError, "exactly one list"),
+        ([[0, 1, 2, 3, 4], []], ValueError, "exactly one list"),
+        ("The Eiffel Tower", TypeError, "list of words"),
+        ([], TypeError, "list of words"),
+        ([0, 1, 2, 3, 4], TypeError, "list of words"),
+    ],
+)
+def test_merge_words_refuses(groups, error, message):
+    with pytest.raises(error, match=message):
+        make().merge_words(groups)
+
+
+def test_merge_words_refuses_unknown_reductions():
+    with pytest.raises(ValueError, match="keys: expected one of sum"):
+        make().merge_words(keys="median")
+    with pytest.raises(ValueError, match="queries: expected one of sum"):
+        make().merge_words(queries="median")
+    with pytest.raises(ValueError, match="key_groups: expected None"):
+        make().merge_words(key_groups=[[0, 1, 2, 3, 4]])
+
+
+def test_merge_words_on_other_keys():
+    scores = torch.rand(1, 2, 3)
+    mixing_map = MixingMap(scores=scores, tokens=[" a", "b"], key_tokens=["la", "##st", "one"])
+    merged = mixing_map.merge_words()
+    assert (merged.tokens, merged.key_tokens) == ([" ab"], ["la", "##st", "one"])
+    both = mixing_map.merge_words(key_groups=[[0, 1], [2]])
+    assert (both.tokens, both.key_tokens) == ([" ab"], ["last", "one"])
+    assert torch.allclose(both.scores[0, 0, 0], scores[0, :, :2].sum(-1).mean())
+
+
+# ---------------------------------------------------------------------- reading it
+
+
+def test_top():
+    scores = torch.tensor([[[1.0, 0, 0], [0.4, 0.6, 0], [0.5, 0.2, 0.3]]])
+    mixing_map = MixingMap(scores=scores, tokens=["a", "b", "c"], causal=True)
+    assert mixing_map.top(2) == [Source("a", 0, 0.5), Source("c", 2, pytest.approx(0.3))]
+    assert [source.token for source in mixing_map.top(query=1)] == ["b", "a"]
+    assert mixing_map.top(query="b") == mixing_map.top(query=-2)
+    for wrong in ({"query": 3}, {"query": "d"}, {"layer": 1}, {"k": 0}, {"head": 0}):
+        with pytest.raises(ValueError, match="expected"):
+            mixing_map.top(**wrong)
+
+
+def test_top_of_heads():
+    mixing_map = make(scores=attention(heads=2))
+    expected = mixing_map.scores[0, :, 3].mean(0)
+    best = mixing_map.top(1, query=3, layer=0)[0]
+    assert best == Source(TOKENS[int(expected.argmax())], int(expected.argmax()), expected.max().item())
+    assert mixing_map.top(1, query=3, layer=0, head=1)[0].score == mixing_map.scores[0, 1, 3].max().item()
+
+
+@pytest.mark.parametrize("heads", [None, 2])
+def test_to_dataframe(heads):
+    mixing_map = make(scores=attention(heads=heads), layers=[4, 9])
+    table = mixing_map.to_dataframe()
+    head = [] if heads is None else ["head"]
+    assert list(table.columns) == ["layer", *head, "query", "key", "query_token", "key_token", "score"]
+    assert len(table) == mixing_map.scores.numel()
+    for row in table.sample(20, random_state=0).itertuples():
+        place = (row.layer == 9, *([] if heads is None else [row.head]), row.query, row.key)
+        assert row.score == mixing_map.scores[tuple(map(int, place))].item()
+        assert (row.query_token, row.key_token) == (TOKENS[row.query], TOKENS[row.key])
+    assert isinstance(table, pd.DataFrame)
+
+
+def test_to_dataframe_of_half_precision():
+    scores = attention(dtype=torch.bfloat16)
+    assert np.array_equal(make(scores=scores).to_dataframe().score, scores.float().flatten().numpy())
+
+
+def test_to_xarray():
+    mixing_map = make(scores=attention(heads=2), layers=[4, 9], parameters={"per_head": True})
+    array = mixing_map.to_xarray()
+    assert array.dims == ("layer", "head", "query", "key")
+    assert np.array_equal(array.sel(layer=9, head=1).values, mixing_map.scores[1, 1].numpy())
+    assert array.query_token.values.tolist() == TOKENS
+    assert array.attrs["method"] == "attention"
+    assert make().to_xarray().dims == ("layer", "query", "key")
+
+
+def test_to_networkx_one_layer():
+    mixing_map = make()
+    graph = mixing_map.to_networkx(layer=1)
+    assert graph.number_of_nodes() == 5
+    assert graph.number_of_edges() == 15
+    assert graph.nodes[3] == {"token": "fel", "position": 3}
+    assert graph.edges[0, 3]["weight"] == mixing_map.scores[1, 3, 0].item()
+    assert not graph.has_edge(3, 0)
+    strong = mixing_map.to_networkx(layer=1, threshold=0.3)
+    assert strong.number_of_edges() == int((mixing_map.scores[1] > 0.3).sum())
+
+
+def test_to_networkx_all_layers():
+    mixing_map = make(scores=attention(heads=2), layers=[4, 5])
+    graph = mixing_map.to_networkx()
+    assert graph.number_of_nodes() == 15
+    edge = graph.edges[(1, 0), (2, 3)]
+    assert edge == {"weight": mixing_map.scores[1, :, 3, 0].mean().item(), "layer": 5}
+    # The weights of all paths from an input to an output add up to the product of the layers.
+    product = mixing_map.merge_heads().scores[1] @ mixing_map.merge_heads().scores[0]
+    paths = sum(
+        graph.edges[(0, 1), (1, k)]["weight"] * graph.edges[(1, k), (2, 4)]["weight"] for k in range(1, 5)
+    )
+    assert paths == pytest.approx(product[4, 1].item())
+    with pytest.raises(ValueError, match="layers do not chain"):
+        mixing_map.replace(kind="input").to_networkx()
+
+
+def test_to_networkx_of_other_keys():
+    mixing_map = MixingMap(scores=torch.ones(1, 1, 2), tokens=["q"], key_tokens=["x", "y"])
+    graph = mixing_map.to_networkx(layer=0)
+    assert set(graph.edges) == {(("key", 0), ("query", 0)), (("key", 1), ("query", 0))}
+
+
+def test_repr():
+    text = repr(make(scores=attention(heads=2)))
+    assert text.startswith("MixingMap(attention: layer map, layer=2 head=2 query=5 key=5, float64, causal")
+    assert "<|endoftext|>" in text
+    page = make()._repr_html_()
+    assert "&lt;|endoftext|&gt;" in page
+    assert "<|endoftext|>" not in page
+
+
+def test_show_delegates_to_the_figures(monkeypatch):
+    import sys
+    import types
+
+    import lens_mix.view
+
+    figures = types.ModuleType("lens_mix.view.figures")
+    figures.layer_maps = lambda mixing_map, **options: (mixing_map, options)
+    monkeypatch.setitem(sys.modules, "lens_mix.view.figures", figures)
+    monkeypatch.setattr(lens_mix.view, "figures", figures, raising=False)
+    mixing_map = make()
+    assert mixing_map.show(layers=[0]) == (mixing_map, {"layers": [0]})
+
+
+# ---------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_save_and_load_to_the_bit(tmp_path, dtype):
+    window = torch.ones(5, 5, dtype=torch.bool).tril()
+    before = make(
+        scores=attention(heads=2, dtype=dtype).transpose(2, 3).contiguous().transpose(2, 3),
+        mask=torch.stack([window, window]),
+        parameters={"metric": "cosine", "threshold": None, "heads": (0, 1)},
+        residual=0.1,
+        layers=[3, 4],
+        provenance={"model": "gpt2", "fold_ln": False, "nested": {"loss": 0.1 + 0.2}},
+        notes=("ein Hinweis – ☃",),
+    )
+    path = tmp_path / "map.safetensors"
+    before.save(path)
+    after = MixingMap.load(path)
+    for field in dataclasses.fields(MixingMap):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if isinstance(old, torch.Tensor):
+            assert old.dtype == new.dtype
+            assert torch.equal(old, new)
+        else:
+            assert old == new, field.name
+            assert type(old) is type(new)
+
+
+def test_save_and_load_without_the_optional_fields(tmp_path):
+    MixingMap(scores=torch.rand(1, 1, 2), tokens=["\ud83d"], key_tokens=["", "\n"]).save(str(tmp_path / "m"))
+    after = MixingMap.load(str(tmp_path / "m"))
+    assert (after.tokens, after.key_tokens, after.mask, after.residual) == (
+        ["\ud83d"],
+        ["", "\n"],
+        None,
+        None,
+    )
+
+
+def test_save_names_what_json_cannot_hold(tmp_path):
+    with pytest.raises(TypeError, match=r"parameters\['target'\].* got function"):
+        make(parameters={"target": lambda logits: logits}).save(tmp_path / "map")
+    with pytest.raises(TypeError, match=r"provenance\['a'\]: expected names as strings"):
+        make(provenance={"a": {1: 2}}).save(tmp_path / "map")
+
+
+def test_load_refuses_other_files(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"scores": torch.zeros(1)}, tmp_path / "weights")
+    with pytest.raises(ValueError, match="expected a file with format"):
+        MixingMap.load(tmp_path / "weights")
+    with pytest.raises(FileNotFoundError):
+        MixingMap.load(tmp_path / "missing")
