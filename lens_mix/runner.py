@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ def run(
 
     Args:
         model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge; comes back as it was.
-        prompt: a string, tokens [pos] or [1, pos], or (source, target) for an encoder-decoder.
+        prompt: a string, tokens [pos] or [1, pos]; (source, target) for an encoder-decoder.
         methods: a name ("attention", "value_zeroing"), a method (`lm.ValueZeroing(metric="euclidean")`),
             or several of these.
         stack: "encoder" (default) or "decoder" of an encoder-decoder.
@@ -136,10 +136,13 @@ def _stream(
     progress: bool,
 ) -> Iterator[Any]:
     numbered = enumerate(prompts)
-    total = len(prompts) if hasattr(prompts, "__len__") else None
+    total = len(prompts) if isinstance(prompts, Sized) else None
     with tqdm(total=total, disable=not progress, desc="prompts") as bar:
         while some := list(itertools.islice(numbered, batch_size)):
-            read = [_read_numbered(lens, number, prompt, options, attention_mask, inputs) for number, prompt in some]
+            read = [
+                _read_numbered(lens, number, prompt, options, attention_mask, inputs)
+                for number, prompt in some
+            ]
             one_by_one = len(read) > 1 and not proof_of(lens, read[0]).masks_padding
             for group in [[prompt] for prompt in read] if one_by_one else [read]:
                 for maps in _run_batch(lens, group, options, side):
@@ -229,7 +232,9 @@ def _refuse_left_padding(lens: Lens) -> None:
 # ------------------------------------------------------------------ running
 
 
-def _run_batch(lens: Lens, prompts: list[Prompt], options: _Options, side: PaddingSide) -> list[dict[str, MixingMap]]:
+def _run_batch(
+    lens: Lens, prompts: list[Prompt], options: _Options, side: PaddingSide
+) -> list[dict[str, MixingMap]]:
     proof = proof_of(lens, prompts[0])
     engines = {label: choose_engine(m, proof, options.engine) for label, m in options.methods.items()}
     groups = [
@@ -240,10 +245,10 @@ def _run_batch(lens: Lens, prompts: list[Prompt], options: _Options, side: Paddi
     names = [lens.stack.hook_name(role, layer) for role in roles for layer in range(lens.n_layers)]
     clean = lens.clean_pass(pad(prompts, pad_token(lens.model), side), names)
     _require_masked_padding(lens, clean)
-    stacks = _layer_maps(lens, clean, proof, engines, options)
+    mapped = _map_stack(lens, clean, proof, engines, options)
     allowed = masks.allowed_keys(lens, clean)
     return [
-        _prompt_maps(lens, clean, index, stacks, engines, groups[index], allowed, options)
+        _prompt_maps(lens, clean, index, mapped, engines, groups[index], allowed, options)
         for index in range(len(prompts))
     ]
 
@@ -253,24 +258,54 @@ def _own_length(lens: Lens, prompt: Prompt) -> int:
     return len(target) if lens.stack.name == "decoder" and target is not None else len(prompt.tokens)
 
 
-def _layer_maps(
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
+    """What one method made of a batch, [batch, layer, (head,) query, key] with padding in, and its blocks."""
+
+    scores: Tensor
+    blocks: list[Block]
+
+
+def _map_stack(
     lens: Lens, clean: CleanPass, proof: Proof, engines: dict[str, str], options: _Options
-) -> dict[str, Tensor]:
-    """Per method, [batch, layer, (head,) query, key] with padding still in."""
-    maps: dict[str, list[Tensor]] = {label: [] for label in options.methods}
-    work = list(itertools.product(range(lens.n_layers), options.methods.items()))
-    for layer, (label, method) in tqdm(work, disable=not options.progress, desc="blocks", leave=False):
-        block = Block(lens, clean, layer, proof.anatomy[layer], engines[label], options.max_memory)
-        with torch.no_grad():
-            maps[label].append(method(block))
-    return {label: torch.stack(layers, dim=1) for label, layers in maps.items()}
+) -> dict[str, _Mapped]:
+    mapped = {}
+    with tqdm(total=lens.n_layers * len(options.methods), disable=not options.progress, leave=False) as bar:
+        for label, method in options.methods.items():
+            bar.set_description(label)
+            blocks = [
+                Block(lens, clean, layer, proof.anatomy[layer], engines[label], options.max_memory)
+                for layer in range(lens.n_layers)
+            ]
+            with torch.no_grad():
+                scores = method.of_stack(_Watched(blocks, bar))
+            mapped[label] = _Mapped(scores, blocks)
+    return mapped
+
+
+class _Watched(Sequence[Block]):
+    """Blocks that move a progress bar when they are gone through."""
+
+    def __init__(self, blocks: list[Block], bar: Any) -> None:
+        self._blocks, self._bar = blocks, bar
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._blocks[index]
+
+    def __iter__(self) -> Iterator[Block]:
+        for block in self._blocks:
+            yield block
+            self._bar.update()
 
 
 def _prompt_maps(
     lens: Lens,
     clean: CleanPass,
     index: int,
-    stacks: dict[str, Tensor],
+    mapped: dict[str, _Mapped],
     engines: dict[str, str],
     groups: dict[str, list[list[int]] | None],
     allowed: masks.AllowedKeys,
@@ -283,7 +318,7 @@ def _prompt_maps(
     causal, mask = allowed.of_prompt(index, own)
     maps = {}
     for label, method in options.methods.items():
-        scores = stacks[label][index].index_select(-2, own)
+        scores = mapped[label].scores[index].index_select(-2, own)
         spans = groups[label]
         key_tokens = None
         if spans is None:
@@ -300,20 +335,33 @@ def _prompt_maps(
             key_tokens=key_tokens,
             parameters=method.parameters(),
             residual=method.residual,
-            provenance=_provenance(lens, engines[label], options),
-            notes=_notes(scores, tokens),
+            kind=method.kind,
+            provenance=_provenance(lens, engines[label], options) | _details(mapped[label].blocks, index),
+            notes=(
+                *_notes(scores),
+                *(text for block in mapped[label].blocks for text in block.warnings[index]),
+            ),
         )
     return maps
 
 
-def _notes(scores: Tensor, tokens: list[str]) -> tuple[str, ...]:
+def _details(blocks: list[Block], index: int) -> dict[str, Any]:
+    """Facts that a method told about its layers: name -> one value per layer."""
+    names = dict.fromkeys(name for block in blocks for name in block.details[index])
+    if not names:
+        return {}
+    return {"details": {name: [block.details[index].get(name) for block in blocks] for name in names}}
+
+
+def _notes(scores: Tensor) -> tuple[str, ...]:
     empty = (scores == 0).all(dim=-1)
     if not bool(empty.any()):
         return ()
     rows = empty.nonzero()
     shown = "; ".join(str(row) for row in rows[:5].tolist())
     axes = "[layer, query]" if rows.shape[1] == 2 else "[layer, head, query]"
-    return (f"{len(rows)} all-zero rows: nothing measurable reached {axes} = {shown}{' ...' if len(rows) > 5 else ''}",)
+    more = " ..." if len(rows) > 5 else ""
+    return (f"{len(rows)} all-zero rows: nothing measurable reached {axes} = {shown}{more}",)
 
 
 def _provenance(lens: Lens, engine: str, options: _Options) -> dict[str, Any]:

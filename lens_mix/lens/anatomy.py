@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from einops import einsum
@@ -89,7 +89,11 @@ def mix(
 
 @dataclasses.dataclass(frozen=True)
 class FeedForward:
-    """act(x W_in + b_in) W_out + b_out, or (act(x W_gate + b_gate) * (x W_in + b_in) + b_hidden) W_out + b_out."""
+    """The feed-forward, plain or gated.
+
+    plain: act(x W_in + b_in) W_out + b_out
+    gated: (act(x W_gate + b_gate) * (x W_in + b_in) + b_hidden) W_out + b_out
+    """
 
     activation: str
     W_in: Float[Tensor, "d_model d_mlp"]
@@ -102,7 +106,7 @@ class FeedForward:
 
     @property
     def kind(self) -> str:
-        """"plain" or "gated"."""
+        """ "plain" or "gated"."""
         return "plain" if self.W_gate is None else "gated"
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
@@ -178,7 +182,7 @@ def _apply(norm: Norm | None, x: Tensor) -> Tensor:
 
 
 def _read(module: nn.Module, name: str) -> Tensor | None:
-    """A weight by TransformerLens's name; None where the model has none (each class says so in its own way)."""
+    """A weight by TransformerLens's name; None where there is none (each class says so in its own way)."""
     try:
         weight = getattr(module, name)
     except (AttributeError, TypeError, NotImplementedError):
@@ -193,7 +197,7 @@ def read_norm(module: nn.Module | None, cfg: Any) -> Norm | None:
     inner = getattr(module, "original_component", None)
     if inner is None:
         kind: Literal["layer", "rms"] = "rms" if "RMS" in type(module).__name__ else "layer"
-        return Norm(kind, _read(module, "w"), _read(module, "b"), float(module.eps))
+        return Norm(kind, _read(module, "w"), _read(module, "b"), float(cast(Any, module).eps))
     # The wrapped module is asked, not cfg: cfg.uses_rms_norm is False for T5.
     rms = "RMS" in type(inner).__name__ or type(inner).__name__ == "T5LayerNorm"
     weight, bias = _read(inner, "weight"), _read(inner, "bias")
@@ -245,7 +249,8 @@ def candidates(block: nn.Module, attention: nn.Module, cfg: Any, multiplier: flo
     The same module names stand for different wirings (ln1 is before attention in GPT-2, after it in
     BERT, on the branch in OLMo 2 on TransformerLens 3.9), so each is offered and the proof decides.
     """
-    norms = {name: read_norm(getattr(block, name, None), cfg) for name in ("ln1", "ln2", "ln3", "ln1_post", "ln2_post")}
+    names = ("ln1", "ln2", "ln3", "ln1_post", "ln2_post")
+    norms = {name: read_norm(getattr(block, name, None), cfg) for name in names}
     ln1, ln2, ln3 = norms["ln1"], norms["ln2"], norms["ln3"]
     cross = hasattr(block, "cross_attn")
     mlp = None if getattr(cfg, "attn_only", False) else getattr(block, "mlp", None)
@@ -279,7 +284,12 @@ def _wirings(
         yield {"placement": placement, "attention_input": ln1, "feed_forward_input": ln2, **branch}
     elif cross:
         yield {"placement": "pre", "attention_input": ln1, "cross_input": ln2, "feed_forward_input": ln3}
-        yield {"placement": "post", "attention_residual": ln1, "cross_residual": ln2, "feed_forward_residual": ln3}
+        yield {
+            "placement": "post",
+            "attention_residual": ln1,
+            "cross_residual": ln2,
+            "feed_forward_residual": ln3,
+        }
     elif ln2 is None:
         placement = "none" if ln1 is None else "pre"
         yield {"placement": placement, "attention_input": ln1, "feed_forward_input": ln1 if has_mlp else None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.model import CleanPass, HookPair, Lens
+from lens_mix.lens.prompts import Batch
 
 
 class Block:
@@ -36,6 +38,46 @@ class Block:
         self._lens, self._clean = lens, clean
         self.layer, self.anatomy, self.engine, self.max_memory = layer, anatomy, engine, max_memory
         self._replay = lens.replay(clean, layer)
+        self.details: list[dict[str, Any]] = [{} for _ in clean.batch.prompts]
+        self.warnings: list[list[str]] = [[] for _ in clean.batch.prompts]
+
+    def detail(self, index: int, name: str, value: Any) -> None:
+        """Put a fact about one prompt's layer map into its record (`provenance["details"][name]`)."""
+        self.details[index][name] = value
+
+    def warn(self, index: int, text: str) -> None:
+        """Put a warning about one prompt's layer map into its record (`notes`)."""
+        self.warnings[index].append(f"layer {self.layer}: {text}")
+
+    @property
+    def batch(self) -> Batch:
+        """The prompts, padded."""
+        return self._clean.batch
+
+    def logits(
+        self,
+        fwd_hooks: Sequence[HookPair] = (),
+        *,
+        rows: Int[Tensor, " row"] | None = None,
+        resid_pre: Float[Tensor, "row pos d_model"] | None = None,
+        gradients: bool = False,
+    ) -> Float[Tensor, "row pos d_vocab"]:
+        """The model's logits when run from this block on with hooks; the blocks below are not run again.
+
+        Args:
+            fwd_hooks: TransformerLens hooks, which see `[row, ...]` tensors.
+            rows: which prompt of the batch each row is; all, once, by default.
+            resid_pre: the residual stream to enter this block; the clean one by default.
+            gradients: build the graph.
+        """
+        return self._lens.logits(
+            self._clean,
+            fwd_hooks=fwd_hooks,
+            start_at_layer=self.layer,
+            resid_pre=resid_pre,
+            rows=rows,
+            gradients=gradients,
+        )
 
     @property
     def is_last(self) -> bool:
@@ -102,7 +144,7 @@ class Block:
         for start in range(0, copies, step):
             yield slice(start, min(start + step, copies))
 
-    def zeros(self, *shape: int) -> Float[Tensor, "..."]:
+    def zeros(self, *shape: int) -> Float[Tensor, ...]:
         """A result tensor on the block's device, at least float32."""
         dtype = torch.promote_types(self.resid_post.dtype, torch.float32)
         return torch.zeros(shape, dtype=dtype, device=self.resid_post.device)

@@ -17,7 +17,8 @@ def known_fault(model: Any, kind: Kind, stack: str, version: tuple[int, int]) ->
     if kind is Kind.HOOKED_ENCODER_DECODER and stack == "decoder" and version[0] < 3:
         return (
             "the decoder's self-attention of HookedEncoderDecoder is not causal in TransformerLens 2.x "
-            "(positions see later ones, logits differ from Hugging Face's by .5); expected TransformerLens >= 3"
+            "(positions see later ones, logits differ from Hugging Face's by .5); "
+            "expected TransformerLens >= 3"
         )
     if kind is not Kind.BRIDGE:
         return None
@@ -51,14 +52,16 @@ def _falcon(model: Any, config: Any, version: tuple[int, int]) -> str | None:
 
 
 def _gpt2(model: Any, config: Any, version: tuple[int, int]) -> str | None:
-    return None if getattr(config, "scale_attn_weights", True) else _wrong("GPT-2 with scale_attn_weights=False", "1.2")
+    if getattr(config, "scale_attn_weights", True):
+        return None
+    return _wrong("GPT-2 with scale_attn_weights=False", "1.2")
 
 
 def _stablelm(model: Any, config: Any, version: tuple[int, int]) -> str | None:
     rope = getattr(config, "rope_parameters", None) or {}
     share = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))
     rotary = int(model.cfg.d_head * share)
-    return _wrong(f"StableLM with an odd number of rotary dimensions ({rotary})", "5.5") if rotary % 2 else None
+    return _wrong(f"StableLM with {rotary} rotary dimensions (an odd number)", "5.5") if rotary % 2 else None
 
 
 def _before_4(name: str, by: str) -> Any:
@@ -72,8 +75,9 @@ def _t5(model: Any, config: Any, version: tuple[int, int]) -> str | None:
     if version[0] >= 4:
         return None
     return (
-        "TransformerBridge before TransformerLens 4 cannot run T5 (the forward pass fails on recent transformers, "
-        "and on older ones hook_pattern holds the position bias); expected HookedEncoderDecoder, or TransformerLens >= 4"
+        "TransformerBridge before TransformerLens 4 cannot run T5 (the forward pass fails on recent "
+        "transformers, and on older ones hook_pattern holds the position bias); "
+        "expected HookedEncoderDecoder, or TransformerLens >= 4"
     )
 
 

@@ -41,7 +41,8 @@ def kind_of(model: object) -> Kind:
     if isinstance(model, nn.Module) and hasattr(model, "config"):
         hint = (
             ". A Hugging Face model is wrapped by "
-            "transformer_lens.model_bridge.TransformerBridge.boot_transformers(name, hf_model=model, tokenizer=...)"
+            "transformer_lens.model_bridge.TransformerBridge.boot_transformers("
+            "name, hf_model=model, tokenizer=...)"
         )
     raise TypeError(f"model: expected a TransformerLens model ({expected}), got {got}{hint}")
 

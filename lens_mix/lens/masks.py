@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lens_mix.hooks import record
 from lens_mix.lens.kinds import UnsupportedModelError
-from lens_mix.lens.model import CleanPass, Lens
+from lens_mix.lens.model import CleanPass, HookPair, Lens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _seen_without_queries(lens: Lens, clean: CleanPass, layer: int) -> Bool[Tens
     store: dict[str, Tensor] = {}
     name = lens.stack.hook_name("pattern", layer)
     call = clean.calls[layer]
-    fwd_hooks = [(lens.stack.hook_name("query", layer), _zero), record(store, name)]
+    fwd_hooks: list[HookPair] = [(lens.stack.hook_name("query", layer), _zero), record(store, name)]
     with lens.undisturbed(), lens.hooked(fwd_hooks):
         lens.stack.blocks[layer](*call.args, **call.kwargs)
     return (store[name] > 0).any(dim=1)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lens_mix.hooks import record
@@ -136,9 +136,11 @@ class Lens:
         calls: dict[int, BlockCall] = {}
         recorded: dict[str, Tensor] = {}
         seen: dict[int, Tensor] = {}
-        fwd_hooks = [record(recorded, name) for name in names]
+        fwd_hooks: list[HookPair] = [record(recorded, name) for name in names]
         if see_keys:
-            fwd_hooks += [(self.stack.hook_name("pattern", layer), _see(layer, seen)) for layer in range(last + 1)]
+            fwd_hooks += [
+                (self.stack.hook_name("pattern", layer), _see(layer, seen)) for layer in range(last + 1)
+            ]
         with self.undisturbed(), self.hooked(fwd_hooks), contextlib.ExitStack() as handles:
             for handle in captured_calls(self.stack.blocks[: last + 1], calls):
                 handles.callback(handle.remove)
@@ -151,49 +153,62 @@ class Lens:
 
     def logits(
         self,
-        batch: Batch,
+        clean: CleanPass,
         *,
         fwd_hooks: Sequence[HookPair] = (),
-        clean: CleanPass | None = None,
         start_at_layer: int = 0,
-        resid_pre: Float[Tensor, "batch pos d_model"] | None = None,
+        resid_pre: Float[Tensor, "row pos d_model"] | None = None,
+        rows: Int[Tensor, " row"] | None = None,
         gradients: bool = False,
-    ) -> Float[Tensor, "batch pos d_vocab"]:
-        """The model's logits, with hooks, optionally from the residual stream before a block on.
+    ) -> Float[Tensor, "row pos d_vocab"]:
+        """The model's logits, with hooks, from the residual stream before a block on.
 
-        Starting at a block, the blocks below are not run: each gives back what it gave in `clean`.
+        The blocks below are not run: each gives back what it gave in the clean pass. This holds on every
+        class alike, where TransformerLens's own `start_at_layer` is missing or wrong on several.
 
         Args:
-            batch: the prompts.
-            fwd_hooks: TransformerLens hooks for this pass.
-            clean: the clean pass whose lower blocks stand in; needed when start_at_layer > 0.
+            clean: the clean pass to start from.
+            fwd_hooks: TransformerLens hooks for this pass, which see `[row, ...]` tensors.
             start_at_layer: first block to run.
             resid_pre: the residual stream to enter that block; the clean one by default.
+            rows: which prompt of the clean batch each row is (repeats allowed); all, once, by default.
             gradients: build the graph.
+
+        Raises:
+            UnsupportedModelError: the block does not give its own output when run again.
         """
         start = self.layer_index(start_at_layer)
-        if clean is None and (start > 0 or resid_pre is not None):
-            raise ValueError("clean: expected the clean pass to start from when start_at_layer or resid_pre is given")
+        whole = rows is None
+        rows = torch.arange(len(clean.batch), device=clean.batch.tokens.device) if rows is None else rows
+        replay = self.replay(clean, start)
+        with self.undisturbed():
+            replay.prepare()
+        entering = clean.calls[start].resid_pre.index_select(0, rows) if resid_pre is None else resid_pre
         with self.undisturbed(gradients), self.hooked(fwd_hooks), contextlib.ExitStack() as stack:
-            if clean is not None:
-                for layer in range(start):
-                    stack.enter_context(_skipped(self.stack.blocks[layer], clean.calls[layer].output))
-                entering = clean.calls[start].resid_pre if resid_pre is None else resid_pre
-                hook = self.stack.blocks[start].register_forward_pre_hook(enter_with(entering), with_kwargs=True)
-                stack.callback(hook.remove)
-            out = self._forward(batch, return_type="logits")
+            for layer in range(start):
+                output = clean.calls[layer].output
+                output = output if whole else replay.expand(output, rows)
+                stack.enter_context(_skipped(self.stack.blocks[layer], output))
+            enter = self.stack.blocks[start].register_forward_pre_hook(enter_with(entering), with_kwargs=True)
+            stack.callback(enter.remove)
+            out = self._forward(clean.batch if whole else clean.batch.select(rows), return_type="logits")
         return out if torch.is_tensor(out) else out.logits
 
     def replay(self, clean: CleanPass, layer: int) -> BlockReplay:
         """Block `layer` of the clean pass, ready to run again in any number of copies."""
         real = clean.batch.real_positions(self.stack.name)
         return BlockReplay(
-            self.stack.blocks[layer], clean.calls[layer], real, self.n_heads, self.tolerance, self.where(layer)
+            self.stack.blocks[layer],
+            clean.calls[layer],
+            real,
+            self.n_heads,
+            self.tolerance,
+            self.where(layer),
         )
 
     @contextlib.contextmanager
     def hooked(self, fwd_hooks: Sequence[HookPair]) -> Iterator[None]:
-        """The model with TransformerLens hooks on; unknown names are refused (the Bridge of 3.x ignores them)."""
+        """The model with TransformerLens hooks on; unknown names are refused (Bridge 3.x ignores them)."""
         names = [name for name, _ in fwd_hooks if isinstance(name, str)]
         known = self.model.hook_dict if names else {}
         for name in names:
@@ -243,15 +258,21 @@ class Lens:
     def _refuse_inputs(self, inputs: dict[str, Tensor], allowed: Sequence[str]) -> None:
         unknown = sorted(set(inputs) - set(allowed))
         if unknown:
-            raise ValueError(f"model inputs: {self.kind.value} takes {sorted(allowed)} besides tokens, got {unknown}")
+            raise ValueError(
+                f"model inputs: {self.kind.value} takes {sorted(allowed)} besides tokens, got {unknown}"
+            )
 
     def _require_complete(self, clean: CleanPass, names: Sequence[str], last: int, see_keys: bool) -> None:
         missing = [layer for layer in range(last + 1) if layer not in clean.calls]
         if missing:
-            raise UnsupportedModelError(f"blocks {missing} of {self.stack.name!r} never ran in a forward pass")
+            raise UnsupportedModelError(
+                f"blocks {missing} of {self.stack.name!r} never ran in a forward pass"
+            )
         silent = [name for name in names if name not in clean.recorded]
         if see_keys:
-            silent += [self.stack.hook_name("pattern", layer) for layer in range(last + 1) if layer not in clean.seen]
+            silent += [
+                self.stack.hook_name("pattern", layer) for layer in range(last + 1) if layer not in clean.seen
+            ]
         if silent:
             raise UnsupportedModelError(
                 f"hooks that never fired: {silent}; expected each to fire once in a forward pass "
@@ -260,7 +281,9 @@ class Lens:
         real = clean.batch.real_positions(self.stack.name)
         for layer, call in clean.calls.items():
             if not bool(torch.isfinite(call.resid_post[real]).all()):
-                raise ValueError(f"{self.where(layer)}: expected finite outputs, got NaN or infinity{self._bad_weight()}")
+                raise ValueError(
+                    f"{self.where(layer)}: expected finite outputs, got NaN or infinity{self._bad_weight()}"
+                )
 
     def _bad_weight(self) -> str:
         for name, parameter in self.model.named_parameters():

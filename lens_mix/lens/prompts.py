@@ -54,6 +54,17 @@ class Batch:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def select(self, rows: Int[Tensor, " row"]) -> Batch:
+        """Some of the prompts, repeats allowed, with the padding they have here."""
+        return Batch(
+            tuple(self.prompts[row] for row in rows.tolist()),
+            self.tokens[rows],
+            self.real[rows],
+            None if self.target is None else self.target[rows],
+            None if self.target_real is None else self.target_real[rows],
+            {name: value[rows] for name, value in self.inputs.items()},
+        )
+
     def real_positions(self, stack: str) -> Bool[Tensor, "batch pos"]:
         """Which positions of the given stack are the prompts' own."""
         if stack != "decoder":
@@ -117,7 +128,9 @@ def read_prompt(
     return Prompt(source[own], decoder, extra)
 
 
-def _tokens(model: Any, kind: Kind, prompt: object, prepend_bos: bool | None, name: str) -> Int[Tensor, " pos"]:
+def _tokens(
+    model: Any, kind: Kind, prompt: object, prepend_bos: bool | None, name: str
+) -> Int[Tensor, " pos"]:
     if isinstance(prompt, str):
         return _tokenize(model, kind, prompt, prepend_bos)
     if isinstance(prompt, (list, tuple)):
@@ -135,7 +148,7 @@ def _tokens(model: Any, kind: Kind, prompt: object, prepend_bos: bool | None, na
         prompt = prompt[0]
     if prompt.ndim != 1:
         raise ValueError(
-            f"{name}: expected tokens [pos] or [1, pos], got shape {list(prompt.shape)}; for a batch use run_many"
+            f"{name}: expected [pos] or [1, pos], got shape {list(prompt.shape)}; for a batch use run_many"
         )
     if prepend_bos is not None:
         raise ValueError(f"prepend_bos: applies to strings only, and {name} is tokens (used as they are)")
@@ -174,7 +187,9 @@ def _target_tokens(model: Any, kind: Kind, target: object) -> Int[Tensor, " targ
     own: list[int] = []
     if target:
         if getattr(model, "tokenizer", None) is None:
-            raise ValueError("target: a string needs a tokenizer and this model has none; expected tokens [pos]")
+            raise ValueError(
+                "target: a string needs a tokenizer and this model has none; expected tokens [pos]"
+            )
         own = model.tokenizer(target, add_special_tokens=False)["input_ids"]
     tokens = torch.tensor([start, *own], dtype=torch.long, device=device_of(model))
     _check_tokens(model, tokens, "target")
@@ -186,7 +201,9 @@ def _own_positions(attention_mask: Tensor | None, tokens: Int[Tensor, " pos"]) -
         return torch.ones_like(tokens, dtype=torch.bool)
     mask = _like_tokens(attention_mask, tokens, "attention_mask")
     if not bool(((mask == 0) | (mask == 1)).all()):
-        raise ValueError("attention_mask: expected 1 for the prompt's own tokens and 0 for padding, got other values")
+        raise ValueError(
+            "attention_mask: expected 1 for the prompt's own tokens and 0 for padding, got other values"
+        )
     own = mask.bool()
     inside = own.nonzero()[:, 0]
     if len(inside) and not bool(own[inside[0] : inside[-1] + 1].all()):
@@ -204,7 +221,7 @@ def _like_tokens(value: Tensor, tokens: Int[Tensor, " pos"], name: str) -> Tenso
         value = value[0]
     if value.shape != tokens.shape:
         raise ValueError(
-            f"{name}: expected the tokens' shape [{len(tokens)}] or [1, {len(tokens)}], got {list(value.shape)}"
+            f"{name}: expected the tokens' shape [{len(tokens)}] (or with a batch of 1), got {list(value.shape)}"
         )
     return value.to(tokens.device)
 

@@ -97,13 +97,15 @@ class Proof:
 
 
 def proof_prompt(prompt: Prompt, n_ctx: int) -> Prompt:
-    """The first tokens of a prompt, repeated where it is short: enough to tell a right reading from a wrong one."""
+    """The first tokens of a prompt, repeated where it is short: enough to tell readings apart."""
     positions = torch.arange(min(max(len(prompt.tokens), SHORTEST), LONGEST, n_ctx)) % len(prompt.tokens)
     target = prompt.target
     if target is not None:
         # A start token alone would make every pattern 1; the source's tokens stand in for a target.
         target = torch.cat([target, prompt.tokens[positions].to(target)])[: min(SHORTEST, n_ctx)]
-    return Prompt(prompt.tokens[positions], target, {name: value[positions] for name, value in prompt.inputs.items()})
+    return Prompt(
+        prompt.tokens[positions], target, {name: value[positions] for name, value in prompt.inputs.items()}
+    )
 
 
 def prove(lens: Lens, prompt: Prompt) -> Proof:
@@ -156,7 +158,9 @@ class _Recorded:
 
         value, pattern, z = get("value"), get("pattern"), get("z")
         if value is None or pattern is None or z is None:
-            raise UnsupportedModelError(f"{lens.where(layer)}: expected hooks on values, pattern and z, some are missing")
+            raise UnsupportedModelError(
+                f"{lens.where(layer)}: expected hooks on values, pattern and z, some are missing"
+            )
         call = clean.calls[layer]
         return _Recorded(
             call.resid_pre.to(wide),
@@ -196,7 +200,11 @@ def _output_modules(lens: Lens) -> dict[tuple[int, str], Any]:
         return {}
     modules = {}
     for layer, block in enumerate(lens.stack.blocks):
-        for role, name in (("attention_out", "attn"), ("cross_out", "cross_attn"), ("feed_forward_out", "mlp")):
+        for role, name in (
+            ("attention_out", "attn"),
+            ("cross_out", "cross_attn"),
+            ("feed_forward_out", "mlp"),
+        ):
             if hasattr(block, name):
                 modules[layer, role] = getattr(block, name)
     return modules
@@ -275,7 +283,10 @@ def _part_errors(anatomy: BlockAnatomy, recorded: _Recorded, layer: int, toleran
         if rebuilt is not None or anatomy.feed_forward_kind == "none":
             errors["block"] = relative_error(anatomy.after_feed_forward(mid, rebuilt), recorded.resid_post)
     parts = [_mixing(recorded, layer, tolerance)]
-    parts += [PartError(layer, part, error, tolerance, note if error is None else "") for part, error in errors.items()]
+    parts += [
+        PartError(layer, part, error, tolerance, note if error is None else "")
+        for part, error in errors.items()
+    ]
     return parts
 
 
@@ -307,7 +318,8 @@ def _mixing(recorded: _Recorded, layer: int, tolerance: float) -> PartError:
 
 
 def _misfit(recorded: _Recorded) -> str:
-    found = f"value {list(recorded.value.shape)}, pattern {list(recorded.pattern.shape)}, z {list(recorded.z.shape)}"
+    value, pattern, z = (list(t.shape) for t in (recorded.value, recorded.pattern, recorded.z))
+    found = f"value {value}, pattern {pattern}, z {z}"
     return f"expected value [batch, key, head, d_head] and z [batch, query, head, d_head], got {found}"
 
 
@@ -326,17 +338,23 @@ def _zero_value(lens: Lens, clean: CleanPass, layer: int, recorded: _Recorded) -
     expected = mix(recorded.pattern, value)
     if z_name not in store:
         return PartError(layer, "zero_value", None, lens.tolerance, "the hook on z never fired")
-    error = relative_error(store[z_name].to(expected.dtype).reshape(expected.shape).flatten(2), expected.flatten(2))
+    error = relative_error(
+        store[z_name].to(expected.dtype).reshape(expected.shape).flatten(2), expected.flatten(2)
+    )
     post = out[0] if isinstance(out, tuple) else out
     if bool((post.to(expected.dtype) == recorded.resid_post).all()):
-        return PartError(layer, "zero_value", None, lens.tolerance, "the edit did not change the block's output")
+        return PartError(
+            layer, "zero_value", None, lens.tolerance, "the edit did not change the block's output"
+        )
     return PartError(layer, "zero_value", error, lens.tolerance)
 
 
 def _masks_padding(lens: Lens, prompt: Prompt) -> bool:
     """Whether padded keys stay out of every pattern when a shorter prompt is padded."""
     half = max(1, len(prompt.tokens) // 2)
-    shorter = Prompt(prompt.tokens[:half], prompt.target, {name: v[:half] for name, v in prompt.inputs.items()})
+    shorter = Prompt(
+        prompt.tokens[:half], prompt.target, {name: v[:half] for name, v in prompt.inputs.items()}
+    )
     batch: Batch = pad([prompt, shorter], pad_token(lens.model), "right")
     real = batch.real_positions(lens.stack.name)
     clean = lens.clean_pass(batch)

@@ -152,10 +152,19 @@ class BlockReplay:
         if self._expansion is None:
             self._expansion = self._prove()
 
+    def expand(self, value: Any, rows: Int[Tensor, " row"]) -> Any:
+        """Tensors of the clean pass (alone, or in tuples and lists) for the given rows of its batch."""
+        if self._expansion is None:
+            raise RuntimeError(f"{self.where}: prepare() has to come before expand()")
+        return _expand(value, rows, self.call.resid_pre.shape[0], self.heads, self._expansion)
+
     def _run(self, expansion: _Expansion, rows: Tensor, resid_pre: Tensor | None) -> Tensor:
         batch = self.call.resid_pre.shape[0]
         args = _expand(self.call.args, rows, batch, self.heads, expansion)
-        kwargs = {name: _expand(value, rows, batch, self.heads, expansion) for name, value in self.call.kwargs.items()}
+        kwargs = {
+            name: _expand(value, rows, batch, self.heads, expansion)
+            for name, value in self.call.kwargs.items()
+        }
         if resid_pre is not None:
             args, kwargs = _with_residual(args, kwargs, resid_pre)
         return first_tensor(self.module(*args, **kwargs))

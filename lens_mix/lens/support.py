@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -20,8 +20,8 @@ _proofs: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Proof]]] = weakref.
 class HasEngines(Protocol):
     """What support needs to know of a method."""
 
-    name: str
-    engines: tuple[str, ...]
+    name: ClassVar[str]
+    engines: ClassVar[tuple[str, ...]]
 
 
 def proof_of(lens: Lens, prompt: Prompt) -> Proof:
@@ -92,7 +92,7 @@ class Support:
         return iter(self.rows)
 
     def __getitem__(self, method: str) -> str:
-        """"ok (engine)" or the reason."""
+        """Either "ok (engine)" or the reason."""
         for name, engine, reason in self.rows:
             if name == method:
                 return reason if engine is None else f"ok ({engine})"
@@ -134,7 +134,8 @@ class Check:
         import pandas as pd
 
         rows = [
-            (entry.layer, entry.part, entry.error, entry.tolerance, entry.ok, entry.note) for entry in self.proof.parts
+            (entry.layer, entry.part, entry.error, entry.tolerance, entry.ok, entry.note)
+            for entry in self.proof.parts
         ]
         return pd.DataFrame(rows, columns=["layer", "part", "error", "tolerance", "ok", "note"])
 
@@ -151,8 +152,12 @@ class Check:
             wiring = f"{anatomy.placement}-norm" if anatomy.placement != "none" else "no norm"
             if anatomy.parallel:
                 wiring += ", parallel"
-            lines.append(f"{layer:>5}  " + "  ".join(cells) + f"  {wiring}, feed-forward {anatomy.feed_forward_kind}")
-        lines.append("padding is " + ("masked" if self.proof.masks_padding else "NOT masked: prompts run one by one"))
+            lines.append(
+                f"{layer:>5}  " + "  ".join(cells) + f"  {wiring}, feed-forward {anatomy.feed_forward_kind}"
+            )
+        lines.append(
+            "padding is " + ("masked" if self.proof.masks_padding else "NOT masked: prompts run one by one")
+        )
         for name, reason in (("hooks", self.proof.hooks_refusal), ("algebra", self.proof.algebra_refusal)):
             lines.append(f"{name}: " + ("proven" if reason is None else f"refused: {reason}"))
         return "\n".join(lines)
@@ -165,7 +170,12 @@ def _cell(error: float | None, ok: bool) -> str:
 
 
 def check(
-    model: Any, prompt: Any = None, *, stack: str | None = None, prepend_bos: bool | None = None, **inputs: Any
+    model: Any,
+    prompt: Any = None,
+    *,
+    stack: str | None = None,
+    prepend_bos: bool | None = None,
+    **inputs: Any,
 ) -> Check:
     """The proof: rebuild every block from its parts on a short piece of `prompt` and print the errors.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -23,6 +25,7 @@ class Method:
             it already holds the residual.
         engines: the ways it can be computed, fastest first. "recorded" reads the clean pass,
             "hooks" intervenes and runs blocks again, "algebra" needs a proven anatomy.
+        kind: "layer" for maps of one block, "input" for maps from the stack down to the tokens.
         needs: hook points whose tensors the clean pass must record ("pattern", "value", "z").
         citation: the paper, in BibTeX.
     """
@@ -30,12 +33,17 @@ class Method:
     name: ClassVar[str]
     residual: ClassVar[float]
     engines: ClassVar[tuple[str, ...]]
+    kind: ClassVar[Literal["layer", "input"]] = "layer"
     needs: ClassVar[frozenset[str]] = frozenset()
     citation: ClassVar[str]
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
-        """The layer map of one block, for every prompt of the batch; padded rows and columns are cut later."""
+        """The layer map of one block, for every prompt of the batch; padding is cut later."""
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
+
+    def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer *head query key"]:
+        """The maps of all blocks. Methods that carry something from block to block define this instead."""
+        return torch.stack([self(block) for block in blocks], dim=1)
 
     def parameters(self) -> dict[str, object]:
         """The parameters by name, as the record keeps them."""

@@ -76,7 +76,9 @@ class ValueZeroing(Method):
         if self.spans is not None:
             _check_spans(self.spans)
         if self.per_head and isinstance(self.heads, Mapping):
-            raise ValueError("heads: with per_head expected the same heads in every layer, got a mapping by layer")
+            raise ValueError(
+                "heads: with per_head expected the same heads in every layer, got a mapping by layer"
+            )
 
     def check(self, n_heads: int, n_layers: int) -> None:
         by_layer = self.heads if isinstance(self.heads, Mapping) else {None: self.heads}
@@ -117,19 +119,23 @@ class ValueZeroing(Method):
             hook = zero_values(block.layer, zeroed[chunk], heads=heads, attention=block.attention_template)
             out = self._compared(block, block.replay(rows[chunk], [hook]))
             if hook[1].calls == 0:
-                raise RuntimeError(f"block {block.layer}: the hook on the values never fired, so nothing was zeroed")
+                raise RuntimeError(
+                    f"block {block.layer}: the hook on the values never fired, so nothing was zeroed"
+                )
             scores[rows[chunk], :, keys[chunk]] = distance(clean[rows[chunk]], out, self.metric)
         if self.threshold is not None:
             scores = torch.where(scores < self.threshold, torch.zeros_like(scores), scores)
         return scores
 
-    def _compared(self, block: Block, resid: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+    def _compared(
+        self, block: Block, resid: Float[Tensor, "*batch d_model"]
+    ) -> Float[Tensor, "*batch d_model"]:
         if block.is_last and self.last_layer == "after_final_norm":
             return block.after_final_norm(resid)
         return resid
 
     def _copies(self, real: Bool[Tensor, "batch pos"]) -> tuple[Tensor, Tensor, Bool[Tensor, "copy pos"]]:
-        """One copy per prompt and key: the prompt's row, the key's index in the map, the positions to zero."""
+        """One copy per prompt and key: the prompt's row, the map's key, the positions to zero."""
         if self.spans is None:
             rows, keys = real.nonzero(as_tuple=True)
             zeroed = torch.zeros((len(rows), real.shape[1]), dtype=torch.bool, device=real.device)
@@ -161,13 +167,19 @@ def distance(
         return torch.linalg.vector_norm(x - y, dim=-1)
     size_x, size_y = torch.linalg.vector_norm(x, dim=-1), torch.linalg.vector_norm(y, dim=-1)
     tiny = torch.finfo(wide).tiny
-    apart = (x / size_x.clamp_min(tiny)[..., None] - y / size_y.clamp_min(tiny)[..., None]).square().sum(dim=-1) / 2
+    apart = (x / size_x.clamp_min(tiny)[..., None] - y / size_y.clamp_min(tiny)[..., None]).square().sum(
+        dim=-1
+    ) / 2
     return torch.where((size_x == 0) != (size_y == 0), torch.ones_like(apart), apart)
 
 
 def _check_spans(spans: Sequence[Sequence[int]]) -> None:
     if len(spans) == 0 or any(len(span) == 0 for span in spans):
-        raise ValueError(f"spans: expected groups of at least one position each, got {[list(s) for s in spans]}")
+        raise ValueError(
+            f"spans: expected groups of at least one position each, got {[list(s) for s in spans]}"
+        )
     positions = [position for span in spans for position in span]
     if len(set(positions)) != len(positions):
-        raise ValueError(f"spans: expected each position in one group at most, got {[list(s) for s in spans]}")
+        raise ValueError(
+            f"spans: expected each position in one group at most, got {[list(s) for s in spans]}"
+        )
