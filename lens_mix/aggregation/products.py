@@ -1,0 +1,83 @@
+"""Cumulative products of stacks of maps, in numbers and in logarithms of numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+# exp(-650) is far above the smallest normal float64 (exp(-708)), so a sum that reaches it cannot
+# have lost a term worth more than exp(-58) of itself.
+_LOG_SAFE = -650.0
+
+
+def add_residual(maps: Float[Tensor, "*axes query key"], weight: float) -> Float[Tensor, "*axes query key"]:
+    """(1 − weight) · maps + weight · identity, for maps whose rows sum to 1 or are all zero.
+
+    An all-zero row becomes the identity's row where the weight is above 0 (nothing but the residual
+    came in, as in (A + I) / rowsum) and stays zero where it is 0.
+    """
+    identity = torch.eye(maps.shape[-1], dtype=maps.dtype, device=maps.device)
+    mixed = (1 - weight) * maps + weight * identity
+    if weight > 0:
+        empty = (maps == 0).all(-1, keepdim=True)
+        mixed = torch.where(empty, identity, mixed)
+    return mixed
+
+
+def cumulative(
+    maps: Float[Tensor, "layer query key"],
+    heads: Float[Tensor, "layer head query key"] | None = None,
+    product: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
+) -> Float[Tensor, "layer *head query key"]:
+    """J_0 = maps_0, J_l = maps_l J_{l−1} (Abnar & Zuidema, ACL 2020, section 3.1).
+
+    With `heads`, layer l of the result is heads_l J_{l−1}: what one head of the layer adds on top
+    of everything below it (the paper's appendix).
+    """
+    results = []
+    below: Tensor | None = None
+    for place, matrix in enumerate(maps):
+        merged = matrix if below is None else product(matrix, below)
+        if heads is None:
+            results.append(merged)
+        else:
+            results.append(
+                heads[place] if below is None else torch.stack([product(h, below) for h in heads[place]])
+            )
+        below = merged
+    return torch.stack(results)
+
+
+def log_matmul(
+    left: Float[Tensor, "query middle"], right: Float[Tensor, "middle key"]
+) -> Float[Tensor, "query key"]:
+    """log(exp(left) @ exp(right)) with no underflow; −inf stands for an exact zero.
+
+    One matrix product of rows and columns scaled to a maximum of 1 serves all entries that stay far
+    from underflow; the rows with any other entry are done again by logsumexp.
+    """
+    row_scale = _finite(left.amax(1, keepdim=True))
+    column_scale = _finite(right.amax(0, keepdim=True))
+    scaled = ((left - row_scale).exp() @ (right - column_scale).exp()).log()
+    result = scaled + row_scale + column_scale
+    possible = compose(left > -math.inf, right > -math.inf)
+    again = (possible & (scaled < _LOG_SAFE)).any(1).nonzero().flatten()
+    block = max(1, 2**22 // right.numel())
+    for rows in again.split(block):
+        result[rows] = torch.logsumexp(left[rows][:, :, None] + right, dim=1)
+    return result
+
+
+def _finite(scale: Tensor) -> Tensor:
+    return scale.masked_fill(scale == -math.inf, 0.0)
+
+
+def compose(
+    left: Bool[Tensor, "query middle"], right: Bool[Tensor, "middle key"]
+) -> Bool[Tensor, "query key"]:
+    """Which keys a query reaches through any position in the middle."""
+    return (left.to(torch.float32) @ right.to(torch.float32)) > 0

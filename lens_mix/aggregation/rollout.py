@@ -1,0 +1,191 @@
+"""Attention rollout (Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020)."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import torch
+from torch import Tensor
+
+from lens_mix.aggregation.products import add_residual, cumulative
+from lens_mix.aggregation.receptive_field import normalise_rollout, reachable
+from lens_mix.map_checks import as_residual
+from lens_mix.maps import MixingMap
+
+
+def rollout(
+    mixing_map: MixingMap,
+    *,
+    residual: float | None = None,
+    receptive_field: bool = False,
+    per_head: bool = False,
+    drop_bos: bool = False,
+    from_layer: int | None = None,
+    to_layer: int | None = None,
+) -> MixingMap:
+    """Input maps from layer maps, by multiplying the layers (section 3.1 of the paper).
+
+    Heads are averaged, rows divided by their sum, and the residual mixed in,
+    Â_l = (1 − w) A_l + w I; then J_0 = Â_0 and J_l = Â_l J_{l−1}. The arithmetic is float64, and so
+    is the result (on the CPU where the device has no float64).
+
+    An all-zero row has no shares: with w > 0 the position keeps itself; with w = 0 it stays zero,
+    and rows above that used it sum to less than 1. A note names it.
+
+    Args:
+        mixing_map: layer maps `[layer, query, key]` or `[layer, head, query, key]`, none below 0.
+        residual: the weight w, 0 to 1. None: what the method calls for, 0.5 for attention (equal to
+            the paper's (A + I) / rowsum) and 0 where the map already holds the residual.
+        receptive_field: normalise against the rollout of even attention, so that keys are not
+            preferred for being reachable on many paths (causal maps: for being early). The paper
+            gives no formula; ours is derived in docs/receptive_field.md.
+        per_head: the paper's appendix variant: each head of layer l times the rollout, heads merged,
+            of the layers below.
+        drop_bos: drop position 0, whatever its token, on both axes first, and let the rows sum to 1
+            without it.
+        from_layer, to_layer: roll out these layers and those between, by label (negative: from the
+            end). None: the first, the last.
+
+    Returns:
+        A map of kind "input": `[layer, query, key]`, cumulative (its last layer is the rollout of
+        all), or `[layer, head, query, key]` with `per_head`. Rows sum to 1.
+
+    Raises:
+        TypeError: not a `MixingMap`; a residual that is no number.
+        ValueError: input maps; keys that are not the tokens; layers that do not follow one another;
+            a residual outside 0 to 1, or None where the method has none; scores below 0; `per_head`
+            without heads.
+    """
+    weight = residual_weight(mixing_map, residual)
+    refuse_unstackable(mixing_map, "rollout")
+    chosen = _layers_between(mixing_map, from_layer, to_layer)
+    if per_head and not chosen.has_heads:
+        raise ValueError(
+            f"per_head: expected a map with heads, got scores of shape {tuple(chosen.scores.shape)}"
+        )
+    if drop_bos:
+        chosen = chosen.drop_bos()
+    chosen = chosen.replace(scores=to_float64(chosen.scores))
+    merged = chosen.merge_heads().normalized()
+    maps, heads, notes = add_residual(merged.scores, weight), None, merged.notes
+    if per_head:
+        separate = chosen.normalized()
+        heads = add_residual(separate.scores, weight)
+        notes = (*notes, *(note for note in separate.notes if note not in notes))
+    if receptive_field:
+        scores = normalise_rollout(maps, merged.visible(), weight, heads)
+    else:
+        scores = cumulative(maps, heads)
+    options = {"receptive_field": receptive_field, "per_head": per_head, "drop_bos": drop_bos}
+    return chosen.replace(
+        scores=scores,
+        mask=_reached(merged, weight),
+        residual=weight,
+        kind="input",
+        provenance={**chosen.provenance, "aggregation": {"name": "rollout", "residual": weight, **options}},
+        notes=_notes(chosen, notes, receptive_field),
+    )
+
+
+def residual_weight(mixing_map: MixingMap, residual: float | None) -> float:
+    """The residual weight to mix in: as given, or the map's own, or its method's.
+
+    Raises:
+        TypeError: not a `MixingMap`, or a residual that is no number.
+        ValueError: outside 0 to 1; None where neither the map nor its method has one.
+    """
+    if not isinstance(mixing_map, MixingMap):
+        raise TypeError(f"mixing_map: expected a MixingMap, got {type(mixing_map).__name__}")
+    if residual is not None:
+        return as_residual(residual)
+    if mixing_map.residual is not None:
+        return mixing_map.residual
+    from lens_mix.methods import METHODS
+
+    method = METHODS.get(mixing_map.method)
+    if method is None:
+        raise ValueError(
+            f"residual: expected a number from 0 to 1, because method {mixing_map.method!r} is none of "
+            f"{', '.join(sorted(METHODS))} and the map has no residual of its own; got None (0.5 where "
+            "the map holds the attention branch only, 0 where it already holds the residual)"
+        )
+    return as_residual(method.residual)
+
+
+def refuse_unstackable(mixing_map: MixingMap, purpose: str) -> None:
+    """Refuse maps whose layers do not chain.
+
+    Raises:
+        ValueError: input maps, or maps whose keys are not the tokens.
+    """
+    if mixing_map.kind != "layer":
+        raise ValueError(
+            f"mixing_map: expected layer maps for {purpose}, got kind {mixing_map.kind!r}, which already "
+            "speaks of the whole stack"
+        )
+    if mixing_map.key_tokens is not None:
+        raise ValueError(
+            f"mixing_map: expected the tokens as keys for {purpose}, got {len(mixing_map.key_labels)} other "
+            f"keys for {len(mixing_map.tokens)} tokens; such layers do not chain"
+        )
+
+
+def to_float64(scores: Tensor) -> Tensor:
+    """The same numbers in float64, on the CPU where the device has none."""
+    return (scores.cpu() if scores.device.type == "mps" else scores).to(torch.float64)
+
+
+def _layers_between(mixing_map: MixingMap, from_layer: int | None, to_layer: int | None) -> MixingMap:
+    labels = mixing_map.layer_labels
+    first = 0 if from_layer is None else mixing_map.layer_index(from_layer)
+    last = len(labels) - 1 if to_layer is None else mixing_map.layer_index(to_layer)
+    if first > last:
+        raise ValueError(
+            f"from_layer: expected no later layer than to_layer, got from_layer={from_layer} and "
+            f"to_layer={to_layer}"
+        )
+    chosen = labels[first : last + 1]
+    if any(right != left + 1 for left, right in itertools.pairwise(chosen)):
+        raise ValueError(
+            f"mixing_map: expected layers that follow one another, got layers {chosen}; where they do all "
+            "the same, say so with .replace(layers=None)"
+        )
+    return mixing_map.select_layers(chosen)
+
+
+def _reached(merged: MixingMap, weight: float) -> Tensor | None:
+    if merged.mask is None:
+        return None
+    reached = reachable(merged.visible(), weight)
+    if weight > 0:
+        reached = reached | torch.eye(reached.shape[-1], dtype=torch.bool, device=reached.device)
+    return reached
+
+
+def _notes(chosen: MixingMap, notes: tuple[str, ...], receptive_field: bool) -> tuple[str, ...]:
+    first = chosen.layer_labels[0]
+    extra: list[str] = []
+    if first > 0:
+        extra.append(
+            f"rolled out from layer {first} on: keys are the inputs of that layer, not the prompt's tokens"
+        )
+    if receptive_field and "merged_words" in chosen.provenance:
+        extra.append(
+            "merged into words before the rollout: the receptive field was taken as even over words, "
+            "not over their pieces"
+        )
+    if receptive_field and _looks_causal(chosen):
+        text = (
+            "receptive_field changed nothing, because the map says that every query could see every key; "
+            "no query used a later key, so if the model is causal make the map with causal=True"
+        )
+        warnings.warn(text, stacklevel=3)
+        extra.append(text)
+    return (*notes, *extra)
+
+
+def _looks_causal(chosen: MixingMap) -> bool:
+    if chosen.causal or chosen.mask is not None or len(chosen.tokens) == 1:
+        return False
+    return not bool(chosen.scores.triu(diagonal=1).any())
