@@ -1,0 +1,29 @@
+"""Reusable hooks for TransformerLens models: each function returns one pair for `fwd_hooks=[...]`.
+
+They need nothing else of lens_mix and work alike on HookedTransformer, HookedEncoder, HookedEncoderDecoder
+and TransformerBridge:
+
+    model.run_with_hooks(tokens, fwd_hooks=[zero_values(3, position=5), prune_heads(7, [1, 2])])
+    with model.hooks(fwd_hooks=[scale_pattern(0, 0.5)]):
+        ...
+
+The second part of a pair counts in `calls` how often it had its effect.
+"""
+
+from lens_mix.hooks._shared import HookFunction, HookPair, must_fire
+from lens_mix.hooks.patterns import freeze_pattern, prune_heads, replace_pattern, scale_pattern
+from lens_mix.hooks.record import record, record_all
+from lens_mix.hooks.values import zero_values
+
+__all__ = [
+    "HookFunction",
+    "HookPair",
+    "freeze_pattern",
+    "must_fire",
+    "prune_heads",
+    "record",
+    "record_all",
+    "replace_pattern",
+    "scale_pattern",
+    "zero_values",
+]

@@ -1,0 +1,296 @@
+"""What the hook functions share: the names of hook points, the layout of their tensors, and counting.
+
+Nothing here knows a TransformerLens version: where classes differ in a name or a layout, all are accepted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from einops import einsum, repeat
+from jaxtyping import Float
+from torch import Tensor
+
+DEFAULT_ATTENTION = "blocks.{layer}.attn"
+
+# TransformerBridge hands a hook its own name for the point, the other classes (and its compatibility mode)
+# the name of HookedTransformer.
+_SUFFIXES = {
+    "queries": ("hook_q", "q.hook_out"),
+    "values": ("hook_v", "v.hook_out"),
+    "pattern": ("hook_pattern",),
+    "mixed": ("hook_z", "o.hook_in"),
+}
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+class HookFunction:
+    """A hook for a forward pass, called by TransformerLens as `function(tensor, hook=hook_point)`.
+
+    `calls` counts how often the edit (or the recording) was done; it stays 0 while the hook has no effect.
+    """
+
+    calls: int = 0
+
+    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+        raise NotImplementedError
+
+
+HookName = str | Callable[[str], bool]
+HookPair = tuple[HookName, HookFunction]
+
+
+@contextmanager
+def must_fire(*pairs: HookPair) -> Iterator[list[HookPair]]:
+    """Raise if a hook did nothing inside the `with` block.
+
+    A hook point that a model does not have, or never reaches, is no error everywhere: some TransformerLens
+    releases ignore unknown names, and a filter that matches nothing is always legal.
+
+    Args:
+        pairs: what the functions of `lens_mix.hooks` return.
+
+    Yields:
+        the pairs as a list, ready for `fwd_hooks=`.
+
+    Raises:
+        RuntimeError: at the end of the block, naming the hooks whose `calls` did not grow.
+
+    Example:
+        ```python
+        from lens_mix.hooks import must_fire, zero_values
+
+        with must_fire(zero_values(0, 3)) as hooks:
+            logits = model.run_with_hooks(tokens, fwd_hooks=hooks)
+        ```
+    """
+    before = [function.calls for _, function in pairs]
+    yield list(pairs)
+    idle = [function for (_, function), calls in zip(pairs, before, strict=True) if function.calls == calls]
+    if idle:
+        raise RuntimeError(
+            f"expected every hook to fire; got no call of {', '.join(map(repr, idle))}. Does the model have "
+            "these hook points (see model.hook_dict), and did the pass reach them?"
+        )
+
+
+class AttentionHook(HookFunction):
+    """Edits inside one attention module, spread over the hook points one pass goes through.
+
+    A pass visits queries, values, pattern, and the mixed values (`hook_z`), in this order. What is kept on
+    the way is dropped at the last of them, so that one hook serves many passes.
+
+    Subclasses name the points they need in `points` and implement `on_values` and `on_mixed`.
+    """
+
+    points: tuple[str, ...] = ()
+
+    def __init__(self, layer: int, attention: str) -> None:
+        self.module = attention_module(layer, attention)
+        self._roles = {
+            f"{self.module}.{suffix}": point for point in self.points for suffix in _SUFFIXES[point]
+        }
+        self._n_heads: int | None = None
+        self._values: Tensor | None = None
+        self._pattern: Tensor | None = None
+
+    def __repr__(self) -> str:
+        # TransformerLens keeps this as the hook's name; the repr of a tensor would cost more than the hook
+        return f"{type(self).__name__}({self.module})"
+
+    def matches(self, name: str) -> bool:
+        """The filter of hook names that goes with this hook."""
+        return name in self._roles
+
+    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+        point = self._roles.get(hook.name)
+        if point is None:
+            raise ValueError(f"hook: expected one of {', '.join(self._roles)}; got {hook.name}")
+        if point == "queries":
+            self._n_heads = positions_first(tensor, hook).shape[2]
+            return None
+        if point == "values":
+            return self._call_values(tensor, hook)
+        if point == "pattern":
+            # models that leave attention to transformers show their pattern after the mixing, or never
+            if self._values is not None:
+                self._pattern = tensor
+            return None
+        return self._call_mixed(tensor, hook)
+
+    def _call_values(self, tensor: Tensor, hook: Any) -> Tensor | None:
+        n_heads = self._n_heads
+        self._forget()
+        values = positions_first(tensor, hook)
+        edited = self.on_values(values, n_heads)
+        if "mixed" in self.points:
+            self._values = values
+        return None if edited is None else restore_layout(edited, tensor, hook)
+
+    def _call_mixed(self, tensor: Tensor, hook: Any) -> Tensor | None:
+        values, pattern = self._values, self._pattern
+        self._forget()
+        if values is None:
+            raise RuntimeError(
+                f"{self!r}: {hook.name} fired, but {self.module}.hook_v did not fire before it in this pass"
+            )
+        edited = self.on_mixed(split_heads(tensor, values), values, pattern)
+        return None if edited is None else edited.to(tensor.dtype).reshape(tensor.shape)
+
+    def _forget(self) -> None:
+        self._n_heads = None
+        self._values = None
+        self._pattern = None
+
+    def on_values(self, values: Float[Tensor, "batch key head d_head"], n_heads: int | None) -> Tensor | None:
+        """Edit the values (one per value head), or return None; `n_heads` is None if queries did not fire."""
+        return None
+
+    def on_mixed(
+        self,
+        mixed: Float[Tensor, "batch query head d_head"],
+        values: Float[Tensor, "batch key head d_head"],
+        pattern: Float[Tensor, "batch head query key"] | None,
+    ) -> Tensor | None:
+        """Edit the mixed values of all query heads, or return None."""
+        return None
+
+
+def attention_module(layer: int, attention: str) -> str:
+    """The name of one attention module, from the template and the number of the layer."""
+    if not isinstance(attention, str):
+        raise TypeError(
+            f"attention: expected the name of a module, as {DEFAULT_ATTENTION!r}; got {attention!r}"
+        )
+    index = as_index("layer", layer)
+    if index < 0:
+        raise ValueError(f"layer: expected a layer counted from 0; got {index}")
+    try:
+        return attention.format(layer=index)
+    except (IndexError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"attention: expected a name whose only placeholder is {{layer}}, as {DEFAULT_ATTENTION!r}; "
+            f"got {attention!r}"
+        ) from error
+
+
+def as_index(argument: str, value: Any) -> int:
+    """An integer of any library, but no bool."""
+    if isinstance(value, bool) or (
+        isinstance(value, Tensor) and (value.ndim > 0 or value.dtype == torch.bool)
+    ):
+        raise TypeError(f"{argument}: expected an integer; got {value!r}")
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{argument}: expected an integer; got {value!r}") from error
+
+
+def as_heads(heads: Iterable[int] | int) -> tuple[int, ...]:
+    """Query heads as sorted distinct numbers; how many the model has is known only in the pass."""
+    if isinstance(heads, str | dict):
+        raise TypeError(f"heads: expected query heads as integers; got {heads!r}")
+    if isinstance(heads, Tensor):
+        heads = heads.tolist()
+    listed = list(heads) if isinstance(heads, Iterable) else [heads]
+    chosen = sorted({as_index("heads", head) for head in listed})
+    if not chosen:
+        raise ValueError("heads: expected at least one query head; got none")
+    if chosen[0] < 0:
+        raise ValueError(f"heads: expected query heads counted from 0; got {chosen[0]}")
+    return tuple(chosen)
+
+
+def check_heads(heads: tuple[int, ...], n_heads: int) -> None:
+    """Raise if a head is beyond the model's query heads."""
+    if heads[-1] >= n_heads:
+        raise ValueError(f"heads: expected query heads from 0 to {n_heads - 1}; got {heads[-1]}")
+
+
+def _heads_come_first(hook: Any) -> bool:
+    # latent attention (DeepSeek) shows [batch head position d_head], and says so
+    return getattr(hook, "pos_dim", None) == 2 and getattr(hook, "hook_conversion", None) is None
+
+
+def _hides_heads_first(tensor: Tensor, hook: Any) -> bool:
+    # TransformerLens 3 shows this layout without saying so: a slice of a wider, transposed tensor
+    return (
+        not hasattr(hook, "pos_dim")
+        and getattr(hook, "hook_conversion", None) is None
+        and tensor.storage_offset() > 0
+        and tensor.shape[3] < tensor.stride(1) < tensor.stride(2)
+    )
+
+
+def positions_first(tensor: Tensor, hook: Any) -> Float[Tensor, "batch position head d_head"]:
+    """Queries or values as [batch position head d_head], whatever the hook point shows."""
+    if tensor.ndim != 4:
+        raise ValueError(
+            f"{hook.name}: expected a tensor [batch position head d_head]; got shape {tuple(tensor.shape)} "
+            "(remove_batch_dim=True is not supported)"
+        )
+    if _hides_heads_first(tensor, hook):
+        raise ValueError(
+            f"{hook.name}: expected [batch position head d_head]; got [batch head position d_head], the "
+            "layout of latent attention, which needs TransformerLens 4 or later"
+        )
+    return tensor.transpose(1, 2) if _heads_come_first(hook) else tensor
+
+
+def restore_layout(edited: Tensor, original: Tensor, hook: Any) -> Tensor:
+    """The inverse of `positions_first`, in the dtype the model uses."""
+    return (edited.transpose(1, 2) if _heads_come_first(hook) else edited).to(original.dtype)
+
+
+def split_heads(mixed: Tensor, values: Tensor) -> Float[Tensor, "batch query head d_head"]:
+    """The mixed values per query head: TransformerBridge may show them flat, or split by another size."""
+    if mixed.ndim not in (3, 4) or mixed.shape[0] != values.shape[0]:
+        raise ValueError(
+            f"hook_z: expected [batch query head d_head] or [batch query features], batch {values.shape[0]}; "
+            f"got shape {tuple(mixed.shape)}"
+        )
+    flat = mixed.flatten(2)
+    d_head = values.shape[3]
+    if flat.shape[2] % (d_head * values.shape[2]):
+        raise ValueError(
+            f"hook_z: expected a multiple of {values.shape[2]} heads of {d_head} numbers, as in hook_v; "
+            f"got {flat.shape[2]} numbers"
+        )
+    return flat.unflatten(2, (-1, d_head))
+
+
+def mix(
+    pattern: Float[Tensor, "batch head query key"], values: Float[Tensor, "batch key group d_head"]
+) -> Float[Tensor, "batch query head d_head"]:
+    """`pattern @ values`; each value head serves a run of neighbouring query heads."""
+    repeats = pattern.shape[1] // values.shape[2]
+    expanded = repeat(values, "batch key group d_head -> batch key (group repeats) d_head", repeats=repeats)
+    return einsum(
+        pattern.to(values.dtype),
+        expanded,
+        "batch head query key, batch key head d_head -> batch query head d_head",
+    )
+
+
+def check_mixing(argument: str, mixed: Tensor, pattern: Tensor, values: Tensor) -> None:
+    """Raise unless the mixed values are what the pattern and the values of this pass say."""
+    reason = ""
+    if pattern.shape[3] != values.shape[1] or pattern.shape[1] != mixed.shape[2]:
+        reason = f"the pattern has shape {tuple(pattern.shape)}, the values have {tuple(values.shape)}"
+    else:
+        with torch.no_grad():
+            expected = mix(pattern, values).to(mixed.dtype)
+            bound = _TOLERANCE.get(mixed.dtype, 1e-4) * max(expected.nan_to_num().abs().max().item(), 1e-6)
+            if not torch.allclose(mixed, expected, rtol=0.0, atol=bound, equal_nan=True):
+                reason = f"they differ by up to {(mixed - expected).abs().max().item():.3g}"
+    if reason:
+        raise RuntimeError(
+            f"{argument}: expected hook_z = pattern @ values, as it is to be computed anew; got {reason}. "
+            "Either the model does more there (a gate, a norm, dropout, cached keys), or another hook edits "
+            "the values or the pattern of this layer after this one, or its hook_z before it. List edits of "
+            "the values first, and give all positions and heads of one edit in one call"
+        )

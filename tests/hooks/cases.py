@@ -1,0 +1,202 @@
+"""The attention modules that the tests of lens_mix.hooks go through, and what is expected of them by hand."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.tiny_models import (
+    BRIDGE_NAMES,
+    HOOKED_TRANSFORMER_NAMES,
+    available,
+    bridge,
+    hooked_encoder,
+    hooked_encoder_decoder,
+    hooked_transformer,
+    inputs,
+)
+
+LAYER = 1
+# no attention; no forward pass at all
+_NOT_RUNNABLE = ("mamba", "opt_postln")
+# what these leave to transformers, they show as a pattern only with eager attention, and after hook_z
+DELEGATED = ("gpt_neo", "gptj", "opt", "bert", "roberta", "t5", "t5_gated", "bart", "marian", "vit")
+GROUPED = ("llama", "mistral", "gemma2", "qwen3", "phi3", "falcon_mqa", "gpt_bigcode", "mixtral", "gpt_oss")
+_ENCODER_DECODER = ("t5", "t5_gated", "bart", "marian")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention module of one model."""
+
+    build: Callable[..., Any]
+    name: str = ""
+    attention: str = "blocks.{layer}.attn"
+
+    def __str__(self) -> str:
+        module = self.attention.replace("blocks.{layer}.", "").replace(".{layer}", "")
+        return "-".join(part for part in (self.build.__name__, self.name, module) if part)
+
+    @property
+    def prefix(self) -> str:
+        return self.attention.format(layer=LAYER)
+
+    @property
+    def is_bridge(self) -> bool:
+        return self.build is bridge
+
+    @property
+    def output_name(self) -> str:
+        """The hook point that holds the attention output, bias included, before any norm or residual."""
+        if self.is_bridge:
+            return f"{self.prefix}.o.hook_out"
+        return f"{self.prefix.rsplit('.', 1)[0]}.hook_{'cross_' * ('cross' in self.prefix)}attn_out"
+
+    def model(self) -> Any:
+        return _model(self.build, self.name)[0]
+
+    def hooks_left(self) -> int:
+        """How many hooks there are on the model beyond those it was built with."""
+        model, built_with = _model(self.build, self.name)
+        return hook_count(model) - built_with
+
+
+@functools.cache
+def _model(build: Callable[..., Any], name: str) -> tuple[Any, int]:
+    model = build(name, dtype=torch.float64) if name else build(dtype=torch.float64)
+    if name in DELEGATED:
+        model.original_model.set_attn_implementation("eager")
+    return model, hook_count(model)
+
+
+def _runs(name: str) -> bool:
+    """On TransformerLens 3 the forward pass of the T5 bridge fails with recent transformers."""
+    if name in _NOT_RUNNABLE or not available(bridge, name):
+        return False
+    model = bridge(name)
+    args, kwargs = inputs(model)
+    try:
+        model(*args, **kwargs)
+    except ValueError:
+        if name not in ("t5", "t5_gated"):
+            raise
+        return False
+    return True
+
+
+def _all_cases() -> list[Case]:
+    cases = []
+    for name in filter(_runs, BRIDGE_NAMES):
+        if name in _ENCODER_DECODER:
+            modules = ("encoder_blocks.{layer}.attn", "decoder_blocks.{layer}.self_attn")
+            cases += [
+                Case(bridge, name, module) for module in (*modules, "decoder_blocks.{layer}.cross_attn")
+            ]
+        else:
+            cases.append(Case(bridge, name))
+    if available(hooked_transformer):
+        cases += [Case(hooked_transformer, name) for name in HOOKED_TRANSFORMER_NAMES]
+        cases.append(Case(hooked_encoder))
+        modules = ("encoder.{layer}.attn", "decoder.{layer}.attn", "decoder.{layer}.cross_attn")
+        cases += [Case(hooked_encoder_decoder, attention=module) for module in modules]
+    # TransformerLens 3 has latent attention, but does not say how its values lie
+    if not available(bridge, "roberta"):
+        cases = [case for case in cases if case.name != "deepseek_v3"]
+    return cases
+
+
+CASES = _all_cases()
+
+
+def one_case(*names: str) -> Case:
+    """The first case there is of these names."""
+    return next(case for name in names for case in CASES if case.name == name)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one forward pass showed of one attention module."""
+
+    values: Tensor
+    pattern: Tensor
+    mixed: Tensor
+    output: Tensor
+    logits: Tensor
+
+
+def run(case: Case, hooks: Any = (), rows: slice = slice(None)) -> Any:
+    """The logits of one pass with hooks, of chosen rows of the batch."""
+    model = case.model()
+    args, kwargs = inputs(model)
+    args = tuple(one[rows] for one in args)
+    kwargs = {name: one[rows] for name, one in kwargs.items()}
+    return model.run_with_hooks(*args, **kwargs, fwd_hooks=list(hooks))
+
+
+def observe(case: Case, hooks: Any = (), rows: slice = slice(None)) -> Pass:
+    """One pass with hooks, seen through plain functions that the hooks under test have no part in."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(key: str) -> Callable[..., None]:
+        def look(tensor: Tensor, hook: Any) -> None:
+            seen[key] = tensor.detach().clone()
+
+        return look
+
+    prefix = case.prefix
+    names = {"values": "hook_v", "pattern": "hook_pattern", "mixed": "hook_z"}
+    looks = [(f"{prefix}.{name}", keep(key)) for key, name in names.items()]
+    looks.append((case.output_name, keep("output")))
+    with torch.no_grad():
+        logits = run(case, [*hooks, *looks], rows)
+    if case.name == "deepseek_v3":
+        seen["values"] = seen["values"].transpose(1, 2)
+    heads = seen["pattern"].shape[1]
+    seen["mixed"] = seen["mixed"].flatten(2).unflatten(2, (heads, -1))
+    return Pass(**seen, logits=logits)
+
+
+@functools.cache
+def clean(case: Case) -> Pass:
+    """The pass without hooks."""
+    return observe(case)
+
+
+def mixed_by_hand(pattern: Tensor, values: Tensor, zero: Tensor | None = None) -> Tensor:
+    """z [batch query head d_head] by loops; `zero` [batch key head] is True where a head sees no value."""
+    batch, heads, queries, _ = pattern.shape
+    group_size = heads // values.shape[2]
+    mixed = torch.zeros(batch, queries, heads, values.shape[3], dtype=values.dtype)
+    for row in range(batch):
+        for head in range(heads):
+            own = values[row, :, head // group_size].clone()
+            if zero is not None:
+                own[zero[row, :, head]] = 0
+            mixed[row, :, head] = pattern[row, head].to(values.dtype) @ own
+    return mixed
+
+
+def output_by_hand(case: Case, mixed: Tensor) -> Tensor:
+    """The attention output of given z: through the output matrix, and the bias."""
+    module = case.model()
+    for part in case.prefix.split("."):
+        module = module[int(part)] if part.isdigit() else getattr(module, part)
+    with torch.no_grad():
+        if case.is_bridge:
+            return module.o.original_component(mixed.flatten(2))
+        output = torch.einsum("bqhd,hdm->bqm", mixed, module.W_O) + module.b_O
+    if case.name != "sandwich":
+        return output
+    with torch.no_grad():
+        return case.model().blocks[LAYER].ln1_post(output)
+
+
+def hook_count(model: Any) -> int:
+    """How many forward hooks there are on all hook points of a model."""
+    points = {id(point): point for point in model.hook_dict.values()}
+    return sum(len(point.fwd_hooks) + len(point._forward_hooks) for point in points.values())
