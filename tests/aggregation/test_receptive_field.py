@@ -16,6 +16,7 @@ from lens_mix.aggregation import receptive_field, rollout
 from lens_mix.maps import MixingMap
 
 REFERENCE = Path(__file__).parents[1] / "reference" / "rfn_candidates.npz"
+PAGE = Path(__file__).parents[2] / "docs" / "receptive_field.md"
 WEIGHTS = [0.0, 0.3, 0.5, 0.9, 1.0]
 
 
@@ -402,3 +403,14 @@ def test_reachable():
     itself = triangle(4).tril(-1).expand(2, 4, 4)
     assert torch.equal(receptive_field.reachable(itself, 0.0)[1], triangle(4).tril(-2))
     assert torch.equal(receptive_field.reachable(itself, 0.5)[1], triangle(4).tril(-1))
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def test_the_page_prints_what_it_says(capsys):
+    text = PAGE.read_text(encoding="utf-8")
+    code = text.split("```python\n")[1].split("```")[0]
+    printed = text.split("```text\n")[1].split("```")[0]
+    exec(compile(code, str(PAGE), "exec"), {})
+    assert capsys.readouterr().out == printed
