@@ -253,7 +253,29 @@ def wrapped_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) 
     # the grouped matrix product that transformers takes for mixtures knows no float64
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    return randomise(model, seed).to(dtype).eval()
+    model = randomise(model, seed).to(dtype).eval()
+    if dtype == torch.float64:
+        _norm_in_double(model)
+    return model
+
+
+def _norm_in_double(model: torch.nn.Module) -> None:
+    """Let norms compute in their input's dtype: transformers casts to float32 inside, which is no float64 test."""
+    for module in model.modules():
+        kind = type(module).__name__
+        if not ("RMSNorm" in kind or kind in ("T5LayerNorm", "OlmoLayerNorm", "CohereLayerNorm")):
+            continue
+        module.forward = functools.partial(
+            _normed, module, centred="RMS" not in kind and kind != "T5LayerNorm", offset=kind.startswith("Gemma")
+        )
+
+
+def _normed(module: torch.nn.Module, x: torch.Tensor, *, centred: bool, offset: bool) -> torch.Tensor:
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", 1e-5))
+    x = x - x.mean(-1, keepdim=True) if centred else x
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    weight = getattr(module, "weight", None)
+    return x if weight is None else x * (1 + weight if offset else weight)
 
 
 def bridge(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, tokenizer: Any = None) -> Any:

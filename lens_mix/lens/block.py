@@ -9,9 +9,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.anatomy import BlockAnatomy, Norm, read_norm
+from lens_mix.lens.kinds import UnsupportedModelError
 from lens_mix.lens.model import CleanPass, HookPair, Lens
 from lens_mix.lens.prompts import Batch
+from lens_mix.lens.replay import relative_error
 
 
 class Block:
@@ -137,6 +139,27 @@ class Block:
             return resid
         with self._lens.undisturbed():
             return norm(resid)
+
+    def final_norm(self) -> Norm | None:
+        """The model's final norm as its parts, proven on this block's output; None where there is none.
+
+        Raises:
+            UnsupportedModelError: the parts don't give what the model's own norm gives.
+        """
+        module = self._lens.final_norm()
+        norm = read_norm(module, self._lens.model.cfg)
+        if norm is None and module is not None and type(module).__name__ == "Identity":
+            return None
+        resid = self.resid_post[self.real]
+        resid = resid.to(torch.promote_types(resid.dtype, torch.float32))
+        rebuilt = resid if norm is None else norm(resid)
+        error = relative_error(rebuilt, self.after_final_norm(self.resid_post)[self.real].to(resid.dtype))
+        if not error <= self._lens.tolerance:
+            raise UnsupportedModelError(
+                f"final norm: expected its parts to give its output within {self._lens.tolerance:.0e}, "
+                f"got a relative error of {error:.1e}"
+            )
+        return norm
 
     def chunks(self, copies: int) -> Iterator[slice]:
         """Slices over `copies` copies of a prompt, as many at a time as the memory bound allows."""

@@ -221,7 +221,7 @@ def _like_tokens(value: Tensor, tokens: Int[Tensor, " pos"], name: str) -> Tenso
         value = value[0]
     if value.shape != tokens.shape:
         raise ValueError(
-            f"{name}: expected the tokens' shape [{len(tokens)}] (or with a batch of 1), got {list(value.shape)}"
+            f"{name}: expected the tokens' shape [{len(tokens)}] or [1, ...], got {list(value.shape)}"
         )
     return value.to(tokens.device)
 

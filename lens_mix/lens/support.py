@@ -12,7 +12,7 @@ import torch
 from lens_mix.lens.kinds import UnsupportedModelError
 from lens_mix.lens.model import Lens
 from lens_mix.lens.prompts import Prompt, device_of, read_prompt
-from lens_mix.lens.proof import Proof, prove
+from lens_mix.lens.proof import ALGEBRA_PARTS, Proof, prove
 
 _proofs: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Proof]]] = weakref.WeakKeyDictionary()
 
@@ -42,9 +42,25 @@ def _state(lens: Lens) -> tuple[Any, ...]:
     return weights, hooks
 
 
-def refusal(proof: Proof, engine: str) -> str | None:
-    """Why an engine can't run on a proven model; None when it can."""
-    return proof.algebra_refusal if engine == "algebra" else proof.hooks_refusal
+def refusal(proof: Proof, engine: str, method: HasEngines | None = None) -> str | None:
+    """Why an engine can't run on a proven model; None when it can.
+
+    Args:
+        proof: the model's proof.
+        engine: which engine.
+        method: whose algebra: it may need fewer parts than all (`parts`), and may know blocks that its
+            formulas don't speak of (`refuses`).
+    """
+    if engine != "algebra":
+        return proof.hooks_refusal
+    reason = proof.hooks_refusal or proof.failure(getattr(method, "parts", ALGEBRA_PARTS))
+    if reason is not None or method is None or not hasattr(method, "refuses"):
+        return reason
+    for layer, anatomy in enumerate(proof.anatomy):
+        reason = method.refuses(anatomy)
+        if reason is not None:
+            return f"block {layer}: {reason}"
+    return None
 
 
 def choose_engine(method: HasEngines, proof: Proof, engine: str) -> str:
@@ -69,7 +85,7 @@ def choose_engine(method: HasEngines, proof: Proof, engine: str) -> str:
         raise ValueError(f"engine: {method.name} has the engines {list(method.engines)}, got {engine!r}")
     reasons = []
     for option in options:
-        reason = refusal(proof, option)
+        reason = refusal(proof, option, method)
         if reason is None:
             return option
         reasons.append(f"{option}: {reason}")
