@@ -81,6 +81,51 @@ class Block:
             gradients=gradients,
         )
 
+    def last_residual(
+        self,
+        fwd_hooks: Sequence[HookPair] = (),
+        *,
+        rows: Int[Tensor, " row"] | None = None,
+        gradients: bool = False,
+        after_final_norm: bool = False,
+    ) -> Float[Tensor, "row pos d_model"]:
+        """The residual stream after the stack's last block when run from this block on; else as `logits`.
+
+        Args:
+            fwd_hooks, rows, gradients: as in `logits`.
+            after_final_norm: the final norm applied to it, where the model has one.
+        """
+        resid = self._lens.last_residual(
+            self._clean, fwd_hooks=fwd_hooks, start_at_layer=self.layer, rows=rows, gradients=gradients
+        )
+        norm = self._lens.final_norm() if after_final_norm else None
+        if norm is None:
+            return resid
+        with self._lens.undisturbed(gradients):
+            return norm(resid)
+
+    @property
+    def logits_real(self) -> Bool[Tensor, "batch pos"]:
+        """Which positions of the logits are the prompts' own: the decoder's, where there is one."""
+        batch = self._clean.batch
+        return batch.real if batch.target_real is None else batch.target_real
+
+    @property
+    def logits_tokens(self) -> Int[Tensor, "batch pos"]:
+        """The tokens that the logits stand over."""
+        batch = self._clean.batch
+        return batch.tokens if batch.target is None else batch.target
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; None where it has none."""
+        return getattr(self._lens.model, "tokenizer", None)
+
+    @property
+    def seen(self) -> Bool[Tensor, "batch query key"]:
+        """Which keys got any weight from any head in the clean pass."""
+        return self._clean.seen[self.layer]
+
     @property
     def is_last(self) -> bool:
         """Whether this is the stack's last block."""
@@ -166,6 +211,23 @@ class Block:
         step = self._lens.copies_within(self.max_memory, self.resid_pre.shape[1])
         for start in range(0, copies, step):
             yield slice(start, min(start + step, copies))
+
+    def gradient_rows(self, copies: int, *, logits: bool) -> int:
+        """How many of `copies` prompts may run at once from here to the target, with gradients.
+
+        Args:
+            copies: how many there are.
+            logits: whether the target reads the logits (which take memory too).
+
+        Raises:
+            ValueError: the memory bound does not allow one.
+        """
+        outputs = self.logits_tokens.shape[1] if logits else 0
+        blocks = self._lens.n_layers - self.layer
+        fitting = self._lens.copies_within(
+            self.max_memory, self.resid_pre.shape[1], blocks=blocks, logits=outputs
+        )
+        return max(1, min(copies, fitting))
 
     def zeros(self, *shape: int) -> Float[Tensor, ...]:
         """A result tensor on the block's device, at least float32."""

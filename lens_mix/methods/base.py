@@ -10,6 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.proof import ALGEBRA_PARTS
+
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
@@ -27,6 +30,7 @@ class Method:
             "hooks" intervenes and runs blocks again, "algebra" needs a proven anatomy.
         kind: "layer" for maps of one block, "input" for maps from the stack down to the tokens.
         needs: hook points whose tensors the clean pass must record ("pattern", "value", "z").
+        parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof`).
         citation: the paper, in BibTeX.
     """
 
@@ -35,6 +39,7 @@ class Method:
     engines: ClassVar[tuple[str, ...]]
     kind: ClassVar[Literal["layer", "input"]] = "layer"
     needs: ClassVar[frozenset[str]] = frozenset()
+    parts: ClassVar[tuple[str, ...]] = ALGEBRA_PARTS
     citation: ClassVar[str]
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
@@ -50,7 +55,11 @@ class Method:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def key_groups(self, positions: int) -> list[list[int]] | None:
-        """What the key axis stands for when it isn't the positions: groups of positions. None: the positions."""
+        """Groups of positions that the key axis stands for; None where it stands for the positions."""
+        return None
+
+    def refuses(self, anatomy: BlockAnatomy) -> str | None:
+        """Why the algebra engine has no formula for such a block; None where it has."""
         return None
 
     def check(self, n_heads: int, n_layers: int) -> None:
