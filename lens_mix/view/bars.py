@@ -1,0 +1,122 @@
+"""How `figures.token_bars` draws: the frame, one row of bars, the tokens below."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, room_for, shown_positions
+
+BAR = "#a9c3dd"
+BAR_OF_THE_LARGEST = "#2c5f8a"
+# A share above this hides every other bar of its row: the row says so.
+ONE_TOKEN_TAKES_IT_ALL = 0.9
+# The share of a row's height below which a bar is not seen.
+SMALLEST_SEEN = 0.002
+
+
+@dataclasses.dataclass(frozen=True)
+class BarFrame:
+    """Where the rows of bars stand, in inches."""
+
+    rows: int
+    left: float
+    inner: float
+    bottom: float
+    top: float
+    turned: bool
+    title_width: float
+    row: float = 0.78
+    gap: float = 0.2
+
+    @classmethod
+    def of(cls, names: list[str], labels: list[str], title: str | None) -> BarFrame:
+        from lens_mix.view.canvas import longest
+
+        inner = min(max(0.3 * len(labels), 5.0), 14.0)
+        turned = longest(labels, FONT) > inner / len(labels)
+        return cls(
+            rows=len(names),
+            left=0.6 + longest("\n".join(names).split("\n"), NAME_FONT),
+            inner=inner,
+            bottom=0.12 + (longest(labels, FONT) if turned else 0.15),
+            top=0.45 if title else 0.1,
+            turned=turned,
+            title_width=longest([title or ""], TITLE_FONT) * 1.15,
+        )
+
+    @property
+    def width(self) -> float:
+        return max(self.left + self.inner + 0.15, self.title_width + 0.3)
+
+    @property
+    def height(self) -> float:
+        return self.top + self.rows * self.row + self.bottom
+
+
+def draw_bars(axes: Any, values: Float[Tensor, " key"], labels: list[str]) -> None:
+    known = values.nan_to_num(0.0)
+    low, high = min(known.min().item(), 0.0), max(known.max().item(), 0.0)
+    reach = (high - low) or 1.0
+    # A bar too small to be seen gets no number either.
+    seen = known.abs() >= SMALLEST_SEEN * max(high, -low)
+    largest = [i for i in known.abs().argsort(descending=True).tolist()[:3] if seen[i] and known[i] != 0]
+    colours = [BAR_OF_THE_LARGEST if i in largest else BAR for i in range(len(labels))]
+    axes.bar(range(len(labels)), known.tolist(), width=0.72, color=colours)
+    axes.set_xlim(-0.6, len(labels) - 0.4)
+    axes.set_ylim(low - (0.3 * reach if low < 0 else 0), high + 0.3 * reach)
+    for i in largest:
+        value = known[i].item()
+        above = {"va": "bottom", "xytext": (0, 1)} if value > 0 else {"va": "top", "xytext": (0, -1)}
+        axes.annotate(
+            _number(value), (i, value), textcoords="offset points", ha="center", size=6, color=INK, **above
+        )
+    for i in values.isnan().nonzero().flatten().tolist():
+        axes.text(i, 0.03 * reach, "–", ha="center", va="bottom", size=FONT, color=QUIET)
+    axes.set_xticks([])
+    axes.set_yticks([0.0, high or low or 1.0], ["0", _number(high or low or 1.0)], size=6, color=QUIET)
+    axes.tick_params(length=1.5, width=0.5, pad=1.5, color=QUIET)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set(color="#cccccc", linewidth=0.6)
+    _say_if_one_takes_it_all(axes, known, labels)
+
+
+def _say_if_one_takes_it_all(axes: Any, values: Float[Tensor, " key"], labels: list[str]) -> None:
+    total = values.sum().item()
+    if values.min() < 0 or total <= 0 or len(labels) < 2:
+        return
+    first = int(values.argmax())
+    share = values[first].item() / total
+    if share > ONE_TOKEN_TAKES_IT_ALL:
+        # Rounding up to "100 %" would deny the others the little that they have.
+        alone = int((values != 0).sum()) == 1
+        shown = "more than 99.9" if share > 0.999 and not alone else f"{100 * share:.3g}"
+        on_the_left = first < len(labels) / 2
+        axes.text(
+            0.99 if on_the_left else 0.01,
+            0.8,
+            f"{labels[first]} takes {shown} %",
+            transform=axes.transAxes,
+            ha="right" if on_the_left else "left",
+            va="top",
+            size=FONT,
+            style="italic",
+            color=QUIET,
+            parse_math=False,
+        )
+
+
+def label_bars(axes: Any, labels: list[str], frame: BarFrame) -> None:
+    from lens_mix.view.canvas import label_ticks
+
+    room = room_for(frame.inner, FONT) if frame.turned else len(labels)
+    places = shown_positions(len(labels), room)
+    names = [labels[place] for place in places]
+    label_ticks(axes.xaxis, places, names, size=FONT, color=INK, rotation=90 if frame.turned else 0)
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if 0.01 <= abs(value) < 100 else f"{value:.2g}"

@@ -1,0 +1,68 @@
+"""The figure class and the colours. Importing this file imports matplotlib: do so inside functions only."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import Colormap, LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.textpath import TextPath
+
+# From almost white to almost black through one hue, at equal distances in CIELAB: equal steps of a score
+# look equal, and the order holds for colour-blind readers and in grey.
+BLUES = """f9fbfd e3f3fb cce9f7 b4def3 9ed1ed 89c3e6 73b4de 5ca6d6 4296cb
+2985bc 1c75ad 19659f 155690 094680 09376d 0e2b5a 111f47"""
+SIGNED = "PuOr"
+HIDDEN = "#e9e9e9"
+
+
+class Picture(Figure):
+    """A matplotlib Figure outside pyplot: no global state, no window, and notebooks show it."""
+
+    def __init__(self, width: float, height: float) -> None:
+        super().__init__(figsize=(width, height), dpi=150, facecolor="white")
+        FigureCanvasAgg(self)
+
+    def add_box(self, left: float, bottom: float, width: float, height: float) -> Any:
+        """Axes at a place given in inches from the lower left corner."""
+        whole_width, whole_height = self.get_size_inches()
+        box = (left / whole_width, bottom / whole_height, width / whole_width, height / whole_height)
+        return self.add_axes(box)
+
+    def write(self, left: float, bottom: float, text: str, **options: Any) -> Any:
+        """Text at a place given in inches; a `$` in it stays a `$`."""
+        whole_width, whole_height = self.get_size_inches()
+        return self.text(left / whole_width, bottom / whole_height, text, parse_math=False, **options)
+
+    def _repr_png_(self) -> bytes:
+        drawn = io.BytesIO()
+        self.savefig(drawn, format="png")
+        return drawn.getvalue()
+
+
+def colours(signed: bool) -> Colormap:
+    """The colour map of scores from 0 up, or of scores on both sides of 0; masked entries are grey."""
+    from matplotlib import colormaps
+
+    if signed:
+        return colormaps[SIGNED].with_extremes(bad=HIDDEN)
+    steps = [f"#{step}" for step in BLUES.split()]
+    return LinearSegmentedColormap.from_list("lens_mix", steps).with_extremes(bad=HIDDEN)
+
+
+def longest(labels: Iterable[str], points: float) -> float:
+    """The length in inches of the longest label."""
+    # A `$` would be read as the start of a formula; an S is as wide.
+    paths = (TextPath((0, 0), label.replace("$", "S"), size=points) for label in labels if label.strip())
+    return max((path.get_extents().width for path in paths), default=0.0) / 72
+
+
+def label_ticks(axis: Any, positions: Iterable[int], labels: Iterable[str], **options: Any) -> None:
+    """Tick labels that are tokens: a `$` in one is no formula."""
+    axis.set_ticks(list(positions), labels=list(labels))
+    for label in axis.get_ticklabels():
+        label.set_parse_math(False)
+        label.set(**options)

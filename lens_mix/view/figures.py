@@ -1,0 +1,242 @@
+"""Figures of mixing maps.
+
+| function | shows |
+|---|---|
+| `layer_maps` | one heat map per layer, query × key |
+| `query_maps` | one heat map per method, layer × key, for one query |
+| `token_bars` | one row of bars over the tokens per method |
+
+All return a matplotlib Figure that belongs to no pyplot state: `figure.savefig("maps.png")`.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.maps import MixingMap
+from lens_mix.view.bars import BarFrame, draw_bars, label_bars
+from lens_mix.view.heat_maps import Grid, colour_limits, default_title, draw_panel, finish
+from lens_mix.view.labels import INK, NAME_FONT, TITLE_FONT, visible_token
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Longer names of a row of bars are broken.
+LONGEST_NAME = 30
+
+
+def layer_maps(
+    mixing_map: MixingMap,
+    layers: Sequence[int] | None = None,
+    head: int | None = None,
+    columns: int = 6,
+    normalize: bool = True,
+    title: str | None = None,
+) -> Figure:
+    """One heat map per layer, query × key, on a common colour scale.
+
+    Keys that a query could not see are grey. Tokens are written at the left and at the bottom, and thinned
+    where there is no room for all.
+
+    Args:
+        mixing_map: its scores are `[layer, query, key]` or `[layer, head, query, key]`.
+        layers: labels of the layers to draw (negative: from the end); None: all.
+        head: one head; None: the mean over heads.
+        columns: heat maps side by side, 1 or more.
+        normalize: rows divided by their sum (0 to 1); False: the scores as they are.
+        title: above the figure; None: the method's name, and the aggregation's if there was one.
+
+    Raises:
+        TypeError: `mixing_map` is none.
+        ValueError: no such layer or head; no layer at all; columns below 1; negative scores with
+            `normalize=True`.
+        ImportError: matplotlib is not installed.
+    """
+    picture_class = _need_matplotlib()
+    _check_is_map("mixing_map", mixing_map)
+    _check_columns(columns)
+    if layers is not None and not len(layers):
+        raise ValueError("layers: expected at least one layer, got none")
+    shown = mixing_map if layers is None else mixing_map.select_layers(list(layers))
+    shown = _merged("mixing_map", shown if head is None else shown.head(head), normalize)
+    before = "" if shown.kind == "layer" else "up to "
+    names = [f"{before}layer {label}" for label in shown.layer_labels]
+    title = default_title(mixing_map, head) if title is None else title
+    grid = Grid.of(names, columns, _visible(shown.tokens), _visible(shown.key_labels), title)
+    picture = picture_class(grid.width, grid.height)
+    limits, visible = colour_limits([shown.scores]), shown.visible()
+    for place, scores in enumerate(shown.scores):
+        image = draw_panel(picture, grid, place, scores, visible[place], limits)
+    finish(picture, grid, image, "query", "share of the row" if normalize else "score")
+    return picture
+
+
+def query_maps(
+    maps: Mapping[str, MixingMap],
+    query: int = -1,
+    columns: int = 2,
+    normalize: bool = True,
+    title: str | None = None,
+) -> Figure:
+    """One heat map per method, layer × key: what one query used in each layer. One colour scale for all.
+
+    Args:
+        maps: label to map, all over the same tokens; of maps with heads, the mean over heads.
+        query: position (negative: from the end).
+        columns: heat maps side by side, 1 or more.
+        normalize: rows divided by their sum (0 to 1); False: the scores as they are.
+        title: above the figure; None: the query's position and token.
+
+    Raises:
+        TypeError: an entry of `maps` is no MixingMap.
+        ValueError: no maps; maps over different tokens or layers; no such query; columns below 1; negative
+            scores with `normalize=True`.
+        ImportError: matplotlib is not installed.
+    """
+    picture_class = _need_matplotlib()
+    _check_columns(columns)
+    if not maps:
+        raise ValueError("maps: expected at least one map, got none")
+    shown = {name: _merged(f"maps[{name!r}]", each, normalize) for name, each in maps.items()}
+    first = next(iter(shown.values()))
+    for name, each in shown.items():
+        if (each.tokens, each.key_labels, each.layers) != (first.tokens, first.key_labels, first.layers):
+            raise ValueError(f"maps[{name!r}]: expected the tokens and layers of the first map, got others")
+    count = len(first.tokens)
+    if isinstance(query, bool) or not isinstance(query, int) or not -count <= query < count:
+        raise ValueError(f"query: expected a position from {-count} to {count - 1}, got {query!r}")
+    place = query % count
+    if title is None:
+        title = f"what position {place}, “{visible_token(first.tokens[place])}”, used"
+    labels = [str(label) for label in first.layer_labels]
+    grid = Grid.of(list(shown), columns, labels, _visible(first.key_labels), title)
+    picture = picture_class(grid.width, grid.height)
+    limits = colour_limits(each.scores[:, query] for each in shown.values())
+    for number, each in enumerate(shown.values()):
+        image = draw_panel(picture, grid, number, each.scores[:, query], each.visible()[:, query], limits)
+    finish(picture, grid, image, "layer", "share" if normalize else "score")
+    return picture
+
+
+def token_bars(
+    rows: Mapping[str, Float[Tensor, " key"] | MixingMap],
+    tokens: Sequence[str],
+    title: str | None = None,
+    query: int = -1,
+    layer: int = -1,
+) -> Figure:
+    """One row of bars over the tokens per method; each row has its own scale, from 0 to its largest.
+
+    The largest bars carry their value. Where one token takes more than 90 % of a row, the row says so,
+    for the other bars can then not be seen. A NaN stands for a token that the method left out: its place
+    carries a dash.
+
+    Args:
+        rows: label to scores `[key]`, or to a MixingMap, of which the row `query` of `layer` is taken (mean
+            over heads). A map whose tokens are the last ones of `tokens` (the first dropped) is accepted.
+        tokens: one per bar.
+        title: above the figure.
+        query: which row of the MixingMaps (negative: from the end).
+        layer: which layer of the MixingMaps (negative: from the end).
+
+    Raises:
+        TypeError: a row that is neither a vector nor a MixingMap.
+        ValueError: no rows; a row of another length than `tokens`; an infinite score.
+        ImportError: matplotlib is not installed.
+    """
+    picture_class = _need_matplotlib()
+    if not rows:
+        raise ValueError("rows: expected at least one row, got none")
+    tokens = list(tokens)
+    vectors = {name: _row(name, row, tokens, query, layer) for name, row in rows.items()}
+    labels = _visible(tokens)
+    names = [_in_lines(name) for name in vectors]
+    frame = BarFrame.of(names, labels, title)
+    picture = picture_class(frame.width, frame.height)
+    for place, (name, values) in enumerate(zip(names, vectors.values(), strict=True)):
+        bottom = frame.height - frame.top - (place + 1) * frame.row + frame.gap
+        axes = picture.add_box(frame.left, bottom, frame.inner, frame.row - frame.gap)
+        draw_bars(axes, values, labels)
+        middle = bottom + (frame.row - frame.gap) / 2
+        picture.write(frame.left - 0.42, middle, name, size=NAME_FONT, color=INK, ha="right", va="center")
+        if place == len(vectors) - 1:
+            label_bars(axes, labels, frame)
+    if title:
+        picture.write(0.12, frame.height - 0.12, title, size=TITLE_FONT, color=INK, va="top", weight="bold")
+    return picture
+
+
+def _row(name: str, row: Any, tokens: list[str], query: int, layer: int) -> Float[Tensor, " key"]:
+    if isinstance(row, MixingMap):
+        return _row_of_map(name, row, tokens, query, layer)
+    try:
+        vector = torch.as_tensor(row).detach().to("cpu", torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"rows[{name!r}]: expected scores [key] or a MixingMap, got {type(row).__name__}"
+        ) from error
+    if vector.shape != (len(tokens),):
+        raise ValueError(f"rows[{name!r}]: expected shape ({len(tokens)},), got {tuple(vector.shape)}")
+    if bool(vector.isinf().any()):
+        raise ValueError(f"rows[{name!r}]: expected finite scores, got an infinite one")
+    return vector
+
+
+def _row_of_map(
+    name: str, row: MixingMap, tokens: list[str], query: int, layer: int
+) -> Float[Tensor, " key"]:
+    keys = row.key_labels
+    left_out = len(tokens) - len(keys)
+    if left_out < 0 or keys != tokens[left_out:]:
+        raise ValueError(
+            f"rows[{name!r}]: expected a map over the tokens, or over their last ones, got {len(keys)} keys "
+            f"{keys[:4]} … for {len(tokens)} tokens {tokens[:4]} …"
+        )
+    # A position counts in `tokens`; a map without the first ones counts from where it starts.
+    place = query if query < 0 else query - left_out
+    if not -len(row.tokens) <= place < len(row.tokens) or (query >= 0 and place < 0):
+        raise ValueError(f"query: expected a position that {name!r} has, got {query}")
+    scores = row.merge_heads().scores[row.layer_index(layer), place].detach().to("cpu", torch.float64)
+    return torch.cat([torch.full((left_out,), torch.nan, dtype=torch.float64), scores])
+
+
+def _need_matplotlib() -> Any:
+    try:
+        from lens_mix.view.canvas import Picture
+    except ImportError as error:
+        raise ImportError("figures need matplotlib: pip install 'lens_mix[plots]'") from error
+    return Picture
+
+
+def _check_is_map(name: str, value: Any) -> None:
+    if not isinstance(value, MixingMap):
+        raise TypeError(f"{name}: expected a MixingMap, got {type(value).__name__}")
+
+
+def _check_columns(columns: int) -> None:
+    if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
+        raise ValueError(f"columns: expected a whole number, 1 or more, got {columns!r}")
+
+
+def _merged(name: str, value: MixingMap, normalize: bool) -> MixingMap:
+    _check_is_map(name, value)
+    merged = value.merge_heads()
+    return merged.normalized() if normalize else merged
+
+
+def _in_lines(name: str) -> str:
+    """A long name broken after its commas, or else where it gets too long."""
+    if len(name) <= LONGEST_NAME:
+        return name
+    parts = [part if part == name.split(", ")[-1] else f"{part}," for part in name.split(", ")]
+    return "\n".join(line for part in parts for line in textwrap.wrap(part, LONGEST_NAME))
+
+
+def _visible(tokens: Sequence[str]) -> list[str]:
+    return [visible_token(token) for token in tokens]

@@ -1,0 +1,55 @@
+"""Tokens as axis labels: visible whitespace, bounded length, no more of them than there is room for."""
+
+from __future__ import annotations
+
+import math
+
+FONT = 7.0
+NAME_FONT = 8.0
+TITLE_FONT = 11.0
+INK = "#333333"
+QUIET = "#8a8a8a"
+
+# Decoded tokens hold the characters themselves, raw ones the marks of byte-level BPE (Ġ, Ċ, ĉ) and of
+# SentencePiece (▁).
+_VISIBLE = str.maketrans(
+    {" ": "·", "Ġ": "·", "▁": "·", "\n": "⏎", "Ċ": "⏎", "\r": "␍", "\t": "⇥", "ĉ": "⇥", "\xa0": "⍽"}
+)
+
+
+def visible_token(token: str, longest: int = 16) -> str:
+    """The token as one line of visible characters, cut after `longest` of them.
+
+    Spaces become ·, line ends ⏎, tabs ⇥; other characters that print nothing become their escape.
+    """
+    shown = "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in token.translate(_VISIBLE)
+    )
+    if not shown:
+        return "∅"
+    return shown if len(shown) <= longest else shown[: longest - 1] + "…"
+
+
+def shown_positions(count: int, room: int) -> list[int]:
+    """At most `room` of `count` positions, evenly spaced; the first and, with room for two, the last are in.
+
+    Args:
+        count: how many labels there are, 1 or more.
+        room: how many fit side by side, 1 or more.
+    """
+    if room <= 1:
+        return [0]
+    step = math.ceil(count / room)
+    positions = list(range(0, count, step))
+    if positions[-1] != count - 1:
+        # The last label takes the place of a neighbour that would stand closer than a step.
+        if len(positions) > 1:
+            positions.pop()
+        positions.append(count - 1)
+    return positions
+
+
+def room_for(inches: float, points: float) -> int:
+    """How many labels of a font of `points` fit on `inches`, across their reading direction (at least 1)."""
+    return max(1, int(inches * 72 / (points * 1.3)))

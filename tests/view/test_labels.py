@@ -1,0 +1,52 @@
+import itertools
+
+import pytest
+
+from lens_mix.view.labels import room_for, shown_positions, visible_token
+
+
+@pytest.mark.parametrize(
+    ("token", "shown"),
+    [
+        (" Tower", "·Tower"),
+        ("ĠTower", "·Tower"),
+        ("▁Tower", "·Tower"),
+        ("\n", "⏎"),
+        ("Ċ", "⏎"),
+        ("\n\n  x", "⏎⏎··x"),
+        ("\t", "⇥"),
+        ("", "∅"),
+        ("\x07", "\\x07"),
+        ("\u200b", "\\u200b"),
+        ("été", "été"),
+        ("<|im_start|>", "<|im_start|>"),
+        ("internationalisation", "internationalis…"),
+    ],
+)
+def test_a_token_is_one_line_of_visible_characters(token: str, shown: str) -> None:
+    assert visible_token(token) == shown
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 10, 36, 100])
+@pytest.mark.parametrize("room", [1, 2, 3, 9, 10, 50])
+def test_shown_positions_fit_and_keep_their_distance(count: int, room: int) -> None:
+    positions = shown_positions(count, room)
+    assert len(positions) <= room
+    assert positions[0] == 0
+    assert positions == sorted(set(positions))
+    assert positions[-1] < count
+    gaps = [after - before for before, after in itertools.pairwise(positions)]
+    assert min(gaps, default=count) >= min(count, -(-count // room))
+    if room > 1:
+        assert positions[-1] == count - 1
+
+
+def test_all_positions_are_shown_where_there_is_room() -> None:
+    assert shown_positions(5, 5) == [0, 1, 2, 3, 4]
+
+
+def test_room_grows_with_space_and_is_never_nothing() -> None:
+    assert room_for(0.01, 7) == 1
+    assert room_for(2, 7) < room_for(4, 7)
+    # 2 inches are 144 points; a 7-point line needs more than 7 of them.
+    assert 10 <= room_for(2, 7) <= 20
