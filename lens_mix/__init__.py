@@ -34,17 +34,30 @@ if TYPE_CHECKING:
     from lens_mix.lens.model import Lens
     from lens_mix.lens.support import check
     from lens_mix.maps import MixingMap
-    from lens_mix.methods import METHODS, AttentionWeights, Method, ValueZeroing
+    from lens_mix.methods import (
+        METHODS,
+        AttentionWeights,
+        AttnRes,
+        AttnResLn,
+        AttnResWeights,
+        Method,
+        ValueNorms,
+        ValueZeroing,
+    )
     from lens_mix.runner import run, run_many, support
 
 # Imported when first used, so that `import lens_mix` costs next to nothing beside TransformerLens.
 _HOME = {
     "METHODS": "lens_mix.methods",
     "AttentionWeights": "lens_mix.methods",
+    "AttnRes": "lens_mix.methods",
+    "AttnResLn": "lens_mix.methods",
+    "AttnResWeights": "lens_mix.methods",
     "Lens": "lens_mix.lens.model",
     "Method": "lens_mix.methods",
     "MixingMap": "lens_mix.maps",
     "UnsupportedModelError": "lens_mix.lens.kinds",
+    "ValueNorms": "lens_mix.methods",
     "ValueZeroing": "lens_mix.methods",
     "check": "lens_mix.lens.support",
     "citation": "lens_mix.citations",
@@ -59,10 +72,14 @@ __version__ = "0.1.0"
 __all__ = [
     "METHODS",
     "AttentionWeights",
+    "AttnRes",
+    "AttnResLn",
+    "AttnResWeights",
     "Lens",
     "Method",
     "MixingMap",
     "UnsupportedModelError",
+    "ValueNorms",
     "ValueZeroing",
     "check",
     "citation",

@@ -1,9 +1,23 @@
 """One paper, one file: each method is a small frozen dataclass with one call."""
 
 from lens_mix.methods.attention import AttentionWeights
+from lens_mix.methods.attn_res import AttnRes, AttnResLn, AttnResWeights
 from lens_mix.methods.base import Method
+from lens_mix.methods.value_norms import ValueNorms
 from lens_mix.methods.value_zeroing import ValueZeroing
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (AttentionWeights, ValueZeroing)}
+METHODS: dict[str, type[Method]] = {
+    method.name: method
+    for method in (AttentionWeights, ValueZeroing, ValueNorms, AttnRes, AttnResLn, AttnResWeights)
+}
 
-__all__ = ["METHODS", "AttentionWeights", "Method", "ValueZeroing"]
+__all__ = [
+    "METHODS",
+    "AttentionWeights",
+    "AttnRes",
+    "AttnResLn",
+    "AttnResWeights",
+    "Method",
+    "ValueNorms",
+    "ValueZeroing",
+]

@@ -1,0 +1,105 @@
+"""Attention with the residual connection, by vector norms or by weights, before and after the norm layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.methods.base import Method
+from lens_mix.methods.factors import AttentionVectors, Vectors, attention_vectors
+from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+_CITATION = """@inproceedings{kobayashi-etal-2021-incorporating,
+  title = {Incorporating Residual and Normalization Layers into Analysis of Masked Language Models},
+  author = {Kobayashi, Goro and Kuribayashi, Tatsuki and Yokoi, Sho and Inui, Kentaro},
+  booktitle = {Proceedings of the 2021 Conference on Empirical Methods in Natural Language Processing},
+  year = {2021},
+  pages = {4547--4568},
+  url = {https://aclanthology.org/2021.emnlp-main.373},
+}"""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttnRes(Method):
+    """Attention and residual stream, AttnRes-N (Kobayashi et al., EMNLP 2021, eq. 8).
+
+    score[l, i, j] = ‖F_ij‖ with F_ij = Σ_h a_ijh u_jh + δ_ij x_i: what query i got from key j, its own
+    residual stream on the diagonal. Shape [layer, query, key], from 0 up. A norm on the attention branch
+    (sandwich and branch-norm blocks) is held linear at its true scale, and a residual multiplier counts.
+    The sum of F_ij over keys is the residual stream after attention, less b_O and less the branch norm's β.
+    """
+
+    name: ClassVar[str] = "attn_res"
+    residual: ClassVar[float] = 0.0
+    engines: ClassVar[tuple[str, ...]] = ("algebra",)
+    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
+    citation: ClassVar[str] = _CITATION
+
+    def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
+        return attention_vectors(block).residual.norms()
+
+
+@dataclasses.dataclass(frozen=True)
+class AttnResLn(Method):
+    """Attention, residual stream and layer norm, AttnResLn-N (Kobayashi et al., EMNLP 2021, eq. 11).
+
+    score[l, i, j] = ‖γ ⊙ (F_ij - mean F_ij) / s_i‖ with the F_ij of `attn_res` and s_i the standard
+    deviation of the true sum (for RMSNorm: no centring, the root mean square); β is in no vector. Shape
+    [layer, query, key], from 0 up.
+
+    Only post-norm blocks have a norm on the residual stream there. On all others the map ends at the
+    residual sum and equals `attn_res`, unless `next_norm`.
+
+    Args:
+        next_norm: where the block has no such norm, apply the one that reads the sum next, the norm before
+            the feed-forward. Blocks where the feed-forward reads the block's input (parallel), or reads
+            the sum as it is, have none.
+    """
+
+    name: ClassVar[str] = "attn_res_ln"
+    residual: ClassVar[float] = 0.0
+    engines: ClassVar[tuple[str, ...]] = ("algebra",)
+    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
+    citation: ClassVar[str] = _CITATION
+
+    next_norm: bool = False
+
+    def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
+        return self.vectors(block, attention_vectors(block)).norms()
+
+    def vectors(self, block: Block, attention: AttentionVectors) -> Vectors:
+        """The vectors whose norms the map holds."""
+        anatomy = block.anatomy
+        if not self.next_norm or anatomy.attention_residual is not None or anatomy.parallel:
+            return attention.normed
+        norm = anatomy.cross_input if anatomy.cross else anatomy.feed_forward_input
+        return attention.normed.through(norm, attention.mid)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttnResWeights(Method):
+    """Attention weights with the residual connection as half an identity, AttnRes-W.
+
+    score[l, i, j] = 0.5 Ā_ij + 0.5 δ_ij, Ā the mean over heads (Abnar and Zuidema, ACL 2020; the
+    weight-based counterpart in Kobayashi et al., EMNLP 2021, section 4). Shape [layer, query, key], in
+    0..1, rows sum to 1 (less on models with attention sinks that are no token).
+    """
+
+    name: ClassVar[str] = "attn_res_w"
+    residual: ClassVar[float] = 0.0
+    engines: ClassVar[tuple[str, ...]] = ("recorded",)
+    needs: ClassVar[frozenset[str]] = frozenset({"pattern"})
+    citation: ClassVar[str] = _CITATION
+
+    def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
+        weights = block.recorded("pattern").to(block.zeros().dtype).mean(dim=1)
+        return 0.5 * weights + 0.5 * torch.eye(weights.shape[-1], dtype=weights.dtype, device=weights.device)

@@ -1,0 +1,61 @@
+"""Value-weighted norms: how long the vector is that a key sends to a query."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.methods.base import Method
+from lens_mix.methods.factors import attention_vectors
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+# What the vectors before the feed-forward are made of; a mixture's experts need no proof for them.
+ATTENTION_PARTS = ("value", "projection", "residual")
+ATTENTION_NEEDS = frozenset({"pattern", "value", "z"})
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueNorms(Method):
+    """Norms of the value-weighted vectors, AttnN (Kobayashi et al., EMNLP 2020, eq. 3).
+
+    score[l, i, j] = ‖Σ_h a_ijh u_jh‖ with u_jh = v_jh W_O^h, b_V in and b_O out: what the attention of
+    block l adds to query i from key j. Shape [layer, query, key], or with `per_head` [layer, head, query,
+    key] with ‖a_ijh u_jh‖ = a_ijh ‖u_jh‖. From 0 up, rows sum to anything. In the units of the attention's
+    output, before any norm or multiplier that some blocks put on the branch.
+
+    The residual stream is not in it (`attn_res` is with it), so roll-outs mix in half an identity.
+    Folding b_V into b_O (`fold_value_biases`) changes the map: then b_V is in no vector; the record says
+    which under `value_biases`.
+
+    Args:
+        per_head: keep the heads apart.
+    """
+
+    name: ClassVar[str] = "value_norm"
+    residual: ClassVar[float] = 0.5
+    engines: ClassVar[tuple[str, ...]] = ("algebra",)
+    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
+    citation: ClassVar[str] = """@inproceedings{kobayashi-etal-2020-attention,
+  title = {Attention is Not Only a Weight: Analyzing Transformers with Vector Norms},
+  author = {Kobayashi, Goro and Kuribayashi, Tatsuki and Yokoi, Sho and Inui, Kentaro},
+  booktitle = {Proceedings of the 2020 Conference on Empirical Methods in Natural Language Processing},
+  year = {2020},
+  pages = {7057--7075},
+  url = {https://aclanthology.org/2020.emnlp-main.574},
+}"""
+
+    per_head: bool = False
+
+    def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
+        pairs = attention_vectors(block).attention.pairs
+        if not self.per_head:
+            return pairs.norms()
+        norms = torch.linalg.vector_norm(pairs.vectors, dim=-1)
+        return block.recorded("pattern").to(norms.dtype) * norms.transpose(1, 2)[:, :, None]
