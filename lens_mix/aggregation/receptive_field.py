@@ -13,7 +13,6 @@ allows, and R the rollout of L layers:
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,15 +20,13 @@ from torch import Tensor
 
 from lens_mix.aggregation.products import add_residual, compose, cumulative, log_matmul
 
-Arithmetic = Literal["auto", "float64", "log"]
-
 
 def normalise_rollout(
     maps: Float[Tensor, "layer query key"],
     visible: Bool[Tensor, "layer query key"],
     residual: float,
     heads: Float[Tensor, "layer head query key"] | None = None,
-    arithmetic: Arithmetic = "auto",
+    arithmetic: str = "auto",
 ) -> Float[Tensor, "layer *head query key"]:
     """The cumulative rollout of `maps`, each layer normalised against the null model of its depth.
 
