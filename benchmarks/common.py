@@ -1,0 +1,249 @@
+"""What all benchmarks share: base-size models, interleaved timing, peak memory, the GEMM floor.
+
+Ratios are only made of times from one run: the compared variants take turns, and each gives its median. A
+single time says as much about the machine's other work as about the code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import os
+import platform
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# ------------------------------------------------------------------ models
+
+
+def gpt2_like(layers: int = 12, context: int = 1024, seed: int = 0) -> Any:
+    """GPT-2 base: d_model 768, 12 heads, d_mlp 3072, LayerNorm before, tanh GELU; random weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=layers, n_positions=context, vocab_size=1000)
+    return _bridge(GPT2LMHeadModel, config, seed)
+
+
+def llama_like(layers: int = 12, context: int = 1024, seed: int = 0) -> Any:
+    """Base size in Llama's shape: 12 heads over 4 value heads, RMSNorm, gated feed-forward of 2048."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=context,
+        vocab_size=1000,
+    )
+    return _bridge(LlamaForCausalLM, config, seed)
+
+
+def bert_like(layers: int = 12, context: int = 1024, seed: int = 0) -> Any:
+    """BERT base: bidirectional, LayerNorm after, exact GELU; random weights."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(num_hidden_layers=layers, max_position_embeddings=context, vocab_size=1000)
+    return _bridge(BertForMaskedLM, config, seed)
+
+
+MODELS: dict[str, Callable[..., Any]] = {
+    "gpt2-like": gpt2_like,
+    "llama-like": llama_like,
+    "bert-like": bert_like,
+}
+
+
+def smollm2() -> Any:
+    """SmolLM2-135M, the real model of the demos."""
+    from demos.models import smollm2 as load
+
+    return load()
+
+
+def _bridge(model_class: Any, config: Any, seed: int) -> Any:
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    config.architectures = [model_class.__name__]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config).eval()
+        for name, parameter in model.named_parameters():
+            # Biases and norm weights that are not exactly 0 and 1: no term is free by accident.
+            if parameter.ndim == 1:
+                parameter.data.add_(0.05 * torch.randn_like(parameter))
+            elif "wte" not in name and "embed" not in name:
+                parameter.data.normal_(0, 1.2 / math.sqrt(parameter.shape[-1]))
+    model.set_attn_implementation("eager")
+    return build_bridge_from_module(model, architecture=model_class.__name__, hf_config=config).eval()
+
+
+def random_tokens(model: Any, positions: int, seed: int = 1) -> torch.Tensor:
+    """Token ids [positions]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, min(int(model.cfg.d_vocab), 1000), (positions,), generator=generator)
+
+
+# ------------------------------------------------------------------ time
+
+
+def interleaved(
+    variants: Mapping[str, Callable[[], object]], repeats: int = 5, warm_up: bool = True
+) -> dict[str, float]:
+    """Median seconds of each variant; they take turns, so that other load on the machine falls on all.
+
+    Args:
+        variants: name -> what to time.
+        repeats: rounds.
+        warm_up: run each once before the clock starts.
+    """
+    if warm_up:
+        for run in variants.values():
+            run()
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(repeats):
+        for name, run in variants.items():
+            synchronize()
+            start = time.perf_counter()
+            run()
+            synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def synchronize() -> None:
+    """Wait for the GPU where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def gemm(rows: int, inner: int, outer: int, repeats: int = 1, device: str = "cpu") -> Callable[[], object]:
+    """A matrix product [rows, inner] @ [inner, outer], `repeats` times: the floor that others are held to."""
+    left, right = torch.randn(rows, inner, device=device), torch.randn(inner, outer, device=device)
+    out = torch.empty(rows, outer, device=device)
+
+    def run() -> None:
+        for _ in range(repeats):
+            torch.mm(left, right, out=out)
+
+    return run
+
+
+def gemm_rate(rows: int = 1536, inner: int = 3072, outer: int = 768, repeats: int = 7) -> float:
+    """Measured floating point operations per second of a large matrix product."""
+    seconds = interleaved({"gemm": gemm(rows, inner, outer)}, repeats)["gemm"]
+    return 2 * rows * inner * outer / seconds
+
+
+def growth_exponent(sizes: Sequence[int], values: Sequence[float]) -> float:
+    """Slope of log value over log size, least squares."""
+    x, y = [math.log(size) for size in sizes], [math.log(value) for value in values]
+    mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
+    above = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return above / sum((a - mean_x) ** 2 for a in x)
+
+
+# ------------------------------------------------------------------ memory
+
+
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes of tensors that come to life inside the context and are alive at the same time.
+
+    Exact and repeatable, where a process's resident memory depends on the allocator. What a matrix library
+    takes for itself is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {_storage_key(t) for t in _tensors((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for tensor in _tensors(out):
+            storage = tensor.untyped_storage()
+            if _storage_key(tensor) in before or storage in self._known:
+                continue
+            self._known.add(storage)
+            size = storage.nbytes()
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._freed, size)
+        return out
+
+    def _freed(self, size: int) -> None:
+        self.live -= size
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if torch.is_tensor(values):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(tuple(values.values()))
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Most bytes of new tensors alive at one time while `run` runs, its result included."""
+    gc.collect()
+    counter = PeakMemory()
+    with counter:
+        run()
+    return counter.peak
+
+
+# ------------------------------------------------------------------ machine and tables
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    import importlib.metadata as metadata
+
+    names = ("torch", "transformer-lens", "transformers")
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in names},
+    }
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a Markdown table; numbers with three digits; None as an empty cell."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    lines += ["| " + " | ".join(_cell(row.get(name)) for name in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return str(value)
