@@ -46,6 +46,12 @@ def smollm2() -> Any:
     return load(smollm2_folder())
 
 
+def demo_model() -> Any:
+    """What the demos look at: SmolLM2-135M, or the name or folder in LENS_MIX_MODEL."""
+    chosen = os.environ.get("LENS_MIX_MODEL")
+    return load(chosen) if chosen else smollm2()
+
+
 def load(name_or_folder: str | Path) -> Any:
     """A model by its hub name or local folder, in float32 and eval mode, ready for lens_mix.
 

@@ -53,7 +53,7 @@ def layer_maps(
         title: above the figure; None: the method's name, and the aggregation's if there was one.
 
     Raises:
-        TypeError: `mixing_map` is none.
+        TypeError: `mixing_map` is no MixingMap.
         ValueError: no such layer or head; no layer at all; columns below 1; negative scores with
             `normalize=True`.
         ImportError: matplotlib is not installed.

