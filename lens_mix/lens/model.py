@@ -16,7 +16,7 @@ from lens_mix.hooks import record
 from lens_mix.lens import faults
 from lens_mix.lens.kinds import Kind, UnsupportedModelError, kind_of, transformer_lens_version
 from lens_mix.lens.prompts import Batch, is_encoder_decoder
-from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls, enter_with
+from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls, enter_with, first_tensor
 from lens_mix.lens.stacks import Stack, stacks_of
 from lens_mix.lens.state import undisturbed
 
@@ -178,6 +178,35 @@ class Lens:
         Raises:
             UnsupportedModelError: the block does not give its own output when run again.
         """
+        out = self._from_block(clean, fwd_hooks, start_at_layer, resid_pre, rows, gradients)
+        return out if torch.is_tensor(out) else out.logits
+
+    def last_residual(
+        self,
+        clean: CleanPass,
+        *,
+        fwd_hooks: Sequence[HookPair] = (),
+        start_at_layer: int = 0,
+        rows: Int[Tensor, " row"] | None = None,
+        gradients: bool = False,
+    ) -> Float[Tensor, "row pos d_model"]:
+        """What the stack's last block gives, before any final norm; else as `logits`. No head is run."""
+        kept: list[Tensor] = []
+        with contextlib.suppress(_Stop):
+            self._from_block(clean, fwd_hooks, start_at_layer, None, rows, gradients, kept)
+        return kept[0]
+
+    def _from_block(
+        self,
+        clean: CleanPass,
+        fwd_hooks: Sequence[HookPair],
+        start_at_layer: int,
+        resid_pre: Tensor | None,
+        rows: Tensor | None,
+        gradients: bool,
+        kept: list[Tensor] | None = None,
+    ) -> Any:
+        """The model's output from a block on (see `logits`); with `kept`, it ends after the last block."""
         start = self.layer_index(start_at_layer)
         whole = rows is None
         rows = torch.arange(len(clean.batch), device=clean.batch.tokens.device) if rows is None else rows
@@ -192,8 +221,10 @@ class Lens:
                 stack.enter_context(_skipped(self.stack.blocks[layer], output))
             enter = self.stack.blocks[start].register_forward_pre_hook(enter_with(entering), with_kwargs=True)
             stack.callback(enter.remove)
-            out = self._forward(clean.batch if whole else clean.batch.select(rows), return_type="logits")
-        return out if torch.is_tensor(out) else out.logits
+            if kept is not None:
+                end = self.stack.blocks[-1].register_forward_hook(_keep_and_stop(kept))
+                stack.callback(end.remove)
+            return self._forward(clean.batch if whole else clean.batch.select(rows), return_type="logits")
 
     def replay(self, clean: CleanPass, layer: int) -> BlockReplay:
         """Block `layer` of the clean pass, ready to run again in any number of copies."""
@@ -297,13 +328,17 @@ class Lens:
 
     # ------------------------------------------------------------- what a chunk costs
 
-    def copies_within(self, max_memory: int | None, positions: int) -> int:
+    def copies_within(
+        self, max_memory: int | None, positions: int, *, blocks: int = 1, logits: int = 0
+    ) -> int:
         """How many copies of one prompt a block may run at once.
 
         Args:
             max_memory: bytes for the temporaries of one step; None leaves only the bound that keeps a
                 processor's caches useful.
             positions: the length of the prompt.
+            blocks: how many blocks' temporaries live at once (those a gradient goes back through).
+            logits: how many positions' logits do.
 
         Raises:
             ValueError: not even one copy fits.
@@ -315,7 +350,8 @@ class Lens:
         per_position = 12 * cfg.d_model + 6 * self.n_heads * cfg.d_head + 4 * d_mlp * experts
         # Scores, masked scores, their float32 softmax and the pattern live at the same time.
         attention = self.n_heads * positions**2 * (3 * size + 8)
-        bytes_per_copy = positions * per_position * size + attention
+        bytes_per_copy = blocks * (positions * per_position * size + attention)
+        bytes_per_copy += 3 * logits * int(getattr(cfg, "d_vocab", 0) or 0) * size
         rows = 2048 if self.device.type == "cpu" else 65536
         copies = max(1, rows // positions)
         if max_memory is None:
@@ -323,7 +359,7 @@ class Lens:
         if max_memory < bytes_per_copy:
             raise ValueError(
                 f"max_memory: expected at least {bytes_per_copy} bytes "
-                f"(one copy of {positions} positions through one block), got {max_memory}"
+                f"(one copy of {positions} positions through {blocks} block(s)), got {max_memory}"
             )
         return min(copies, math.floor(max_memory / bytes_per_copy))
 
@@ -342,6 +378,14 @@ def _see(layer: int, seen: dict[int, Tensor]) -> Callable[..., None]:
 
 def _stop(module: nn.Module, args: Any, output: Any) -> None:
     raise _Stop
+
+
+def _keep_and_stop(kept: list[Tensor]) -> Callable[..., None]:
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        kept.append(first_tensor(output))
+        raise _Stop
+
+    return keep
 
 
 @contextlib.contextmanager

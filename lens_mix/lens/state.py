@@ -19,13 +19,15 @@ def undisturbed(model: nn.Module, gradients: bool = False) -> Iterator[None]:
 
     Args:
         model: any TransformerLens model.
-        gradients: leave gradients on.
+        gradients: leave gradients on, for leaves that a hook puts in; parameters build no graph.
     """
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
     with contextlib.ExitStack() as stack:
         stack.callback(_restore_training, training)
+        if gradients:
+            stack.enter_context(_frozen_parameters(model))
         stack.enter_context(_eager_attention(model))
         stack.enter_context(torch.set_grad_enabled(gradients))
         yield
@@ -34,6 +36,19 @@ def undisturbed(model: nn.Module, gradients: bool = False) -> Iterator[None]:
 def _restore_training(training: list[nn.Module]) -> None:
     for module in training:
         module.training = True
+
+
+@contextlib.contextmanager
+def _frozen_parameters(model: nn.Module) -> Iterator[None]:
+    """No parameter asks for a gradient inside, so that the graph starts where a leaf is put in."""
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in learned:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in learned:
+            parameter.requires_grad_(True)
 
 
 @contextlib.contextmanager
