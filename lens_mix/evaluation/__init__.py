@@ -1,0 +1,1 @@
+"""How far to trust a map, and what to do with it: head importance, pruning, triggers."""

@@ -1,0 +1,126 @@
+"""Attention weighted by its gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.hooks import must_fire
+
+# The only hook that adds to a pattern without knowing it: the running pass's own pattern stays in the graph.
+from lens_mix.hooks._shared import AttentionHook, HookPair, mix
+from lens_mix.methods import target_passes
+from lens_mix.methods.base import Method
+from lens_mix.methods.target_passes import BoundTarget
+from lens_mix.targets import TargetLike, as_target, describe, predicted
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientAttention(Method):
+    """Attention weighted by its gradient (Chefer et al., ICCV 2021, eq. 5): mean_h (∂F/∂A_h ⊙ A_h)⁺.
+
+    F is the target; the gradient is total, through all layers above. One forward and one backward pass serve
+    all layers. Shape [layer, query, key], or [layer, head, query, key] with `per_head`; 0 or more, in the
+    target's unit, rows don't sum to 1. `lm.gradient_rollout` chains the maps to the paper's relevance R, or to
+    a rollout of attention adjusted by gradients.
+
+    Args:
+        target: what is explained (`lens_mix.targets`, or any callable logits -> [copy]); by default the logit
+            of what the model predicts last, as in the paper's code.
+        per_head: keep the heads apart.
+        rectify: keep only what speaks for the target, (...)⁺; False: signed.
+
+    Raises:
+        TypeError, ValueError: a target that does not fit.
+        RuntimeError: inside torch.inference_mode.
+    """
+
+    name: ClassVar[str] = "gradient_attention"
+    residual: ClassVar[float] = 0.5
+    engines: ClassVar[tuple[str, ...]] = ("hooks",)
+    needs: ClassVar[frozenset[str]] = frozenset({"pattern"})
+    citation: ClassVar[str] = """@inproceedings{chefer-etal-2021-generic,
+  title = {Generic Attention-Model Explainability for Interpreting
+           Bi-Modal and Encoder-Decoder Transformers},
+  author = {Chefer, Hila and Gur, Shir and Wolf, Lior},
+  booktitle = {Proceedings of the IEEE/CVF International Conference on Computer Vision},
+  year = {2021},
+  pages = {397--406},
+}"""
+
+    target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))
+    per_head: bool = False
+    rectify: bool = True
+
+    def __post_init__(self) -> None:
+        as_target(self.target)
+
+    def parameters(self) -> dict[str, object]:
+        return {**super().parameters(), "target": describe(as_target(self.target))}
+
+    def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
+        return self.of_stack([block])[:, 0]
+
+    def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer *head query key"]:
+        bound = target_passes.bind(blocks[-1], self.target)
+        gradients = pattern_gradients(blocks, bound)
+        maps = []
+        for place, block in enumerate(blocks):
+            pattern = block.recorded("pattern").to(gradients.dtype)
+            weighted = gradients[:, place] * pattern
+            weighted = weighted.clamp_min(0) if self.rectify else weighted
+            maps.append(weighted if self.per_head else weighted.mean(dim=1))
+            for index, value in enumerate(bound.clean.tolist()):
+                block.detail(index, "target_value", value)
+        return torch.stack(maps, dim=1)
+
+
+def pattern_gradients(
+    blocks: Sequence[Block], bound: BoundTarget
+) -> Float[Tensor, "batch layer head query key"]:
+    """The total derivative of the target by each block's pattern, of all blocks in one backward pass.
+
+    A leaf of zeros is added to every pattern, by way of hook_z: patterns above are computed from what the
+    leaves below do, as they are in the model.
+    """
+    first = blocks[0]
+    rows = torch.arange(len(first.batch), device=first.resid_pre.device)
+    chunks = rows.split(first.gradient_rows(len(rows), logits=bound.reads_logits))
+    return torch.cat([_gradients(blocks, bound, chunk) for chunk in chunks])
+
+
+def _gradients(
+    blocks: Sequence[Block], bound: BoundTarget, rows: Tensor
+) -> Float[Tensor, "row layer head query key"]:
+    leaves = [torch.zeros_like(block.recorded("pattern")[rows]).requires_grad_(True) for block in blocks]
+    pairs = [
+        _add_to_pattern(block.layer, leaf, block.attention_template)
+        for block, leaf in zip(blocks, leaves, strict=True)
+    ]
+    with must_fire(*pairs) as hooks:
+        value = target_passes.values(blocks[0], bound, hooks, rows, gradients=True)
+    found = torch.autograd.grad(value, leaves, torch.ones_like(value))
+    return torch.stack(found, dim=1).to(torch.promote_types(found[0].dtype, torch.float32))
+
+
+def _add_to_pattern(layer: int, addition: Float[Tensor, "batch head query key"], attention: str) -> HookPair:
+    hook = _AddToPattern(layer, attention)
+    hook.addition = addition
+    return hook.matches, hook
+
+
+class _AddToPattern(AttentionHook):
+    points = ("values", "mixed")
+    addition: Tensor
+
+    def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
+        self.calls += 1
+        return mixed + mix(self.addition, values).to(mixed.dtype)

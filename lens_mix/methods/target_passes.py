@@ -1,0 +1,123 @@
+"""From a block to the number that is explained: passes from it on, and the target on each prompt's part."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lens_mix.targets import Context, Explained, Head, Target, as_target, evaluate
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundTarget:
+    """A target bound to every prompt of a batch.
+
+    Attributes:
+        target: the target.
+        functions: per prompt, output [copy ...] -> [copy].
+        clean: per prompt, the value in the clean pass.
+    """
+
+    target: Target
+    functions: tuple[Explained, ...]
+    clean: Float[Tensor, " batch"]
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether it needs the model's logits (else the last residual)."""
+        return self.target.reads == "logits"
+
+
+def bind(block: Block, target: object) -> BoundTarget:
+    """Bind a target to the prompts of a clean pass, running the model from `block` on (the last one will do).
+
+    Raises:
+        TypeError, ValueError: the target does not fit a prompt.
+        RuntimeError: inference mode is on.
+    """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "attribution needs gradients: expected to be outside torch.inference_mode, got it switched on "
+            "(torch.no_grad is fine)"
+        )
+    read = as_target(target)
+    with torch.no_grad():
+        output = _output(block, read, (), None, False)
+        functions, clean = [], []
+        for prompt, part in _parts(block, read, output, range(len(output))):
+            context = Context(_own_tokens(block, read, prompt), part, block.tokenizer)
+            function = read.of_prompt(context)
+            functions.append(function)
+            clean.append(evaluate(function, part))
+    return BoundTarget(read, tuple(functions), torch.cat(clean))
+
+
+def values(
+    block: Block,
+    bound: BoundTarget,
+    fwd_hooks: Sequence[Any],
+    rows: Int[Tensor, " row"],
+    gradients: bool,
+) -> Float[Tensor, " row"]:
+    """The target for rows of the batch when run from `block` on with hooks.
+
+    Args:
+        block: the first block to run.
+        bound: the bound target.
+        fwd_hooks: TransformerLens hooks, which see `[row, ...]` tensors.
+        rows: which prompt each row is; the rows of one prompt have to stand together.
+        gradients: build the graph.
+
+    Raises:
+        ValueError: with gradients, a target that does not depend differentiably on the output.
+    """
+    with torch.set_grad_enabled(gradients):
+        output = _output(block, bound.target, fwd_hooks, rows, gradients)
+        parts = _parts(block, bound.target, output, rows.tolist())
+        found = torch.cat([evaluate(bound.functions[prompt], part) for prompt, part in parts])
+    if gradients and not found.requires_grad:
+        raise ValueError(
+            "target: expected a differentiable function of the output, got values without a gradient "
+            "(a detach, an argmax or a no_grad inside?)"
+        )
+    return found
+
+
+def _output(
+    block: Block, target: Target, fwd_hooks: Sequence[Any], rows: Tensor | None, gradients: bool
+) -> Tensor:
+    if target.reads == "logits":
+        return block.logits(fwd_hooks, rows=rows, gradients=gradients)
+    after = isinstance(target, Head) and target.after_final_norm
+    return block.last_residual(fwd_hooks, rows=rows, gradients=gradients, after_final_norm=after)
+
+
+def _parts(block: Block, target: Target, output: Tensor, rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """The rows of each prompt, padding cut away (as views: the prompt's own positions stand together)."""
+    start = 0
+    for prompt, copies in itertools.groupby(rows):
+        stop = start + len(list(copies))
+        part = output[start:stop]
+        yield prompt, part[:, _own(block, target, prompt)] if output.ndim == 3 else part
+        start = stop
+
+
+def _own(block: Block, target: Target, prompt: int) -> slice:
+    real = block.logits_real if target.reads == "logits" else block.real
+    places = real[prompt].nonzero()[:, 0]
+    return slice(int(places[0]), int(places[-1]) + 1)
+
+
+def _own_tokens(block: Block, target: Target, prompt: int) -> Int[Tensor, " pos"]:
+    if target.reads == "logits":
+        return block.logits_tokens[prompt, _own(block, target, prompt)]
+    return torch.arange(int(block.real[prompt].sum()), device=block.real.device)

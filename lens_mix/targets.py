@@ -1,0 +1,406 @@
+"""Targets: the number that an attribution explains, as a function of the model's output.
+
+Any callable `logits [copy pos d_vocab] -> [copy]` is a target: it gets one prompt at a time, in copies,
+without padding, so that position -1 is the prompt's last. The functions here make the usual ones:
+
+    lm.targets.predicted()                         probability of what the model predicts (Hao et al., 2021)
+    lm.targets.token(" Paris")                     probability of a given next token
+    lm.targets.logit(" Paris", position=4)         its logit, at any position
+    lm.targets.logit_difference(" is", " are")
+    lm.targets.loss()                              next-token cross-entropy of the prompt
+    lm.targets.masked_token("cat")                 at the prompt's mask token
+    lm.targets.class_(2)                           of a model whose output is [batch, class]
+    lm.targets.head(classifier)                    a head that TransformerLens does not hold
+
+For encoder-decoders the logits are the decoder's, whichever stack is mapped, and positions count in the
+target text; `head` reads the mapped stack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Measure = Literal["probability", "log_probability", "logit"]
+Reads = Literal["logits", "last_residual"]
+Explained = Callable[[Tensor], Tensor]
+TargetLike = Any  # a Target, or any callable logits -> [copy]
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What a target may know of one prompt.
+
+    Attributes:
+        tokens: the tokens that the output stands over (of an encoder-decoder: the target's).
+        output: the output of the clean pass, logits [1 pos d_vocab] or [1 class], or the residual stream.
+        tokenizer: the model's; None where it has none.
+    """
+
+    tokens: Int[Tensor, " pos"]
+    output: Float[Tensor, "batch ..."]
+    tokenizer: Any = None
+
+    def token_id(self, token: str | int, name: str = "token") -> int:
+        """A token's number, checked.
+
+        Raises:
+            TypeError, ValueError: neither text nor number; text of several tokens; no such token.
+        """
+        if isinstance(token, str):
+            return self._id_of_text(token, name)
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise TypeError(f"{name}: expected the text or the number of a token, got {token!r}")
+        size = self.output.shape[-1]
+        if not 0 <= token < size:
+            raise ValueError(f"{name}: expected a number in 0..{size - 1}, got {token}")
+        return token
+
+    def _id_of_text(self, text: str, name: str) -> int:
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{name}: {text!r} needs a tokenizer and this model has none; expected a token number"
+            )
+        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if len(ids) != 1:
+            pieces = self.tokenizer.convert_ids_to_tokens(ids)
+            raise ValueError(
+                f"{name}: expected the text of one token (mind the leading space), got {text!r}, "
+                f"which is {len(ids)} tokens: {pieces}"
+            )
+        return int(ids[0])
+
+    def position(self, position: int) -> int:
+        """A position of the output, negative from the end, as a number from 0.
+
+        Raises:
+            TypeError, ValueError: no integer, or out of range.
+        """
+        if isinstance(position, bool) or not isinstance(position, int):
+            raise TypeError(f"position: expected a whole number, got {position!r}")
+        count = len(self.tokens)
+        if not -count <= position < count:
+            raise ValueError(f"position: expected {-count} to {count - 1}, got {position}")
+        return position % count
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Base of the targets made here: the fields are the parameters, `of_prompt` binds them to one prompt."""
+
+    reads: ClassVar[Reads] = "logits"
+
+    def of_prompt(self, context: Context) -> Explained:
+        """The function output [copy ...] -> [copy] for one prompt.
+
+        Raises:
+            TypeError, ValueError: the target does not fit the prompt or the model.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no of_prompt")
+
+
+# ------------------------------------------------------------------ one token or class
+
+
+@dataclasses.dataclass(frozen=True)
+class _Token(Target):
+    """One token at one position (or one class); None: the one that the clean pass predicts."""
+
+    token: str | int | None
+    position: int
+    of: Measure
+
+    def __post_init__(self) -> None:
+        _check_measure(self.of)
+
+    def of_prompt(self, context: Context) -> Explained:
+        place = _place(context, self.position)
+        if self.token is None:
+            token = int(_row(context.output, place)[0].argmax())
+        else:
+            token = context.token_id(self.token)
+        return lambda logits: _measured(_row(logits, place), self.of)[:, token]
+
+
+@dataclasses.dataclass(frozen=True)
+class _LogitDifference(Target):
+    good: str | int
+    bad: str | int
+    position: int
+
+    def of_prompt(self, context: Context) -> Explained:
+        place = _place(context, self.position)
+        good, bad = context.token_id(self.good, "good"), context.token_id(self.bad, "bad")
+        if good == bad:
+            raise ValueError(f"good, bad: expected two different tokens, got {self.good!r} and {self.bad!r}")
+
+        def difference(logits: Tensor) -> Tensor:
+            row = _row(logits, place)
+            return row[:, good] - row[:, bad]
+
+        return difference
+
+
+@dataclasses.dataclass(frozen=True)
+class _Class(Target):
+    index: int | None
+    of: Measure
+
+    def __post_init__(self) -> None:
+        _check_measure(self.of)
+
+    def of_prompt(self, context: Context) -> Explained:
+        if context.output.ndim != 2:
+            raise ValueError(
+                "class_: expected a model whose output is [batch, class], got logits of shape "
+                f"{tuple(context.output.shape)}; for a token use targets.token, for a classifier that "
+                "TransformerLens does not hold targets.head"
+            )
+        index = int(context.output[0].argmax()) if self.index is None else context.token_id(self.index, "k")
+        return lambda logits: _measured(logits, self.of)[:, index]
+
+
+@dataclasses.dataclass(frozen=True)
+class _MaskedToken(Target):
+    token: str | int | None
+    position: int | None
+    of: Measure
+
+    def __post_init__(self) -> None:
+        _check_measure(self.of)
+
+    def of_prompt(self, context: Context) -> Explained:
+        position = self._mask(context) if self.position is None else self.position
+        return _Token(self.token, position, self.of).of_prompt(context)
+
+    def _mask(self, context: Context) -> int:
+        mask = getattr(context.tokenizer, "mask_token_id", None)
+        if mask is None:
+            raise ValueError(
+                "position: the model has no tokenizer with a mask token; give the masked position"
+            )
+        places = (context.tokens == mask).nonzero()[:, 0].tolist()
+        if len(places) != 1:
+            raise ValueError(
+                f"position: expected a prompt with one mask token, got {len(places)}; give the position"
+            )
+        return places[0]
+
+
+# ------------------------------------------------------------------ loss and heads
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loss(Target):
+    label: str | int | None
+    position: int
+
+    def of_prompt(self, context: Context) -> Explained:
+        if self.label is not None:
+            surprise = _Token(self.label, self.position, "log_probability").of_prompt(context)
+            return lambda logits: -surprise(logits)
+        if context.output.ndim != 3:
+            raise ValueError(
+                "label: expected the class for a model whose output is [batch, class], got None "
+                "(next-token loss)"
+            )
+        if len(context.tokens) < 2:
+            raise ValueError("loss: expected at least two tokens for a next-token loss, got one")
+        following = context.tokens[1:]
+
+        def loss(logits: Tensor) -> Tensor:
+            chosen = _wide(logits)[:, :-1].log_softmax(-1)
+            return -chosen.gather(-1, following.expand(len(logits), -1)[..., None])[..., 0].mean(-1)
+
+        return loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Head(Target):
+    """A user's function of the last residual stream (see `head`)."""
+
+    reads: ClassVar[Reads] = "last_residual"
+
+    function: Explained
+    after_final_norm: bool = False
+
+    def of_prompt(self, context: Context) -> Explained:
+        return self.function
+
+
+@dataclasses.dataclass(frozen=True)
+class _Custom(Target):
+    """Any callable on the logits."""
+
+    function: Explained
+
+    def of_prompt(self, context: Context) -> Explained:
+        return self.function
+
+
+# ------------------------------------------------------------------ what users call
+
+
+def predicted(position: int = -1, of: Measure = "probability") -> Target:
+    """What the model predicts in the clean pass: its token at `position`, or its class.
+
+    Args:
+        position: negative from the end; ignored where the output is [batch, class].
+        of: "probability" (0..1), "log_probability" or "logit" (without bound).
+    """
+    return _Token(None, position, of)
+
+
+def token(token: str | int, position: int = -1, of: Measure = "probability") -> Target:
+    """A given token: its text (one token, leading space included) or its number.
+
+    Raises (when it meets a prompt):
+        ValueError: text of several tokens, or no tokenizer to read it with.
+    """
+    _check_token("token", token)
+    return _Token(token, position, of)
+
+
+def probability(token: str | int | None = None, position: int = -1) -> Target:
+    """The probability of a token, or of the predicted one; 0..1."""
+    return _Token(token, position, "probability")
+
+
+def logit(token: str | int | None = None, position: int = -1) -> Target:
+    """The logit of a token, or of the predicted one."""
+    return _Token(token, position, "logit")
+
+
+def logit_difference(good: str | int, bad: str | int, position: int = -1) -> Target:
+    """logit(good) - logit(bad): positive where the model prefers `good`."""
+    _check_token("good", good)
+    _check_token("bad", bad)
+    return _LogitDifference(good, bad, position)
+
+
+def class_(k: int | None = None, of: Measure = "probability") -> Target:
+    """Class `k` (None: the predicted one) of a model whose output is [batch, class]."""
+    return _Class(k, of)
+
+
+def loss(label: str | int | None = None, position: int = -1) -> Target:
+    """Cross-entropy, 0 or more, in nats.
+
+    Args:
+        label: the right token at `position`, or the right class. None: the prompt's own next tokens, mean
+            over its positions (for causal models and decoders).
+        position: where the label belongs; ignored with None and where the output is [batch, class].
+    """
+    return _Loss(label, position)
+
+
+def masked_token(
+    token: str | int | None = None, position: int | None = None, of: Measure = "probability"
+) -> Target:
+    """A token at the prompt's mask (None: the one predicted there), for masked language models.
+
+    Args:
+        token: its text or number.
+        position: None: the prompt's only mask token.
+        of: as in `predicted`.
+    """
+    return _MaskedToken(token, position, of)
+
+
+def head(function: Explained, after_final_norm: bool = False) -> Target:
+    """A head of your own: `function(last residual [copy pos d_model]) -> [copy]`.
+
+    It gets what the mapped stack's last block gives, without padding, and no head of the model is run. Put a
+    trained classifier here, as in
+    `lm.targets.head(lambda resid: classifier(torch.tanh(pooler(resid[:, 0]))).softmax(-1)[:, 1])`.
+
+    Args:
+        function: must be differentiable.
+        after_final_norm: the model's final norm is applied first, where it has one.
+    """
+    if not callable(function):
+        raise TypeError(f"function: expected a callable on the last residual, got {type(function).__name__}")
+    return Head(function, after_final_norm)
+
+
+# ------------------------------------------------------------------ reading targets
+
+
+def as_target(target: TargetLike) -> Target:
+    """A target as it is, any other callable as a target on the logits.
+
+    Raises:
+        TypeError: neither.
+    """
+    if isinstance(target, Target):
+        return target
+    if not callable(target):
+        raise TypeError(
+            "target: expected one of lens_mix.targets or a callable logits [copy pos d_vocab] -> [copy], "
+            f"got {type(target).__name__}"
+        )
+    return _Custom(target)
+
+
+def describe(target: Target) -> dict[str, Any]:
+    """The target in plain words and numbers, for records."""
+    fields = {field.name: getattr(target, field.name) for field in dataclasses.fields(target)}
+    plain = {
+        name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
+        for name, value in fields.items()
+    }
+    return {"target": type(target).__name__.lstrip("_"), **plain}
+
+
+def evaluate(function: Explained, output: Float[Tensor, copy * axes]) -> Float[Tensor, " copy"]:
+    """The target's value per copy, checked.
+
+    Raises:
+        TypeError, ValueError: not a tensor [copy] of finite numbers.
+    """
+    values = function(output)
+    if not torch.is_tensor(values) or not values.is_floating_point():
+        got = f"a tensor of {values.dtype}" if torch.is_tensor(values) else type(values).__name__
+        raise TypeError(f"target: expected a tensor [copy] of real numbers, got {got}")
+    if tuple(values.shape) != (len(output),):
+        raise ValueError(
+            f"target: expected one number per copy, shape ({len(output)},), got {tuple(values.shape)}"
+        )
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError("target: expected finite values, got NaN or infinity")
+    return values
+
+
+def _place(context: Context, position: int) -> int:
+    return context.position(position) if context.output.ndim == 3 else 0
+
+
+def _row(logits: Tensor, place: int) -> Float[Tensor, "copy d_vocab"]:
+    """The logits at one position; an output without positions as it is."""
+    return logits[:, place] if logits.ndim == 3 else logits
+
+
+def _measured(row: Float[Tensor, "copy d_vocab"], of: Measure) -> Float[Tensor, "copy d_vocab"]:
+    row = _wide(row)
+    if of == "logit":
+        return row
+    return row.softmax(-1) if of == "probability" else row.log_softmax(-1)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _check_measure(of: str) -> None:
+    if of not in get_args(Measure):
+        raise ValueError(f"of: expected one of {list(get_args(Measure))}, got {of!r}")
+
+
+def _check_token(name: str, token: object) -> None:
+    if isinstance(token, bool) or not isinstance(token, (str, int)):
+        raise TypeError(f"{name}: expected the text or the number of a token, got {token!r}")
