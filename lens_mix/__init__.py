@@ -28,6 +28,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lens_mix import evaluation, targets
+    from lens_mix.aggregation.gradient_rollout import gradient_rollout
     from lens_mix.aggregation.rollout import rollout
     from lens_mix.citations import citation
     from lens_mix.lens.kinds import UnsupportedModelError
@@ -36,10 +38,15 @@ if TYPE_CHECKING:
     from lens_mix.maps import MixingMap
     from lens_mix.methods import (
         METHODS,
+        AtbFf,
+        AtbFfRes,
+        AtbFfResLn,
+        AttentionAttribution,
         AttentionWeights,
         AttnRes,
         AttnResLn,
         AttnResWeights,
+        GradientAttention,
         Method,
         ValueNorms,
         ValueZeroing,
@@ -49,10 +56,15 @@ if TYPE_CHECKING:
 # Imported when first used, so that `import lens_mix` costs next to nothing beside TransformerLens.
 _HOME = {
     "METHODS": "lens_mix.methods",
+    "AtbFf": "lens_mix.methods",
+    "AtbFfRes": "lens_mix.methods",
+    "AtbFfResLn": "lens_mix.methods",
+    "AttentionAttribution": "lens_mix.methods",
     "AttentionWeights": "lens_mix.methods",
     "AttnRes": "lens_mix.methods",
     "AttnResLn": "lens_mix.methods",
     "AttnResWeights": "lens_mix.methods",
+    "GradientAttention": "lens_mix.methods",
     "Lens": "lens_mix.lens.model",
     "Method": "lens_mix.methods",
     "MixingMap": "lens_mix.maps",
@@ -61,20 +73,29 @@ _HOME = {
     "ValueZeroing": "lens_mix.methods",
     "check": "lens_mix.lens.support",
     "citation": "lens_mix.citations",
+    "gradient_rollout": "lens_mix.aggregation.gradient_rollout",
     "rollout": "lens_mix.aggregation.rollout",
     "run": "lens_mix.runner",
     "run_many": "lens_mix.runner",
     "support": "lens_mix.runner",
 }
 
+# Parts of the library that are used as modules: `lm.targets.token(" Paris")`.
+_MODULES = ("evaluation", "targets")
+
 __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
+    "AtbFf",
+    "AtbFfRes",
+    "AtbFfResLn",
+    "AttentionAttribution",
     "AttentionWeights",
     "AttnRes",
     "AttnResLn",
     "AttnResWeights",
+    "GradientAttention",
     "Lens",
     "Method",
     "MixingMap",
@@ -83,10 +104,13 @@ __all__ = [
     "ValueZeroing",
     "check",
     "citation",
+    "evaluation",
+    "gradient_rollout",
     "rollout",
     "run",
     "run_many",
     "support",
+    "targets",
 ]
 
 
@@ -95,6 +119,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value
+    if name in _MODULES:
+        return importlib.import_module(f"lens_mix.{name}")
     raise AttributeError(f"module 'lens_mix' has no attribute {name!r}")
 
 

@@ -1,22 +1,42 @@
 """One paper, one file: each method is a small frozen dataclass with one call."""
 
+from lens_mix.methods.atb_ff import AtbFf, AtbFfRes, AtbFfResLn
 from lens_mix.methods.attention import AttentionWeights
+from lens_mix.methods.attention_attribution import AttentionAttribution
 from lens_mix.methods.attn_res import AttnRes, AttnResLn, AttnResWeights
 from lens_mix.methods.base import Method
+from lens_mix.methods.gradient_attention import GradientAttention
 from lens_mix.methods.value_norms import ValueNorms
 from lens_mix.methods.value_zeroing import ValueZeroing
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
-    for method in (AttentionWeights, ValueZeroing, ValueNorms, AttnRes, AttnResLn, AttnResWeights)
+    for method in (
+        AttentionWeights,
+        ValueZeroing,
+        ValueNorms,
+        AttnRes,
+        AttnResLn,
+        AttnResWeights,
+        AtbFf,
+        AtbFfRes,
+        AtbFfResLn,
+        AttentionAttribution,
+        GradientAttention,
+    )
 }
 
 __all__ = [
     "METHODS",
+    "AtbFf",
+    "AtbFfRes",
+    "AtbFfResLn",
+    "AttentionAttribution",
     "AttentionWeights",
     "AttnRes",
     "AttnResLn",
     "AttnResWeights",
+    "GradientAttention",
     "Method",
     "ValueNorms",
     "ValueZeroing",
