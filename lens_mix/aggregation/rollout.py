@@ -59,7 +59,7 @@ def rollout(
     """
     weight = residual_weight(mixing_map, residual)
     refuse_unstackable(mixing_map, "rollout")
-    chosen = _layers_between(mixing_map, from_layer, to_layer)
+    chosen = layers_between(mixing_map, from_layer, to_layer)
     if per_head and not chosen.has_heads:
         raise ValueError(
             f"per_head: expected a map with heads, got scores of shape {tuple(chosen.scores.shape)}"
@@ -80,7 +80,7 @@ def rollout(
     options = {"receptive_field": receptive_field, "per_head": per_head, "drop_bos": drop_bos}
     return chosen.replace(
         scores=scores,
-        mask=_reached(merged, weight),
+        mask=reached_keys(merged, weight),
         residual=weight,
         kind="input",
         provenance={**chosen.provenance, "aggregation": {"name": "rollout", "residual": weight, **options}},
@@ -136,7 +136,12 @@ def to_float64(scores: Tensor) -> Tensor:
     return (scores.cpu() if scores.device.type == "mps" else scores).to(torch.float64)
 
 
-def _layers_between(mixing_map: MixingMap, from_layer: int | None, to_layer: int | None) -> MixingMap:
+def layers_between(mixing_map: MixingMap, from_layer: int | None, to_layer: int | None) -> MixingMap:
+    """The map of two layers and those between, by label; None: the first, the last.
+
+    Raises:
+        ValueError: `from_layer` above `to_layer`; labels that do not follow one another.
+    """
     labels = mixing_map.layer_labels
     first = 0 if from_layer is None else mixing_map.layer_index(from_layer)
     last = len(labels) - 1 if to_layer is None else mixing_map.layer_index(to_layer)
@@ -154,7 +159,8 @@ def _layers_between(mixing_map: MixingMap, from_layer: int | None, to_layer: int
     return mixing_map.select_layers(chosen)
 
 
-def _reached(merged: MixingMap, weight: float) -> Tensor | None:
+def reached_keys(merged: MixingMap, weight: float) -> Tensor | None:
+    """Which inputs each position reaches at each depth, `[layer, query, key]`; None without a mask."""
     if merged.mask is None:
         return None
     reached = reachable(merged.visible(), weight)
