@@ -222,7 +222,7 @@ def _label(method: Method) -> str:
 
 def _refuse_left_padding(lens: Lens) -> None:
     embedding = getattr(lens.model.cfg, "positional_embedding_type", None)
-    if lens.stack.name == "encoder" or not masks.is_causal_model(lens):
+    if lens.encoder_decoder or not masks.is_causal_model(lens):
         raise UnsupportedModelError(
             "padding_side='left': an encoder counts positions from the first token, padding included "
             f"(position embedding {embedding!r}); expected padding_side='right'"

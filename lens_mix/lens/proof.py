@@ -350,13 +350,19 @@ def _zero_value(lens: Lens, clean: CleanPass, layer: int, recorded: _Recorded) -
 
 
 def _masks_padding(lens: Lens, prompt: Prompt) -> bool:
-    """Whether padded keys stay out of every pattern when a shorter prompt is padded."""
+    """Whether padded keys stay out of every pattern when a shorter prompt is padded.
+
+    Padding can also make NaN: in float64, a sliding window that holds nothing but padding does on the Bridge.
+    """
     half = max(1, len(prompt.tokens) // 2)
     shorter = Prompt(
         prompt.tokens[:half], prompt.target, {name: v[:half] for name, v in prompt.inputs.items()}
     )
     batch: Batch = pad([prompt, shorter], pad_token(lens.model), "right")
     real = batch.real_positions(lens.stack.name)
-    clean = lens.clean_pass(batch)
+    try:
+        clean = lens.clean_pass(batch)
+    except ValueError:
+        return False
     leaks = [bool((seen & real[:, :, None] & ~real[:, None, :]).any()) for seen in clean.seen.values()]
     return not any(leaks)

@@ -1,0 +1,10 @@
+"""Nothing in the tests reaches a model hub, and tiny tensors run on one thread."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import torch
+
+torch.set_num_threads(1)

@@ -1,0 +1,103 @@
+"""Every model of the factory, by a label, and what is to be expected of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny_models import (
+    BRIDGE_NAMES,
+    HOOKED_TRANSFORMER_NAMES,
+    Unavailable,
+    bridge,
+    hooked_encoder,
+    hooked_encoder_decoder,
+    hooked_transformer,
+    is_encoder_decoder,
+    tokens,
+)
+
+ENCODER_DECODERS = ("t5", "t5_gated", "bart", "marian")
+
+# Refused altogether, with these words in the reason. Everything else has to give maps.
+REFUSED = {
+    "bridge gpt2_unscaled": "known to run GPT-2 with scale_attn_weights=False wrongly",
+    "bridge falcon_alibi": "known to run Falcon with alibi wrongly",
+    "bridge falcon_new": "known to run Falcon's new decoder architecture wrongly",
+    "bridge mamba": "without attention there are no values or patterns",
+    "bridge deepseek_v3": r"mixing is not proven|DeepSeek-V3 before TransformerLens 4 wrongly",
+    "bridge vit": "expected a model that reads tokens, got a visual model",
+}
+REFUSED_BEFORE_4 = {
+    "bridge cohere": "Cohere before TransformerLens 4 wrongly",
+    "bridge t5 encoder": "cannot run T5",
+    "bridge t5 decoder": "cannot run T5",
+    "bridge t5_gated encoder": "cannot run T5",
+    "bridge t5_gated decoder": "cannot run T5",
+}
+REFUSED_BEFORE_3 = {"HookedEncoderDecoder decoder": "not causal in TransformerLens 2.x"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model (one stack of it)."""
+
+    label: str
+    stack: str | None = None
+
+    def build(self, dtype: torch.dtype = torch.float32) -> Any:
+        """The model; skips the test where this TransformerLens does not have it."""
+        kind, _, rest = self.label.partition(" ")
+        name = rest.split(" ")[0]
+        factories = {
+            "bridge": lambda: bridge(name, dtype),
+            "HookedTransformer": lambda: hooked_transformer(name, dtype),
+            "HookedEncoder": lambda: hooked_encoder(dtype),
+            "HookedEncoderDecoder": lambda: hooked_encoder_decoder(dtype),
+        }
+        try:
+            return factories[kind]()
+        except Unavailable as problem:
+            pytest.skip(str(problem))
+
+    @property
+    def refusal(self) -> str | None:
+        """What the refusal has to say on the installed TransformerLens; None: it has to run."""
+        from lens_mix.lens.kinds import transformer_lens_version
+
+        major = transformer_lens_version()[0]
+        tables = [REFUSED]
+        tables += [REFUSED_BEFORE_4] if major < 4 else []
+        tables += [REFUSED_BEFORE_3] if major < 3 else []
+        return next((table[self.label] for table in tables if self.label in table), None)
+
+
+def cases() -> list[Case]:
+    """All of them; which ones exist depends on the TransformerLens release."""
+    found = []
+    for name in BRIDGE_NAMES:
+        if name in ENCODER_DECODERS:
+            found += [Case(f"bridge {name} {stack}", stack) for stack in ("encoder", "decoder")]
+        else:
+            found.append(Case(f"bridge {name}"))
+    found += [Case(f"HookedTransformer {name}") for name in HOOKED_TRANSFORMER_NAMES]
+    found.append(Case("HookedEncoder"))
+    found += [Case(f"HookedEncoderDecoder {stack}", stack) for stack in ("encoder", "decoder")]
+    return found
+
+
+def prompt_of(model: Any, seq: int = 7, seed: int = 1) -> Any:
+    """Tokens, or a pair of them for an encoder-decoder."""
+    first = tokens(model, 1, seq, seed)
+    return (first, tokens(model, 1, max(2, seq - 2), seed + 50)) if is_encoder_decoder(model) else first
+
+
+def build_or_skip(factory: Any, *arguments: Any, **keywords: Any) -> Any:
+    """The model, or a skip where this TransformerLens does not have the class."""
+    try:
+        return factory(*arguments, **keywords)
+    except Unavailable as problem:
+        pytest.skip(str(problem))

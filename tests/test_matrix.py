@@ -1,0 +1,212 @@
+"""Model x method: every method agrees with its oracle on every model, or is refused with the reason."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.lens.model import Lens
+from lens_mix.lens.prompts import pad, pad_token, read_prompt
+from lens_mix.methods import METHODS
+from tests.matrix import Case, cases, prompt_of
+
+CASES = {case.label: case for case in cases()}
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@functools.cache
+def model_of(label, dtype):
+    return CASES[label].build(dtype)
+
+
+def default_method(name):
+    """The method without arguments; the few that need one get a plain one."""
+    try:
+        return METHODS[name]()
+    except (TypeError, ValueError):
+        return METHODS[name](target=lm.targets.predicted())
+
+
+def run_or_reason(model, case, method, prompt=None, **options):
+    """The map, or the reason of the refusal: there is no third outcome."""
+    try:
+        return lm.run(
+            model, prompt_of(model) if prompt is None else prompt, method, stack=case.stack, **options
+        ), None
+    except lm.UnsupportedModelError as refusal:
+        return None, str(refusal)
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_refused_models_say_why_and_all_others_are_proven(label):
+    case = CASES[label]
+    model = model_of(label, torch.float64)
+    if case.refusal is not None:
+        with pytest.raises(lm.UnsupportedModelError, match=case.refusal):
+            lm.run(model, prompt_of(model), "attention", stack=case.stack)
+        table = lm.support(model, stack=case.stack)
+        assert all(engine is None and reason for _, engine, reason in table)
+        return
+    proof = lm.check(model, prompt_of(model), stack=case.stack).proof
+    assert proof.hooks_refusal is None
+    assert max(entry.error for entry in proof.parts if entry.error is not None) < 1e-12
+    if {anatomy.feed_forward_kind for anatomy in proof.anatomy} == {"mixture"}:
+        assert "mixture feed-forward" in proof.algebra_refusal
+    else:
+        assert proof.algebra_refusal is None
+
+
+def attention_oracle(model, case, prompt):
+    """TransformerLens's own cache (eager, so that delegated attention keeps its pattern)."""
+    lens = Lens(model, case.stack)
+    batch = pad([read_prompt(model, lens.kind, prompt)], pad_token(model), "right")
+    store = {}
+
+    def keep(tensor, hook, name):
+        store[name] = tensor.detach().clone()
+
+    names = [lens.stack.hook_name("pattern", layer) for layer in range(lens.n_layers)]
+    hooks = [(name, functools.partial(keep, name=name)) for name in names]
+    with lens.undisturbed(), model.hooks(fwd_hooks=hooks):
+        _forward(lens, batch)
+    return torch.stack([store[name][0].mean(dim=0) for name in names])
+
+
+def value_zeroing_oracle(model, case, prompt):
+    """Whole forward passes, one per layer and position; outputs read by hooks of torch, not of ours."""
+    lens = Lens(model, case.stack)
+    batch = pad([read_prompt(model, lens.kind, prompt)], pad_token(model), "right")
+    positions = batch.real_positions(lens.stack.name).shape[1]
+    rows = []
+    for layer in range(lens.n_layers):
+        name = f"{lens.stack.attention_template.format(layer=layer)}.hook_v"
+        clean = _block_output(lens, batch, layer, [])
+        columns = []
+        for key in range(positions):
+
+            def zero(values, hook, key=key):
+                values = values.clone()
+                values[:, key] = 0
+                return values
+
+            columns.append(
+                1 - torch.cosine_similarity(clean, _block_output(lens, batch, layer, [(name, zero)]), dim=-1)
+            )
+        rows.append(torch.stack(columns, dim=-1))
+    return torch.stack(rows)
+
+
+def _forward(lens, batch):
+    try:
+        lens._forward(batch)
+    except (AttributeError, RuntimeError) as problem:
+        # OPT with norms after the branches has no final norm, and TransformerLens's forward pass ends there.
+        if "final_layer_norm" not in str(problem):
+            raise
+
+
+def _block_output(lens, batch, layer, fwd_hooks):
+    kept = []
+
+    def keep(module, arguments, output):
+        kept.append((output[0] if isinstance(output, tuple) else output).detach()[0])
+
+    handle = lens.stack.blocks[layer].register_forward_hook(keep)
+    try:
+        with lens.undisturbed(), lens.model.hooks(fwd_hooks=fwd_hooks):
+            _forward(lens, batch)
+    finally:
+        handle.remove()
+    return kept[0]
+
+
+ORACLES = {"attention": attention_oracle, "value_zeroing": value_zeroing_oracle}
+
+
+@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize("label", CASES)
+def test_agrees_with_an_oracle_that_shares_no_code(label, name):
+    case = CASES[label]
+    model = model_of(label, torch.float64)
+    if case.refusal is not None:
+        assert run_or_reason(model, case, name)[1]
+        return
+    for engine in METHODS[name].engines:
+        if engine == "recorded":
+            engine = "auto"
+        prompt = prompt_of(model)
+        m, reason = run_or_reason(model, case, name, prompt, engine=engine)
+        if m is None:
+            assert engine == "algebra"
+            assert reason
+            continue
+        torch.testing.assert_close(m.scores, ORACLES[name](model, case, prompt), atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_every_method_gives_a_sound_map_or_a_reason(label):
+    case = CASES[label]
+    model = model_of(label, torch.float32)
+    if case.refusal is not None:
+        pytest.skip("refused altogether: tested above")
+    table = lm.support(model, stack=case.stack)
+    for name in METHODS:
+        m, reason = run_or_reason(model, case, default_method(name))
+        if m is None:
+            assert reason
+            continue
+        assert table[name].startswith("ok"), f"{name} ran, support says {table[name]}"
+        assert bool(torch.isfinite(m.scores).all())
+        if m.key_tokens is None:
+            assert float(m.scores[~m.visible().expand(m.scores.shape)].abs().sum()) == 0
+        assert float(m.scores.abs().amax(dim=(-2, -1)).min()) > 1e-8, f"{name}: a layer's map is all zeros"
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("label", CASES)
+def test_padded_prompts_give_what_each_gives_alone(label, side):
+    case = CASES[label]
+    model = model_of(label, torch.float32)
+    if case.refusal is not None:
+        pytest.skip("refused altogether: tested above")
+    prompts = [prompt_of(model, seq, seed) for seq, seed in ((7, 1), (4, 2), (6, 3))]
+    names = [
+        name for name in METHODS if run_or_reason(model, case, default_method(name), prompts[0])[1] is None
+    ]
+    methods = [default_method(name) for name in names]
+    try:
+        batched = list(lm.run_many(model, prompts, methods, stack=case.stack, padding_side=side))
+    except lm.UnsupportedModelError as refusal:
+        assert side == "left"
+        assert "padding_side='left'" in str(refusal)
+        return
+    assert len(batched) == 3
+    for prompt, maps in zip(prompts, batched, strict=True):
+        alone = lm.run(model, prompt, methods, stack=case.stack)
+        for name in names:
+            assert maps[name].tokens == alone[name].tokens
+            torch.testing.assert_close(maps[name].scores, alone[name].scores, atol=1e-5, rtol=1e-4)
+
+
+def test_left_padding_is_not_refused_everywhere():
+    """The test above may not pass by refusing all."""
+    for label in ("bridge gpt2", "HookedTransformer LN"):
+        try:
+            model = model_of(label, torch.float32)
+        except pytest.skip.Exception:
+            continue
+        prompts = [prompt_of(model, seq, seed) for seq, seed in ((7, 1), (4, 2))]
+        maps = list(lm.run_many(model, prompts, "value_zeroing", padding_side="left"))
+        assert [m.scores.shape[-1] for m in maps] == [7, 4]
+
+
+def test_the_matrix_covers_what_was_promised():
+    promised = """gpt2 llama mistral gemma gemma2 gemma3 qwen2 qwen3 gpt_neox gpt_neox_seq gpt_neo gptj opt phi phi3
+        bloom mpt falcon_mqa olmo olmo2 granite gpt_bigcode stablelm cohere mixtral bert roberta""".split()
+    assert {f"bridge {name}" for name in promised} <= set(CASES)
+    assert {"bridge t5 encoder", "bridge bart encoder", "HookedEncoder"} <= set(CASES)
+    assert Case("HookedTransformer sandwich") in CASES.values()
