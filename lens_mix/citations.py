@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from lens_mix.methods import METHODS
 
-_AGGREGATIONS = {
-    "rollout": """@inproceedings{abnar-zuidema-2020-quantifying,
+_ABNAR_ZUIDEMA = """@inproceedings{abnar-zuidema-2020-quantifying,
   title = {Quantifying Attention Flow in Transformers},
   author = {Abnar, Samira and Zuidema, Willem},
   booktitle = {Proceedings of the 58th Annual Meeting of the Association for Computational Linguistics},
   year = {2020},
   pages = {4190--4197},
   url = {https://aclanthology.org/2020.acl-main.385},
-}""",
-}
+}"""
+_AGGREGATIONS = {"flow": _ABNAR_ZUIDEMA, "rollout": _ABNAR_ZUIDEMA}
 
 
 def citation(name: str) -> str:

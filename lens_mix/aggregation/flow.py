@@ -1,0 +1,262 @@
+"""Attention flow (Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020).
+
+`docs/flow.md` has the definition, the receptive-field normalisation, and what becomes of flow in
+deep stacks.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lens_mix.aggregation.flow_bounds import first_layer_bound
+from lens_mix.aggregation.flow_rows import all_flows
+from lens_mix.aggregation.max_flow import Solver
+from lens_mix.aggregation.products import add_residual
+from lens_mix.aggregation.receptive_field import null_maps, reachable
+from lens_mix.aggregation.rollout import (
+    layers_between,
+    reached_keys,
+    refuse_unstackable,
+    residual_weight,
+    to_float64,
+)
+from lens_mix.map_math import normalise_rows
+from lens_mix.maps import MixingMap
+
+# Two flows that differ by less are one: what rounding to whole numbers can do to a flow is below it.
+EQUAL = 1e-7
+# From this share of pairs on, a note says that the deeper layers do not show.
+TELL = 0.5
+
+
+def flow(
+    mixing_map: MixingMap,
+    *,
+    normalize: bool = True,
+    layer: int | None = None,
+    queries: Sequence[int] | int | None = None,
+    residual: float | None = None,
+    receptive_field: bool = False,
+    drop_bos: bool = False,
+    solver: Solver = "scipy",
+    processes: int = 1,
+    progress: bool = False,
+) -> MixingMap:
+    """Input maps from layer maps, by maximum flow (section 3.2 of the paper).
+
+    Heads are averaged, rows divided by their sum, and the residual mixed in, Â_l = (1 − w) A_l + w I,
+    as in rollout. Each Â_l[query, key] is the capacity of an edge from (l, query) down to (l − 1, key);
+    the score is the largest flow from a query to an input. Works on the maps of any method.
+
+    `provenance["aggregation"]["first_layer_share"]` says for each layer of the result which share of the
+    pairs equals what the first layer alone allows (None for depths 1 and 2); a note says so where it is
+    half of them or more. In deep bidirectional stacks it is practically all: flow then says the same of
+    every query.
+
+    Args:
+        mixing_map: layer maps `[layer, query, key]` or `[layer, head, query, key]`, none below 0.
+        normalize: divide each row by its sum, as the paper's code does; False: the flows, 0 to 1.
+        layer: flow from the positions of this layer only, by label (negative: from the end); None: from
+            every layer, as in rollout. The last layer alone costs a fraction of all.
+        queries: flow from these positions only (negative: from the end); the result then has these rows.
+        residual: the weight w, 0 to 1; None: what the method calls for (`rollout`).
+        receptive_field: divide by the flow of even attention under the same mask. The paper gives no
+            formula; ours is in docs/flow.md.
+        drop_bos: drop position 0, whatever its token, on both axes first.
+        solver: "scipy" (exact to about 1e-8) or "networkx" (float64 throughout, far slower).
+        processes: how many to use; in a script, more than 1 needs `if __name__ == "__main__":`.
+        progress: show a bar.
+
+    Returns:
+        A map of kind "input", float64, `[layer, query, key]` with one layer or as many as the map has.
+        Zero for inputs that a query cannot reach; rows sum to 1 if `normalize`. With `queries`, keys are
+        `key_tokens` and the result is not `causal` (its mask says what could be reached).
+
+    Raises:
+        TypeError: not a `MixingMap`; a residual that is no number.
+        ValueError: input maps; keys that are not the tokens; layers that do not follow one another; scores
+            below 0; no such layer or query; an unknown solver; fewer than 1 process.
+    """
+    stack, visible, weight = capacity_stack(mixing_map, residual, to_layer=layer, drop_bos=drop_bos)
+    _check_options(solver, processes)
+    chosen = _queries(queries, len(stack.tokens))
+    depth = len(stack.layer_labels)
+    levels = list(range(1, depth + 1)) if layer is None else [depth]
+    work: dict[str, Any] = {"solver": solver, "processes": processes, "progress": progress}
+    capacities = stack.scores.cpu().numpy()
+    flows = all_flows(capacities, levels, chosen, **work)
+    shares = [
+        _first_layer_share(capacities, level, chosen, row) for level, row in zip(levels, flows, strict=True)
+    ]
+    scores = torch.from_numpy(flows)
+    if receptive_field:
+        scores = _normalise_by_null(scores, visible.cpu(), weight, levels, chosen, work)
+    if normalize:
+        scores, _ = normalise_rows(scores, "refuse")
+    options = {
+        **{"residual": weight, "normalize": normalize, "layer": layer, "receptive_field": receptive_field},
+        **{"drop_bos": drop_bos, "solver": solver, "first_layer_share": shares},
+    }
+    reached = reached_keys(stack, weight)
+    result = stack.replace(
+        scores=_all_rows(scores, chosen, len(stack.tokens)).to(stack.scores.device),
+        mask=None if reached is None else reached[[level - 1 for level in levels]],
+        layers=[stack.layer_labels[level - 1] for level in levels],
+        residual=weight,
+        kind="input",
+        provenance={**stack.provenance, "aggregation": {"name": "flow", **options}},
+        notes=_notes(stack, levels, shares, receptive_field),
+    )
+    return result if queries is None else _only(result, chosen)
+
+
+class Stack(NamedTuple):
+    """The capacities Â_l (float64, `[layer, query, key]`), what attention could see, and the weight w."""
+
+    capacities: MixingMap
+    visible: Bool[Tensor, "layer query key"]
+    residual: float
+
+
+def capacity_stack(
+    mixing_map: MixingMap, residual: float | None, to_layer: int | None = None, drop_bos: bool = False
+) -> Stack:
+    """The layers up to `to_layer`, heads averaged, rows divided by their sum, the residual mixed in.
+
+    Raises:
+        TypeError, ValueError: as `flow`.
+    """
+    weight = residual_weight(mixing_map, residual)
+    refuse_unstackable(mixing_map, "flow")
+    chosen = layers_between(mixing_map, None, to_layer)
+    if drop_bos:
+        chosen = chosen.drop_bos()
+    merged = chosen.replace(scores=to_float64(chosen.scores)).merge_heads().normalized()
+    visible = merged.visible()
+    identity = torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
+    # A mask that hides the diagonal says what attention could see; the residual passes all the same.
+    mask = merged.mask if weight == 0 or merged.mask is None else visible | identity
+    return Stack(merged.replace(scores=add_residual(merged.scores, weight), mask=mask), visible, weight)
+
+
+def _check_options(solver: str, processes: int) -> None:
+    if solver not in ("scipy", "networkx"):
+        raise ValueError(f"solver: expected 'scipy' or 'networkx', got {solver!r}")
+    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
+        raise ValueError(f"processes: expected a whole number, 1 or more, got {processes!r}")
+
+
+def _queries(queries: Sequence[int] | int | None, count: int) -> list[int]:
+    if queries is None:
+        return list(range(count))
+    asked = [queries] if isinstance(queries, int) else list(queries)
+    for query in asked:
+        if isinstance(query, bool) or not isinstance(query, int) or not -count <= query < count:
+            raise ValueError(f"queries: expected positions from {-count} to {count - 1}, got {query!r}")
+    found = [query % count for query in asked]
+    if not found or len(set(found)) != len(found):
+        raise ValueError(f"queries: expected at least one position, none twice, got {asked}")
+    return found
+
+
+def _all_rows(scores: Tensor, chosen: list[int], count: int) -> Tensor:
+    full = torch.zeros(len(scores), count, count, dtype=scores.dtype)
+    full[:, chosen] = scores
+    return full
+
+
+def _only(result: MixingMap, chosen: list[int]) -> MixingMap:
+    return result.replace(
+        scores=result.scores[:, chosen],
+        mask=result.visible()[:, chosen],
+        tokens=[result.tokens[query] for query in chosen],
+        key_tokens=result.tokens,
+        causal=False,
+    )
+
+
+def _first_layer_share(
+    capacities: Float[np.ndarray, "layer query key"],
+    level: int,
+    queries: list[int],
+    flows: Float[np.ndarray, "query key"],
+) -> float | None:
+    """The share of pairs, among those with a flow, that the first layer alone decides."""
+    if level < 3:
+        return None
+    bound = first_layer_bound(capacities, level)[queries]
+    flowing = bound > 0
+    return float((np.abs(flows - bound) < EQUAL)[flowing].mean()) if flowing.any() else None
+
+
+def _normalise_by_null(
+    flows: Float[Tensor, "level query key"],
+    visible: Bool[Tensor, "layer query key"],
+    weight: float,
+    levels: list[int],
+    queries: list[int],
+    work: dict[str, Any],
+) -> Float[Tensor, "level query key"]:
+    """flows · B0 / F0, each row scaled back to its sum (docs/flow.md)."""
+    null = torch.from_numpy(all_flows(null_maps(visible, weight).numpy(), levels, queries, **work))
+    reached = reachable(visible, weight)
+    if weight > 0:
+        reached = reached | torch.eye(reached.shape[-1], dtype=torch.bool)
+    target = torch.zeros_like(flows)
+    for place, level in enumerate(levels):
+        for number, query in enumerate(queries):
+            keys = reached[level - 1, query]
+            own, other = even_flow(level, max(1, int(keys.sum())), weight)
+            target[place, number, keys] = other
+            target[place, number, query] = own if keys[query] else 0.0
+    weighted = torch.where(null > 0, flows * target / null, 0.0)
+    total = weighted.sum(-1, keepdim=True)
+    return weighted * flows.sum(-1, keepdim=True) / total.masked_fill(total == 0, 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def even_flow(depth: int, size: int, weight: float) -> tuple[float, float]:
+    """Flow of even attention over `size` tokens that all see each other: to oneself, and to another."""
+    everything = torch.ones(depth, size, size, dtype=torch.bool)
+    row = all_flows(null_maps(everything, weight).numpy(), [depth], [0], keys=range(min(size, 2)))[0, 0]
+    return float(row[0]), float(row[1]) if size > 1 else 0.0
+
+
+def _notes(
+    stack: MixingMap, levels: list[int], shares: list[float | None], receptive_field: bool
+) -> tuple[str, ...]:
+    notes = list(stack.notes)
+    first, last = stack.layer_labels[0], stack.layer_labels[levels[-1] - 1]
+    if first > 0:
+        notes.append(
+            f"flow from layer {first} on: keys are the inputs of that layer, not the prompt's tokens"
+        )
+    share = shares[-1]
+    if share is not None and share >= TELL:
+        notes.append(
+            f"{100 * share:.4g} % of the flows from layer {last} equal what layer {first} alone lets into "
+            "the key, min(1, column sum over the positions that the query reaches): there the deeper layers, "
+            "and what the query attends to, do not show; rollout does not have this limit"
+        )
+    if receptive_field and _looks_causal(stack):
+        text = (
+            "receptive_field changed nothing, because the map says that every query could see every key; "
+            "no query used a later key, so if the model is causal make the map with causal=True"
+        )
+        warnings.warn(text, stacklevel=3)
+        notes.append(text)
+    return tuple(notes)
+
+
+def _looks_causal(stack: MixingMap) -> bool:
+    if stack.causal or stack.mask is not None or len(stack.tokens) == 1:
+        return False
+    return not bool(stack.scores.triu(diagonal=1).any())
