@@ -9,6 +9,7 @@ answer be trusted? Load a model with TransformerLens as always, then:
     m.scores                      # [layer, query, key], raw
     m.normalized().top(5)         # what the last position used most in the last layer
     lm.rollout(m)                 # input maps: through all layers down to the tokens
+    lm.flow(m)                    # the same by maximum flow
 
     maps = lm.run(model, tokens, ["attention", lm.ValueZeroing(metric="euclidean")])   # one clean pass
     for m in lm.run_many(model, prompts, "value_zeroing", batch_size=16): ...          # streams
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lens_mix import evaluation, targets
+    from lens_mix.aggregation.flow import flow
     from lens_mix.aggregation.gradient_rollout import gradient_rollout
     from lens_mix.aggregation.rollout import rollout
     from lens_mix.citations import citation
@@ -73,6 +75,7 @@ _HOME = {
     "ValueZeroing": "lens_mix.methods",
     "check": "lens_mix.lens.support",
     "citation": "lens_mix.citations",
+    "flow": "lens_mix.aggregation.flow",
     "gradient_rollout": "lens_mix.aggregation.gradient_rollout",
     "rollout": "lens_mix.aggregation.rollout",
     "run": "lens_mix.runner",
@@ -105,6 +108,7 @@ __all__ = [
     "check",
     "citation",
     "evaluation",
+    "flow",
     "gradient_rollout",
     "rollout",
     "run",
