@@ -11,7 +11,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.hooks import zero_values
+from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.methods.base import Method
+from lens_mix.methods.value_zeroing_algebra import value_zeroing_maps
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -47,7 +49,8 @@ class ValueZeroing(Method):
 
     name: ClassVar[str] = "value_zeroing"
     residual: ClassVar[float] = 0.0
-    engines: ClassVar[tuple[str, ...]] = ("hooks",)
+    engines: ClassVar[tuple[str, ...]] = ("algebra", "hooks")
+    needs: ClassVar[frozenset[str]] = frozenset({"pattern", "value"})
     citation: ClassVar[str] = """@inproceedings{mohebbi-etal-2023-quantifying,
   title = {Quantifying Context Mixing in Transformers},
   author = {Mohebbi, Hosein and Zuidema, Willem and Chrupa{\\l}a, Grzegorz and Alishahi, Afra},
@@ -101,11 +104,36 @@ class ValueZeroing(Method):
             raise ValueError(f"spans: expected positions 0..{positions - 1}, got {outside}")
         return [list(span) for span in self.spans]
 
+    def refuses(self, anatomy: BlockAnatomy) -> str | None:
+        if anatomy.cross:
+            return (
+                "cross-attention reads the middle of the block, which zeroing changes, so its pattern "
+                "changes too; only running the block again tells how"
+            )
+        return None
+
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         heads = self._heads(block.layer)
-        if not self.per_head:
-            return self._map(block, heads)
-        return torch.stack([self._map(block, [head]) for head in heads or range(block.n_heads)], dim=1)
+        if block.engine == "algebra":
+            scores = self._by_algebra(block, heads)
+        elif self.per_head:
+            scores = torch.stack([self._map(block, [head]) for head in heads or range(block.n_heads)], dim=1)
+        else:
+            scores = self._map(block, heads)
+        if self.threshold is not None:
+            scores = torch.where(scores < self.threshold, torch.zeros_like(scores), scores)
+        return scores
+
+    def _by_algebra(
+        self, block: Block, heads: Sequence[int] | None
+    ) -> Float[Tensor, "batch *head query key"]:
+        chosen = list(range(block.n_heads)) if heads is None else list(heads)
+        groups = [[head] for head in chosen] if self.per_head else [chosen]
+        spans = None if self.spans is None else [list(span) for span in self.spans]
+        final = self.last_layer == "after_final_norm" and block.is_last
+        norm = block.final_norm() if final else None
+        scores = value_zeroing_maps(block, groups, spans, self.metric, norm)
+        return scores if self.per_head else scores[:, 0]
 
     def _heads(self, layer: int) -> Sequence[int] | None:
         return self.heads.get(layer) if isinstance(self.heads, Mapping) else self.heads
@@ -123,8 +151,6 @@ class ValueZeroing(Method):
                     f"block {block.layer}: the hook on the values never fired, so nothing was zeroed"
                 )
             scores[rows[chunk], :, keys[chunk]] = distance(clean[rows[chunk]], out, self.metric)
-        if self.threshold is not None:
-            scores = torch.where(scores < self.threshold, torch.zeros_like(scores), scores)
         return scores
 
     def _compared(

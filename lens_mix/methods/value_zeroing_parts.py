@@ -1,0 +1,336 @@
+"""What zeroed values change in a block, exactly: changes are carried through its parts, never differences.
+
+The zeroed copy of a block differs from the clean one by change_ij = -Σ_h a_ijh u_jh in the attention's output
+(u_jh = v_jh W_O^h). Subtracting two outputs would leave float32 with few digits where the change is small, so
+each part here takes a change of its input to the change of its output:
+
+    norm            N(x + c) - N(x) = γ ⊙ (C c / s' + C x (1/s' - 1/s)), C centring, s' the size of C (x + c)
+    first matrix    linear, so W_in is applied once per key and head, and once per query to C x; a pair
+                    costs a sum over heads: p_ij = p_i + Σ_k α_ij^k B_i^k + β_ij Σ_h a_ijh Q_jh
+    activation      act(p_ij) - act(p_i)
+    second matrix   applied to each pair's change: the one large product that is left
+    cosine          from the change's shares along and across the clean vector
+
+Rows are positions of all prompts in one line; a slab is some keys by a window of rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, FeedForward, Norm
+from lens_mix.methods.factors import linear_part
+
+# gelu_tanh(x) = x sigmoid(x (GELU_LINEAR + GELU_CUBIC x²)): torch's own costs four times as much on a CPU.
+GELU_LINEAR = 2 * (2 / torch.pi) ** 0.5
+GELU_CUBIC = GELU_LINEAR * 0.044715
+
+
+class NormChange:
+    """One norm of a block, at the clean vectors that it reads.
+
+    Args:
+        norm: the norm.
+        clean: what it reads in the clean pass.
+    """
+
+    def __init__(self, norm: Norm, clean: Float[Tensor, "row d_model"]) -> None:
+        self.norm = norm
+        self.centred = self.centre(clean)
+        self.square = self.centred.square().mean(-1) + norm.eps
+        self.size = self.square.sqrt()
+        self.weight = None if norm.weight is None else norm.weight.to(clean.dtype)
+
+    def centre(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """Without its mean, for LayerNorm."""
+        return x - x.mean(-1, keepdim=True) if self.norm.kind == "layer" else x
+
+    def rescale(
+        self, rows: slice, centred: Float[Tensor, "key row d_model"]
+    ) -> tuple[Float[Tensor, "key row"], Float[Tensor, "key row"]]:
+        """1/s' and 1/s' - 1/s for centred changes, without cancellation."""
+        growth = torch.add(centred, self.centred[rows], alpha=2).mul_(centred).mean(-1)
+        smallest = max(self.norm.eps, torch.finfo(growth.dtype).tiny)
+        changed, size = (self.square[rows] + growth).clamp_min(smallest).sqrt(), self.size[rows]
+        # 1/s' - 1/s = -(s'² - s²) / (s s' (s + s'))
+        return changed.reciprocal(), growth.neg_() / (size * changed * (size + changed))
+
+    def change(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> ChangedNorm:
+        """What a change of the input does."""
+        centred = self.centre(change)
+        return ChangedNorm(self, rows, centred, *self.rescale(rows, centred))
+
+
+@dataclasses.dataclass(frozen=True)
+class ChangedNorm:
+    """A norm's output change, γ ⊙ (centred · inverse + C x · drift)."""
+
+    source: NormChange
+    rows: slice
+    centred: Float[Tensor, "key row d_model"]
+    inverse: Float[Tensor, "key row"]
+    drift: Float[Tensor, "key row"]
+
+    def vector(self) -> Float[Tensor, "key row d_model"]:
+        """The change itself."""
+        out = torch.mul(self.centred, self.inverse[..., None])
+        out.addcmul_(self.source.centred[self.rows], self.drift[..., None])
+        return out if self.source.weight is None else out.mul_(self.source.weight)
+
+
+def gelu_tanh_(x: Tensor) -> Tensor:
+    """GELU in its tanh form; overwrites a helper, not x."""
+    inner = (x * x).mul_(GELU_CUBIC).add_(GELU_LINEAR).mul_(x).sigmoid_()
+    return inner.mul_(x)
+
+
+def activation_of(name: str) -> Callable[[Tensor], Tensor]:
+    """The activation by name."""
+    return gelu_tanh_ if name == "gelu_tanh" else ACTIVATIONS[name]
+
+
+class FirstMatrix:
+    """The feed-forward up to its second matrix; the two first matrices of a gated one side by side.
+
+    Args:
+        feed_forward: the parts.
+        dtype: of the products.
+    """
+
+    def __init__(self, feed_forward: FeedForward, dtype: torch.dtype) -> None:
+        self.activation = activation_of(feed_forward.activation)
+        self.gated = feed_forward.W_gate is not None
+        first = (feed_forward.W_gate, feed_forward.W_in) if self.gated else (feed_forward.W_in,)
+        biases = (feed_forward.b_gate, feed_forward.b_in) if self.gated else (feed_forward.b_in,)
+        self.matrices = [matrix.to(dtype) for matrix in first if matrix is not None]
+        self.biases = [None if bias is None else bias.to(dtype) for bias in biases]
+        self.d_mlp = self.matrices[0].shape[1]
+        self.width = self.d_mlp * len(self.matrices)
+
+    def linear(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch width"]:
+        """x W, no bias."""
+        if not self.gated:
+            return x @ self.matrices[0]
+        return torch.cat([x @ matrix for matrix in self.matrices], dim=-1)
+
+    def pre_activation(self, x: Float[Tensor, "row d_model"]) -> Float[Tensor, "row width"]:
+        """x W + b."""
+        out = self.linear(x)
+        for half, bias in zip(out.split(self.d_mlp, dim=-1), self.biases, strict=True):
+            if bias is not None:
+                half += bias
+        return out
+
+    def hidden(self, pre: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch d_mlp"]:
+        """What the second matrix is applied to, but for a bias that no change sees."""
+        if not self.gated:
+            return self.activation(pre)
+        gate, linear = pre.split(self.d_mlp, dim=-1)
+        activated = self.activation(gate)
+        return activated * linear if activated is gate else activated.mul_(linear)
+
+
+@dataclasses.dataclass(frozen=True)
+class MidChange:
+    """A slab's change in the middle of the block, and what makes the pre-activations' change of it.
+
+    Attributes:
+        vector: the change itself.
+        beta: factor of Σ_h a_ijh Q_jh; None for 1.
+        alphas: factors of the clean block's `bases`, in order.
+    """
+
+    vector: Float[Tensor, "key row d_model"]
+    beta: Float[Tensor, "key row"] | None
+    alphas: list[Float[Tensor, "key row"]]
+
+
+class CleanBlock:
+    """A block's clean vectors, and how changes go through it.
+
+    Args:
+        anatomy: the block, proven.
+        resid_pre: what enters the block.
+        attention_out: the attention's output before any norm, float64 where a norm sits on the branch: that
+            norm divides by next to nothing where a query loses its only key.
+        resid_post: what left the block.
+        final: the model's final norm, where the change after it is wanted.
+    """
+
+    def __init__(
+        self,
+        anatomy: BlockAnatomy,
+        resid_pre: Float[Tensor, "row d_model"],
+        attention_out: Float[Tensor, "row d_model"],
+        resid_post: Float[Tensor, "row d_model"],
+        final: Norm | None,
+    ) -> None:
+        self.anatomy, self.dtype = anatomy, resid_pre.dtype
+        multiplier = anatomy.residual_multiplier
+        self.branch = _norm_change(anatomy.attention_branch, attention_out)
+        branch = (
+            attention_out if anatomy.attention_branch is None else anatomy.attention_branch(attention_out)
+        )
+        total = resid_pre + (branch * multiplier).to(self.dtype)
+        self.residual = _norm_change(anatomy.attention_residual, total)
+        self.mid = total if anatomy.attention_residual is None else anatomy.attention_residual(total)
+        out = self.mid
+        self.first: FirstMatrix | None = None
+        self.input: NormChange | None = None
+        self.feed_forward_branch: NormChange | None = None
+        self.feed_forward_residual: NormChange | None = None
+        if anatomy.feed_forward is not None:
+            out = self._feed_forward(anatomy.feed_forward, resid_pre, attention_out.dtype)
+        self.rebuilt = out
+        clean = resid_post.to(self.dtype)
+        self.final = _norm_change(final, clean)
+        compared = clean if final is None else final(clean)
+        self.size = torch.linalg.vector_norm(compared, dim=-1)
+        self.direction = compared / self.size.clamp_min(torch.finfo(self.dtype).tiny)[:, None]
+
+    def _feed_forward(
+        self, feed_forward: FeedForward, resid_pre: Float[Tensor, "row d_model"], mixed: torch.dtype
+    ) -> Float[Tensor, "row d_model"]:
+        anatomy = self.anatomy
+        read = anatomy.feed_forward_in(resid_pre, self.mid)
+        if anatomy.parallel:
+            # It reads the block's input, which nothing has changed.
+            added = feed_forward(read)
+        else:
+            first = self.first = FirstMatrix(feed_forward, mixed)
+            self.input = _norm_change(anatomy.feed_forward_input, self.mid)
+            self.pre = first.pre_activation(read.to(mixed))
+            self.clean_hidden = first.hidden(self.pre.to(self.dtype))
+            self.bases = self._bases(first, mixed)
+            self.second = feed_forward.W_out.to(self.dtype)
+            hidden = self.clean_hidden
+            if feed_forward.b_hidden is not None:
+                hidden = hidden + feed_forward.b_hidden.to(self.dtype)
+            added = hidden @ self.second
+            added = added if feed_forward.b_out is None else added + feed_forward.b_out.to(self.dtype)
+            self.feed_forward_branch = _norm_change(anatomy.feed_forward_branch, added)
+        out = added if anatomy.feed_forward_branch is None else anatomy.feed_forward_branch(added)
+        total = self.mid + out * anatomy.residual_multiplier
+        self.feed_forward_residual = _norm_change(anatomy.feed_forward_residual, total)
+        return total if anatomy.feed_forward_residual is None else anatomy.feed_forward_residual(total)
+
+    @property
+    def norms(self) -> list[NormChange]:
+        """The norms between the attention's output and the first matrix, in order."""
+        found = (self.branch, self.residual, self.input)
+        return [norm for norm in found if norm is not None]
+
+    def through_norms(self, x: Float[Tensor, "*batch d_model"], start: int = 0) -> Tensor:
+        """The linear parts of the norms on the way to the first matrix, from number `start` on."""
+        for norm in self.norms[start:]:
+            x = linear_part(norm.norm, x)
+        return x
+
+    def _bases(self, first: FirstMatrix, dtype: torch.dtype) -> list[Float[Tensor, "row width"]]:
+        first = self.first
+        return [
+            first.linear(
+                self.through_norms(norm.centred * (1 if norm.weight is None else norm.weight), number + 1).to(
+                    dtype
+                )
+            )
+            for number, norm in enumerate(self.norms)
+        ]
+
+    # ------------------------------------------------------------- changes, slab by slab
+
+    def mid_change(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> MidChange:
+        """From the attention's output to the middle of the block; the input norm of the feed-forward told."""
+        beta: Tensor | None = None
+        alphas: list[Tensor] = []
+        if self.branch is not None:
+            changed = self.branch.change(rows, change)
+            multiplier = self.anatomy.residual_multiplier
+            beta, alphas = changed.inverse * multiplier, [changed.drift * multiplier]
+            change = changed.vector().mul_(multiplier)
+        change = change.to(self.dtype)
+        if self.residual is not None:
+            changed = self.residual.change(rows, change)
+            beta, alphas = _rescaled(beta, alphas, changed)
+            change = changed.vector()
+        if self.input is not None:
+            beta, alphas = _rescaled(beta, alphas, self.input.change(rows, change))
+        return MidChange(change, beta, alphas)
+
+    def hidden_change(
+        self,
+        rows: slice,
+        coefficients: Sequence[Float[Tensor, "key row"]],
+        weights: Float[Tensor, "key row rank"],
+        inner: Float[Tensor, "key rank width"],
+        out: Float[Tensor, "key row d_mlp"],
+    ) -> None:
+        """act(p_ij) - act(p_i) into `out`.
+
+        Args:
+            coefficients: factors of the bases.
+            weights: factors of `inner`, β in them.
+            inner: the zeroed values, taken through W_O, the norms' linear parts and the first matrix.
+        """
+        if self.first is None:
+            raise RuntimeError("hidden_change was asked of a block without a feed-forward that changes")
+        if coefficients:
+            pre = torch.addcmul(self.pre[rows], self.bases[0][rows], coefficients[0][..., None])
+            for base, factor in zip(self.bases[1:], coefficients[1:], strict=True):
+                pre.addcmul_(base[rows], factor[..., None])
+        else:
+            pre = self.pre[rows].expand(len(weights), -1, -1).clone()
+        pre.baddbmm_(weights, inner)
+        torch.sub(self.first.hidden(pre.to(self.dtype)), self.clean_hidden[rows], out=out)
+
+    def post_change(
+        self,
+        rows: slice,
+        mid: Float[Tensor, "key row d_model"],
+        added: Float[Tensor, "key row d_model"] | None,
+    ) -> Float[Tensor, "key row d_model"]:
+        """From the middle of the block to what is compared.
+
+        Args:
+            mid: the change in the middle of the block, the feed-forward's share in it where `added` is None.
+            added: the change of the feed-forward's output, where a norm follows it.
+        """
+        if added is not None and self.feed_forward_branch is not None:
+            added = self.feed_forward_branch.change(rows, added).vector()
+            mid = mid + added * self.anatomy.residual_multiplier
+        for norm in (self.feed_forward_residual, self.final):
+            if norm is not None:
+                mid = norm.change(rows, mid).vector()
+        return mid
+
+    def distance(
+        self, rows: slice, change: Float[Tensor, "key row d_model"], metric: str
+    ) -> Float[Tensor, "key row"]:
+        """Distance between the clean vectors and the changed ones."""
+        if metric == "euclidean":
+            return torch.linalg.vector_norm(change, dim=-1)
+        direction, size = self.direction[rows], self.size[rows]
+        along = (change * direction).sum(-1)
+        across = torch.addcmul(change, direction, along[..., None], value=-1).square_().sum(-1)
+        near = size + along
+        far = torch.sqrt(near * near + across)
+        # 1 - cos = sin² / (1 + cos), which keeps its digits; past a right angle 1 - cos has them itself.
+        angle = torch.where(near >= 0, across / (far * (far + near)), 1 - near / far)
+        gone = (size == 0).to(angle.dtype)
+        return torch.where(far == 0, 1 - gone.expand_as(angle), angle)
+
+
+def _norm_change(norm: Norm | None, clean: Float[Tensor, "row d_model"]) -> NormChange | None:
+    return None if norm is None else NormChange(norm, clean)
+
+
+def _rescaled(beta: Tensor | None, alphas: list[Tensor], changed: ChangedNorm) -> tuple[Tensor, list[Tensor]]:
+    """The factors of what goes through one more norm."""
+    inverse = changed.inverse
+    beta = inverse if beta is None else beta * inverse
+    return beta, [*(alpha * inverse for alpha in alphas), changed.drift]
