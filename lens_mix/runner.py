@@ -190,7 +190,10 @@ def _read_options(
     if max_memory is not None and (isinstance(max_memory, bool) or max_memory < 1):
         raise ValueError(f"max_memory: expected a positive number of bytes, got {max_memory}")
     single = isinstance(methods, (str, Method))
-    asked: list[Any] = [methods] if single else list(methods)  # type: ignore[arg-type]
+    if not single and (isinstance(methods, type) or not isinstance(methods, Iterable)):
+        got = f"the class {methods.__name__}" if isinstance(methods, type) else type(methods).__name__
+        raise TypeError(f"methods: expected a name, a method (with its parameters), or several; got {got}")
+    asked: list[Any] = [methods] if single else list(methods)
     if not asked:
         raise ValueError("methods: expected at least one method, got none")
     read = [_read_method(method) for method in asked]
