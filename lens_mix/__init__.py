@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lens_mix.maps import MixingMap
     from lens_mix.methods import (
         METHODS,
+        Alti,
         AtbFf,
         AtbFfRes,
         AtbFfResLn,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         AttnRes,
         AttnResLn,
         AttnResWeights,
+        GlobEnc,
         GradientAttention,
         Method,
         ValueNorms,
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
 # Imported when first used, so that `import lens_mix` costs next to nothing beside TransformerLens.
 _HOME = {
     "METHODS": "lens_mix.methods",
+    "Alti": "lens_mix.methods",
     "AtbFf": "lens_mix.methods",
     "AtbFfRes": "lens_mix.methods",
     "AtbFfResLn": "lens_mix.methods",
@@ -66,6 +69,7 @@ _HOME = {
     "AttnRes": "lens_mix.methods",
     "AttnResLn": "lens_mix.methods",
     "AttnResWeights": "lens_mix.methods",
+    "GlobEnc": "lens_mix.methods",
     "GradientAttention": "lens_mix.methods",
     "Lens": "lens_mix.lens.model",
     "Method": "lens_mix.methods",
@@ -90,6 +94,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
+    "Alti",
     "AtbFf",
     "AtbFfRes",
     "AtbFfResLn",
@@ -98,6 +103,7 @@ __all__ = [
     "AttnRes",
     "AttnResLn",
     "AttnResWeights",
+    "GlobEnc",
     "GradientAttention",
     "Lens",
     "Method",

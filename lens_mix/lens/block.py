@@ -192,6 +192,8 @@ class Block:
             UnsupportedModelError: the parts don't give what the model's own norm gives.
         """
         module = self._lens.final_norm()
+        if hasattr(module, "hook_in") and getattr(module, "original_component", None) is None:
+            return None
         norm = read_norm(module, self._lens.model.cfg)
         if norm is None and module is not None and type(module).__name__ == "Identity":
             return None

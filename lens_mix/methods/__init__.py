@@ -1,10 +1,12 @@
 """One paper, one file: each method is a small frozen dataclass with one call."""
 
+from lens_mix.methods.alti import Alti
 from lens_mix.methods.atb_ff import AtbFf, AtbFfRes, AtbFfResLn
 from lens_mix.methods.attention import AttentionWeights
 from lens_mix.methods.attention_attribution import AttentionAttribution
 from lens_mix.methods.attn_res import AttnRes, AttnResLn, AttnResWeights
 from lens_mix.methods.base import Method
+from lens_mix.methods.globenc import GlobEnc
 from lens_mix.methods.gradient_attention import GradientAttention
 from lens_mix.methods.value_norms import ValueNorms
 from lens_mix.methods.value_zeroing import ValueZeroing
@@ -23,11 +25,14 @@ METHODS: dict[str, type[Method]] = {
         AtbFfResLn,
         AttentionAttribution,
         GradientAttention,
+        GlobEnc,
+        Alti,
     )
 }
 
 __all__ = [
     "METHODS",
+    "Alti",
     "AtbFf",
     "AtbFfRes",
     "AtbFfResLn",
@@ -36,6 +41,7 @@ __all__ = [
     "AttnRes",
     "AttnResLn",
     "AttnResWeights",
+    "GlobEnc",
     "GradientAttention",
     "Method",
     "ValueNorms",

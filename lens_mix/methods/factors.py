@@ -129,14 +129,15 @@ class Pairs:
         diagonal = self.weights.diagonal(dim1=1, dim2=2)
         return torch.einsum("bhq,bqhd->bqd", diagonal, self.vectors)
 
-    def chunks(self, width: int) -> Iterator[tuple[slice, slice]]:
+    def chunks(self, width: int, elements: int = STEP_ELEMENTS) -> Iterator[tuple[slice, slice]]:
         """Chunks of keys, each with the range of queries that give them any weight.
 
         Args:
             width: numbers that one pair needs.
+            elements: numbers in the temporaries of one chunk.
         """
         keys, queries = self.weights.shape[1:3]
-        step = max(1, STEP_ELEMENTS // max(1, self.weights.shape[0] * queries * width))
+        step = max(1, elements // max(1, self.weights.shape[0] * queries * width))
         for start in range(0, keys, step):
             chunk = slice(start, min(start + step, keys))
             seen = (self.weights[:, chunk] != 0).flatten(3).any(-1).flatten(0, 1).any(0).nonzero()

@@ -1,0 +1,71 @@
+"""ALTI: how much nearer a key's vector brings the query's representation to what it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.methods.base import Method
+from lens_mix.methods.factors import attention_vectors
+from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+Distance = Literal["l1", "l2"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Alti(Method):
+    """ALTI's contributions (Ferrando et al., EMNLP 2022, eq. 9-11).
+
+    score[l, i, j] = c_ij / Σ_k c_ik with c_ij = max(0, ‖y_i‖ - ‖y_i - T_ij‖), y_i the true representation
+    after the attention branch, biases included, and T_ij what of it came from key j. Shape [layer, query,
+    key], in 0..1, rows sum to 1; a row in which no key brings y_i nearer stays zero.
+
+    Post-norm blocks: after the norm, T_ij as in `attn_res_ln`. Pre-norm blocks, with the norm inside the
+    vectors, are the decoder form of ALTI-Logit (Ferrando et al., ACL 2023, eq. 7-8): T_ij as in
+    `attn_res`. The maps hold the residual stream, so roll-outs add no identity.
+
+    Args:
+        distance: "l1", the paper's, or "l2".
+        normalize: divide rows by their sum; False keeps the c_ij.
+    """
+
+    name: ClassVar[str] = "alti"
+    residual: ClassVar[float] = 0.0
+    engines: ClassVar[tuple[str, ...]] = ("algebra",)
+    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
+    citation: ClassVar[str] = """@inproceedings{ferrando-etal-2022-measuring,
+  title = {Measuring the Mixing of Contextual Information in the Transformer},
+  author = {Ferrando, Javier and G{\\'a}llego, Gerard I. and Costa-juss{\\`a}, Marta R.},
+  booktitle = {Proceedings of the 2022 Conference on Empirical Methods in Natural Language Processing},
+  year = {2022},
+  pages = {8698--8714},
+  url = {https://aclanthology.org/2022.emnlp-main.595},
+}"""
+
+    distance: Distance = "l1"
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        if self.distance not in ("l1", "l2"):
+            raise ValueError(f"distance: expected 'l1' or 'l2', got {self.distance!r}")
+
+    def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
+        vectors = attention_vectors(block)
+        order = 1 if self.distance == "l1" else 2
+        size = torch.linalg.vector_norm(vectors.mid, ord=order, dim=-1, keepdim=True)
+        nearer = (size - vectors.normed.distances(vectors.mid, order)).clamp_min(0)
+        return shares(nearer) if self.normalize else nearer
+
+
+def shares(scores: Float[Tensor, "*batch key"]) -> Float[Tensor, "*batch key"]:
+    """Rows divided by their sum; all-zero rows stay."""
+    total = scores.sum(-1, keepdim=True)
+    return torch.where(total > 0, scores / total, torch.zeros_like(scores))

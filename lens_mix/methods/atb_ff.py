@@ -1,0 +1,133 @@
+"""Attention and feed-forward blocks: what a key's vector has become after the feed-forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.methods.base import Method
+from lens_mix.methods.feed_forward import Variant, feed_forward_maps, next_norm
+from lens_mix.methods.value_norms import ATTENTION_NEEDS
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+_CITATION = """@inproceedings{kobayashi-etal-2024-analyzing,
+  title = {Analyzing Feed-Forward Blocks in Transformers through the Lens of Attention Maps},
+  author = {Kobayashi, Goro and Kuribayashi, Tatsuki and Yokoi, Sho and Inui, Kentaro},
+  booktitle = {The Twelfth International Conference on Learning Representations},
+  year = {2024},
+  url = {https://openreview.net/forum?id=mYWsyTuiRp},
+}"""
+
+
+@dataclasses.dataclass(frozen=True)
+class AtbFf(Method):
+    """The feed-forward's output by key, ATBFF (Kobayashi et al., ICLR 2024, section 4).
+
+    score[l, i, j] = ‖F^FF_ij‖, F^FF_ij = ((F_ij W_in) ⊙ m_i) W_out, where F_ij is what the feed-forward
+    reads of key j and m_i the integrated gradients through the activation, in closed form (gated
+    feed-forwards: one integral per neuron, by quadrature; see `lens_mix.methods.activations`). Shape
+    [layer, query, key], from 0 up, in the units of the feed-forward's output.
+
+    Where the feed-forward reads the block's input (parallel blocks), only the diagonal is not zero.
+
+    Args:
+        biases: where the path of the integrated gradients starts. "on_path" (variant A, the default): at
+            zero, so the biases grow along with the vectors and get shares, which are dropped. "fixed"
+            (variant B): at the biases, so the vectors' shares add up to all of the change.
+
+    Raises:
+        ValueError: an unknown variant.
+    """
+
+    name: ClassVar[str] = "atb_ff"
+    residual: ClassVar[float] = 0.5
+    engines: ClassVar[tuple[str, ...]] = ("algebra",)
+    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    citation: ClassVar[str] = _CITATION
+
+    biases: Variant = "on_path"
+
+    def __post_init__(self) -> None:
+        if self.biases not in ("on_path", "fixed"):
+            raise ValueError(f"biases: expected 'on_path' or 'fixed', got {self.biases!r}")
+
+    def refuses(self, anatomy: BlockAnatomy) -> str | None:
+        return refuses_feed_forward(anatomy)
+
+    def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
+        return feed_forward_maps(block, self.biases).output
+
+
+@dataclasses.dataclass(frozen=True)
+class AtbFfRes(AtbFf):
+    """Feed-forward and its residual connection, ATBFFRES (Kobayashi et al., ICLR 2024, section 4).
+
+    score[l, i, j] = ‖F_ij + F^FF_ij‖, with F_ij what the block held of key j before the feed-forward and
+    F^FF_ij as in `atb_ff`, through the norm and the multiplier of the branch where there are any. Shape
+    [layer, query, key], from 0 up.
+
+    Args:
+        biases: as in `atb_ff`.
+    """
+
+    name: ClassVar[str] = "atb_ff_res"
+    residual: ClassVar[float] = 0.0
+
+    def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
+        return feed_forward_maps(block, self.biases).residual
+
+
+@dataclasses.dataclass(frozen=True)
+class AtbFfResLn(AtbFf):
+    """The whole block, ATBFFRESLN (Kobayashi et al., ICLR 2024, section 4).
+
+    The vectors of `atb_ff_res` through the norm on the residual stream at the block's end, held linear at
+    its true scale, β in no vector. Shape [layer, query, key], from 0 up. Only post-norm blocks have that
+    norm; on all others the map equals `atb_ff_res`, unless `next_norm`.
+
+    Args:
+        biases: as in `atb_ff`.
+        next_norm: where the block has no such norm, apply the one that reads its output next: the next
+            block's first norm, after the last block the model's final norm.
+    """
+
+    name: ClassVar[str] = "atb_ff_res_ln"
+    residual: ClassVar[float] = 0.0
+
+    next_norm: bool = False
+
+    def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
+        return feed_forward_maps(block, self.biases).normed
+
+    def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer query key"]:
+        if not self.next_norm:
+            return super().of_stack(blocks)
+        maps = []
+        for layer, block in enumerate(blocks):
+            if block.anatomy.feed_forward_residual is not None:
+                maps.append(self(block))
+                continue
+            norm = next_norm(blocks, layer)
+            maps.append(feed_forward_maps(block, self.biases, reading=norm).normed)
+        return torch.stack(maps, dim=1)
+
+
+def refuses_feed_forward(anatomy: BlockAnatomy) -> str | None:
+    """Why vectors can't be followed through the feed-forward; None where they can."""
+    if anatomy.cross:
+        return (
+            "cross-attention lies between self-attention and feed-forward: what the feed-forward reads "
+            "came from the other stack too (expected a block without cross-attention)"
+        )
+    if anatomy.feed_forward is None:
+        kind = anatomy.feed_forward_kind
+        return f"expected a plain or gated feed-forward, found {kind!r}; attn_res stops before it"
+    return None

@@ -1,0 +1,260 @@
+"""A block's vectors through its feed-forward, by integrated gradients in closed form.
+
+For each query i the feed-forward, held linear along the path of the integrated gradients, is one linear map
+of what it reads,
+
+    share(v) = ((n(v) W_in) ⊙ m_i) W_out                                plain
+    share(v) = ((n(v) W_gate) ⊙ m_gate_i + (n(v) W_in) ⊙ m_up_i) W_out   gated
+
+with n the linear part of the norm before it. The first matrix is applied once per key and head, the second
+once per pair: 2 · pairs · d_mlp · d_model operations are the floor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
+from lens_mix.methods.activations import gated_multipliers, plain_multiplier
+from lens_mix.methods.factors import AttentionVectors, Vectors, attention_vectors, linear_part, value_path
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+Variant = Literal["on_path", "fixed"]
+
+# Numbers in the hidden layer of one step: enough rows for a matrix product at full speed.
+HIDDEN_ELEMENTS = 4 << 20
+
+_shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedForwardShares:
+    """One block's feed-forward as one linear map per query.
+
+    Attributes:
+        anatomy: the block's.
+        input_scale: what the norm before the feed-forward divides by, 1 without one.
+        multipliers: (first matrix, m) once for a plain feed-forward, twice for a gated one.
+        W_out: the second matrix.
+        output: the true output of the feed-forward, biases included.
+        summed: the true sum of residual stream and branch.
+    """
+
+    anatomy: BlockAnatomy
+    input_scale: Float[Tensor, "batch pos 1"]
+    multipliers: tuple[tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]], ...]
+    W_out: Float[Tensor, "d_mlp d_model"]
+    output: Float[Tensor, "batch pos d_model"]
+    summed: Float[Tensor, "batch pos d_model"]
+
+    def share(self, vectors: Float[Tensor, "*batch pos d_model"]) -> Float[Tensor, "*batch pos d_model"]:
+        """What the feed-forward makes of shares of what it reads (before its norm)."""
+        read = linear_part(self.anatomy.feed_forward_input, vectors) / self.input_scale
+        hidden = torch.stack([(read @ W) * m for W, m in self.multipliers])
+        return hidden.sum(0) @ self.W_out
+
+    def joined(self, shares: Float[Tensor, "*batch pos d_model"]) -> Float[Tensor, "*batch pos d_model"]:
+        """What shares of the feed-forward's output add to the residual stream."""
+        norm = self.anatomy.feed_forward_branch
+        if norm is not None:
+            shares = linear_part(norm, shares) / norm.scale(self.output)
+        return shares * self.anatomy.residual_multiplier
+
+    def after(self, vectors: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """Shares of the middle of the block -> shares of its output, one vector per query."""
+        out = vectors if self.anatomy.parallel else vectors + self.joined(self.share(vectors))
+        norm = self.anatomy.feed_forward_residual
+        return out if norm is None else linear_part(norm, out) / norm.scale(self.summed)
+
+
+def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant) -> FeedForwardShares:
+    """The block's feed-forward at its true states.
+
+    Args:
+        block: a block whose feed-forward is plain or gated.
+        vectors: its vectors up to the feed-forward.
+        biases: "on_path" or "fixed", see `AtbFf`.
+    """
+    anatomy = block.anatomy
+    feed_forward = anatomy.feed_forward
+    if feed_forward is None:
+        raise ValueError(
+            f"block {block.layer}: expected a plain or gated feed-forward, got {anatomy.feed_forward_kind!r}"
+        )
+    state = vectors.resid_pre if anatomy.parallel else vectors.mid
+    shares = vectors.resid_pre if anatomy.parallel else vectors.normed.total
+    norm = anatomy.feed_forward_input
+    scale = torch.ones_like(state[..., :1]) if norm is None else norm.scale(state)
+    read = state if norm is None else norm(state)
+    multipliers = _multipliers(feed_forward, read, linear_part(norm, shares) / scale, biases)
+    output = feed_forward(read)
+    branch = output if anatomy.feed_forward_branch is None else anatomy.feed_forward_branch(output)
+    return FeedForwardShares(
+        anatomy,
+        scale,
+        multipliers,
+        feed_forward.W_out.to(state.dtype),
+        output,
+        vectors.mid + branch * anatomy.residual_multiplier,
+    )
+
+
+def _multipliers(
+    feed_forward: FeedForward, read: Tensor, shares: Tensor, biases: Variant
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """(first matrix, m) pairs; `shares` is the sum of all vectors' shares of `read`."""
+    dtype = read.dtype
+
+    def ends(W: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        end = (read @ W).double()
+        if bias is not None:
+            end = end + bias.double()
+        return end, None if biases == "on_path" else end - (shares @ W).double()
+
+    W_in = feed_forward.W_in.to(dtype)
+    if feed_forward.W_gate is None:
+        m = plain_multiplier(feed_forward.activation, *ends(W_in, feed_forward.b_in))
+        return ((W_in, m.to(dtype)),)
+    W_gate = feed_forward.W_gate.to(dtype)
+    gate, up = gated_multipliers(
+        feed_forward.activation, *ends(W_gate, feed_forward.b_gate), *ends(W_in, feed_forward.b_in)
+    )
+    return ((W_gate, gate.to(dtype)), (W_in, up.to(dtype)))
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedForwardMaps:
+    """Norms of all pairs: the feed-forward's output, with the residual stream, after the last norm."""
+
+    output: Float[Tensor, "batch query key"]
+    residual: Float[Tensor, "batch query key"]
+    normed: Float[Tensor, "batch query key"]
+
+
+def feed_forward_maps(block: Block, biases: Variant, reading: Norm | None = None) -> FeedForwardMaps:
+    """The three maps of one block; the methods of one run share them.
+
+    Args:
+        block: a block whose feed-forward is plain or gated.
+        biases: "on_path" or "fixed", see `AtbFf`.
+        reading: a norm to apply last where the block has none there (it reads the block's output).
+    """
+    kept = _shared.setdefault(block.recorded("pattern"), {})
+    key = (biases, reading is None)
+    if key not in kept:
+        vectors = attention_vectors(block)
+        shares = feed_forward_shares(block, vectors, biases)
+        kept[key] = (
+            _parallel(vectors, shares, reading)
+            if block.anatomy.parallel
+            else (_sequential(block, vectors.normed, shares, reading))
+        )
+    return kept[key]
+
+
+def _last_norm(shares: FeedForwardShares, reading: Norm | None) -> Norm | None:
+    own = shares.anatomy.feed_forward_residual
+    return reading if own is None else own
+
+
+def _parallel(vectors: AttentionVectors, shares: FeedForwardShares, reading: Norm | None) -> FeedForwardMaps:
+    """The feed-forward reads the block's input: all it adds belongs to the diagonal."""
+    own = shares.share(vectors.resid_pre)
+    residual = vectors.normed.plus_own(shares.joined(own))
+    output = torch.diag_embed(torch.linalg.vector_norm(own, dim=-1))
+    normed = residual.through(_last_norm(shares, reading), shares.summed)
+    return FeedForwardMaps(output, residual.norms(), normed.norms())
+
+
+def _sequential(
+    block: Block, vectors: Vectors, shares: FeedForwardShares, reading: Norm | None
+) -> FeedForwardMaps:
+    norm = _last_norm(shares, reading)
+    weights = vectors.pairs.weights
+    batch, keys, queries, _ = weights.shape
+    maps = [weights.new_zeros((batch, keys, queries)) for _ in range(3)]
+    first = FirstLayer(block, vectors, shares)
+    width = shares.W_out.shape[0] * len(shares.multipliers)
+    for chunk, seen in vectors.pairs.chunks(width, HIDDEN_ELEMENTS):
+        output = first.hidden(chunk, seen) @ shares.W_out
+        maps[0][:, chunk, seen] = torch.linalg.vector_norm(output, dim=-1)
+        part = weights[:, chunk, seen] @ vectors.pairs.vectors[:, chunk] * vectors.scale[:, None, seen]
+        part += _joined(shares, output, seen)
+        maps[1][:, chunk, seen] = torch.linalg.vector_norm(part, dim=-1)
+        if norm is not None:
+            maps[2][:, chunk, seen] = torch.linalg.vector_norm(linear_part(norm, part), dim=-1)
+    own = vectors.diagonal()
+    output = shares.share(own)
+    residual = own + shares.joined(output)
+    results = [found.transpose(1, 2) for found in maps]
+    for found, explicit in zip(results, (output, residual, linear_part(norm, residual)), strict=True):
+        found.diagonal(dim1=1, dim2=2).copy_(torch.linalg.vector_norm(explicit, dim=-1))
+    normed = results[1] if norm is None else results[2] / norm.scale(shares.summed)
+    return FeedForwardMaps(results[0], results[1], normed)
+
+
+def _joined(shares: FeedForwardShares, output: Tensor, seen: slice) -> Tensor:
+    norm = shares.anatomy.feed_forward_branch
+    if norm is not None:
+        output = linear_part(norm, output) / norm.scale(shares.output)[:, None, seen]
+    return output * shares.anatomy.residual_multiplier
+
+
+class FirstLayer:
+    """The hidden layer's shares of all pairs, from the first matrix applied once per key and head.
+
+    Args:
+        block: the block.
+        vectors: what the feed-forward reads, before its norm.
+        shares: the feed-forward.
+    """
+
+    def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares) -> None:
+        self._vectors, self._shares = vectors, shares
+        self._norm = shares.anatomy.feed_forward_input
+        scale = vectors.scale / shares.input_scale
+        self._multipliers = [m * scale for _, m in shares.multipliers]
+        batch, keys, heads, d_model = vectors.pairs.vectors.shape
+        # Folding W_O W_in costs d_model² d_mlp once, and saves all but d_head of d_model per key and head.
+        self._folded: list[Tensor] | None = None
+        if batch * keys * heads > d_model + batch * keys:
+            self._fold(block)
+
+    def _fold(self, block: Block) -> None:
+        anatomy, dtype = block.anatomy, self._vectors.total.dtype
+        output = linear_part(anatomy.attention_branch, value_path(block).W_O.to(dtype))
+        output = linear_part(self._norm, linear_part(anatomy.attention_residual, output))
+        self._folded = [output @ W for W, _ in self._shares.multipliers]
+        value = block.recorded("value").to(dtype)
+        self._value = value.repeat_interleave(output.shape[0] // value.shape[2], dim=2)
+
+    def hidden(self, chunk: slice, seen: slice) -> Float[Tensor, "batch key query d_mlp"]:
+        """Σ_h a_ijh (w_jh W) ⊙ m_i, both matrices of a gated feed-forward added."""
+        weights = self._vectors.pairs.weights[:, chunk, seen]
+        total: Tensor | None = None
+        for index, (W, _) in enumerate(self._shares.multipliers):
+            if self._folded is None:
+                by_head = linear_part(self._norm, self._vectors.pairs.vectors[:, chunk]) @ W
+            else:
+                by_head = torch.einsum("bkhe,hem->bkhm", self._value[:, chunk], self._folded[index])
+            hidden = (weights @ by_head).mul_(self._multipliers[index][:, None, seen])
+            total = hidden if total is None else total.add_(hidden)
+        if total is None:
+            raise ValueError("multipliers: expected at least one first matrix, got none")
+        return total
+
+
+def next_norm(blocks: Sequence[Block], layer: int) -> Norm | None:
+    """The norm that reads a block's output: the next block's first one, after the last the final one."""
+    if layer + 1 < len(blocks):
+        return blocks[layer + 1].anatomy.attention_input
+    return blocks[layer].final_norm()

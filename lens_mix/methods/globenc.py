@@ -1,0 +1,104 @@
+"""GlobEnc: the whole block by norms, the feed-forward through the scale of the norm after it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.methods.base import Method
+from lens_mix.methods.factors import AttentionVectors, Vectors, attention_vectors
+from lens_mix.methods.feed_forward import next_norm
+from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobEnc(Method):
+    """GlobEnc's N_Enc (Modarressi et al., NAACL 2022, eq. 9-12).
+
+    score[l, i, j] = ‖γ₂ ⊙ (F_ij - mean F_ij) / s₂_i‖: the vectors of `attn_res_ln` through the second norm
+    of the block, held linear at the true state, which the feed-forward's output is part of. The
+    feed-forward itself is left out. Shape [layer, query, key], from 0 up.
+
+    Blocks that have no norm on the residual stream (all but post-norm ones): the second norm is the one
+    that reads the block's output, the next block's first norm, after the last block the final norm.
+
+    GlobEnc's own roll-out is a product of these maps as they are, without identity and without dividing
+    rows: `lens_mix.methods.globenc.rollout`.
+    """
+
+    name: ClassVar[str] = "globenc"
+    residual: ClassVar[float] = 0.0
+    engines: ClassVar[tuple[str, ...]] = ("algebra",)
+    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
+    citation: ClassVar[str] = """@inproceedings{modarressi-etal-2022-globenc,
+  title = {{G}lob{E}nc: Quantifying Global Token Attribution by Incorporating the Whole Encoder Layer in
+           Transformers},
+  author = {Modarressi, Ali and Fayyaz, Mohsen and Yaghoobzadeh, Yadollah and Pilehvar, Mohammad Taher},
+  booktitle = {Proceedings of the 2022 Conference of the North American Chapter of the Association for
+               Computational Linguistics: Human Language Technologies},
+  year = {2022},
+  pages = {258--271},
+  url = {https://aclanthology.org/2022.naacl-main.19},
+}"""
+
+    def refuses(self, anatomy: BlockAnatomy) -> str | None:
+        if anatomy.cross:
+            return (
+                "cross-attention lies between the two norms: the vectors of this stack are not all that "
+                "the second norm reads (expected a block without cross-attention)"
+            )
+        if anatomy.feed_forward_residual is not None and anatomy.feed_forward is None:
+            return (
+                "the second norm reads the feed-forward's output, which can't be rebuilt "
+                f"({anatomy.feed_forward_kind!r}); expected a plain or gated feed-forward"
+            )
+        return None
+
+    def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer query key"]:
+        maps = []
+        for layer, block in enumerate(blocks):
+            maps.append(self.vectors(blocks, layer, attention_vectors(block)).norms())
+        return torch.stack(maps, dim=1)
+
+    def vectors(self, blocks: Sequence[Block], layer: int, attention: AttentionVectors) -> Vectors:
+        """The vectors whose norms the map of one layer holds."""
+        block = blocks[layer]
+        anatomy = block.anatomy
+        if anatomy.feed_forward_residual is None:
+            state = block.resid_post.to(attention.mid.dtype)
+            return attention.normed.through(next_norm(blocks, layer), state)
+        state = attention.mid
+        if anatomy.feed_forward is not None:
+            read = anatomy.feed_forward_in(attention.resid_pre, attention.mid)
+            branch = anatomy.feed_forward(read)
+            if anatomy.feed_forward_branch is not None:
+                branch = anatomy.feed_forward_branch(branch)
+            state = attention.mid + branch * anatomy.residual_multiplier
+        return attention.normed.through(anatomy.feed_forward_residual, state)
+
+
+def rollout(scores: Float[Tensor, "layer query key"]) -> Float[Tensor, "layer query key"]:
+    """GlobEnc's aggregation: products of the maps up to each layer, rows as they are (eq. 13).
+
+    Args:
+        scores: the scores of one map.
+
+    Raises:
+        ValueError: scores of another shape.
+    """
+    if scores.ndim != 3 or scores.shape[1] != scores.shape[2]:
+        raise ValueError(f"scores: expected [layer, query, key], got shape {list(scores.shape)}")
+    maps = [scores[0]]
+    for layer in scores[1:]:
+        maps.append(layer @ maps[-1])
+    return torch.stack(maps)
