@@ -1,0 +1,84 @@
+"""What the README and the pages say is true: examples run, links lead somewhere, the table is complete."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lens_mix as lm
+from tests.demos.tiny_folder import save_tiny_llama
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+HOW_TO = (ROOT / "docs" / "how_to_add_a_method.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def examples(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = save_tiny_llama(tmp_path_factory.mktemp("llama"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "demos")
+        import models
+
+        loaded = models.load(folder)
+        patch.delitem(sys.modules, "models")
+    return loaded
+
+
+def test_the_readmes_examples_run_one_after_the_other(model: Any) -> None:
+    names: dict[str, Any] = {"model": model}
+    found = examples(README)
+    assert len(found) >= 3
+    for example in found:
+        exec(compile(example, "README.md", "exec"), names)
+    assert names["m"].scores.shape == names["maps"]["attention"].scores.shape
+    assert names["r"].kind == "input"
+    assert names["logits"].shape[1] == len(names["m"].tokens)
+
+
+def test_the_readmes_table_is_the_list_of_methods() -> None:
+    rows = [line.split("|")[1] for line in README.splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(lm.METHODS)
+
+
+def test_the_example_method_of_the_page_runs(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, use = examples(HOW_TO)
+    # A dataclass looks its module up by name.
+    module = types.ModuleType("example")
+    monkeypatch.setitem(sys.modules, "example", module)
+    prompt = "My grandmother was born in"
+    module.__dict__.update(lm=lm, model=model, prompt=prompt)
+    for example in (method, use):
+        exec(compile(example, "how_to_add_a_method.md", "exec"), module.__dict__)
+    found = module.__dict__["m"]
+    largest = lm.run(model, prompt, lm.AttentionWeights(per_head=True)).scores.amax(1)
+    assert found.parameters == {"floor": 0.1}
+    assert found.scores.equal(largest.where(largest >= 0.1, 0.0))
+    with pytest.raises(ValueError, match="floor: expected a number from 0 to 1, got 2"):
+        module.__dict__["LargestWeight"](floor=2)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    here = [target for target in targets if "://" not in target]
+    assert [target for target in here if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_the_page_names_exist(page: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = re.findall(r"^make (\S+)|`make (\S+?)[` ]", page.read_text(encoding="utf-8"), re.MULTILINE)
+    for target in {first or second for first, second in named}:
+        assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE), f"no make target {target}"
