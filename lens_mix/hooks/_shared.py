@@ -136,7 +136,8 @@ class AttentionHook(HookFunction):
         self._forget()
         if values is None:
             raise RuntimeError(
-                f"{self!r}: {hook.name} fired, but {self.module}.hook_v did not fire before it in this pass"
+                f"{self!r}: expected {self.module}.hook_v before {hook.name} in each pass; it did not fire, "
+                "or fwd_hooks holds the same pair twice"
             )
         edited = self.on_mixed(split_heads(tensor, values), values, pattern)
         return None if edited is None else edited.to(tensor.dtype).reshape(tensor.shape)
