@@ -75,6 +75,7 @@ _NEOX = {**_BASE, "num_attention_heads": 3, "rotary_pct": 0.5}
 _NEO = _sizes(
     "hidden_size=24 intermediate_size=48 num_layers=2 num_heads=4 max_position_embeddings=32 window_size=4"
 )
+_NEO["attention_types"] = [[["global", "local"], 1]]
 _FALCON = _sizes("hidden_size=24 num_hidden_layers=2 num_attention_heads=4")
 _OPT = _sizes(
     "hidden_size=24 ffn_dim=48 num_hidden_layers=2 num_attention_heads=4 max_position_embeddings=32 "
@@ -123,11 +124,7 @@ _WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_LLAMA, "head_dim": 8}),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _NEOX),
     "gpt_neox_seq": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_NEOX, "use_parallel_residual": False}),
-    "gpt_neo": (
-        "GPTNeoForCausalLM",
-        "GPTNeoConfig",
-        {**_NEO, "attention_types": [[["global", "local"], 1]]},
-    ),
+    "gpt_neo": ("GPTNeoForCausalLM", "GPTNeoConfig", _NEO),
     "gptj": ("GPTJForCausalLM", "GPTJConfig", {**_GPT2, "n_head": 3, "rotary_dim": 4}),
     "opt": ("OPTForCausalLM", "OPTConfig", _OPT),
     "opt_postln": ("OPTForCausalLM", "OPTConfig", {**_OPT, "do_layer_norm_before": False}),
@@ -260,14 +257,12 @@ def wrapped_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) 
 
 
 def _norm_in_double(model: torch.nn.Module) -> None:
-    """Let norms compute in their input's dtype: transformers casts to float32 inside, which is no float64 test."""
+    """Let norms compute in the dtype of their input: transformers casts to float32 there."""
     for module in model.modules():
         kind = type(module).__name__
-        if not ("RMSNorm" in kind or kind in ("T5LayerNorm", "OlmoLayerNorm", "CohereLayerNorm")):
-            continue
-        module.forward = functools.partial(
-            _normed, module, centred="RMS" not in kind and kind != "T5LayerNorm", offset=kind.startswith("Gemma")
-        )
+        if "RMSNorm" in kind or kind in ("T5LayerNorm", "OlmoLayerNorm", "CohereLayerNorm"):
+            centred, offset = "RMS" not in kind and kind != "T5LayerNorm", kind.startswith("Gemma")
+            module.forward = functools.partial(_normed, module, centred=centred, offset=offset)
 
 
 def _normed(module: torch.nn.Module, x: torch.Tensor, *, centred: bool, offset: bool) -> torch.Tensor:
