@@ -1,0 +1,248 @@
+"""Maximum flow against networkx, its bounds, the proofs, and what is refused."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lens_mix.aggregation.flow_bounds import first_layer_bound, proven
+from lens_mix.aggregation.flow_rows import all_flows
+from lens_mix.aggregation.max_flow import LayeredFlow
+
+CLOSE = {"rtol": 0, "atol": 2e-8}
+
+
+def stack(layers, size, causal=False, seed=0, sharpness=2.0, residual=0.5, density=1.0):
+    """Rows that sum to 1, or are zero where `density` leaves nothing and there is no residual."""
+    generator = np.random.default_rng(seed)
+    weights = np.exp(sharpness * generator.standard_normal((layers, size, size)))
+    weights *= generator.random(weights.shape) < density
+    if causal:
+        weights = np.tril(weights)
+    total = weights.sum(-1, keepdims=True)
+    weights = weights / np.where(total > 0, total, 1)
+    mixed = (1 - residual) * weights + residual * np.eye(size)
+    if residual > 0:
+        mixed = np.where(total > 0, mixed, np.eye(size))
+    return mixed
+
+
+def every(capacities, solver="scipy", **options):
+    layers, size, _ = capacities.shape
+    return all_flows(capacities, range(1, layers + 1), range(size), solver, **options)
+
+
+stacks = st.builds(
+    stack,
+    layers=st.integers(1, 6),
+    size=st.integers(1, 6),
+    causal=st.booleans(),
+    seed=st.integers(0, 10**6),
+    sharpness=st.sampled_from([0.0, 1.0, 4.0]),
+    residual=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    density=st.sampled_from([1.0, 0.5, 0.2]),
+)
+
+
+# ---------------------------------------------------------------------- against networkx
+
+
+@settings(max_examples=60, deadline=None)
+@given(stacks)
+def test_equals_networkx(capacities):
+    np.testing.assert_allclose(every(capacities), every(capacities, "networkx"), **CLOSE)
+
+
+@settings(max_examples=30, deadline=None)
+@given(stacks, st.floats(1e-6, 1e6))
+def test_capacities_of_any_size(capacities, factor):
+    np.testing.assert_allclose(every(capacities * factor) / factor, every(capacities), **CLOSE)
+
+
+def test_capacities_that_do_not_come_from_rows_that_sum_to_1():
+    capacities = 7 * np.random.default_rng(0).random((4, 5, 5))
+    expected = every(capacities, "networkx")
+    np.testing.assert_allclose(every(capacities), expected, rtol=0, atol=1e-6)
+    assert expected.max() > 7
+
+
+def test_a_window_of_attention_uses_its_own_pattern():
+    band = np.tril(np.ones((9, 9))) - np.tril(np.ones((9, 9)), -3)
+    capacities = np.stack([band / band.sum(1, keepdims=True)] * 5) * 0.5 + 0.5 * np.eye(9)
+    flows = every(capacities)
+    np.testing.assert_allclose(flows, every(capacities, "networkx"), **CLOSE)
+    assert flows[0, 8, 5] == 0
+    assert flows[1, 8, 4] > 0
+
+
+def test_one_and_two_layers_are_exact():
+    capacities = stack(2, 7)
+    flows = every(capacities)
+    np.testing.assert_array_equal(flows[0], capacities[0])
+    expected = np.minimum(capacities[1][:, :, None], capacities[0][None]).sum(1)
+    np.testing.assert_allclose(flows[1], expected, rtol=0, atol=1e-15)
+
+
+def test_a_narrow_middle_limits_the_flow():
+    # 1 goes in and 1 could come out, but only 0.25 passes the second layer.
+    top, first = np.full((2, 2), 0.5), np.full((2, 2), 0.5)
+    middle = np.array([[0.125, 0.0], [0.0, 0.125]])
+    flows = every(np.stack([first, middle, top]))
+    np.testing.assert_allclose(flows[2], np.full((2, 2), 0.25), **CLOSE)
+
+
+# ---------------------------------------------------------------------- properties
+
+
+@settings(max_examples=40, deadline=None)
+@given(stacks)
+def test_never_above_what_leaves_the_query_or_enters_the_key(capacities):
+    flows = every(capacities)
+    for level, found in enumerate(flows, start=1):
+        leaves, enters = capacities[level - 1].sum(1), capacities[0].sum(0)
+        assert (found <= np.minimum(leaves[:, None], enters[None, :]) + 1e-8).all()
+        assert (found <= first_layer_bound(capacities, level) + 1e-8).all()
+        assert (found >= 0).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(stacks, st.data())
+def test_more_capacity_never_means_less_flow(capacities, data):
+    layers, size, _ = capacities.shape
+    layer = data.draw(st.integers(0, layers - 1))
+    query, key = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, size - 1))
+    wider = capacities.copy()
+    wider[layer, query, key] += data.draw(st.floats(0, 2))
+    assert (every(wider) >= every(capacities) - 1e-7).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(stacks)
+def test_the_rollout_is_a_flow_so_no_maximum_is_below_it(capacities):
+    rolled = np.eye(capacities.shape[1])
+    for matrix, flows in zip(capacities, every(capacities), strict=True):
+        rolled = matrix @ rolled
+        assert (flows >= rolled - 1e-8).all()
+
+
+@pytest.mark.parametrize("residual", [0.0, 0.5])
+def test_nothing_flows_from_later_tokens(residual):
+    flows = every(stack(5, 8, causal=True, residual=residual))
+    assert (np.triu(flows, 1) == 0).all()
+    assert (flows[:, range(8), range(8)] > 0).all()
+
+
+def test_rows_and_keys_can_be_asked_for_alone():
+    capacities = stack(5, 6, seed=3)
+    whole = every(capacities)
+    alone = all_flows(capacities, [4], [5, 2], keys=[0, 3])
+    np.testing.assert_array_equal(alone[0][:, [0, 3]], whole[3][[5, 2]][:, [0, 3]])
+    assert (alone[0][:, [1, 2, 4, 5]] == 0).all()
+
+
+# ---------------------------------------------------------------------- proofs
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(3, 10),
+    st.integers(2, 7),
+    st.integers(0, 10**6),
+    st.sampled_from([0.5, 1.0, 3.0]),
+    st.sampled_from([0.0, 0.2, 0.5]),
+    st.sampled_from([1.0, 0.7]),
+)
+def test_what_is_proven_is_true(layers, size, seed, sharpness, residual, density):
+    capacities = stack(layers, size, seed=seed, sharpness=sharpness, residual=residual, density=density)
+    shown = proven(capacities)
+    solved = all_flows(capacities, [layers], range(size), "networkx")[0]
+    np.testing.assert_allclose(solved[shown], first_layer_bound(capacities, layers)[shown], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("first_token", [0.0, 4.0])
+@pytest.mark.parametrize(("layers", "size"), [(12, 32), (24, 16)])
+def test_deep_bidirectional_stacks_are_proven(layers, size, first_token):
+    # Four heads, averaged: what a layer map of attention is. The first token may draw most of it.
+    generator = np.random.default_rng(0)
+    logits = 2 * generator.standard_normal((layers, 4, size, size))
+    logits[..., 0] += first_token
+    weights = np.exp(logits)
+    weights = (weights / weights.sum(-1, keepdims=True)).mean(1)
+    assert proven(0.5 * weights + 0.5 * np.eye(size)).mean() > 0.8
+
+
+def test_no_proof_where_rows_do_not_sum_to_1_or_the_stack_is_shallow_or_causal():
+    deep = stack(12, 8)
+    assert proven(deep).all()
+    assert not proven(deep * 0.5).any()
+    assert not proven(deep[:2]).any()
+    assert not proven(stack(12, 8, causal=True)).any()
+
+
+def test_the_bound_of_causal_stacks_counts_the_tokens_between_only():
+    capacities = stack(4, 6, causal=True)
+    bound = first_layer_bound(capacities, 4)
+    expected = min(capacities[3][4, 2:5].sum(), capacities[0][2:5, 2].sum())
+    assert bound[4, 2] == pytest.approx(expected, abs=1e-15)
+    assert bound[2, 4] == 0
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+def test_processes_give_the_same():
+    capacities = stack(4, 6, causal=True)
+    np.testing.assert_array_equal(every(capacities, processes=2), every(capacities))
+
+
+def test_progress_counts_the_rows(capsys):
+    every(stack(3, 4, causal=True), progress=True)
+    shown = capsys.readouterr().err
+    assert "flow" in shown
+    assert "12/12" in shown
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [(-0.1, "-0.1"), (np.nan, "nan"), (np.inf, "inf"), (-np.inf, "-inf")],
+)
+@pytest.mark.parametrize("solver", ["scipy", "networkx"])
+def test_bad_capacities_are_named(wrong, text, solver):
+    capacities = stack(3, 4)
+    capacities[1, 2, 3] = wrong
+    with pytest.raises(ValueError, match=f"finite numbers, 0 or more, got {text} at layer 1, query 2, key 3"):
+        LayeredFlow(capacities, solver)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 3), (2, 0, 0)])
+def test_empty_graphs_are_refused(shape):
+    with pytest.raises(ValueError, match="at least one layer and one token"):
+        LayeredFlow(np.zeros(shape))
+
+
+def test_other_shapes_and_types_are_refused():
+    for shape in ((3, 3), (2, 3, 4), (1, 2, 3, 3)):
+        with pytest.raises(ValueError, match="shape \\[layer, position, position\\]"):
+            LayeredFlow(np.zeros(shape))
+    with pytest.raises(TypeError, match="array of real numbers"):
+        LayeredFlow(np.zeros((2, 3, 3), dtype=complex))
+    with pytest.raises(TypeError, match="array of"):
+        LayeredFlow([[["a"]]])
+    with pytest.raises(ValueError, match="solver: expected 'scipy' or 'networkx', got 'igraph'"):
+        LayeredFlow(stack(2, 3), "igraph")
+
+
+def test_rows_that_do_not_exist_are_refused():
+    network = LayeredFlow(stack(2, 3))
+    with pytest.raises(ValueError, match="level: expected 1 to 2, got 3"):
+        network.row(3, 0)
+    with pytest.raises(ValueError, match="query: expected a position from 0 to 2, got 3"):
+        network.row(1, 3)
+
+
+def test_no_capacity_at_all_is_no_flow():
+    assert (every(np.zeros((4, 3, 3))) == 0).all()
+    assert (every(np.zeros((4, 3, 3)), "networkx") == 0).all()
