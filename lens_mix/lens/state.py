@@ -21,7 +21,7 @@ def undisturbed(model: nn.Module, gradients: bool = False) -> Iterator[None]:
         model: any TransformerLens model.
         gradients: leave gradients on, for leaves that a hook puts in; parameters build no graph.
     """
-    training = [module for module in model.modules() if module.training]
+    training = [module for module in _all_modules(model) if module.training]
     for module in training:
         module.training = False
     with contextlib.ExitStack() as stack:
@@ -33,6 +33,13 @@ def undisturbed(model: nn.Module, gradients: bool = False) -> Iterator[None]:
         yield
 
 
+def _all_modules(model: nn.Module) -> list[nn.Module]:
+    """Every module once; a Bridge keeps the model it wraps (and its embedding dropout) outside its own tree."""
+    wrapped = getattr(model, "original_model", None)
+    modules = list(model.modules()) + (list(wrapped.modules()) if isinstance(wrapped, nn.Module) else [])
+    return list({id(module): module for module in modules}.values())
+
+
 def _restore_training(training: list[nn.Module]) -> None:
     for module in training:
         module.training = True
@@ -41,7 +48,8 @@ def _restore_training(training: list[nn.Module]) -> None:
 @contextlib.contextmanager
 def _frozen_parameters(model: nn.Module) -> Iterator[None]:
     """No parameter asks for a gradient inside, so that the graph starts where a leaf is put in."""
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = {id(p): p for module in _all_modules(model) for p in module.parameters(recurse=False)}
+    learned = [parameter for parameter in parameters.values() if parameter.requires_grad]
     try:
         for parameter in learned:
             parameter.requires_grad_(False)
@@ -70,7 +78,7 @@ def _eager_attention(model: nn.Module) -> Iterator[None]:
 def _huggingface_configs(model: nn.Module) -> list[Any]:
     """Every distinct configuration object that a wrapped Hugging Face module reads its kernel from."""
     configs = {}
-    for module in getattr(model, "original_model", nn.Module()).modules():
+    for module in _all_modules(model):
         config = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
             configs[id(config)] = config

@@ -1,0 +1,164 @@
+"""The user's model comes back as it was: after success, after an exception in a hook, after Ctrl-C."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.methods import Method
+from tests.matrix import Case, cases, prompt_of
+from tests.tiny_models import inputs
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+LABELS = [
+    "bridge llama",
+    "bridge opt",
+    "bridge bert",
+    "bridge t5 decoder",
+    "HookedTransformer LN",
+    "HookedEncoder",
+]
+CASES = {case.label: case for case in cases()}
+
+
+def state_of(model):
+    """Everything that must not change."""
+    original = getattr(model, "original_model", None)
+    return {
+        "training": [module.training for tree in (model, original) if tree for module in tree.modules()],
+        "requires_grad": {name: p.requires_grad for name, p in model.named_parameters()},
+        "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "gradients": {name: p.grad for name, p in model.named_parameters()},
+        "hooks": {
+            name: (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
+            for name, m in model.named_modules()
+        },
+        "attention": getattr(getattr(original, "config", None), "_attn_implementation", None),
+        "forward": {name: "forward" in module.__dict__ for name, module in model.named_modules()},
+        "gradients on": torch.is_grad_enabled(),
+    }
+
+
+def assert_same(before, after):
+    for name in before:
+        if name == "weights":
+            assert all(torch.equal(before[name][p], after[name][p]) for p in before[name])
+        else:
+            assert before[name] == after[name], name
+
+
+def disturbed(model):
+    """A model with a mind of its own: half in training mode, half frozen, a hook of the user's, a hook in a block."""
+    for index, module in enumerate(model.modules()):
+        module.training = index % 2 == 0
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 2 == 0)
+    name = next(name for name in model.hook_dict if name.endswith("hook_v") or name.endswith("v.hook_out"))
+    model.add_hook(name, lambda tensor, hook: tensor * 1.0)
+    # TransformerLens's Bridge puts hooks of its own on norms in the first forward pass.
+    with torch.no_grad():
+        arguments, keywords = inputs(model, 1)
+        model(*arguments, **keywords)
+    return model
+
+
+def build(label) -> tuple[Case, object]:
+    case = CASES[label]
+    model = case.build()
+    if case.refusal is not None:
+        pytest.skip(case.refusal)
+    return case, disturbed(model)
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_after_success(label):
+    case, model = build(label)
+    before = state_of(model)
+    lm.run(model, prompt_of(model), ["attention", "value_zeroing"], stack=case.stack)
+    list(lm.run_many(model, [prompt_of(model), prompt_of(model, 4)], "value_zeroing", stack=case.stack))
+    lm.check(model, prompt_of(model), stack=case.stack)
+    assert_same(before, state_of(model))
+
+
+class Interrupting(Method):
+    """A method that is interrupted in the middle of a replay."""
+
+    name = "interrupting"
+    residual = 0.0
+    engines = ("hooks",)
+    citation = ""
+    problem: type[BaseException] = RuntimeError
+
+    def __call__(self, block):
+        def interrupt(tensor, hook):
+            raise self.problem("in the middle")
+
+        name = f"{block.attention_template.format(layer=block.layer)}.hook_v"
+        return block.replay(torch.tensor([0, 0]), [(name, interrupt)])
+
+
+class Interrupted(Interrupting):
+    problem = KeyboardInterrupt
+
+
+@pytest.mark.parametrize("method", [Interrupting(), Interrupted()])
+@pytest.mark.parametrize("label", LABELS)
+def test_after_an_exception_inside_a_hook(label, method):
+    case, model = build(label)
+    before = state_of(model)
+    with pytest.raises(method.problem, match="in the middle"):
+        lm.run(model, prompt_of(model), method, stack=case.stack)
+    assert_same(before, state_of(model))
+    maps = lm.run(model, prompt_of(model), "attention", stack=case.stack)
+    assert maps.scores.max() > 0
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_after_an_exception_in_the_clean_pass(label):
+    case, model = build(label)
+
+    def fail(module, arguments, output):
+        raise KeyboardInterrupt
+
+    handle = lm.Lens(model, case.stack).stack.blocks[1].register_forward_hook(fail)
+    before = state_of(model)
+    with pytest.raises(KeyboardInterrupt):
+        lm.run(model, prompt_of(model), "attention", stack=case.stack)
+    assert_same(before, state_of(model))
+    handle.remove()
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_after_an_exception_while_starting_at_a_block(label):
+    case, model = build(label)
+    lens = lm.Lens(model, case.stack)
+    clean = clean_pass(lens, model)
+    before = state_of(model)
+
+    def fail(tensor, hook):
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        lens.logits(clean, start_at_layer=1, fwd_hooks=[(lens.stack.hook_name("value", 1), fail)])
+    assert_same(before, state_of(model))
+
+
+def clean_pass(lens, model):
+    from lens_mix.lens.prompts import pad, read_prompt
+
+    return lens.clean_pass(pad([read_prompt(model, lens.kind, prompt_of(model))], 0, "right"))
+
+
+def test_dropout_of_a_training_model_is_off():
+    model = CASES["bridge gpt2"].build()
+    reference = lm.run(model, prompt_of(model), "value_zeroing").scores
+    model.train()
+    torch.testing.assert_close(
+        lm.run(model, prompt_of(model), "value_zeroing").scores, reference, atol=0, rtol=0
+    )
+
+
+def test_maps_need_no_gradients():
+    model = CASES["bridge gpt2"].build()
+    assert not lm.run(model, prompt_of(model), "value_zeroing").scores.requires_grad
