@@ -1,0 +1,437 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import lens_mix as lm
+from lens_mix.methods.quadrature import RULES, quadrature
+from tests import tiny_models
+from tests.methods import attribution_reference as hao
+from tests.tiny_models import available, bridge, hooked_transformer
+
+needs_bridge = pytest.mark.skipif(not available(bridge, "gpt2"), reason="no TransformerBridge here")
+
+
+def any_gpt2(dtype: torch.dtype = torch.float64):
+    """A decoder that every TransformerLens can build."""
+    if available(bridge, "gpt2"):
+        return bridge("gpt2", dtype)
+    return hooked_transformer("LN", dtype)
+
+
+def naive(model, tokens: Tensor, layer: int, function, points: Tensor, weights: Tensor) -> Tensor:
+    """The definition, one whole forward pass per point, writing hook_pattern itself: [head, query, key]."""
+    name = f"blocks.{layer}.attn.hook_pattern"
+    store = {}
+
+    def keep(tensor, hook):
+        store["pattern"] = tensor.detach().clone()
+
+    model.run_with_hooks(tokens[None], fwd_hooks=[(name, keep)])
+    pattern = store["pattern"]
+    total = torch.zeros_like(pattern)
+    for point, weight in zip(points.tolist(), weights.tolist(), strict=True):
+        leaf = (point * pattern).requires_grad_(True)
+        out = model.run_with_hooks(tokens[None], fwd_hooks=[(name, lambda t, hook, leaf=leaf: leaf)])
+        total += weight * torch.autograd.grad(function(out).sum(), leaf)[0]
+    return (total * pattern)[0]
+
+
+# ------------------------------------------------------------------ peers
+
+
+@pytest.mark.parametrize("model_class", hao.MODEL_CLASSES)
+def test_the_released_code(model_class):
+    expected = hao.attattr()
+    tokens, inputs = hao.prompt(expected)
+    logits = hao.classifier()
+    target = lm.targets.head(lambda resid: logits(resid).softmax(-1)[:, expected["pred"]])
+    method = lm.AttentionAttribution(target=target, method="riemann_left", n_steps=20, per_head=True)
+    found = lm.run(hao.body(model_class), tokens, method, **inputs)
+    assert found.scores.shape == expected["attr"].shape
+    assert (found.scores - expected["attr"]).abs().max() <= 1e-8
+    assert (found.scores - expected["attr"]).abs().max() <= 1e-8 * expected["attr"].abs().max()
+    clean = found.provenance["details"]["target_value"][0]
+    assert clean == pytest.approx(expected["logits"][0].softmax(-1)[expected["pred"]].item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["gauss_legendre", "riemann_left", "riemann_right", "riemann_middle"])
+def test_captum(rule):
+    captum = pytest.importorskip("captum.attr")
+    model = any_gpt2()
+    tokens = tiny_models.tokens(model, 1)[0]
+    method = lm.AttentionAttribution(n_steps=6, method=rule, per_head=True)
+    found = lm.run(model, tokens, [method, "attention"])
+    clean = lm.run(model, tokens, lm.AttentionWeights(per_head=True)).scores
+    with torch.no_grad():
+        token = int(model(tokens[None])[0, -1].argmax())
+    for layer in range(2):
+        name = f"blocks.{layer}.attn.hook_pattern"
+
+        def forward(pattern, name=name):
+            hook = (name, lambda t, hook: pattern)
+            out = model.run_with_hooks(tokens.expand(len(pattern), -1), fwd_hooks=[hook])
+            return out[:, -1].softmax(-1)[:, token]
+
+        expected, gap = captum.IntegratedGradients(forward).attribute(
+            clean[layer][None],
+            n_steps=6,
+            method={"gauss_legendre": "gausslegendre"}.get(rule, rule),
+            return_convergence_delta=True,
+        )
+        scores = found["attention_attribution"].scores[layer]
+        # captum keeps its points in float32
+        assert (scores - expected[0]).abs().max() <= 1e-7
+        assert found["attention_attribution"].provenance["details"]["completeness_gap"][layer] == (
+            pytest.approx(gap.item(), abs=1e-6)
+        )
+
+
+# ------------------------------------------------------------------ the definition
+
+
+@needs_bridge
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "gpt_neox", "mixtral", "gpt_oss"])
+def test_whole_forward_passes(name):
+    model = bridge(name, torch.float64)
+    tokens = tiny_models.tokens(model, 1)[0]
+    points, weights = quadrature("gauss_legendre", 4)
+
+    def function(logits):
+        return logits[:, 3, 7] - logits[:, 3, 9]
+
+    method = lm.AttentionAttribution(target=function, n_steps=4, per_head=True)
+    found = lm.run(model, tokens, method)
+    for layer in range(2):
+        expected = naive(model, tokens, layer, function, points, weights)
+        assert expected.abs().max() > 1e-3 or layer == 1
+        assert (found.scores[layer] - expected).abs().max() <= 1e-10 * max(1, expected.abs().max())
+
+
+@needs_bridge
+@pytest.mark.parametrize("name", ["opt", "bert", "gptj", "t5", "bart"])
+def test_completeness_on_delegated_attention(name):
+    if not available(bridge, name):
+        pytest.skip(f"no bridge for {name}")
+    model = bridge(name, torch.float64)
+    prompt = tiny_models.tokens(model, 1)[0]
+    if tiny_models.is_encoder_decoder(model):
+        prompt = (prompt, tiny_models.tokens(model, 1, 5, 2)[0])
+    try:
+        found = lm.run(model, prompt, lm.AttentionAttribution(n_steps=64))
+    except lm.UnsupportedModelError as reason:
+        pytest.skip(str(reason))
+    details = found.provenance["details"]
+    for layer in range(2):
+        difference = details["target_value"][layer] - details["baseline_value"][layer]
+        total = found.scores[layer].sum().item()
+        assert abs(difference) > 1e-6
+        # ReLU (opt, t5) leaves kinks in the path
+        assert total == pytest.approx(difference, abs=2e-2 if name in ("opt", "t5") else 1e-6)
+
+
+@pytest.mark.parametrize("of", ["probability", "logit"])
+def test_completeness_on_a_smooth_model(of):
+    model = any_gpt2()
+    tokens = tiny_models.tokens(model, 1)[0]
+    method = lm.AttentionAttribution(target=lm.targets.predicted(of=of), n_steps=48)
+    details = lm.run(model, tokens, method).provenance["details"]
+    assert all(abs(gap) <= 1e-6 for gap in details["completeness_gap"])
+    assert all(
+        abs(a - b) > 1e-3 for a, b in zip(details["target_value"], details["baseline_value"], strict=True)
+    )
+
+
+def test_sum_over_heads_and_rows():
+    model = any_gpt2()
+    tokens = tiny_models.tokens(model, 1)[0]
+    summed = lm.run(model, tokens, lm.AttentionAttribution())
+    apart = lm.run(model, tokens, lm.AttentionAttribution(per_head=True))
+    assert summed.scores.shape == (2, 7, 7)
+    assert (apart.scores.sum(1) - summed.scores).abs().max() <= 1e-12
+    assert not summed.scores[:, *torch.triu_indices(7, 7, 1)].any()
+    # the last layer's other rows cannot reach the last position
+    assert not summed.scores[1, :-1].any()
+    assert summed.scores[1, -1].abs().min() > 0
+
+
+# ------------------------------------------------------------------ baselines
+
+
+def test_baselines():
+    model = any_gpt2()
+    tokens = tiny_models.tokens(model, 1)[0]
+    uniform = torch.ones(7, 7, dtype=torch.float64).tril() / torch.arange(1, 8, dtype=torch.float64)[:, None]
+    given = uniform.expand(2, 4, 7, 7)
+    by_name = lm.run(model, tokens, lm.AttentionAttribution(baseline="uniform", n_steps=32))
+    by_tensor = lm.run(model, tokens, lm.AttentionAttribution(baseline=given, n_steps=32))
+    by_function = lm.run(
+        model, tokens, lm.AttentionAttribution(baseline=lambda pattern, layer: given[layer][None], n_steps=32)
+    )
+    zero = lm.run(model, tokens, lm.AttentionAttribution(n_steps=32))
+    assert torch.equal(by_tensor.scores, by_function.scores)
+    assert (by_tensor.scores - by_name.scores).abs().max() <= 1e-12
+    assert (by_name.scores - zero.scores).abs().max() > 1e-3
+    assert max(map(abs, by_name.provenance["details"]["completeness_gap"])) <= 1e-6
+    by_tensor.to_dataframe()
+    assert by_tensor.parameters["baseline"] == "a tensor of shape [2, 4, 7, 7]"
+
+
+def test_a_baseline_may_not_break_the_mask():
+    model = any_gpt2()
+    tokens = tiny_models.tokens(model, 1)[0]
+    for baseline, message in [
+        (torch.full((2, 4, 7, 7), 1 / 7), "attention mask would be broken"),
+        (torch.zeros(2, 4, 6, 6), r"expected shape \[1, 4, 7, 7\]"),
+        (torch.zeros(4, 7, 7), r"\[layer, head, query, key\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            lm.run(model, tokens, lm.AttentionAttribution(baseline=baseline))
+    two = [tokens, tokens.flip(0)]
+    with pytest.raises(ValueError, match="a tensor is for one prompt"):
+        list(lm.run_many(model, two, lm.AttentionAttribution(baseline=torch.zeros(2, 4, 7, 7))))
+
+
+# ------------------------------------------------------------------ steps and memory
+
+
+def test_tolerance_raises_the_steps_until_it_is_met():
+    model = any_gpt2()
+    tokens = tiny_models.tokens(model, 1)[0]
+    few = lm.run(model, tokens, lm.AttentionAttribution(n_steps=2)).provenance["details"]
+    tolerance = 1e-9
+    assert max(map(abs, few["completeness_gap"])) > tolerance
+    found = lm.run(model, tokens, lm.AttentionAttribution(n_steps=2, tolerance=tolerance))
+    details = found.provenance["details"]
+    assert max(map(abs, details["completeness_gap"])) <= tolerance
+    assert max(details["steps"]) > 2
+    assert not [note for note in found.notes if "tolerance" in note]
+
+
+def test_tolerance_that_is_not_met_is_told():
+    model = any_gpt2()
+    tokens = tiny_models.tokens(model, 1)[0]
+    found = lm.run(model, tokens, lm.AttentionAttribution(n_steps=2, max_steps=4, tolerance=1e-14))
+    assert [note for note in found.notes if "tolerance 1e-14 was not met" in note and "max_steps=4" in note]
+
+
+def test_only_the_prompts_that_need_more_steps_get_them():
+    model = any_gpt2()
+    prompts = [tiny_models.tokens(model, 1, seed=seed)[0] for seed in range(4)]
+    single = [lm.run(model, p, lm.AttentionAttribution(n_steps=4, tolerance=1e-6)) for p in prompts]
+    batch = list(lm.run_many(model, prompts, lm.AttentionAttribution(n_steps=4, tolerance=1e-6)))
+    steps = [m.provenance["details"]["steps"] for m in batch]
+    assert steps == [m.provenance["details"]["steps"] for m in single]
+    assert len({tuple(s) for s in steps}) > 1
+    for alone, together in zip(single, batch, strict=True):
+        assert (alone.scores - together.scores).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, 100])
+def test_internal_batch_size_changes_nothing(size):
+    model = any_gpt2()
+    prompts = [tiny_models.tokens(model, 1, length)[0] for length in (7, 4)]
+    whole = list(lm.run_many(model, prompts, lm.AttentionAttribution()))
+    rows = []
+    handle = model.blocks[1].register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len((*args, *kwargs.values())[0])), with_kwargs=True
+    )
+    try:
+        chunked = list(lm.run_many(model, prompts, lm.AttentionAttribution(internal_batch_size=size)))
+    finally:
+        handle.remove()
+    assert max(rows) <= max(size, 3)  # the proof of a replay takes three rows
+    for a, b in zip(whole, chunked, strict=True):
+        assert (a.scores - b.scores).abs().max() <= 1e-12
+
+
+def test_max_memory_bounds_the_rows():
+    model = any_gpt2()
+    tokens = tiny_models.tokens(model, 1)[0]
+    with pytest.raises(ValueError, match="max_memory: expected at least"):
+        lm.run(model, tokens, lm.AttentionAttribution(), max_memory=1000)
+    small = lm.run(model, tokens, lm.AttentionAttribution(), max_memory=400_000)
+    whole = lm.run(model, tokens, lm.AttentionAttribution())
+    assert (small.scores - whole.scores).abs().max() <= 1e-12
+
+
+def test_blocks_below_are_not_run_again():
+    model = any_gpt2()
+    tokens = tiny_models.tokens(model, 1)[0]
+    method = lm.AttentionAttribution(n_steps=5)
+    rows: list[list[int]] = [[], []]
+    for layer, block in enumerate(model.blocks):
+        block.attn.register_forward_hook(
+            lambda m, args, out, layer=layer: rows[layer].append(
+                len(out[0] if isinstance(out, tuple) else out)
+            )
+        )
+    lm.run(model, tokens, method)
+    # five points with gradients: layer 0's need both blocks, layer 1's the upper one alone
+    assert rows[0].count(5) == 1
+    assert rows[1].count(5) == 2
+
+
+# ------------------------------------------------------------------ degenerate norms
+
+
+@needs_bridge
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2"])
+def test_invisible_scale_is_told(name):
+    model = bridge(name)
+    found = lm.run(model, tiny_models.tokens(model, 1)[0], lm.AttentionAttribution())
+    told = [note for note in found.notes if "completeness is degenerate" in note]
+    assert len(told) == 2
+    details = found.provenance["details"]
+    for layer in range(2):
+        assert details["visible_share"][layer] < 2e-3
+        difference = details["target_value"][layer] - details["baseline_value"][layer]
+        assert abs(details["completeness_gap"][layer]) > 0.5 * abs(difference)
+
+
+@needs_bridge
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "bert"])
+def test_visible_scale_is_not_called_degenerate(name):
+    model = bridge(name)
+    found = lm.run(model, tiny_models.tokens(model, 1)[0], lm.AttentionAttribution())
+    assert not [note for note in found.notes if "degenerate" in note]
+
+
+# ------------------------------------------------------------------ padding, state, errors
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padded_prompts_get_what_they_get_alone(side):
+    model = any_gpt2()
+    prompts = [tiny_models.tokens(model, 1, length, seed=length)[0] for length in (7, 3, 5)]
+    method = lm.AttentionAttribution(per_head=True)
+    alone = [lm.run(model, prompt, method) for prompt in prompts]
+    together = list(lm.run_many(model, prompts, method, padding_side=side))
+    for a, b in zip(alone, together, strict=True):
+        assert (a.scores - b.scores).abs().max() <= 1e-10
+        assert b.provenance["details"]["target_value"] == pytest.approx(
+            a.provenance["details"]["target_value"], abs=1e-12
+        )
+
+
+def state(model):
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    flags = [p.requires_grad for p in model.parameters()]
+    training = [m.training for m in model.modules()]
+    grads = [p.grad is None for p in model.parameters()]
+    forwards = ["forward" in m.__dict__ for m in model.modules()]
+    return hooks, flags, training, grads, forwards, torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("problem", [None, RuntimeError, KeyboardInterrupt])
+def test_the_model_comes_back_as_it_was(problem):
+    model = any_gpt2().train()
+    first = next(iter(model.parameters()))
+    first.requires_grad_(False)
+    model(tiny_models.tokens(model, 1))  # TransformerLens itself leaves hooks on in its first pass
+    before = state(model)
+    calls = []
+
+    def function(logits):
+        calls.append(len(logits))
+        if problem is not None and torch.is_grad_enabled():
+            raise problem("mid-gradient")
+        return logits[:, -1, 4]
+
+    tokens = tiny_models.tokens(model, 1)[0]
+    for method in (lm.AttentionAttribution(target=function), lm.GradientAttention(target=function)):
+        if problem is None:
+            lm.run(model, tokens, method)
+        else:
+            with pytest.raises(problem):
+                lm.run(model, tokens, method)
+        assert state(model) == before
+    assert calls
+
+
+def test_no_graph_reaches_the_parameters():
+    model = any_gpt2()
+    asked = []
+
+    def keep(module, args, out):
+        if torch.is_grad_enabled():
+            asked.append(any(p.requires_grad for p in model.parameters()))
+
+    model.blocks[1].register_forward_hook(keep)
+    lm.run(model, tiny_models.tokens(model, 1)[0], ["attention_attribution", "gradient_attention"])
+    assert asked
+    assert not any(asked)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def test_targets_without_a_gradient_are_refused():
+    model = any_gpt2()
+    tokens = tiny_models.tokens(model, 1)[0]
+    learned = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+    for function in (lambda logits: logits[:, -1, 4].detach(), lambda logits: learned.expand(len(logits))):
+        for method in (lm.AttentionAttribution(target=function), lm.GradientAttention(target=function)):
+            with pytest.raises(ValueError, match="target: expected a differentiable function"):
+                lm.run(model, tokens, method)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"n_steps": 0}, ValueError, "n_steps: expected a whole number, 1 or more"),
+        ({"n_steps": 1, "method": "trapezoid"}, ValueError, "2 or more"),
+        ({"n_steps": 2.5}, ValueError, "n_steps"),
+        ({"method": "simpson"}, ValueError, "method: expected one of"),
+        ({"baseline": "mean"}, ValueError, "baseline: expected 'zero'"),
+        ({"baseline": 0.0}, TypeError, "baseline: expected"),
+        ({"internal_batch_size": 0}, ValueError, "internal_batch_size"),
+        ({"tolerance": -1.0}, ValueError, "tolerance"),
+        ({"max_steps": 4}, ValueError, "max_steps"),
+        ({"target": "Paris"}, TypeError, "target: expected one of lens_mix.targets"),
+    ],
+)
+def test_bad_options(options, error, message):
+    with pytest.raises(error, match=message):
+        lm.AttentionAttribution(**options)
+
+
+def test_inference_mode_is_refused():
+    model = any_gpt2()
+    tokens = tiny_models.tokens(model, 1)[0]
+    lm.run(model, tokens, "attention")
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+        lm.run(model, tokens, "attention_attribution")
+    with torch.no_grad():
+        lm.run(model, tokens, "attention_attribution")
+
+
+def test_saved_and_loaded(tmp_path):
+    model = any_gpt2()
+    found = lm.run(model, tiny_models.tokens(model, 1)[0], lm.AttentionAttribution())
+    found.save(tmp_path / "map.safetensors")
+    again = lm.MixingMap.load(tmp_path / "map.safetensors")
+    assert torch.equal(again.scores, found.scores)
+    assert again.provenance["details"] == found.provenance["details"]
+    assert again.parameters["target"]["of"] == "probability"
+
+
+# ------------------------------------------------------------------ quadrature
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_integrate(rule):
+    points, weights = quadrature(rule, 64)
+    assert weights.sum().item() == pytest.approx(1, abs=1e-14)
+    assert 0 <= points.min() <= points.max() <= 1
+    error = abs((weights * points.exp()).sum().item() - (math.e - 1))
+    assert error <= {"gauss_legendre": 1e-14, "riemann_middle": 1e-4, "trapezoid": 1e-4}.get(rule, 2e-2)
+    assert (error > 1e-3) == (rule in ("riemann_left", "riemann_right"))
+
+
+def test_left_and_right_points():
+    assert quadrature("riemann_left", 4)[0].tolist() == [0, 0.25, 0.5, 0.75]
+    assert quadrature("riemann_right", 4)[0].tolist() == [0.25, 0.5, 0.75, 1]
+    assert quadrature("trapezoid", 3)[1].tolist() == [0.25, 0.5, 0.25]
+    assert torch.equal(quadrature("gausslegendre", 5)[0], quadrature("gauss_legendre", 5)[0])

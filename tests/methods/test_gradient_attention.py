@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.hooks import record
+from tests import tiny_models
+from tests.methods import attribution_reference as hao
+from tests.tiny_models import available, bridge, hooked_encoder, hooked_encoder_decoder, hooked_transformer
+
+REWRITTEN = ["gpt2", "llama", "gemma2", "gpt_neox", "bloom", "mixtral", "gpt_oss", "falcon_mqa"]
+DELEGATED = ["opt", "bert", "gpt_neo", "gptj"]
+
+
+def any_gpt2(dtype: torch.dtype = torch.float64):
+    return bridge("gpt2", dtype) if available(bridge, "gpt2") else hooked_transformer("LN", dtype)
+
+
+@pytest.fixture(params=hao.MODEL_CLASSES)
+def explained(request):
+    """The peers' classifier and prompt: (expected numbers, map per head, map)."""
+    expected = hao.chefer()
+    tokens, inputs = hao.prompt(expected)
+    logits = hao.classifier()
+    target = lm.targets.head(lambda resid: logits(resid)[:, expected["target"]])
+    model = hao.body(request.param)
+    methods = [
+        lm.GradientAttention(target=target),
+        lm.GradientAttention(target=target, per_head=True, rectify=False),
+    ]
+    merged, signed = lm.run(model, tokens, methods, **inputs).values()
+    return expected, merged, signed
+
+
+def test_the_released_rules(explained):
+    expected, merged, signed = explained
+    gradients = expected["grad_logit"] * expected["att"]
+    assert (signed.scores - gradients[..., :8, :8]).abs().max() <= 1e-10
+    assert (merged.scores - expected["cam"][:, :8, :8]).abs().max() <= 1e-10
+
+
+def test_relevance(explained):
+    expected, merged, _ = explained
+    found = lm.gradient_rollout(merged)
+    assert found.kind == "input"
+    assert (found.scores[-1] - expected["generic_attention_R"][:8, :8]).abs().max() <= 1e-10
+
+
+def test_rollout_of_gradient_weighted_attention(explained):
+    expected, merged, _ = explained
+    found = lm.gradient_rollout(merged, normalize=True)
+    assert (found.scores[-1] - expected["gradattn_rollout"][0, :8, :8]).abs().max() <= 1e-10
+    assert (found.scores.sum(-1) - 1).abs().max() <= 1e-12
+
+
+def test_plain_rollout_of_the_same_model():
+    expected = hao.chefer()
+    tokens, inputs = hao.prompt(expected)
+    for model_class in hao.MODEL_CLASSES:
+        try:
+            model = hao.body(model_class)
+        except pytest.skip.Exception:
+            continue
+        found = lm.rollout(lm.run(model, tokens, "attention", **inputs))
+        assert (found.scores[-1] - expected["attention_rollout"][0, :8, :8]).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("name", REWRITTEN + DELEGATED)
+def test_gradients_of_the_untouched_model(name):
+    """The patterns of one ordinary pass, kept with their graph, differentiated by."""
+    if not available(bridge, name):
+        pytest.skip(f"no bridge for {name}")
+    model = bridge(name, torch.float64)
+    model.original_model.set_attn_implementation("eager")
+    tokens = tiny_models.tokens(model, 1)[0]
+
+    def function(logits):
+        return logits[:, -1, 5] - logits[:, -1, 6]
+
+    method = lm.GradientAttention(target=function, per_head=True, rectify=False)
+    signed = lm.run(model, tokens, method)
+    kept: dict[str, torch.Tensor] = {}
+    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(2)]
+    hooks = [record(kept, hook_name, detach=False) for hook_name in names]
+    out = model.run_with_hooks(tokens[None], fwd_hooks=hooks)
+    patterns = [kept[hook_name] for hook_name in names]
+    for layer, gradient in enumerate(torch.autograd.grad(function(out).sum(), patterns)):
+        expected = (gradient * patterns[layer])[0]
+        # parts of some of these models compute in float32, whatever the dtype
+        assert (signed.scores[layer] - expected).abs().max() <= 1e-6 * max(1, expected.abs().max())
+        assert expected.abs().max() > 1e-4
+
+
+def test_first_layer_differs_from_frozen_patterns_above():
+    """The derivative is total: it goes through the patterns of the layers above, too."""
+    model = any_gpt2()
+    tokens = tiny_models.tokens(model, 1)[0]
+    signed = lm.run(model, tokens, lm.GradientAttention(per_head=True, rectify=False))
+    attribution = lm.run(
+        model,
+        tokens,
+        lm.AttentionAttribution(
+            target=lm.targets.predicted(of="logit"), method="riemann_right", n_steps=1, per_head=True
+        ),
+    )
+    # one step at α = 1 is A ∂F/∂A, by another way
+    assert (signed.scores - attribution.scores).abs().max() <= 1e-12
+
+
+def test_encoder_decoder_stacks():
+    if available(bridge, "bart"):
+        model = bridge("bart", torch.float64)
+    else:
+        model = hooked_encoder_decoder(torch.float64)
+    pair = (tiny_models.tokens(model, 1)[0], tiny_models.tokens(model, 1, 5, 2)[0])
+    encoder = lm.run(model, pair, lm.GradientAttention())
+    assert encoder.scores.shape == (2, 7, 7)
+    assert encoder.scores.abs().max() > 0
+    if not available(bridge, "bart"):
+        return  # the decoder of TransformerLens 2 is refused
+    decoder = lm.run(model, pair, lm.GradientAttention(), stack="decoder")
+    assert decoder.scores.shape == (2, 5, 5)
+    assert decoder.causal
+    # the target counts in the decoder's positions
+    with pytest.raises(ValueError, match="position: expected -5 to 4"):
+        lm.run(model, pair, lm.GradientAttention(target=lm.targets.predicted(5)))
+
+
+@pytest.mark.skipif(not available(hooked_encoder), reason="no HookedEncoder here")
+def test_hooked_encoder():
+    model = hooked_encoder(torch.float64)
+    tokens = tiny_models.tokens(model, 1)[0]
+    found = lm.run(model, tokens, lm.GradientAttention(target=lm.targets.masked_token(7, position=3)))
+    assert found.scores.shape == (2, 7, 7)
+    assert found.scores[1, 3].abs().sum() > 0
+
+
+def test_padded_prompts_get_what_they_get_alone():
+    model = any_gpt2()
+    prompts = [tiny_models.tokens(model, 1, length, seed=length)[0] for length in (7, 3, 5)]
+    alone = [lm.run(model, prompt, "gradient_attention") for prompt in prompts]
+    for side in ("right", "left"):
+        together = lm.run_many(model, prompts, "gradient_attention", padding_side=side)
+        for a, b in zip(alone, together, strict=True):
+            assert (a.scores - b.scores).abs().max() <= 1e-12
+
+
+def test_chunks_change_nothing():
+    model = any_gpt2()
+    prompts = [tiny_models.tokens(model, 1, 7, seed=seed)[0] for seed in range(5)]
+    whole = list(lm.run_many(model, prompts, "gradient_attention"))
+    for a, b in zip(
+        whole, lm.run_many(model, prompts, "gradient_attention", max_memory=250_000), strict=True
+    ):
+        assert (a.scores - b.scores).abs().max() <= 1e-12
+
+
+def test_gradient_rollout_refuses():
+    scores = torch.rand(2, 3, 3)
+    with pytest.raises(ValueError, match="0 or more"):
+        lm.gradient_rollout(lm.MixingMap(scores=-scores, tokens=["a", "b", "c"]))
+    with pytest.raises(TypeError, match="expected a MixingMap"):
+        lm.gradient_rollout(scores)
+    rolled = lm.gradient_rollout(lm.MixingMap(scores=scores, tokens=["a", "b", "c"]))
+    with pytest.raises(ValueError, match="layer maps"):
+        lm.gradient_rollout(rolled)
+
+
+def test_gradient_rollout_keeps_the_reach_of_a_window():
+    window = torch.eye(5, dtype=torch.bool) | torch.eye(5, dtype=torch.bool).roll(1, 0).tril()
+    scores = torch.rand(3, 5, 5) * window
+    found = lm.gradient_rollout(lm.MixingMap(scores=scores, tokens=list("abcde"), causal=True, mask=window))
+    assert found.visible()[2, 4].tolist() == [False, True, True, True, True]
+    assert found.scores[2, 4, 0] == 0
+    assert found.scores[2, 4, 1] > 0
