@@ -247,7 +247,7 @@ class _Path:
         for rows, alphas in self._chunks(points, prompts):
             leaf = self._at(rows, alphas).requires_grad_(True)
             value = self._value(leaf, rows, gradients=True)
-            (gradient,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
+            (gradient,) = target_passes.gradients_of(value, [leaf])
             terms = (gradient * self.difference[rows]).flatten(1).to(total.dtype)
             kept.append(_share(terms))
             scale = total.new_tensor([weight_of[alpha] for alpha in alphas.tolist()])

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class GradientAttention(Method):
     """Attention weighted by its gradient (Chefer et al., ICCV 2021, eq. 5): mean_h (∂F/∂A_h ⊙ A_h)⁺.
 
-    F is the target; the gradient is total, through all layers above. One forward and one backward pass serve
-    all layers. Shape [layer, query, key], or [layer, head, query, key] with `per_head`; 0 or more, in the
-    target's unit, rows don't sum to 1. `lm.gradient_rollout` chains the maps to the paper's relevance R, or to
-    a rollout of attention adjusted by gradients.
+    F is the target; the gradient is total, through all layers above. One forward and one backward pass
+    serve all layers. Shape [layer, query, key], or [layer, head, query, key] with `per_head`; 0 or more, in
+    the target's unit, rows don't sum to 1. `lm.gradient_rollout` chains the maps to the paper's relevance R,
+    or to a rollout of attention adjusted by gradients.
 
     Args:
         target: what is explained (`lens_mix.targets`, or any callable logits -> [copy]); by default the logit
@@ -107,7 +107,7 @@ def _gradients(
     ]
     with must_fire(*pairs) as hooks:
         value = target_passes.values(blocks[0], bound, hooks, rows, gradients=True)
-    found = torch.autograd.grad(value, leaves, torch.ones_like(value))
+    found = target_passes.gradients_of(value, leaves)
     return torch.stack(found, dim=1).to(torch.promote_types(found[0].dtype, torch.float32))
 
 

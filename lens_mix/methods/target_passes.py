@@ -62,11 +62,7 @@ def bind(block: Block, target: object) -> BoundTarget:
 
 
 def values(
-    block: Block,
-    bound: BoundTarget,
-    fwd_hooks: Sequence[Any],
-    rows: Int[Tensor, " row"],
-    gradients: bool,
+    block: Block, bound: BoundTarget, fwd_hooks: Sequence[Any], rows: Int[Tensor, " row"], gradients: bool
 ) -> Float[Tensor, " row"]:
     """The target for rows of the batch when run from `block` on with hooks.
 
@@ -76,20 +72,28 @@ def values(
         fwd_hooks: TransformerLens hooks, which see `[row, ...]` tensors.
         rows: which prompt each row is; the rows of one prompt have to stand together.
         gradients: build the graph.
-
-    Raises:
-        ValueError: with gradients, a target that does not depend differentiably on the output.
     """
     with torch.set_grad_enabled(gradients):
         output = _output(block, bound.target, fwd_hooks, rows, gradients)
         parts = _parts(block, bound.target, output, rows.tolist())
-        found = torch.cat([evaluate(bound.functions[prompt], part) for prompt, part in parts])
-    if gradients and not found.requires_grad:
+        return torch.cat([evaluate(bound.functions[prompt], part) for prompt, part in parts])
+
+
+def gradients_of(values: Float[Tensor, " row"], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The derivative of each row's target by that row of every leaf.
+
+    Raises:
+        ValueError: the target does not depend differentiably on the output.
+    """
+    found: Sequence[Tensor | None] = [None]
+    if values.requires_grad:
+        found = torch.autograd.grad(values, list(leaves), torch.ones_like(values), allow_unused=True)
+    if any(gradient is None for gradient in found):
         raise ValueError(
             "target: expected a differentiable function of the output, got values without a gradient "
             "(a detach, an argmax or a no_grad inside?)"
         )
-    return found
+    return [gradient for gradient in found if gradient is not None]
 
 
 def _output(
