@@ -147,14 +147,16 @@ class AttentionHook(HookFunction):
         self._values = None
         self._pattern = None
 
-    def on_values(self, values: Float[Tensor, "batch key head d_head"], n_heads: int | None) -> Tensor | None:
+    def on_values(
+        self, values: Float[Tensor, "batch key group d_head"], n_heads: int | None
+    ) -> Tensor | None:
         """Edit the values (one per value head), or return None; `n_heads` is None if queries did not fire."""
         return None
 
     def on_mixed(
         self,
         mixed: Float[Tensor, "batch query head d_head"],
-        values: Float[Tensor, "batch key head d_head"],
+        values: Float[Tensor, "batch key group d_head"],
         pattern: Float[Tensor, "batch head query key"] | None,
     ) -> Tensor | None:
         """Edit the mixed values of all query heads, or return None."""

@@ -28,7 +28,7 @@ from lens_mix.hooks._shared import (
 
 def scale_pattern(
     layer: int,
-    factor: float | Float[Tensor, ""] | Float[Tensor, " head"],
+    factor: float | int | Float[Tensor, ""] | Float[Tensor, " head"],
     *,
     attention: str = DEFAULT_ATTENTION,
 ) -> HookPair:
