@@ -318,9 +318,10 @@ def _prompt_maps(
     prompt = clean.batch.prompts[index]
     read = prompt.target if lens.stack.name == "decoder" and prompt.target is not None else prompt.tokens
     tokens = token_strings(lens.model, read)
-    causal, mask = allowed.of_prompt(index, own)
     maps = {}
     for label, method in options.methods.items():
+        seen = allowed.reaching() if method.kind == "input" else allowed
+        causal, mask = seen.of_prompt(index, own)
         scores = mapped[label].scores[index].index_select(-2, own)
         spans = groups[label]
         key_tokens = None
@@ -328,7 +329,7 @@ def _prompt_maps(
             scores = scores.index_select(-1, own)
         else:
             key_tokens = ["".join(tokens[position] for position in span) for span in spans]
-        scores = allowed.without_rounding(scores, index, own, spans)
+        scores = seen.without_rounding(scores, index, own, spans)
         maps[label] = MixingMap(
             scores=scores.clone(),
             tokens=tokens,

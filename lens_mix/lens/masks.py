@@ -22,6 +22,15 @@ class AllowedKeys:
     by_layer: tuple[Bool[Tensor, "batch query key"], ...]
     rounding: float
 
+    def reaching(self) -> AllowedKeys:
+        """The same for maps down to the input: which inputs can have reached each query by each layer."""
+        here = torch.eye(self.by_layer[0].shape[-1], device=self.by_layer[0].device)
+        reached, layers = here, []
+        for allowed in self.by_layer:
+            reached = (((allowed.float() + here) @ reached) > 0).float()
+            layers.append(reached > 0)
+        return AllowedKeys(tuple(layers), self.rounding)
+
     def of_prompt(self, index: int, own: Int[Tensor, " pos"]) -> tuple[bool, Tensor | None]:
         """Whether one prompt's attention is causal, and its mask where a triangle does not say it all.
 

@@ -6,6 +6,7 @@ from lens_mix.methods.attention import AttentionWeights
 from lens_mix.methods.attention_attribution import AttentionAttribution
 from lens_mix.methods.attn_res import AttnRes, AttnResLn, AttnResWeights
 from lens_mix.methods.base import Method
+from lens_mix.methods.decompx import DecompX, DecompXLocal
 from lens_mix.methods.globenc import GlobEnc
 from lens_mix.methods.gradient_attention import GradientAttention
 from lens_mix.methods.value_norms import ValueNorms
@@ -27,6 +28,8 @@ METHODS: dict[str, type[Method]] = {
         GradientAttention,
         GlobEnc,
         Alti,
+        DecompX,
+        DecompXLocal,
     )
 }
 
@@ -41,6 +44,8 @@ __all__ = [
     "AttnRes",
     "AttnResLn",
     "AttnResWeights",
+    "DecompX",
+    "DecompXLocal",
     "GlobEnc",
     "GradientAttention",
     "Method",

@@ -1,0 +1,1 @@
+"""What is read off patterns, vectors and maps: tables and plain tensors, and figures of them."""
