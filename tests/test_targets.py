@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+import lens_mix as lm
+from tests import tiny_models
+from tests.tiny_models import (
+    available,
+    bridge,
+    hooked_encoder,
+    hooked_transformer,
+    toy_tokenizer,
+    wrapped_model,
+)
+
+TOKENS = torch.tensor([5, 9, 12, 7, 30, 21])
+
+
+def decoder(tokenizer=None):
+    if available(bridge, "gpt2"):
+        return bridge("gpt2", torch.float64, tokenizer=tokenizer)
+    return hooked_transformer("LN", torch.float64, tokenizer=tokenizer)
+
+
+def clean_value(model, target, tokens=TOKENS):
+    """The value in the clean pass, as the record tells it."""
+    found = lm.run(model, tokens, lm.GradientAttention(target=target))
+    return found.provenance["details"]["target_value"][0]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return decoder(toy_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS[None])[0]
+
+
+def test_tokens_and_measures(model, logits):
+    best = int(logits[-1].argmax())
+    targets = lm.targets
+    probability = logits.softmax(-1)
+    for target, expected in [
+        (targets.predicted(), probability[-1, best]),
+        (targets.predicted(of="logit"), logits[-1, best]),
+        (targets.predicted(2, of="log_probability"), logits[2].log_softmax(-1).max()),
+        (targets.token(17), probability[-1, 17]),
+        (targets.token("w17"), probability[-1, 17]),
+        (targets.token("w17", position=1, of="logit"), logits[1, 17]),
+        (targets.probability("w9", -2), probability[-2, 9]),
+        (targets.probability(), probability[-1, best]),
+        (targets.logit("w9", 3), logits[3, 9]),
+        (targets.logit(position=0), logits[0].max()),
+        (targets.logit_difference("w9", 12), logits[-1, 9] - logits[-1, 12]),
+        (targets.logit_difference(9, 12, position=0), logits[0, 9] - logits[0, 12]),
+        (lambda out: out[:, -1, 3] * 2, 2 * logits[-1, 3]),
+    ]:
+        assert clean_value(model, target) == pytest.approx(expected.item(), abs=1e-12)
+
+
+def test_losses(model, logits):
+    following = functional.cross_entropy(logits[:-1], TOKENS[1:])
+    assert clean_value(model, lm.targets.loss()) == pytest.approx(following.item(), abs=1e-12)
+    given = functional.cross_entropy(logits[2:3], torch.tensor([8]))
+    assert clean_value(model, lm.targets.loss("w8", 2)) == pytest.approx(given.item(), abs=1e-12)
+
+
+def test_predicted_stays_what_the_clean_pass_predicted(model, logits):
+    best = int(logits[-1].argmax())
+    by_name = lm.run(model, TOKENS, lm.AttentionAttribution(target=lm.targets.predicted()))
+    by_number = lm.run(model, TOKENS, lm.AttentionAttribution(target=lm.targets.token(best)))
+    assert torch.equal(by_name.scores, by_number.scores)
+
+
+def test_positions_do_not_count_padding(model):
+    prompts = [TOKENS, TOKENS[:3]]
+    for target in (lm.targets.token(7, -1), lm.targets.token(7, 1), lm.targets.loss()):
+        alone = [clean_value(model, target, prompt) for prompt in prompts]
+        for side in ("left", "right"):
+            maps = lm.run_many(model, prompts, lm.GradientAttention(target=target), padding_side=side)
+            values = [m.provenance["details"]["target_value"][0] for m in maps]
+            assert values == pytest.approx(alone, abs=1e-12)
+
+
+def test_a_callable_sees_one_prompt_without_padding(model):
+    shapes = set()
+
+    def function(logits):
+        shapes.add(tuple(logits.shape[1:]))
+        return logits[:, -1, 4]
+
+    list(lm.run_many(model, [TOKENS, TOKENS[:3]], lm.AttentionAttribution(target=function)))
+    assert shapes == {(6, 50), (3, 50)}
+
+
+def test_masked_token():
+    tokenizer = toy_tokenizer()
+    tokenizer.mask_token = "w30"
+    if available(bridge, "bert"):
+        encoder = bridge("bert", torch.float64, tokenizer=tokenizer)
+    else:
+        encoder = hooked_encoder(torch.float64, tokenizer=tokenizer)
+    with torch.no_grad():
+        out = encoder(TOKENS[None])[0].softmax(-1)
+    by_mask = clean_value(encoder, lm.targets.masked_token("w8"))
+    assert by_mask == pytest.approx(out[4, 8].item(), abs=1e-12)
+    assert clean_value(encoder, lm.targets.masked_token(position=2)) == (
+        pytest.approx(out[2].max().item(), abs=1e-12)
+    )
+    with pytest.raises(ValueError, match="one mask token, got 0"):
+        clean_value(encoder, lm.targets.masked_token("w8"), TOKENS[:3])
+    with pytest.raises(ValueError, match="give the masked position"):
+        clean_value(decoder(), lm.targets.masked_token(4))
+
+
+@pytest.mark.skipif(not available(bridge, "bert"), reason="no TransformerBridge here")
+def test_a_classifier_in_the_place_of_next_sentence_prediction():
+    """A body with another head on: the output is [batch, class]."""
+    import transformers
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    torch.manual_seed(0)
+    source = transformers.BertForNextSentencePrediction(wrapped_model("bert").config)
+    source.cls.seq_relationship = torch.nn.Linear(24, 5)
+    tiny_models.randomise(source)
+    source = source.double().eval()
+    model = build_bridge_from_module(source, architecture="BertForMaskedLM", hf_config=source.config)
+    with torch.no_grad():
+        out = model(TOKENS[None], return_type="logits")
+    classes = (out if torch.is_tensor(out) else out.logits)[0]
+    assert classes.shape == (5,)
+    for target, expected in [
+        (lm.targets.class_(3), classes.softmax(-1)[3]),
+        (lm.targets.class_(of="logit"), classes.max()),
+        (lm.targets.predicted(), classes.softmax(-1).max()),
+        (lm.targets.loss(2), -classes.log_softmax(-1)[2]),
+    ]:
+        assert clean_value(model, target) == pytest.approx(expected.item(), abs=1e-12)
+    found = lm.run(model, TOKENS, lm.AttentionAttribution(target=lm.targets.class_(3), n_steps=32))
+    assert max(map(abs, found.provenance["details"]["completeness_gap"])) < 1e-4
+    assert found.scores.abs().max() > 1e-4
+    # in the last layer a pooled classifier reads the first position only
+    assert not found.scores[1, 1:].any()
+    assert found.scores[1, 0].abs().min() > 0
+    with pytest.raises(ValueError, match=r"k: expected a number in 0\.\.4"):
+        clean_value(model, lm.targets.class_(7))
+    with pytest.raises(ValueError, match="label: expected the class"):
+        clean_value(model, lm.targets.loss())
+
+
+def test_head_reads_the_last_residual(model, logits):
+    with torch.no_grad():
+        _, cache = model.run_with_cache(TOKENS[None])
+    resid = cache["resid_post", -1][0]
+    seen = []
+
+    def function(residual):
+        seen.append(tuple(residual.shape))
+        return residual[:, -1].sum(-1)
+
+    assert clean_value(model, lm.targets.head(function)) == pytest.approx(resid[-1].sum().item(), abs=1e-10)
+    assert seen[0] == (1, 6, 24)
+    normed = model.ln_final(resid[None])[0]
+    after = lm.targets.head(function, after_final_norm=True)
+    assert clean_value(model, after) == pytest.approx(normed[-1].sum().item(), abs=1e-10)
+    # the unembedding of the final norm is the logits: two ways to one map
+    unembed = model.W_U.detach()
+    bias = getattr(model.unembed, "b_U", None)
+    shift = 0.0 if bias is None else bias[8].detach()
+    by_head = lm.targets.head(lambda r: r[:, -1] @ unembed[:, 8] + shift, after_final_norm=True)
+    one = lm.run(model, TOKENS, lm.AttentionAttribution(target=by_head))
+    two = lm.run(model, TOKENS, lm.AttentionAttribution(target=lm.targets.logit(8)))
+    assert (one.scores - two.scores).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda t: t.token("w3 w4"), ValueError, "expected the text of one token.*2 tokens"),
+        (lambda t: t.token(50), ValueError, r"expected a number in 0\.\.49, got 50"),
+        (lambda t: t.token(3, position=6), ValueError, "position: expected -6 to 5, got 6"),
+        (lambda t: t.token(3, position=1.0), TypeError, "position: expected a whole number"),
+        (lambda t: t.logit_difference("w3", 3), ValueError, "two different tokens"),
+        (lambda t: t.class_(0), ValueError, r"output is \[batch, class\]"),
+        (lambda t: lambda logits: logits[:, -1], ValueError, "one number per copy"),
+        (lambda t: lambda logits: logits[:, -1].argmax(-1), TypeError, "real numbers"),
+        (lambda t: lambda logits: 3.0, TypeError, "got float"),
+        (lambda t: lambda logits: logits[:, -1, 0] * float("nan"), ValueError, "finite"),
+    ],
+)
+def test_targets_that_do_not_fit(model, make, error, message):
+    with pytest.raises(error, match=message):
+        lm.run(model, TOKENS, lm.AttentionAttribution(target=make(lm.targets)))
+
+
+def test_targets_refuse_at_once():
+    with pytest.raises(ValueError, match="of: expected one of"):
+        lm.targets.predicted(of="odds")
+    with pytest.raises(TypeError, match="token: expected the text or the number"):
+        lm.targets.token(1.5)
+    with pytest.raises(TypeError, match="function: expected a callable"):
+        lm.targets.head("classifier")
+    with pytest.raises(TypeError, match="target: expected one of"):
+        lm.GradientAttention(target=3)
+
+
+def test_text_needs_a_tokenizer():
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        clean_value(decoder(), lm.targets.token("w17"))
+
+
+def test_a_loss_needs_two_tokens(model):
+    with pytest.raises(ValueError, match="at least two tokens"):
+        clean_value(model, lm.targets.loss(), TOKENS[:1])
