@@ -215,7 +215,7 @@ def _checked_pattern(argument: str, pattern: Tensor) -> Tensor:
 class _ScalePattern(AttentionHook):
     points = ("mixed",)
 
-    def __init__(self, layer: int, attention: str, factor: float | Tensor) -> None:
+    def __init__(self, layer: int, attention: str, factor: float | int | Tensor) -> None:
         super().__init__(layer, attention)
         self._factor = factor
 
