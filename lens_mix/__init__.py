@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lens_mix.methods import (
         METHODS,
         Alti,
+        AltiLogit,
         AtbFf,
         AtbFfRes,
         AtbFfResLn,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 _HOME = {
     "METHODS": "lens_mix.methods",
     "Alti": "lens_mix.methods",
+    "AltiLogit": "lens_mix.methods",
     "AtbFf": "lens_mix.methods",
     "AtbFfRes": "lens_mix.methods",
     "AtbFfResLn": "lens_mix.methods",
@@ -99,6 +101,7 @@ __version__ = "0.1.0"
 __all__ = [
     "METHODS",
     "Alti",
+    "AltiLogit",
     "AtbFf",
     "AtbFfRes",
     "AtbFfResLn",

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, read_norm
+from lens_mix.lens.head import Head, proven_head
 from lens_mix.lens.kinds import UnsupportedModelError
 from lens_mix.lens.model import CleanPass, HookPair, Lens
 from lens_mix.lens.prompts import Batch
@@ -207,6 +208,22 @@ class Block:
                 f"got a relative error of {error:.1e}"
             )
         return norm
+
+    def head(self) -> Head:
+        """The model's head, proven on this prompt; of the last block only.
+
+        Raises:
+            ValueError: another block than the last.
+            UnsupportedModelError: the logits are not final norm, then unembedding.
+        """
+        if not self.is_last:
+            raise ValueError(f"head: expected the last block, got block {self.layer}")
+        if self._lens.stack.name == "encoder":
+            raise UnsupportedModelError("head: the encoder of an encoder-decoder has no logits")
+        resid = self.resid_post[self.real]
+        resid = resid.to(torch.promote_types(resid.dtype, torch.float32))
+        logits = self.logits()[self.real].to(resid.dtype)
+        return proven_head(self._lens.model, self.final_norm(), resid, logits, self._lens.tolerance)
 
     def chunks(self, copies: int) -> Iterator[slice]:
         """Slices over `copies` copies of a prompt, as many at a time as the memory bound allows."""

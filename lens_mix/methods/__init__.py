@@ -1,6 +1,7 @@
 """One paper, one file: each method is a small frozen dataclass with one call."""
 
 from lens_mix.methods.alti import Alti
+from lens_mix.methods.alti_logit import AltiLogit
 from lens_mix.methods.atb_ff import AtbFf, AtbFfRes, AtbFfResLn
 from lens_mix.methods.attention import AttentionWeights
 from lens_mix.methods.attention_attribution import AttentionAttribution
@@ -30,12 +31,14 @@ METHODS: dict[str, type[Method]] = {
         Alti,
         DecompX,
         DecompXLocal,
+        AltiLogit,
     )
 }
 
 __all__ = [
     "METHODS",
     "Alti",
+    "AltiLogit",
     "AtbFf",
     "AtbFfRes",
     "AtbFfResLn",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, FeedForward
@@ -261,3 +261,30 @@ def _hidden(
 def _whole(weight: Tensor, bias: Tensor | None, read: Tensor) -> Tensor:
     out = read @ weight.to(read.dtype)
     return out if bias is None else out + bias.to(read.dtype)
+
+
+def logit_shares(
+    block: Block,
+    shares: Float[Tensor, "batch query source d_model"],
+    tokens: Int[Tensor, " token"] | None = None,
+    biases: Split = "absdot",
+) -> Float[Tensor, "batch query source token"]:
+    """Every input token's share of the logits; with the biases handed out they add up to the logits.
+
+    Args:
+        block: the last block.
+        shares: of its output, `DecomposedBlock.output`.
+        tokens: vocabulary numbers; None for the whole vocabulary (query × source × vocabulary numbers).
+        biases: how the final norm's β and the unembedding's bias are handed out.
+
+    Raises:
+        ValueError: another block than the last.
+        UnsupportedModelError: the logits are not final norm, then unembedding.
+    """
+    head = block.head()
+    state = block.resid_post.to(shares.dtype)
+    read = through_norm(head.norm, shares, state, biases)
+    W_U, b_U = head.W_U, head.b_U
+    if tokens is not None:
+        W_U, b_U = W_U[:, tokens], None if b_U is None else b_U[tokens]
+    return through_linear(W_U, b_U, read, biases)

@@ -1,0 +1,158 @@
+"""ALTI-Logit: which input tokens put how much into a token's logit, layer by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.head import Head
+from lens_mix.methods.alti import Alti, Distance
+from lens_mix.methods.base import Method
+from lens_mix.methods.factors import attention_vectors
+from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class AltiLogit(Method):
+    """ALTI-Logit (Ferrando et al., ACL 2023, eq. 6 and 9): an input map of logits.
+
+    score[l, i, s] = Σ_k Δ_ik M_ks, where Δ_ik is what the attention of block l, by way of key k, adds to
+    the logit of position i's token, through the final norm held linear at its true scale, and M is the
+    product of the ALTI maps of the blocks below l. Shape [layer, query, key], in logits, of either sign.
+    The sum over layers is the tokens' share of the logit; the feed-forwards, the biases and the residual
+    stream that enters the first block are not in it, as in the paper.
+
+    Only where the blocks' residual stream is never normed itself (no post-norm), and the logits are final
+    norm and unembedding: soft caps are refused.
+
+    Args:
+        token: whose logit: "predicted" (the likeliest after each position), "next" (the prompt's next
+            token; after the last position the likeliest), or one vocabulary number for all positions.
+        against: a vocabulary number whose logit is subtracted (a contrast); None for none.
+        distance: as in `alti`.
+
+    Raises:
+        ValueError: an unknown option.
+    """
+
+    name: ClassVar[str] = "alti_logit"
+    residual: ClassVar[float] = 0.0
+    kind: ClassVar[Literal["layer", "input"]] = "input"
+    engines: ClassVar[tuple[str, ...]] = ("algebra",)
+    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
+    citation: ClassVar[str] = """@inproceedings{ferrando-etal-2023-explaining,
+  title = {Explaining How Transformers Use Context to Build Predictions},
+  author = {Ferrando, Javier and G{\\'a}llego, Gerard I. and Tsiamas, Ioannis and
+            Costa-juss{\\`a}, Marta R.},
+  booktitle = {Proceedings of the 61st Annual Meeting of the Association for Computational Linguistics},
+  year = {2023},
+  pages = {5486--5513},
+  url = {https://aclanthology.org/2023.acl-long.301},
+}"""
+
+    token: int | Literal["predicted", "next"] = "predicted"
+    against: int | None = None
+    distance: Distance = "l1"
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.token, int) and not isinstance(self.token, bool)
+        if not number and self.token not in ("predicted", "next"):
+            raise ValueError(f"token: expected 'predicted', 'next' or a whole number, got {self.token!r}")
+        Alti(self.distance)
+
+    def refuses(self, anatomy: BlockAnatomy) -> str | None:
+        if anatomy.attention_residual is not None:
+            return "a norm on the residual stream (post-norm) stands between the block and the logits"
+        if anatomy.cross:
+            return "expected a block without cross-attention: the other stack's tokens have no place here"
+        return None
+
+    def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer query key"]:
+        last = blocks[-1]
+        head = last.head()
+        directions = self._directions(last, head)
+        below: Tensor | None = None
+        maps = []
+        for block in blocks:
+            added = logit_shares(block, directions)
+            maps.append(added if below is None else added @ below)
+            alti = Alti(self.distance)(block).to(added.dtype)
+            # Padded rows may hold anything; they feed nothing but themselves.
+            alti = torch.where(block.real[:, :, None], alti, torch.zeros_like(alti))
+            below = alti if below is None else alti @ below
+        return torch.stack(maps, dim=1)
+
+    def _directions(self, last: Block, head: Head) -> Float[Tensor, "batch query d_model"]:
+        """Per position, the vector whose product with a share of the residual stream is its logit."""
+        wanted = self._tokens(last, head)
+        columns = head.W_U.T[wanted]
+        if self.against is not None:
+            columns = columns - head.W_U.T[self._checked(self.against, head, "against")]
+        return through_head(head, last.resid_post, columns)
+
+    def _tokens(self, last: Block, head: Head) -> Int[Tensor, "batch query"]:
+        if isinstance(self.token, int):
+            token = self._checked(self.token, head, "token")
+            return torch.full(last.real.shape, token, device=last.real.device)
+        predicted = last.logits().argmax(dim=-1)
+        if self.token == "next":
+            following = last.batch.tokens.roll(-1, dims=1)
+            has_next = last.real & last.real.roll(-1, dims=1)
+            has_next[:, -1] = False
+            predicted = torch.where(has_next, following, predicted)
+        return predicted
+
+    @staticmethod
+    def _checked(token: int, head: Head, name: str) -> int:
+        if not 0 <= token < head.W_U.shape[1]:
+            raise ValueError(f"{name}: expected 0..{head.W_U.shape[1] - 1}, got {token}")
+        return token
+
+
+def through_head(
+    head: Head, resid: Float[Tensor, "batch query d_model"], columns: Float[Tensor, "batch query d_model"]
+) -> Float[Tensor, "batch query d_model"]:
+    """Directions in the residual stream whose products are logits, the final norm held at its true scale.
+
+    Args:
+        head: the model's head.
+        resid: the last residual stream.
+        columns: the unembedding's column per position.
+    """
+    dtype = torch.promote_types(resid.dtype, torch.float32)
+    columns, resid = columns.to(dtype), resid.to(dtype)
+    if head.norm is None:
+        return columns
+    if head.norm.weight is not None:
+        columns = columns * head.norm.weight.to(dtype)
+    if head.norm.kind == "layer":
+        columns = columns - columns.mean(-1, keepdim=True)
+    return columns / head.norm.scale(resid)
+
+
+def logit_shares(
+    block: Block, directions: Float[Tensor, "batch query d_model"]
+) -> Float[Tensor, "batch query key"]:
+    """What the block's attention adds to each query's logit by way of each key.
+
+    Args:
+        block: the block.
+        directions: per query, from `through_head`.
+    """
+    vectors = attention_vectors(block).residual
+    weights = vectors.pairs.weights
+    shares = weights.new_zeros((weights.shape[0], weights.shape[2], weights.shape[1]))
+    for head in range(weights.shape[-1]):
+        products = directions @ vectors.pairs.vectors[:, :, head].transpose(1, 2)
+        shares += weights[..., head].transpose(1, 2) * products
+    return shares * vectors.scale
