@@ -26,12 +26,12 @@ class HasEngines(Protocol):
 
 def proof_of(lens: Lens, prompt: Prompt) -> Proof:
     """The proof of the lens's stack: made on the first call, and again when weights or hooks have changed."""
-    state = _state(lens)
     kept = _proofs.setdefault(lens.model, {}).get(lens.stack.name)
-    if kept is not None and kept[0] == state:
+    if kept is not None and kept[0] == _state(lens):
         return kept[1]
     proof = prove(lens, prompt)
-    _proofs[lens.model][lens.stack.name] = (state, proof)
+    # Taken afterwards: the Bridge puts hooks of its own on norms in the first forward pass.
+    _proofs[lens.model][lens.stack.name] = (_state(lens), proof)
     return proof
 
 

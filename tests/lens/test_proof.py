@@ -1,0 +1,178 @@
+"""The proof: what it finds right, and that it does not believe what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.lens import proof as proofs
+from lens_mix.lens.prompts import Prompt
+from tests.matrix import build_or_skip, prompt_of
+from tests.tiny_models import Unavailable, bridge, hooked_encoder, hooked_transformer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def any_model(dtype=torch.float32):
+    try:
+        return bridge("llama", dtype)
+    except Unavailable:
+        return hooked_transformer("grouped", dtype)
+
+
+@pytest.mark.parametrize(
+    ("factory", "name", "placement", "parallel", "kind", "activation"),
+    [
+        (bridge, "gpt2", "pre", False, "plain", "gelu_tanh"),
+        (bridge, "llama", "pre", False, "gated", "silu"),
+        (bridge, "gemma2", "sandwich", False, "gated", "gelu_tanh"),
+        (bridge, "olmo2", "branch", False, "gated", "silu"),
+        (bridge, "gpt_neox", "pre", True, "plain", "gelu"),
+        (bridge, "falcon_mqa", "pre", True, "plain", "gelu"),
+        (bridge, "bert", "post", False, "plain", "gelu"),
+        (bridge, "opt", "pre", False, "plain", "relu"),
+        (bridge, "bloom", "pre", False, "plain", "gelu_tanh_bloom"),
+        (bridge, "mixtral", "pre", False, "mixture", None),
+        (hooked_transformer, "LN", "pre", False, "plain", "gelu"),
+        (hooked_transformer, "sandwich", "sandwich", False, "plain", "gelu"),
+        (hooked_transformer, "parallel", "pre", True, "plain", "gelu"),
+        (hooked_transformer, "none", "none", False, "plain", "gelu"),
+        (hooked_transformer, "attn_only", "pre", False, "none", None),
+        (hooked_transformer, "gated", "pre", False, "gated", "silu"),
+        (hooked_encoder, None, "post", False, "plain", "gelu"),
+    ],
+)
+def test_anatomy_as_found(factory, name, placement, parallel, kind, activation):
+    # float64: gelu and BLOOM's rounding of it differ by 1e-9
+    arguments = (name, torch.float64) if name else (torch.float64,)
+    model = build_or_skip(factory, *arguments)
+    for anatomy in lm.check(model, prompt_of(model)).proof.anatomy:
+        assert (anatomy.placement, anatomy.parallel, anatomy.feed_forward_kind) == (placement, parallel, kind)
+        assert (anatomy.feed_forward.activation if anatomy.feed_forward else None) == activation
+
+
+def test_granite_multiplies_its_branches():
+    model = build_or_skip(bridge, "granite")
+    multiplier = model.original_model.config.residual_multiplier
+    assert multiplier != 1
+    anatomy = lm.check(model, prompt_of(model)).proof.anatomy[0]
+    assert anatomy.residual_multiplier == multiplier
+
+
+def test_an_interpolated_attention_is_refused():
+    """A model whose z is not pattern @ v: the edit of a value would not do what it says."""
+    model = any_model()
+    name = next(n for n in model.hook_dict if n.endswith(("attn.hook_z", "attn.o.hook_in")))
+    model.add_hook(name, lambda z, hook: z * 0.5 + 0.1)
+    with pytest.raises(
+        lm.UnsupportedModelError, match=r"block 0: mixing is not proven: .* got relative error"
+    ):
+        lm.run(model, prompt_of(model), "attention")
+    assert "NOT" not in str(lm.support(model))
+    assert not lm.check(model, prompt_of(model)).ok
+
+
+def test_a_value_hook_without_effect_is_refused():
+    """Values overwritten after the hook: zeroing them can't reach the output."""
+    model = any_model()
+    kept = {}
+    name = next(n for n in model.hook_dict if n.endswith("blocks.0.attn.hook_z"))
+
+    def freeze(z, hook):
+        return kept.setdefault(tuple(z.shape), z.detach().clone())
+
+    model.add_hook(name, freeze)
+    with pytest.raises(lm.UnsupportedModelError, match=r"zero_value is not proven|mixing is not proven"):
+        lm.run(model, prompt_of(model), "value_zeroing", engine="hooks")
+
+
+def test_a_changed_feed_forward_forbids_algebra_but_not_hooks():
+    model = any_model()
+    name = next(n for n in model.hook_dict if n.endswith("blocks.0.hook_mlp_out"))
+    before = lm.run(model, prompt_of(model), "value_zeroing")
+    model.add_hook(name, lambda out, hook: out * 2)
+    report = lm.check(model, prompt_of(model))
+    assert report.proof.hooks_refusal is None
+    assert "block 0: residual is not proven" in report.proof.algebra_refusal or (
+        "block 0: block is not proven" in report.proof.algebra_refusal
+    )
+    after = lm.run(model, prompt_of(model), "value_zeroing")
+    assert after.provenance["engine"] == "hooks"
+    assert (after.scores - before.scores).abs().max() > 1e-5
+
+
+def test_the_proof_is_kept_until_something_changes(monkeypatch):
+    model = any_model()
+    made = []
+    original = proofs.prove
+    monkeypatch.setattr("lens_mix.lens.support.prove", lambda *a: made.append(1) or original(*a))
+    prompt = prompt_of(model)
+    lm.run(model, prompt, "attention")
+    lm.run(model, prompt, "attention")
+    assert len(made) == 1
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.01)
+    lm.run(model, prompt, "attention")
+    assert len(made) == 2
+    model.add_hook(next(n for n in model.hook_dict if n.endswith("hook_resid_post")), lambda t, hook: t)
+    lm.run(model, prompt, "attention")
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_tolerance_follows_the_dtype(dtype):
+    model = any_model(dtype)
+    report = lm.check(model, prompt_of(model))
+    assert report.ok, str(report)
+    m = lm.run(model, prompt_of(model), "value_zeroing")
+    assert m.scores.dtype == torch.promote_types(dtype, torch.float32)
+    assert m.provenance["dtype"] == str(dtype).removeprefix("torch.")
+    single = lm.run(any_model(), prompt_of(model), "value_zeroing")
+    assert (m.scores - single.scores).abs().max() < {torch.float64: 1e-5, torch.float32: 1e-6}.get(
+        dtype, 0.05
+    )
+
+
+def test_short_prompts_are_proven_on_longer_ones():
+    short = proofs.proof_prompt(Prompt(torch.tensor([5, 6, 7])), 32)
+    assert short.tokens.tolist() == [5, 6, 7, 5, 6, 7, 5, 6]
+    assert len(proofs.proof_prompt(Prompt(torch.arange(30)), 32).tokens) == 16
+    assert len(proofs.proof_prompt(Prompt(torch.tensor([5])), 4).tokens) == 4
+
+
+def test_a_prompt_of_one_token():
+    model = any_model()
+    maps = lm.run(model, torch.tensor([7]), ["attention", "value_zeroing"])
+    assert maps["attention"].scores.shape == (2, 1, 1)
+    assert maps["attention"].normalized().scores.flatten().tolist() == [1, 1]
+
+
+def test_check_and_support_print_and_tabulate():
+    model = any_model()
+    report = lm.check(model, prompt_of(model))
+    text = str(report)
+    assert "zero_value" in text
+    assert "hooks: proven" in text
+    assert "pre-norm, feed-forward" in text
+    frame = report.to_dataframe()
+    assert list(frame.columns) == ["layer", "part", "error", "tolerance", "ok", "note"]
+    assert frame["ok"].all()
+    table = lm.support(model)
+    assert table["attention"] == "ok (recorded)"
+    assert set(table.to_dataframe()["method"]) == set(lm.METHODS)
+    with pytest.raises(KeyError, match="expected one of"):
+        table["nothing"]
+
+
+def test_a_part_that_is_far_off_is_reported_with_its_numbers():
+    entry = proofs.PartError(3, "block", 0.5, 1e-4)
+    made = proofs.Proof((entry,), (), True)
+    assert made.failure(("block",)) == (
+        "block 3: block is not proven: expected relative error <= 1e-04, got relative error 5.0e-01"
+    )
+    assert dataclasses.replace(entry, error=1e-5).ok
+    assert not dataclasses.replace(entry, error=None).ok
+    assert not dataclasses.replace(entry, error=float("nan")).ok
