@@ -53,12 +53,11 @@ wheel: $(TL4)/.ready
 clean:
 	rm -rf $(ENVIRONMENTS) dist outputs .mypy_cache .ruff_cache
 
-# `-qq` leaves errors on the screen and keeps warnings about the machine's own pip settings off it;
-# the log has everything. The stamp is written last: an interrupted build starts again.
+# `-qq` leaves errors on the screen and keeps warnings about the machine's own pip settings off it.
+# The stamp is written last: an interrupted build starts again.
 $(ENVIRONMENTS)/%/.ready: constraints/%.txt constraints/common.txt constraints/torch.txt pyproject.toml
-	@echo "Preparing $(@D) (the first time takes minutes; its log is $(@D)/pip.log)"
+	@echo "Preparing $(@D) (the first time takes minutes)"
 	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(@D)
-	@rm -f $(@D)/pip.log
-	@$(@D)/bin/python -m pip install -qq --log $(@D)/pip.log --disable-pip-version-check \
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check \
 		--constraint constraints/$*.txt --editable '.[dev]'
 	@touch $@
