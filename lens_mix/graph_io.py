@@ -1,0 +1,120 @@
+"""Graphs as files, through networkx: GraphML (for Gephi, Cytoscape, yEd) and node-link JSON (for d3)."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import networkx
+
+
+# What `lens_mix.graphs` writes on a graph that is no string and no number.
+_LISTS = {"tokens", "target"}
+
+
+def save_graph(graph: networkx.DiGraph, path: str | os.PathLike[str]) -> None:
+    r"""Write a graph as GraphML or JSON, by the ending of `path`: `.graphml` or `.json`.
+
+    JSON keeps everything. GraphML holds strings and numbers only: nodes are written as JSON (`[3, 0]`),
+    and so are lists; None is left out; characters that XML forbids, in tokens say, are written as in
+    Python (`\x00`).
+
+    Raises:
+        TypeError: not a networkx graph; something that JSON cannot hold.
+        ValueError: another ending.
+    """
+    import networkx as nx
+
+    if not isinstance(graph, nx.Graph):
+        raise TypeError(f"graph: expected a networkx graph, got {type(graph).__name__}")
+    ending = _ending(path)
+    if ending == ".json":
+        text = json.dumps(nx.node_link_data(graph, **_edges_option()))
+        Path(path).write_text(text, encoding="utf-8")
+    else:
+        nx.write_graphml(_for_xml(graph), os.fspath(path), encoding="utf-8")
+
+
+def load_graph(path: str | os.PathLike[str]) -> networkx.DiGraph:
+    """Read a graph that `save_graph` wrote.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: another ending; a file that holds no graph.
+    """
+    import networkx as nx
+
+    ending = _ending(path)
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        if ending == ".json":
+            graph = nx.node_link_graph(json.loads(text), **_edges_option())
+            names = {node: _as_node(node) for node in graph}
+        else:
+            graph = nx.parse_graphml(text)
+            names = {node: _as_node(json.loads(node)) for node in graph}
+            for name in _LISTS & set(graph.graph):
+                graph.graph[name] = json.loads(graph.graph[name])
+            # networkx's own: the defaults of attributes, of which there are none.
+            for name in ("node_default", "edge_default"):
+                graph.graph.pop(name, None)
+        if "target" in graph.graph:
+            graph.graph["target"] = _as_node(graph.graph["target"])
+        return nx.relabel_nodes(graph, names)
+    except (ValueError, KeyError, TypeError, AttributeError, nx.NetworkXError, SyntaxError) as error:
+        raise ValueError(f"path: expected a graph written by save_graph, got {error} in {path}") from error
+
+
+def _ending(path: str | os.PathLike[str]) -> str:
+    ending = Path(path).suffix.lower()
+    if ending not in (".graphml", ".json"):
+        raise ValueError(f"path: expected one that ends in .graphml or .json, got {os.fspath(path)!r}")
+    return ending
+
+
+def _edges_option() -> dict[str, str]:
+    """The name of the list of edges in JSON, which older releases of networkx call `link`."""
+    import networkx as nx
+
+    known = inspect.signature(nx.node_link_data).parameters
+    return {"edges" if "edges" in known else "link": "edges"}
+
+
+def _as_node(name: Any) -> Any:
+    return tuple(_as_node(part) for part in name) if isinstance(name, (list, tuple)) else name
+
+
+def _for_xml(graph: networkx.DiGraph) -> networkx.DiGraph:
+    import networkx as nx
+
+    plain = nx.relabel_nodes(graph, {node: _printable(json.dumps(node)) for node in graph}, copy=True)
+    groups = [plain.graph, *(values for _, values in plain.nodes(data=True))]
+    groups += [values for _, _, values in plain.edges(data=True)]
+    # relabel_nodes copies the dictionaries, so the graph that was given stays as it is.
+    for values in groups:
+        for name in list(values):
+            if values[name] is None:
+                del values[name]
+            elif isinstance(values[name], str):
+                values[name] = _printable(values[name])
+            elif not isinstance(values[name], (bool, int, float)):
+                values[name] = _printable(json.dumps(values[name], ensure_ascii=False))
+    return plain
+
+
+def _printable(text: str) -> str:
+    """The text with the characters escaped that XML 1.0 forbids, or changes when it is read (\\r)."""
+    return "".join(character if _allowed(ord(character)) else _escaped(character) for character in text)
+
+
+def _allowed(code: int) -> bool:
+    whitespace = code in (0x9, 0xA)
+    return whitespace or 0x20 <= code <= 0xD7FF or 0xE000 <= code <= 0xFFFD or code >= 0x10000
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")

@@ -1,0 +1,217 @@
+"""Figures of graphs over levels and positions: information-flow graphs, layered graphs, attribution trees."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from lens_mix.view.labels import FONT, INK, QUIET, room_for, shown_positions, visible_token
+
+if TYPE_CHECKING:
+    import networkx
+    from matplotlib.figure import Figure
+
+STAYS = "#c9c9c9"
+MOVES = "#2c5f8a"
+TARGET = "#c1442e"
+# More tokens than these are not all drawn: only those that some node stands for.
+ALL_TOKENS = 48
+THINNEST, THICKEST = 0.4, 5.0
+
+
+def information_flow(
+    graph: networkx.DiGraph, by: str | None = None, title: str | None = None, layer_height: float = 0.32
+) -> Figure:
+    """A graph drawn over the tokens: one row per level, the input below, wider edges carry more.
+
+    Edges that stay at their position are grey, those that move are blue, a target is red. Nodes are as
+    large as their `share`, where they have one.
+
+    Args:
+        graph: nodes `(level, position)` with `token` where known, edges the way the information went:
+            `lens_mix.graphs.information_flow_graph`, `layered_graph` (best with a threshold), a tree.
+        by: the edge attribute shown as width, 0 or more; None: `share` if the edges have it, else `weight`.
+        title: above the figure.
+        layer_height: inches per level, above 0.
+
+    Raises:
+        TypeError: not a networkx DiGraph.
+        ValueError: no nodes; a node that is not a pair of whole numbers; an edge without the attribute or
+            with a negative or non-finite one; a layer_height that is not above 0.
+        ImportError: matplotlib is not installed.
+    """
+    picture_class = _need_matplotlib()
+    _check_graph(graph)
+    if not 0 < layer_height < float("inf"):
+        raise ValueError(f"layer_height: expected inches above 0, got {layer_height!r}")
+    widths = _widths(graph, by)
+    frame = Frame.of(graph, title, layer_height)
+    picture = picture_class(frame.width, frame.height)
+    axes = picture.add_box(frame.left, frame.bottom, frame.inner, frame.rows)
+    _draw_edges(axes, frame, widths)
+    _draw_nodes(axes, frame, graph)
+    _label(axes, frame)
+    if title:
+        picture.write(0.12, frame.height - 0.12, title, size=11, color=INK, va="top", weight="bold")
+    return picture
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """Where levels and positions stand, and how large everything is, in inches."""
+
+    columns: dict[int, int]
+    lines: dict[int, int]
+    tokens: list[str]
+    names: list[str]
+    left: float
+    bottom: float
+    inner: float
+    rows: float
+    top: float
+    turned: bool
+
+    @classmethod
+    def of(cls, graph: networkx.DiGraph, title: str | None, layer_height: float) -> Frame:
+        from lens_mix.view.canvas import longest
+
+        positions, tokens = _tokens(graph)
+        levels = sorted({level for level, _ in graph.nodes})
+        names = _level_names(graph, levels)
+        inner = min(max(0.3 * len(positions), 3.0), 14.0)
+        turned = longest(tokens, FONT) > inner / len(tokens)
+        return cls(
+            columns={position: place for place, position in enumerate(positions)},
+            lines={level: place for place, level in enumerate(levels)},
+            tokens=tokens,
+            names=names,
+            left=0.3 + longest(names, FONT),
+            bottom=0.2 + (longest(tokens, FONT) if turned else 0.12),
+            inner=inner,
+            rows=max(layer_height * len(levels), 0.6),
+            top=0.42 if title else 0.12,
+            turned=turned,
+        )
+
+    @property
+    def width(self) -> float:
+        return self.left + self.inner + 0.15
+
+    @property
+    def height(self) -> float:
+        return self.top + self.rows + self.bottom
+
+    def place(self, node: tuple[int, int]) -> tuple[int, int]:
+        return self.columns[node[1]], self.lines[node[0]]
+
+
+def _tokens(graph: networkx.DiGraph) -> tuple[list[int], list[str]]:
+    """The positions drawn, and their tokens (a position's number where no token is known)."""
+    used = sorted({position for _, position in graph.nodes})
+    known = {node[1]: values["token"] for node, values in graph.nodes(data=True) if "token" in values}
+    every = graph.graph.get("tokens")
+    if isinstance(every, list) and used[-1] < len(every):
+        known = dict(enumerate(every)) | known
+        if len(every) <= ALL_TOKENS:
+            used = list(range(len(every)))
+    return used, [visible_token(str(known.get(position, position))) for position in used]
+
+
+def _level_names(graph: networkx.DiGraph, levels: list[int]) -> list[str]:
+    """What each level is: the input, or the layer whose output it is."""
+    layers = {node[0]: values["layer"] for node, values in graph.nodes(data=True) if "layer" in values}
+    sources = {start[0] for start, _ in graph.edges}
+    named = [layers.get(level, level) for level in levels]
+    # The lowest level is called the input only where the graph says what its levels are.
+    lowest = "input" if levels[0] in sources and "level" in next(iter(graph.nodes.values())) else None
+    return [
+        lowest if lowest and place == 0 and levels[0] == 0 else f"layer {name}"
+        for place, name in enumerate(named)
+    ]
+
+
+def _widths(graph: networkx.DiGraph, by: str | None) -> dict[Any, float]:
+    edges = list(graph.edges(data=True))
+    name = by or ("share" if edges and all("share" in values for *_, values in edges) else "weight")
+    widths = {}
+    for start, end, values in edges:
+        value = values.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+            raise ValueError(
+                f"by: expected every edge to have {name!r}, a finite number, 0 or more, got {value!r} at "
+                f"{start} -> {end}"
+            )
+        widths[start, end] = float(value)
+    return widths
+
+
+def _draw_edges(axes: Any, frame: Frame, widths: dict[Any, float]) -> None:
+    from matplotlib.collections import LineCollection
+    from matplotlib.colors import to_rgba
+
+    widest = max(widths.values(), default=0.0) or 1.0
+    ordered = sorted(widths, key=lambda edge: widths[edge])
+    shares = [widths[edge] / widest for edge in ordered]
+    lines = LineCollection(
+        [[frame.place(start), frame.place(end)] for start, end in ordered],
+        linewidths=[THINNEST + (THICKEST - THINNEST) * share for share in shares],
+        colors=[
+            to_rgba(STAYS if start[1] == end[1] else MOVES, 0.35 + 0.65 * share)
+            for (start, end), share in zip(ordered, shares, strict=True)
+        ],
+        capstyle="round",
+        zorder=1,
+    )
+    axes.add_collection(lines)
+
+
+def _draw_nodes(axes: Any, frame: Frame, graph: networkx.DiGraph) -> None:
+    target = graph.graph.get("target")
+    nodes = list(graph.nodes(data=True))
+    across, up = zip(*(frame.place(node) for node, _ in nodes), strict=True)
+    sizes = [4 + 40 * float(values.get("share", 0.0)) for _, values in nodes]
+    axes.scatter(
+        across,
+        up,
+        s=sizes,
+        c=[TARGET if node == target else INK for node, _ in nodes],
+        linewidths=0,
+        zorder=2,
+    )
+
+
+def _label(axes: Any, frame: Frame) -> None:
+    from lens_mix.view.canvas import label_ticks
+
+    axes.set_xlim(-0.6, len(frame.columns) - 0.4)
+    axes.set_ylim(-0.5, len(frame.lines) - 0.5)
+    axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    axes.tick_params(length=0, pad=2)
+    room = room_for(frame.inner, FONT) if frame.turned else len(frame.tokens)
+    places = shown_positions(len(frame.tokens), room)
+    rotation = 90 if frame.turned else 0
+    tokens = [frame.tokens[i] for i in places]
+    label_ticks(axes.xaxis, places, tokens, size=FONT, color=INK, rotation=rotation)
+    places = shown_positions(len(frame.names), room_for(frame.rows, FONT))
+    label_ticks(axes.yaxis, places, [frame.names[i] for i in places], size=FONT, color=QUIET)
+
+
+def _check_graph(graph: Any) -> None:
+    import networkx as nx
+
+    if not isinstance(graph, nx.DiGraph):
+        raise TypeError(f"graph: expected a networkx DiGraph, got {type(graph).__name__}")
+    if not graph:
+        raise ValueError("graph: expected at least one node, got none")
+    for node in graph:
+        whole = isinstance(node, tuple) and len(node) == 2
+        if not whole or not all(isinstance(part, int) and not isinstance(part, bool) for part in node):
+            raise ValueError(f"graph: expected nodes (level, position), got {node!r}")
+
+
+def _need_matplotlib() -> Any:
+    try:
+        from lens_mix.view.canvas import Picture
+    except ImportError as error:
+        raise ImportError("figures need matplotlib: pip install 'lens_mix[plots]'") from error
+    return Picture
