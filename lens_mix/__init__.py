@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lens_mix.aggregation.flow import flow
     from lens_mix.aggregation.gradient_rollout import gradient_rollout
     from lens_mix.aggregation.rollout import rollout
+    from lens_mix.aggregation.tree import attribution_tree, tree_text
     from lens_mix.citations import citation
     from lens_mix.lens.kinds import UnsupportedModelError
     from lens_mix.lens.model import Lens
@@ -83,6 +84,7 @@ _HOME = {
     "UnsupportedModelError": "lens_mix.lens.kinds",
     "ValueNorms": "lens_mix.methods",
     "ValueZeroing": "lens_mix.methods",
+    "attribution_tree": "lens_mix.aggregation.tree",
     "check": "lens_mix.lens.support",
     "citation": "lens_mix.citations",
     "flow": "lens_mix.aggregation.flow",
@@ -91,6 +93,7 @@ _HOME = {
     "run": "lens_mix.runner",
     "run_many": "lens_mix.runner",
     "support": "lens_mix.runner",
+    "tree_text": "lens_mix.aggregation.tree",
 }
 
 # Parts of the library that are used as modules: `lm.targets.token(" Paris")`.
@@ -120,6 +123,7 @@ __all__ = [
     "UnsupportedModelError",
     "ValueNorms",
     "ValueZeroing",
+    "attribution_tree",
     "check",
     "citation",
     "evaluation",
@@ -130,6 +134,7 @@ __all__ = [
     "run_many",
     "support",
     "targets",
+    "tree_text",
 ]
 
 
