@@ -77,7 +77,8 @@ def each_prompt(
         prompts: a string, a pair or a token tensor is one prompt; a list of these is several.
         model, methods, options: as in `prompt_blocks`.
     """
-    several: Iterable[Any] = prompts if isinstance(prompts, list) else [prompts]
+    one = not isinstance(prompts, list) or all(isinstance(token, int) for token in prompts)
+    several: Iterable[Any] = [prompts] if one else prompts
     for prompt in several:
         with torch.no_grad():
             passed = prompt_blocks(model, prompt, methods, **options)

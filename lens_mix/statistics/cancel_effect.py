@@ -1,0 +1,99 @@
+"""The cancel effect: keys that get much attention and send short vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lens_mix.methods.factors import attention_vectors
+from lens_mix.methods.value_norms import ValueNorms
+from lens_mix.statistics.passes import each_prompt
+from lens_mix.statistics.ranks import spearman
+from lens_mix.statistics.token_kinds import TokenKind, token_kind
+
+if TYPE_CHECKING:
+    import pandas
+
+
+def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pandas.DataFrame:
+    """Attention weight against the length of the value-output vector, by head and key.
+
+    Args:
+        model, prompts, options: as in `lens_mix.statistics.mixing_ratio.mixing_ratios`.
+
+    Returns:
+        Columns prompt, layer, head, position, token, weight (mean over the queries that can see the key, in
+        0..1), norm (‖f(x)‖ = ‖v W_O‖) and weighted_norm (mean of weight × norm).
+    """
+    import pandas as pd
+
+    tables = []
+    for number, passed in enumerate(each_prompt(model, prompts, ValueNorms(), **options)):
+        for layer, block in enumerate(passed.blocks):
+            with torch.no_grad():
+                vectors = attention_vectors(block).attention.pairs
+            # No head's weight at all: the query can't see the key, and is no witness.
+            seen = (vectors.weights[0] > 0).any(-1).sum(1).clamp_min(1)
+            weight = vectors.weights[0].sum(1) / seen[:, None]
+            norm = torch.linalg.vector_norm(vectors.vectors[0], dim=-1)
+            keys, heads = weight.shape
+            tables.append(
+                pd.DataFrame(
+                    {
+                        "prompt": number,
+                        "layer": layer,
+                        "head": list(range(heads)) * keys,
+                        "position": [key for key in range(keys) for _ in range(heads)],
+                        "token": [token for token in passed.tokens for _ in range(heads)],
+                        "weight": weight.flatten().tolist(),
+                        "norm": norm.flatten().tolist(),
+                        "weighted_norm": (weight * norm).flatten().tolist(),
+                    }
+                )
+            )
+    return pd.concat(tables, ignore_index=True)
+
+
+def no_op_table(table: pandas.DataFrame, kind: TokenKind = token_kind) -> pandas.DataFrame:
+    """Means of weight, norm and weighted norm by layer and kind of token (Kobayashi et al., 2020, fig. 5).
+
+    Args:
+        table: from `weights_and_norms`.
+        kind: a function token -> name of its kind.
+    """
+    kinds = table["token"].map(kind).rename("kind")
+    return table.groupby(["layer", kinds])[["weight", "norm", "weighted_norm"]].mean()
+
+
+def correlations(table: pandas.DataFrame, by: Sequence[str] = ("layer",)) -> pandas.DataFrame:
+    """Spearman correlation of attention weight and norm; far below 0 is the cancel effect.
+
+    Args:
+        table: from `weights_and_norms`.
+        by: the groups, e.g. ("layer",) or ("layer", "head").
+    """
+    out = table.groupby(list(by))[["weight", "norm"]].apply(
+        lambda part: spearman(part["weight"].to_numpy(), part["norm"].to_numpy())
+    )
+    return out.to_frame("spearman")
+
+
+def cancelled_tokens(table: pandas.DataFrame, count: int = 5) -> pandas.DataFrame:
+    """The tokens that the cancel effect sits on, by layer: most attention for the shortest vectors.
+
+    Columns layer, token, weight, norm, and others_norm, the mean norm of all other tokens of the layer;
+    sorted by weight · (1 - norm / others_norm), which is 0 or less where nothing is cancelled.
+
+    Args:
+        table: from `weights_and_norms`.
+        count: how many rows.
+    """
+    means = table.groupby(["layer", "token"])[["weight", "norm"]].mean()
+    sums = table.groupby(["layer", "token"])["norm"].agg(["sum", "size"])
+    layers = table.groupby("layer")["norm"].agg(["sum", "size"]).reindex(sums.index, level="layer")
+    rest = layers - sums
+    out = means.assign(others_norm=rest["sum"] / rest["size"])
+    order = (out["weight"] * (1 - out["norm"] / out["others_norm"])).sort_values(ascending=False)
+    return out.loc[order.index[:count]].reset_index()

@@ -1,0 +1,121 @@
+"""How much a part of the block changes the map: contextualisation change, and what it amplifies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.maps import MixingMap
+from lens_mix.statistics.ranks import spearman
+
+if TYPE_CHECKING:
+    import pandas
+
+# Part of the block -> (map before it, map after it).
+PARTS = {
+    "feed_forward": ("attn_res_ln", "atb_ff"),
+    "residual": ("atb_ff", "atb_ff_res"),
+    "norm": ("atb_ff_res", "atb_ff_res_ln"),
+    "whole": ("attn_res_ln", "atb_ff_res_ln"),
+}
+# What `lens_mix.run` is to be asked for.
+METHODS = ("attn_res_ln", "atb_ff", "atb_ff_res", "atb_ff_res_ln")
+
+
+def change(before: MixingMap, after: MixingMap) -> Float[Tensor, " layer"]:
+    """1 - Spearman between two maps, per layer, over all pairs that can be (Kobayashi et al., 2024, eq. 10).
+
+    In 0..2: 0 where the order of the pairs is the same.
+
+    Args:
+        before, after: maps of the same prompt and shape, without heads.
+
+    Raises:
+        ValueError: maps that don't go together.
+    """
+    _check_pair(before, after)
+    visible = before.visible()
+    values = [
+        1 - spearman(x[seen].numpy(), y[seen].numpy())
+        for x, y, seen in zip(before.scores.cpu(), after.scores.cpu(), visible.cpu(), strict=True)
+    ]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def changes(maps: Mapping[str, MixingMap]) -> pandas.DataFrame:
+    """Contextualisation change by the feed-forward, its residual connection, its norm, and all together.
+
+    Args:
+        maps: what `lens_mix.run(model, prompt, METHODS)` gives.
+
+    Returns:
+        One row per layer, one column per part.
+
+    Raises:
+        ValueError: a map is missing.
+    """
+    import pandas as pd
+
+    missing = [name for name in METHODS if name not in maps]
+    if missing:
+        raise ValueError(f"maps: expected {list(METHODS)}, missing {missing}")
+    columns = {part: change(maps[x], maps[y]).tolist() for part, (x, y) in PARTS.items()}
+    return pd.DataFrame(columns, index=pd.Index(maps[METHODS[0]].layer_labels, name="layer"))
+
+
+def amplification(before: MixingMap, after: MixingMap) -> MixingMap:
+    """FF-amp: map after minus map before, of either sign (Kobayashi et al., 2024, section 5.2).
+
+    Args:
+        before, after: maps of the same prompt and shape; `normalized()` first to compare shares of rows.
+
+    Raises:
+        ValueError: maps that don't go together.
+    """
+    _check_pair(before, after)
+    return after.replace(
+        scores=after.scores - before.scores,
+        method=f"{after.method} - {before.method}",
+        parameters={"after": after.parameters, "before": before.parameters},
+    )
+
+
+def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> pandas.DataFrame:
+    """The pairs that were amplified most, over all layers.
+
+    Args:
+        amplified: from `amplification`.
+        count: how many, 1 or more.
+        diagonal: count pairs of a position with itself too.
+
+    Returns:
+        Columns layer, query, key, query_token, key_token, amplification, largest first.
+
+    Raises:
+        ValueError: count below 1.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"count: expected a whole number, 1 or more, got {count!r}")
+    table = amplified.to_dataframe()
+    visible = amplified.visible().cpu()
+    layer_of = {label: place for place, label in enumerate(amplified.layer_labels)}
+    places = table["layer"].map(layer_of).to_numpy()
+    kept = visible[places, table["query"].to_numpy(), table["key"].to_numpy()].numpy()
+    table = table[kept & (diagonal | (table["query"] != table["key"]))]
+    table = table.nlargest(count, "score").rename(columns={"score": "amplification"})
+    names = ["layer", "query", "key", "query_token", "key_token", "amplification"]
+    return table[names].reset_index(drop=True)
+
+
+def _check_pair(before: MixingMap, after: MixingMap) -> None:
+    if before.scores.shape != after.scores.shape or before.tokens != after.tokens:
+        raise ValueError(
+            "after: expected a map of the same prompt and shape as before, got shapes "
+            f"{list(before.scores.shape)} and {list(after.scores.shape)}"
+        )
+    if before.scores.ndim != 3:
+        raise ValueError(f"before: expected [layer, query, key], got shape {list(before.scores.shape)}")

@@ -1,0 +1,29 @@
+"""Kinds of token that the papers tell apart: special, punctuation, [MASK], other."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+
+TokenKind = Callable[[str], str]
+
+# What tokenizers write for the space before a word, and for a piece that goes on one.
+_MARKS = re.compile(r"^(##|[\u0120\u2581\u010a\s])+|[\s]+$")
+_SPECIAL = re.compile(r"^(\[[A-Z]+\d*\]|<\|?[\w/ -]+\|?>|<s>|</s>)$")
+
+
+def token_kind(token: str) -> str:
+    """ "mask", "special", "punctuation" or "other", by the token's text alone.
+
+    Args:
+        token: as the tokenizer writes it; marks of spaces and of word pieces don't count.
+    """
+    if token.strip().lower() in ("[mask]", "<mask>"):
+        return "mask"
+    if _SPECIAL.match(token.strip()):
+        return "special"
+    text = _MARKS.sub("", token)
+    if text and all(unicodedata.category(letter)[0] in "PS" for letter in text):
+        return "punctuation"
+    return "other"
