@@ -1,4 +1,4 @@
-"""The models whose peers' outputs are in tests/reference, on every TransformerLens class that can hold them."""
+"""The models of the peers' outputs in tests/reference, on every TransformerLens class that can hold them."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_bad_batches(model, options, error, message):
 
 @pytest.mark.parametrize("thing", [nn.Linear(2, 2), "gpt2", None])
 def test_not_a_transformer_lens_model(thing):
-    with pytest.raises(TypeError, match="model: expected a TransformerLens model .*, got "):
+    with pytest.raises(TypeError, match=r"model: expected a TransformerLens model .*, got "):
         lm.run(thing, GOOD, "attention")
 
 
@@ -175,7 +175,7 @@ def test_left_padding_of_an_encoder():
 
 
 def test_unknown_citation():
-    with pytest.raises(ValueError, match="expected one of .*, got 'rolout'"):
+    with pytest.raises(ValueError, match=r"expected one of .*, got 'rolout'"):
         lm.citation("rolout")
 
 
@@ -195,11 +195,9 @@ def test_layers_that_are_not_there(model):
 
 def test_a_hook_point_that_is_not_there(model):
     lens = lm.Lens(model)
-    with pytest.raises(
-        ValueError, match=r"hook name: expected one of the model's hook points, got 'blocks\.9"
-    ):
-        with lens.hooked([("blocks.9.attn.hook_v", lambda t, hook: t)]):
-            pass
+    message = r"hook name: expected one of the model's hook points, got 'blocks\.9"
+    with pytest.raises(ValueError, match=message), lens.hooked([("blocks.9.attn.hook_v", print)]):
+        pass
 
 
 def test_bos_option_of_models_that_add_their_own_special_tokens():

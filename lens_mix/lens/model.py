@@ -281,7 +281,7 @@ class Lens:
             return self.model(batch.tokens, one_zero_attention_mask=mask, **inputs, **options)
         if self.kind is Kind.HOOKED_ENCODER_DECODER:
             self._refuse_inputs(inputs, ())
-            # In the model's dtype: TransformerLens multiplies it by that dtype's lowest number, and 0 * -inf is NaN.
+            # In the model's dtype: it is multiplied by that dtype's lowest number, and 0 * -inf is NaN.
             return self.model(
                 batch.tokens, batch.target, one_zero_attention_mask=mask.to(self.dtype), **options
             )

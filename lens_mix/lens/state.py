@@ -34,7 +34,7 @@ def undisturbed(model: nn.Module, gradients: bool = False) -> Iterator[None]:
 
 
 def _all_modules(model: nn.Module) -> list[nn.Module]:
-    """Every module once; a Bridge keeps the model it wraps (and its embedding dropout) outside its own tree."""
+    """Every module once; a Bridge keeps the model it wraps outside its own tree."""
     wrapped = getattr(model, "original_model", None)
     modules = list(model.modules()) + (list(wrapped.modules()) if isinstance(wrapped, nn.Module) else [])
     return list({id(module): module for module in modules}.values())

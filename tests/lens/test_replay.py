@@ -54,7 +54,7 @@ def test_starting_at_a_block_gives_the_logits_of_the_whole_model(label):
     for layer in range(lens.n_layers):
         ran = []
         handles = [
-            block.attn.register_forward_hook(lambda *_, index=index: ran.append(index))
+            block.attn.register_forward_hook(lambda *_, index=index, ran=ran: ran.append(index))
             for index, block in enumerate(lens.stack.blocks)
             if hasattr(block, "attn")
         ]

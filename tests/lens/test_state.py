@@ -49,7 +49,7 @@ def assert_same(before, after):
 
 
 def disturbed(model):
-    """A model with a mind of its own: half in training mode, half frozen, a hook of the user's, a hook in a block."""
+    """A model with a mind of its own: half in training mode, half frozen, a hook of the user's."""
     for index, module in enumerate(model.modules()):
         module.training = index % 2 == 0
     for index, parameter in enumerate(model.parameters()):

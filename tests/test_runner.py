@@ -1,0 +1,329 @@
+"""The runner: what it takes, what it gives back, batches, memory, progress."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.methods import Method
+from tests.matrix import build_or_skip, prompt_of
+from tests.reference_models import to_bridge, to_hooked
+from tests.tiny_models import (
+    Unavailable,
+    bridge,
+    hooked_encoder,
+    hooked_encoder_decoder,
+    hooked_transformer,
+    tokens,
+    toy_tokenizer,
+    wrapped_model,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@functools.cache
+def causal_model():
+    try:
+        return bridge("gpt2", tokenizer=toy_tokenizer())
+    except Unavailable:
+        return hooked_transformer("LN", tokenizer=toy_tokenizer())
+
+
+def test_one_method_gives_a_map_several_give_a_dict():
+    model = causal_model()
+    prompt = tokens(model, 1, 5)
+    one = lm.run(model, prompt, "attention")
+    assert isinstance(one, lm.MixingMap)
+    assert one.scores.shape == (2, 5, 5)
+    several = lm.run(model, prompt, ["attention", lm.ValueZeroing(metric="euclidean")])
+    assert list(several) == ["attention", "value_zeroing"]
+    assert several["value_zeroing"].parameters["metric"] == "euclidean"
+    torch.testing.assert_close(several["attention"].scores, one.scores, atol=0, rtol=0)
+    assert list(lm.run(model, prompt, ["attention"])) == ["attention"]
+
+
+def test_the_same_method_twice_gets_its_parameters_in_the_key():
+    model = causal_model()
+    maps = lm.run(model, tokens(model, 1, 5), ["value_zeroing", lm.ValueZeroing(metric="euclidean")])
+    assert list(maps) == ["value_zeroing", "value_zeroing(metric='euclidean')"]
+
+
+def test_one_clean_pass_serves_all_methods():
+    model = causal_model()
+    prompt = tokens(model, 1, 5)
+    lm.run(model, prompt, "attention")  # the proof is made
+    seen_by_embedding = []
+    handle = model.embed.register_forward_hook(lambda *_: seen_by_embedding.append(1))
+    try:
+        lm.run(model, prompt, "attention")  # made again: a hook has come
+        seen_by_embedding.clear()
+        lm.run(model, prompt, ["attention", lm.AttentionWeights(per_head=True)])
+    finally:
+        handle.remove()
+    assert len(seen_by_embedding) == 1
+
+
+def test_prompts_in_all_their_forms_give_the_same():
+    model = causal_model()
+    ids = [1, 5, 6, 7]
+    forms = [torch.tensor(ids), torch.tensor([ids]), torch.tensor([ids], dtype=torch.int32), ids]
+    first = lm.run(model, forms[0], "value_zeroing").scores
+    for form in forms[1:]:
+        torch.testing.assert_close(lm.run(model, form, "value_zeroing").scores, first, atol=0, rtol=0)
+
+
+def test_strings_go_through_the_models_own_tokenizer():
+    model = causal_model()
+    m = lm.run(model, "w5 w6 w7", "attention")
+    assert m.tokens == ["<bos>", "w5", "w6", "w7"]
+    without = lm.run(model, "w5 w6 w7", "attention", prepend_bos=False)
+    assert without.tokens == ["w5", "w6", "w7"]
+    assert without.provenance["prepend_bos"] is False
+    assert lm.run(model, "w5", "attention", prepend_bos=True).tokens == ["<bos>", "w5"]
+
+
+def test_attention_mask_cuts_padding_on_either_side():
+    model = causal_model()
+    alone = lm.run(model, torch.tensor([5, 6, 7]), "value_zeroing")
+    for ids, mask in (([0, 0, 5, 6, 7], [0, 0, 1, 1, 1]), ([5, 6, 7, 0], [1, 1, 1, 0])):
+        m = lm.run(model, torch.tensor([ids]), "value_zeroing", attention_mask=torch.tensor([mask]))
+        torch.testing.assert_close(m.scores, alone.scores, atol=0, rtol=0)
+    batch = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 5, 6, 7]])
+    masks = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    first, second = lm.run_many(model, batch, "value_zeroing", attention_mask=masks)
+    torch.testing.assert_close(first.scores, alone.scores, atol=1e-6, rtol=1e-5)
+    assert second.scores.shape == (2, 5, 5)
+
+
+def test_a_pad_token_inside_a_prompt_is_a_token():
+    """GPT-2's end-of-text token is BOS, EOS and padding at once: it must not be masked away."""
+    model = causal_model()
+    m = lm.run(model, torch.tensor([0, 5, 0, 6]), "attention")
+    assert m.scores[:, 3, 0].min() > 0
+    assert m.scores[:, 3, 2].min() > 0
+
+
+def test_run_many_streams_in_order_whatever_the_batch_size():
+    model = causal_model()
+    prompts = [tokens(model, 1, size, seed=size)[0] for size in (3, 7, 5, 4, 6)]
+    drawn = []
+
+    def stream():
+        for prompt in prompts:
+            drawn.append(len(prompt))
+            yield prompt
+
+    maps = lm.run_many(model, stream(), "value_zeroing", batch_size=2)
+    assert drawn == []
+    first = next(maps)
+    assert len(drawn) == 2
+    for prompt, m in zip(prompts, [first, *maps], strict=True):
+        torch.testing.assert_close(
+            m.scores, lm.run(model, prompt, "value_zeroing").scores, atol=1e-6, rtol=1e-5
+        )
+
+
+def test_max_memory_changes_the_chunks_and_not_the_numbers():
+    model = causal_model()
+    prompt = tokens(model, 1, 12)
+    whole = lm.run(model, prompt, "value_zeroing", engine="hooks").scores
+    with pytest.raises(ValueError, match="max_memory: expected at least") as refusal:
+        lm.run(model, prompt, "value_zeroing", engine="hooks", max_memory=10)
+    least = int(str(refusal.value).split("at least ")[1].split()[0])
+    ran = []
+    handle = model.blocks[0].register_forward_hook(lambda *_: ran.append(1))
+    small = lm.run(model, prompt, "value_zeroing", engine="hooks", max_memory=least).scores
+    one_by_one = len(ran)
+    ran.clear()
+    lm.run(model, prompt, "value_zeroing", engine="hooks")
+    handle.remove()
+    torch.testing.assert_close(small, whole, atol=1e-6, rtol=1e-5)
+    assert one_by_one >= len(ran) + 11
+
+
+def test_progress_shows_a_bar(capsys):
+    model = causal_model()
+    lm.run(model, tokens(model, 1, 4), "value_zeroing")
+    assert capsys.readouterr().err == ""
+    lm.run(model, tokens(model, 1, 4), "value_zeroing", progress=True)
+    assert "value_zeroing" in capsys.readouterr().err
+    list(lm.run_many(model, [tokens(model, 1, 4)] * 3, "attention", progress=True))
+    assert "3/3" in capsys.readouterr().err
+
+
+def test_provenance_says_where_a_map_came_from():
+    model = causal_model()
+    m = lm.run(model, tokens(model, 1, 4), "value_zeroing", engine="hooks")
+    assert m.provenance["engine"] == "hooks"
+    assert m.provenance["dtype"] == "float32"
+    assert m.provenance["value_biases"] == "present"
+    assert m.provenance["model_class"] in ("TransformerBridge", "HookedTransformer")
+    assert m.provenance["transformer_lens"].count(".") == 1
+    assert m.residual == 0.0
+    assert lm.run(model, tokens(model, 1, 4), "attention").residual == 0.5
+
+
+def test_folded_value_biases_are_in_the_record_and_change_the_map():
+    """TransformerLens's default processing folds b_V into b_O: same logits, other Value Zeroing."""
+    original = wrapped_model("gpt2")
+    options = {"act_fn": "gelu_new", "eps": 1e-5, "n_ctx": 32}
+    try:
+        raw = to_hooked(original, "HookedTransformer", "convert_gpt2_weights", **options)
+    except Unavailable:
+        raw, folded = bridge("gpt2"), bridge("gpt2")
+        folded.enable_compatibility_mode(disable_warnings=True)
+    else:
+        folded = to_hooked(original, "HookedTransformer", "convert_gpt2_weights", **options)
+        folded.load_and_process_state_dict(
+            {name: value.clone() for name, value in raw.state_dict().items()}, fold_value_biases=True
+        )
+    prompt = tokens(raw, 1, 6)
+    first, second = (lm.run(model, prompt, "value_zeroing") for model in (raw, folded))
+    assert first.provenance["value_biases"] == "present"
+    assert second.provenance["value_biases"].startswith("none")
+    assert (first.scores - second.scores).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "convert", "options"),
+    [
+        ("gpt2", "convert_gpt2_weights", {"act_fn": "gelu_new", "eps": 1e-5}),
+        (
+            "llama",
+            "convert_llama_weights",
+            {
+                "act_fn": "silu",
+                "normalization_type": "RMS",
+                "positional_embedding_type": "rotary",
+                "rotary_dim": 6,
+                "rotary_adjacent_pairs": False,
+                "gated_mlp": True,
+                "final_rms": True,
+                "n_key_value_heads": 2,
+                "eps": 1e-6,
+            },
+        ),
+    ],
+)
+def test_the_same_weights_give_the_same_maps_on_both_classes(name, convert, options):
+    original = wrapped_model(name)
+    try:
+        hooked = to_hooked(original, "HookedTransformer", convert, n_ctx=32, **options)
+        wrapped = to_bridge(wrapped_model(name))
+    except Unavailable as problem:
+        pytest.skip(str(problem))
+    prompt = tokens(hooked, 1, 9)
+    with torch.no_grad():
+        torch.testing.assert_close(hooked(prompt), wrapped(prompt), atol=1e-3, rtol=1e-3)
+    methods = ["attention", "value_zeroing"]
+    ours, theirs = lm.run(hooked, prompt, methods), lm.run(wrapped, prompt, methods)
+    for method in methods:
+        torch.testing.assert_close(ours[method].scores, theirs[method].scores, atol=1e-5, rtol=0)
+        both = [lm.rollout(m[method], receptive_field=True).scores for m in (ours, theirs)]
+        torch.testing.assert_close(*both, atol=1e-4, rtol=0)
+
+
+def test_encoder_decoder_pairs():
+    try:
+        model = bridge("bart", tokenizer=toy_tokenizer())
+    except Unavailable:
+        model = hooked_encoder_decoder(tokenizer=toy_tokenizer())
+    source, target = tokens(model, 1, 6), tokens(model, 1, 4, seed=2)
+    encoder = lm.run(model, (source, target), "value_zeroing")
+    assert encoder.scores.shape == (2, 6, 6)
+    assert encoder.provenance["stack"] == "encoder"
+    assert not encoder.causal
+    only_source = lm.run(model, source, "value_zeroing")
+    torch.testing.assert_close(only_source.scores, encoder.scores, atol=0, rtol=0)
+    by_name = lm.run(model, source, "value_zeroing", decoder_input_ids=target)
+    torch.testing.assert_close(by_name.scores, encoder.scores, atol=0, rtol=0)
+    if not _decoder_refused(model):
+        decoder = lm.run(model, (source, target), "value_zeroing", stack="decoder")
+        assert decoder.scores.shape == (2, 4, 4)
+        assert decoder.causal
+        words = lm.run(model, ("w5 w6 w7", "w8 w9"), "attention", stack="decoder")
+        assert words.tokens[1:] == ["w8", "w9"]
+
+
+def _decoder_refused(model):
+    try:
+        lm.Lens(model, "decoder")
+    except lm.UnsupportedModelError:
+        return True
+    return False
+
+
+def test_token_type_ids_reach_an_encoder():
+    try:
+        model = bridge("bert")
+    except Unavailable:
+        model = hooked_encoder()
+    prompt = tokens(model, 1, 6)
+    kinds = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    plain = lm.run(model, prompt, "value_zeroing")
+    typed = lm.run(model, prompt, "value_zeroing", token_type_ids=kinds)
+    assert (plain.scores - typed.scores).abs().max() > 1e-5
+    many = list(lm.run_many(model, [prompt, prompt], "value_zeroing", token_type_ids=kinds.repeat(2, 1)))
+    torch.testing.assert_close(many[1].scores, typed.scores, atol=1e-6, rtol=1e-5)
+
+
+def test_the_users_own_hooks_are_part_of_the_model():
+    model = causal_model()
+    prompt = tokens(model, 1, 5)
+    before = lm.run(model, prompt, "value_zeroing")
+    with model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", lambda t, hook: t * 0)]):
+        ablated = lm.run(model, prompt, "value_zeroing").scores
+    assert (before.scores[0] - ablated[0]).abs().max() > 1e-4
+    after = lm.run(model, prompt, "value_zeroing")
+    assert after.provenance["engine"] == before.provenance["engine"]
+    torch.testing.assert_close(after.scores, before.scores, atol=0, rtol=0)
+
+
+def test_a_method_of_ones_own_runs_like_any_other():
+    """The page "how to add a method" says that this is all it takes."""
+
+    class ResidualNorms(Method):
+        name = "residual_norms"
+        residual = 0.5
+        engines = ("recorded",)
+        citation = "none"
+
+        def __call__(self, block):
+            norms = block.resid_pre.norm(dim=-1)
+            block.detail(0, "largest", float(norms.max()))
+            block.warn(0, "only a test")
+            return torch.diag_embed(norms)
+
+    model = causal_model()
+    m = lm.run(model, prompt_of(model, 4), ResidualNorms())
+    assert m.method == "residual_norms"
+    assert m.scores.shape == (2, 4, 4)
+    assert len(m.provenance["details"]["largest"]) == 2
+    assert "layer 1: only a test" in m.notes
+
+
+def test_saved_and_loaded_maps_are_the_same(tmp_path):
+    model = causal_model()
+    m = lm.run(model, "w5 w6 w7", "value_zeroing")
+    m.save(tmp_path / "map.safetensors")
+    back = lm.MixingMap.load(tmp_path / "map.safetensors")
+    assert torch.equal(back.scores, m.scores)
+    assert (back.tokens, back.method, back.causal, back.provenance) == (
+        m.tokens,
+        m.method,
+        m.causal,
+        m.provenance,
+    )
+    assert back.parameters == m.parameters
+
+
+def test_bidirectional_hooked_transformer_ignores_masks_so_prompts_run_alone():
+    model = build_or_skip(hooked_transformer, "bidirectional")
+    prompts = [tokens(model, 1, 6), tokens(model, 1, 4, seed=3)]
+    assert not lm.check(model, prompts[0]).proof.masks_padding
+    for prompt, m in zip(prompts, lm.run_many(model, prompts, "value_zeroing"), strict=True):
+        torch.testing.assert_close(m.scores, lm.run(model, prompt, "value_zeroing").scores, atol=1e-6, rtol=0)
