@@ -1,0 +1,207 @@
+"""Figures of the tables in `lens_mix.statistics`.
+
+| function | draws |
+|---|---|
+| `mixing_by_layer` | mean mixing ratio per layer, one line per stage |
+| `mixing_by_kind` | mean mixing ratio per kind of token, one bar per stage |
+| `weights_against_norms` | the cancel effect: attention weight against ‖f(x)‖, one dot per token and layer |
+| `expansion_rates` | expansion rate, layer × head |
+| `contextualisation` | contextualisation change per layer, one line per part of the block |
+
+Maps of amplification are `MixingMap`s: `lens_mix.view.layer_maps(..., normalize=False)` draws them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lens_mix.statistics.mixing_ratio import STAGES, by_kind, by_layer
+from lens_mix.statistics.token_kinds import TokenKind, token_kind
+from lens_mix.view.labels import FONT, INK, NAME_FONT, TITLE_FONT, visible_token
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+STAGE_NAMES = {
+    "attn_w": "weights (AttnW)",
+    "attn_n": "vectors (AttnN)",
+    "attn_res_w": "weights + residual",
+    "attn_res": "vectors + residual (AttnRes)",
+    "attn_res_ln": "… + norm (AttnResLn)",
+    "atb_ff_res_ln": "… + feed-forward",
+}
+# From light to dark along the block; weights are dashed. Readable in grey.
+COLOURS = ("#9ecae1", "#6baed6", "#fdae6b", "#4292c6", "#2171b5", "#08306b")
+KINDS = {"mask": "#d94801", "special": "#6a3d9a", "punctuation": "#1b9e77", "other": "#9a9a9a"}
+
+
+def mixing_by_layer(table: pandas.DataFrame, title: str = "Mixing ratio by layer") -> Figure:
+    """Mean mixing ratio per layer, one line per stage.
+
+    Args:
+        table: from `lens_mix.statistics.mixing_ratio.mixing_ratios`.
+        title: above the figure.
+
+    Raises:
+        ValueError: columns are missing.
+        ImportError: matplotlib is not installed.
+    """
+    _check_columns("table", table, ("layer", "stage", "ratio"))
+    means = by_layer(table).drop(index="mean")
+    picture, axes = _axes(7.0, 3.6, title)
+    for stage in means.columns:
+        axes.plot(
+            means.index.astype(int),
+            means[stage],
+            marker="o",
+            markersize=3,
+            color=COLOURS[STAGES.index(stage)],
+            linestyle="--" if stage.endswith("_w") else "-",
+            label=STAGE_NAMES[stage],
+        )
+    axes.set_xlabel("layer", fontsize=NAME_FONT)
+    axes.set_ylabel("share from other positions", fontsize=NAME_FONT)
+    axes.set_ylim(0, 1)
+    _legend(axes)
+    return picture
+
+
+def mixing_by_kind(
+    table: pandas.DataFrame, kind: TokenKind = token_kind, title: str = "Mixing ratio by kind of token"
+) -> Figure:
+    """Mean mixing ratio per kind of token, one bar per stage.
+
+    Args:
+        table: from `lens_mix.statistics.mixing_ratio.mixing_ratios`.
+        kind: a function token -> name of its kind.
+        title: above the figure.
+
+    Raises:
+        ValueError: columns are missing.
+        ImportError: matplotlib is not installed.
+    """
+    _check_columns("table", table, ("layer", "stage", "ratio", "token"))
+    means = by_kind(table, kind)
+    stages = [stage for stage in STAGES if stage in means.columns]
+    picture, axes = _axes(7.0, 3.6, title)
+    width = 0.8 / len(stages)
+    for place, stage in enumerate(stages):
+        lefts = [group - 0.4 + (place + 0.5) * width for group in range(len(means))]
+        axes.bar(lefts, means[stage], width, color=COLOURS[STAGES.index(stage)], label=STAGE_NAMES[stage])
+    names = [f"{name} ({count})" for name, count in zip(means.index, means["tokens"], strict=True)]
+    axes.set_xticks(range(len(means)), labels=names)
+    axes.set_ylabel("share from other positions", fontsize=NAME_FONT)
+    _legend(axes)
+    return picture
+
+
+def weights_against_norms(
+    table: pandas.DataFrame,
+    kind: TokenKind = token_kind,
+    named: int = 3,
+    title: str = "Attention weight against the length of what is sent",
+) -> Figure:
+    """The cancel effect: one dot per token and layer, mean attention weight against mean ‖f(x)‖.
+
+    Args:
+        table: from `lens_mix.statistics.cancel_effect.weights_and_norms`.
+        kind: a function token -> name of its kind, for the colours.
+        named: how many of the dots with most weight get their token and layer written.
+        title: above the figure.
+
+    Raises:
+        ValueError: columns are missing.
+        ImportError: matplotlib is not installed.
+    """
+    _check_columns("table", table, ("layer", "token", "weight", "norm"))
+    dots = table.groupby(["layer", "token"])[["weight", "norm"]].mean().reset_index()
+    picture, axes = _axes(5.6, 4.0, title)
+    kinds = dots["token"].map(kind)
+    for name in dict.fromkeys(kinds):
+        part = dots[kinds == name]
+        axes.scatter(part["norm"], part["weight"], s=9, color=KINDS.get(name, "#3182bd"), label=name)
+    for row in dots.nlargest(named, "weight").itertuples():
+        axes.annotate(
+            f"{visible_token(row.token)} {row.layer}",
+            (row.norm, row.weight),
+            fontsize=FONT,
+            color=INK,
+            xytext=(3, 3),
+            textcoords="offset points",
+            parse_math=False,
+        )
+    axes.set_xlabel("‖f(x)‖, mean over heads", fontsize=NAME_FONT)
+    axes.set_ylabel("attention weight, mean over heads and queries", fontsize=NAME_FONT)
+    _legend(axes)
+    return picture
+
+
+def expansion_rates(table: pandas.DataFrame, title: str = "Expansion rate of the heads") -> Figure:
+    """Expansion rate as a heat map, layer × head.
+
+    Args:
+        table: from `lens_mix.statistics.expansion_rate.expansion_rates`.
+        title: above the figure.
+
+    Raises:
+        ValueError: columns are missing.
+        ImportError: matplotlib is not installed.
+    """
+    _check_columns("table", table, ("layer", "head", "rate"))
+    grid = table[table["head"] != "all"].pivot(index="layer", columns="head", values="rate")
+    picture, axes = _axes(1.6 + 0.3 * grid.shape[1], 1.2 + 0.22 * grid.shape[0], title)
+    from lens_mix.view.canvas import colours
+
+    image = axes.imshow(grid.to_numpy(dtype=float), cmap=colours(False), aspect="auto", vmin=0)
+    axes.set_xlabel("head", fontsize=NAME_FONT)
+    axes.set_ylabel("layer", fontsize=NAME_FONT)
+    picture.colorbar(image, ax=axes).ax.tick_params(labelsize=FONT)
+    return picture
+
+
+def contextualisation(table: pandas.DataFrame, title: str = "Contextualisation change") -> Figure:
+    """1 - Spearman per layer, one line per part of the block.
+
+    Args:
+        table: from `lens_mix.statistics.contextualisation.changes`.
+        title: above the figure.
+
+    Raises:
+        ValueError: columns are missing.
+        ImportError: matplotlib is not installed.
+    """
+    _check_columns("table", table, ("feed_forward", "residual", "norm", "whole"))
+    picture, axes = _axes(6.4, 3.4, title)
+    for part, colour in zip(table.columns, ("#d94801", "#2171b5", "#6a3d9a", "#333333"), strict=False):
+        axes.plot(table.index, table[part], marker="o", markersize=3, color=colour, label=part)
+    axes.set_xlabel("layer", fontsize=NAME_FONT)
+    axes.set_ylabel("1 − Spearman", fontsize=NAME_FONT)
+    axes.set_ylim(bottom=0)
+    _legend(axes)
+    return picture
+
+
+def _axes(width: float, height: float, title: str) -> tuple[Any, Any]:
+    try:
+        from lens_mix.view.canvas import Picture
+    except ImportError as error:
+        raise ImportError("figures need matplotlib: pip install 'lens_mix[plots]'") from error
+    picture = Picture(width, height)
+    picture.set_layout_engine("constrained")
+    axes = picture.subplots()
+    axes.set_title(title, fontsize=TITLE_FONT, color=INK, loc="left", parse_math=False)
+    axes.tick_params(labelsize=FONT)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return picture, axes
+
+
+def _legend(axes: Any) -> None:
+    axes.legend(fontsize=FONT, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _check_columns(name: str, table: Any, columns: tuple[str, ...]) -> None:
+    missing = [column for column in columns if column not in getattr(table, "columns", ())]
+    if missing:
+        raise ValueError(f"{name}: expected a table with the columns {list(columns)}, missing {missing}")
