@@ -193,7 +193,7 @@ def _read_options(
     if not single and (isinstance(methods, type) or not isinstance(methods, Iterable)):
         got = f"the class {methods.__name__}" if isinstance(methods, type) else type(methods).__name__
         raise TypeError(f"methods: expected a name, a method (with its parameters), or several; got {got}")
-    asked: list[Any] = [methods] if single else list(methods)
+    asked: list[Any] = [methods] if isinstance(methods, (str, Method)) else list(methods)
     if not asked:
         raise ValueError("methods: expected at least one method, got none")
     read = [_read_method(method) for method in asked]
