@@ -1,0 +1,240 @@
+"""What single heads attend to (Clark et al., "What Does BERT Look at?", BlackboxNLP 2019).
+
+They are read off maps with heads, `lm.run(model, prompt, lm.AttentionWeights(per_head=True))`, of one prompt
+or of many; maps of other methods, and maps without heads (as one head), work alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lens_mix.maps import MixingMap
+from lens_mix.statistics.heads import Head, TokenGroup, each_map, members, refuse_other_heads, with_heads
+
+if TYPE_CHECKING:
+    import pandas
+
+SEPARATORS = ("[SEP]", "</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>")
+OFFSETS = (-3, -2, -1, 0, 1, 2, 3)
+
+
+def _is_separator(token: str) -> bool:
+    return token in SEPARATORS
+
+
+def _is_punctuation(token: str) -> bool:
+    return token.strip(" Ġ▁") in (".", ",")
+
+
+GROUPS: dict[str, TokenGroup] = {"first": 0, "separators": _is_separator, "punctuation": _is_punctuation}
+
+
+class OffsetHead(NamedTuple):
+    """A head that attends to one relative position."""
+
+    layer: int
+    head: int
+    offset: int
+    share: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttentionStatistics:
+    """Means over the queries of all prompts; tensors are `[layer, head]`, float64.
+
+    Attributes:
+        offsets: relative position (key − query) to the share of a row at that key, 0 to 1: the mean over
+            the queries for which that key exists and could be seen; 0 where there is no such query.
+        groups: name to the share of a row at the tokens of that group, 0 to 1, mean over all queries.
+        entropy: of the rows, in nats: high for heads that attend broadly.
+        evenness: entropy divided by that of even attention over the keys that could be seen, 0 to 1: mean
+            over queries that could see two keys or more (0 where none could).
+        layers: labels of the layers.
+        prompts, queries: how many were averaged.
+        from_query: the same for one query of each prompt ([CLS] or the last token), or None.
+    """
+
+    offsets: dict[int, Float[Tensor, "layer head"]]
+    groups: dict[str, Float[Tensor, "layer head"]]
+    entropy: Float[Tensor, "layer head"]
+    evenness: Float[Tensor, "layer head"]
+    layers: list[int]
+    prompts: int
+    queries: int
+    from_query: AttentionStatistics | None = None
+
+    def fixed_offset_heads(self, threshold: float = 0.5) -> list[OffsetHead]:
+        """Heads that put more than `threshold` of their attention on one relative position, most first."""
+        found = [
+            OffsetHead(*place, offset, share)
+            for offset, shares in self.offsets.items()
+            for place, share in self._entries(shares)
+            if share > threshold
+        ]
+        return sorted(found, key=lambda head: -head.share)
+
+    def group_heads(self, group: str, threshold: float = 0.5) -> list[Head]:
+        """Heads that put more than `threshold` of their attention on a group of tokens, most first.
+
+        Raises:
+            ValueError: no such group.
+        """
+        if group not in self.groups:
+            raise ValueError(f"group: expected one of {sorted(self.groups)}, got {group!r}")
+        return self._above(self.groups[group], threshold)
+
+    def broad_heads(self, threshold: float = 0.8) -> list[Head]:
+        """Heads whose evenness is above `threshold`, most even first."""
+        return self._above(self.evenness, threshold)
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """One row per head: layer, head, offset_-1, …, first, separators, …, entropy, evenness.
+
+        What `from_query` holds comes with the prefix `query_`.
+        """
+        import pandas as pd
+
+        columns: dict[str, list[float]] = {"layer": [], "head": []}
+        for (layer, head), _ in self._entries(self.entropy):
+            columns["layer"].append(layer)
+            columns["head"].append(head)
+        for prefix, part in (("", self), ("query_", self.from_query)):
+            if part is not None:
+                columns.update({prefix + name: values.flatten().tolist() for name, values in part._columns()})
+        return pd.DataFrame(columns)
+
+    def _columns(self) -> Iterable[tuple[str, Tensor]]:
+        yield from ((f"offset_{offset}", shares) for offset, shares in self.offsets.items())
+        yield from self.groups.items()
+        yield from (("entropy", self.entropy), ("evenness", self.evenness))
+
+    def _entries(self, values: Tensor) -> Iterable[tuple[tuple[int, int], float]]:
+        for layer, row in zip(self.layers, values.tolist(), strict=True):
+            yield from (((layer, head), value) for head, value in enumerate(row))
+
+    def _above(self, values: Tensor, threshold: float) -> list[Head]:
+        found = [Head(*place, value) for place, value in self._entries(values) if value > threshold]
+        return sorted(found, key=lambda head: -head.value)
+
+
+def attention_statistics(
+    maps: MixingMap | Iterable[MixingMap],
+    *,
+    offsets: Sequence[int] = OFFSETS,
+    groups: Mapping[str, TokenGroup] | None = None,
+    query: Literal["first", "last"] | int | None = None,
+) -> AttentionStatistics:
+    """Where heads look: relative positions, groups of tokens, and how broadly (Clark et al. 2019, section 3).
+
+    Rows are divided by their sum first. Every query counts once, so longer prompts count more.
+
+    Args:
+        maps: one map or several, with the same layers and heads.
+        offsets: relative positions, key − query: −1 is the previous token, 0 the token itself.
+        groups: name to tokens: a position, a token, several of them, or a function token -> bool. A prompt
+            without such a token counts with 0. None: "first" (position 0), "separators" ([SEP], </s>,
+            <|endoftext|> and the like), "punctuation" (full stops and commas).
+        query: whose attention `from_query` describes: "first" ([CLS]), "last", or a position. None: "last"
+            for causal maps, else "first".
+
+    Raises:
+        TypeError: maps that are none; offsets that are no whole numbers.
+        ValueError: no maps; maps of different layers or heads; keys that are not the tokens; negative scores;
+            a query that a prompt does not have.
+    """
+    steps = list(offsets)
+    if any(isinstance(step, bool) or not isinstance(step, int) for step in steps):
+        raise TypeError(f"offsets: expected whole numbers, got {steps}")
+    chosen = {name: _reusable(group) for name, group in (GROUPS if groups is None else groups).items()}
+    every, single = _Totals(steps, list(chosen)), _Totals(steps, list(chosen))
+    first: MixingMap | None = None
+    for mixing_map in each_map(maps):
+        first = mixing_map if first is None else first
+        refuse_other_heads(mixing_map, first)
+        belongs = {name: members(mixing_map.tokens, group) for name, group in chosen.items()}
+        every.add(mixing_map, list(range(len(mixing_map.tokens))), belongs)
+        single.add(mixing_map, [_query(mixing_map, query)], belongs)
+    if first is None:
+        raise ValueError("maps: expected at least one map, got none")
+    layers = first.layer_labels
+    return every.means(layers, single.means(layers, None))
+
+
+class _Totals:
+    """Sums over queries, and how many queries each has."""
+
+    def __init__(self, offsets: list[int], groups: list[str]) -> None:
+        self.offsets, self.groups = offsets, groups
+        self.sums: dict[str | int, Tensor] = {}
+        self.counts: dict[str | int, Tensor] = {}
+        self.prompts = self.queries = 0
+
+    def add(self, mixing_map: MixingMap, queries: list[int], belongs: dict[str, Tensor]) -> None:
+        weights = with_heads(mixing_map)[:, :, queries]
+        visible = mixing_map.visible().cpu()[:, queries]
+        self.prompts += 1
+        self.queries += len(queries)
+        rows = torch.tensor(queries)
+        everywhere = torch.ones(visible.shape[:2], dtype=torch.bool)
+        for offset in self.offsets:
+            keys = rows + offset
+            inside = (keys >= 0) & (keys < weights.shape[-1])
+            keys = keys.clamp(0, weights.shape[-1] - 1)
+            places = torch.arange(len(rows))
+            self._count(offset, weights[:, :, places, keys], visible[:, places, keys] & inside)
+        for name in self.groups:
+            self._count(f"group {name}", weights[..., belongs[name]].sum(-1), everywhere)
+        entropy = torch.special.entr(weights).sum(-1)
+        seen = visible.sum(-1)
+        self._count("entropy", entropy, everywhere)
+        self._count("evenness", entropy / seen.clamp(min=2).log()[:, None], seen > 1)
+
+    def _count(
+        self,
+        name: str | int,
+        values: Float[Tensor, "layer head query"],
+        eligible: Bool[Tensor, "layer query"],
+    ) -> None:
+        total = (values * eligible[:, None]).sum(-1)
+        count = eligible.sum(-1, keepdim=True)
+        self.sums[name] = self.sums.get(name, 0) + total
+        self.counts[name] = self.counts.get(name, 0) + count
+
+    def mean(self, name: str | int) -> Float[Tensor, "layer head"]:
+        return self.sums[name] / self.counts[name].clamp(min=1)
+
+    def means(self, layers: list[int], from_query: AttentionStatistics | None) -> AttentionStatistics:
+        return AttentionStatistics(
+            offsets={offset: self.mean(offset) for offset in self.offsets},
+            groups={name: self.mean(f"group {name}") for name in self.groups},
+            entropy=self.mean("entropy"),
+            evenness=self.mean("evenness"),
+            layers=list(layers),
+            prompts=self.prompts,
+            queries=self.queries,
+            from_query=from_query,
+        )
+
+
+def _reusable(group: TokenGroup) -> TokenGroup:
+    """An iterator is used up after the first prompt."""
+    return group if callable(group) or isinstance(group, (int, str)) else list(group)
+
+
+def _query(mixing_map: MixingMap, query: Literal["first", "last"] | int | None) -> int:
+    count = len(mixing_map.tokens)
+    if query is None:
+        query = "last" if mixing_map.causal else "first"
+    if query in ("first", "last"):
+        return 0 if query == "first" else count - 1
+    if isinstance(query, bool) or not isinstance(query, int) or not -count <= query < count:
+        raise ValueError(
+            f"query: expected 'first', 'last' or a position from {-count} to {count - 1}, got {query!r}"
+        )
+    return query % count
