@@ -197,6 +197,8 @@ def read_norm(module: nn.Module | None, cfg: Any) -> Norm | None:
     if module is None or type(module).__name__ == "Identity":
         return None
     inner = getattr(module, "original_component", None)
+    if type(inner).__name__ == "Identity":
+        return None
     if inner is None:
         kind: Literal["layer", "rms"] = "rms" if "RMS" in type(module).__name__ else "layer"
         return Norm(kind, _read(module, "w"), _read(module, "b"), float(cast(Any, module).eps))
@@ -211,7 +213,9 @@ def read_norm(module: nn.Module | None, cfg: Any) -> Norm | None:
 
 def read_value_path(attention: nn.Module) -> ValuePath | None:
     """W_V, b_V, W_O, b_O; None where the module does not offer them."""
-    grouped = _read(attention, "_W_V")
+    # HookedTransformer can repeat grouped values before the hook: then the hook has all heads.
+    ungrouped = getattr(getattr(attention, "cfg", None), "ungroup_grouped_query_attention", False)
+    grouped = None if ungrouped else _read(attention, "_W_V")
     W_V = _read(attention, "W_V") if grouped is None else grouped
     b_V = _read(attention, "b_V" if grouped is None else "_b_V")
     W_O, b_O = _read(attention, "W_O"), _read(attention, "b_O")

@@ -120,6 +120,7 @@ class Lens:
         *,
         see_keys: bool = True,
         stop_after: int | None = None,
+        optional: Sequence[str] = (),
     ) -> CleanPass:
         """One forward pass that records the blocks' calls and the named hook points.
 
@@ -128,6 +129,7 @@ class Lens:
             names: hook points to keep, TransformerLens's names.
             see_keys: also keep, per layer, which keys got weight.
             stop_after: last block to run; the pass ends there. None: the stack's last block.
+            optional: further hook points to keep, which need not fire.
 
         Raises:
             ValueError: a hook name that the model does not have, or a block output that is not finite.
@@ -137,7 +139,7 @@ class Lens:
         calls: dict[int, BlockCall] = {}
         recorded: dict[str, Tensor] = {}
         seen: dict[int, Tensor] = {}
-        fwd_hooks: list[HookPair] = [record(recorded, name) for name in names]
+        fwd_hooks: list[HookPair] = [record(recorded, name) for name in (*names, *optional)]
         if see_keys:
             fwd_hooks += [
                 (self.stack.hook_name("pattern", layer), _see(layer, seen)) for layer in range(last + 1)

@@ -17,6 +17,7 @@ measures, as the largest relative error of any position,
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,14 +113,16 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
     """Prove every block of the lens's stack on a short piece of `prompt`."""
     short = proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
     batch = pad([short], pad_token(lens.model), "right")
-    points = {layer: _points(lens, layer) for layer in range(lens.n_layers)}
-    names = [name for layer in points.values() for name in layer.values() if name is not None]
+    layers = range(lens.n_layers)
+    names = [lens.stack.hook_name(role, layer) for layer in layers for role in ("value", "pattern", "z")]
+    points = {layer: _output_points(lens, layer) for layer in layers}
+    optional = [name for roles in points.values() for options in roles.values() for name in options]
     outputs: dict[tuple[int, str], Tensor] = {}
     with captured_outputs(_output_modules(lens), outputs):
-        clean = lens.clean_pass(batch, names)
+        clean = lens.clean_pass(batch, names, optional=optional)
     parts: list[PartError] = []
     anatomies: list[BlockAnatomy] = []
-    for layer in range(lens.n_layers):
+    for layer in layers:
         recorded = _Recorded.of(lens, clean, layer, points[layer], outputs)
         anatomy, errors = _read_block(lens, layer, recorded, anatomies[-1] if anatomies else None)
         anatomies.append(anatomy)
@@ -146,53 +149,47 @@ class _Recorded:
         lens: Lens,
         clean: CleanPass,
         layer: int,
-        names: dict[str, str | None],
-        outputs: dict[tuple[int, str], Tensor],
+        points: Mapping[str, Sequence[str]],
+        outputs: Mapping[tuple[int, str], Tensor],
     ) -> _Recorded:
         wide = torch.float64 if lens.dtype == torch.float64 else torch.float32
 
-        def get(role: str) -> Tensor | None:
-            name = names.get(role)
-            tensor = outputs.get((layer, role)) if name is None else clean.recorded[name]
+        def hooked(role: str) -> Tensor:
+            return clean.recorded[lens.stack.hook_name(role, layer)].to(wide)
+
+        def output(role: str) -> Tensor | None:
+            fired = (clean.recorded[name] for name in points.get(role, ()) if name in clean.recorded)
+            tensor = next(fired, outputs.get((layer, role)))
             return None if tensor is None else tensor.to(wide)
 
-        value, pattern, z = get("value"), get("pattern"), get("z")
-        if value is None or pattern is None or z is None:
-            raise UnsupportedModelError(
-                f"{lens.where(layer)}: expected hooks on values, pattern and z, some are missing"
-            )
         call = clean.calls[layer]
         return _Recorded(
             call.resid_pre.to(wide),
             call.resid_post.to(wide),
-            value,
-            pattern,
-            z,
-            get("attention_out"),
-            get("cross_out"),
-            get("feed_forward_out"),
+            hooked("value"),
+            hooked("pattern"),
+            hooked("z"),
+            output("attention_out"),
+            output("cross_out"),
+            output("feed_forward_out"),
         )
 
 
-def _points(lens: Lens, layer: int) -> dict[str, str | None]:
-    """Role -> hook point; None where the output of a module is captured instead (the hooked classes)."""
-    stack = lens.stack
-    names: dict[str, str | None] = {role: stack.hook_name(role, layer) for role in ("value", "pattern", "z")}
+def _output_points(lens: Lens, layer: int) -> dict[str, list[str]]:
+    """Role -> hook points of a Bridge, the best first; the hooked classes' modules are watched instead."""
     if lens.kind is not Kind.BRIDGE:
-        return names
+        return {}
     known = lens.model.hook_dict
     block = lens.where(layer)
+    attention = lens.stack.attention_template.format(layer=layer)
     wanted = {
-        "attention_out": (f"{stack.attention_template.format(layer=layer)}.o.hook_out",),
+        # With use_attn_result the output matrix is never called, and the attention's own output stands in.
+        "attention_out": (f"{attention}.o.hook_out", f"{attention}.hook_out"),
         "cross_out": (f"{block}.cross_attn.o.hook_out",),
         # The last matrix's own output, before any norm, scale or residual that some blocks put into `mlp`.
         "feed_forward_out": (f"{block}.mlp.out.hook_out", f"{block}.mlp.hook_out"),
     }
-    for role, options in wanted.items():
-        found = next((name for name in options if name in known), None)
-        if found is not None:
-            names[role] = found
-    return names
+    return {role: [name for name in options if name in known] for role, options in wanted.items()}
 
 
 def _output_modules(lens: Lens) -> dict[tuple[int, str], Any]:

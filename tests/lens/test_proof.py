@@ -54,6 +54,58 @@ def test_anatomy_as_found(factory, name, placement, parallel, kind, activation):
         assert (anatomy.feed_forward.activation if anatomy.feed_forward else None) == activation
 
 
+@pytest.mark.parametrize(
+    ("factory", "name", "options"),
+    [
+        (hooked_transformer, "grouped", {"ungroup_grouped_query_attention": True}),
+        (hooked_transformer, "LN", {"use_attn_result": True}),
+        (hooked_transformer, "LN", {"use_split_qkv_input": True}),
+        (hooked_transformer, "LN", {"positional_embedding_type": "shortformer"}),
+    ],
+)
+def test_options_of_hooked_transformer_change_nothing(factory, name, options):
+    model = build_or_skip(factory, name, **options)
+    assert lm.check(model, prompt_of(model)).ok
+    plain = lm.run(hooked_transformer(name), prompt_of(model), "value_zeroing")
+    same = "positional_embedding_type" not in options
+    m = lm.run(model, prompt_of(model), "value_zeroing")
+    assert bool((m.scores - plain.scores).abs().max() < 1e-6) == same
+
+
+@pytest.mark.parametrize("setting", ["set_use_attn_result", "set_use_split_qkv_input"])
+def test_settings_of_the_bridge_change_nothing(setting):
+    model = build_or_skip(bridge, "gpt2")
+    plain = lm.run(model, prompt_of(model), "value_zeroing")
+    getattr(model, setting)(True)
+    assert lm.check(model, prompt_of(model)).ok
+    m = lm.run(model, prompt_of(model), "value_zeroing")
+    torch.testing.assert_close(m.scores, plain.scores, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("norm", ["LN", "RMS", None])
+def test_native_bridges(norm):
+    try:
+        from transformer_lens.config import TransformerBridgeConfig
+        from transformer_lens.model_bridge import TransformerBridge
+    except ImportError:
+        pytest.skip("no TransformerBridge in this TransformerLens")
+    config = TransformerBridgeConfig(
+        d_model=24,
+        d_head=6,
+        n_heads=4,
+        n_layers=2,
+        n_ctx=32,
+        d_vocab=50,
+        d_mlp=48,
+        act_fn="gelu",
+        normalization_type=norm,
+        seed=0,
+    )
+    model = TransformerBridge.boot_native(config).eval()
+    report = lm.check(model, prompt_of(model))
+    assert report.ok, str(report)
+
+
 def test_granite_multiplies_its_branches():
     model = build_or_skip(bridge, "granite")
     multiplier = model.original_model.config.residual_multiplier
