@@ -21,7 +21,8 @@ from lens_mix.lens.anatomy import Norm, ValuePath, mix
 from lens_mix.lens.kinds import UnsupportedModelError
 from lens_mix.lens.model import TOLERANCES
 from lens_mix.lens.replay import relative_error
-from lens_mix.methods.value_zeroing_parts import CleanBlock
+from lens_mix.methods.value_zeroing_fold import folded
+from lens_mix.methods.value_zeroing_parts import CleanBlock, Workspace
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -100,6 +101,7 @@ def value_zeroing_maps(
     spans: Sequence[Sequence[int]] | None,
     metric: str,
     final: Norm | None,
+    room: Workspace,
     sizes: Sizes | None = None,
 ) -> Float[Tensor, "batch group query key"]:
     """One map per group of query heads that are zeroed together.
@@ -110,6 +112,7 @@ def value_zeroing_maps(
         spans: positions of a prompt that are zeroed as one; None: each alone.
         metric: "cosine" or "euclidean".
         final: the final norm, where its output is compared.
+        room: buffers, which the next block can use again.
         sizes: how much is done at once; by default what suits the device.
 
     Raises:
@@ -122,7 +125,7 @@ def value_zeroing_maps(
     columns = real.shape[1] if spans is None else len(spans)
     scores = block.zeros(len(real), len(groups), real.shape[1], columns)
     sizes = sizes or (CPU if pattern.device.type == "cpu" else GPU)
-    work = _Work(block, groups, sources, metric, final, sizes)
+    work = _Work(block, groups, sources, metric, final, room, sizes)
     for start in range(0, len(sources), sizes.keys):
         work.fill(scores, slice(start, min(start + sizes.keys, len(sources))))
     return scores
@@ -171,13 +174,16 @@ class _Work:
         sources: Sources,
         metric: str,
         final: Norm | None,
+        room: Workspace,
         sizes: Sizes,
     ) -> None:
         anatomy = block.anatomy
         if anatomy.value_path is None:
             raise RuntimeError(f"block {block.layer}: the algebra engine was asked for an unproven block")
-        self.block, self.groups, self.sources, self.metric, self.sizes = block, groups, sources, metric, sizes
+        self.block, self.groups, self.sources, self.metric = block, groups, sources, metric
+        self.room, self.sizes = room, sizes
         self.heads = [head for group in groups for head in group]
+        self.all_heads = self.heads == list(range(block.n_heads))
         self.path: ValuePath = anatomy.value_path
         self.dtype = torch.promote_types(block.resid_pre.dtype, torch.float32)
         wide = anatomy.attention_branch is not None and block.resid_pre.device.type != "mps"
@@ -195,6 +201,13 @@ class _Work:
         self._require_rebuilt()
         self.folded = self._fold()
 
+    def _fold(self) -> Float[Tensor, "head d_head width"] | None:
+        if not len(self.sources):
+            return None
+        probe = self.value[self.sources.prompt[-1]].index_select(0, self.sources.positions[-1, :1])[0]
+        keep = self.block.max_memory is None
+        return folded(self.clean, self.path, self.heads, self.sources.positions.numel(), probe, keep)
+
     def _require_rebuilt(self) -> None:
         tolerance = TOLERANCES.get(self.block.resid_post.dtype, TOLERANCES[torch.float32])
         expected = self.block.resid_post.to(self.dtype)
@@ -204,17 +217,6 @@ class _Work:
                 f"block {self.block.layer}: expected its parts to give its output within {tolerance:.0e} on "
                 f"this prompt, got a relative error of {error:.1e}; engine='hooks' needs no parts"
             )
-
-    def _fold(self) -> Float[Tensor, "head d_head width"] | None:
-        """W_O and the first matrix in one, where that takes fewer products than one per key and head."""
-        first = self.clean.first
-        if first is None:
-            return None
-        W_O = self.path.W_O[self.heads]
-        vectors = self.sources.positions.numel()
-        if vectors * W_O.shape[0] <= W_O.shape[0] * W_O.shape[1] + vectors:
-            return None
-        return first.linear(self.clean.through_norms(W_O.to(self.mixed)))
 
     # ------------------------------------------------------------- one lot of keys
 
@@ -244,21 +246,29 @@ class _Work:
         """-a (with the residual multiplier), u = v W_O, and u taken through the first matrix."""
         prompt = torch.tensor(self.sources.prompt[lot], device=self.value.device)[:, None]
         positions = self.sources.positions[lot]
-        pattern = self.block.recorded("pattern")[:, self.heads].permute(0, 3, 2, 1)[prompt, positions]
+        pattern = self.block.recorded("pattern")
+        pattern = pattern if self.all_heads else pattern[:, self.heads]
+        pattern = pattern.permute(0, 3, 2, 1)[prompt, positions]
         sign = -1.0 if self.clean.branch is not None else -self.block.anatomy.residual_multiplier
         factor = torch.where(self.sources.real[lot], sign, 0.0).to(self.mixed)
         weights = (pattern.to(self.mixed) * factor[..., None, None]).permute(0, 2, 3, 1).contiguous()
-        value = self.value[:, :, self.heads][prompt, positions].permute(2, 0, 1, 3)
-        by_head = value.flatten(1, 2)
-        outer = torch.bmm(by_head, self.path.W_O[self.heads].to(self.mixed))
+        value = self.value if self.all_heads else self.value[:, :, self.heads]
+        by_head = value[prompt, positions].permute(2, 0, 1, 3).flatten(1, 2)
+        W_O = self.path.W_O if self.all_heads else self.path.W_O[self.heads]
+        outer = self._products("outer", by_head, W_O.to(self.mixed))
         inner = None
-        if self.clean.first is not None:
-            if self.folded is not None:
-                inner = torch.bmm(by_head, self.folded)
-            else:
-                inner = self.clean.first.linear(self.clean.through_norms(outer))
-            inner = inner.unflatten(1, positions.shape).movedim(0, 1).contiguous()
-        return weights, outer.unflatten(1, positions.shape).movedim(0, 1).contiguous(), inner
+        if self.folded is not None:
+            inner = self._products("inner", by_head, self.folded)
+        elif self.clean.first is not None:
+            inner = self.clean.first.linear(self.clean.through_norms(outer))
+        shape = positions.shape
+        return weights, _by_source(outer, shape), None if inner is None else _by_source(inner, shape)
+
+    def _products(
+        self, name: str, left: Float[Tensor, "head vector d_head"], right: Float[Tensor, "head d_head width"]
+    ) -> Float[Tensor, "head vector width"]:
+        out = self.room.like(name, left, (*left.shape[:2], right.shape[-1]), left.dtype)
+        return torch.bmm(left, right, out=out)
 
     # ------------------------------------------------------------- slabs and chunks
 
@@ -310,10 +320,11 @@ class _Work:
 
     def _distances(self, chunk: list[Slab], part: _Lot, offset: int) -> list[Float[Tensor, "key query"]]:
         """The distances of each slab of a chunk."""
-        clean, total = self.clean, sum(slab.rows for slab in chunk)
-        d_model = part.outer.shape[-1]
-        mid = part.outer.new_empty((total, d_model), dtype=self.dtype)
-        hidden = None if clean.first is None else mid.new_empty((total, clean.first.d_mlp))
+        clean, total, d_model = self.clean, sum(slab.rows for slab in chunk), part.outer.shape[-1]
+        mid = self.room.like("mid", clean.mid, (total, d_model), self.dtype)
+        hidden = None
+        if clean.first is not None:
+            hidden = self.room.like("hidden", mid, (total, clean.first.d_mlp), self.dtype)
         begin = 0
         for slab in chunk:
             rows = slice(begin, begin + slab.rows)
@@ -323,19 +334,20 @@ class _Work:
         added = None
         if hidden is not None:
             if clean.feed_forward_branch is None:
-                mid = torch.addmm(mid, hidden, clean.second, alpha=clean.anatomy.residual_multiplier, out=mid)
+                mid.addmm_(hidden, clean.second, alpha=clean.anatomy.residual_multiplier)
             else:
-                added = hidden @ clean.second
+                added = torch.mm(
+                    hidden, clean.second, out=self.room.like("added", mid, mid.shape, self.dtype)
+                )
         distances, begin = [], 0
         for slab in chunk:
             rows = slice(begin, begin + slab.rows)
             begin = rows.stop
             shape = (slab.keys, -1, d_model)
             queries = self._rows(slab)
-            change = clean.post_change(
-                queries, mid[rows].view(shape), None if added is None else added[rows].view(shape)
-            )
-            distances.append(clean.distance(queries, change, self.metric))
+            own = None if added is None else added[rows].view(shape)
+            change = clean.post_change(queries, mid[rows].view(shape), own, self.room)
+            distances.append(clean.distance(queries, change, self.metric, self.room))
         return distances
 
     def _enter(
@@ -350,20 +362,23 @@ class _Work:
         clean, queries = self.clean, self._rows(slab)
         sources = slice(slab.sources.start - offset, slab.sources.stop - offset)
         weights = part.weights[sources, slab.queries]
-        changed = clean.mid_change(queries, torch.bmm(weights, part.outer[sources]))
-        mid.view(changed.vector.shape).copy_(changed.vector)
+        out = mid.view(*weights.shape[:2], -1)
+        change = out
+        if self.mixed != self.dtype:
+            change = self.room.like("change", out, out.shape, self.mixed)
+        changed = clean.mid_change(
+            queries, torch.bmm(weights, part.outer[sources], out=change), out, self.room
+        )
         if hidden is None or part.inner is None:
             return
         if changed.beta is not None:
             weights = weights * changed.beta[..., None]
         step = max(1, self.sizes.hidden // weights.shape[1])
-        out = hidden.view(*weights.shape[:2], -1)
-        inner = part.inner[sources]
+        into, inner = hidden.view(*weights.shape[:2], -1), part.inner[sources]
         for start in range(0, slab.keys, step):
             some = slice(start, start + step)
-            clean.hidden_change(
-                queries, [alpha[some] for alpha in changed.alphas], weights[some], inner[some], out[some]
-            )
+            alphas = [alpha[some] for alpha in changed.alphas]
+            clean.hidden_change(queries, alphas, weights[some], inner[some], into[some], self.room)
 
     def _rows(self, slab: Slab) -> slice:
         """The slab's queries among the rows of all prompts."""
@@ -377,6 +392,13 @@ class _Work:
             return
         for key, column in enumerate(columns):
             scores[slab.prompt, group, slab.queries, column] = distance[key]
+
+
+def _by_source(
+    vectors: Float[Tensor, "head vector width"], shape: Sequence[int]
+) -> Float[Tensor, "source head span width"]:
+    """Sources first; no copy where every source is one position."""
+    return vectors.unflatten(1, shape).movedim(0, 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,18 +17,55 @@ Rows are positions of all prompts in one line; a slab is some keys by a window o
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
 from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, FeedForward, Norm
 from lens_mix.methods.factors import linear_part
 
-# gelu_tanh(x) = x sigmoid(x (GELU_LINEAR + GELU_CUBIC x²)): torch's own costs four times as much on a CPU.
-GELU_LINEAR = 2 * (2 / torch.pi) ** 0.5
+# gelu_tanh(x) = x sigmoid(x (GELU_LINEAR + GELU_CUBIC x²)): torch's own costs twice as much on a CPU.
+GELU_LINEAR = 2 * (2 / math.pi) ** 0.5
 GELU_CUBIC = GELU_LINEAR * 0.044715
+
+
+class Workspace:
+    """Buffers by name, taken once and used again: new memory can cost more than what is computed in it."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def like(self, name: str, model: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialised room of a shape, on the model tensor's device; what it held before is gone."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.dtype != dtype or buffer.device != model.device:
+            buffer = self._buffers[name] = model.new_empty(size, dtype=dtype)
+        return buffer[:size].view(shape)
+
+
+def _gelu_tanh(x: Tensor, room: Tensor) -> Tensor:
+    return torch.mul(x, x, out=room).mul_(GELU_CUBIC).add_(GELU_LINEAR).mul_(x).sigmoid_().mul_(x)
+
+
+def _quick_gelu(x: Tensor, room: Tensor) -> Tensor:
+    return torch.mul(x, 1.702, out=room).sigmoid_().mul_(x)
+
+
+# (x, room of its shape) -> activation(x), in x or in the room.
+_IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gelu": lambda x, room: torch.ops.aten.gelu_(x),
+    "gelu_tanh": _gelu_tanh,
+    "silu": lambda x, room: functional.silu(x, inplace=True),
+    "relu": lambda x, room: x.relu_(),
+    "quick_gelu": _quick_gelu,
+    "relu_squared": lambda x, room: x.relu_().square_(),
+    "identity": lambda x, room: x,
+}
 
 
 class NormChange:
@@ -50,20 +87,19 @@ class NormChange:
         """Without its mean, for LayerNorm."""
         return x - x.mean(-1, keepdim=True) if self.norm.kind == "layer" else x
 
-    def rescale(
-        self, rows: slice, centred: Float[Tensor, "key row d_model"]
-    ) -> tuple[Float[Tensor, "key row"], Float[Tensor, "key row"]]:
-        """1/s' and 1/s' - 1/s for centred changes, without cancellation."""
-        growth = torch.add(centred, self.centred[rows], alpha=2).mul_(centred).mean(-1)
+    def change(self, rows: slice, change: Float[Tensor, "key row d_model"], room: Workspace) -> ChangedNorm:
+        """What a change of the input does: 1/s' and 1/s' - 1/s without cancellation."""
+        centred = change
+        if self.norm.kind == "layer":
+            centred = room.like("centred", change, change.shape, change.dtype)
+            torch.sub(change, change.mean(-1, keepdim=True), out=centred)
+        growth = room.like("product", change, change.shape, change.dtype)
+        growth = torch.add(centred, self.centred[rows], alpha=2, out=growth).mul_(centred).mean(-1)
         smallest = max(self.norm.eps, torch.finfo(growth.dtype).tiny)
-        changed, size = (self.square[rows] + growth).clamp_min(smallest).sqrt(), self.size[rows]
+        changed, size = (self.square[rows] + growth).clamp_min_(smallest).sqrt_(), self.size[rows]
         # 1/s' - 1/s = -(s'² - s²) / (s s' (s + s'))
-        return changed.reciprocal(), growth.neg_() / (size * changed * (size + changed))
-
-    def change(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> ChangedNorm:
-        """What a change of the input does."""
-        centred = self.centre(change)
-        return ChangedNorm(self, rows, centred, *self.rescale(rows, centred))
+        drift = growth.neg_().div_((size + changed).mul_(changed).mul_(size))
+        return ChangedNorm(self, rows, centred, changed.reciprocal_(), drift)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,22 +112,11 @@ class ChangedNorm:
     inverse: Float[Tensor, "key row"]
     drift: Float[Tensor, "key row"]
 
-    def vector(self) -> Float[Tensor, "key row d_model"]:
-        """The change itself."""
-        out = torch.mul(self.centred, self.inverse[..., None])
+    def vector(self, out: Float[Tensor, "key row d_model"]) -> Float[Tensor, "key row d_model"]:
+        """The change itself, into `out` (which may be the change that came in)."""
+        torch.mul(self.centred, self.inverse[..., None], out=out)
         out.addcmul_(self.source.centred[self.rows], self.drift[..., None])
         return out if self.source.weight is None else out.mul_(self.source.weight)
-
-
-def gelu_tanh_(x: Tensor) -> Tensor:
-    """GELU in its tanh form; overwrites a helper, not x."""
-    inner = (x * x).mul_(GELU_CUBIC).add_(GELU_LINEAR).mul_(x).sigmoid_()
-    return inner.mul_(x)
-
-
-def activation_of(name: str) -> Callable[[Tensor], Tensor]:
-    """The activation by name."""
-    return gelu_tanh_ if name == "gelu_tanh" else ACTIVATIONS[name]
 
 
 class FirstMatrix:
@@ -103,7 +128,8 @@ class FirstMatrix:
     """
 
     def __init__(self, feed_forward: FeedForward, dtype: torch.dtype) -> None:
-        self.activation = activation_of(feed_forward.activation)
+        slow = ACTIVATIONS[feed_forward.activation]
+        self.activation = _IN_PLACE.get(feed_forward.activation, lambda x, room: room.copy_(slow(x)))
         self.gated = feed_forward.W_gate is not None
         first = (feed_forward.W_gate, feed_forward.W_in) if self.gated else (feed_forward.W_in,)
         biases = (feed_forward.b_gate, feed_forward.b_in) if self.gated else (feed_forward.b_in,)
@@ -118,34 +144,29 @@ class FirstMatrix:
             return x @ self.matrices[0]
         return torch.cat([x @ matrix for matrix in self.matrices], dim=-1)
 
-    def pre_activation(self, x: Float[Tensor, "row d_model"]) -> Float[Tensor, "row width"]:
-        """x W + b."""
-        out = self.linear(x)
-        for half, bias in zip(out.split(self.d_mlp, dim=-1), self.biases, strict=True):
+    def add_biases_(self, linear: Float[Tensor, "row width"]) -> Float[Tensor, "row width"]:
+        """The pre-activations of x W."""
+        for half, bias in zip(linear.split(self.d_mlp, dim=-1), self.biases, strict=True):
             if bias is not None:
                 half += bias
-        return out
+        return linear
 
-    def hidden(self, pre: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch d_mlp"]:
-        """What the second matrix is applied to, but for a bias that no change sees."""
-        if not self.gated:
-            return self.activation(pre)
-        gate, linear = pre.split(self.d_mlp, dim=-1)
-        activated = self.activation(gate)
-        return activated * linear if activated is gate else activated.mul_(linear)
+    def hidden_(self, pre: Float[Tensor, "*batch width"], room: Workspace) -> Float[Tensor, "*batch d_mlp"]:
+        """What the second matrix is applied to, but for a bias that no change sees; overwrites `pre`."""
+        gate = pre[..., : self.d_mlp]
+        activated = self.activation(gate, room.like("activation", pre, gate.shape, pre.dtype))
+        return activated.mul_(pre[..., self.d_mlp :]) if self.gated else activated
 
 
 @dataclasses.dataclass(frozen=True)
 class MidChange:
-    """A slab's change in the middle of the block, and what makes the pre-activations' change of it.
+    """What makes a slab's change of the pre-activations of its change in the middle of the block.
 
     Attributes:
-        vector: the change itself.
         beta: factor of Σ_h a_ijh Q_jh; None for 1.
         alphas: factors of the clean block's `bases`, in order.
     """
 
-    vector: Float[Tensor, "key row d_model"]
     beta: Float[Tensor, "key row"] | None
     alphas: list[Float[Tensor, "key row"]]
 
@@ -202,11 +223,12 @@ class CleanBlock:
             # It reads the block's input, which nothing has changed.
             added = feed_forward(read)
         else:
-            first = self.first = FirstMatrix(feed_forward, mixed)
+            first = FirstMatrix(feed_forward, mixed)
+            self.first = first
             self.input = _norm_change(anatomy.feed_forward_input, self.mid)
-            self.pre = first.pre_activation(read.to(mixed))
-            self.clean_hidden = first.hidden(self.pre.to(self.dtype))
             self.bases = self._bases(first, mixed)
+            self.pre = self._pre_activation(first, read.to(mixed))
+            self.clean_hidden = first.hidden_(self.pre.to(self.dtype, copy=True), Workspace())
             self.second = feed_forward.W_out.to(self.dtype)
             hidden = self.clean_hidden
             if feed_forward.b_hidden is not None:
@@ -232,97 +254,131 @@ class CleanBlock:
         return x
 
     def _bases(self, first: FirstMatrix, dtype: torch.dtype) -> list[Float[Tensor, "row width"]]:
-        first = self.first
-        return [
-            first.linear(
-                self.through_norms(norm.centred * (1 if norm.weight is None else norm.weight), number + 1).to(
-                    dtype
-                )
-            )
-            for number, norm in enumerate(self.norms)
-        ]
+        bases = []
+        for number, norm in enumerate(self.norms):
+            vectors = norm.centred if norm.weight is None else norm.centred * norm.weight
+            bases.append(first.linear(self.through_norms(vectors, number + 1).to(dtype)))
+        return bases
+
+    def _pre_activation(
+        self, first: FirstMatrix, read: Float[Tensor, "row d_model"]
+    ) -> Float[Tensor, "row width"]:
+        """Of the clean block; where a norm is what is read, its base over its size spares a product."""
+        last = self.input or self.residual
+        if last is None:
+            return first.add_biases_(first.linear(read))
+        pre = self.bases[-1] / last.size[:, None]
+        if last.norm.bias is not None:
+            pre += first.linear(last.norm.bias[None].to(read.dtype))
+        return first.add_biases_(pre)
 
     # ------------------------------------------------------------- changes, slab by slab
 
-    def mid_change(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> MidChange:
-        """From the attention's output to the middle of the block; the input norm of the feed-forward told."""
+    def mid_change(
+        self,
+        rows: slice,
+        change: Float[Tensor, "key row d_model"],
+        out: Float[Tensor, "key row d_model"],
+        room: Workspace,
+    ) -> MidChange:
+        """From the attention's output to the middle of the block, and how the first matrix will see it.
+
+        Args:
+            rows: which queries.
+            change: of the attention's output; may be `out`.
+            out: where the change in the middle of the block goes.
+            room: for what lies between.
+        """
         beta: Tensor | None = None
         alphas: list[Tensor] = []
         if self.branch is not None:
-            changed = self.branch.change(rows, change)
+            changed = self.branch.change(rows, change, room)
             multiplier = self.anatomy.residual_multiplier
             beta, alphas = changed.inverse * multiplier, [changed.drift * multiplier]
-            change = changed.vector().mul_(multiplier)
-        change = change.to(self.dtype)
+            change = changed.vector(change).mul_(multiplier)
+        if change is not out:
+            out.copy_(change)
         if self.residual is not None:
-            changed = self.residual.change(rows, change)
+            changed = self.residual.change(rows, out, room)
             beta, alphas = _rescaled(beta, alphas, changed)
-            change = changed.vector()
+            changed.vector(out)
         if self.input is not None:
-            beta, alphas = _rescaled(beta, alphas, self.input.change(rows, change))
-        return MidChange(change, beta, alphas)
+            beta, alphas = _rescaled(beta, alphas, self.input.change(rows, out, room))
+        return MidChange(beta, alphas)
 
     def hidden_change(
         self,
         rows: slice,
-        coefficients: Sequence[Float[Tensor, "key row"]],
+        alphas: Sequence[Float[Tensor, "key row"]],
         weights: Float[Tensor, "key row rank"],
         inner: Float[Tensor, "key rank width"],
         out: Float[Tensor, "key row d_mlp"],
+        room: Workspace,
     ) -> None:
         """act(p_ij) - act(p_i) into `out`.
 
         Args:
-            coefficients: factors of the bases.
+            rows: which queries.
+            alphas: factors of the bases.
             weights: factors of `inner`, β in them.
             inner: the zeroed values, taken through W_O, the norms' linear parts and the first matrix.
+            out: where it goes.
+            room: for what lies between.
         """
         if self.first is None:
             raise RuntimeError("hidden_change was asked of a block without a feed-forward that changes")
-        if coefficients:
-            pre = torch.addcmul(self.pre[rows], self.bases[0][rows], coefficients[0][..., None])
-            for base, factor in zip(self.bases[1:], coefficients[1:], strict=True):
-                pre.addcmul_(base[rows], factor[..., None])
+        clean = self.pre[rows]
+        pre = room.like("pre", clean, (len(weights), *clean.shape), clean.dtype)
+        if alphas:
+            torch.addcmul(clean, self.bases[0][rows], alphas[0][..., None], out=pre)
         else:
-            pre = self.pre[rows].expand(len(weights), -1, -1).clone()
+            pre.copy_(clean)
+        for base, factor in zip(self.bases[1:], alphas[1:], strict=True):
+            pre.addcmul_(base[rows], factor[..., None])
         pre.baddbmm_(weights, inner)
-        torch.sub(self.first.hidden(pre.to(self.dtype)), self.clean_hidden[rows], out=out)
+        if pre.dtype != self.dtype:
+            pre = room.like("narrow", pre, pre.shape, self.dtype).copy_(pre)
+        torch.sub(self.first.hidden_(pre, room), self.clean_hidden[rows], out=out)
 
     def post_change(
         self,
         rows: slice,
         mid: Float[Tensor, "key row d_model"],
         added: Float[Tensor, "key row d_model"] | None,
+        room: Workspace,
     ) -> Float[Tensor, "key row d_model"]:
-        """From the middle of the block to what is compared.
+        """From the middle of the block to what is compared, in `mid`.
 
         Args:
+            rows: which queries.
             mid: the change in the middle of the block, the feed-forward's share in it where `added` is None.
-            added: the change of the feed-forward's output, where a norm follows it.
+            added: the change of the feed-forward's output, where a norm follows it; overwritten.
+            room: for what lies between.
         """
         if added is not None and self.feed_forward_branch is not None:
-            added = self.feed_forward_branch.change(rows, added).vector()
-            mid = mid + added * self.anatomy.residual_multiplier
+            added = self.feed_forward_branch.change(rows, added, room).vector(added)
+            mid.add_(added, alpha=self.anatomy.residual_multiplier)
         for norm in (self.feed_forward_residual, self.final):
             if norm is not None:
-                mid = norm.change(rows, mid).vector()
+                norm.change(rows, mid, room).vector(mid)
         return mid
 
     def distance(
-        self, rows: slice, change: Float[Tensor, "key row d_model"], metric: str
+        self, rows: slice, change: Float[Tensor, "key row d_model"], metric: str, room: Workspace
     ) -> Float[Tensor, "key row"]:
         """Distance between the clean vectors and the changed ones."""
         if metric == "euclidean":
             return torch.linalg.vector_norm(change, dim=-1)
         direction, size = self.direction[rows], self.size[rows]
-        along = (change * direction).sum(-1)
-        across = torch.addcmul(change, direction, along[..., None], value=-1).square_().sum(-1)
-        near = size + along
-        far = torch.sqrt(near * near + across)
+        product = room.like("product", change, change.shape, change.dtype)
+        along = torch.mul(change, direction, out=product).sum(-1)
+        torch.addcmul(change, direction, along[..., None], value=-1, out=product)
+        across = product.square_().sum(-1)
+        near = along.add_(size)
+        far = torch.addcmul(across, near, near).sqrt_()
         # 1 - cos = sin² / (1 + cos), which keeps its digits; past a right angle 1 - cos has them itself.
         angle = torch.where(near >= 0, across / (far * (far + near)), 1 - near / far)
-        gone = (size == 0).to(angle.dtype)
-        return torch.where(far == 0, 1 - gone.expand_as(angle), angle)
+        return torch.where(far == 0, (size != 0).to(angle.dtype), angle)
 
 
 def _norm_change(norm: Norm | None, clean: Float[Tensor, "row d_model"]) -> NormChange | None:

@@ -1,0 +1,85 @@
+"""W_O and the feed-forward's first matrix as one matrix per head, kept between runs.
+
+A zeroed value reaches the pre-activations through W_O, the linear parts of the norms and the first matrix.
+Their product, d_head × d_mlp per head, depends on the weights alone. Made anew it costs as much as d_model
+positions; kept, a run with n keys pays for n.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lens_mix.lens.anatomy import ValuePath
+from lens_mix.lens.replay import relative_error
+from lens_mix.methods.value_zeroing_parts import CleanBlock
+
+# Bytes of folded matrices that are kept in all; they go with the models that they belong to.
+KEPT_BYTES = 1 << 30
+
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
+# By the block's W_in as the proof has read it: a new proof reads anew.
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def folded(
+    clean: CleanBlock,
+    path: ValuePath,
+    heads: list[int],
+    vectors: int,
+    probe: Float[Tensor, "head d_head"],
+    keep: bool,
+) -> Float[Tensor, "head d_head width"] | None:
+    """The folded matrices of some heads; None where applying both to each vector costs less.
+
+    Args:
+        clean: the block.
+        path: its value path.
+        heads: which query heads.
+        vectors: how many value vectors will go through.
+        probe: values of one position, which a kept matrix must take where W_O and the first matrix take them.
+        keep: whether they may stay for the next run.
+    """
+    if clean.first is None or clean.anatomy.feed_forward is None:
+        return None
+    name, dtype = clean.anatomy.feed_forward.W_in, probe.dtype
+    kept = _kept.get(name)
+    if kept is not None and kept.dtype == dtype and _current(kept, clean, path, probe):
+        return _of_heads(kept, heads)
+    all_heads, d_head = path.W_O.shape[:2]
+    size = all_heads * d_head * clean.first.width * dtype.itemsize
+    if keep and size + sum(other.nbytes for other in _kept.values()) <= KEPT_BYTES:
+        _kept[name] = _fold(clean, path.W_O.to(dtype))
+        return _of_heads(_kept[name], heads)
+    if vectors * len(heads) <= len(heads) * d_head + vectors:
+        return None
+    return _fold(clean, path.W_O[heads].to(dtype))
+
+
+def forget() -> None:
+    """Drop what is kept; the next run makes it anew."""
+    _kept.clear()
+
+
+def _fold(clean: CleanBlock, W_O: Float[Tensor, "head d_head d_model"]) -> Float[Tensor, "head d_head width"]:
+    if clean.first is None:
+        raise RuntimeError("a block without a feed-forward that changes has nothing to fold")
+    return clean.first.linear(clean.through_norms(W_O))
+
+
+def _of_heads(kept: Float[Tensor, "head d_head width"], heads: list[int]) -> Tensor:
+    return kept if heads == list(range(len(kept))) else kept[heads]
+
+
+def _current(
+    kept: Float[Tensor, "head d_head width"],
+    clean: CleanBlock,
+    path: ValuePath,
+    probe: Float[Tensor, "head d_head"],
+) -> bool:
+    """Whether the weights are still the same: an edit through `.data` leaves no trace that could be asked."""
+    outer = torch.bmm(probe[:, None], path.W_O.to(probe.dtype)).sum(0)
+    expected = _fold(clean, outer[None])[0]
+    return relative_error(probe.flatten()[None] @ kept.flatten(0, 1), expected) <= _TOLERANCE[probe.dtype]
