@@ -1,1 +1,35 @@
-"""How far to trust a map, and what to do with it: head importance, pruning, triggers."""
+"""How far to trust a map, and what to do with it: head importance, pruning curves, triggers."""
+
+from lens_mix.evaluation.head_importance import (
+    HeadImportance,
+    ablation_importance,
+    head_importance,
+    importance_correlations,
+)
+from lens_mix.evaluation.pruning import PruningCurves, pruned, pruning_curves
+from lens_mix.evaluation.triggers import (
+    Example,
+    Trigger,
+    TriggerReport,
+    extract_triggers,
+    insert_trigger,
+    predict_by_token,
+    trigger_report,
+)
+
+__all__ = [
+    "Example",
+    "HeadImportance",
+    "PruningCurves",
+    "Trigger",
+    "TriggerReport",
+    "ablation_importance",
+    "extract_triggers",
+    "head_importance",
+    "importance_correlations",
+    "insert_trigger",
+    "predict_by_token",
+    "pruned",
+    "pruning_curves",
+    "trigger_report",
+]

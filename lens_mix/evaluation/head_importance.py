@@ -1,0 +1,225 @@
+"""How important each attention head is, over a set of prompts (Hao et al., AAAI 2021, section 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from lens_mix import targets as targets_module
+from lens_mix.evaluation.pruning import pruned
+from lens_mix.lens.model import Lens
+from lens_mix.methods import AttentionAttribution, AttentionWeights, GradientAttention, Method
+from lens_mix.runner import run
+from lens_mix.targets import TargetLike
+
+if TYPE_CHECKING:
+    import pandas
+
+By = Literal["attribution", "attention", "taylor"]
+Statistic = Literal["pearson", "spearman"]
+Metric = Callable[[Any], float]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HeadImportance:
+    """One number per head; the larger, the more important.
+
+    Attributes:
+        scores: [layer, head], float64.
+        name: how it was measured.
+        examples: over how many prompts.
+    """
+
+    scores: Float[Tensor, "layer head"]
+    name: str
+    examples: int
+
+    def __post_init__(self) -> None:
+        scores = torch.as_tensor(self.scores).detach().to("cpu", torch.float64)
+        if scores.ndim != 2 or scores.numel() == 0:
+            raise ValueError(f"scores: expected shape [layer, head], got {list(scores.shape)}")
+        if not bool(torch.isfinite(scores).all()):
+            raise ValueError("scores: expected finite numbers, got NaN or infinity")
+        object.__setattr__(self, "scores", scores)
+
+    def ranking(self) -> list[tuple[int, int]]:
+        """(layer, head), the least important first; ties by layer, then head."""
+        order = torch.sort(self.scores.flatten(), stable=True).indices.tolist()
+        return [divmod(place, self.scores.shape[1]) for place in order]
+
+    def top(self, k: int = 5) -> list[tuple[int, int, float]]:
+        """The `k` most important heads: (layer, head, score)."""
+        best = self.ranking()[::-1][:k]
+        return [(layer, head, self.scores[layer, head].item()) for layer, head in best]
+
+    def correlation(self, other: HeadImportance, how: Statistic = "pearson") -> float:
+        """Correlation over all heads with another importance of the same model, -1 to 1.
+
+        Raises:
+            ValueError: other shapes; an unknown statistic; constant scores.
+        """
+        return _correlation(self, other, how)
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """Columns layer, head, importance."""
+        import pandas as pd
+
+        layers, heads = self.scores.shape
+        rows = [
+            (layer, head, self.scores[layer, head].item()) for layer in range(layers) for head in range(heads)
+        ]
+        return pd.DataFrame(rows, columns=["layer", "head", "importance"])
+
+    def show(self, **options: Any) -> Any:
+        """A heat map, layer x head; `options` go to `lens_mix.view.attribution_figures.head_map`."""
+        from lens_mix.view import attribution_figures
+
+        return attribution_figures.head_map(self, **options)
+
+
+def head_importance(
+    model: Any,
+    prompts: Sequence[Any],
+    by: By = "attribution",
+    *,
+    targets: TargetLike | Sequence[TargetLike] | None = None,
+    statistic: Literal["max", "mean"] = "max",
+    method: AttentionAttribution | None = None,
+    stack: str | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> HeadImportance:
+    """Importance of every head over some prompts.
+
+    | `by` | importance of head h |
+    |---|---|
+    | "attribution" | E_x[max_ij Attr_h], the paper's; by default of the predicted probability |
+    | "attention" | E_x[max_ij A_h], its baseline |
+    | "taylor" | E_x abs(Σ_ij A_h ∂L/∂A_h) (Michel et al., NeurIPS 2019); L by default the next-token loss |
+
+    The released code sums over examples where this averages, and its Taylor expansion differentiates the sum
+    of the logits where this differentiates the loss. For accuracy differences see `ablation_importance`.
+
+    Args:
+        prompts: as in `lm.run`, one or more.
+        targets: one for all prompts, or one per prompt.
+        statistic: "max" over the entries of a head's map, or their "mean" over visible keys. (The mean of
+            attention says nothing: rows sum to 1, so that every head has the same.)
+        method: the attribution to use ("attribution" only); its target is replaced by `targets`, if given.
+        stack, options: as in `lm.run`.
+
+    Raises:
+        ValueError: no prompts; an unknown option; another number of targets than of prompts.
+    """
+    chosen = _methods(by, len(prompts), targets, method)
+    if statistic not in ("max", "mean"):
+        raise ValueError(f"statistic: expected 'max' or 'mean', got {statistic!r}")
+    total: Tensor | None = None
+    for prompt, one in zip(tqdm(prompts, disable=not progress, desc=by), chosen, strict=True):
+        found = run(model, prompt, one, stack=stack, **options)
+        scores = found.scores.to("cpu", torch.float64)
+        if by == "taylor":
+            value = scores.sum((-2, -1)).abs()
+        elif statistic == "max":
+            value = scores.amax((-2, -1))
+        else:
+            visible = found.visible().sum((-2, -1)).cpu()
+            value = scores.sum((-2, -1)) / visible[:, None]
+        total = value if total is None else total + value
+    if total is None:
+        raise ValueError("prompts: expected at least one, got none")
+    return HeadImportance(total / len(prompts), by, len(prompts))
+
+
+def ablation_importance(
+    model: Any, metric: Metric, *, stack: str | None = None, examples: int = 0, progress: bool = False
+) -> HeadImportance:
+    """Accuracy difference: metric(model) - metric(model without the head), head by head.
+
+    Args:
+        metric: a function of the model, larger is better, that runs it on data of its own; it is called
+            1 + layers x heads times.
+        examples: how many examples the metric is over, for the record.
+
+    Raises:
+        RuntimeError: the metric does not run the model.
+    """
+    lens = Lens(model, stack)
+    whole = float(metric(model))
+    scores = torch.zeros(lens.n_layers, lens.n_heads, dtype=torch.float64)
+    with tqdm(total=scores.numel(), disable=not progress, desc="ablation") as bar:
+        for layer in range(lens.n_layers):
+            for head in range(lens.n_heads):
+                with pruned(model, [(layer, head)], stack=stack):
+                    scores[layer, head] = whole - float(metric(model))
+                bar.update()
+    return HeadImportance(scores, "ablation", examples)
+
+
+def importance_correlations(
+    importances: Mapping[str, HeadImportance], how: Statistic = "pearson"
+) -> pandas.DataFrame:
+    """Correlation of head importance between tasks (or measures): a symmetric table, names on both axes.
+
+    Raises:
+        ValueError: fewer than two; shapes that differ; constant scores.
+    """
+    import pandas as pd
+
+    if len(importances) < 2:
+        raise ValueError(f"importances: expected at least two, got {len(importances)}")
+    names = list(importances)
+    table = [[_correlation(importances[a], importances[b], how) for b in names] for a in names]
+    return pd.DataFrame(table, index=names, columns=names)
+
+
+def _methods(
+    by: str,
+    count: int,
+    targets: TargetLike | Sequence[TargetLike] | None,
+    method: AttentionAttribution | None,
+) -> list[Method]:
+    if by not in ("attribution", "attention", "taylor"):
+        raise ValueError(f"by: expected 'attribution', 'attention' or 'taylor', got {by!r}")
+    if method is not None and by != "attribution":
+        raise ValueError(f"method: applies to by='attribution' only, got by={by!r}")
+    if count == 0:
+        raise ValueError("prompts: expected at least one, got none")
+    several = list(targets) if isinstance(targets, (list, tuple)) else [targets] * count
+    if len(several) != count:
+        raise ValueError(f"targets: expected one, or one for each of {count} prompts, got {len(several)}")
+    return [_method(by, target, method) for target in several]
+
+
+def _method(by: str, target: TargetLike | None, method: AttentionAttribution | None) -> Method:
+    if by == "attention":
+        return AttentionWeights(per_head=True)
+    if by == "taylor":
+        target = targets_module.loss() if target is None else target
+        return GradientAttention(target=target, per_head=True, rectify=False)
+    changes: dict[str, Any] = {"per_head": True}
+    if target is not None:
+        changes["target"] = target
+    return dataclasses.replace(AttentionAttribution() if method is None else method, **changes)
+
+
+def _correlation(one: HeadImportance, other: HeadImportance, how: str) -> float:
+    if how not in ("pearson", "spearman"):
+        raise ValueError(f"how: expected 'pearson' or 'spearman', got {how!r}")
+    if one.scores.shape != other.scores.shape:
+        raise ValueError(
+            f"other: expected scores of shape {list(one.scores.shape)}, got {list(other.scores.shape)}"
+        )
+    pair = [importance.scores.flatten().numpy() for importance in (one, other)]
+    if any(float(values.max()) == float(values.min()) for values in pair):
+        raise ValueError("scores: expected some to differ, got constant importance (no correlation)")
+    import scipy.stats
+
+    statistic = {"pearson": scipy.stats.pearsonr, "spearman": scipy.stats.spearmanr}[how]
+    return float(statistic(*pair).statistic)

@@ -1,0 +1,206 @@
+"""Pruning curves: how a metric falls as heads are removed (Hao et al., AAAI 2021, section 4)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from lens_mix.hooks import must_fire, prune_heads
+from lens_mix.lens.model import Lens
+
+if TYPE_CHECKING:
+    import pandas
+
+    from lens_mix.evaluation.head_importance import HeadImportance
+
+Head = tuple[int, int]
+FRACTIONS = tuple(step / 10 for step in range(11))
+
+
+@contextlib.contextmanager
+def pruned(model: Any, heads: Iterable[Head], *, stack: str | None = None) -> Iterator[Any]:
+    """The model without some heads, inside a `with` block: their patterns count as zero.
+
+    Args:
+        heads: (layer, head) pairs.
+        stack: "encoder" or "decoder" of an encoder-decoder.
+
+    Raises:
+        ValueError: a layer or head that the model does not have.
+        RuntimeError: at the end, when nothing ran the model inside.
+    """
+    lens = Lens(model, stack)
+    by_layer: dict[int, list[int]] = {}
+    for layer, head in heads:
+        if not 0 <= layer < lens.n_layers or not 0 <= head < lens.n_heads:
+            raise ValueError(
+                f"heads: expected layers 0..{lens.n_layers - 1} and heads 0..{lens.n_heads - 1}, "
+                f"got ({layer}, {head})"
+            )
+        by_layer.setdefault(layer, []).append(head)
+    template = lens.stack.attention_template
+    pairs = [prune_heads(layer, chosen, attention=template) for layer, chosen in by_layer.items()]
+    with lens.undisturbed(), must_fire(*pairs) as hooks, lens.hooked(hooks):
+        yield model
+
+
+@dataclasses.dataclass(frozen=True)
+class PruningCurves:
+    """A metric against the share of heads removed, one curve per ranking.
+
+    Attributes:
+        fractions: shares of all heads, 0 to 1.
+        removed: how many heads each share is.
+        values: ranking -> one value per share (of "random": the mean over its draws).
+        lowest, highest: of "random", over its draws; elsewhere equal to the values.
+        total: how many heads the model has.
+    """
+
+    fractions: tuple[float, ...]
+    removed: tuple[int, ...]
+    values: Mapping[str, tuple[float, ...]]
+    lowest: Mapping[str, tuple[float, ...]]
+    highest: Mapping[str, tuple[float, ...]]
+    total: int
+
+    def area(self) -> dict[str, float]:
+        """Area under each curve, over the shares: the mean metric on the way."""
+        return {
+            name: float(torch.trapezoid(torch.tensor(values), torch.tensor(self.fractions)))
+            for name, values in self.values.items()
+        }
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """Columns ranking, fraction, heads_removed, value, lowest, highest."""
+        import pandas as pd
+
+        rows = [
+            (name, fraction, removed, *numbers)
+            for name in self.values
+            for fraction, removed, *numbers in zip(
+                self.fractions,
+                self.removed,
+                self.values[name],
+                self.lowest[name],
+                self.highest[name],
+                strict=True,
+            )
+        ]
+        return pd.DataFrame(
+            rows, columns=["ranking", "fraction", "heads_removed", "value", "lowest", "highest"]
+        )
+
+    def show(self, **options: Any) -> Any:
+        """All curves in one figure; `options` go to `lens_mix.view.attribution_figures.pruning_figure`."""
+        from lens_mix.view import attribution_figures
+
+        return attribution_figures.pruning_figure(self, **options)
+
+
+def pruning_curves(
+    model: Any,
+    metric: Callable[[Any], float],
+    rankings: Mapping[str, HeadImportance | Float[Tensor, "layer head"]],
+    *,
+    fractions: Sequence[float] = FRACTIONS,
+    remove: Literal["least", "most"] = "least",
+    random: int = 3,
+    seed: int = 0,
+    stack: str | None = None,
+    progress: bool = False,
+) -> PruningCurves:
+    """Remove heads in the order of each ranking, over all layers, and measure on the way.
+
+    Args:
+        metric: a function of the model that runs it on data of its own; called once per ranking and number of
+            heads (numbers that several rankings share, none and all, once).
+        rankings: name -> importance [layer, head].
+        fractions: shares of all heads to remove, 0 to 1, ascending.
+        remove: the "least" important heads first (the paper), or the "most".
+        random: how many random orders to average under the name "random"; 0 for none.
+        seed: of the random orders.
+
+    Raises:
+        ValueError: no ranking; scores of another shape than [layer, head]; shares that do not ascend in 0..1.
+        RuntimeError: the metric does not run the model.
+    """
+    lens = Lens(model, stack)
+    total = lens.n_layers * lens.n_heads
+    _check_fractions(fractions)
+    if remove not in ("least", "most"):
+        raise ValueError(f"remove: expected 'least' or 'most', got {remove!r}")
+    orders = _orders(rankings, lens, remove, random, seed)
+    removed = tuple(round(fraction * total) for fraction in fractions)
+    known: dict[frozenset[Head], float] = {}
+    measured: dict[str, list[list[float]]] = {name: [] for name in orders}
+    calls = sum(len(several) for several in orders.values()) * len(removed)
+    with tqdm(total=calls, disable=not progress, desc="pruning") as bar:
+        for name, several in orders.items():
+            for order in several:
+                row = []
+                for count in removed:
+                    row.append(_measure(model, metric, frozenset(order[:count]), stack, known))
+                    bar.update()
+                measured[name].append(row)
+    columns = {name: list(zip(*rows, strict=True)) for name, rows in measured.items()}
+    return PruningCurves(
+        tuple(fractions),
+        removed,
+        {name: tuple(sum(column) / len(column) for column in some) for name, some in columns.items()},
+        {name: tuple(min(column) for column in some) for name, some in columns.items()},
+        {name: tuple(max(column) for column in some) for name, some in columns.items()},
+        total,
+    )
+
+
+def _measure(
+    model: Any,
+    metric: Callable[[Any], float],
+    heads: frozenset[Head],
+    stack: str | None,
+    known: dict[frozenset[Head], float],
+) -> float:
+    if heads not in known:
+        with pruned(model, sorted(heads), stack=stack):
+            known[heads] = float(metric(model))
+    return known[heads]
+
+
+def _check_fractions(fractions: Sequence[float]) -> None:
+    ascending = all(a < b for a, b in itertools.pairwise(fractions))
+    if len(fractions) == 0 or not ascending or not 0 <= fractions[0] <= fractions[-1] <= 1:
+        raise ValueError(f"fractions: expected ascending shares from 0 to 1, got {list(fractions)}")
+
+
+def _orders(
+    rankings: Mapping[str, HeadImportance | Tensor], lens: Lens, remove: str, random: int, seed: int
+) -> dict[str, list[list[Head]]]:
+    from lens_mix.evaluation.head_importance import HeadImportance
+
+    if not rankings and random < 1:
+        raise ValueError("rankings: expected at least one, got none (and random=0)")
+    if "random" in rankings:
+        raise ValueError("rankings: expected other names than 'random', which is made here")
+    orders: dict[str, list[list[Head]]] = {}
+    for name, given in rankings.items():
+        importance = given if isinstance(given, HeadImportance) else HeadImportance(given, name, 0)
+        if tuple(importance.scores.shape) != (lens.n_layers, lens.n_heads):
+            raise ValueError(
+                f"rankings[{name!r}]: expected shape [{lens.n_layers}, {lens.n_heads}], "
+                f"got {list(importance.scores.shape)}"
+            )
+        order = importance.ranking()
+        orders[name] = [order if remove == "least" else order[::-1]]
+    if random > 0:
+        generator = torch.Generator().manual_seed(seed)
+        draws = [torch.randperm(lens.n_layers * lens.n_heads, generator=generator) for _ in range(random)]
+        orders["random"] = [[divmod(place, lens.n_heads) for place in draw.tolist()] for draw in draws]
+    return orders

@@ -1,0 +1,299 @@
+"""Adversarial triggers from attribution (Hao et al., AAAI 2021, section 6)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm.auto import tqdm
+
+from lens_mix.lens.kinds import kind_of
+from lens_mix.lens.model import Lens
+from lens_mix.lens.prompts import device_of, read_prompt, token_strings
+from lens_mix.methods import AttentionAttribution
+from lens_mix.runner import run
+from lens_mix.targets import TargetLike
+
+if TYPE_CHECKING:
+    import pandas
+
+Span = tuple[int, int]
+Predict = Callable[[Sequence["Example"]], Sequence[Hashable]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One labelled prompt.
+
+    Attributes:
+        tokens: token numbers, special tokens included.
+        label: its right class.
+        segments: (start, stop) spans that triggers come from and go into, in order; None: the runs between
+            the special tokens.
+    """
+
+    tokens: tuple[int, ...]
+    label: Hashable
+    segments: tuple[Span, ...] | None = None
+
+    @classmethod
+    def read(cls, model: Any, prompt: Any, label: Hashable, **options: Any) -> Example:
+        """From a prompt as `lm.run` takes it."""
+        read = read_prompt(model, kind_of(model), prompt, **options)
+        return cls(tuple(read.tokens.tolist()), label)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One token of a trigger: its number, its segment, and where in it, as a share of its length, 0 to 1."""
+
+    token: int
+    text: str
+    segment: int
+    place: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Trigger:
+    """The tokens of the strongest pairs of one example.
+
+    Attributes:
+        pieces: the tokens, in order.
+        strength: scores of the first and the second pair.
+        pairs: the pairs (query, key) in the example they come from.
+        layer, head: where they are.
+        source: the example.
+    """
+
+    pieces: tuple[Piece, ...]
+    strength: tuple[float, float]
+    pairs: tuple[tuple[int, int], tuple[int, int]]
+    layer: int
+    head: int
+    source: Example
+
+    def __str__(self) -> str:
+        tokens = " … ".join(repr(piece.text) for piece in self.pieces)
+        return f"{tokens} (layer {self.layer}, head {self.head}, {self.strength[0]:.3g})"
+
+
+def extract_triggers(
+    model: Any,
+    examples: Sequence[Example],
+    *,
+    targets: TargetLike | Sequence[TargetLike] | None = None,
+    method: AttentionAttribution | None = None,
+    special: Collection[int] = (),
+    least: float = 0.02,
+    second: float = 0.2,
+    stack: str | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> list[Trigger]:
+    """Over-confident pairs over a data set, strongest first.
+
+    Per example: the head whose attribution has the largest entry of all layers, and the two largest entries
+    in it. Their tokens are the trigger, special tokens left out. As in the released code, a pattern
+    is dropped if the two entries sum to less than `least`, and only the first pair is used if the second is
+    less than `second` of it.
+
+    Args:
+        examples: the data set.
+        targets: one for all examples, or one each; None: the method's own.
+        method: the attribution to use; None: the default one (probability of what the model predicts).
+        special: token numbers that are never part of a trigger and end a segment ([CLS], [SEP], BOS).
+        least, second: as told above; the entries are in the target's unit.
+        stack, options: as in `lm.run`.
+
+    Raises:
+        ValueError: no examples; another number of targets than of examples.
+    """
+    if not examples:
+        raise ValueError("examples: expected at least one, got none")
+    several = list(targets) if isinstance(targets, (list, tuple)) else [targets] * len(examples)
+    if len(several) != len(examples):
+        raise ValueError(
+            f"targets: expected one, or one for each of {len(examples)} examples, got {len(several)}"
+        )
+    base = dataclasses.replace(method or AttentionAttribution(), per_head=True)
+    found = []
+    for target, example in zip(several, tqdm(examples, disable=not progress, desc="triggers"), strict=True):
+        chosen = base if target is None else dataclasses.replace(base, target=target)
+        tokens = torch.tensor(example.tokens, device=device_of(model))
+        scores = run(model, tokens, chosen, stack=stack, **options).scores
+        trigger = _trigger(model, scores, example, frozenset(special), second)
+        if trigger.pieces and sum(trigger.strength) >= least:
+            found.append(trigger)
+    return sorted(found, key=lambda trigger: -sum(trigger.strength))
+
+
+def insert_trigger(trigger: Trigger, example: Example, special: Collection[int] = ()) -> Example:
+    """The example with the trigger's tokens in it, at the same relative positions of the same segments.
+
+    Raises:
+        ValueError: the example has no such segment.
+    """
+    segments = _segments(example, frozenset(special))
+    needed = max((piece.segment for piece in trigger.pieces), default=-1)
+    if needed >= len(segments):
+        raise ValueError(f"example: expected at least {needed + 1} segments, got {len(segments)}")
+    tokens = list(example.tokens)
+    moved: list[Span] = []
+    shift = 0
+    for index, (start, stop) in enumerate(segments):
+        pieces = [piece for piece in trigger.pieces if piece.segment == index]
+        inside = list(example.tokens[start:stop])
+        length, previous = len(inside) + len(pieces), -1
+        for piece in pieces:
+            at = round(length * piece.place)
+            previous = at + 1 if at == previous else at
+            inside.insert(previous, piece.token)
+        tokens[start + shift : stop + shift] = inside
+        moved.append((start + shift, start + shift + len(inside)))
+        shift += len(pieces)
+    return Example(tuple(tokens), example.label, tuple(moved))
+
+
+@dataclasses.dataclass(frozen=True)
+class TriggerReport:
+    """What the triggers did.
+
+    Attributes:
+        rows: per trigger and class (trigger, class, examples, metric before, metric after).
+    """
+
+    rows: tuple[tuple[Trigger, Hashable, int, float, float], ...]
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """Columns trigger, label, examples, before, after."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            [(str(trigger), *rest) for trigger, *rest in self.rows],
+            columns=["trigger", "label", "examples", "before", "after"],
+        )
+
+
+def trigger_report(
+    examples: Sequence[Example],
+    triggers: Sequence[Trigger],
+    predict: Predict,
+    *,
+    metric: Callable[[Sequence[Hashable], Sequence[Hashable]], float] | None = None,
+    special: Collection[int] = (),
+    progress: bool = False,
+) -> TriggerReport:
+    """A metric before and after each trigger is inserted, per class.
+
+    The example that a trigger comes from is left out, before and after.
+
+    Args:
+        examples: those that the triggers go into.
+        predict: examples -> their predicted classes (`predict_by_token` makes one).
+        metric: (right classes, predicted classes) -> number; None: accuracy.
+        special: as in `extract_triggers`.
+
+    Raises:
+        ValueError: no examples; as many predictions as examples were expected.
+    """
+    if not examples:
+        raise ValueError("examples: expected at least one, got none")
+    measure = _accuracy if metric is None else metric
+    before = _predictions(predict, examples)
+    labels = list(dict.fromkeys(example.label for example in examples))
+    rows = []
+    for trigger in tqdm(triggers, disable=not progress, desc="triggers"):
+        others = [place for place, example in enumerate(examples) if example != trigger.source]
+        changed = [insert_trigger(trigger, examples[place], special) for place in others]
+        after = dict(zip(others, _predictions(predict, changed), strict=True))
+        for label in labels:
+            own = [place for place in others if examples[place].label == label]
+            if own:
+                right = [label] * len(own)
+                one = measure(right, [before[place] for place in own])
+                two = measure(right, [after[place] for place in own])
+                rows.append((trigger, label, len(own), one, two))
+    return TriggerReport(tuple(rows))
+
+
+def predict_by_token(
+    model: Any, choices: Mapping[Hashable, int | Sequence[int]], position: int = -1
+) -> Predict:
+    """Classify by the model's next token: the class whose tokens (the best of each) have the largest logit.
+
+    Args:
+        choices: class -> token number, or several.
+        position: where to read the logits.
+
+    Raises:
+        ValueError: fewer than two classes.
+    """
+    if len(choices) < 2:
+        raise ValueError(f"choices: expected two classes or more, got {len(choices)}")
+    tokens = {label: [some] if isinstance(some, int) else list(some) for label, some in choices.items()}
+    lens = Lens(model)
+
+    def predict(examples: Sequence[Example]) -> list[Hashable]:
+        found: list[Hashable] = []
+        with lens.undisturbed():
+            for example in examples:
+                logits = model(torch.tensor([example.tokens], device=device_of(model)))[0, position]
+                found.append(max(tokens, key=lambda label: float(logits[tokens[label]].max())))
+        return found
+
+    return predict
+
+
+# ------------------------------------------------------------------ details
+
+
+def _trigger(
+    model: Any, scores: torch.Tensor, example: Example, special: frozenset[int], second: float
+) -> Trigger:
+    _, heads, count, _ = scores.shape
+    layer, head = divmod(int(scores.flatten(2).amax(-1).argmax()), heads)
+    best = torch.sort(scores[layer, head].flatten(), descending=True, stable=True)
+    strength = (best.values[0].item(), best.values[1].item() if count > 1 else 0.0)
+    pairs = [divmod(index, count) for index in best.indices[:2].tolist()]
+    pairs = pairs if len(pairs) == 2 else pairs * 2
+    both = strength[0] <= 0 or strength[1] / strength[0] >= second
+    positions = sorted({position for pair in (pairs if both else pairs[:1]) for position in pair})
+    pieces = _pieces(model, example, positions, special)
+    return Trigger(pieces, strength, (pairs[0], pairs[1]), layer, head, example)
+
+
+def _pieces(model: Any, example: Example, positions: list[int], special: frozenset[int]) -> tuple[Piece, ...]:
+    texts = token_strings(model, torch.tensor(example.tokens))
+    pieces = []
+    for position in positions:
+        for index, (start, stop) in enumerate(_segments(example, special)):
+            if start <= position < stop and example.tokens[position] not in special:
+                place = (position - start + 1) / (stop - start)
+                pieces.append(Piece(example.tokens[position], texts[position], index, place))
+    return tuple(pieces)
+
+
+def _segments(example: Example, special: frozenset[int]) -> list[Span]:
+    """The spans given, or the runs between special tokens."""
+    if example.segments is not None:
+        return list(example.segments)
+    spans, start = [], 0
+    for position, token in enumerate((*example.tokens, None)):
+        if token is None or token in special:
+            if position > start:
+                spans.append((start, position))
+            start = position + 1
+    return spans
+
+
+def _predictions(predict: Predict, examples: Sequence[Example]) -> list[Hashable]:
+    found = list(predict(examples))
+    if len(found) != len(examples):
+        raise ValueError(f"predict: expected {len(examples)} classes, one per example, got {len(found)}")
+    return found
+
+
+def _accuracy(right: Sequence[Hashable], predicted: Sequence[Hashable]) -> float:
+    return sum(a == b for a, b in zip(right, predicted, strict=True)) / len(right)

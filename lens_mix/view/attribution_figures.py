@@ -1,0 +1,187 @@
+"""Figures of attribution: the tree of one sentence, head importance, pruning curves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lens_mix.view.labels import FONT, INK, QUIET, room_for, shown_positions, visible_token
+
+if TYPE_CHECKING:
+    import networkx
+    from matplotlib.figure import Figure
+
+    from lens_mix.evaluation import HeadImportance, PruningCurves
+
+# Six hues apart in lightness too, and marks, so that curves are told apart without colour.
+_HUES = ("#1c75ad", "#d1662c", "#3f8f5b", "#8a4fa3", "#b3902f", "#a33b52")
+_MARKS = "osD^vP"
+
+
+def tree_figure(tree: networkx.DiGraph, title: str | None = None) -> Figure:
+    """An attribution tree over its sentence: a token stands where it joined, the root on top.
+
+    Args:
+        tree: of `lens_mix.attribution_tree`.
+        title: above the figure.
+
+    Raises:
+        ValueError: the graph is not an attribution tree.
+        ImportError: matplotlib is not installed.
+    """
+    if "root" not in tree.graph:
+        raise ValueError("tree: expected a graph of attribution_tree (with a root), got one without")
+    picture_class = _need_matplotlib()
+    from lens_mix.view.canvas import label_ticks, longest
+
+    tokens = [visible_token(token) for token in tree.graph["tokens"]]
+    levels = sorted({level for level, _ in tree.nodes})
+    height_of = {level: place for place, level in enumerate(levels)}
+    bottom = 0.25 + longest(tokens, FONT)
+    inner = (max(0.34 * len(tokens), 3.0), max(0.34 * len(levels), 1.0))
+    left, top = 0.75, 0.45
+    picture = picture_class(left + inner[0] + 0.2, bottom + inner[1] + top)
+    axes = picture.add_box(left, bottom, *inner)
+    axes.set(xlim=(-0.6, len(tokens) - 0.4), ylim=(-0.6, len(levels) - 0.4))
+    _draw_edges(axes, tree, height_of)
+    for (level, position), values in tree.nodes(data=True):
+        axes.plot(position, height_of[level], "o", ms=5, color=INK, zorder=3)
+        axes.annotate(
+            visible_token(values["token"]),
+            (position, height_of[level]),
+            xytext=(0, 5),
+            textcoords="offset points",
+            ha="center",
+            size=FONT,
+            color=INK,
+            parse_math=False,
+            zorder=4,
+        )
+    names = {level: values["layer"] for (level, _), values in tree.nodes(data=True)}
+    rows = [f"layer {names[level]}" if level else "input" for level in levels]
+    label_ticks(axes.yaxis, range(len(levels)), rows, size=FONT, color=QUIET)
+    label_ticks(axes.xaxis, range(len(tokens)), tokens, size=FONT, color=INK, rotation=90)
+    _bare(axes)
+    if title:
+        _write_title(picture, title)
+    return picture
+
+
+def _draw_edges(axes: Any, tree: networkx.DiGraph, height_of: dict[int, int]) -> None:
+    for start, end, values in tree.edges(data=True):
+        strength = min(max(values.get("share", 1.0), 0.0), 1.0)
+        axes.annotate(
+            "",
+            xy=(end[1], height_of[end[0]]),
+            xytext=(start[1], height_of[start[0]]),
+            arrowprops={
+                "arrowstyle": "-|>",
+                "color": _HUES[0],
+                "alpha": 0.35 + 0.65 * strength,
+                "linewidth": 0.6 + 1.6 * strength,
+                "shrinkA": 4,
+                "shrinkB": 4,
+            },
+            zorder=2,
+        )
+
+
+def head_map(importance: HeadImportance, title: str | None = None) -> Figure:
+    """Head importance as a heat map, layer x head, the first layer at the bottom.
+
+    Args:
+        importance: of `lens_mix.evaluation.head_importance`.
+        title: above the figure; None: how it was measured.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    picture_class = _need_matplotlib()
+    from lens_mix.view.canvas import colours, label_ticks
+
+    layers, heads = importance.scores.shape
+    inner = (min(max(0.22 * heads, 1.6), 7.0), min(max(0.16 * layers, 1.2), 6.0))
+    picture = picture_class(0.6 + inner[0] + 0.9, 0.55 + inner[1] + 0.45)
+    axes = picture.add_box(0.6, 0.55, *inner)
+    low, high = float(importance.scores.min()), float(importance.scores.max())
+    signed = low < 0
+    bound = max(high, -low) or 1.0
+    image = axes.imshow(
+        importance.scores.numpy(),
+        origin="lower",
+        aspect="auto",
+        cmap=colours(signed=signed),
+        vmin=-bound if signed else 0.0,
+        vmax=bound,
+        interpolation="nearest",
+    )
+    for axis, count, inches in ((axes.xaxis, heads, inner[0]), (axes.yaxis, layers, inner[1])):
+        places = shown_positions(count, room_for(inches, FONT + 3))
+        label_ticks(axis, places, [str(place) for place in places], size=FONT, color=INK)
+    axes.set_xlabel("head", size=FONT + 1, color=QUIET)
+    axes.set_ylabel("layer", size=FONT + 1, color=QUIET)
+    bar = picture.colorbar(image, cax=picture.add_box(0.6 + inner[0] + 0.1, 0.55, 0.1, inner[1]))
+    bar.outline.set(edgecolor="#cccccc", linewidth=0.6)
+    bar.ax.tick_params(labelsize=FONT, length=1.5, width=0.5, color=QUIET, labelcolor=INK)
+    name = f"head importance by {importance.name}, {importance.examples} examples"
+    _write_title(picture, name if title is None else title)
+    return picture
+
+
+def pruning_figure(curves: PruningCurves, title: str | None = None, metric: str = "metric") -> Figure:
+    """All pruning curves in one figure; of "random", the range of its draws is shaded.
+
+    Args:
+        curves: of `lens_mix.evaluation.pruning_curves`.
+        title: above the figure.
+        metric: name of the vertical axis.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    picture_class = _need_matplotlib()
+    picture = picture_class(6.0, 3.6)
+    axes = picture.add_box(0.65, 0.5, 3.9, 2.65)
+    shares = [100 * fraction for fraction in curves.fractions]
+    for place, (name, values) in enumerate(curves.values.items()):
+        random = name == "random"
+        hue = "#8a8a8a" if random else _HUES[place % len(_HUES)]
+        mark = "x" if random else _MARKS[place % len(_MARKS)]
+        axes.plot(shares, values, marker=mark, ms=3.5, lw=1.3, color=hue, label=name)
+        if curves.lowest[name] != curves.highest[name]:
+            axes.fill_between(shares, curves.lowest[name], curves.highest[name], color=hue, alpha=0.15, lw=0)
+    axes.set_xlabel(f"heads removed, % of {curves.total}", size=FONT + 1, color=QUIET)
+    axes.set_ylabel(metric, size=FONT + 1, color=QUIET)
+    axes.tick_params(labelsize=FONT, length=2, width=0.5, color=QUIET, labelcolor=INK)
+    axes.grid(color="#eeeeee", lw=0.6)
+    axes.set_axisbelow(True)
+    legend = axes.legend(
+        loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, fontsize=FONT, borderaxespad=0
+    )
+    for text in legend.get_texts():
+        text.set(color=INK, parse_math=False)
+    for spine in axes.spines.values():
+        spine.set(color="#cccccc", linewidth=0.6)
+    _write_title(picture, title or "pruning curves")
+    return picture
+
+
+def _bare(axes: Any) -> None:
+    for name, spine in axes.spines.items():
+        spine.set_visible(name == "bottom")
+        spine.set(color="#cccccc", linewidth=0.6)
+    axes.tick_params(length=0)
+    axes.grid(axis="y", color="#eeeeee", lw=0.6)
+    axes.set_axisbelow(True)
+
+
+def _write_title(picture: Any, title: str) -> None:
+    height = picture.get_size_inches()[1]
+    picture.write(0.12, height - 0.12, title, size=10, color=INK, va="top", weight="bold")
+
+
+def _need_matplotlib() -> Any:
+    try:
+        from lens_mix.view.canvas import Picture
+    except ImportError as error:
+        raise ImportError("figures need matplotlib: pip install 'lens_mix[plots]'") from error
+    return Picture

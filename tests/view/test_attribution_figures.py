@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import networkx as nx
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.evaluation import HeadImportance, PruningCurves
+from lens_mix.view.attribution_figures import head_map, pruning_figure, tree_figure
+
+matplotlib = pytest.importorskip("matplotlib")
+
+
+def texts(axes) -> list[str]:
+    return [text.get_text() for text in axes.texts if text.get_text()]
+
+
+def test_tree_figure(tmp_path):
+    scores = torch.zeros(4, 4, 4)
+    scores[3, 3, 1], scores[1, 1, 0] = 2.0, 1.0
+    mixing_map = lm.MixingMap(scores=scores, tokens=["The", " $keys", " to", " are"], causal=True)
+    tree = lm.attribution_tree(mixing_map)
+    figure = tree_figure(tree, title="a $ tree")
+    (axes,) = figure.axes
+    assert texts(axes) == ["·are", "·$keys", "The"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["The", "·$keys", "·to", "·are"]
+    # a token stands at the layer whose output it is taken from: through layer 3 and 1, from below them
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["layer 0", "layer 2", "layer 3"]
+    points = {tuple(map(float, line.get_xydata()[0])) for line in axes.lines}
+    assert points == {(3.0, 2.0), (1.0, 1.0), (0.0, 0.0)}
+    figure.savefig(tmp_path / "tree.png")
+    with pytest.raises(ValueError, match="expected a graph of attribution_tree"):
+        tree_figure(nx.DiGraph())
+
+
+def test_head_map(tmp_path):
+    importance = HeadImportance(torch.tensor([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]), "taylor", 7)
+    figure = importance.show()
+    image = figure.axes[0].images[0]
+    assert image.get_array().tolist() == importance.scores.tolist()
+    assert image.get_clim() == (0.0, 5.0)
+    assert "by taylor, 7 examples" in figure.texts[0].get_text()
+    signed = head_map(HeadImportance(importance.scores - 3, "ablation", 7), title="mine")
+    assert signed.axes[0].images[0].get_clim() == (-3.0, 3.0)
+    signed.savefig(tmp_path / "heads.png")
+
+
+def test_pruning_figure(tmp_path):
+    values = {"a_$b": (1.0, 0.5, 0.0), "random": (1.0, 0.4, 0.0)}
+    curves = PruningCurves(
+        (0.0, 0.5, 1.0),
+        (0, 4, 8),
+        values,
+        {"a_$b": values["a_$b"], "random": (1.0, 0.3, 0.0)},
+        {"a_$b": values["a_$b"], "random": (1.0, 0.6, 0.0)},
+        8,
+    )
+    figure = pruning_figure(curves, metric="accuracy")
+    (axes,) = figure.axes
+    assert [line.get_label() for line in axes.lines] == ["a_$b", "random"]
+    assert axes.lines[0].get_xydata().tolist() == [[0, 1.0], [50, 0.5], [100, 0.0]]
+    assert len(axes.collections) == 1
+    assert axes.get_ylabel() == "accuracy"
+    curves.show().savefig(tmp_path / "curves.png")
