@@ -1,0 +1,148 @@
+"""ALTI and ALTI-Logit against the authors' numbers, the dense oracle, and a sum that must be the logit."""
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.methods.alti_logit import logit_shares, through_head
+from lens_mix.methods.factors import attention_vectors
+from lens_mix.statistics.passes import prompt_blocks
+from tests.norm_cases import CASES, blocks_of, largest
+from tests.norm_oracle import oracle
+from tests.norm_reference import (
+    BERT_CLASSES,
+    GPT2_CLASSES,
+    reference,
+    reference_bert,
+    reference_gpt2,
+)
+from tests.tiny_models import available, bridge, hooked_transformer
+
+# torch.nn.functional.pairwise_distance, which the released code calls, adds this to every coordinate.
+QUIRK = 1e-6
+
+
+@pytest.fixture(params=BERT_CLASSES)
+def bert(request):
+    if not available(reference_bert, request.param):
+        pytest.skip(f"no {request.param} in this TransformerLens")
+    known = reference("alti_tiny_f64")
+    return reference_bert(request.param), {
+        "prompt": known["input_ids"][0],
+        "token_type_ids": known["token_type_ids"][0],
+    }
+
+
+@pytest.fixture(params=GPT2_CLASSES)
+def gpt2(request):
+    if not available(reference_gpt2, request.param):
+        pytest.skip(f"no {request.param} in this TransformerLens")
+    return reference_gpt2(request.param)
+
+
+def test_equals_alti(bert):
+    model, inputs = bert
+    known = reference("alti_tiny_f64")
+    found = lm.run(model, methods="alti", **inputs)
+    assert largest(found.scores, known["contributions_norm"]) < 1e-5
+    assert largest(lm.rollout(found).scores, known["alti_rollout"]) < 1e-5
+
+
+@pytest.mark.parametrize(("order", "name"), [(1, "contributions"), (2, "contributions_l2")])
+def test_distances_equal_alti_to_the_last_digit_with_its_quirk(bert, order, name):
+    model, inputs = bert
+    blocks = prompt_blocks(model, methods=lm.Alti(), **inputs).blocks
+    for layer, block in enumerate(blocks):
+        vectors = attention_vectors(block)
+        found = vectors.normed.distances(vectors.mid - QUIRK, order)[0]
+        assert largest(-found, reference("alti_tiny_f64")[name][layer]) < 1e-10
+
+
+def test_contributions_equal_alti_logit(gpt2):
+    known = reference("altilogit_gpt2_tiny_f64")
+    blocks = prompt_blocks(gpt2, known["input_ids"][0], lm.Alti()).blocks
+    for layer, block in enumerate(blocks):
+        vectors = attention_vectors(block)
+        assert largest(vectors.mid[0], known["attn_res_outputs"][layer]) < 1e-10
+        found = -vectors.normed.distances(vectors.mid - QUIRK, 1)[0]
+        assert largest(found, known["contrib_l1"][layer]) < 1e-10
+        nearer = (found + vectors.mid[0].abs().sum(-1, keepdim=True)).clamp_min(0)
+        assert largest(nearer / nearer.sum(-1, keepdim=True), known["alti_norm"][layer]) < 1e-10
+    assert largest(lm.run(gpt2, known["input_ids"][0], "alti").scores, known["alti_norm"]) < 1e-5
+
+
+def test_logit_shares_equal_alti_logit(gpt2):
+    known = reference("altilogit_gpt2_tiny_f64")
+    blocks = prompt_blocks(gpt2, known["input_ids"][0], lm.AltiLogit()).blocks
+    head = blocks[-1].head()
+    # The two tokens that the authors' code was asked for.
+    for place, token in enumerate((7, 9)):
+        columns = head.W_U.T[torch.full((1, 9), token)]
+        directions = through_head(head, blocks[-1].resid_post, columns)
+        for layer, block in enumerate(blocks):
+            assert largest(logit_shares(block, directions)[0], known["aff_x_j"][layer, :, place]) < 1e-10
+
+
+def test_alti_logit_and_what_it_leaves_out_add_up_to_the_logit(gpt2):
+    tokens = reference("altilogit_gpt2_tiny_f64")["input_ids"][0]
+    token = 11
+    found = lm.run(gpt2, tokens, lm.AltiLogit(token=token))
+    passed = prompt_blocks(gpt2, tokens, lm.AltiLogit())
+    head = passed.blocks[-1].head()
+    columns = head.W_U.T[torch.full((1, len(tokens)), token)]
+    direction = through_head(head, passed.blocks[-1].resid_post, columns)[0]
+    rest = passed.blocks[0].resid_pre[0] + sum(
+        block.resid_post[0] - attention_vectors(block).residual.total[0] for block in passed.blocks
+    )
+    logits = found.scores.sum((0, 2)) + (rest * direction).sum(-1) + (head.norm.bias @ head.W_U)[token]
+    assert largest(logits, passed.blocks[-1].logits()[0, :, token]) < 1e-10
+
+
+def test_a_contrast_is_a_difference(gpt2):
+    tokens = reference("altilogit_gpt2_tiny_f64")["input_ids"][0]
+    for_one, for_other, both = (
+        lm.run(gpt2, tokens, method).scores
+        for method in (lm.AltiLogit(token=5), lm.AltiLogit(token=6), lm.AltiLogit(token=5, against=6))
+    )
+    assert largest(for_one - for_other, both) < 1e-10
+    following = lm.run(gpt2, tokens, lm.AltiLogit(token="next")).scores
+    first = lm.run(gpt2, tokens, lm.AltiLogit(token=int(tokens[1]))).scores
+    assert largest(following[:, 0], first[:, 0]) < 1e-10
+
+
+@CASES
+@pytest.mark.parametrize("distance", ["l1", "l2"])
+def test_equals_the_definition_written_out(case, distance):
+    order = 1 if distance == "l1" else 2
+    for block in blocks_of(case, lm.Alti()):
+        vectors = oracle(block, feed_forward=False).normed
+        state = vectors.sum(1)
+        size = torch.linalg.vector_norm(state, ord=order, dim=-1, keepdim=True)
+        apart = torch.linalg.vector_norm(state[:, None] - vectors[:, :-1], ord=order, dim=-1)
+        nearer = (size - apart).clamp_min(0)
+        assert largest(lm.Alti(distance, normalize=False)(block)[0], nearer) < 1e-10
+        shares = lm.Alti(distance)(block)[0]
+        assert largest(shares.sum(-1), (nearer.sum(-1) > 0).double()) < 1e-12
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="distance: expected 'l1' or 'l2', got 'l3'"):
+        lm.Alti("l3")
+    with pytest.raises(ValueError, match="token: expected 'predicted', 'next' or a whole number, got 'last'"):
+        lm.AltiLogit(token="last")
+    if available(bridge, "gemma2"):
+        with pytest.raises(lm.UnsupportedModelError, match="a soft cap"):
+            lm.run(_large_logits(bridge("gemma2")), torch.arange(3, 9), "alti_logit")
+    if available(bridge, "bert"):
+        with pytest.raises(lm.UnsupportedModelError, match="post-norm"):
+            lm.run(bridge("bert"), torch.arange(3, 9), "alti_logit")
+    if available(hooked_transformer, "LN"):
+        with pytest.raises(ValueError, match=r"token: expected 0\.\.49, got 50"):
+            lm.run(hooked_transformer("LN"), torch.arange(3, 9), lm.AltiLogit(token=50))
+
+
+def _large_logits(model):
+    """So large that the soft cap can't be taken for rounding."""
+    with torch.no_grad():
+        model.W_U.mul_(20)
+    return model

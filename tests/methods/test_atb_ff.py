@@ -1,0 +1,156 @@
+"""Through the feed-forward: the references, the dense oracle with numerical integrals, and refusals."""
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.lens.anatomy import ACTIVATIONS
+from lens_mix.methods.activations import gated_multipliers, mean_on_path, plain_multiplier
+from lens_mix.methods.feed_forward import feed_forward_maps, next_norm
+from tests.norm_cases import CASES, blocks_of, largest
+from tests.norm_oracle import norms, oracle, through_norm
+from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
+from tests.tiny_models import available, bridge, hooked_transformer
+
+VARIANTS = {"on_path": "A", "fixed": "B"}
+STAGES = {
+    lm.AtbFf: ("atbff", "FFN"),
+    lm.AtbFfRes: ("atbffres", "res2"),
+    lm.AtbFfResLn: ("atbffresln", "encoder"),
+}
+
+
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("biases", VARIANTS)
+@pytest.mark.parametrize("class_name", BERT_CLASSES)
+def test_equals_the_references(class_name, biases, row):
+    if not available(reference_bert, class_name):
+        pytest.skip(f"no {class_name} in this TransformerLens")
+    methods = [stage(biases) for stage in STAGES]
+    maps = lm.run(reference_bert(class_name), methods=methods, **reference_inputs(row)).values()
+    slow, decompx = reference("atbff_oracle_tiny_f64"), reference("decompx_tiny_f64")
+    for mixing_map, (name, theirs) in zip(maps, STAGES.values(), strict=True):
+        assert mixing_map.parameters["biases"] == biases
+        size = len(mixing_map.tokens)
+        for layer in range(3):
+            known = slow[f"{VARIANTS[biases]}.{name}_norm.{layer}"][row, :size, :size]
+            assert largest(mixing_map.scores[layer], known) < 1e-10
+            if biases == "on_path":
+                known = decompx[f"local_nobias_{theirs}_norm.{layer}"][row, :size, :size]
+                assert largest(mixing_map.scores[layer], known) < 1e-10
+
+
+@pytest.mark.parametrize("biases", VARIANTS)
+@CASES
+def test_equals_the_vectors_written_out(case, biases):
+    for block in blocks_of(case, lm.AtbFf(biases)):
+        written_out, maps = oracle(block, biases), feed_forward_maps(block, biases)
+        assert largest(maps.output[0], norms(written_out.feed_forward)) < 1e-10
+        assert largest(maps.residual[0], norms(written_out.feed_forward_residual)) < 1e-10
+        assert largest(maps.normed[0], norms(written_out.output)) < 1e-10
+        # The vectors and the column of the biases add up to what the block really put out.
+        assert largest(written_out.output.sum(1), block.resid_post[0]) < 1e-10
+
+
+@CASES
+def test_next_norm_is_the_one_that_reads_the_output(case):
+    method = lm.AtbFfResLn(next_norm=True)
+    blocks = blocks_of(case, method)
+    maps = method.of_stack(blocks)[0]
+    for layer, block in enumerate(blocks):
+        written_out = oracle(block)
+        norm = None if block.anatomy.feed_forward_residual is not None else next_norm(blocks, layer)
+        expected = norms(through_norm(norm, written_out.output, block.resid_post[0]))
+        assert largest(maps[layer], expected) < 1e-10
+
+
+def test_folding_the_first_matrix_changes_nothing(monkeypatch):
+    from lens_mix.methods import feed_forward
+
+    if not available(bridge, "llama", torch.float64):
+        pytest.skip("no TransformerBridge in this TransformerLens")
+    model = bridge("llama", torch.float64)
+    # 4 heads, d_model 24: 3 positions are below the break-even, 20 above it.
+    for count in (3, 20):
+        tokens = torch.arange(count) % 40 + 3
+        plain = lm.run(model, tokens, "atb_ff")
+        other = feed_forward.FirstLayer._fold
+
+        def flipped(self, block, other=other, count=count):
+            if count == 3:
+                other(self, block)
+
+        init = feed_forward.FirstLayer.__init__
+
+        def start(self, block, vectors, shares, init=init, flipped=flipped):
+            init(self, block, vectors, shares)
+            self._folded = None
+            flipped(self, block)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(feed_forward.FirstLayer, "__init__", start)
+            again = lm.run(model, tokens, "atb_ff")
+        assert largest(plain.scores, again.scores) < 1e-12
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_plain_multiplier_is_the_integrated_gradient(activation):
+    ends = torch.tensor([-30.0, -3.0, -1e-9, 0.0, 1e-300, 1e-7, 0.5, 4.0, 30.0], dtype=torch.float64)
+    function = ACTIVATIONS[activation]
+    m = plain_multiplier(activation, ends, None)
+    assert torch.isfinite(m).all()
+    assert largest(m * ends, function(ends)) < 1e-12
+    start = torch.linspace(-2, 2, len(ends), dtype=torch.float64)
+    m = plain_multiplier(activation, ends, start)
+    assert largest(m * (ends - start), function(ends) - function(start)) < 1e-12
+    near = plain_multiplier(activation, start + 1e-9, start)
+    assert torch.isfinite(near).all()
+    assert near.abs().max() < 5
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_gated_multipliers_are_complete_and_integrated_well(activation, fixed):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda scale: scale * torch.randn(200, generator=generator, dtype=torch.float64)  # noqa: E731
+    end, up_end = draw(6), draw(3)
+    end[:3] = torch.tensor([0.0, 1e-9, -1e-7])
+    start, up_start = (draw(2), draw(2)) if fixed else (None, None)
+    if fixed:
+        start[3:5] = end[3:5] + torch.tensor([1e-8, 0.0])
+    gate, up = gated_multipliers(activation, end, start, up_end, up_start)
+    a, b = (start, up_start) if fixed else (torch.zeros_like(end), torch.zeros_like(end))
+    function = ACTIVATIONS[activation]
+    whole = function(end) * up_end - function(a) * b
+    assert largest(gate * (end - a) + up * (up_end - b), whole) < 1e-10
+    # A fine midpoint rule, apart from the library's nodes and pieces.
+    t = ((torch.arange(40000, dtype=torch.float64) + 0.5) / 40000)[:, None]
+    known = function(a + t * (end - a)).mean(0)
+    assert largest(mean_on_path(activation, a, end), known) < 1e-6
+    assert largest(up, known) < 1e-6
+
+
+def test_half_and_half_is_not_the_integrated_gradient():
+    """The usual shortcut for gated neurons, half of the product to each side, is off by several per cent."""
+    end = torch.linspace(0.5, 6, 50, dtype=torch.float64)
+    gate, _ = gated_multipliers("silu", end, None, torch.ones_like(end), None)
+    share = gate * end / ACTIVATIONS["silu"](end)
+    assert (share - 0.5).abs().max() > 0.05
+
+
+def test_mixtures_and_cross_attention_are_refused_with_the_reason():
+    if available(bridge, "mixtral"):
+        with pytest.raises(lm.UnsupportedModelError, match="mixture feed-forward"):
+            lm.run(bridge("mixtral"), torch.arange(3, 9), "atb_ff")
+        assert lm.run(bridge("mixtral"), torch.arange(3, 9), "attn_res").scores.shape == (2, 6, 6)
+    if available(hooked_transformer, "attn_only"):
+        with pytest.raises(lm.UnsupportedModelError, match="found 'none'; attn_res stops before it"):
+            lm.run(hooked_transformer("attn_only"), torch.arange(3, 9), "atb_ff_res")
+    if available(bridge, "bart"):
+        with pytest.raises(lm.UnsupportedModelError, match="cross-attention lies between"):
+            lm.run(bridge("bart"), (torch.arange(3, 9), torch.arange(3, 8)), "atb_ff", stack="decoder")
+
+
+def test_an_unknown_variant_is_refused():
+    with pytest.raises(ValueError, match="biases: expected 'on_path' or 'fixed', got 'A'"):
+        lm.AtbFf("A")

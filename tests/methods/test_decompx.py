@@ -1,0 +1,135 @@
+"""DecompX against its own code's numbers, with every rule for biases; completeness on every anatomy."""
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.methods.bias_split import SPLITS, split_bias, through_linear
+from lens_mix.methods.decompx import logit_shares
+from lens_mix.statistics.passes import prompt_blocks
+from tests.norm_cases import CASES, blocks_of, largest
+from tests.norm_oracle import norms, oracle
+from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_gpt2, reference_inputs
+from tests.tiny_models import available, bridge
+
+STAGES = {"attention": "attention", "mid": "LN1", "feed_forward": "FFN", "output": "encoder"}
+# Key in the reference -> what it was made with.
+CLASSIFIERS = {
+    "": lm.DecompX(),
+    ".abssim": lm.DecompX("abssim"),
+    ".norm": lm.DecompX("norm"),
+    ".equal": lm.DecompX("equal"),
+    ".cls": lm.DecompX("first"),
+    ".nobias": lm.DecompX("drop"),
+    ".GeLU_LA": lm.DecompX(slope="tangent"),
+    ".ReLU": lm.DecompX(slope="relu"),
+}
+
+
+@pytest.fixture(params=[(name, row) for name in BERT_CLASSES for row in (0, 1)])
+def passed(request):
+    class_name, row = request.param
+    if not available(reference_bert, class_name):
+        pytest.skip(f"no {class_name} in this TransformerLens")
+    found = prompt_blocks(reference_bert(class_name), methods=lm.DecompX(), **reference_inputs(row))
+    return found.blocks, row, len(found.tokens)
+
+
+def test_vectors_through_all_layers_equal_decompx(passed):
+    blocks, row, size = passed
+    known = reference("decompx_tiny_f64")
+    for layer, found in enumerate(lm.DecompX().vectors(blocks)):
+        for ours, theirs in STAGES.items():
+            vectors = known[f"{theirs}_vec.{layer}"][row, :size, :size]
+            assert largest(getattr(found, ours)[0], vectors) < 1e-10, (layer, theirs)
+
+
+def test_single_layers_without_biases_equal_decompx(passed):
+    blocks, row, size = passed
+    known = reference("decompx_tiny_f64")
+    for layer, found in enumerate(lm.DecompXLocal("drop").vectors(blocks)):
+        for ours, theirs in STAGES.items():
+            sizes = known[f"local_nobias_{theirs}_norm.{layer}"][row, :size, :size]
+            assert largest(getattr(found, ours)[0].norm(dim=-1), sizes) < 1e-10, (layer, theirs)
+
+
+@pytest.mark.parametrize("key", CLASSIFIERS)
+def test_classifier_importance_equals_decompx(passed, key):
+    """The pooler and the classifier are DecompX's, not TransformerLens's: here they are put on by hand."""
+    blocks, row, size = passed
+    method, known = CLASSIFIERS[key], reference("decompx_tiny_f64")
+    weights = reference("tiny_bert_weights_f32")
+    pooler, bias = weights["pooler.dense.weight"].double().T, weights["pooler.dense.bias"].double()
+    *_, last = method.vectors(blocks)
+    state = blocks[-1].resid_post[0, 0] @ pooler + bias
+    pooled = through_linear(pooler, bias, last.output[0, 0], method.biases) * (state.tanh() / state)
+    found = through_linear(
+        known["classifier.weight"].double().T, known["classifier.bias"].double(), pooled, method.biases
+    )
+    assert largest(found, known[f"classifier_importance{key}"][row, :size]) < 1e-10
+    if key not in (".nobias", ".ReLU"):
+        assert largest(found.sum(0), known["logits"][row]) < 1e-10
+
+
+@CASES
+def test_shares_add_up_to_the_residual_stream(case):
+    blocks = blocks_of(case, lm.DecompX())
+    for method in (lm.DecompX(), lm.DecompX("norm"), lm.DecompXLocal("equal")):
+        for block, found in zip(blocks, method.vectors(blocks), strict=True):
+            assert largest(found.output.sum(2), block.resid_post) < 1e-9
+
+
+@CASES
+def test_single_layers_without_biases_are_atb_ff_res_ln(case):
+    blocks = blocks_of(case, lm.DecompXLocal("drop"))
+    for block, found in zip(blocks, lm.DecompXLocal("drop").vectors(blocks), strict=True):
+        assert largest(found.output[0].norm(dim=-1), norms(oracle(block).output)) < 1e-10
+
+
+@pytest.mark.parametrize("class_name", ["TransformerBridge", "HookedTransformer"])
+def test_shares_add_up_to_the_logits(class_name):
+    if not available(reference_gpt2, class_name):
+        pytest.skip(f"no {class_name} in this TransformerLens")
+    tokens = reference("altilogit_gpt2_tiny_f64")["input_ids"][0]
+    blocks = prompt_blocks(reference_gpt2(class_name), tokens, lm.DecompX()).blocks
+    *_, last = lm.DecompX().vectors(blocks)
+    found = logit_shares(blocks[-1], last.output)
+    logits = blocks[-1].logits()
+    assert largest(found.sum(2), logits) < 1e-10
+    some = logit_shares(blocks[-1], last.output, torch.tensor([3, 70]))
+    assert largest(some.sum(2), logits[..., [3, 70]]) < 1e-10
+    with pytest.raises(ValueError, match="head: expected the last block, got block 0"):
+        logit_shares(blocks[0], last.output)
+
+
+def test_inputs_beyond_a_window_reach_through_the_layers():
+    """Layer 1 of a window of 4 holds what layer 0 brought from up to 6 positions back, and no more."""
+    if not available(bridge, "mistral"):
+        pytest.skip("no TransformerBridge in this TransformerLens")
+    found = lm.run(bridge("mistral"), torch.arange(3, 13), "decompx")
+    assert found.kind == "input"
+    back = torch.arange(10)[:, None] - torch.arange(10)
+    for layer, reach in enumerate((3, 6)):
+        assert torch.equal(found.scores[layer] > 0, (back >= 0) & (back <= reach))
+
+
+@pytest.mark.parametrize("rule", SPLITS)
+def test_a_split_bias_adds_up(rule):
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(3, 5, 8, dtype=torch.float64, generator=generator)
+    vectors[:, 4] = 0
+    bias = torch.randn(3, 8, dtype=torch.float64, generator=generator)
+    added = split_bias(vectors, bias, rule) - vectors
+    assert largest(added.sum(1), 0 if rule == "drop" else bias) < 1e-12
+    if rule != "first":
+        assert largest(added[:, 4], 0) == 0
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match=r"biases: expected one of .*, got 'none'"):
+        lm.DecompX("none")
+    with pytest.raises(ValueError, match=r"slope: expected one of .*, got 'gelu'"):
+        lm.DecompX(slope="gelu")
+    if available(bridge, "llama"):
+        with pytest.raises(lm.UnsupportedModelError, match="a gated feed-forward has 'zero_origin' only"):
+            lm.run(bridge("llama"), torch.arange(3, 9), lm.DecompX(slope="tangent"))

@@ -1,0 +1,50 @@
+"""GlobEnc against its own code's numbers and the dense oracle."""
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.methods.feed_forward import next_norm
+from lens_mix.methods.globenc import rollout
+from tests.norm_cases import CASES, blocks_of, largest
+from tests.norm_oracle import norms, oracle, through_norm
+from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
+from tests.tiny_models import available, bridge
+
+
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("class_name", BERT_CLASSES)
+def test_equals_globenc(class_name, row):
+    if not available(reference_bert, class_name):
+        pytest.skip(f"no {class_name} in this TransformerLens")
+    found = lm.run(reference_bert(class_name), methods="globenc", **reference_inputs(row))
+    known, size = reference("globenc_tiny_f64"), len(found.tokens)
+    for layer in range(3):
+        assert largest(found.scores[layer], known[f"enc_n.{layer}"][row, :size, :size]) < 1e-10
+    assert largest(rollout(found.scores)[-1], known["globenc"][row, :size, :size]) < 1e-10
+
+
+@CASES
+def test_equals_the_vectors_written_out(case):
+    blocks = blocks_of(case, lm.GlobEnc())
+    maps = lm.GlobEnc().of_stack(blocks)[0]
+    for layer, block in enumerate(blocks):
+        own = block.anatomy.feed_forward_residual
+        written_out = oracle(block, feed_forward=own is not None)
+        if own is None:
+            norm, state = next_norm(blocks, layer), block.resid_post[0]
+        else:
+            norm, state = own, written_out.feed_forward_residual.sum(1)
+        assert largest(maps[layer], norms(through_norm(norm, written_out.normed, state))) < 1e-10
+
+
+def test_decoders_of_encoder_decoders_are_refused():
+    if not available(bridge, "bart"):
+        pytest.skip("no TransformerBridge in this TransformerLens")
+    with pytest.raises(lm.UnsupportedModelError, match="cross-attention lies between the two norms"):
+        lm.run(bridge("bart"), (torch.arange(3, 9), torch.arange(3, 8)), "globenc", stack="decoder")
+
+
+def test_rollout_refuses_heads():
+    with pytest.raises(ValueError, match=r"scores: expected \[layer, query, key\], got shape \[2, 4, 5, 5\]"):
+        rollout(torch.ones(2, 4, 5, 5))

@@ -1,0 +1,46 @@
+"""Blocks of the tiny models, for tests that look at vectors rather than at maps."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.lens.kinds import UnsupportedModelError
+from lens_mix.methods import Method
+from lens_mix.statistics.passes import prompt_blocks
+from tests.matrix import Case, cases, prompt_of
+
+CASES = pytest.mark.parametrize("case", cases(), ids=lambda case: case.label)
+
+
+def blocks_of(case: Case, method: Method) -> Any:
+    """The blocks in float64; skips models that the library refuses (`tests/test_matrix.py` has those)."""
+    if case.refusal is not None:
+        pytest.skip("refused altogether")
+    try:
+        blocks = _passed(case)
+    except UnsupportedModelError as reason:
+        pytest.skip(f"refused: {reason}")
+    for block in blocks:
+        reason = method.refuses(block.anatomy)
+        if reason is None and "feed_forward" in method.parts and block.anatomy.feed_forward is None:
+            reason = block.anatomy.feed_forward_kind if block.anatomy.feed_forward_kind != "none" else None
+        if reason is not None:
+            pytest.skip(f"refused: {reason}")
+    return blocks
+
+
+@functools.cache
+def _passed(case: Case) -> Any:
+    # All methods of the family need the same tensors recorded, so one clean pass serves every test.
+    model = case.build(torch.float64)
+    return prompt_blocks(model, prompt_of(model), lm.AttnRes(), stack=case.stack).blocks
+
+
+def largest(x: Any, y: Any) -> float:
+    """The largest difference."""
+    return float((torch.as_tensor(x).double() - torch.as_tensor(y).double()).abs().max())
