@@ -6,20 +6,20 @@ has the capacity `capacities[l − 1, query, key]`. scipy solves it on whole num
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 if TYPE_CHECKING:
     import networkx
-    from scipy.sparse import csr_matrix
 
 Solver = Literal["scipy", "networkx"]
 # scipy's solver adds up flows in 32-bit whole numbers: the largest possible flow must stay below 2^31.
 WHOLE = 2**30
+# Edges that are handed to the solver in one call: below, the call itself costs more than the edges.
+BATCH = 20_000
 
 
 def check_capacities(capacities: Any) -> Float[np.ndarray, "layer query key"]:
@@ -56,33 +56,43 @@ def check_capacities(capacities: Any) -> Float[np.ndarray, "layer query key"]:
     return array
 
 
-@dataclasses.dataclass(frozen=True)
-class Wiring:
-    """The graph between one query and one key, without its capacities.
+class Wiring(NamedTuple):
+    """The edges between one query and one key, the nodes counted from the query's first neighbour on.
 
-    Node 0 is the query, the last node the key; between them stand the levels from the top down, each
-    with the positions of the window. `rows` and `columns` are the edges of each inner layer.
+    Between query and key stand the levels from the top down, each with the positions of the window.
+
+    Attributes:
+        size: positions in the window.
+        counts: edges that leave each node; the query, the key and its edges left out.
+        targets: where the edges of the inner layers lead.
+        rows, columns: the edges of one inner layer.
     """
 
-    graph: csr_matrix
-    rows: Int[np.ndarray, " edge"]
-    columns: Int[np.ndarray, " edge"]
+    size: int
+    counts: Int[np.ndarray, " node"]
+    targets: Int[np.ndarray, " edge"]
+    rows: Int[np.ndarray, " edge_of_layer"]
+    columns: Int[np.ndarray, " edge_of_layer"]
 
     @classmethod
     def of(cls, pattern: Bool[np.ndarray, "query key"], inner: int) -> Wiring:
         """`inner`: how many layers stand between the first and the last, 1 or more."""
-        from scipy.sparse import csr_matrix
-
         size = len(pattern)
         rows, columns = np.nonzero(pattern)
-        nodes = (inner + 1) * size + 2
-        counts = np.concatenate([[size], np.tile(pattern.sum(1), inner), np.ones(size), [0]])
-        pointers = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        below = 1 + size * np.arange(1, inner + 1)[:, None] + columns
-        targets = np.concatenate([1 + np.arange(size), below.ravel(), np.full(size, nodes - 1)])
-        data = np.zeros(len(targets), dtype=np.int32)
-        graph = csr_matrix((data, targets.astype(np.int32), pointers), shape=(nodes, nodes))
-        return cls(graph, rows, columns)
+        counts = np.concatenate([np.tile(pattern.sum(1), inner), np.ones(size, dtype=np.int64)])
+        below = size * np.arange(1, inner + 1)[:, None] + columns
+        return cls(size, counts, below.ravel(), rows, columns)
+
+
+class Part(NamedTuple):
+    """One pair of those that are solved in one call."""
+
+    query: int
+    key: int
+    window: slice
+    wiring: Wiring
+    leaves: Int[np.ndarray, " position"]
+    enters: Int[np.ndarray, " position"]
 
 
 class LayeredFlow:
@@ -107,6 +117,7 @@ class LayeredFlow:
         self.capacities = check_capacities(capacities)
         self.solver = solver
         self.largest = float(self.capacities.sum(-1).max())
+        self.rows_sum_to_1 = bool((np.abs(self.capacities.sum(-1) - 1) < 1e-12).all())
         self.causal = not np.triu(self.capacities.any(0), 1).any()
         scaled = self.capacities * (WHOLE / self.largest) if self.largest > 0 else self.capacities
         self._whole = np.rint(scaled).astype(np.int32)
@@ -114,94 +125,117 @@ class LayeredFlow:
         size = len(self._pattern)
         self._filled = bool(np.array_equal(self._pattern, np.tri(size, dtype=bool)))
         self._wirings: dict[tuple[int, int], Wiring] = {}
-        self._prepared: tuple[int, Wiring] | None = None
+        self._last: tuple[tuple[int, int, int], np.ndarray] | None = None
         self._graph: networkx.DiGraph | None = None
 
     @property
     def layers(self) -> int:
         return len(self.capacities)
 
-    def row(self, level: int, query: int, keys: Iterable[int] | None = None) -> Float[np.ndarray, " key"]:
-        """The flow from one position of one level (1 to the number of layers) to each input.
-
-        Args:
-            keys: the inputs that are asked for, all others stay 0; None: all.
-        """
+    def flows(self, level: int, pairs: Sequence[tuple[int, int]]) -> Float[np.ndarray, " pair"]:
+        """The flow from position `query` of a level (1 to the number of layers) to input `key`, per pair."""
         size = self.capacities.shape[1]
-        wanted = range(size) if keys is None else keys
         if not 1 <= level <= self.layers:
             raise ValueError(f"level: expected 1 to {self.layers}, got {level}")
-        if not 0 <= query < size:
-            raise ValueError(f"query: expected a position from 0 to {size - 1}, got {query}")
+        for pair in pairs:
+            if not all(0 <= position < size for position in pair):
+                raise ValueError(f"pairs: expected positions from 0 to {size - 1}, got {pair}")
         if self.solver == "networkx":
-            return self._networkx_row(level, query, wanted)
-        if level == 1:
-            return self.capacities[0, query].copy()
-        if level == 2:
-            return np.minimum(self.capacities[1, query][:, None], self.capacities[0]).sum(0)
-        flows = np.zeros(size)
-        if not self.causal:
-            wiring = self._whole_wiring(level)
-            wiring.graph.data[:size] = self._whole[level - 1, query]
-        for key in wanted:
-            if not self.causal:
-                wiring.graph.data[-size:] = self._whole[0, :, key]
-                flows[key] = self._solve(wiring, level, query, key, slice(0, size))
-            elif key == query:
-                flows[key] = self.capacities[:level, key, key].min()
-            elif key < query:
-                flows[key] = self._through_window(level, query, key)
-        return flows
+            return np.array([self._by_networkx(level, *pair) for pair in pairs])
+        found = np.zeros(len(pairs))
+        unsolved = []
+        for number, (query, key) in enumerate(pairs):
+            if level == 1:
+                found[number] = self.capacities[0, query, key]
+            elif level == 2:
+                found[number] = np.minimum(self.capacities[1, query], self.capacities[0, :, key]).sum()
+            elif self.causal and key == query:
+                found[number] = self.capacities[:level, key, key].min()
+            elif not self.causal or key < query:
+                unsolved.append(number)
+        for batch in self._batches(level, pairs, unsolved):
+            found[batch] = self._solve(level, [self._part(level, *pairs[number]) for number in batch])
+        return found
 
-    def _through_window(self, level: int, query: int, key: int) -> float:
-        window = slice(key, query + 1)
-        wiring = self._wiring(level - 2, key, query + 1)
-        wiring.graph.data[:] = np.concatenate(
-            [
-                self._whole[level - 1, query, window],
-                self._whole[level - 2 : 0 : -1, window, window][:, wiring.rows, wiring.columns].ravel(),
-                self._whole[0, window, key],
-            ]
-        )
-        return self._solve(wiring, level, query, key, window)
+    def _batches(
+        self, level: int, pairs: Sequence[tuple[int, int]], numbers: list[int]
+    ) -> Iterator[list[int]]:
+        """Pairs that are solved in one call, which alone costs as much as a few thousand edges."""
+        batch: list[int] = []
+        edges = 0
+        for number in numbers:
+            batch.append(number)
+            edges += len(self._wiring(level - 2, self._window(*pairs[number])).targets)
+            if edges > BATCH:
+                yield batch
+                batch, edges = [], 0
+        if batch:
+            yield batch
 
-    def _whole_wiring(self, level: int) -> Wiring:
-        """The graph of all positions; its inner capacities are the same for every query and key."""
-        if self._prepared is None or self._prepared[0] != level:
-            wiring = self._wiring(level - 2, 0, len(self._pattern))
-            size = len(self._pattern)
-            wiring.graph.data[size:-size] = self._whole[level - 2 : 0 : -1][
-                :, wiring.rows, wiring.columns
-            ].ravel()
-            self._prepared = (level, wiring)
-        return self._prepared[1]
+    def _part(self, level: int, query: int, key: int) -> Part:
+        window = self._window(query, key)
+        leaves, enters = self._whole[level - 1, query, window], self._whole[0, window, key]
+        return Part(query, key, window, self._wiring(level - 2, window), leaves, enters)
 
-    def _wiring(self, inner: int, start: int, stop: int) -> Wiring:
-        shared = self._filled or stop - start == len(self._pattern)
-        found = self._wirings.get((inner, stop - start)) if shared else None
+    def _window(self, query: int, key: int) -> slice:
+        return slice(key, query + 1) if self.causal else slice(0, self.capacities.shape[1])
+
+    def _wiring(self, inner: int, window: slice) -> Wiring:
+        size = window.stop - window.start
+        shared = self._filled or size == len(self._pattern)
+        found = self._wirings.get((inner, size)) if shared else None
         if found is None:
-            found = Wiring.of(self._pattern[start:stop, start:stop], inner)
+            found = Wiring.of(self._pattern[window, window], inner)
             if shared:
                 # Levels are asked for one after the other: those of another depth are not needed again.
                 self._wirings = {name: kept for name, kept in self._wirings.items() if name[0] == inner}
-                self._wirings[inner, stop - start] = found
+                self._wirings[inner, size] = found
         return found
 
-    def _solve(self, wiring: Wiring, level: int, query: int, key: int, window: slice) -> float:
+    def _inner(self, level: int, window: slice, wiring: Wiring) -> Int[np.ndarray, " edge"]:
+        """The capacities of the layers between; without windows those of the last call serve the next."""
+        name = (level, window.start, window.stop)
+        if self._last is None or self._last[0] != name:
+            layers = self._whole[level - 2 : 0 : -1, window, window]
+            self._last = (name, layers[:, wiring.rows, wiring.columns].ravel())
+        return self._last[1]
+
+    def _solve(self, level: int, parts: list[Part]) -> Float[np.ndarray, " part"]:
+        """Several pairs at once: their graphs side by side, from a source that is every query to one sink."""
+        from scipy.sparse import csr_matrix
         from scipy.sparse.csgraph import maximum_flow
 
-        graph, size = wiring.graph, window.stop - window.start
-        leaves, enters = int(graph.data[:size].sum()), int(graph.data[-size:].sum())
-        if leaves == 0 or enters == 0:
-            return 0.0
-        value = int(maximum_flow(graph, 0, graph.shape[0] - 1, method="dinic").flow_value)
-        if value < min(leaves, enters):
-            return value * self.largest / WHOLE
-        # The flow fills the edges of the query or of the key: their sum has no rounding in it.
-        out = self.capacities[level - 1, query, window].sum()
-        return float(min(out, self.capacities[0, window, key].sum()))
+        starts = 1 + np.cumsum([0, *(len(part.wiring.counts) for part in parts)])
+        sink = int(starts[-1])
+        data = [part.leaves for part in parts]
+        targets = [start + np.arange(part.wiring.size) for start, part in zip(starts, parts, strict=False)]
+        counts = [np.array([0, sum(part.wiring.size for part in parts)])]
+        for start, part in zip(starts, parts, strict=False):
+            data += [self._inner(level, part.window, part.wiring), part.enters]
+            targets += [start + part.wiring.targets, np.full(part.wiring.size, sink)]
+            counts.append(part.wiring.counts)
+        pointers = np.cumsum(np.concatenate([*counts, [0]])).astype(np.int32)
+        ends = np.concatenate(targets).astype(np.int32)
+        graph = csr_matrix((np.concatenate(data), ends, pointers), shape=(sink + 1, sink + 1))
+        flow = maximum_flow(graph, 0, sink, method="dinic").flow
+        # The source's row says how much of the flow is whose: no 32-bit number has to hold the sum.
+        through = np.zeros(sink + 1, dtype=np.int64)
+        through[flow.indices[: flow.indptr[1]]] = flow.data[: flow.indptr[1]]
+        return np.array(
+            [
+                self._value(int(through[start : start + part.wiring.size].sum()), level, part)
+                for start, part in zip(starts, parts, strict=False)
+            ]
+        )
 
-    def _networkx_row(self, level: int, query: int, keys: Iterable[int]) -> Float[np.ndarray, " key"]:
+    def _value(self, whole: int, level: int, part: Part) -> float:
+        if whole < min(int(part.leaves.sum()), int(part.enters.sum())):
+            return whole * self.largest / WHOLE
+        # The flow fills the edges of the query or of the key: their sum has no rounding in it.
+        leaves = self.capacities[level - 1, part.query, part.window].sum()
+        return float(min(leaves, self.capacities[0, part.window, part.key].sum()))
+
+    def _by_networkx(self, level: int, query: int, key: int) -> float:
         import networkx as nx
 
         if self._graph is None:
@@ -211,7 +245,4 @@ class LayeredFlow:
             for layer, start, end in np.argwhere(self.capacities > 0).tolist():
                 capacity = float(self.capacities[layer, start, end])
                 self._graph.add_edge((layer + 1, start), (layer, end), capacity=capacity)
-        flows = np.zeros(self.capacities.shape[1])
-        for key in keys:
-            flows[key] = nx.maximum_flow_value(self._graph, (level, query), (0, key))
-        return flows
+        return float(nx.maximum_flow_value(self._graph, (level, query), (0, key)))

@@ -1,10 +1,13 @@
 """Maximum flow against networkx, its bounds, the proofs, and what is refused."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lens_mix.aggregation import max_flow
 from lens_mix.aggregation.flow_bounds import first_layer_bound, proven
 from lens_mix.aggregation.flow_rows import all_flows
 from lens_mix.aggregation.max_flow import LayeredFlow
@@ -132,6 +135,22 @@ def test_nothing_flows_from_later_tokens(residual):
     assert (flows[:, range(8), range(8)] > 0).all()
 
 
+def test_pairs_solved_together_are_as_pairs_solved_alone(monkeypatch):
+    capacities = stack(6, 9, causal=True, density=0.6)
+    together = every(capacities)
+    monkeypatch.setattr(max_flow, "BATCH", 0)
+    np.testing.assert_array_equal(every(capacities), together)
+
+
+def test_levels_asked_for_together_are_as_levels_alone():
+    # Together, the flows of a level prove those of the next.
+    capacities = stack(8, 10, sharpness=1.0)
+    together = every(capacities)
+    for level in range(1, 9):
+        alone = all_flows(capacities, [level], range(10))[0]
+        np.testing.assert_allclose(together[level - 1], alone, rtol=0, atol=2e-9)
+
+
 def test_rows_and_keys_can_be_asked_for_alone():
     capacities = stack(5, 6, seed=3)
     whole = every(capacities)
@@ -195,11 +214,13 @@ def test_processes_give_the_same():
     np.testing.assert_array_equal(every(capacities, processes=2), every(capacities))
 
 
-def test_progress_counts_the_rows(capsys):
+def test_progress_counts_the_pairs(capsys):
     every(stack(3, 4, causal=True), progress=True)
     shown = capsys.readouterr().err
     assert "flow" in shown
-    assert "12/12" in shown
+    done, total = re.findall(r"(\d+)/(\d+)", shown)[-1]
+    assert done == total
+    assert int(total) > 16
 
 
 # ---------------------------------------------------------------------- refusals
@@ -235,12 +256,12 @@ def test_other_shapes_and_types_are_refused():
         LayeredFlow(stack(2, 3), "igraph")
 
 
-def test_rows_that_do_not_exist_are_refused():
+def test_pairs_that_do_not_exist_are_refused():
     network = LayeredFlow(stack(2, 3))
     with pytest.raises(ValueError, match="level: expected 1 to 2, got 3"):
-        network.row(3, 0)
-    with pytest.raises(ValueError, match="query: expected a position from 0 to 2, got 3"):
-        network.row(1, 3)
+        network.flows(3, [(0, 0)])
+    with pytest.raises(ValueError, match=r"pairs: expected positions from 0 to 2, got \(0, 3\)"):
+        network.flows(1, [(0, 3)])
 
 
 def test_no_capacity_at_all_is_no_flow():
