@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,4 +44,9 @@ def _passed(case: Case) -> Any:
 
 def largest(x: Any, y: Any) -> float:
     """The largest difference."""
-    return float((torch.as_tensor(x).double() - torch.as_tensor(y).double()).abs().max())
+    return float((_tensor(x) - _tensor(y)).abs().max())
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    # A copy: pandas hands out arrays that must not be written to.
+    return torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value).double()

@@ -1,0 +1,55 @@
+"""Figures of the norm-based tables: what is drawn is what the table says."""
+
+import pandas as pd
+import pytest
+
+from lens_mix.view import norm_figures
+
+
+def ratios():
+    rows = [
+        (layer, stage, token, 0.1 * layer + 0.2, 0, position)
+        for layer in (0, 1)
+        for stage in ("attn_w", "attn_res_ln")
+        for position, token in enumerate(("[CLS]", "cat", "$."))
+    ]
+    return pd.DataFrame(rows, columns=["layer", "stage", "token", "ratio", "prompt", "position"])
+
+
+def test_mixing_by_layer_draws_a_line_per_stage():
+    axes = norm_figures.mixing_by_layer(ratios()).axes[0]
+    assert [list(line.get_ydata()) for line in axes.lines] == [pytest.approx([0.2, 0.3])] * 2
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "weights (AttnW)",
+        "… + norm (AttnResLn)",
+    ]
+
+
+def test_mixing_by_kind_draws_a_bar_per_kind_and_stage():
+    axes = norm_figures.mixing_by_kind(ratios()).axes[0]
+    assert len(axes.patches) == 6
+    assert [text.get_text() for text in axes.get_xticklabels()] == [
+        "other (1)",
+        "punctuation (1)",
+        "special (1)",
+    ]
+
+
+def test_weights_against_norms_names_the_heaviest_token():
+    table = pd.DataFrame({"layer": [0, 0], "token": ["$x", "b"], "weight": [0.9, 0.1], "norm": [0.1, 3.0]})
+    figure = norm_figures.weights_against_norms(table, named=1)
+    assert [text.get_text() for text in figure.axes[0].texts] == ["$x 0"]
+    assert figure.axes[0].collections[0].get_offsets().tolist() == [[0.1, 0.9], [3.0, 0.1]]
+
+
+def test_expansion_rates_and_contextualisation_draw_their_tables():
+    rates = pd.DataFrame({"layer": [0, 0, 0], "head": [0, 1, "all"], "rate": [0.5, 0.7, 1.2]})
+    image = norm_figures.expansion_rates(rates).axes[0].images[0]
+    assert image.get_array().tolist() == [[0.5, 0.7]]
+    parts = pd.DataFrame({name: [0.1, 0.2] for name in ("feed_forward", "residual", "norm", "whole")})
+    assert len(norm_figures.contextualisation(parts).axes[0].lines) == 4
+
+
+def test_a_table_of_something_else_is_refused():
+    with pytest.raises(ValueError, match=r"table: expected a table with the columns .*, missing \['ratio'\]"):
+        norm_figures.mixing_by_layer(pd.DataFrame({"layer": [0], "stage": ["attn_w"]}))
