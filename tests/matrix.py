@@ -27,6 +27,7 @@ REFUSED = {
     "bridge gpt2_unscaled": "known to run GPT-2 with scale_attn_weights=False wrongly",
     "bridge falcon_alibi": "known to run Falcon with alibi wrongly",
     "bridge falcon_new": "known to run Falcon's new decoder architecture wrongly",
+    "bridge opt_postln": "cannot run OPT with do_layer_norm_before=False",
     "bridge mamba": "without attention there are no values or patterns",
     "bridge deepseek_v3": r"mixing is not proven|DeepSeek-V3 before TransformerLens 4 wrongly",
     "bridge vit": "expected a model that reads tokens, got a visual model",

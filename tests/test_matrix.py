@@ -71,7 +71,7 @@ def attention_oracle(model, case, prompt):
     names = [lens.stack.hook_name("pattern", layer) for layer in range(lens.n_layers)]
     hooks = [(name, functools.partial(keep, name=name)) for name in names]
     with lens.undisturbed(), model.hooks(fwd_hooks=hooks):
-        _forward(lens, batch)
+        lens._forward(batch)
     return torch.stack([store[name][0].mean(dim=0) for name in names])
 
 
@@ -99,15 +99,6 @@ def value_zeroing_oracle(model, case, prompt):
     return torch.stack(rows)
 
 
-def _forward(lens, batch):
-    try:
-        lens._forward(batch)
-    except (AttributeError, RuntimeError) as problem:
-        # OPT with norms after the branches has no final norm, and TransformerLens's forward pass ends there.
-        if "final_layer_norm" not in str(problem):
-            raise
-
-
 def _block_output(lens, batch, layer, fwd_hooks):
     kept = []
 
@@ -117,7 +108,7 @@ def _block_output(lens, batch, layer, fwd_hooks):
     handle = lens.stack.blocks[layer].register_forward_hook(keep)
     try:
         with lens.undisturbed(), lens.model.hooks(fwd_hooks=fwd_hooks):
-            _forward(lens, batch)
+            lens._forward(batch)
     finally:
         handle.remove()
     return kept[0]

@@ -32,6 +32,7 @@ def known_fault(model: Any, kind: Kind, stack: str, version: tuple[int, int]) ->
         "deepseek_v3": _before_4("DeepSeek-V3", "4.8"),
         "t5": _t5,
         "gpt_oss": _gpt_oss,
+        "opt": _opt,
     }
     return checks[family](model, config, version) if family in checks else None
 
@@ -55,6 +56,15 @@ def _gpt2(model: Any, config: Any, version: tuple[int, int]) -> str | None:
     if getattr(config, "scale_attn_weights", True):
         return None
     return _wrong("GPT-2 with scale_attn_weights=False", "1.2")
+
+
+def _opt(model: Any, config: Any, version: tuple[int, int]) -> str | None:
+    if getattr(config, "do_layer_norm_before", True):
+        return None
+    return (
+        "TransformerBridge cannot run OPT with do_layer_norm_before=False: "
+        "its forward pass calls a final norm that this model does not have"
+    )
 
 
 def _stablelm(model: Any, config: Any, version: tuple[int, int]) -> str | None:

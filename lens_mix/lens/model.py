@@ -40,12 +40,14 @@ class CleanPass:
         calls: per block, its arguments and output.
         recorded: hook name -> tensor, for the hooks that were asked.
         seen: per layer, which keys got any weight from any head.
+        replays: per block, the way it is run again, once that has been proven.
     """
 
     batch: Batch
     calls: dict[int, BlockCall]
     recorded: dict[str, Tensor]
     seen: dict[int, Bool[Tensor, "batch query key"]]
+    replays: dict[int, BlockReplay] = dataclasses.field(default_factory=dict)
 
 
 class Lens:
@@ -230,15 +232,12 @@ class Lens:
 
     def replay(self, clean: CleanPass, layer: int) -> BlockReplay:
         """Block `layer` of the clean pass, ready to run again in any number of copies."""
-        real = clean.batch.real_positions(self.stack.name)
-        return BlockReplay(
-            self.stack.blocks[layer],
-            clean.calls[layer],
-            real,
-            self.n_heads,
-            self.tolerance,
-            self.where(layer),
-        )
+        if layer not in clean.replays:
+            real = clean.batch.real_positions(self.stack.name)
+            where, call = self.where(layer), clean.calls[layer]
+            block = self.stack.blocks[layer]
+            clean.replays[layer] = BlockReplay(block, call, real, self.n_heads, self.tolerance, where)
+        return clean.replays[layer]
 
     @contextlib.contextmanager
     def hooked(self, fwd_hooks: Sequence[HookPair]) -> Iterator[None]:

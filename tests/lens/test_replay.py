@@ -19,8 +19,6 @@ def lens_and_clean(label, lengths=(7, 5)):
     model = case.build(torch.float64)
     if case.refusal is not None:
         pytest.skip("refused altogether")
-    if "opt_postln" in label:
-        pytest.skip("no forward pass to the logits in TransformerLens")
     lens = lm.Lens(model, case.stack)
     prompts = [read_prompt(model, lens.kind, prompt_of(model, seq, seq)) for seq in lengths]
     try:
