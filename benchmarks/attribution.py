@@ -1,0 +1,155 @@
+"""Self-attention attribution against the released code's schedule: time, error, memory.
+
+    python benchmarks/attribution.py                     12 layers x 64 tokens, about two minutes
+    python benchmarks/attribution.py --layers 4 --positions 32 --repeats 3
+
+The released schedule (YRdddream/attattr) takes 20 left Riemann steps in one batch, for every layer through
+the whole model. It is written here for a plain transformers BERT, with its attention function replaced by one
+that takes the scaled pattern, and with one clean pass for all layers where the released code makes one each.
+Both explain the probability of a class by the same classifier; the truth is 64 Gauss-Legendre points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+
+import lens_mix as lm
+from benchmarks import common
+
+Head = Callable[[Tensor], Tensor]
+
+
+def classifier(d_model: int) -> Head:
+    """A pooled classifier of three classes with random weights: last residual -> probability of class 1."""
+    generator = torch.Generator().manual_seed(7)
+    pool = torch.randn(d_model, d_model, generator=generator) / d_model**0.5
+    out = torch.randn(d_model, 3, generator=generator) * 3 / d_model**0.5
+    return lambda resid: (torch.tanh(resid[:, 0] @ pool) @ out).softmax(-1)[:, 1]
+
+
+@contextlib.contextmanager
+def injected(patterns: dict[Any, Tensor], kept: dict[Any, Tensor] | None = None) -> Iterator[None]:
+    """BERT's attention function with some modules' patterns given (and all kept)."""
+    from transformers.models.bert import modeling_bert
+
+    original = modeling_bert.eager_attention_forward
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if module in patterns:
+            out = (patterns[module] @ value).transpose(1, 2).contiguous()
+            return out, patterns[module]
+        out, pattern = original(module, query, key, value, *args, **kwargs)
+        if kept is not None:
+            kept[module] = pattern
+        return out, pattern
+
+    modeling_bert.eager_attention_forward = attention
+    try:
+        yield
+    finally:
+        modeling_bert.eager_attention_forward = original
+
+
+def released_schedule(model: Any, tokens: Tensor, head: Head, steps: int = 20) -> Tensor:
+    """[layer, head, query, key]: every layer, the whole model, all steps in one batch."""
+    modules = [layer.attention.self for layer in model.bert.encoder.layer]
+    kept: dict[Any, Tensor] = {}
+    with torch.no_grad(), injected({}, kept):
+        model.bert(tokens[None])
+    maps = []
+    for module in modules:
+        pattern = kept[module]
+        points = torch.arange(steps)[:, None, None, None] / steps
+        scaled = (points * pattern).requires_grad_(True)
+        with injected({module: scaled}):
+            resid = model.bert(tokens.expand(steps, -1)).last_hidden_state
+        (gradient,) = torch.autograd.grad(head(resid).sum(), scaled)
+        maps.append((gradient.mean(0) * pattern[0]).detach())
+    return torch.stack(maps)
+
+
+def attribution(model: Any, tokens: Tensor, head: Head, **options: Any) -> Tensor:
+    """lens_mix on the same model under a TransformerBridge."""
+    method = lm.AttentionAttribution(target=lm.targets.head(head), per_head=True, **options)
+    return lm.run(model, tokens, method).scores
+
+
+def relative_errors(found: Tensor, truth: Tensor) -> Tensor:
+    """Per layer, the norm of the difference over the norm."""
+    return (found - truth).flatten(1).norm(dim=1) / truth.flatten(1).norm(dim=1)
+
+
+def speed(layers: int, positions: int, repeats: int) -> dict[str, Any]:
+    plain = common.bert_like(layers, wrapped=False)
+    bridge = common.bert_like(layers)
+    tokens = common.random_tokens(bridge, positions)
+    head = classifier(plain.config.hidden_size)
+    found: dict[str, Tensor] = {}
+
+    def released() -> None:
+        found["released"] = released_schedule(plain, tokens, head)
+
+    def ours() -> None:
+        found["lens_mix"] = attribution(bridge, tokens, head)
+
+    attribution(bridge, tokens[:8], head)  # the proof of the model, once
+    seconds = common.interleaved({"released": released, "lens_mix": ours}, repeats, warm_up=repeats > 1)
+    truth = attribution(bridge, tokens, head, n_steps=64)
+    errors = {name: relative_errors(scores, truth) for name, scores in found.items()}
+    return {
+        "layers": layers,
+        "tokens": positions,
+        "released s": seconds["released"],
+        "lens_mix s": seconds["lens_mix"],
+        "ratio": seconds["released"] / seconds["lens_mix"],
+        "released error (median, worst)": _two(errors["released"]),
+        "lens_mix error (median, worst)": _two(errors["lens_mix"]),
+    }
+
+
+def _two(errors: Tensor) -> str:
+    return f"{errors.median():.1e}, {errors.max():.1e}"
+
+
+def memory(layers: int, positions: int) -> list[dict[str, Any]]:
+    """Peak bytes of new tensors by `internal_batch_size`, and of the released schedule."""
+    plain = common.bert_like(layers, wrapped=False)
+    bridge = common.bert_like(layers)
+    tokens = common.random_tokens(bridge, positions)
+    head = classifier(plain.config.hidden_size)
+    attribution(bridge, tokens[:8], head)
+    rows = []
+    for size in (1, 2, 4, 8):
+        run = functools.partial(attribution, bridge, tokens, head, internal_batch_size=size)
+        peak = common.peak_bytes(run)
+        rows.append({"rows at once": size, "lens_mix MB": peak / 1e6})
+    peak = common.peak_bytes(lambda: released_schedule(plain, tokens, head))
+    rows.append({"rows at once": 20, "released MB": peak / 1e6})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--positions", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=1)
+    options = parser.parse_args()
+    print(common.machine())
+    row = speed(options.layers, options.positions, options.repeats)
+    print(common.markdown_table([row]))
+    print(common.markdown_table(memory(min(options.layers, 4), options.positions)))
+
+
+if __name__ == "__main__":
+    main()
