@@ -152,11 +152,6 @@ def _hooked_transformer(source: Any) -> Any:
     from transformer_lens.pretrained.weight_conversions import convert_gpt2_weights
 
     model = HookedTransformer(config)
-    model.load_and_process_state_dict(
-        convert_gpt2_weights(source, config),
-        fold_ln=False,
-        center_writing_weights=False,
-        center_unembed=False,
-        fold_value_biases=False,
-    )
-    return model.double().eval()
+    # Not load_and_process_state_dict: TransformerLens 3 rounds the weights to float32 in it.
+    model.double().load_state_dict(convert_gpt2_weights(source, config), strict=False)
+    return model.eval()

@@ -103,8 +103,8 @@ def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> 
     table = amplified.to_dataframe()
     visible = amplified.visible().cpu()
     layer_of = {label: place for place, label in enumerate(amplified.layer_labels)}
-    places = table["layer"].map(layer_of).to_numpy()
-    kept = visible[places, table["query"].to_numpy(), table["key"].to_numpy()].numpy()
+    places = table["layer"].map(layer_of).tolist()
+    kept = visible[places, table["query"].tolist(), table["key"].tolist()].numpy()
     table = table[kept & (diagonal | (table["query"] != table["key"]))]
     table = table.nlargest(count, "score").rename(columns={"score": "amplification"})
     names = ["layer", "query", "key", "query_token", "key_token", "amplification"]
