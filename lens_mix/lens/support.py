@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -17,6 +17,7 @@ from lens_mix.lens.proof import ALGEBRA_PARTS, Proof, prove
 _proofs: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Proof]]] = weakref.WeakKeyDictionary()
 
 
+@runtime_checkable
 class HasEngines(Protocol):
     """What support needs to know of a method."""
 
