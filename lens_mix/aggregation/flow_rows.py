@@ -65,12 +65,13 @@ def _level(
     below: Float[np.ndarray, "query key"] | None,
 ) -> Float[np.ndarray, "query key"]:
     """All flows that are asked for at one level; `below` holds the same of the level below, if known."""
-    flows = np.zeros(asked.shape)
-    known = np.zeros(asked.shape, dtype=bool)
     network = work.network
+    flows = np.zeros(asked.shape)
+    # Above the diagonal of a causal stack nothing flows.
+    known = ~np.tri(len(asked), dtype=bool) if network.causal else np.zeros(asked.shape, dtype=bool)
     if network.solver == "scipy" and level > 2:
         bound = first_layer_bound(network.capacities, level)
-        known = proven(network.capacities[:level])
+        known |= proven(network.capacities[:level])
         if below is not None and asked.all() and network.rows_sum_to_1:
             # The flows of the level below, mixed by the weights of this one, are a flow.
             known |= network.capacities[level - 1] @ below >= bound - NEAR

@@ -86,7 +86,7 @@ class Frame:
             tokens=tokens,
             names=names,
             left=0.3 + longest(names, FONT),
-            bottom=0.2 + (longest(tokens, FONT) if turned else 0.12),
+            bottom=0.3 + (longest(tokens, FONT) if turned else 0.12),
             inner=inner,
             rows=max(layer_height * len(levels), 0.6),
             top=0.42 if title else 0.12,
