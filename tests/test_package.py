@@ -12,7 +12,7 @@ import pytest
 import lens_mix as lm
 
 ROOT = Path(__file__).parents[1]
-# Who may import whom (docs/design.md): a file imports from its own floor or lower.
+# Who may import whom (docs/development.md): a file imports from its own floor or lower.
 FLOORS = {
     "hooks": 0,
     "lens": 1,
