@@ -26,15 +26,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # ------------------------------------------------------------------ models
 
 
-def gpt2_like(layers: int = 12, context: int = 1024, seed: int = 0) -> Any:
+def gpt2_like(layers: int = 12, context: int = 1024, seed: int = 0, wrapped: bool = True) -> Any:
     """GPT-2 base: d_model 768, 12 heads, d_mlp 3072, LayerNorm before, tanh GELU; random weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_layer=layers, n_positions=context, vocab_size=1000)
-    return _bridge(GPT2LMHeadModel, config, seed)
+    config = GPT2Config(n_layer=layers, n_positions=context, vocab_size=1000, bos_token_id=1, eos_token_id=2)
+    return _built(GPT2LMHeadModel, config, seed, wrapped)
 
 
-def llama_like(layers: int = 12, context: int = 1024, seed: int = 0) -> Any:
+def llama_like(layers: int = 12, context: int = 1024, seed: int = 0, wrapped: bool = True) -> Any:
     """Base size in Llama's shape: 12 heads over 4 value heads, RMSNorm, gated feed-forward of 2048."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -47,15 +47,15 @@ def llama_like(layers: int = 12, context: int = 1024, seed: int = 0) -> Any:
         max_position_embeddings=context,
         vocab_size=1000,
     )
-    return _bridge(LlamaForCausalLM, config, seed)
+    return _built(LlamaForCausalLM, config, seed, wrapped)
 
 
-def bert_like(layers: int = 12, context: int = 1024, seed: int = 0) -> Any:
+def bert_like(layers: int = 12, context: int = 1024, seed: int = 0, wrapped: bool = True) -> Any:
     """BERT base: bidirectional, LayerNorm after, exact GELU; random weights."""
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(num_hidden_layers=layers, max_position_embeddings=context, vocab_size=1000)
-    return _bridge(BertForMaskedLM, config, seed)
+    return _built(BertForMaskedLM, config, seed, wrapped)
 
 
 MODELS: dict[str, Callable[..., Any]] = {
@@ -72,9 +72,8 @@ def smollm2() -> Any:
     return load()
 
 
-def _bridge(model_class: Any, config: Any, seed: int) -> Any:
-    from transformer_lens.model_bridge.sources import build_bridge_from_module
-
+def _built(model_class: Any, config: Any, seed: int, wrapped: bool) -> Any:
+    """The transformers model with random weights; in a TransformerBridge, if it is to be wrapped."""
     config.architectures = [model_class.__name__]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -86,6 +85,10 @@ def _bridge(model_class: Any, config: Any, seed: int) -> Any:
             elif "wte" not in name and "embed" not in name:
                 parameter.data.normal_(0, 1.2 / math.sqrt(parameter.shape[-1]))
     model.set_attn_implementation("eager")
+    if not wrapped:
+        return model
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
     return build_bridge_from_module(model, architecture=model_class.__name__, hf_config=config).eval()
 
 

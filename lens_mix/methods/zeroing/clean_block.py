@@ -17,145 +17,17 @@ Rows are positions of all prompts in one line; a slab is some keys by a window o
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional
 
-from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, FeedForward, Norm
+from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.methods.factors import linear_part
-
-# gelu_tanh(x) = x sigmoid(x (GELU_LINEAR + GELU_CUBIC x²)): torch's own costs twice as much on a CPU.
-GELU_LINEAR = 2 * (2 / math.pi) ** 0.5
-GELU_CUBIC = GELU_LINEAR * 0.044715
-
-
-class Workspace:
-    """Buffers by name, taken once and used again: new memory can cost more than what is computed in it."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    def like(self, name: str, model: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Uninitialised room of a shape, on the model tensor's device; what it held before is gone."""
-        size = math.prod(shape)
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size or buffer.dtype != dtype or buffer.device != model.device:
-            buffer = self._buffers[name] = model.new_empty(size, dtype=dtype)
-        return buffer[:size].view(shape)
-
-
-def _gelu_tanh(x: Tensor, room: Tensor) -> Tensor:
-    return torch.mul(x, x, out=room).mul_(GELU_CUBIC).add_(GELU_LINEAR).mul_(x).sigmoid_().mul_(x)
-
-
-def _quick_gelu(x: Tensor, room: Tensor) -> Tensor:
-    return torch.mul(x, 1.702, out=room).sigmoid_().mul_(x)
-
-
-# (x, room of its shape) -> activation(x), in x or in the room.
-_IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "gelu": lambda x, room: torch.ops.aten.gelu_(x),
-    "gelu_tanh": _gelu_tanh,
-    "silu": lambda x, room: functional.silu(x, inplace=True),
-    "relu": lambda x, room: x.relu_(),
-    "quick_gelu": _quick_gelu,
-    "relu_squared": lambda x, room: x.relu_().square_(),
-    "identity": lambda x, room: x,
-}
-
-
-class NormChange:
-    """One norm of a block, at the clean vectors that it reads.
-
-    Args:
-        norm: the norm.
-        clean: what it reads in the clean pass.
-    """
-
-    def __init__(self, norm: Norm, clean: Float[Tensor, "row d_model"]) -> None:
-        self.norm = norm
-        self.centred = self.centre(clean)
-        self.square = self.centred.square().mean(-1) + norm.eps
-        self.size = self.square.sqrt()
-        self.weight = None if norm.weight is None else norm.weight.to(clean.dtype)
-
-    def centre(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """Without its mean, for LayerNorm."""
-        return x - x.mean(-1, keepdim=True) if self.norm.kind == "layer" else x
-
-    def change(self, rows: slice, change: Float[Tensor, "key row d_model"], room: Workspace) -> ChangedNorm:
-        """What a change of the input does: 1/s' and 1/s' - 1/s without cancellation."""
-        centred = change
-        if self.norm.kind == "layer":
-            centred = room.like("centred", change, change.shape, change.dtype)
-            torch.sub(change, change.mean(-1, keepdim=True), out=centred)
-        growth = room.like("product", change, change.shape, change.dtype)
-        growth = torch.add(centred, self.centred[rows], alpha=2, out=growth).mul_(centred).mean(-1)
-        smallest = max(self.norm.eps, torch.finfo(growth.dtype).tiny)
-        changed, size = (self.square[rows] + growth).clamp_min_(smallest).sqrt_(), self.size[rows]
-        # 1/s' - 1/s = -(s'² - s²) / (s s' (s + s'))
-        drift = growth.neg_().div_((size + changed).mul_(changed).mul_(size))
-        return ChangedNorm(self, rows, centred, changed.reciprocal_(), drift)
-
-
-@dataclasses.dataclass(frozen=True)
-class ChangedNorm:
-    """A norm's output change, γ ⊙ (centred · inverse + C x · drift)."""
-
-    source: NormChange
-    rows: slice
-    centred: Float[Tensor, "key row d_model"]
-    inverse: Float[Tensor, "key row"]
-    drift: Float[Tensor, "key row"]
-
-    def vector(self, out: Float[Tensor, "key row d_model"]) -> Float[Tensor, "key row d_model"]:
-        """The change itself, into `out` (which may be the change that came in)."""
-        torch.mul(self.centred, self.inverse[..., None], out=out)
-        out.addcmul_(self.source.centred[self.rows], self.drift[..., None])
-        return out if self.source.weight is None else out.mul_(self.source.weight)
-
-
-class FirstMatrix:
-    """The feed-forward up to its second matrix; the two first matrices of a gated one side by side.
-
-    Args:
-        feed_forward: the parts.
-        dtype: of the products.
-    """
-
-    def __init__(self, feed_forward: FeedForward, dtype: torch.dtype) -> None:
-        slow = ACTIVATIONS[feed_forward.activation]
-        self.activation = _IN_PLACE.get(feed_forward.activation, lambda x, room: room.copy_(slow(x)))
-        self.gated = feed_forward.W_gate is not None
-        first = (feed_forward.W_gate, feed_forward.W_in) if self.gated else (feed_forward.W_in,)
-        biases = (feed_forward.b_gate, feed_forward.b_in) if self.gated else (feed_forward.b_in,)
-        self.matrices = [matrix.to(dtype) for matrix in first if matrix is not None]
-        self.biases = [None if bias is None else bias.to(dtype) for bias in biases]
-        self.d_mlp = self.matrices[0].shape[1]
-        self.width = self.d_mlp * len(self.matrices)
-
-    def linear(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch width"]:
-        """x W, no bias."""
-        if not self.gated:
-            return x @ self.matrices[0]
-        return torch.cat([x @ matrix for matrix in self.matrices], dim=-1)
-
-    def add_biases_(self, linear: Float[Tensor, "row width"]) -> Float[Tensor, "row width"]:
-        """The pre-activations of x W."""
-        for half, bias in zip(linear.split(self.d_mlp, dim=-1), self.biases, strict=True):
-            if bias is not None:
-                half += bias
-        return linear
-
-    def hidden_(self, pre: Float[Tensor, "*batch width"], room: Workspace) -> Float[Tensor, "*batch d_mlp"]:
-        """What the second matrix is applied to, but for a bias that no change sees; overwrites `pre`."""
-        gate = pre[..., : self.d_mlp]
-        activated = self.activation(gate, room.like("activation", pre, gate.shape, pre.dtype))
-        return activated.mul_(pre[..., self.d_mlp :]) if self.gated else activated
+from lens_mix.methods.zeroing.first_matrix import FirstMatrix
+from lens_mix.methods.zeroing.norms import ChangedNorm, NormChange
+from lens_mix.methods.zeroing.room import Workspace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +100,7 @@ class CleanBlock:
             self.input = _norm_change(anatomy.feed_forward_input, self.mid)
             self.bases = self._bases(first, mixed)
             self.pre = self._pre_activation(first, read.to(mixed))
-            self.clean_hidden = first.hidden_(self.pre.to(self.dtype, copy=True), Workspace())
+            self.clean_hidden = self._clean_hidden(first)
             self.second = feed_forward.W_out.to(self.dtype)
             hidden = self.clean_hidden
             if feed_forward.b_hidden is not None:
@@ -253,7 +125,7 @@ class CleanBlock:
             x = linear_part(norm.norm, x)
         return x
 
-    def _bases(self, first: FirstMatrix, dtype: torch.dtype) -> list[Float[Tensor, "row width"]]:
+    def _bases(self, first: FirstMatrix, dtype: torch.dtype) -> list[Float[Tensor, "matrix row d_mlp"]]:
         bases = []
         for number, norm in enumerate(self.norms):
             vectors = norm.centred if norm.weight is None else norm.centred * norm.weight
@@ -262,7 +134,7 @@ class CleanBlock:
 
     def _pre_activation(
         self, first: FirstMatrix, read: Float[Tensor, "row d_model"]
-    ) -> Float[Tensor, "row width"]:
+    ) -> Float[Tensor, "matrix row d_mlp"]:
         """Of the clean block; where a norm is what is read, its base over its size spares a product."""
         last = self.input or self.residual
         if last is None:
@@ -271,6 +143,10 @@ class CleanBlock:
         if last.norm.bias is not None:
             pre += first.linear(last.norm.bias[None].to(read.dtype))
         return first.add_biases_(pre)
+
+    def _clean_hidden(self, first: FirstMatrix) -> Float[Tensor, "row d_mlp"]:
+        pre = self.pre.to(self.dtype, copy=True)
+        return first.hidden_minus(list(pre), pre.new_zeros(1), torch.empty_like(pre[0]), Workspace())
 
     # ------------------------------------------------------------- changes, slab by slab
 
@@ -311,9 +187,10 @@ class CleanBlock:
         rows: slice,
         alphas: Sequence[Float[Tensor, "key row"]],
         weights: Float[Tensor, "key row rank"],
-        inner: Float[Tensor, "key rank width"],
+        inner: Float[Tensor, "matrix key rank d_mlp"],
         out: Float[Tensor, "key row d_mlp"],
         room: Workspace,
+        tile: int,
     ) -> None:
         """act(p_ij) - act(p_i) into `out`.
 
@@ -324,21 +201,54 @@ class CleanBlock:
             inner: the zeroed values, taken through W_O, the norms' linear parts and the first matrix.
             out: where it goes.
             room: for what lies between.
+            tile: numbers in the tensors that are worked on at once.
         """
+        keys, queries, d_mlp = out.shape
+        pieces = -(-d_mlp * queries // tile)
+        width = max(min(64, d_mlp), -(-d_mlp // (16 * pieces)) * 16)
+        several = max(1, tile // (queries * d_mlp))
+        for left in range(0, d_mlp, width):
+            columns = slice(left, left + width)
+            for key in range(0, keys, several):
+                some = slice(key, key + several)
+                self._hidden_tile(
+                    rows,
+                    columns,
+                    [alpha[some] for alpha in alphas],
+                    weights[some],
+                    inner[:, some],
+                    out[some],
+                    room,
+                )
+
+    def _hidden_tile(
+        self,
+        rows: slice,
+        columns: slice,
+        alphas: Sequence[Float[Tensor, "key row"]],
+        weights: Float[Tensor, "key row rank"],
+        inner: Float[Tensor, "matrix key rank d_mlp"],
+        out: Float[Tensor, "key row d_mlp"],
+        room: Workspace,
+    ) -> None:
         if self.first is None:
             raise RuntimeError("hidden_change was asked of a block without a feed-forward that changes")
-        clean = self.pre[rows]
-        pre = room.like("pre", clean, (len(weights), *clean.shape), clean.dtype)
-        if alphas:
-            torch.addcmul(clean, self.bases[0][rows], alphas[0][..., None], out=pre)
-        else:
-            pre.copy_(clean)
-        for base, factor in zip(self.bases[1:], alphas[1:], strict=True):
-            pre.addcmul_(base[rows], factor[..., None])
-        pre.baddbmm_(weights, inner)
-        if pre.dtype != self.dtype:
-            pre = room.like("narrow", pre, pre.shape, self.dtype).copy_(pre)
-        torch.sub(self.first.hidden_(pre, room), self.clean_hidden[rows], out=out)
+        into = out[..., columns]
+        found = []
+        for matrix in range(len(inner)):
+            clean = self.pre[matrix, rows, columns]
+            pre = room.like(f"pre {matrix}", clean, into.shape, clean.dtype)
+            if alphas:
+                torch.addcmul(clean, self.bases[0][matrix, rows, columns], alphas[0][..., None], out=pre)
+            else:
+                pre.copy_(clean)
+            for base, factor in zip(self.bases[1:], alphas[1:], strict=True):
+                pre.addcmul_(base[matrix, rows, columns], factor[..., None])
+            pre.baddbmm_(weights, inner[matrix][..., columns])
+            if pre.dtype != self.dtype:
+                pre = room.like(f"narrow {matrix}", pre, pre.shape, self.dtype).copy_(pre)
+            found.append(pre)
+        self.first.hidden_minus(found, self.clean_hidden[rows, columns], into, room)
 
     def post_change(
         self,

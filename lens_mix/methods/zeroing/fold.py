@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lens_mix.lens.anatomy import ValuePath
 from lens_mix.lens.replay import relative_error
-from lens_mix.methods.value_zeroing_parts import CleanBlock
+from lens_mix.methods.zeroing.clean_block import CleanBlock
 
 # Bytes of folded matrices that are kept in all; they go with the models that they belong to.
 KEPT_BYTES = 1 << 30
@@ -31,7 +31,7 @@ def folded(
     vectors: int,
     probe: Float[Tensor, "head d_head"],
     keep: bool,
-) -> Float[Tensor, "head d_head width"] | None:
+) -> Float[Tensor, "matrix head d_head d_mlp"] | None:
     """The folded matrices of some heads; None where applying both to each vector costs less.
 
     Args:
@@ -49,7 +49,7 @@ def folded(
     if kept is not None and kept.dtype == dtype and _current(kept, clean, path, probe):
         return _of_heads(kept, heads)
     all_heads, d_head = path.W_O.shape[:2]
-    size = all_heads * d_head * clean.first.width * dtype.itemsize
+    size = all_heads * d_head * clean.first.d_mlp * len(clean.first.matrices) * dtype.itemsize
     if keep and size + sum(other.nbytes for other in _kept.values()) <= KEPT_BYTES:
         _kept[name] = _fold(clean, path.W_O.to(dtype))
         return _of_heads(_kept[name], heads)
@@ -63,23 +63,26 @@ def forget() -> None:
     _kept.clear()
 
 
-def _fold(clean: CleanBlock, W_O: Float[Tensor, "head d_head d_model"]) -> Float[Tensor, "head d_head width"]:
+def _fold(
+    clean: CleanBlock, W_O: Float[Tensor, "head d_head d_model"]
+) -> Float[Tensor, "matrix head d_head d_mlp"]:
     if clean.first is None:
         raise RuntimeError("a block without a feed-forward that changes has nothing to fold")
     return clean.first.linear(clean.through_norms(W_O))
 
 
-def _of_heads(kept: Float[Tensor, "head d_head width"], heads: list[int]) -> Tensor:
-    return kept if heads == list(range(len(kept))) else kept[heads]
+def _of_heads(kept: Float[Tensor, "matrix head d_head d_mlp"], heads: list[int]) -> Tensor:
+    return kept if heads == list(range(kept.shape[1])) else kept[:, heads]
 
 
 def _current(
-    kept: Float[Tensor, "head d_head width"],
+    kept: Float[Tensor, "matrix head d_head d_mlp"],
     clean: CleanBlock,
     path: ValuePath,
     probe: Float[Tensor, "head d_head"],
 ) -> bool:
     """Whether the weights are still the same: an edit through `.data` leaves no trace that could be asked."""
     outer = torch.bmm(probe[:, None], path.W_O.to(probe.dtype)).sum(0)
-    expected = _fold(clean, outer[None])[0]
-    return relative_error(probe.flatten()[None] @ kept.flatten(0, 1), expected) <= _TOLERANCE[probe.dtype]
+    expected = _fold(clean, outer[None])[:, 0]
+    got = probe.flatten()[None] @ kept.flatten(1, 2)
+    return relative_error(got, expected) <= _TOLERANCE[probe.dtype]

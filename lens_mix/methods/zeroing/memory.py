@@ -1,0 +1,136 @@
+"""What the pieces cost in memory, and pieces that fit a bound."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.methods.zeroing.pieces import Sizes
+
+_SMALLEST = {"window": 8, "slab": 8, "tile": 1 << 12, "chunk": 8, "keys": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What the temporaries of one block's map depend on.
+
+    Attributes:
+        anatomy: the block.
+        heads, d_head, d_model: its sizes.
+        length: positions of one (padded) prompt.
+        span: positions that are zeroed as one, at most.
+        stored, narrow, wide: bytes of a number in the model, in the computation, and up to the first matrix.
+    """
+
+    anatomy: BlockAnatomy
+    heads: int
+    d_head: int
+    d_model: int
+    length: int
+    span: int
+    stored: int
+    narrow: int
+    wide: int
+
+    @staticmethod
+    def of(
+        anatomy: BlockAnatomy,
+        length: int,
+        span: int,
+        stored: torch.dtype,
+        narrow: torch.dtype,
+        wide: torch.dtype,
+    ) -> Cost:
+        """Of a block whose value path is known."""
+        if anatomy.value_path is None:
+            raise ValueError("anatomy: expected a block with a value path, got none")
+        heads, d_head, d_model = anatomy.value_path.W_O.shape
+        sizes = (stored.itemsize, narrow.itemsize, wide.itemsize)
+        return Cost(anatomy, heads, d_head, d_model, length, span, *sizes)
+
+    @property
+    def matrices(self) -> int:
+        """First matrices of a feed-forward that changes; 0 where nothing goes through one."""
+        feed_forward = self.anatomy.feed_forward
+        if feed_forward is None or self.anatomy.parallel:
+            return 0
+        return 1 if feed_forward.W_gate is None else 2
+
+    @property
+    def d_mlp(self) -> int:
+        """Width of the feed-forward; 0 where there is none."""
+        return 0 if self.anatomy.feed_forward is None else self.anatomy.feed_forward.W_in.shape[1]
+
+    def bytes(self, sizes: Sizes) -> int:
+        """An upper bound of the temporaries of one block's map, the map itself not counted."""
+        return self._clean(sizes.positions) + self._weights() + self._lot(sizes.keys) + self._chunk(sizes)
+
+    def _clean(self, positions: int) -> int:
+        positions = max(positions, self.length)
+        prompts = -(-positions // self.length)
+        vectors = positions * self.d_model * (14 * self.narrow + 4 * self.wide)
+        values = positions * self.heads * self.d_head * 4 * self.wide
+        norms = sum(
+            norm is not None
+            for norm in (
+                self.anatomy.attention_branch,
+                self.anatomy.attention_residual,
+                self.anatomy.feed_forward_input,
+            )
+        )
+        hidden = positions * self.d_mlp * (self.matrices * (norms + 2) * self.wide + 4 * self.narrow)
+        pattern = prompts * self.length**2 * (self.heads * self.wide + 8)
+        return vectors + values + hidden + pattern
+
+    def _weights(self) -> int:
+        """Copies of weights in other dtypes, and the folded matrices."""
+        inner, outer = self.heads * self.d_head, self.d_model
+        first = self.matrices * self.d_mlp
+        folded = inner * first * self.wide * (2 if self.matrices == 2 else 1) + 2 * inner * outer * self.wide
+        copied = 2 * inner * outer * self.wide if self.stored != self.wide else 0
+        copied += outer * first * self.wide if self.stored != self.wide else 0
+        copied += outer * self.d_mlp * self.narrow if self.stored != self.narrow else 0
+        return folded + copied
+
+    def _lot(self, keys: int) -> int:
+        vectors = keys * self.span * self.heads
+        pattern = keys * self.span * self.heads * self.length * 4 * self.wide
+        # Spans are gathered once more; without folded matrices each product is one more copy.
+        copies = 2 if self.span == 1 else 3
+        return pattern + vectors * copies * (self.d_model + self.matrices * self.d_mlp) * self.wide
+
+    def _chunk(self, sizes: Sizes) -> int:
+        rows = max(sizes.chunk, min(sizes.window, self.length))
+        slab = max(sizes.slab, min(sizes.window, self.length))
+        tile = max(sizes.tile, 64 * min(sizes.window, self.length)) if self.matrices else 0
+        products = rows * (2 * self.d_model + (self.d_mlp if self.matrices else 0)) * self.narrow
+        vectors = slab * self.d_model * (3 * self.wide + 2 * self.narrow)
+        return products + vectors + tile * (self.matrices * (self.wide + self.narrow) + self.narrow)
+
+
+def fitting(sizes: Sizes, cost: Cost, max_memory: int | None) -> Sizes:
+    """The sizes, made smaller where a bound asks for it.
+
+    Args:
+        sizes: what suits the device.
+        cost: of the block.
+        max_memory: bytes for the temporaries; None: no bound.
+
+    Raises:
+        ValueError: the smallest pieces don't fit.
+    """
+    if max_memory is None:
+        return sizes
+    sizes = dataclasses.replace(sizes, positions=min(sizes.positions, max(cost.length, 1)))
+    while cost.bytes(sizes) > max_memory:
+        smaller = {name: max(least, getattr(sizes, name) // 2) for name, least in _SMALLEST.items()}
+        if all(getattr(sizes, name) == value for name, value in smaller.items()):
+            raise ValueError(
+                f"max_memory: expected at least {cost.bytes(sizes)} bytes (the smallest step of value "
+                f"zeroing by algebra at {cost.length} positions), got {max_memory}; "
+                "engine='hooks' may need less"
+            )
+        sizes = dataclasses.replace(sizes, **smaller)
+    return sizes
