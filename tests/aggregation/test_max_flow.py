@@ -78,6 +78,12 @@ def test_a_window_of_attention_uses_its_own_pattern():
     assert flows[1, 8, 4] > 0
 
 
+def test_windows_of_one_width_may_have_different_patterns():
+    allowed = np.tril(np.random.default_rng(5).random((8, 8)) < 0.4) | np.eye(8, dtype=bool)
+    capacities = allowed * stack(4, 8, causal=True)
+    np.testing.assert_allclose(every(capacities), every(capacities, "networkx"), **CLOSE)
+
+
 def test_one_and_two_layers_are_exact():
     capacities = stack(2, 7)
     flows = every(capacities)
