@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     import networkx
 
 
-# What `lens_mix.graphs` writes on a graph that is no string and no number.
-_LISTS = {"tokens", "target"}
+# What `lens_mix.graphs` and attribution trees write on a graph that is no string and no number.
+_NODES = {"target", "root"}
+_LISTS = {"tokens", *_NODES}
 
 
 def save_graph(graph: networkx.DiGraph, path: str | os.PathLike[str]) -> None:
@@ -62,8 +63,8 @@ def load_graph(path: str | os.PathLike[str]) -> networkx.DiGraph:
             # networkx's own: the defaults of attributes, of which there are none.
             for name in ("node_default", "edge_default"):
                 graph.graph.pop(name, None)
-        if "target" in graph.graph:
-            graph.graph["target"] = _as_node(graph.graph["target"])
+        for name in _NODES & set(graph.graph):
+            graph.graph[name] = _as_node(graph.graph[name])
         return nx.relabel_nodes(graph, names)
     except (ValueError, KeyError, TypeError, AttributeError, nx.NetworkXError, SyntaxError) as error:
         raise ValueError(f"path: expected a graph written by save_graph, got {error} in {path}") from error

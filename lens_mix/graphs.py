@@ -117,7 +117,7 @@ def information_flow_graph(
 
 def prune_graph(
     graph: networkx.DiGraph,
-    target: Hashable,
+    target: Hashable = None,
     threshold: float = 0.0,
     *,
     by: str = "weight",
@@ -128,7 +128,7 @@ def prune_graph(
 
     Args:
         graph: acyclic, edges the way the information went; an attribution tree, say.
-        target: the node whose sources are asked for (a tree's root).
+        target: the node whose sources are asked for; None: the `root` of an attribution tree.
         threshold: an edge stays if its `by` is above this, 0 or more.
         by: the edge attribute that is compared.
         renormalize: weights into a node divided by their sum (the old weight stays as `raw_weight`), and
@@ -143,6 +143,8 @@ def prune_graph(
     import networkx as nx
 
     _check_threshold(threshold)
+    if target is None and isinstance(graph, nx.DiGraph):
+        target = graph.graph.get("root", graph.graph.get("target"))
     _check_graph(graph, target)
     amounts = {edge: _amount(graph, edge, by) for edge in graph.edges}
     kept = graph.edge_subgraph([edge for edge, amount in amounts.items() if amount > threshold])

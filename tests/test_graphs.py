@@ -5,8 +5,10 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.aggregation.tree import attribution_tree
 from lens_mix.graph_io import load_graph, save_graph
 from lens_mix.graphs import information_flow_graph, layered_graph, prune_graph
+from lens_mix.view import information_flow
 
 
 def make(layers=4, size=6, causal=True, heads=None, seed=0, **fields):
@@ -190,6 +192,20 @@ def test_a_tree_is_pruned_and_renormalised():
     assert set(subtree) == {(2, 3), (1, 2)}
 
 
+def test_an_attribution_tree_takes_the_same_way(tmp_path):
+    scores = torch.rand(4, 6, 6, generator=torch.Generator().manual_seed(0))
+    grown = attribution_tree(lm.MixingMap(scores, list("abcdef")), threshold=0.5)
+    assert grown.number_of_edges() > 1
+    pruned = prune_graph(grown)
+    assert set(pruned) == nx.ancestors(grown, grown.graph["root"]) | {grown.graph["root"]}
+    assert pruned.nodes[grown.graph["root"]]["share"] == 1
+    assert prune_graph(grown, threshold=0.9).number_of_edges() < grown.number_of_edges()
+    for ending in ("json", "graphml"):
+        save_graph(grown, tmp_path / f"tree.{ending}")
+        assert nx.utils.graphs_equal(load_graph(tmp_path / f"tree.{ending}"), grown)
+    information_flow(grown).savefig(tmp_path / "tree.png")
+
+
 def test_the_given_graph_stays_as_it_is():
     given = tree()
     prune_graph(given, (3, 4), 0.3)
@@ -201,6 +217,8 @@ def test_graphs_that_cannot_be_pruned_are_refused():
         prune_graph(nx.Graph(), (3, 4))
     with pytest.raises(ValueError, match="target: expected a node of the graph"):
         prune_graph(tree(), (9, 9))
+    with pytest.raises(ValueError, match="target: expected a node of the graph .* got None"):
+        prune_graph(tree())
     with pytest.raises(ValueError, match="'capacity' and 'weight', got \\['weight'\\]"):
         prune_graph(tree(), (3, 4), by="capacity")
     with pytest.raises(ValueError, match=r"threshold: expected less than 0.6, .* got 0.6"):

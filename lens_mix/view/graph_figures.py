@@ -24,7 +24,7 @@ def information_flow(
 ) -> Figure:
     """A graph drawn over the tokens: one row per level, the input below, wider edges carry more.
 
-    Edges that stay at their position are grey, those that move are blue, a target is red. Nodes are as
+    Edges that stay at their position are grey, those that move are blue, a `target` or `root` is red. Nodes are as
     large as their `share`, where they have one.
 
     Args:
@@ -166,7 +166,7 @@ def _draw_edges(axes: Any, frame: Frame, widths: dict[Any, float]) -> None:
 
 
 def _draw_nodes(axes: Any, frame: Frame, graph: networkx.DiGraph) -> None:
-    target = graph.graph.get("target")
+    target = graph.graph.get("target", graph.graph.get("root"))
     nodes = list(graph.nodes(data=True))
     across, up = zip(*(frame.place(node) for node, _ in nodes), strict=True)
     sizes = [4 + 40 * float(values.get("share", 0.0)) for _, values in nodes]
