@@ -13,8 +13,8 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, Literal
 
 from lens_mix.aggregation.flow import capacity_stack
-from lens_mix.map_math import query_position
 from lens_mix.maps import MixingMap
+from lens_mix.maps.arithmetic import query_position
 
 if TYPE_CHECKING:
     import networkx

@@ -51,7 +51,7 @@ def run(
     """Map one prompt with one method or several, from one clean pass.
 
     Args:
-        model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge; comes back as it was.
+        model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge; unchanged.
         prompt: a string, tokens [pos] or [1, pos]; (source, target) for an encoder-decoder.
         methods: a name ("attention", "value_zeroing"), a method (`lm.ValueZeroing(metric="euclidean")`),
             or several of these.
@@ -280,7 +280,7 @@ def _map_stack(
                 Block(lens, clean, layer, proof.anatomy[layer], engines[label], options.max_memory)
                 for layer in range(lens.n_layers)
             ]
-            with torch.no_grad():
+            with lens.undisturbed():
                 scores = method.of_stack(_Watched(blocks, bar))
             mapped[label] = _Mapped(scores, blocks)
     return mapped

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lens_mix import map_words
-from lens_mix.maps import MixingMap, Source
+from lens_mix.maps import MixingMap, Source, words
 
 TOKENS = ["<|endoftext|>", "The", " Eif", "fel", " Tower"]
 
@@ -299,8 +298,8 @@ def test_words_found_from_the_marks(tokens, words):
 
 def test_words_without_marks_are_refused():
     with pytest.raises(ValueError, match="no token carries a word mark"):
-        map_words.word_groups(["<s>", "The", "cat", "sat"])
-    assert map_words.word_groups(["<s>", "The", "</s>"]) == [[0], [1], [2]]
+        words.word_groups(["<s>", "The", "cat", "sat"])
+    assert words.word_groups(["<s>", "The", "</s>"]) == [[0], [1], [2]]
 
 
 def test_merge_words_sums_keys_and_averages_queries():
@@ -363,7 +362,7 @@ def test_merge_words_out_of_order_is_no_longer_causal():
 def test_merge_words_by_text():
     merged = make().merge_words(["The", "Eiffel", "Tower"])
     assert merged.tokens == ["<|endoftext|>", "The", "Eiffel", "Tower"]
-    groups, names = map_words.align_words(
+    groups, names = words.align_words(
         ["[CLS]", "the", "ei", "##ffel", "tower", ".", "[SEP]"], ["The", "Eiffel", "tower."]
     )
     assert groups == [[0], [1], [2, 3], [4, 5], [6]]

@@ -28,8 +28,8 @@ from lens_mix.aggregation.rollout import (
     residual_weight,
     to_float64,
 )
-from lens_mix.map_math import normalise_rows
 from lens_mix.maps import MixingMap
+from lens_mix.maps.arithmetic import normalise_rows
 
 # Two flows that differ by less are one: what rounding to whole numbers can do to a flow is below it.
 EQUAL = 1e-7

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lens_mix.aggregation.products import add_residual, cumulative
 from lens_mix.aggregation.receptive_field import normalise_rollout, reachable
-from lens_mix.map_checks import as_residual
 from lens_mix.maps import MixingMap
+from lens_mix.maps.checks import as_residual
 
 
 def rollout(

@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.aggregation.rollout import refuse_unstackable, to_float64
-from lens_mix.map_math import Dropped, kept_positions, query_position
 from lens_mix.maps import MixingMap
+from lens_mix.maps.arithmetic import Dropped, kept_positions, query_position
 
 if TYPE_CHECKING:
     import networkx

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lens_mix import map_checks as checks
-from lens_mix import map_io, map_math, map_words
+from lens_mix.maps import arithmetic, checks, exchange, words
 
 if TYPE_CHECKING:
     import networkx
@@ -188,10 +187,10 @@ class MixingMap:
         Raises:
             ValueError: negative scores with `negative="refuse"`.
         """
-        shares, empty = map_math.normalise_rows(self.scores, negative)
+        shares, empty = arithmetic.normalise_rows(self.scores, negative)
         notes = self.notes
         if bool(empty.any()):
-            notes = map_math.added(notes, map_math.empty_rows_note(empty, self.layer_labels))
+            notes = arithmetic.added(notes, arithmetic.empty_rows_note(empty, self.layer_labels))
         return self.replace(scores=shares, notes=notes)
 
     def merge_heads(
@@ -210,9 +209,9 @@ class MixingMap:
             raise ValueError(f"how: expected 'mean' (with or without weights) or 'max', got {how!r}")
         if not self.has_heads:
             return self
-        return self.replace(scores=map_math.merge_heads(self.scores, how, weights))
+        return self.replace(scores=arithmetic.merge_heads(self.scores, how, weights))
 
-    def drop(self, tokens: map_math.Dropped, axis: Literal["both", "query", "key"] = "both") -> MixingMap:
+    def drop(self, tokens: arithmetic.Dropped, axis: Literal["both", "query", "key"] = "both") -> MixingMap:
         """The map without some tokens; not renormalised.
 
         Args:
@@ -228,8 +227,8 @@ class MixingMap:
         if axis == "both" and self.key_tokens is not None:
             raise ValueError("axis: expected 'query' or 'key' on a map with key_tokens, got 'both'")
         every_query, every_key = range(len(self.tokens)), range(len(self.key_labels))
-        queries = list(every_query) if axis == "key" else map_math.kept_positions(self.tokens, tokens)
-        keys = list(every_key) if axis == "query" else map_math.kept_positions(self.key_labels, tokens)
+        queries = list(every_query) if axis == "key" else arithmetic.kept_positions(self.tokens, tokens)
+        keys = list(every_key) if axis == "query" else arithmetic.kept_positions(self.key_labels, tokens)
         fields: dict[str, Any] = {"mask": self.mask, "key_tokens": None}
         if axis != "both":
             # The triangle is told by position, so it must be written out before one axis shrinks alone.
@@ -262,7 +261,7 @@ class MixingMap:
 
         Args:
             groups: the words as text, or as lists of positions that name each position once; None:
-                found from the tokens (`lens_mix.map_words.word_groups` has the rule).
+                found from the tokens (`lens_mix.maps.words.word_groups` has the rule).
             keys, queries: how columns and rows merge: "sum", "mean", "max", "min", "first", "last".
             key_groups: the same for the keys of a map with key_tokens, which are left alone by default.
 
@@ -270,24 +269,24 @@ class MixingMap:
             TypeError: groups that are neither.
             ValueError: groups that do not fit the tokens; tokens without word marks; unknown names.
         """
-        reduce_keys = map_words.reduction(keys, "keys")
-        reduce_queries = map_words.reduction(queries, "queries")
-        query_words, names = map_words.resolve_groups(self.tokens, groups, "groups")
+        reduce_keys = words.reduction(keys, "keys")
+        reduce_queries = words.reduction(queries, "queries")
+        query_words, names = words.resolve_groups(self.tokens, groups, "groups")
         key_words, key_names = query_words, None
         if self.key_tokens is not None:
             given = [[key] for key in range(len(self.key_tokens))] if key_groups is None else key_groups
-            key_words, key_names = map_words.resolve_groups(self.key_tokens, given, "key_groups")
+            key_words, key_names = words.resolve_groups(self.key_tokens, given, "key_groups")
         elif key_groups is not None:
             raise ValueError("key_groups: expected None on a map whose keys are its tokens")
-        causal = self.causal and map_words.in_order(query_words)
+        causal = self.causal and words.in_order(query_words)
         mask = self.visible()[0] if self.causal and not causal and self.mask is None else self.mask
-        scores = map_words.merge_axis(map_math.at_least_float32(self.scores), key_words, -1, reduce_keys)
+        scores = words.merge_axis(arithmetic.at_least_float32(self.scores), key_words, -1, reduce_keys)
         return self.replace(
-            scores=map_words.merge_axis(scores, query_words, -2, reduce_queries),
+            scores=words.merge_axis(scores, query_words, -2, reduce_queries),
             tokens=names,
             key_tokens=key_names,
             causal=causal,
-            mask=None if mask is None else map_words.merge_mask(mask, query_words, key_words),
+            mask=None if mask is None else words.merge_mask(mask, query_words, key_words),
             provenance={**self.provenance, "merged_words": {"keys": keys, "queries": queries}},
         )
 
@@ -309,7 +308,7 @@ class MixingMap:
         """
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ValueError(f"k: expected a whole number, 1 or more, got {k!r}")
-        place, row = self.layer_index(layer), map_math.query_position(self.tokens, query)
+        place, row = self.layer_index(layer), arithmetic.query_position(self.tokens, query)
         scores = (self.merge_heads() if head is None else self.head(head)).scores[place, row]
         visible = self.visible()[place, row].nonzero().flatten()
         best = visible[torch.sort(scores[visible], descending=True, stable=True).indices[:k]].tolist()
@@ -317,11 +316,11 @@ class MixingMap:
 
     def to_dataframe(self) -> pandas.DataFrame:
         """Long form: columns layer, (head,) query, key, query_token, key_token, score."""
-        return map_io.map_dataframe(self)
+        return exchange.map_dataframe(self)
 
     def to_xarray(self) -> xarray.DataArray:
         """A labelled array: dimensions layer, (head,) query, key; tokens as coordinates."""
-        return map_io.map_xarray(self)
+        return exchange.map_xarray(self)
 
     def to_networkx(
         self, layer: int | None = None, head: int | None = None, threshold: float = 0.0
@@ -343,10 +342,10 @@ class MixingMap:
         """
         single = self.merge_heads() if head is None else self.head(head)
         if layer is not None:
-            return map_io.layer_graph(self, single.scores[self.layer_index(layer)], threshold)
+            return exchange.layer_graph(self, single.scores[self.layer_index(layer)], threshold)
         if self.kind == "input" or self.key_tokens is not None:
             raise ValueError("layer: expected one layer for a map whose layers do not chain, got None")
-        return map_io.stack_graph(self, single.scores, threshold)
+        return exchange.stack_graph(self, single.scores, threshold)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the map to a safetensors file; `MixingMap.load` gives back the same, to the bit.
@@ -354,7 +353,7 @@ class MixingMap:
         Raises:
             TypeError: something in `parameters` or `provenance` that JSON cannot hold.
         """
-        map_io.save_map(self, path)
+        exchange.save_map(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: str | torch.device = "cpu") -> MixingMap:
@@ -364,7 +363,7 @@ class MixingMap:
             FileNotFoundError: no such file.
             ValueError: a file that holds no map.
         """
-        return cls(**map_io.load_map(path, device))
+        return cls(**exchange.load_map(path, device))
 
     def show(self, **options: Any) -> Any:
         """A matplotlib figure of the maps; `options` go to `lens_mix.view.figures.layer_maps`."""
@@ -373,7 +372,7 @@ class MixingMap:
         return figures.layer_maps(self, **options)
 
     def __repr__(self) -> str:
-        return map_io.describe(self)
+        return exchange.describe(self)
 
     def _repr_html_(self) -> str:
-        return map_io.describe_html(self)
+        return exchange.describe_html(self)

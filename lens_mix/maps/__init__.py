@@ -1,0 +1,5 @@
+"""The record that methods and aggregations return."""
+
+from lens_mix.maps.record import MixingMap, Source
+
+__all__ = ["MixingMap", "Source"]
