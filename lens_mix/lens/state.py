@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,15 +22,29 @@ def undisturbed(model: nn.Module, gradients: bool = False) -> Iterator[None]:
         model: any TransformerLens model.
         gradients: leave gradients on, for leaves that a hook puts in; parameters build no graph.
     """
+    with contextlib.ExitStack() as stack:
+        if model not in _inside:
+            stack.enter_context(_quiet(model))
+        if gradients:
+            stack.enter_context(_frozen_parameters(model))
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        yield
+
+
+# Models that are undisturbed already: walking through all modules costs more than a pass of a small block.
+_inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def _quiet(model: nn.Module) -> Iterator[None]:
     training = [module for module in _all_modules(model) if module.training]
     for module in training:
         module.training = False
     with contextlib.ExitStack() as stack:
         stack.callback(_restore_training, training)
-        if gradients:
-            stack.enter_context(_frozen_parameters(model))
         stack.enter_context(_eager_attention(model))
-        stack.enter_context(torch.set_grad_enabled(gradients))
+        _inside.add(model)
+        stack.callback(_inside.discard, model)
         yield
 
 

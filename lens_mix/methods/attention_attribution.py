@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -132,19 +132,18 @@ class AttentionAttribution(Method):
         baseline = self._baseline_of(block, pattern)
         path = _Path(block, bound, pattern, baseline, self.internal_batch_size)
         everything = torch.arange(len(pattern), device=pattern.device)
-        integral = _Integral.empty(path, self.n_steps)
-        at_baseline = path.values(torch.zeros(1, dtype=torch.float64), everything)[:, 0]
+        integral = _Integral.empty(path)
         todo, steps = everything, self.n_steps
         while True:
-            integral.update(path, todo, *quadrature(self.method, steps), steps)
-            gaps = integral.sums() - (bound.clean.double() - at_baseline.double())
+            integral.update(path, todo, *quadrature(self.method, steps))
+            gaps = integral.sums() - (bound.clean.double() - integral.at_baseline.double())
             if self.tolerance is None:
                 break
             todo = (gaps.abs() > self.tolerance).nonzero()[:, 0]
             if len(todo) == 0 or 2 * steps > self.max_steps:
                 break
             steps *= 2
-        self._tell(block, bound, integral, at_baseline, gaps)
+        self._tell(block, bound, integral, gaps)
         return integral.scores if self.per_head else integral.scores.sum(dim=1)
 
     def _baseline_of(self, block: Block, pattern: Tensor) -> Float[Tensor, "batch head query key"]:
@@ -184,18 +183,17 @@ class AttentionAttribution(Method):
             )
         return self.baseline[block.layer][None]
 
-    def _tell(
-        self, block: Block, bound: BoundTarget, integral: _Integral, at_baseline: Tensor, gaps: Tensor
-    ) -> None:
+    def _tell(self, block: Block, bound: BoundTarget, integral: _Integral, gaps: Tensor) -> None:
         for index in range(len(gaps)):
-            whole, base, gap = bound.clean[index].item(), at_baseline[index].item(), gaps[index].item()
+            whole, gap = bound.clean[index].item(), gaps[index].item()
+            base = integral.at_baseline[index].item()
             block.detail(index, "completeness_gap", gap)
             block.detail(index, "target_value", whole)
             block.detail(index, "baseline_value", base)
-            block.detail(index, "steps", int(integral.steps[index]))
+            block.detail(index, "steps", integral.steps[index])
             kept = integral.kept(index)
             block.detail(index, "visible_share", kept)
-            text = self._warning(whole - base, gap, int(integral.steps[index]), kept)
+            text = self._warning(whole - base, gap, integral.steps[index], kept)
             if text:
                 block.warn(index, text)
 
@@ -224,52 +222,48 @@ class _Path:
         self.difference = pattern - baseline
         self.most = most
 
-    def values(
-        self, points: Float[Tensor, " point"], prompts: Int[Tensor, " prompt"]
-    ) -> Float[Tensor, "prompt point"]:
-        """F at some points, without gradients."""
-        found = []
-        for rows, alphas in self._chunks(points, prompts):
-            with torch.no_grad():
-                found.append(self._value(self._at(rows, alphas), rows, gradients=False))
-        return torch.cat(found).reshape(len(prompts), len(points))
-
     def gradients(
         self,
         points: Float[Tensor, " point"],
         weights: Float[Tensor, " point"],
         prompts: Int[Tensor, " prompt"],
-    ) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "prompt point"]]:
-        """Weighted sum of gradients over the points, and how much of Σ|A g| its sign leaves at each point."""
+    ) -> tuple[
+        Float[Tensor, "batch head query key"], Float[Tensor, "prompt point"], Float[Tensor, "prompt point"]
+    ]:
+        """Over the points: the weighted sum of gradients, F, and the share of Σ|A g| that its sign leaves."""
         total = self.block.zeros(*self.pattern.shape)
-        kept = []
-        weight_of = dict(zip(points.tolist(), weights.tolist(), strict=True))
-        for rows, alphas in self._chunks(points, prompts):
+        values, shares = [], []
+        for rows, alphas, scale in self._chunks(prompts, points, weights):
             leaf = self._at(rows, alphas).requires_grad_(True)
-            value = self._value(leaf, rows, gradients=True)
-            (gradient,) = target_passes.gradients_of(value, [leaf])
-            terms = (gradient * self.difference[rows]).flatten(1).to(total.dtype)
-            kept.append(_share(terms))
-            scale = total.new_tensor([weight_of[alpha] for alpha in alphas.tolist()])
-            total.index_add_(0, rows, gradient.to(total.dtype) * scale[:, None, None, None])
-        return total, torch.cat(kept).reshape(len(prompts), len(points))
+            value = self._value(leaf, rows)
+            gradient = target_passes.gradients_of(value, [leaf])[0].to(total.dtype)
+            values.append(value.detach())
+            shares.append(_share((gradient * self.difference[rows]).flatten(1)))
+            # a point without weight may have no gradient at all (a norm of zero)
+            counts = scale.to(total.device) != 0
+            scaled = gradient[counts] * scale.to(total)[counts, None, None, None]
+            total.index_add_(0, rows[counts], scaled)
+        shape = (len(prompts), len(points))
+        return total, torch.cat(values).reshape(shape), torch.cat(shares).reshape(shape)
 
-    def _value(self, pattern: Tensor, rows: Tensor, gradients: bool) -> Float[Tensor, " row"]:
+    def _value(self, pattern: Tensor, rows: Tensor) -> Float[Tensor, " row"]:
         hook = replace_pattern(self.block.layer, pattern, attention=self.block.attention_template)
         with must_fire(hook) as hooks:
-            return target_passes.values(self.block, self.bound, hooks, rows, gradients)
+            return target_passes.values(self.block, self.bound, hooks, rows, gradients=True)
 
     def _at(self, rows: Tensor, alphas: Tensor) -> Float[Tensor, "row head query key"]:
         scale = alphas.to(self.pattern)[:, None, None, None]
         return (self.baseline[rows] + scale * self.difference[rows]).detach()
 
-    def _chunks(self, points: Tensor, prompts: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Rows (prompt by prompt) and their points, as many at a time as memory allows."""
+    def _chunks(
+        self, prompts: Tensor, points: Tensor, weights: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Rows (prompt by prompt), their points and weights, as many at a time as memory allows."""
         rows = prompts.repeat_interleave(len(points))
-        alphas = points.repeat(len(prompts))
         step = self.block.gradient_rows(len(rows), logits=self.bound.reads_logits)
         step = step if self.most is None else min(step, self.most)
-        return list(zip(rows.split(step), alphas.split(step), strict=True))
+        each = (rows, points.repeat(len(prompts)), weights.repeat(len(prompts)))
+        return zip(*(tensor.split(step) for tensor in each), strict=True)
 
 
 @dataclasses.dataclass
@@ -277,22 +271,27 @@ class _Integral:
     """What has been integrated so far, per prompt."""
 
     scores: Float[Tensor, "batch head query key"]
-    steps: Int[Tensor, " batch"]
+    at_baseline: Float[Tensor, " batch"]
+    steps: list[int]
     shares: list[Float[Tensor, " point"]]
 
     @classmethod
-    def empty(cls, path: _Path, n_steps: int) -> _Integral:
+    def empty(cls, path: _Path) -> _Integral:
         batch = len(path.pattern)
-        steps = torch.full((batch,), n_steps)
-        return cls(path.block.zeros(*path.pattern.shape), steps, [torch.zeros(0)] * batch)
+        zeros = path.block.zeros
+        return cls(zeros(*path.pattern.shape), zeros(batch), [0] * batch, [torch.zeros(0)] * batch)
 
-    def update(self, path: _Path, prompts: Tensor, points: Tensor, weights: Tensor, steps: int) -> None:
-        """Integrate again for some prompts, with these points."""
-        total, kept = path.gradients(points, weights, prompts)
+    def update(self, path: _Path, prompts: Tensor, points: Tensor, weights: Tensor) -> None:
+        """Integrate again for some prompts, with these points; the baseline goes along in the same batch."""
+        first = 0 if points[0] == 0 or self.steps[int(prompts[0])] else 1
+        zero = torch.zeros(first, dtype=points.dtype)
+        total, values, shares = path.gradients(torch.cat([zero, points]), torch.cat([zero, weights]), prompts)
         for place, prompt in enumerate(prompts.tolist()):
             self.scores[prompt] = total[prompt] * path.difference[prompt]
-            self.steps[prompt] = steps
-            self.shares[prompt] = kept[place]
+            self.shares[prompt] = shares[place, first:]
+            if not self.steps[prompt]:
+                self.at_baseline[prompt] = values[place, 0]
+            self.steps[prompt] = len(points)
 
     def sums(self) -> Float[Tensor, " batch"]:
         return self.scores.double().flatten(1).sum(-1)

@@ -270,9 +270,9 @@ def test_blocks_below_are_not_run_again():
             )
         )
     lm.run(model, tokens, method)
-    # five points with gradients: layer 0's need both blocks, layer 1's the upper one alone
-    assert rows[0].count(5) == 1
-    assert rows[1].count(5) == 2
+    # five points and the baseline: layer 0's need both blocks, layer 1's the upper one alone
+    assert rows[0].count(6) == 1
+    assert rows[1].count(6) == 2
 
 
 # ------------------------------------------------------------------ degenerate norms
