@@ -24,8 +24,8 @@ def information_flow(
 ) -> Figure:
     """A graph drawn over the tokens: one row per level, the input below, wider edges carry more.
 
-    Edges that stay at their position are grey, those that move are blue, a `target` or `root` is red. Nodes are as
-    large as their `share`, where they have one.
+    Edges that stay at their position are grey, those that move are blue; a `target` or `root` is red.
+    Nodes are as large as their `share`, where they have one.
 
     Args:
         graph: nodes `(level, position)` with `token` where known, edges the way the information went:

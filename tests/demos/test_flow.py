@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from lens_mix.graph_io import load_graph
 from tests.demos.tiny_folder import save_tiny_llama
@@ -41,3 +45,18 @@ def test_it_prints_what_it_found_and_writes_what_it_says(tmp_path: Path) -> None
     assert load_graph(tmp_path / "out" / "flow_graph_attention.graphml").graph["target"]
     for text in ("attention: flow of", "value zeroing, flow, receptive field", "on the first token"):
         assert text in done.stdout
+
+
+@pytest.mark.parametrize("page", ["flow.md", "graphs.md"])
+def test_the_examples_of_the_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "demos")
+    import models
+
+    names: dict[str, Any] = {"model": models.load(save_tiny_llama(tmp_path))}
+    monkeypatch.delitem(sys.modules, "models")
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    found = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert found
+    for example in found:
+        exec(compile(example, page, "exec"), names)
