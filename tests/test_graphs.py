@@ -67,7 +67,7 @@ def test_its_paths_are_the_rollout():
 
 def test_residual_bos_and_threshold():
     mixing_map = make()
-    assert layered_graph(mixing_map, residual=1).number_of_edges() == 4 * 6
+    assert layered_graph(mixing_map, residual=1.0).number_of_edges() == 4 * 6
     assert layered_graph(mixing_map, drop_bos=True).graph["tokens"] == mixing_map.tokens[1:]
     thick = layered_graph(mixing_map, threshold=0.2)
     assert 0 < thick.number_of_edges() < 4 * 21

@@ -187,7 +187,7 @@ def _first_layer_share(
     capacities: Float[np.ndarray, "layer query key"],
     level: int,
     queries: list[int],
-    flows: Float[np.ndarray, "query key"],
+    flows: Float[np.ndarray, "asked key"],
 ) -> float | None:
     """The share of pairs, among those with a flow, that the first layer alone decides."""
     if level < 3:
@@ -198,13 +198,13 @@ def _first_layer_share(
 
 
 def _normalise_by_null(
-    flows: Float[Tensor, "level query key"],
+    flows: Float[Tensor, "level asked key"],
     visible: Bool[Tensor, "layer query key"],
     weight: float,
     levels: list[int],
     queries: list[int],
     work: dict[str, Any],
-) -> Float[Tensor, "level query key"]:
+) -> Float[Tensor, "level asked key"]:
     """flows · B0 / F0, each row scaled back to its sum (docs/flow.md)."""
     null = torch.from_numpy(all_flows(null_maps(visible, weight).numpy(), levels, queries, **work))
     reached = reachable(visible, weight)

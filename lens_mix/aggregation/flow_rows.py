@@ -33,7 +33,7 @@ def all_flows(
     processes: int = 1,
     progress: bool = False,
     keys: Sequence[int] | None = None,
-) -> Float[np.ndarray, "level query key"]:
+) -> Float[np.ndarray, "level asked key"]:
     """The flow from each of `queries` at each of `levels` (1 to the number of layers) to each input.
 
     Args:

@@ -79,7 +79,7 @@ class Frame:
         levels = sorted({level for level, _ in graph.nodes})
         names = _level_names(graph, levels)
         inner = min(max(0.3 * len(positions), 3.0), 14.0)
-        turned = longest(tokens, FONT) > inner / len(tokens)
+        turned = bool(longest(tokens, FONT) > inner / len(tokens))
         return cls(
             columns={position: place for place, position in enumerate(positions)},
             lines={level: place for place, level in enumerate(levels)},

@@ -149,10 +149,10 @@ def test_the_residual_follows_the_method():
     assert flow(make(scores, method="value_zeroing")).residual == 0
     with_residual = make((scores + torch.eye(6)) / 2, method="value_zeroing")
     assert close(flow(make(scores)).scores, flow(with_residual).scores)
-    assert close(flow(make(scores), residual=0).scores, flow(make(scores, residual=0.0)).scores, 0)
+    assert close(flow(make(scores), residual=0.0).scores, flow(make(scores, residual=0.0)).scores, 0)
     with pytest.raises(ValueError, match="residual: expected a number"):
         flow(make(scores, method="custom"))
-    only_itself = flow(make(scores), residual=1).scores
+    only_itself = flow(make(scores), residual=1.0).scores
     assert close(only_itself, torch.eye(6, dtype=torch.float64).expand(4, 6, 6), 0)
 
 
@@ -175,7 +175,7 @@ def test_an_all_zero_row_keeps_itself_or_stays_empty():
     kept = flow(make(scores))
     assert close(kept.scores[:, 2], torch.eye(6, dtype=torch.float64)[2].expand(3, 6), 0)
     assert any("all-zero rows" in note for note in kept.notes)
-    assert (flow(make(scores), residual=0).scores[:, 2] == 0).all()
+    assert (flow(make(scores), residual=0.0).scores[:, 2] == 0).all()
 
 
 def test_one_token():
