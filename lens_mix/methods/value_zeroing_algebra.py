@@ -86,6 +86,18 @@ class _Lot:
     inner: Float[Tensor, "matrix source rank d_mlp"] | None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Entered:
+    """A slab in the middle of the block: its queries, its place in the chunk, and what it takes further."""
+
+    queries: slice
+    place: slice
+    mid: Float[Tensor, "key row d_model"]
+    weights: Float[Tensor, "key row rank"]
+    alphas: list[Float[Tensor, "key row"]]
+    inner: Float[Tensor, "matrix key rank d_mlp"] | None
+
+
 class _Work:
     """The maps of some prompts and one block in the making."""
 
@@ -197,40 +209,22 @@ class _Work:
         """The distances of each slab of a chunk."""
         clean, total, d_model = self.clean, sum(slab.rows for slab in chunk), part.outer.shape[-1]
         mid = self.room.like("mid", clean.mid, (total, d_model), self.dtype)
-        hidden = None
-        if clean.first is not None:
-            hidden = self.room.like("hidden", mid, (total, clean.first.d_mlp), self.dtype)
-        begin, places = 0, []
+        begin, entered = 0, []
         for slab in chunk:
-            places.append(slice(begin, begin + slab.rows))
+            entered.append(self._enter(slab, part, offset, mid[begin : begin + slab.rows]))
             begin += slab.rows
-        for slab, rows in zip(chunk, places, strict=True):
-            self._enter(slab, part, offset, mid[rows], None if hidden is None else hidden[rows])
-        added = None
-        if hidden is not None:
-            if clean.feed_forward_branch is None:
-                mid.addmm_(hidden, clean.second, alpha=clean.anatomy.residual_multiplier)
-            else:
-                added = self.room.like("added", mid, mid.shape, self.dtype)
-                torch.mm(hidden, clean.second, out=added)
+        added = self._through_feed_forward(entered, mid)
         distances = []
-        for slab, rows in zip(chunk, places, strict=True):
-            shape, queries = (slab.keys, -1, d_model), self._rows(slab)
-            own = None if added is None else added[rows].view(shape)
-            change = clean.post_change(queries, mid[rows].view(shape), own, self.room)
-            distances.append(clean.distance(queries, change, self.metric, self.room))
+        for part_way in entered:
+            own = None if added is None else added[part_way.place].view(part_way.mid.shape)
+            change = clean.post_change(part_way.queries, part_way.mid, own, self.room)
+            distances.append(clean.distance(part_way.queries, change, self.metric, self.room))
         return distances
 
-    def _enter(
-        self,
-        slab: Slab,
-        part: _Lot,
-        offset: int,
-        mid: Float[Tensor, "pair d_model"],
-        hidden: Float[Tensor, "pair d_mlp"] | None,
-    ) -> None:
-        """A slab up to the second matrix."""
-        clean, queries = self.clean, self._rows(slab)
+    def _enter(self, slab: Slab, part: _Lot, offset: int, mid: Float[Tensor, "pair d_model"]) -> _Entered:
+        """A slab up to the middle of the block."""
+        start = slab.prompt * self.real.shape[1]
+        queries = slice(start + slab.queries.start, start + slab.queries.stop)
         sources = slice(slab.sources.start - offset, slab.sources.stop - offset)
         weights = part.weights[sources, slab.queries]
         out = mid.view(*weights.shape[:2], -1)
@@ -238,18 +232,61 @@ class _Work:
         if self.mixed != self.dtype:
             change = self.room.like("change", out, out.shape, self.mixed)
         torch.bmm(weights, part.outer[sources], out=change)
-        changed = clean.mid_change(queries, change, out, self.room)
-        if hidden is None or part.inner is None:
-            return
-        if changed.beta is not None:
-            weights = weights * changed.beta[..., None]
-        inner, into = part.inner[:, sources], hidden.view(*weights.shape[:2], -1)
-        clean.hidden_change(queries, changed.alphas, weights, inner, into, self.room, self.sizes.tile)
+        changed = self.clean.mid_change(queries, change, out, self.room)
+        place = mid.storage_offset() // mid.shape[-1]
+        return _Entered(
+            queries,
+            slice(place, place + slab.rows),
+            out,
+            weights if changed.beta is None else weights * changed.beta[..., None],
+            changed.alphas,
+            None if part.inner is None else part.inner[:, sources],
+        )
 
-    def _rows(self, slab: Slab) -> slice:
-        """The slab's queries among the rows of all prompts."""
-        start = slab.prompt * self.real.shape[1]
-        return slice(start + slab.queries.start, start + slab.queries.stop)
+    def _through_feed_forward(
+        self, entered: list[_Entered], mid: Float[Tensor, "pair d_model"]
+    ) -> Float[Tensor, "pair d_model"] | None:
+        """The feed-forward's share, added to `mid`; by itself where a norm follows it.
+
+        Some neurons at a time, so that what lies between the two matrices never leaves the caches.
+        """
+        clean = self.clean
+        if clean.first is None:
+            return None
+        into, factor, added = mid, clean.anatomy.residual_multiplier, None
+        if clean.feed_forward_branch is not None:
+            added = self.room.like("added", mid, mid.shape, self.dtype).zero_()
+            into, factor = added, 1.0
+        d_mlp = clean.first.d_mlp
+        for left in range(0, d_mlp, self.sizes.columns):
+            columns = slice(left, min(left + self.sizes.columns, d_mlp))
+            width = columns.stop - left
+            hidden = self.room.like("hidden", mid, (len(mid), width), self.dtype)
+            for slab in entered:
+                self._hidden(slab, columns, hidden[slab.place].view(*slab.weights.shape[:2], width))
+            into.addmm_(hidden, clean.second[columns], alpha=factor)
+        return added
+
+    def _hidden(self, slab: _Entered, columns: slice, out: Float[Tensor, "key row column"]) -> None:
+        if slab.inner is None:
+            raise RuntimeError("a slab without its values' way through the first matrix")
+        keys, queries, width = out.shape
+        step = max(1, self.sizes.tile // (queries * width))
+        pieces = -(-queries * width // self.sizes.tile)
+        narrow = max(16, -(-width // (16 * pieces)) * 16)
+        for left in range(0, width, narrow):
+            neurons = slice(columns.start + left, min(columns.start + left + narrow, columns.stop))
+            for start in range(0, keys, step):
+                some = slice(start, start + step)
+                self.clean.hidden_change(
+                    slab.queries,
+                    neurons,
+                    [alpha[some] for alpha in slab.alphas],
+                    slab.weights[some],
+                    slab.inner[:, some],
+                    out[some, :, left : left + narrow],
+                    self.room,
+                )
 
     def _store(self, scores: Tensor, slab: Slab, group: int, distance: Float[Tensor, "key query"]) -> None:
         columns = self.sources.column[slab.sources]

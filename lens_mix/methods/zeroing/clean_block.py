@@ -185,55 +185,26 @@ class CleanBlock:
     def hidden_change(
         self,
         rows: slice,
-        alphas: Sequence[Float[Tensor, "key row"]],
-        weights: Float[Tensor, "key row rank"],
-        inner: Float[Tensor, "matrix key rank d_mlp"],
-        out: Float[Tensor, "key row d_mlp"],
-        room: Workspace,
-        tile: int,
-    ) -> None:
-        """act(p_ij) - act(p_i) into `out`.
-
-        Args:
-            rows: which queries.
-            alphas: factors of the bases.
-            weights: factors of `inner`, β in them.
-            inner: the zeroed values, taken through W_O, the norms' linear parts and the first matrix.
-            out: where it goes.
-            room: for what lies between.
-            tile: numbers in the tensors that are worked on at once.
-        """
-        keys, queries, d_mlp = out.shape
-        pieces = -(-d_mlp * queries // tile)
-        width = max(min(64, d_mlp), -(-d_mlp // (16 * pieces)) * 16)
-        several = max(1, tile // (queries * d_mlp))
-        for left in range(0, d_mlp, width):
-            columns = slice(left, left + width)
-            for key in range(0, keys, several):
-                some = slice(key, key + several)
-                self._hidden_tile(
-                    rows,
-                    columns,
-                    [alpha[some] for alpha in alphas],
-                    weights[some],
-                    inner[:, some],
-                    out[some],
-                    room,
-                )
-
-    def _hidden_tile(
-        self,
-        rows: slice,
         columns: slice,
         alphas: Sequence[Float[Tensor, "key row"]],
         weights: Float[Tensor, "key row rank"],
         inner: Float[Tensor, "matrix key rank d_mlp"],
-        out: Float[Tensor, "key row d_mlp"],
+        into: Float[Tensor, "key row column"],
         room: Workspace,
     ) -> None:
+        """act(p_ij) - act(p_i) for some neurons.
+
+        Args:
+            rows: which queries.
+            columns: which neurons.
+            alphas: factors of the bases.
+            weights: factors of `inner`, β in them.
+            inner: the zeroed values, taken through W_O, the norms' linear parts and the first matrix.
+            into: where it goes.
+            room: for what lies between.
+        """
         if self.first is None:
             raise RuntimeError("hidden_change was asked of a block without a feed-forward that changes")
-        into = out[..., columns]
         found = []
         for matrix in range(len(inner)):
             clean = self.pre[matrix, rows, columns]

@@ -9,7 +9,7 @@ import torch
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.methods.zeroing.pieces import Sizes
 
-_SMALLEST = {"window": 8, "slab": 8, "tile": 1 << 12, "chunk": 8, "keys": 1}
+_SMALLEST = {"window": 8, "slab": 8, "columns": 64, "tile": 1 << 9, "chunk": 8, "keys": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +104,9 @@ class Cost:
     def _chunk(self, sizes: Sizes) -> int:
         rows = max(sizes.chunk, min(sizes.window, self.length))
         slab = max(sizes.slab, min(sizes.window, self.length))
-        tile = max(sizes.tile, 64 * min(sizes.window, self.length)) if self.matrices else 0
-        products = rows * (2 * self.d_model + (self.d_mlp if self.matrices else 0)) * self.narrow
+        columns = min(sizes.columns, self.d_mlp) if self.matrices else 0
+        tile = min(max(sizes.tile, 32 * min(sizes.window, self.length)), slab * columns) if columns else 0
+        products = rows * (2 * self.d_model + columns) * self.narrow
         vectors = slab * self.d_model * (3 * self.wide + 2 * self.narrow)
         return products + vectors + tile * (self.matrices * (self.wide + self.narrow) + self.narrow)
 

@@ -22,6 +22,7 @@ class Sizes:
     Attributes:
         window: queries of one slab.
         slab: rows (pairs) of one slab.
+        columns: neurons that are held at once.
         tile: numbers that go through the activation at once.
         chunk: rows of one product with the second matrix.
         keys: keys whose vectors are held at once.
@@ -31,6 +32,7 @@ class Sizes:
 
     window: int
     slab: int
+    columns: int
     tile: int
     chunk: int
     keys: int
@@ -38,8 +40,17 @@ class Sizes:
     ragged: bool
 
 
-CPU = Sizes(window=64, slab=256, tile=1 << 16, chunk=512, keys=128, positions=2048, ragged=True)
-GPU = Sizes(window=128, slab=16384, tile=1 << 26, chunk=16384, keys=1024, positions=16384, ragged=False)
+CPU = Sizes(window=64, slab=256, columns=4096, tile=1 << 16, chunk=512, keys=128, positions=2048, ragged=True)
+GPU = Sizes(
+    window=128,
+    slab=16384,
+    columns=1 << 16,
+    tile=1 << 26,
+    chunk=16384,
+    keys=1024,
+    positions=16384,
+    ragged=False,
+)
 
 
 @dataclasses.dataclass(frozen=True)
