@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # Numbers in the temporaries of one step: they stay in a processor's caches.
 STEP_ELEMENTS = 1 << 20
+# The same for the float64 copies that factors are made of.
+FACTOR_ELEMENTS = 1 << 18
 # Factors of one block that are kept while the clean pass lives, so that the maps of one run share them.
 SHARED_BYTES = 16 << 20
 
@@ -116,11 +118,12 @@ class Pairs:
     def norms(self) -> Float[Tensor, "batch query key"]:
         """Euclidean norms of all pairs; computed once."""
         if self._norms is None:
-            batch, keys, queries, _ = self.weights.shape
-            norms = self.weights.new_zeros((batch, keys, queries))
-            for chunk, seen in self.chunks(self.weights.shape[-1]):
-                part = sum_norms(self.weights[:, chunk, seen], self.vectors[:, chunk])
-                norms[:, chunk, seen] = part.to(norms.dtype)
+            batch, keys, queries, heads = self.weights.shape
+            norms = self.weights.new_empty((batch, keys, queries))
+            step = max(1, FACTOR_ELEMENTS // (batch * heads * max(self.vectors.shape[-1], queries)))
+            for start in range(0, keys, step):
+                chunk = slice(start, start + step)
+                norms[:, chunk] = sum_norms(self.weights[:, chunk], self.vectors[:, chunk])
             self._norms = norms.transpose(1, 2)
         return self._norms
 
@@ -212,19 +215,21 @@ class Vectors:
     ) -> Float[Tensor, "batch query key"]:
         """‖state_i - F_ij‖ for all pairs, in the L1 or L2 norm (`order` 1 or 2).
 
-        A key that got no weight has the distance ‖state_i‖. L1 has no factors: the pairs are made a few
-        keys at a time.
+        A key that got no weight has the distance ‖state_i‖. L1 has no factors: the pairs are made one key
+        at a time.
         """
         batch, keys, queries, _ = self.pairs.weights.shape
         reduced = state / self.scale
         far = torch.linalg.vector_norm(state, ord=order, dim=-1)
         out = far[:, None].expand(batch, keys, queries).clone()
-        for chunk, seen in self.pairs.chunks(state.shape[-1]):
-            weights = self.pairs.weights[:, chunk, seen].flatten(0, 1)
-            start = reduced[:, None, seen].expand(-1, chunk.stop - chunk.start, -1, -1).flatten(0, 1)
-            apart = torch.baddbmm(start, weights, self.pairs.vectors[:, chunk].flatten(0, 1), alpha=-1)
-            size = apart.abs_().sum(-1) if order == 1 else torch.linalg.vector_norm(apart, dim=-1)
-            out[:, chunk, seen] = size.unflatten(0, (batch, -1)) * self.scale[:, None, seen, 0].abs()
+        # One key at a time into one piece of memory that stays in the processor's caches.
+        apart = torch.empty_like(reduced)
+        for chunk, seen in self.pairs.chunks(state.shape[-1], elements=1):
+            key, part = chunk.start, apart[:, seen]
+            weights, vectors = self.pairs.weights[:, key, seen], self.pairs.vectors[:, key]
+            torch.baddbmm(reduced[:, seen], weights, vectors, alpha=-1, out=part)
+            size = part.abs_().sum(-1) if order == 1 else torch.linalg.vector_norm(part, dim=-1)
+            out[:, key, seen] = size * self.scale[:, seen, 0].abs()
         out = out.transpose(1, 2)
         if self.own is not None:
             own = torch.linalg.vector_norm(state - self.diagonal(), ord=order, dim=-1)

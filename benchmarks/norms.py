@@ -1,0 +1,227 @@
+"""The norm-based family at base size (d_model 768, 12 heads, 12 layers), against one forward pass.
+
+    python benchmarks/norms.py                 quick: 32 and 128 positions
+    python benchmarks/norms.py --full          32, 128, 512 and 1024 positions, and memory at each
+
+Printed are medians of interleaved runs, as ratios to what ran beside them: one plain forward pass of the same
+model, and a straightforward version that writes out every pair's vector (query × key × d_model).
+
+- seven outputs: AttnN per head and per layer, AttnRes, AttnResLn, and the mixing ratios of the last three
+- atb_ff: all three maps after the feed-forward, against one matrix product [pairs, d_mlp] @ [d_mlp, d_model]
+- alti: L1 distances of all pairs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.common import MODELS, gemm, interleaved, random_tokens
+from lens_mix.methods import Alti, AtbFfResLn, AttnResLn, Method
+from lens_mix.methods.factors import Vectors, attention_vectors
+from lens_mix.methods.feed_forward import feed_forward_maps, feed_forward_shares
+from lens_mix.statistics.mixing_ratio import block_mixing_ratios
+from lens_mix.statistics.passes import prompt_blocks
+
+QUICK, FULL = (32, 128), (32, 128, 512, 1024)
+# Above this the straightforward versions take minutes, and tens of gigabytes.
+WRITTEN_OUT_UP_TO = 256
+NORM_STAGES = ("attn_n", "attn_res", "attn_res_ln")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", choices=sorted(MODELS), default="bert-like")
+    parser.add_argument("--memory", nargs=2, metavar=("WHAT", "POSITIONS"), help="used by the script itself")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.memory:
+        print_memory(options.model, options.memory[0], int(options.memory[1]))
+        return
+    print(f"{options.model}, 12 layers, torch {torch.__version__}, {options.threads} thread(s)")
+    model = MODELS[options.model]()
+    for positions in FULL if options.full else QUICK:
+        seven_outputs(model, positions, options.repeats)
+        memory(options.model, positions, options.threads)
+    for positions in (32, 128, 256) if options.full else QUICK:
+        after_feed_forward(model, positions, options.repeats)
+    l1_distances(model, 256, options.repeats)
+
+
+# ------------------------------------------------------------------ the seven outputs
+
+
+def seven(model: Any, tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    """All seven outputs of every block."""
+    outputs = []
+    with torch.no_grad():
+        for block in prompt_blocks(model, tokens, AttnResLn()).blocks:
+            vectors = attention_vectors(block)
+            length = torch.linalg.vector_norm(vectors.attention.pairs.vectors, dim=-1)
+            outputs.append(
+                {
+                    "heads": block.recorded("pattern") * length.transpose(1, 2)[:, :, None],
+                    "attn_n": vectors.attention.norms(),
+                    "attn_res": vectors.residual.norms(),
+                    "attn_res_ln": vectors.normed.norms(),
+                    **block_mixing_ratios(block, NORM_STAGES),
+                }
+            )
+    return outputs
+
+
+def seven_written_out(model: Any, tokens: torch.Tensor) -> None:
+    """The same from query × key × d_model vectors."""
+    with torch.no_grad():
+        for block in prompt_blocks(model, tokens, AttnResLn()).blocks:
+            vectors = attention_vectors(block)
+            length = torch.linalg.vector_norm(vectors.attention.pairs.vectors, dim=-1)
+            _ = block.recorded("pattern") * length.transpose(1, 2)[:, :, None]
+            for stage in (vectors.attention, vectors.residual, vectors.normed):
+                written_out_outputs(stage)
+
+
+def written_out_outputs(stage: Vectors) -> tuple[torch.Tensor, torch.Tensor]:
+    dense = stage.dense()
+    own = dense.diagonal(dim1=1, dim2=2).transpose(1, 2)
+    mixed = torch.linalg.vector_norm(dense.sum(2) - own, dim=-1)
+    return torch.linalg.vector_norm(dense, dim=-1), mixed / (mixed + torch.linalg.vector_norm(own, dim=-1))
+
+
+def seven_outputs(model: Any, positions: int, repeats: int) -> None:
+    tokens = random_tokens(model, positions)
+    variants = {"forward": lambda: forward(model, tokens), "seven": lambda: seven(model, tokens)}
+    if positions <= WRITTEN_OUT_UP_TO:
+        variants["written out"] = lambda: seven_written_out(model, tokens)
+    seconds = interleaved(variants, repeats)
+    line = f"seven outputs, {positions:>4} positions: forward {seconds['forward']:.3f} s, "
+    line += f"seven {seconds['seven']:.3f} s = {seconds['seven'] / seconds['forward']:.2f} x forward"
+    if "written out" in seconds:
+        line += f"; written out {seconds['written out'] / seconds['seven']:.1f} x as long"
+    print(line, flush=True)
+
+
+def forward(model: Any, tokens: torch.Tensor) -> None:
+    with torch.no_grad():
+        model(tokens[None])
+
+
+# ------------------------------------------------------------------ memory
+
+
+def memory(model: str, positions: int, threads: int) -> None:
+    """Largest resident memory of two fresh processes, one forward pass and the seven outputs."""
+    peaks = {}
+    for what in ("forward", "seven"):
+        command = [sys.executable, __file__, "--model", model, "--threads", str(threads)]
+        out = subprocess.run(
+            [*command, "--memory", what, str(positions)], capture_output=True, text=True, check=True
+        )
+        peaks[what] = json.loads(out.stdout.splitlines()[-1])
+    a, b = peaks["forward"], peaks["seven"]
+    print(
+        f"  resident memory: forward {a:.0f} MB, seven {b:.0f} MB = {b / a:.2f} x",
+        flush=True,
+    )
+
+
+def print_memory(name: str, what: str, positions: int) -> None:
+    import resource
+
+    model = MODELS[name]()
+    tokens = random_tokens(model, positions)
+    if what == "forward":
+        forward(model, tokens)
+    else:
+        seven(model, tokens)
+    print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
+
+
+# ------------------------------------------------------------------ through the feed-forward, and ALTI
+
+
+def block_of(model: Any, positions: int, method: Method) -> Any:
+    """The middle block of a clean pass."""
+    with torch.no_grad():
+        return prompt_blocks(model, random_tokens(model, positions), method).blocks[6]
+
+
+def after_feed_forward(model: Any, positions: int, repeats: int) -> None:
+    block = block_of(model, positions, AtbFfResLn())
+    pairs = int((block.recorded("pattern")[0] != 0).any(0).sum())
+    feed_forward = block.anatomy.feed_forward
+    d_mlp, d_model = feed_forward.W_out.shape
+    rows = min(pairs, 1536)
+
+    def maps() -> None:
+        from lens_mix.methods import feed_forward as module
+
+        module._shared.clear()
+        with torch.no_grad():
+            feed_forward_maps(block, "on_path")
+
+    def written_out() -> None:
+        with torch.no_grad():
+            vectors = attention_vectors(block)
+            shares = feed_forward_shares(block, vectors, "on_path")
+            for query in range(positions):
+                # One query at a time: the hidden layers of all pairs at once do not fit.
+                weights = vectors.normed.pairs.weights[0, :, query]
+                dense = torch.einsum("kh,khd->kd", weights, vectors.normed.pairs.vectors[0])
+                hidden = sum((dense @ W) * m[0, query] for W, m in shares.multipliers)
+                torch.linalg.vector_norm(hidden @ shares.W_out, dim=-1)
+
+    seconds = interleaved(
+        {"maps": maps, "floor": gemm(rows, d_mlp, d_model), "written out": written_out}, repeats
+    )
+    floor = seconds["floor"] * pairs / rows
+    print(
+        f"atb_ff, one block, {positions:>4} positions: {seconds['maps']:.3f} s, "
+        f"floor / time = {floor / seconds['maps']:.2f}; "
+        f"written out {seconds['written out'] / seconds['maps']:.2f} x as long",
+        flush=True,
+    )
+
+
+def l1_distances(model: Any, positions: int, repeats: int) -> None:
+    block = block_of(model, positions, Alti())
+
+    def factors() -> None:
+        with torch.no_grad():
+            Alti()(block)
+
+    def by_heads() -> None:
+        """As the released code has it: heads × query × key × d_model, summed over heads, then normed."""
+        with torch.no_grad():
+            vectors = attention_vectors(block)
+            pattern = block.recorded("pattern")[0]
+            per_head = torch.einsum("hqk,khd->hqkd", pattern, vectors.attention.pairs.vectors[0])
+            dense = per_head.sum(0)
+            index = torch.arange(positions)
+            dense[index, index] += vectors.resid_pre[0]
+            norm = block.anatomy.attention_residual
+            if norm is not None:
+                dense = (dense - dense.mean(-1, keepdim=True)) * norm.weight
+                dense = dense / norm.scale(vectors.summed)[0][:, None]
+            (dense - vectors.mid[0][:, None]).abs().sum(-1)
+
+    seconds = interleaved({"factors": factors, "by heads": by_heads}, repeats)
+    print(
+        f"alti, one block, {positions} positions: {seconds['factors'] * 1000:.0f} ms; "
+        f"written out per head {seconds['by heads'] / seconds['factors']:.0f} x as long"
+    )
+
+
+if __name__ == "__main__":
+    main()
