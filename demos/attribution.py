@@ -225,6 +225,8 @@ def main() -> None:
     for name, importance in rankings.items():
         best = ", ".join(f"{layer}.{head}" for layer, head, _ in importance.top(8))
         print(f"  most important heads by {name:11s} {best}")
+    for note in rankings["attribution"].notes:
+        print(f"    {note}")
     save(rankings["attribution"].show(), "attribution_heads")
     tasks_correlate(model, options.pairs, rankings["attribution"])
     prune(model, other, rankings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,11 +35,13 @@ class HeadImportance:
         scores: [layer, head], float64.
         name: how it was measured.
         examples: over how many prompts.
+        notes: what the maps behind it warned of (completeness), with the number of prompts.
     """
 
     scores: Float[Tensor, "layer head"]
     name: str
     examples: int
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         scores = torch.as_tensor(self.scores).detach().to("cpu", torch.float64)
@@ -100,7 +103,7 @@ def head_importance(
     | `by` | importance of head h |
     |---|---|
     | "attribution" | E_x[max_ij Attr_h], the paper's; by default of the predicted probability |
-    | "attention" | E_x[max_ij A_h], its baseline |
+    | "attention" | E_x[max_ij A_h], its baseline, over the queries that see two keys or more |
     | "taylor" | E_x abs(Σ_ij A_h ∂L/∂A_h) (Michel et al., NeurIPS 2019); L by default the next-token loss |
 
     The released code sums over examples where this averages, and its Taylor expansion differentiates the sum
@@ -121,9 +124,15 @@ def head_importance(
     if statistic not in ("max", "mean"):
         raise ValueError(f"statistic: expected 'max' or 'mean', got {statistic!r}")
     total: Tensor | None = None
+    warned: collections.Counter[str] = collections.Counter()
     for prompt, one in zip(tqdm(prompts, disable=not progress, desc=by), chosen, strict=True):
         found = run(model, prompt, one, stack=stack, **options)
         scores = found.scores.to("cpu", torch.float64)
+        warned.update(note.split(":")[0] for note in found.notes if "completeness" in note)
+        if by == "attention":
+            # a query that sees one key gives it 1 in every head: in causal models always the first
+            alone = (found.visible().sum(-1) < 2).cpu()
+            scores = scores.masked_fill(alone[:, None, :, None], 0)
         if by == "taylor":
             value = scores.sum((-2, -1)).abs()
         elif statistic == "max":
@@ -134,7 +143,8 @@ def head_importance(
         total = value if total is None else total + value
     if total is None:
         raise ValueError("prompts: expected at least one, got none")
-    return HeadImportance(total / len(prompts), by, len(prompts))
+    notes = [f"{layer}: completeness in doubt for {count} prompts" for layer, count in warned.items()]
+    return HeadImportance(total / len(prompts), by, len(prompts), tuple(notes))
 
 
 def ablation_importance(
