@@ -6,8 +6,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.aggregation.tree import attribution_tree
-from lens_mix.graph_io import load_graph, save_graph
-from lens_mix.graphs import information_flow_graph, layered_graph, prune_graph
+from lens_mix.graphs import information_flow_graph, layered_graph, load_graph, prune_graph, save_graph
 from lens_mix.view import information_flow
 
 

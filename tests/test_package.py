@@ -22,7 +22,6 @@ FLOORS = {
     "aggregation": 2,
     "statistics": 2,
     "graphs": 2,
-    "graph_io": 2,
     "citations": 3,
     "runner": 3,
     "evaluation": 4,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lens_mix.graph_io import load_graph
+from lens_mix.graphs import load_graph
 from tests.demos.tiny_folder import save_tiny_llama
 
 ROOT = Path(__file__).parents[2]

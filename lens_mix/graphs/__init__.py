@@ -1,0 +1,6 @@
+"""Maps as graphs: built, pruned, written to files and read back."""
+
+from lens_mix.graphs.build import information_flow_graph, layered_graph, prune_graph
+from lens_mix.graphs.files import load_graph, save_graph
+
+__all__ = ["information_flow_graph", "layered_graph", "load_graph", "prune_graph", "save_graph"]
