@@ -104,9 +104,6 @@ class Target:
         raise NotImplementedError(f"{type(self).__name__} defines no of_prompt")
 
 
-# ------------------------------------------------------------------ one token or class
-
-
 @dataclasses.dataclass(frozen=True)
 class _Token(Target):
     """One token at one position (or one class); None: the one that the clean pass predicts."""
@@ -190,9 +187,6 @@ class _MaskedToken(Target):
                 f"position: expected a prompt with one mask token, got {len(places)}; give the position"
             )
         return places[0]
-
-
-# ------------------------------------------------------------------ loss and heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,9 +299,7 @@ def masked_token(
     """A token at the prompt's mask (None: the one predicted there), for masked language models.
 
     Args:
-        token: its text or number.
         position: None: the prompt's only mask token.
-        of: as in `predicted`.
     """
     return _MaskedToken(token, position, of)
 
