@@ -131,7 +131,7 @@ def weights_against_norms(
             textcoords="offset points",
             parse_math=False,
         )
-    axes.xaxis.get_major_locator().set_params(integer=False)
+    axes.locator_params(axis="x", integer=False)
     axes.set_xlabel("‖f(x)‖, mean over heads", fontsize=NAME_FONT)
     axes.set_ylabel("attention weight, mean over heads and queries", fontsize=NAME_FONT)
     _legend(axes)
@@ -155,7 +155,7 @@ def expansion_rates(table: pandas.DataFrame, title: str = "Expansion rate of the
     from lens_mix.view.canvas import colours
 
     image = axes.imshow(grid.to_numpy(dtype=float), cmap=colours(False), aspect="auto", vmin=0)
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="y", integer=True)
     axes.set_xlabel("head", fontsize=NAME_FONT)
     axes.set_ylabel("layer", fontsize=NAME_FONT)
     picture.colorbar(image, ax=axes).ax.tick_params(labelsize=FONT)
@@ -194,7 +194,7 @@ def _axes(width: float, height: float, title: str) -> tuple[Any, Any]:
     axes = picture.subplots()
     axes.set_title(title, fontsize=TITLE_FONT, color=INK, loc="left", parse_math=False)
     axes.tick_params(labelsize=FONT)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     return picture, axes
