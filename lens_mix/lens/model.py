@@ -165,6 +165,7 @@ class Lens:
         resid_pre: Float[Tensor, "row pos d_model"] | None = None,
         rows: Int[Tensor, " row"] | None = None,
         gradients: bool = False,
+        positions: Int[Tensor, " row"] | None = None,
     ) -> Float[Tensor, "row pos d_vocab"]:
         """The model's logits, with hooks, from the residual stream before a block on.
 
@@ -178,12 +179,15 @@ class Lens:
             resid_pre: the residual stream to enter that block; the clean one by default.
             rows: which prompt of the clean batch each row is (repeats allowed); all, once, by default.
             gradients: build the graph.
+            positions: unembed one position per row only, [row 1 d_vocab].
 
         Raises:
             UnsupportedModelError: the block does not give its own output when run again.
         """
-        out = self._from_block(clean, fwd_hooks, start_at_layer, resid_pre, rows, gradients)
-        return out if torch.is_tensor(out) else out.logits
+        with _unembedding_at(self.model, positions) as narrowed:
+            out = self._from_block(clean, fwd_hooks, start_at_layer, resid_pre, rows, gradients)
+        logits = out if torch.is_tensor(out) else out.logits
+        return logits if positions is None or narrowed else _at(logits, positions)
 
     def last_residual(
         self,
@@ -351,16 +355,19 @@ class Lens:
         per_position = 12 * cfg.d_model + 6 * self.n_heads * cfg.d_head + 4 * d_mlp * experts
         # Scores, masked scores, their float32 softmax and the pattern live at the same time.
         attention = self.n_heads * positions**2 * (3 * size + 8)
-        bytes_per_copy = blocks * (positions * per_position * size + attention)
+        through_one = positions * per_position * size + attention
+        bytes_per_copy = blocks * through_one
         bytes_per_copy += 3 * logits * int(getattr(cfg, "d_vocab", 0) or 0) * size
         rows = 2048 if self.device.type == "cpu" else 65536
         copies = max(1, rows // positions)
         if max_memory is None:
             return copies
-        if max_memory < bytes_per_copy:
+        # A replay is first proven on three copies: measured, up to 1.8 times the estimate of one.
+        least = max(bytes_per_copy, 2 * through_one)
+        if max_memory < least:
             raise ValueError(
-                f"max_memory: expected at least {bytes_per_copy} bytes "
-                f"(one copy of {positions} positions through {blocks} block(s)), got {max_memory}"
+                f"max_memory: expected at least {least} bytes "
+                f"({positions} positions through {blocks} block(s)), got {max_memory}"
             )
         return min(copies, math.floor(max_memory / bytes_per_copy))
 
@@ -375,6 +382,30 @@ def _see(layer: int, seen: dict[int, Tensor]) -> Callable[..., None]:
         seen[layer] = (tensor > 0).any(dim=1)
 
     return see
+
+
+def _at(tensor: Tensor, positions: Tensor) -> Tensor:
+    return tensor[torch.arange(len(tensor), device=tensor.device), positions.to(tensor.device)][:, None]
+
+
+@contextlib.contextmanager
+def _unembedding_at(model: Any, positions: Tensor | None) -> Iterator[list[bool]]:
+    """The unembedding sees one position per row; the list is filled if it ran (it has another name in some)."""
+    narrowed: list[bool] = []
+    unembed = getattr(model, "unembed", None)
+    if positions is None or not isinstance(unembed, nn.Module):
+        yield narrowed
+        return
+
+    def narrow(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        narrowed.append(True)
+        return (_at(args[0], positions), *args[1:])
+
+    handle = unembed.register_forward_pre_hook(narrow)
+    try:
+        yield narrowed
+    finally:
+        handle.remove()
 
 
 def _stop(module: nn.Module, args: Any, output: Any) -> None:
