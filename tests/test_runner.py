@@ -142,7 +142,7 @@ def test_max_memory_changes_the_chunks_and_not_the_numbers():
     lm.run(model, prompt, "value_zeroing", engine="hooks")
     handle.remove()
     torch.testing.assert_close(small, whole, atol=1e-6, rtol=1e-5)
-    assert one_by_one >= len(ran) + 11
+    assert one_by_one >= len(ran) + 5  # two copies at a time, against all twelve
 
 
 def test_progress_shows_a_bar(capsys):
