@@ -103,6 +103,10 @@ class Target:
         """
         raise NotImplementedError(f"{type(self).__name__} defines no of_prompt")
 
+    def reads_position(self, context: Context) -> int | None:
+        """The only position of [copy pos d_vocab] that it reads, from 0; None: several, or not known."""
+        return None
+
 
 @dataclasses.dataclass(frozen=True)
 class _Token(Target):
@@ -123,6 +127,9 @@ class _Token(Target):
             token = context.token_id(self.token)
         return lambda logits: _measured(_row(logits, place), self.of)[:, token]
 
+    def reads_position(self, context: Context) -> int | None:
+        return _only_place(context, self.position)
+
 
 @dataclasses.dataclass(frozen=True)
 class _LogitDifference(Target):
@@ -141,6 +148,9 @@ class _LogitDifference(Target):
             return row[:, good] - row[:, bad]
 
         return difference
+
+    def reads_position(self, context: Context) -> int | None:
+        return _only_place(context, self.position)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +184,9 @@ class _MaskedToken(Target):
     def of_prompt(self, context: Context) -> Explained:
         position = self._mask(context) if self.position is None else self.position
         return _Token(self.token, position, self.of).of_prompt(context)
+
+    def reads_position(self, context: Context) -> int | None:
+        return _only_place(context, self._mask(context) if self.position is None else self.position)
 
     def _mask(self, context: Context) -> int:
         mask = getattr(context.tokenizer, "mask_token_id", None)
@@ -212,6 +225,9 @@ class _Loss(Target):
             return -chosen.gather(-1, following.expand(len(logits), -1)[..., None])[..., 0].mean(-1)
 
         return loss
+
+    def reads_position(self, context: Context) -> int | None:
+        return None if self.label is None else _only_place(context, self.position)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,27 +365,12 @@ def describe(target: Target) -> dict[str, Any]:
     return {"target": type(target).__name__.lstrip("_"), **plain}
 
 
-def evaluate(function: Explained, output: Float[Tensor, copy * axes]) -> Float[Tensor, " copy"]:
-    """The target's value per copy, checked.
-
-    Raises:
-        TypeError, ValueError: not a tensor [copy] of finite numbers.
-    """
-    values = function(output)
-    if not torch.is_tensor(values) or not values.is_floating_point():
-        got = f"a tensor of {values.dtype}" if torch.is_tensor(values) else type(values).__name__
-        raise TypeError(f"target: expected a tensor [copy] of real numbers, got {got}")
-    if tuple(values.shape) != (len(output),):
-        raise ValueError(
-            f"target: expected one number per copy, shape ({len(output)},), got {tuple(values.shape)}"
-        )
-    if not bool(torch.isfinite(values).all()):
-        raise ValueError("target: expected finite values, got NaN or infinity")
-    return values
-
-
 def _place(context: Context, position: int) -> int:
     return context.position(position) if context.output.ndim == 3 else 0
+
+
+def _only_place(context: Context, position: int) -> int | None:
+    return context.position(position) if context.output.ndim == 3 else None
 
 
 def _row(logits: Tensor, place: int) -> Float[Tensor, "copy d_vocab"]:

@@ -64,6 +64,7 @@ class Block:
         rows: Int[Tensor, " row"] | None = None,
         resid_pre: Float[Tensor, "row pos d_model"] | None = None,
         gradients: bool = False,
+        positions: Int[Tensor, " row"] | None = None,
     ) -> Float[Tensor, "row pos d_vocab"]:
         """The model's logits when run from this block on with hooks; the blocks below are not run again.
 
@@ -72,6 +73,7 @@ class Block:
             rows: which prompt of the batch each row is; all, once, by default.
             resid_pre: the residual stream to enter this block; the clean one by default.
             gradients: build the graph.
+            positions: unembed one position per row only, [row 1 d_vocab].
         """
         return self._lens.logits(
             self._clean,
@@ -80,6 +82,7 @@ class Block:
             resid_pre=resid_pre,
             rows=rows,
             gradients=gradients,
+            positions=positions,
         )
 
     def last_residual(

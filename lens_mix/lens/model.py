@@ -19,6 +19,7 @@ from lens_mix.lens.prompts import Batch, is_encoder_decoder
 from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls, enter_with, first_tensor
 from lens_mix.lens.stacks import Stack, stacks_of
 from lens_mix.lens.state import undisturbed
+from lens_mix.lens.unembedding import row_at, unembedding_at
 
 # Largest accepted relative error of a rebuilt vector. A wrong reading of a block is off by 1e-2 or more.
 # Hugging Face's RMSNorms compute in float32 even in a float64 model: 1e-7 is the best they can agree.
@@ -184,10 +185,10 @@ class Lens:
         Raises:
             UnsupportedModelError: the block does not give its own output when run again.
         """
-        with _unembedding_at(self.model, positions) as narrowed:
+        with unembedding_at(self.model, positions) as narrowed:
             out = self._from_block(clean, fwd_hooks, start_at_layer, resid_pre, rows, gradients)
         logits = out if torch.is_tensor(out) else out.logits
-        return logits if positions is None or narrowed else _at(logits, positions)
+        return logits if positions is None or narrowed else row_at(logits, positions)
 
     def last_residual(
         self,
@@ -382,30 +383,6 @@ def _see(layer: int, seen: dict[int, Tensor]) -> Callable[..., None]:
         seen[layer] = (tensor > 0).any(dim=1)
 
     return see
-
-
-def _at(tensor: Tensor, positions: Tensor) -> Tensor:
-    return tensor[torch.arange(len(tensor), device=tensor.device), positions.to(tensor.device)][:, None]
-
-
-@contextlib.contextmanager
-def _unembedding_at(model: Any, positions: Tensor | None) -> Iterator[list[bool]]:
-    """The unembedding sees one position per row; the list is filled if it ran (it has another name in some)."""
-    narrowed: list[bool] = []
-    unembed = getattr(model, "unembed", None)
-    if positions is None or not isinstance(unembed, nn.Module):
-        yield narrowed
-        return
-
-    def narrow(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        narrowed.append(True)
-        return (_at(args[0], positions), *args[1:])
-
-    handle = unembed.register_forward_pre_hook(narrow)
-    try:
-        yield narrowed
-    finally:
-        handle.remove()
 
 
 def _stop(module: nn.Module, args: Any, output: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.targets import Context, Explained, Head, Target, as_target, evaluate
+from lens_mix.targets import Context, Explained, Head, Target, as_target
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -25,11 +25,13 @@ class BoundTarget:
         target: the target.
         functions: per prompt, output [copy ...] -> [copy].
         clean: per prompt, the value in the clean pass.
+        positions: per prompt, the only position of the batch's logits that it reads; None: it reads several.
     """
 
     target: Target
     functions: tuple[Explained, ...]
     clean: Float[Tensor, " batch"]
+    positions: Int[Tensor, " batch"] | None = None
 
     @property
     def reads_logits(self) -> bool:
@@ -52,13 +54,17 @@ def bind(block: Block, target: object) -> BoundTarget:
     read = as_target(target)
     with torch.no_grad():
         output = _output(block, read, (), None, False)
-        functions, clean = [], []
+        functions, clean, places = [], [], []
         for prompt, part in _parts(block, read, output, range(len(output))):
             context = Context(_own_tokens(block, read, prompt), part, block.tokenizer)
             function = read.of_prompt(context)
             functions.append(function)
             clean.append(evaluate(function, part))
-    return BoundTarget(read, tuple(functions), torch.cat(clean))
+            place = read.reads_position(context)
+            places.append(None if place is None else place + _own(block, read, prompt).start)
+    alone = [place for place in places if place is not None]
+    positions = torch.tensor(alone, device=output.device) if len(alone) == len(places) else None
+    return BoundTarget(read, tuple(functions), torch.cat(clean), positions)
 
 
 def values(
@@ -74,7 +80,11 @@ def values(
         gradients: build the graph.
     """
     with torch.set_grad_enabled(gradients):
-        output = _output(block, bound.target, fwd_hooks, rows, gradients)
+        positions = None if bound.positions is None else bound.positions[rows.to(bound.positions.device)]
+        output = _output(block, bound.target, fwd_hooks, rows, gradients, positions)
+        if positions is not None:
+            # The row that is read stands at every position, as a view: targets index as in the whole.
+            output = output.expand(-1, block.logits_real.shape[1], -1)
         parts = _parts(block, bound.target, output, rows.tolist())
         return torch.cat([evaluate(bound.functions[prompt], part) for prompt, part in parts])
 
@@ -96,11 +106,35 @@ def gradients_of(values: Float[Tensor, " row"], leaves: Sequence[Tensor]) -> lis
     return [gradient for gradient in found if gradient is not None]
 
 
+def evaluate(function: Explained, output: Float[Tensor, copy * axes]) -> Float[Tensor, " copy"]:
+    """The target's value per copy, checked.
+
+    Raises:
+        TypeError, ValueError: not a tensor [copy] of finite numbers.
+    """
+    values = function(output)
+    if not torch.is_tensor(values) or not values.is_floating_point():
+        got = f"a tensor of {values.dtype}" if torch.is_tensor(values) else type(values).__name__
+        raise TypeError(f"target: expected a tensor [copy] of real numbers, got {got}")
+    if tuple(values.shape) != (len(output),):
+        raise ValueError(
+            f"target: expected one number per copy, shape ({len(output)},), got {tuple(values.shape)}"
+        )
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError("target: expected finite values, got NaN or infinity")
+    return values
+
+
 def _output(
-    block: Block, target: Target, fwd_hooks: Sequence[Any], rows: Tensor | None, gradients: bool
+    block: Block,
+    target: Target,
+    fwd_hooks: Sequence[Any],
+    rows: Tensor | None,
+    gradients: bool,
+    positions: Tensor | None = None,
 ) -> Tensor:
     if target.reads == "logits":
-        return block.logits(fwd_hooks, rows=rows, gradients=gradients)
+        return block.logits(fwd_hooks, rows=rows, gradients=gradients, positions=positions)
     after = isinstance(target, Head) and target.after_final_norm
     return block.last_residual(fwd_hooks, rows=rows, gradients=gradients, after_final_norm=after)
 
