@@ -38,7 +38,7 @@ def tree_figure(tree: networkx.DiGraph, title: str | None = None) -> Figure:
     height_of = {level: place for place, level in enumerate(levels)}
     bottom = 0.25 + longest(tokens, FONT)
     inner = (max(0.34 * len(tokens), 3.0), max(0.34 * len(levels), 1.0))
-    left, top = 0.75, 0.45
+    left, top = 1.05, 0.45
     picture = picture_class(left + inner[0] + 0.2, bottom + inner[1] + top)
     axes = picture.add_box(left, bottom, *inner)
     axes.set(xlim=(-0.6, len(tokens) - 0.4), ylim=(-0.6, len(levels) - 0.4))
@@ -48,16 +48,17 @@ def tree_figure(tree: networkx.DiGraph, title: str | None = None) -> Figure:
         axes.annotate(
             visible_token(values["token"]),
             (position, height_of[level]),
-            xytext=(0, 5),
+            # beside the arrows, which mostly run from the lower left to the upper right
+            xytext=(-5, 4) if position else (0, 6),
             textcoords="offset points",
-            ha="center",
+            ha="right" if position else "center",
             size=FONT,
             color=INK,
             parse_math=False,
             zorder=4,
         )
     names = {level: values["layer"] for (level, _), values in tree.nodes(data=True)}
-    rows = [f"layer {names[level]}" if level else "input" for level in levels]
+    rows = [f"after layer {names[level]}" if level else "input" for level in levels]
     label_ticks(axes.yaxis, range(len(levels)), rows, size=FONT, color=QUIET)
     label_ticks(axes.xaxis, range(len(tokens)), tokens, size=FONT, color=INK, rotation=90)
     _bare(axes)
@@ -85,26 +86,30 @@ def _draw_edges(axes: Any, tree: networkx.DiGraph, height_of: dict[int, int]) ->
         )
 
 
-def head_map(importance: HeadImportance, title: str | None = None) -> Figure:
+def head_map(importance: HeadImportance, title: str | None = None, highest: float | None = None) -> Figure:
     """Head importance as a heat map, layer x head, the first layer at the bottom.
 
     Args:
         importance: of `lens_mix.evaluation.head_importance`.
         title: above the figure; None: how it was measured.
+        highest: larger scores share the last colour, and the bar ends in a point; None: the largest score.
 
     Raises:
+        ValueError: `highest` is not positive.
         ImportError: matplotlib is not installed.
     """
+    if highest is not None and not highest > 0:
+        raise ValueError(f"highest: expected a positive number, got {highest!r}")
     picture_class = _need_matplotlib()
     from lens_mix.view.canvas import colours, label_ticks
 
     layers, heads = importance.scores.shape
     inner = (min(max(0.22 * heads, 1.6), 7.0), min(max(0.16 * layers, 1.2), 6.0))
-    picture = picture_class(0.6 + inner[0] + 0.9, 0.55 + inner[1] + 0.45)
+    picture = picture_class(max(0.6 + inner[0] + 0.9, 3.2), 0.55 + inner[1] + 0.65)
     axes = picture.add_box(0.6, 0.55, *inner)
     low, high = float(importance.scores.min()), float(importance.scores.max())
     signed = low < 0
-    bound = max(high, -low) or 1.0
+    bound = min(max(high, -low) or 1.0, float("inf") if highest is None else highest)
     image = axes.imshow(
         importance.scores.numpy(),
         origin="lower",
@@ -119,10 +124,16 @@ def head_map(importance: HeadImportance, title: str | None = None) -> Figure:
         label_ticks(axis, places, [str(place) for place in places], size=FONT, color=INK)
     axes.set_xlabel("head", size=FONT + 1, color=QUIET)
     axes.set_ylabel("layer", size=FONT + 1, color=QUIET)
-    bar = picture.colorbar(image, cax=picture.add_box(0.6 + inner[0] + 0.1, 0.55, 0.1, inner[1]))
+    for spine in axes.spines.values():
+        spine.set(color="#cccccc", linewidth=0.6)
+    axes.tick_params(length=2, width=0.5, color=QUIET)
+    cut = {(False, False): "neither", (True, False): "max", (False, True): "min", (True, True): "both"}
+    extend = cut[high > bound, low < -bound]
+    box = picture.add_box(0.6 + inner[0] + 0.1, 0.55, 0.1, inner[1])
+    bar = picture.colorbar(image, cax=box, extend=extend, extendfrac=0.03)
     bar.outline.set(edgecolor="#cccccc", linewidth=0.6)
     bar.ax.tick_params(labelsize=FONT, length=1.5, width=0.5, color=QUIET, labelcolor=INK)
-    name = f"head importance by {importance.name}, {importance.examples} examples"
+    name = f"Head importance by {importance.name},\n{importance.examples} examples"
     _write_title(picture, name if title is None else title)
     return picture
 

@@ -25,7 +25,11 @@ def test_tree_figure(tmp_path):
     assert texts(axes) == ["·are", "·$keys", "The"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["The", "·$keys", "·to", "·are"]
     # a token stands at the layer whose output it is taken from: through layer 3 and 1, from below them
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["layer 0", "layer 2", "layer 3"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "after layer 0",
+        "after layer 2",
+        "after layer 3",
+    ]
     points = {tuple(map(float, line.get_xydata()[0])) for line in axes.lines}
     assert points == {(3.0, 2.0), (1.0, 1.0), (0.0, 0.0)}
     figure.savefig(tmp_path / "tree.png")
@@ -39,10 +43,15 @@ def test_head_map(tmp_path):
     image = figure.axes[0].images[0]
     assert image.get_array().tolist() == importance.scores.tolist()
     assert image.get_clim() == (0.0, 5.0)
-    assert "by taylor, 7 examples" in figure.texts[0].get_text()
+    assert figure.texts[0].get_text() == "Head importance by taylor,\n7 examples"
     signed = head_map(HeadImportance(importance.scores - 3, "ablation", 7), title="mine")
     assert signed.axes[0].images[0].get_clim() == (-3.0, 3.0)
     signed.savefig(tmp_path / "heads.png")
+    cut = importance.show(highest=2.0)
+    assert cut.axes[0].images[0].get_clim() == (0.0, 2.0)
+    assert cut.axes[0].images[0].colorbar.extend == "max"
+    with pytest.raises(ValueError, match="highest: expected a positive number, got 0"):
+        importance.show(highest=0)
 
 
 def test_pruning_figure(tmp_path):
