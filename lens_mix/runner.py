@@ -17,7 +17,7 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.kinds import UnsupportedModelError, transformer_lens_version
 from lens_mix.lens.model import CleanPass, Lens
 from lens_mix.lens.prompts import PaddingSide, Prompt, pad, pad_token, read_prompt, token_strings
-from lens_mix.lens.proof import Proof
+from lens_mix.lens.proof import Proof, holds_here
 from lens_mix.lens.support import Support, choose_engine, model_name, proof_of, support_table
 from lens_mix.maps import MixingMap
 from lens_mix.methods import METHODS, Method
@@ -159,11 +159,22 @@ def _read_numbered(
             lens.kind,
             prompt,
             prepend_bos=options.prepend_bos,
-            attention_mask=None if mask is None else mask[number],
-            inputs={name: value[number] for name, value in inputs.items()},
+            attention_mask=None if mask is None else _row(mask, number, "attention_mask"),
+            inputs={name: _row(value, number, name) for name, value in inputs.items()},
         )
     except (TypeError, ValueError) as problem:
         raise type(problem)(f"prompt {number}: {problem}") from problem
+
+
+def _row(values: Any, number: int, name: str) -> Any:
+    if not hasattr(values, "__getitem__") or not hasattr(values, "__len__"):
+        raise TypeError(
+            f"{name}: expected one row per prompt, got {type(values).__name__}; "
+            "run_many has no option of that name"
+        )
+    if number >= len(values):
+        raise ValueError(f"{name}: expected a row for every prompt, got {len(values)} rows")
+    return values[number]
 
 
 def support(model: Any, *, stack: str | None = None) -> Support:
@@ -239,7 +250,7 @@ def _run_batch(
     lens: Lens, prompts: list[Prompt], options: _Options, side: PaddingSide
 ) -> list[dict[str, MixingMap]]:
     proof = proof_of(lens, prompts[0])
-    engines = {label: choose_engine(m, proof, options.engine) for label, m in options.methods.items()}
+    engines = _engines(options, proof)
     groups = [
         {label: method.key_groups(_own_length(lens, prompt)) for label, method in options.methods.items()}
         for prompt in prompts
@@ -248,12 +259,23 @@ def _run_batch(
     names = [lens.stack.hook_name(role, layer) for role in roles for layer in range(lens.n_layers)]
     clean = lens.clean_pass(pad(prompts, pad_token(lens.model), side), names)
     _require_masked_padding(lens, clean)
+    if "algebra" in engines.values() and holds_here(lens, clean, proof) is not None:
+        # The proof may be from before a change that leaves no trace; a fresh one decides.
+        proof = proof_of(lens, prompts[0], again=True)
+        engines = _engines(options, proof, holds_here(lens, clean, proof))
     mapped = _map_stack(lens, clean, proof, engines, options)
     allowed = masks.allowed_keys(lens, clean)
     return [
         _prompt_maps(lens, clean, index, mapped, engines, groups[index], allowed, options)
         for index in range(len(prompts))
     ]
+
+
+def _engines(options: _Options, proof: Proof, no_algebra: str | None = None) -> dict[str, str]:
+    return {
+        label: choose_engine(method, proof, options.engine, no_algebra)
+        for label, method in options.methods.items()
+    }
 
 
 def _own_length(lens: Lens, prompt: Prompt) -> int:

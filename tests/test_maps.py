@@ -559,7 +559,7 @@ def test_save_names_what_json_cannot_hold(tmp_path):
     with pytest.raises(TypeError, match=r"parameters\['target'\].* got function"):
         make(parameters={"target": lambda logits: logits}).save(tmp_path / "map")
     with pytest.raises(TypeError, match=r"provenance\['a'\]: expected names as strings"):
-        make(provenance={"a": {1: 2}}).save(tmp_path / "map")
+        make(provenance={"a": {(1, 2): 2}}).save(tmp_path / "map")
 
 
 def test_load_refuses_other_files(tmp_path):

@@ -327,3 +327,103 @@ def test_bidirectional_hooked_transformer_ignores_masks_so_prompts_run_alone():
     assert not lm.check(model, prompts[0]).proof.masks_padding
     for prompt, m in zip(prompts, lm.run_many(model, prompts, "value_zeroing"), strict=True):
         torch.testing.assert_close(m.scores, lm.run(model, prompt, "value_zeroing").scores, atol=1e-6, rtol=0)
+
+
+ALGEBRA = ["value_zeroing", "value_norm", "attn_res_ln", "atb_ff_res_ln", "globenc", "alti", "decompx"]
+
+
+def late_hook(start):
+    """Changes the block from a position on: nothing that a proof on a short prompt can see."""
+
+    def hook(tensor, hook):
+        out = tensor.clone()
+        out[:, start:] = out[:, start:] * 1.5 + 0.3
+        return out
+
+    return hook
+
+
+def test_a_hook_that_acts_beyond_the_proofs_prompt_is_noticed():
+    model = causal_model()
+    prompt = tokens(model, 1, 28)
+    with model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", late_hook(20))]):
+        m = lm.run(model, prompt, "value_zeroing")
+        assert m.provenance["engine"] == "hooks"
+        for name in ALGEBRA[1:]:
+            with pytest.raises(lm.UnsupportedModelError, match="its parts to give its output on this prompt"):
+                lm.run(model, prompt, name)
+    assert lm.run(model, prompt, "value_zeroing").provenance["engine"] == "algebra"
+
+
+def test_a_hook_in_the_place_of_another_is_noticed():
+    model = causal_model()
+    prompt = tokens(model, 1, 12)
+    with model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", lambda t, hook: t)]):
+        assert lm.run(model, prompt, "value_zeroing").provenance["engine"] == "algebra"
+    with model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", lambda t, hook: t * 2 + 1)]):
+        assert lm.run(model, prompt, "value_zeroing").provenance["engine"] == "hooks"
+
+
+@pytest.mark.parametrize("name", ["gemma", "llama", "gpt2"])
+def test_weights_edited_behind_torchs_back_are_noticed(name):
+    model = build_or_skip(bridge, name)
+    prompt = tokens(model, 1, 9)
+    lm.run(model, prompt, ALGEBRA)
+    norm = next(p for n, p in model.named_parameters() if "1" in n and ("layernorm" in n or "ln_2" in n))
+    norm.data.mul_(1.7)
+    edited = lm.run(model, prompt, ALGEBRA)
+    fresh = build_or_skip(bridge, name)
+    same = dict(fresh.named_parameters())[next(n for n, p in model.named_parameters() if p is norm)]
+    with torch.no_grad():
+        same.mul_(1.7)
+    for method, m in lm.run(fresh, prompt, ALGEBRA).items():
+        torch.testing.assert_close(edited[method].scores, m.scores, atol=1e-4, rtol=1e-4)
+
+
+def test_misspelt_inputs_are_refused():
+    model = build_or_skip(bridge, "bert")
+    prompt = tokens(model, 1, 6)
+    with pytest.raises(ValueError, match=r"got \['token_type_id'\]"):
+        lm.run(model, prompt, "attention", token_type_id=torch.zeros_like(prompt))
+    with pytest.raises(TypeError, match="per_head is meant as an option"):
+        lm.run(model, prompt, "attention", per_head=True)
+    with pytest.raises(TypeError, match="run_many has no option of that name"):
+        list(lm.run_many(model, [prompt], "attention", batchsize=4))
+    with pytest.raises(ValueError, match="attention_mask: expected a row for every prompt, got 1 rows"):
+        list(lm.run_many(model, [prompt, prompt], "attention", attention_mask=torch.ones(1, 6)))
+
+
+def test_an_ablated_output_matrix_and_a_users_own_zero_values_give_zero_maps():
+    from lens_mix.hooks import zero_values
+
+    model = build_or_skip(bridge, "gpt2")
+    prompt = tokens(model, 1, 6)
+    with model.hooks(fwd_hooks=[zero_values(0, 0)]):
+        maps = lm.run(model, prompt, ["attention", "value_zeroing"])
+    assert float(maps["value_zeroing"].scores[0, :, 0].max()) < 1e-12
+    assert float(maps["value_zeroing"].scores[0, 5, 1]) > 0
+    with torch.no_grad():
+        model.blocks[0].attn.o.weight.zero_()
+    maps = lm.run(model, prompt, ["attention", "value_zeroing"])
+    assert float(maps["value_zeroing"].scores[0].max()) < 1e-12
+    assert any("all-zero" in note for note in maps["value_zeroing"].notes)
+    assert float(maps["attention"].scores[0].max()) > 0
+
+
+def test_heads_and_spans_in_any_form_are_saved(tmp_path):
+    model = causal_model()
+    for number, method in enumerate(
+        [
+            lm.ValueZeroing(heads={0: [1]}),
+            lm.ValueZeroing(heads=range(2)),
+            lm.ValueZeroing(heads=torch.tensor([0, 1])),
+            lm.ValueZeroing(spans=[range(2), (2,)]),
+        ]
+    ):
+        m = lm.run(model, tokens(model, 1, 4), method)
+        m.save(tmp_path / f"{number}.safetensors")
+        assert torch.equal(lm.MixingMap.load(tmp_path / f"{number}.safetensors").scores, m.scores)
+    with pytest.raises(ValueError, match=r"heads: expected each head once, got \[1, 1\]"):
+        lm.run(model, tokens(model, 1, 4), lm.ValueZeroing(heads=[1, 1]))
+    with pytest.raises(TypeError, match="heads: expected whole numbers in a list, got int"):
+        lm.ValueZeroing(heads=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -41,6 +42,8 @@ class CleanPass:
         calls: per block, its arguments and output.
         recorded: hook name -> tensor, for the hooks that were asked.
         seen: per layer, which keys got any weight from any head.
+        places: four positions of every prompt, the last one among them.
+        glimpses: per layer, the pattern of the queries at these places.
         replays: per block, the way it is run again, once that has been proven.
     """
 
@@ -48,6 +51,8 @@ class CleanPass:
     calls: dict[int, BlockCall]
     recorded: dict[str, Tensor]
     seen: dict[int, Bool[Tensor, "batch query key"]]
+    places: Int[Tensor, "batch place"]
+    glimpses: dict[int, Float[Tensor, "batch head place key"]]
     replays: dict[int, BlockReplay] = dataclasses.field(default_factory=dict)
 
 
@@ -142,10 +147,13 @@ class Lens:
         calls: dict[int, BlockCall] = {}
         recorded: dict[str, Tensor] = {}
         seen: dict[int, Tensor] = {}
+        glimpses: dict[int, Tensor] = {}
+        places = _places(batch.real_positions(self.stack.name))
         fwd_hooks: list[HookPair] = [record(recorded, name) for name in (*names, *optional)]
         if see_keys:
             fwd_hooks += [
-                (self.stack.hook_name("pattern", layer), _see(layer, seen)) for layer in range(last + 1)
+                (self.stack.hook_name("pattern", layer), _see(layer, seen, places, glimpses))
+                for layer in range(last + 1)
             ]
         with self.undisturbed(), self.hooked(fwd_hooks), contextlib.ExitStack() as handles:
             for handle in captured_calls(self.stack.blocks[: last + 1], calls):
@@ -153,7 +161,7 @@ class Lens:
             handles.callback(self.stack.blocks[last].register_forward_hook(_stop).remove)
             with contextlib.suppress(_Stop):
                 self._forward(batch)
-        clean = CleanPass(batch, calls, recorded, seen)
+        clean = CleanPass(batch, calls, recorded, seen, places, glimpses)
         self._require_complete(clean, names, last, see_keys)
         return clean
 
@@ -291,10 +299,17 @@ class Lens:
             return self.model(
                 batch.tokens, batch.target, one_zero_attention_mask=mask.to(self.dtype), **options
             )
+        self._refuse_inputs(inputs, self._bridge_inputs())
         if batch.target is not None:
             inputs["decoder_input_ids"] = batch.target
         # use_cache=False: a block that is run again must not find the keys of its first run.
         return self.model(batch.tokens, attention_mask=mask, use_cache=False, **inputs, **options)
+
+    def _bridge_inputs(self) -> list[str]:
+        """What the wrapped model's forward pass takes by name; more would be swallowed without a word."""
+        parameters = inspect.signature(type(self.model.original_model).forward).parameters.values()
+        taken = {"input_ids", "attention_mask", "use_cache", "decoder_input_ids", "self"}
+        return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in taken]
 
     def _refuse_inputs(self, inputs: dict[str, Tensor], allowed: Sequence[str]) -> None:
         unknown = sorted(set(inputs) - set(allowed))
@@ -378,9 +393,20 @@ class Lens:
         return next(iter(self.model.parameters())).device
 
 
-def _see(layer: int, seen: dict[int, Tensor]) -> Callable[..., None]:
+def _places(real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch place"]:
+    own = [row.nonzero()[:, 0] for row in real]
+    return torch.stack([at[torch.linspace(0, len(at) - 1, 4, device=at.device).round().long()] for at in own])
+
+
+def _see(
+    layer: int, seen: dict[int, Tensor], places: Int[Tensor, "batch place"], glimpses: dict[int, Tensor]
+) -> Callable[..., None]:
+    rows = torch.arange(len(places), device=places.device)[:, None]
+
     def see(tensor: Tensor, hook: Any) -> None:
         seen[layer] = (tensor > 0).any(dim=1)
+        if tensor.shape[0] == len(places) and tensor.shape[2] > int(places.max()):
+            glimpses[layer] = tensor.detach()[rows, :, places].transpose(1, 2)
 
     return see
 
@@ -400,8 +426,12 @@ def _keep_and_stop(kept: list[Tensor]) -> Callable[..., None]:
 @contextlib.contextmanager
 def _skipped(block: nn.Module, output: Any) -> Iterator[None]:
     """The block gives back a recorded output instead of running."""
-    block.__dict__["forward"] = lambda *args, **kwargs: output
+    own = block.__dict__.get("forward")  # a forward that somebody else put on this block
     try:
+        block.__dict__["forward"] = lambda *args, **kwargs: output
         yield
     finally:
-        del block.__dict__["forward"]
+        if own is None:
+            block.__dict__.pop("forward", None)
+        else:
+            block.__dict__["forward"] = own

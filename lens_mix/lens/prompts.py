@@ -216,7 +216,11 @@ def _own_positions(attention_mask: Tensor | None, tokens: Int[Tensor, " pos"]) -
 
 def _like_tokens(value: Tensor, tokens: Int[Tensor, " pos"], name: str) -> Tensor:
     if not torch.is_tensor(value):
-        raise TypeError(f"{name}: expected a tensor of the tokens' shape, got {type(value).__name__}")
+        raise TypeError(
+            f"{name}: expected a tensor of the tokens' shape, got {type(value).__name__}; "
+            f"if {name} is meant as an option, run has none of that name (methods take theirs: "
+            "lm.ValueZeroing(per_head=True))"
+        )
     if value.ndim == 2 and value.shape[0] == 1:
         value = value[0]
     if value.shape != tokens.shape:

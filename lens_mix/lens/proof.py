@@ -131,6 +131,46 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
     return Proof(tuple(parts), tuple(anatomies), _masks_padding(lens, short))
 
 
+def holds_here(lens: Lens, clean: CleanPass, proof: Proof) -> str | None:
+    """Why the proven parts do not give the blocks' outputs on these prompts; None when they do.
+
+    The proof was made on a short prompt, maybe some time ago. A hook that acts from position 20 on, or a
+    weight edited behind torch's back, shows only here: four positions of every prompt are rebuilt from the
+    clean pass, the last one among them. Blocks whose feed-forward can't be written down are left out.
+
+    Args:
+        lens: the face of the model.
+        clean: the clean pass.
+        proof: the proof that is to be relied on.
+    """
+    places = clean.places
+    rows = torch.arange(len(places), device=places.device)[:, None]
+    wide = torch.float64 if lens.dtype == torch.float64 else torch.float32
+    for layer, anatomy in enumerate(proof.anatomy):
+        path = anatomy.value_path
+        if (
+            path is None
+            or anatomy.cross
+            or (anatomy.feed_forward is None and anatomy.feed_forward_kind != "none")
+        ):
+            continue
+        call = clean.calls[layer]
+        x = call.resid_pre.to(wide)
+        values = path.values(x if anatomy.attention_input is None else anatomy.attention_input(x))
+        out = path.project(mix(clean.glimpses[layer].to(wide), values))
+        x = x[rows, places]
+        mid = anatomy.after_attention(x, out)
+        feed_forward, _ = _rebuilt_feed_forward(anatomy, x, mid)
+        rebuilt = anatomy.after_feed_forward(mid, feed_forward)
+        error = relative_error(rebuilt, call.resid_post[rows, places])
+        if not error <= lens.tolerance:
+            return (
+                f"block {layer}: expected its parts to give its output on this prompt within "
+                f"{lens.tolerance:.0e}, got a relative error of {error:.1e}"
+            )
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Recorded:
     """What the clean pass recorded of one block, in the dtype of the rebuilding."""
@@ -340,12 +380,26 @@ def _zero_value(lens: Lens, clean: CleanPass, layer: int, recorded: _Recorded) -
     error = relative_error(
         store[z_name].to(expected.dtype).reshape(expected.shape).flatten(2), expected.flatten(2)
     )
-    post = out[0] if isinstance(out, tuple) else out
-    if bool((post.to(expected.dtype) == recorded.resid_post).all()):
+    if _without_effect(out, expected, recorded):
         return PartError(
             layer, "zero_value", None, lens.tolerance, "the edit did not change the block's output"
         )
     return PartError(layer, "zero_value", error, lens.tolerance)
+
+
+def _without_effect(out: Any, expected: Tensor, recorded: _Recorded) -> bool:
+    """Whether the block's output stayed although the attention's output had to change.
+
+    An output matrix of zeros (an ablated block), or a value that is zero anyway, has no effect to show.
+    """
+    post = out[0] if isinstance(out, tuple) else out
+    if bool((post.to(expected.dtype) != recorded.resid_post).any()):
+        return False
+    changes_z = bool((expected.flatten(2) != recorded.z.reshape(expected.shape).flatten(2)).any())
+    writes = recorded.attention_out is None or bool(
+        (recorded.attention_out != recorded.attention_out[:, :1]).any()
+    )
+    return changes_z and writes
 
 
 def _masks_padding(lens: Lens, prompt: Prompt) -> bool:

@@ -38,13 +38,14 @@ _inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 @contextlib.contextmanager
 def _quiet(model: nn.Module) -> Iterator[None]:
     training = [module for module in _all_modules(model) if module.training]
-    for module in training:
-        module.training = False
     with contextlib.ExitStack() as stack:
+        # What restores is registered before anything is changed: Ctrl-C may come between any two lines.
         stack.callback(_restore_training, training)
+        stack.callback(_inside.discard, model)
+        for module in training:
+            module.training = False
         stack.enter_context(_eager_attention(model))
         _inside.add(model)
-        stack.callback(_inside.discard, model)
         yield
 
 
@@ -56,8 +57,14 @@ def _all_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _restore_training(training: list[nn.Module]) -> None:
-    for module in training:
-        module.training = True
+    try:
+        for module in training:
+            module.training = True
+    except BaseException:
+        # Interrupted on the way back: once more, since nothing else will put it right.
+        for module in training:
+            module.training = True
+        raise
 
 
 @contextlib.contextmanager

@@ -25,10 +25,16 @@ class HasEngines(Protocol):
     engines: ClassVar[tuple[str, ...]]
 
 
-def proof_of(lens: Lens, prompt: Prompt) -> Proof:
-    """The proof of the lens's stack: made on the first call, and again when weights or hooks have changed."""
+def proof_of(lens: Lens, prompt: Prompt, again: bool = False) -> Proof:
+    """The proof of the lens's stack: made on the first call, and again when weights or hooks have changed.
+
+    Args:
+        lens: the face of the model.
+        prompt: what to prove it on.
+        again: make it anew whatever is kept.
+    """
     kept = _proofs.setdefault(lens.model, {}).get(lens.stack.name)
-    if kept is not None and kept[0] == _state(lens):
+    if not again and kept is not None and kept[0] == _state(lens):
         return kept[1]
     proof = prove(lens, prompt)
     # Taken afterwards: the Bridge puts hooks of its own on norms in the first forward pass.
@@ -38,8 +44,11 @@ def proof_of(lens: Lens, prompt: Prompt) -> Proof:
 
 def _state(lens: Lens) -> tuple[Any, ...]:
     """Changes whenever weights are edited in place, replaced, moved or cast, or hooks come or go."""
-    weights = tuple((p.data_ptr(), p._version, p.dtype) for p in lens.model.parameters())
-    hooks = tuple(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in lens.model.modules())
+    weights = tuple(
+        (p.data_ptr(), None if p.is_inference() else p._version, p.dtype) for p in lens.model.parameters()
+    )
+    # The keys are numbers that torch gives out once, so a hook that took another's place is seen.
+    hooks = tuple((*m._forward_hooks, *m._forward_pre_hooks) for m in lens.model.modules())
     return weights, hooks
 
 
@@ -64,13 +73,14 @@ def refusal(proof: Proof, engine: str, method: HasEngines | None = None) -> str 
     return None
 
 
-def choose_engine(method: HasEngines, proof: Proof, engine: str) -> str:
+def choose_engine(method: HasEngines, proof: Proof, engine: str, no_algebra: str | None = None) -> str:
     """The engine a method will run with.
 
     Args:
         method: the method.
         proof: the model's proof.
         engine: "auto" for the first of the method's engines that the proof allows, or one by name.
+        no_algebra: why algebra can't run on this prompt, though the proof allows it.
 
     Raises:
         ValueError: an unknown engine, or one that the method does not have.
@@ -86,7 +96,7 @@ def choose_engine(method: HasEngines, proof: Proof, engine: str) -> str:
         raise ValueError(f"engine: {method.name} has the engines {list(method.engines)}, got {engine!r}")
     reasons = []
     for option in options:
-        reason = refusal(proof, option, method)
+        reason = refusal(proof, option, method) or (no_algebra if option == "algebra" else None)
         if reason is None:
             return option
         reasons.append(f"{option}: {reason}")
@@ -210,7 +220,7 @@ def check(
     if prompt is None:
         prompt = _any_tokens(model)
     read = read_prompt(model, lens.kind, prompt, prepend_bos=prepend_bos, inputs=inputs)
-    return Check(model_name(model), proof_of(lens, read))
+    return Check(model_name(model), proof_of(lens, read, again=True))
 
 
 def support_table(model: Any, methods: Iterable[HasEngines], stack: str | None = None) -> Support:

@@ -153,7 +153,8 @@ def as_residual(residual: object, argument: str = "residual") -> float:
 def as_plain(value: Any) -> Any:
     """Tuples as lists and numpy or torch scalars as Python numbers, throughout, so that JSON keeps all."""
     if isinstance(value, Mapping):
-        return {key: as_plain(item) for key, item in value.items()}
+        # JSON knows no numbers as names: {3: [1, 5]} is kept as {"3": [1, 5]}.
+        return {str(key) if type(key) is int else key: as_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_plain(item) for item in value]
     if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.ndim == 0):

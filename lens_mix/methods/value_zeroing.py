@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -75,6 +75,8 @@ class ValueZeroing(Method):
             raise ValueError(
                 f"last_layer: expected 'before_final_norm' or 'after_final_norm', got {self.last_layer!r}"
             )
+        if self.threshold is not None and not isinstance(self.threshold, int | float):
+            raise TypeError(f"threshold: expected None or a number, got {type(self.threshold).__name__}")
         if self.threshold is not None and not self.threshold >= 0:
             raise ValueError(f"threshold: expected None or a number >= 0, got {self.threshold}")
         if self.spans is not None:
@@ -83,6 +85,10 @@ class ValueZeroing(Method):
             raise ValueError(
                 "heads: with per_head expected the same heads in every layer, got a mapping by layer"
             )
+
+        object.__setattr__(self, "heads", _plain_heads(self.heads))
+        if self.spans is not None:
+            object.__setattr__(self, "spans", [list(span) for span in self.spans])
 
     def check(self, n_heads: int, n_layers: int) -> None:
         by_layer = self.heads if isinstance(self.heads, Mapping) else {None: self.heads}
@@ -93,6 +99,8 @@ class ValueZeroing(Method):
                 continue
             if len(heads) == 0:
                 raise ValueError("heads: expected at least one head, got none")
+            if len(set(heads)) != len(heads):
+                raise ValueError(f"heads: expected each head once, got {list(heads)}")
             outside = [head for head in heads if not 0 <= head < n_heads]
             if outside:
                 raise ValueError(f"heads: expected query heads 0..{n_heads - 1}, got {outside}")
@@ -207,7 +215,31 @@ def distance(
     return torch.where((size_x == 0) != (size_y == 0), torch.ones_like(apart), apart)
 
 
+def _plain_heads(heads: Any) -> list[int] | dict[int, list[int]] | None:
+    """Heads as a list, or layer -> list; a tensor, a range or a set will do."""
+    if heads is None:
+        return None
+    if isinstance(heads, Mapping):
+        return {_whole("heads (layer)", layer): _listed("heads", some) for layer, some in heads.items()}
+    return _listed("heads", heads)
+
+
+def _listed(name: str, numbers: Any) -> list[int]:
+    numbers = numbers.tolist() if hasattr(numbers, "tolist") else numbers
+    if isinstance(numbers, str) or not isinstance(numbers, Iterable):
+        raise TypeError(f"{name}: expected whole numbers in a list, got {type(numbers).__name__}")
+    return [_whole(name, number) for number in numbers]
+
+
+def _whole(name: str, number: Any) -> int:
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise TypeError(f"{name}: expected whole numbers, got {number!r}")
+    return int(number)
+
+
 def _check_spans(spans: Sequence[Sequence[int]]) -> None:
+    for span in spans:
+        _listed("spans", span)
     if len(spans) == 0 or any(len(span) == 0 for span in spans):
         raise ValueError(
             f"spans: expected groups of at least one position each, got {[list(s) for s in spans]}"

@@ -118,3 +118,17 @@ def test_a_block_that_changes_from_run_to_run_is_refused():
     model.blocks[0].register_forward_hook(drift)
     with pytest.raises(lm.UnsupportedModelError, match=r"blocks\.0: run again .* should give its own output"):
         lm.run(model, prompt_of(model), "value_zeroing", engine="hooks")
+
+
+def test_a_forward_that_somebody_put_on_a_block_stays():
+    lens, clean = lens_and_clean("bridge llama")
+    block = lens.stack.blocks[0]
+    own = block.forward
+
+    def mine(*arguments, **keywords):
+        return own(*arguments, **keywords)
+
+    block.__dict__["forward"] = mine
+    lens.logits(clean, start_at_layer=1)
+    assert block.__dict__["forward"] is mine
+    del block.__dict__["forward"]
