@@ -1,7 +1,7 @@
 """Which heads agree nouns and verbs? Self-attention attribution on a task that SmolLM2 can do (BLiMP).
 
-    python demos/attribution.py                 SmolLM2-135M, 16 sentences per task, some minutes on two cores
-    python demos/attribution.py --pairs 4       faster, rougher
+    python demos/attribution.py                 SmolLM2-135M, 4 sentences per task, some minutes on two cores
+    python demos/attribution.py --pairs 16      finer, four times as long
 
 Prints the attribution of one sentence and its tree, the most important heads, how the importance of three
 tasks correlates, what is left of the accuracy as heads are pruned in four orders, and what trigger words do.
@@ -35,6 +35,7 @@ TASKS = {
     "anaphor": "anaphor_number_agreement",
 }
 MAIN_TASK = "determiner-noun"
+SHARES = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)
 PLURAL = {"determiner-noun": ("these", "those"), "anaphor": ("themselves",)}
 
 
@@ -122,7 +123,8 @@ def one_sentence(model: Any, pair: Pair) -> None:
     # The first token takes nothing in, as [CLS] in the paper's code; an edge costs 0.05 logits.
     tree = lm.attribution_tree(found, root=-1, special=[0], cost=0.05)
     print("\n" + lm.tree_text(tree))
-    save(layer_maps(found, normalize=False, title="attribution, every layer"), "attribution_layers")
+    title = f"Attribution of logit({pair.good}) - logit({pair.bad}), layers with a gap below 10 %"
+    save(layer_maps(sure, normalize=False, title=title), "attribution_layers")
     save(tree_figure(tree, title=f"{pair.prefix} … {pair.good} / {pair.bad}"), "attribution_tree")
 
 
@@ -162,7 +164,9 @@ def tasks_correlate(model: Any, count: int, known: evaluation.HeadImportance) ->
 
 def prune(model: Any, pairs: Sequence[Pair], rankings: dict[str, evaluation.HeadImportance]) -> None:
     """The curves, on sentences that the rankings have not seen."""
-    curves = evaluation.pruning_curves(model, accuracy(pairs), rankings, random=2, progress=True)
+    curves = evaluation.pruning_curves(
+        model, accuracy(pairs), rankings, fractions=SHARES, random=2, progress=True
+    )
     table = curves.to_dataframe().pivot(index="ranking", columns="fraction", values="value").round(2)
     print(f"\nAccuracy on {len(pairs)} other pairs, the least important heads pruned first")
     print(table.to_string())
@@ -173,7 +177,7 @@ def prune(model: Any, pairs: Sequence[Pair], rankings: dict[str, evaluation.Head
 
 def triggers(model: Any, count: int) -> None:
     """Words that carry a verdict in one sentence, put into others."""
-    pairs = read_pairs("anaphor", count)
+    pairs = read_pairs("anaphor", max(count, 24))
     label_of = ["plural" if pair.good in PLURAL["anaphor"] else "singular" for pair in pairs]
     examples = [
         evaluation.Example.read(model, pair.prefix, label)
@@ -185,11 +189,15 @@ def triggers(model: Any, count: int) -> None:
     }
     special = set(model.tokenizer.all_special_ids)
     found = evaluation.extract_triggers(
-        model, examples, targets=[pair.target for pair in pairs], special=special, progress=True
+        model,
+        examples[:count],
+        targets=[pair.target for pair in pairs[:count]],
+        special=special,
+        progress=True,
     )
     predict = evaluation.predict_by_token(model, choices)
     report = evaluation.trigger_report(examples, found[:4], predict, special=special)
-    print("\nTriggers, accuracy before and after (anaphor)")
+    print(f"\nTriggers of {count} sentences, in {len(examples)}: accuracy before and after (anaphor)")
     print(report.to_dataframe().round(2).to_string(index=False))
 
 
@@ -212,14 +220,15 @@ def save(figure: Any, name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=16, help="sentences per task")
+    parser.add_argument("--pairs", type=int, default=4, help="sentences per task that are explained")
     options = parser.parse_args()
     start = time.perf_counter()
     model = models.smollm2()
     pairs = read_pairs(MAIN_TASK, 48)
     with torch.no_grad():
         print(f"accuracy on {len(pairs)} pairs of {MAIN_TASK} agreement: {accuracy(pairs)(model):.2f}")
-    seen, other = pairs[: options.pairs], pairs[-2 * min(options.pairs, 12) :]
+    seen, other = pairs[: options.pairs], pairs[max(options.pairs, 24) :] or pairs
+    print(f"{len(seen)} pairs are explained, the curves are measured on {len(other)} others")
     one_sentence(model, seen[1])
     rankings = importances(model, seen)
     for name, importance in rankings.items():
@@ -227,10 +236,10 @@ def main() -> None:
         print(f"  most important heads by {name:11s} {best}")
     for note in rankings["attribution"].notes:
         print(f"    {note}")
-    save(rankings["attribution"].show(), "attribution_heads")
+    save(rankings["attribution"].show(highest=0.5), "attribution_heads")
     tasks_correlate(model, options.pairs, rankings["attribution"])
     prune(model, other, rankings)
-    triggers(model, options.pairs)
+    triggers(model, max(options.pairs // 2, 1))
     print(f"\n{time.perf_counter() - start:.0f} s")
 
 
