@@ -208,7 +208,9 @@ class CleanBlock:
         found = []
         for matrix in range(len(inner)):
             clean = self.pre[matrix, rows, columns]
-            pre = room.like(f"pre {matrix}", clean, into.shape, clean.dtype)
+            # The first pre-activations are made where their activations go: one buffer less in the caches.
+            in_place = matrix == 0 and clean.dtype == self.dtype
+            pre = into if in_place else room.like(f"pre {matrix}", clean, into.shape, clean.dtype)
             if alphas:
                 torch.addcmul(clean, self.bases[0][matrix, rows, columns], alphas[0][..., None], out=pre)
             else:

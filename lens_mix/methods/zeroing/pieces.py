@@ -40,7 +40,7 @@ class Sizes:
     ragged: bool
 
 
-CPU = Sizes(window=64, slab=256, columns=4096, tile=1 << 16, chunk=512, keys=128, positions=2048, ragged=True)
+CPU = Sizes(window=32, slab=256, columns=4096, tile=3 << 16, chunk=512, keys=128, positions=2048, ragged=True)
 GPU = Sizes(
     window=128,
     slab=16384,

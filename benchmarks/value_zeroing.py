@@ -1,0 +1,135 @@
+"""Value Zeroing by algebra against everything that it could be compared with, at base size.
+
+    python -m benchmarks.value_zeroing                       quick: gpt2-like, 3 layers, 64 and 128 positions
+    python -m benchmarks.value_zeroing --full                12 layers, three models, 32 to 256 positions
+    python -m benchmarks.value_zeroing --memory 1024         one run of 1024 positions, its memory
+
+Compared, in turns, medians of one run:
+
+- forward: one plain pass of the same model
+- hooks: the library's definition, whole blocks replayed in copies
+- naive: a plain loop over layers and positions, one block call each (transformers, no library between)
+- batched: the same with as many copies at once as suits the caches
+- one product: pairs × d_mlp × d_model, the floor of any exact way that applies the last matrix per pair
+- two products: with the first matrix applied per pair too (both first ones of a gated feed-forward)
+- inseq: one forward pass per position (benchmarks/peers), where its environment is there
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import lens_mix as lm
+from benchmarks import common
+from benchmarks.baselines import PlainModel, value_zeroing_by_blocks
+from benchmarks.peers import peer_seconds
+
+# Above these the slow ways take minutes.
+HOOKS_UP_TO, NAIVE_UP_TO, BATCHED_UP_TO = 128, 128, 256
+ROWS = 1536
+
+
+def compare(name: str, positions: int, layers: int, repeats: int, peers: bool = False) -> dict[str, Any]:
+    """Seconds of each way and ratios to the algebra engine."""
+    model = common.MODELS[name](layers=layers)
+    plain = PlainModel(common.MODELS[name](layers=layers, wrapped=False))
+    tokens = common.random_tokens(model, positions)
+    ways: dict[str, Callable[[], object]] = {
+        "algebra": lambda: lm.run(model, tokens, "value_zeroing", engine="algebra"),
+        "forward": lambda: _forward(model, tokens),
+        "product": _one_product(model, positions, name),
+    }
+    if positions <= HOOKS_UP_TO:
+        ways["hooks"] = lambda: lm.run(model, tokens, "value_zeroing", engine="hooks")
+    if positions <= NAIVE_UP_TO:
+        ways["naive"] = lambda: value_zeroing_by_blocks(plain, tokens)
+    if positions <= BATCHED_UP_TO:
+        ways["batched"] = lambda: value_zeroing_by_blocks(plain, tokens, max(1, 2048 // positions))
+    seconds = common.interleaved(ways, repeats)
+    pairs = _pairs(name, positions)
+    one = seconds.pop("product") * layers * pairs / min(pairs, ROWS)
+    first = 2 if _gated(model) else 1
+    seconds |= {"one product": one, "two products": (1 + first) * one}
+    if peers and name == "gpt2-like":
+        seconds |= peer_seconds("inseq_value_zeroing", layers, positions)
+    algebra = seconds["algebra"]
+    row: dict[str, Any] = {"model": name, "layers": layers, "positions": positions, "algebra s": algebra}
+    row |= {f"{way} ÷ algebra": value / algebra for way, value in seconds.items() if way != "algebra"}
+    row["peak MB"] = common.peak_bytes(ways["algebra"]) / 1e6
+    return row
+
+
+@torch.no_grad()
+def _forward(model: Any, tokens: torch.Tensor) -> None:
+    model(tokens[None])
+
+
+def _gated(model: Any) -> bool:
+    return getattr(model.cfg, "gated_mlp", False) or hasattr(model.blocks[0].mlp, "gate")
+
+
+def _pairs(name: str, positions: int) -> int:
+    return positions**2 if name == "bert-like" else positions * (positions + 1) // 2
+
+
+def _one_product(model: Any, positions: int, name: str) -> Callable[[], object]:
+    d_mlp = int(model.cfg.d_mlp or 4 * model.cfg.d_model)
+    return common.gemm(min(_pairs(name, positions), ROWS), d_mlp, model.cfg.d_model)
+
+
+def memory(positions: int, layers: int = 12) -> dict[str, Any]:
+    """One run on a fresh gpt2-like model; to be called in a process of its own."""
+    model = common.gpt2_like(layers=layers, context=max(1024, positions))
+    tokens = common.random_tokens(model, positions)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    lm.run(model, tokens, "value_zeroing", engine="algebra")
+    seconds = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "model": "gpt2-like",
+        "layers": layers,
+        "positions": positions,
+        "seconds": seconds,
+        "resident MB before": before / 1e3,
+        "resident MB at most": after / 1e3,
+    }
+
+
+def rows(
+    models: Sequence[str], sizes: Sequence[int], layers: int, repeats: int, peers: bool = False
+) -> list[dict[str, Any]]:
+    """A row per model and length."""
+    return [compare(name, size, layers, repeats, peers) for name in models for size in sizes]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--memory", type=int, metavar="POSITIONS")
+    parser.add_argument("--models", nargs="+", choices=list(common.MODELS))
+    parser.add_argument("--sizes", nargs="+", type=int)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.memory:
+        print(json.dumps(memory(options.memory, options.layers or 12)))
+        return
+    print(common.machine())
+    models = options.models or (list(common.MODELS) if options.full else ["gpt2-like"])
+    sizes = options.sizes or ([32, 64, 128, 256] if options.full else [64, 128])
+    layers = options.layers or (12 if options.full else 3)
+    print(common.markdown_table(rows(models, sizes, layers, options.repeats, peers=True)))
+
+
+if __name__ == "__main__":
+    main()
