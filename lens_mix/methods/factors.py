@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Numbers in the temporaries of one step: they stay in a processor's caches.
 STEP_ELEMENTS = 1 << 20
 # The same for the float64 copies that factors are made of.
-FACTOR_ELEMENTS = 1 << 18
+FACTOR_ELEMENTS = 1 << 17
 # Factors of one block that are kept while the clean pass lives, so that the maps of one run share them.
 SHARED_BYTES = 16 << 20
 
@@ -53,7 +53,7 @@ def value_outputs(
     # One matrix product per head; einsum would make it one product per head and key.
     by_head = value.movedim(2, 0).flatten(1, 2)
     out = torch.bmm(by_head, path.W_O.to(value.dtype))
-    return out.unflatten(1, (value.shape[0], value.shape[1])).movedim(0, 2).contiguous()
+    return out.unflatten(1, (value.shape[0], value.shape[1])).movedim(0, 2)
 
 
 def pattern_by_key(
@@ -74,6 +74,28 @@ def gram(vectors: Float[Tensor, "*batch head d_model"]) -> Float[Tensor, "*batch
     return wide @ wide.transpose(-1, -2)
 
 
+def gram_after(
+    norm: Norm, vectors: Float[Tensor, "batch key head d_model"]
+) -> Float[Tensor, "batch key head head_"]:
+    """`gram` of `linear_part(norm, vectors)`, for float64 vectors: no centred copy is made.
+
+    With P the scalar products under the metric γ², m the means and p_h = Σ_d γ_d² w_hd the products are
+    P_hg - m_h p_g - p_h m_g + m_h m_g Σ_d γ_d².
+    """
+    heads, d_model = vectors.shape[-2:]
+    metric = vectors.new_ones(d_model) if norm.weight is None else norm.weight.double().square()
+    if norm.kind == "rms":
+        return vectors @ (vectors * metric).transpose(-1, -2)
+    other = vectors.new_empty((*vectors.shape[:-2], heads + 2, d_model))
+    torch.mul(vectors, metric, out=other[..., :heads, :])
+    other[..., heads, :] = metric
+    other[..., heads + 1, :] = 1 / d_model
+    found = vectors @ other.transpose(-1, -2)
+    products, p, m = found[..., :heads], found[..., heads], found[..., heads + 1]
+    shift = m[..., :, None] * (p - m * (metric.sum() / 2))[..., None, :]
+    return products - shift - shift.transpose(-1, -2)
+
+
 def sum_norms(
     weights: Float[Tensor, "*batch query head"], vectors: Float[Tensor, "*batch head d_model"]
 ) -> Float[Tensor, "*batch query"]:
@@ -81,7 +103,11 @@ def sum_norms(
     wide = weights.double()
     if vectors.dtype == torch.float64:
         return torch.linalg.vector_norm(wide @ qr_factor(vectors).transpose(-1, -2), dim=-1)
-    return ((wide @ gram(vectors)) * wide).sum(-1).clamp_min(0).sqrt()
+    return _quadratic_norms(wide, gram(vectors))
+
+
+def _quadratic_norms(weights: Tensor, products: Tensor) -> Tensor:
+    return (weights @ products).mul_(weights).sum(-1).clamp_min_(0).sqrt_()
 
 
 def linear_part(
@@ -108,29 +134,63 @@ class Pairs:
         weights: Float[Tensor, "batch key query head"],
         vectors: Float[Tensor, "batch key head d_model"],
     ) -> None:
-        self.weights, self.vectors = weights, vectors
+        self.weights, self._vectors = weights, vectors
+        # The linear parts of norms that the vectors have still to go through.
+        self._through: tuple[Norm, ...] = ()
         self._norms: Tensor | None = None
+        self._own: Tensor | None = None
+
+    @property
+    def vectors(self) -> Float[Tensor, "batch key head d_model"]:
+        """w, one vector per key and head; after norms, made when first asked for."""
+        for norm in self._through:
+            self._vectors = linear_part(norm, self._vectors)
+        self._through = ()
+        return self._vectors
 
     def through(self, norm: Norm | None) -> Pairs:
         """The same after a norm's linear part."""
-        return self if norm is None else Pairs(self.weights, linear_part(norm, self.vectors))
+        if norm is None:
+            return self
+        out = Pairs(self.weights, self._vectors)
+        out._through = (*self._through, norm)
+        out._own = linear_part(norm, self.own())
+        return out
 
     def norms(self) -> Float[Tensor, "batch query key"]:
         """Euclidean norms of all pairs; computed once."""
         if self._norms is None:
             batch, keys, queries, heads = self.weights.shape
             norms = self.weights.new_empty((batch, keys, queries))
-            step = max(1, FACTOR_ELEMENTS // (batch * heads * max(self.vectors.shape[-1], queries)))
+            step = max(1, FACTOR_ELEMENTS // (batch * heads * max(self._vectors.shape[-1], queries)))
             for start in range(0, keys, step):
                 chunk = slice(start, start + step)
-                norms[:, chunk] = sum_norms(self.weights[:, chunk], self.vectors[:, chunk])
+                norms[:, chunk] = self._norms_of(chunk)
             self._norms = norms.transpose(1, 2)
         return self._norms
 
+    def _norms_of(self, chunk: slice) -> Tensor:
+        weights, vectors = self.weights[:, chunk], self._vectors[:, chunk]
+        if self._vectors.dtype == torch.float64:
+            for norm in self._through:
+                vectors = linear_part(norm, vectors)
+            return sum_norms(weights, vectors)
+        wide = vectors.double()
+        for norm in self._through[:-1]:
+            wide = linear_part(norm, wide)
+        products = gram(wide) if not self._through else gram_after(self._through[-1], wide)
+        return _quadratic_norms(weights.double(), products)
+
     def own(self) -> Float[Tensor, "batch query d_model"]:
-        """The pairs of each position with itself, as vectors."""
-        diagonal = self.weights.diagonal(dim1=1, dim2=2)
-        return torch.einsum("bhq,bqhd->bqd", diagonal, self.vectors)
+        """The pairs of each position with itself, as vectors; computed once."""
+        if self._own is None:
+            diagonal = self.weights.diagonal(dim1=1, dim2=2)
+            self._own = torch.einsum("bhq,bqhd->bqd", diagonal, self.vectors)
+        return self._own
+
+    def head_norms(self) -> Float[Tensor, "batch key head"]:
+        """Euclidean norms of the vectors w."""
+        return torch.linalg.vector_norm(self.vectors, dim=-1)
 
     def chunks(self, width: int, elements: int = STEP_ELEMENTS) -> Iterator[tuple[slice, slice]]:
         """Chunks of keys, each with the range of queries that give them any weight.

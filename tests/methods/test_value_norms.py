@@ -4,7 +4,17 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.methods.factors import Pairs, attention_vectors, gram, pattern_by_key, qr_factor, sum_norms
+from lens_mix.lens.anatomy import Norm
+from lens_mix.methods.factors import (
+    Pairs,
+    attention_vectors,
+    gram,
+    gram_after,
+    linear_part,
+    pattern_by_key,
+    qr_factor,
+    sum_norms,
+)
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import norms, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
@@ -73,3 +83,15 @@ def test_folded_value_biases_change_the_map_and_the_record_says_so():
     assert plain.provenance["value_biases"] == "present"
     assert folded.provenance["value_biases"].startswith("none")
     assert largest(plain.scores, folded.scores) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_gram_after_a_norm_needs_no_centred_copy(kind: str, weighted: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(1, 3, 4, 16, generator=generator, dtype=torch.float64) + 5
+    weight = torch.randn(16, generator=generator, dtype=torch.float64) if weighted else None
+    norm = Norm(kind, weight, None, 1e-5)
+    torch.testing.assert_close(
+        gram_after(norm, vectors), gram(linear_part(norm, vectors)), rtol=0, atol=1e-11
+    )
