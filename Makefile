@@ -1,5 +1,6 @@
 # make demo     the main job on a real model: prints the result and the path of the picture
 # make test     the whole suite on TransformerLens 4.x and on 3.9
+# make bench    benchmarks on this machine: tables in benchmarks/RESULTS.md (BENCH=--full for all of them)
 # Each target makes the environment that it needs; see docs/development.md.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -12,7 +13,7 @@ PYTEST ?=
 # pytest under one thread: the tests' tensors are too small to gain from more.
 RUN_TESTS = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest $(PYTEST)
 
-.PHONY: help demo test test-tl4 test-tl3 test-tl2 lint format types wheel clean
+.PHONY: help demo test test-tl4 test-tl3 test-tl2 lint format types wheel clean bench peers
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -35,6 +36,16 @@ test-tl3: $(TL3)/.ready
 test-tl2: $(TL2)/.ready
 	@echo "== tests on TransformerLens 2.18"
 	@$(call RUN_TESTS,$(TL2))
+
+# One thread, so that ratios say something about the code and not about the machine's cores.
+bench: $(TL4)/.ready
+	@OMP_NUM_THREADS=1 $(TL4)/bin/python -m benchmarks.run $(BENCH)
+
+# Other libraries to compare with, in an environment of their own.
+peers:
+	@$(PYTHON) -m venv $(ENVIRONMENTS)/peers
+	@$(ENVIRONMENTS)/peers/bin/python -m pip install -qq --disable-pip-version-check \
+		--constraint constraints/torch.txt 'inseq==0.7.1' 'transformers==4.57.6' captum networkx
 
 lint: $(TL4)/.ready
 	@$(TL4)/bin/ruff check --quiet --output-format concise .

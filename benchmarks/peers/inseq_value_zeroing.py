@@ -12,10 +12,13 @@ import torch
 
 def main(layers: int, positions: int, threads: int) -> None:
     import inseq
+    import inseq.models.model_config
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
     torch.set_num_threads(threads)
+    # inseq 0.7.1 looks for a variable `value`; the transformers that it asks for calls it `value_states`.
+    inseq.models.model_config.MODEL_CONFIGS["GPT2LMHeadModel"].value_vector = "value_states"
     words = {"<eos>": 0, **{f"w{number}": number for number in range(1, 1000)}}
     inner = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
