@@ -195,8 +195,10 @@ def test_left_padding_is_not_refused_everywhere():
 
 
 def test_the_matrix_covers_what_was_promised():
-    promised = """gpt2 llama mistral gemma gemma2 gemma3 qwen2 qwen3 gpt_neox gpt_neox_seq gpt_neo gptj opt
-        phi phi3 bloom mpt falcon_mqa olmo olmo2 granite gpt_bigcode stablelm cohere mixtral bert roberta""".split()
+    promised = (
+        "gpt2 llama mistral gemma gemma2 gemma3 qwen2 qwen3 gpt_neox gpt_neox_seq gpt_neo gptj opt phi phi3 "
+        "bloom mpt falcon_mqa olmo olmo2 granite gpt_bigcode stablelm cohere mixtral bert roberta"
+    ).split()
     assert {f"bridge {name}" for name in promised} <= set(CASES)
     assert {"bridge t5 encoder", "bridge bart encoder", "HookedEncoder"} <= set(CASES)
     assert Case("HookedTransformer sandwich") in CASES.values()
