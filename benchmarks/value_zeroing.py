@@ -9,6 +9,7 @@ Compared, in turns, medians of one run:
 - forward: one plain pass of the same model
 - hooks: the library's definition, whole blocks replayed in copies
 - naive: a plain loop over layers and positions, one block call each (transformers, no library between)
+- naive in TransformerLens: the same loop over the wrapped model's blocks, with its hooks
 - batched: the same with as many copies at once as suits the caches
 - one product: pairs × d_mlp × d_model, the floor of any exact way that applies the last matrix per pair
 - two products: with the first matrix applied per pair too (both first ones of a gated feed-forward)
@@ -23,6 +24,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -30,6 +32,7 @@ import lens_mix as lm
 from benchmarks import common
 from benchmarks.baselines import PlainModel, value_zeroing_by_blocks
 from benchmarks.peers import peer_seconds
+from lens_mix.lens.block import Block
 
 # Above these the slow ways take minutes.
 HOOKS_UP_TO, NAIVE_UP_TO, BATCHED_UP_TO = 128, 128, 256
@@ -50,6 +53,7 @@ def compare(name: str, positions: int, layers: int, repeats: int, peers: bool = 
         ways["hooks"] = lambda: lm.run(model, tokens, "value_zeroing", engine="hooks")
     if positions <= NAIVE_UP_TO:
         ways["naive"] = lambda: value_zeroing_by_blocks(plain, tokens)
+        ways["naive in TransformerLens"] = lambda: _one_by_one(model, tokens)
     if positions <= BATCHED_UP_TO:
         ways["batched"] = lambda: value_zeroing_by_blocks(plain, tokens, max(1, 2048 // positions))
     seconds = common.interleaved(ways, repeats)
@@ -69,6 +73,13 @@ def compare(name: str, positions: int, layers: int, repeats: int, peers: bool = 
 @torch.no_grad()
 def _forward(model: Any, tokens: torch.Tensor) -> None:
     model(tokens[None])
+
+
+def _one_by_one(model: Any, tokens: torch.Tensor) -> None:
+    """The definition by hooks, one copy of a block at a time."""
+    single = lambda block, copies: (slice(start, start + 1) for start in range(copies))  # noqa: E731
+    with mock.patch.object(Block, "chunks", single):
+        lm.run(model, tokens, "value_zeroing", engine="hooks")
 
 
 def _gated(model: Any) -> bool:
