@@ -210,11 +210,21 @@ def _read_options(
     read = [_read_method(method) for method in asked]
     for method in read:
         method.check(lens.n_heads, lens.n_layers)
+        _refuse_wrong_logits(lens, method)
     names = [method.name for method in read]
     labels = [_label(method) if names.count(method.name) > 1 else method.name for method in read]
     if len(set(labels)) != len(labels):
         raise ValueError(f"methods: expected different methods, got one twice: {labels}")
     return _Options(dict(zip(labels, read, strict=True)), single, engine, max_memory, progress, prepend_bos)
+
+
+def _refuse_wrong_logits(lens: Lens, method: Method) -> None:
+    """On TransformerLens 2.x the decoder of HookedEncoderDecoder sees later positions, padding too."""
+    if hasattr(method, "target") and lens.encoder_decoder and transformer_lens_version()[0] < 3:
+        raise UnsupportedModelError(
+            f"{method.name} can't run on this model: the decoder's self-attention is not causal in "
+            "TransformerLens 2.x, so the logits that a target reads are wrong; expected TransformerLens >= 3"
+        )
 
 
 def _read_method(method: object) -> Method:
