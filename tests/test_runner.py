@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.lens.kinds import transformer_lens_version
 from lens_mix.methods import Method
 from tests.matrix import build_or_skip, prompt_of
 from tests.reference_models import to_bridge, to_hooked
@@ -427,3 +428,11 @@ def test_heads_and_spans_in_any_form_are_saved(tmp_path):
         lm.run(model, tokens(model, 1, 4), lm.ValueZeroing(heads=[1, 1]))
     with pytest.raises(TypeError, match="heads: expected whole numbers in a list, got int"):
         lm.ValueZeroing(heads=2)
+
+
+def test_targets_on_a_decoder_that_is_not_causal_are_refused():
+    if transformer_lens_version()[0] > 2:
+        pytest.skip("mended in TransformerLens 3")
+    model = hooked_encoder_decoder()
+    with pytest.raises(lm.UnsupportedModelError, match=r"not causal in TransformerLens 2\.x"):
+        lm.run(model, prompt_of(model), lm.GradientAttention(target=lm.targets.predicted()))
