@@ -12,7 +12,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from lens_mix.lens import masks
+from lens_mix.lens import faults, masks
 from lens_mix.lens.block import Block
 from lens_mix.lens.kinds import UnsupportedModelError, transformer_lens_version
 from lens_mix.lens.model import CleanPass, Lens
@@ -219,12 +219,9 @@ def _read_options(
 
 
 def _refuse_wrong_logits(lens: Lens, method: Method) -> None:
-    """On TransformerLens 2.x the decoder of HookedEncoderDecoder sees later positions, padding too."""
-    if hasattr(method, "target") and lens.encoder_decoder and transformer_lens_version()[0] < 3:
-        raise UnsupportedModelError(
-            f"{method.name} can't run on this model: the decoder's self-attention is not causal in "
-            "TransformerLens 2.x, so the logits that a target reads are wrong; expected TransformerLens >= 3"
-        )
+    reason = faults.wrong_logits(lens.kind, transformer_lens_version()) if hasattr(method, "target") else None
+    if reason is not None:
+        raise UnsupportedModelError(f"{method.name} can't run on this model: {reason}")
 
 
 def _read_method(method: object) -> Method:

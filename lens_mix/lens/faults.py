@@ -37,6 +37,16 @@ def known_fault(model: Any, kind: Kind, stack: str, version: tuple[int, int]) ->
     return checks[family](model, config, version) if family in checks else None
 
 
+def wrong_logits(kind: Kind, version: tuple[int, int]) -> str | None:
+    """Why a target on this model's logits would read wrong numbers, whatever stack is mapped."""
+    if kind is Kind.HOOKED_ENCODER_DECODER and version[0] < 3:
+        return (
+            "the decoder's self-attention is not causal in TransformerLens 2.x, so the logits that a "
+            "target reads are wrong; expected TransformerLens >= 3"
+        )
+    return None
+
+
 def _wrong(what: str, by: str) -> str:
     return (
         f"TransformerBridge is known to run {what} wrongly: its logits differ from Hugging Face's by {by} "

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
-from lens_mix.lens.kinds import UnsupportedModelError
+from lens_mix.lens import faults
+from lens_mix.lens.kinds import UnsupportedModelError, transformer_lens_version
 from lens_mix.lens.model import Lens
 from lens_mix.lens.prompts import Prompt, device_of, read_prompt
 from lens_mix.lens.proof import ALGEBRA_PARTS, Proof, prove
@@ -232,7 +233,11 @@ def support_table(model: Any, methods: Iterable[HasEngines], stack: str | None =
         proof = proof_of(lens, read_prompt(model, lens.kind, _any_tokens(model)))
     except (UnsupportedModelError, RuntimeError) as problem:
         return Support(model_name(model), tuple((method.name, None, str(problem)) for method in methods))
+    wrong = faults.wrong_logits(lens.kind, transformer_lens_version())
     for method in methods:
+        if wrong is not None and hasattr(method, "target"):
+            rows.append((method.name, None, wrong))
+            continue
         try:
             rows.append((method.name, choose_engine(method, proof, "auto"), ""))
         except UnsupportedModelError as problem:
