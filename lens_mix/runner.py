@@ -12,13 +12,22 @@ from jaxtyping import Bool
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from lens_mix.lens import faults, masks
+from lens_mix.lens import masks
 from lens_mix.lens.block import Block
 from lens_mix.lens.kinds import UnsupportedModelError, transformer_lens_version
 from lens_mix.lens.model import CleanPass, Lens
 from lens_mix.lens.prompts import PaddingSide, Prompt, pad, pad_token, read_prompt, token_strings
-from lens_mix.lens.proof import Proof, holds_here
-from lens_mix.lens.support import Support, choose_engine, model_name, proof_of, support_table
+from lens_mix.lens.proof import holds_here
+from lens_mix.lens.proven import Proof
+from lens_mix.lens.support import (
+    Support,
+    choose_engine,
+    logits_refusal,
+    model_name,
+    needs_head,
+    proof_of,
+    support_table,
+)
 from lens_mix.maps import MixingMap
 from lens_mix.methods import METHODS, Method
 
@@ -210,18 +219,14 @@ def _read_options(
     read = [_read_method(method) for method in asked]
     for method in read:
         method.check(lens.n_heads, lens.n_layers)
-        _refuse_wrong_logits(lens, method)
+        reason = logits_refusal(lens, method)
+        if reason is not None:
+            raise UnsupportedModelError(reason)
     names = [method.name for method in read]
     labels = [_label(method) if names.count(method.name) > 1 else method.name for method in read]
     if len(set(labels)) != len(labels):
         raise ValueError(f"methods: expected different methods, got one twice: {labels}")
     return _Options(dict(zip(labels, read, strict=True)), single, engine, max_memory, progress, prepend_bos)
-
-
-def _refuse_wrong_logits(lens: Lens, method: Method) -> None:
-    reason = faults.wrong_logits(lens.kind, transformer_lens_version()) if hasattr(method, "target") else None
-    if reason is not None:
-        raise UnsupportedModelError(f"{method.name} can't run on this model: {reason}")
 
 
 def _read_method(method: object) -> Method:
@@ -256,7 +261,8 @@ def _refuse_left_padding(lens: Lens) -> None:
 def _run_batch(
     lens: Lens, prompts: list[Prompt], options: _Options, side: PaddingSide
 ) -> list[dict[str, MixingMap]]:
-    proof = proof_of(lens, prompts[0])
+    head = needs_head(options.methods.values())
+    proof = proof_of(lens, prompts[0], head=head)
     engines = _engines(options, proof)
     groups = [
         {label: method.key_groups(_own_length(lens, prompt)) for label, method in options.methods.items()}
@@ -268,7 +274,7 @@ def _run_batch(
     _require_masked_padding(lens, clean)
     if "algebra" in engines.values() and holds_here(lens, clean, proof) is not None:
         # The proof may be from before a change that leaves no trace; a fresh one decides.
-        proof = proof_of(lens, prompts[0], again=True)
+        proof = proof_of(lens, prompts[0], head=head, again=True)
         engines = _engines(options, proof, holds_here(lens, clean, proof))
     mapped = _map_stack(lens, clean, proof, engines, options)
     allowed = masks.allowed_keys(lens, clean)

@@ -47,8 +47,6 @@ def test_refused_models_say_why_and_all_others_are_proven(label):
     if case.refusal is not None:
         with pytest.raises(lm.UnsupportedModelError, match=case.refusal):
             lm.run(model, prompt_of(model), "attention", stack=case.stack)
-        table = lm.support(model, stack=case.stack)
-        assert all(engine is None and reason for _, engine, reason in table)
         return
     proof = lm.check(model, prompt_of(model), stack=case.stack).proof
     assert proof.hooks_refusal is None
@@ -137,19 +135,20 @@ def test_agrees_with_an_oracle_that_shares_no_code(label, name):
         torch.testing.assert_close(m.scores, ORACLES[name](model, case, prompt), atol=1e-10, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("label", CASES)
-def test_every_method_gives_a_sound_map_or_a_reason(label):
+def test_every_method_gives_a_sound_map_or_the_reason_that_support_gives(label, dtype):
     case = CASES[label]
-    model = model_of(label, torch.float32)
-    if case.refusal is not None:
-        pytest.skip("refused altogether: tested above")
+    model = model_of(label, dtype)
     table = lm.support(model, stack=case.stack)
-    for name in METHODS:
-        m, reason = run_or_reason(model, case, default_method(name))
+    assert [name for name, _, _ in table] == list(METHODS)
+    for name, engine, reason in table:
+        m, refusal = run_or_reason(model, case, default_method(name))
+        ran = (None, refusal) if m is None else (m.provenance["engine"], "")
+        assert (engine, reason) == ran, f"{name}: support says the first, run the second"
         if m is None:
-            assert reason
+            assert refusal
             continue
-        assert table[name].startswith("ok"), f"{name} ran, support says {table[name]}"
         assert bool(torch.isfinite(m.scores).all())
         if m.key_tokens is None:
             assert float(m.scores[~m.visible().expand(m.scores.shape)].abs().sum()) == 0
@@ -180,6 +179,19 @@ def test_padded_prompts_give_what_each_gives_alone(label, side):
         for name in names:
             assert maps[name].tokens == alone[name].tokens
             torch.testing.assert_close(maps[name].scores, alone[name].scores, atol=1e-5, rtol=1e-4)
+
+
+def test_run_and_support_agree_whichever_is_asked_first():
+    for label in ("bridge gemma2", "HookedEncoderDecoder encoder", "bridge t5 encoder"):
+        case = CASES[label]
+        try:
+            model = case.build()
+        except pytest.skip.Exception:
+            continue
+        if case.refusal is None:
+            ran = run_or_reason(model, case, "alti_logit")[1]
+            assert lm.support(model, stack=case.stack)["alti_logit"] == ran
+            assert "head: " in ran
 
 
 def test_left_padding_is_not_refused_everywhere():

@@ -46,6 +46,13 @@ def proven_head(
     Raises:
         UnsupportedModelError: it doesn't: a soft cap or a dense layer lies between.
     """
+    # Small logits pass a soft cap almost unchanged, so what is named is not left to the numbers.
+    cap = _soft_cap(model)
+    if cap is not None:
+        raise UnsupportedModelError(
+            "head: expected logits = final norm, then unembedding; "
+            f"this model's go through a soft cap at {cap:g}, which can't be split by token"
+        )
     W_U, b_U = _weight(model, "W_U"), _weight(model, "b_U")
     if W_U is None or W_U.shape != (resid.shape[-1], logits.shape[-1]):
         found = None if W_U is None else list(W_U.shape)
@@ -62,9 +69,16 @@ def proven_head(
     if not error <= tolerance:
         raise UnsupportedModelError(
             "head: expected logits = final norm, then unembedding; rebuilt logits are off by a relative "
-            f"{error:.1e} (a soft cap or a dense layer between the two can't be split by token)"
+            f"{error:.1e} (a dense layer or a cap between the two can't be split by token)"
         )
     return head
+
+
+def _soft_cap(model: Any) -> float | None:
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    owners = ((model.cfg, "output_logits_soft_cap"), (config, "final_logit_softcapping"))
+    caps = [float(getattr(owner, name, None) or 0) for owner, name in owners]
+    return next((cap for cap in caps if cap > 0), None)
 
 
 def _weight(model: Any, name: str) -> Tensor | None:

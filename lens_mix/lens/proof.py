@@ -12,6 +12,8 @@ measures, as the largest relative error of any position,
     zero_value    the hook on z after zeroing one value vector, against pattern @ v without it
 
 `mixing` and `zero_value` must hold for any method to run; the rest must hold for the algebra engine.
+Methods that split logits name one part more, `head`: final norm and unembedding, against the logits. It is
+no block's, and proven only where one of them is asked for.
 """
 
 from __future__ import annotations
@@ -28,73 +30,10 @@ from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates, mix
 from lens_mix.lens.kinds import Kind, UnsupportedModelError
 from lens_mix.lens.model import CleanPass, Lens
 from lens_mix.lens.prompts import Batch, Prompt, pad, pad_token
+from lens_mix.lens.proven import ALGEBRA_PARTS, PartError, Proof
 from lens_mix.lens.replay import captured_outputs, relative_error
 
 SHORTEST, LONGEST = 8, 16
-
-HOOK_PARTS = ("mixing", "zero_value")
-ALGEBRA_PARTS = ("value", "projection", "feed_forward", "residual", "block")
-
-
-@dataclasses.dataclass(frozen=True)
-class PartError:
-    """How well one part of one block was rebuilt.
-
-    Attributes:
-        layer: the block.
-        part: which part (see the module's docstring).
-        error: largest relative error per position; None where the part can't be written down.
-        tolerance: largest accepted error in the model's dtype.
-        note: why there is no error, or what was found.
-    """
-
-    layer: int
-    part: str
-    error: float | None
-    tolerance: float
-    note: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether the part is proven."""
-        return self.error is not None and self.error <= self.tolerance
-
-
-@dataclasses.dataclass(frozen=True)
-class Proof:
-    """The proof of one stack.
-
-    Attributes:
-        parts: one entry per block and part.
-        anatomy: what each block was found to be.
-        masks_padding: whether padding tokens are kept out of attention in a padded batch.
-    """
-
-    parts: tuple[PartError, ...]
-    anatomy: tuple[BlockAnatomy, ...]
-    masks_padding: bool
-
-    def failure(self, names: tuple[str, ...]) -> str | None:
-        """Why the named parts are not all proven; None when they are."""
-        for entry in self.parts:
-            if entry.part in names and not entry.ok:
-                size = "no rebuilding" if entry.error is None else f"relative error {entry.error:.1e}"
-                note = f" ({entry.note})" if entry.note else ""
-                return (
-                    f"block {entry.layer}: {entry.part} is not proven: "
-                    f"expected relative error <= {entry.tolerance:.0e}, got {size}{note}"
-                )
-        return None
-
-    @property
-    def hooks_refusal(self) -> str | None:
-        """Why hooks on values and patterns can't be trusted on this model; None when they can."""
-        return self.failure(HOOK_PARTS)
-
-    @property
-    def algebra_refusal(self) -> str | None:
-        """Why the blocks can't be computed from their parts; None when they can."""
-        return self.hooks_refusal or self.failure(ALGEBRA_PARTS)
 
 
 def proof_prompt(prompt: Prompt, n_ctx: int) -> Prompt:
@@ -111,8 +50,7 @@ def proof_prompt(prompt: Prompt, n_ctx: int) -> Prompt:
 
 def prove(lens: Lens, prompt: Prompt) -> Proof:
     """Prove every block of the lens's stack on a short piece of `prompt`."""
-    short = proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
-    batch = pad([short], pad_token(lens.model), "right")
+    short, batch = short_batch(lens, prompt)
     layers = range(lens.n_layers)
     names = [lens.stack.hook_name(role, layer) for layer in layers for role in ("value", "pattern", "z")]
     points = {layer: _output_points(lens, layer) for layer in layers}
@@ -129,6 +67,12 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
         parts += errors
         parts.append(_zero_value(lens, clean, layer, recorded))
     return Proof(tuple(parts), tuple(anatomies), _masks_padding(lens, short))
+
+
+def short_batch(lens: Lens, prompt: Prompt) -> tuple[Prompt, Batch]:
+    """What a proof runs on: `proof_prompt`, alone and as a batch of one."""
+    short = proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
+    return short, pad([short], pad_token(lens.model), "right")
 
 
 def holds_here(lens: Lens, clean: CleanPass, proof: Proof) -> str | None:

@@ -10,10 +10,12 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 
 from lens_mix.lens import faults
+from lens_mix.lens.block import Block
 from lens_mix.lens.kinds import UnsupportedModelError, transformer_lens_version
 from lens_mix.lens.model import Lens
 from lens_mix.lens.prompts import Prompt, device_of, read_prompt
-from lens_mix.lens.proof import ALGEBRA_PARTS, Proof, prove
+from lens_mix.lens.proof import prove, short_batch
+from lens_mix.lens.proven import ALGEBRA_PARTS, HEAD, HEAD_UNPROVEN, Proof
 
 _proofs: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Proof]]] = weakref.WeakKeyDictionary()
 
@@ -26,21 +28,40 @@ class HasEngines(Protocol):
     engines: ClassVar[tuple[str, ...]]
 
 
-def proof_of(lens: Lens, prompt: Prompt, again: bool = False) -> Proof:
+def proof_of(lens: Lens, prompt: Prompt, *, head: bool = False, again: bool = False) -> Proof:
     """The proof of the lens's stack: made on the first call, and again when weights or hooks have changed.
 
     Args:
         lens: the face of the model.
         prompt: what to prove it on.
+        head: whether the head has to be proven too (`needs_head`).
         again: make it anew whatever is kept.
     """
     kept = _proofs.setdefault(lens.model, {}).get(lens.stack.name)
-    if not again and kept is not None and kept[0] == _state(lens):
-        return kept[1]
-    proof = prove(lens, prompt)
+    proof = kept[1] if not again and kept is not None and kept[0] == _state(lens) else None
+    if proof is not None and not (head and proof.head_refusal == HEAD_UNPROVEN):
+        return proof
+    proof = prove(lens, prompt) if proof is None else proof
+    if head:
+        proof = dataclasses.replace(proof, head_refusal=_head_refusal(lens, prompt, proof))
     # Taken afterwards: the Bridge puts hooks of its own on norms in the first forward pass.
     _proofs[lens.model][lens.stack.name] = (_state(lens), proof)
     return proof
+
+
+def _head_refusal(lens: Lens, prompt: Prompt, proof: Proof) -> str | None:
+    clean = lens.clean_pass(short_batch(lens, prompt)[1], see_keys=False)
+    last = lens.n_layers - 1
+    try:
+        Block(lens, clean, last, proof.anatomy[last], "algebra", None).head()
+    except UnsupportedModelError as problem:
+        return str(problem)
+    return None
+
+
+def needs_head(methods: Iterable[object]) -> bool:
+    """Whether one of the methods takes logits apart, so that the head has to be proven."""
+    return any(HEAD in getattr(method, "parts", ()) for method in methods)
 
 
 def _state(lens: Lens) -> tuple[Any, ...]:
@@ -64,14 +85,18 @@ def refusal(proof: Proof, engine: str, method: HasEngines | None = None) -> str 
     """
     if engine != "algebra":
         return proof.hooks_refusal
-    reason = proof.hooks_refusal or proof.failure(getattr(method, "parts", ALGEBRA_PARTS))
-    if reason is not None or method is None or not hasattr(method, "refuses"):
-        return reason
-    for layer, anatomy in enumerate(proof.anatomy):
-        reason = method.refuses(anatomy)
-        if reason is not None:
-            return f"block {layer}: {reason}"
-    return None
+    parts = getattr(method, "parts", ALGEBRA_PARTS)
+    reason = proof.hooks_refusal or proof.failure(parts)
+    if reason is None and method is not None and hasattr(method, "refuses"):
+        told = ((layer, method.refuses(anatomy)) for layer, anatomy in enumerate(proof.anatomy))
+        reason = next((f"block {layer}: {why}" for layer, why in told if why is not None), None)
+    return proof.head_refusal if reason is None and HEAD in parts else reason
+
+
+def logits_refusal(lens: Lens, method: HasEngines) -> str | None:
+    """Why a method with a target can't run on a model whose logits are wrong; None when it can."""
+    wrong = faults.wrong_logits(lens.kind, transformer_lens_version()) if hasattr(method, "target") else None
+    return None if wrong is None else f"{method.name} can't run on this model: {wrong}"
 
 
 def choose_engine(method: HasEngines, proof: Proof, engine: str, no_algebra: str | None = None) -> str:
@@ -183,6 +208,7 @@ class Check:
             lines.append(
                 f"{layer:>5}  " + "  ".join(cells) + f"  {wiring}, feed-forward {anatomy.feed_forward_kind}"
             )
+        lines.append("head: proven" if self.proof.head_refusal is None else self.proof.head_refusal)
         lines.append(
             "padding is " + ("masked" if self.proof.masks_padding else "NOT masked: prompts run one by one")
         )
@@ -221,7 +247,7 @@ def check(
     if prompt is None:
         prompt = _any_tokens(model)
     read = read_prompt(model, lens.kind, prompt, prepend_bos=prepend_bos, inputs=inputs)
-    return Check(model_name(model), proof_of(lens, read, again=True))
+    return Check(model_name(model), proof_of(lens, read, head=True, again=True))
 
 
 def support_table(model: Any, methods: Iterable[HasEngines], stack: str | None = None) -> Support:
@@ -230,12 +256,13 @@ def support_table(model: Any, methods: Iterable[HasEngines], stack: str | None =
     methods = list(methods)
     try:
         lens = Lens(model, stack)
-        proof = proof_of(lens, read_prompt(model, lens.kind, _any_tokens(model)))
+        read = read_prompt(model, lens.kind, _any_tokens(model))
+        proof = proof_of(lens, read, head=needs_head(methods))
     except (UnsupportedModelError, RuntimeError) as problem:
         return Support(model_name(model), tuple((method.name, None, str(problem)) for method in methods))
-    wrong = faults.wrong_logits(lens.kind, transformer_lens_version())
     for method in methods:
-        if wrong is not None and hasattr(method, "target"):
+        wrong = logits_refusal(lens, method)
+        if wrong is not None:
             rows.append((method.name, None, wrong))
             continue
         try:

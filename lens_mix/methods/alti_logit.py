@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.head import Head
+from lens_mix.lens.proven import HEAD
 from lens_mix.methods.alti import Alti, Distance
 from lens_mix.methods.base import Method
 from lens_mix.methods.factors import attention_vectors
@@ -49,7 +50,7 @@ class AltiLogit(Method):
     kind: ClassVar[Literal["layer", "input"]] = "input"
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
-    parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
+    parts: ClassVar[tuple[str, ...]] = (*ATTENTION_PARTS, HEAD)
     citation: ClassVar[str] = """@inproceedings{ferrando-etal-2023-explaining,
   title = {Explaining How Transformers Use Context to Build Predictions},
   author = {Ferrando, Javier and G{\\'a}llego, Gerard I. and Tsiamas, Ioannis and

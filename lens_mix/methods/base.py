@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.proof import ALGEBRA_PARTS
+from lens_mix.lens.proven import ALGEBRA_PARTS
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block

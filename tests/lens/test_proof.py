@@ -9,6 +9,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.lens import proof as proofs
+from lens_mix.lens import proven
 from lens_mix.lens.prompts import Prompt
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import Unavailable, bridge, hooked_encoder, hooked_transformer
@@ -164,6 +165,7 @@ def test_the_proof_is_kept_until_something_changes(monkeypatch):
     prompt = prompt_of(model)
     lm.run(model, prompt, "attention")
     lm.run(model, prompt, "attention")
+    lm.run(model, prompt, "alti_logit")
     assert len(made) == 1
     with torch.no_grad():
         next(model.parameters()).mul_(1.01)
@@ -220,8 +222,8 @@ def test_check_and_support_print_and_tabulate():
 
 
 def test_a_part_that_is_far_off_is_reported_with_its_numbers():
-    entry = proofs.PartError(3, "block", 0.5, 1e-4)
-    made = proofs.Proof((entry,), (), True)
+    entry = proven.PartError(3, "block", 0.5, 1e-4)
+    made = proven.Proof((entry,), (), True)
     assert made.failure(("block",)) == (
         "block 3: block is not proven: expected relative error <= 1e-04, got relative error 5.0e-01"
     )

@@ -1,0 +1,79 @@
+"""The head: what is proven of it, when, and what can't be split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.lens.proven import HEAD, HEAD_UNPROVEN, Proof
+from lens_mix.lens.support import needs_head, refusal
+from tests.matrix import build_or_skip, prompt_of
+from tests.tiny_models import bridge, hooked_transformer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CAPPED = [(bridge, "gemma2", {}), (hooked_transformer, "RMS", {"output_logits_soft_cap": 30.0})]
+
+
+@pytest.fixture(params=["gpt2", "LN"])
+def model(request):
+    return build_or_skip(bridge if request.param == "gpt2" else hooked_transformer, request.param)
+
+
+@pytest.mark.parametrize(("factory", "name", "config"), CAPPED, ids=["bridge", "HookedTransformer"])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 20.0])
+def test_a_soft_cap_is_refused_however_small_the_logits(factory, name, config, size):
+    capped = build_or_skip(factory, name, **config)
+    with torch.no_grad():
+        capped.W_U.mul_(size)
+    reason = lm.support(capped)["alti_logit"]
+    assert reason == (
+        "alti_logit can't run on this model: algebra: head: expected logits = final norm, then unembedding; "
+        "this model's go through a soft cap at 30, which can't be split by token"
+    )
+    with pytest.raises(lm.UnsupportedModelError) as refused:
+        lm.run(capped, prompt_of(capped), "alti_logit")
+    assert str(refused.value) == reason
+    assert lm.support(capped)["alti"] == "ok (algebra)"
+
+
+def test_a_changed_logit_is_refused_by_support_and_run(model):
+    model.add_hook(
+        "unembed.hook_out" if hasattr(model, "original_model") else "ln_final.hook_normalized", _bend
+    )
+    reason = lm.support(model)["alti_logit"]
+    assert "head: expected logits = final norm" in reason or "final norm: expected its parts" in reason
+    with pytest.raises(lm.UnsupportedModelError) as refused:
+        lm.run(model, prompt_of(model), "alti_logit")
+    assert str(refused.value) == reason
+
+
+def _bend(tensor, hook):
+    return tensor + 0.1 * tensor.abs()
+
+
+def test_the_head_is_looked_at_only_for_methods_that_split_logits(model, monkeypatch):
+    looked = []
+    original = lm.lens.head.proven_head
+    monkeypatch.setattr("lens_mix.lens.block.proven_head", lambda *a: looked.append(1) or original(*a))
+    lm.run(model, prompt_of(model), ["attention", "value_zeroing", "alti", "decompx"])
+    assert looked == []
+    lm.run(model, prompt_of(model), "alti_logit")
+    assert len(looked) == 2  # the proof's, and this prompt's
+    lm.run(model, prompt_of(model), "alti_logit")
+    assert len(looked) == 3
+    assert [name for name, method in lm.METHODS.items() if needs_head([method])] == ["alti_logit"]
+
+
+def test_a_head_that_was_not_looked_at_is_no_proven_head():
+    proof = Proof((), (), True)
+    assert HEAD in lm.AltiLogit.parts
+    assert refusal(proof, "algebra", lm.AltiLogit()) == HEAD_UNPROVEN
+    assert refusal(proof, "algebra", lm.Alti()) is None
+
+
+def test_check_says_it(model):
+    assert "head: proven" in str(lm.check(model, prompt_of(model)))
+    capped = build_or_skip(bridge, "gemma2")
+    assert "head: expected logits" in str(lm.check(capped, prompt_of(capped)))
+    assert lm.check(capped, prompt_of(capped)).ok
