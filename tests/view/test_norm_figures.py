@@ -17,11 +17,31 @@ def ratios():
 
 
 def test_mixing_by_layer_draws_a_line_per_stage():
-    axes = norm_figures.mixing_by_layer(ratios()).axes[0]
-    assert [list(line.get_ydata()) for line in axes.lines] == [pytest.approx([0.2, 0.3])] * 2
+    table = ratios()
+    table.loc[table["stage"] == "attn_w", "ratio"] += 0.5
+    axes = norm_figures.mixing_by_layer(table).axes[0]
+    assert [list(line.get_ydata()) for line in axes.lines] == [
+        pytest.approx([0.7, 0.8]),
+        pytest.approx([0.2, 0.3]),
+    ]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [
         "weights (AttnW)",
         "… + norm (AttnResLn)",
+    ]
+
+
+def test_stages_that_are_one_and_the_same_share_a_line():
+    table = ratios()
+    table = pd.concat([table, table[table["stage"] == "attn_res_ln"].assign(stage="attn_res")])
+    table.loc[table["stage"] == "attn_w", "ratio"] += 0.5
+    axes = norm_figures.mixing_by_layer(table).axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "weights (AttnW)",
+        "vectors + residual (AttnRes)\n= … + norm (AttnResLn)",
+    ]
+    assert [list(line.get_ydata()) for line in axes.lines] == [
+        pytest.approx([0.7, 0.8]),
+        pytest.approx([0.2, 0.3]),
     ]
 
 
@@ -38,8 +58,19 @@ def test_mixing_by_kind_draws_a_bar_per_kind_and_stage():
 def test_weights_against_norms_names_the_heaviest_token():
     table = pd.DataFrame({"layer": [0, 0], "token": ["$x", "b"], "weight": [0.9, 0.1], "norm": [0.1, 3.0]})
     figure = norm_figures.weights_against_norms(table, named=1)
-    assert [text.get_text() for text in figure.axes[0].texts] == ["$x 0"]
-    assert figure.axes[0].collections[0].get_offsets().tolist() == [[0.1, 0.9], [3.0, 0.1]]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["$x, layer 0"]
+    dots, rings = figure.axes[0].collections
+    assert dots.get_offsets().tolist() == [[0.1, 0.9], [3.0, 0.1]]
+    assert rings.get_offsets().tolist() == [[0.1, 0.9]]
+
+
+def test_dots_of_one_token_share_what_is_written():
+    table = pd.DataFrame(
+        {"layer": [3, 1, 0], "token": ["a", "a", "b"], "weight": [0.9, 0.8, 0.1], "norm": [0.1, 0.2, 3.0]}
+    )
+    axes = norm_figures.weights_against_norms(table, named=2).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["a, layers 1, 3"]
+    assert tuple(axes.texts[0].xy) == pytest.approx((0.2, 0.85))
 
 
 def test_expansion_rates_and_contextualisation_draw_their_tables():
