@@ -7,7 +7,8 @@ sizes are known before the first product of a block, so that a GPU is never wait
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +21,9 @@ from lens_mix.lens.model import TOLERANCES
 from lens_mix.lens.replay import relative_error
 from lens_mix.methods.zeroing.clean_block import CleanBlock
 from lens_mix.methods.zeroing.fold import folded
+from lens_mix.methods.zeroing.lot import Lot, Pairs
 from lens_mix.methods.zeroing.memory import Cost, fitting
-from lens_mix.methods.zeroing.pieces import CPU, GPU, Sizes, Slab, chunks, find_sources
+from lens_mix.methods.zeroing.pieces import CPU, GPU, Sizes, chunks, find_sources
 from lens_mix.methods.zeroing.room import Workspace
 
 if TYPE_CHECKING:
@@ -57,7 +59,9 @@ def value_zeroing_maps(
     narrow, wide = _dtypes(block)
     span = 1 if spans is None else max(len(some) for some in spans)
     cost = Cost.of(block.anatomy, length, span, block.resid_pre.dtype, narrow, wide)
-    sizes = fitting(sizes or (CPU if pattern.device.type == "cpu" else GPU), cost, block.max_memory)
+    if sizes is None:
+        sizes = CPU.for_threads(torch.get_num_threads()) if pattern.device.type == "cpu" else GPU
+    sizes = fitting(sizes, cost, block.max_memory)
     scores = block.zeros(batch, len(groups), length, length if spans is None else len(spans))
     step = max(1, sizes.positions // length)
     for start in range(0, batch, step):
@@ -77,25 +81,19 @@ def _dtypes(block: Block) -> tuple[torch.dtype, torch.dtype]:
     return narrow, torch.float64 if wide else narrow
 
 
-@dataclasses.dataclass(frozen=True)
-class _Lot:
-    """The vectors of some sources for one group of heads: Σ over rank of weights · outer is the change."""
-
-    weights: Float[Tensor, "source query rank"]
-    outer: Float[Tensor, "source rank d_model"]
-    inner: Float[Tensor, "matrix source rank d_mlp"] | None
+# Above this many vectors per source, scalar products between them cost more than their sums.
+_MOST_FACTORS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entered:
-    """A slab in the middle of the block: its queries, its place in the chunk, and what it takes further."""
+    """Pairs in the middle of the block: their place in the chunk, and what they take further."""
 
-    queries: slice
+    pairs: Pairs
     place: slice
-    mid: Float[Tensor, "key row d_model"]
-    weights: Float[Tensor, "key row rank"]
-    alphas: list[Float[Tensor, "key row"]]
-    inner: Float[Tensor, "matrix key rank d_mlp"] | None
+    mid: Float[Tensor, "*pair d_model"]
+    factors: Float[Tensor, "key row rank"]
+    alphas: list[Float[Tensor, "*pair"]]
 
 
 class _Work:
@@ -163,14 +161,44 @@ class _Work:
         for number, group in enumerate(self.groups):
             heads = slice(begin, begin + len(group))
             begin = heads.stop
-            part = _Lot(
+            part = self._lot(
+                lot,
                 weights[..., heads, :].flatten(-2),
                 outer[:, heads].flatten(1, 2),
                 None if inner is None else inner[:, :, heads].flatten(2, 3),
             )
             for chunk in chunks(self.sources, lot, self.sizes):
-                for slab, distance in zip(chunk, self._distances(chunk, part, lot.start), strict=True):
-                    self._store(scores, slab, number, distance)
+                self._measure([Pairs(slab, part, self.real.shape[1]) for slab in chunk], part)
+            self._store(scores[:, number], lot, part)
+
+    def _lot(
+        self,
+        lot: slice,
+        weights: Float[Tensor, "source query rank"],
+        outer: Float[Tensor, "source rank d_model"],
+        inner: Float[Tensor, "matrix source rank d_mlp"] | None,
+    ) -> Lot:
+        """With the change of the first norm's size, where the vectors of a source are few."""
+        clean, found = self.clean, weights.new_zeros((2, *weights.shape[:2]), dtype=self.dtype)
+        lead, inner_weights, drift = clean.lead, weights, None
+        if lead is not None and weights.shape[-1] <= _MOST_FACTORS and weights.device.type != "mps":
+            inverse, drift = lead.from_factors(weights, outer, self.sources.prompt[lot])
+            inner_weights = weights * inverse[..., None]
+            if lead is clean.residual:
+                weights, outer = inner_weights, lead.linear(outer)
+        return Lot(lot.start, weights, outer, inner_weights, inner, drift, found[0], found[1])
+
+    def _store(self, scores: Float[Tensor, "batch query key"], lot: slice, part: Lot) -> None:
+        """The distances of some sources into their maps' columns."""
+        prompt = torch.tensor(self.sources.prompt[lot], device=scores.device)
+        distance = part.across
+        if self.metric == "cosine":
+            sizes = self.clean.size.view(self.real.shape)[prompt]
+            distance = self.clean.cosine_distance(part.along, part.across, sizes)
+        # No weight, no effect: not even a rounding error.
+        distance = torch.where((part.weights != 0).any(-1), distance, 0.0)
+        column = torch.tensor(self.sources.column[lot], device=scores.device)
+        scores[prompt, :, column] = distance.to(scores.dtype)
 
     def _vectors(
         self, lot: slice
@@ -205,46 +233,41 @@ class _Work:
 
     # ------------------------------------------------------------- one chunk
 
-    def _distances(self, chunk: list[Slab], part: _Lot, offset: int) -> list[Float[Tensor, "key query"]]:
-        """The distances of each slab of a chunk."""
-        clean, total, d_model = self.clean, sum(slab.rows for slab in chunk), part.outer.shape[-1]
-        mid = self.room.like("mid", clean.mid, (total, d_model), self.dtype)
+    def _measure(self, chunk: list[Pairs], part: Lot) -> None:
+        """How far the outputs of a chunk's pairs move."""
+        clean, rows = self.clean, [math.prod(pairs.shape) for pairs in chunk]
+        mid = self.room.like("mid", clean.mid, (sum(rows), part.outer.shape[-1]), self.dtype)
         begin, entered = 0, []
-        for slab in chunk:
-            entered.append(self._enter(slab, part, offset, mid[begin : begin + slab.rows]))
-            begin += slab.rows
-        added = self._through_feed_forward(entered, mid)
-        distances = []
-        for part_way in entered:
-            own = None if added is None else added[part_way.place].view(part_way.mid.shape)
-            change = clean.post_change(part_way.queries, part_way.mid, own, self.room)
-            distances.append(clean.distance(part_way.queries, change, self.metric, self.room))
-        return distances
+        for pairs, count in zip(chunk, rows, strict=True):
+            entered.append(self._enter(pairs, part, mid, slice(begin, begin + count)))
+            begin += count
+        added = self._through_feed_forward(entered, part, mid)
+        for some in entered:
+            own = None if added is None else added[some.place].view(some.mid.shape)
+            change = clean.post_change(some.pairs.rows, some.mid, own, self.room)
+            if self.metric == "euclidean":
+                some.pairs.store(part.across, torch.linalg.vector_norm(change, dim=-1))
+                continue
+            along, across = clean.along_and_across(some.pairs.rows, change, self.room)
+            some.pairs.store(part.along, along)
+            some.pairs.store(part.across, across)
 
-    def _enter(self, slab: Slab, part: _Lot, offset: int, mid: Float[Tensor, "pair d_model"]) -> _Entered:
-        """A slab up to the middle of the block."""
-        start = slab.prompt * self.real.shape[1]
-        queries = slice(start + slab.queries.start, start + slab.queries.stop)
-        sources = slice(slab.sources.start - offset, slab.sources.stop - offset)
-        weights = part.weights[sources, slab.queries]
-        out = mid.view(*weights.shape[:2], -1)
+    def _enter(self, pairs: Pairs, part: Lot, mid: Float[Tensor, "pair d_model"], place: slice) -> _Entered:
+        """Some pairs up to the middle of the block."""
+        out = mid[place].view(*pairs.shape, -1)
         change = out
         if self.mixed != self.dtype:
             change = self.room.like("change", out, out.shape, self.mixed)
-        torch.bmm(weights, part.outer[sources], out=change)
-        changed = self.clean.mid_change(queries, change, out, self.room)
-        place = mid.storage_offset() // mid.shape[-1]
-        return _Entered(
-            queries,
-            slice(place, place + slab.rows),
-            out,
-            weights if changed.beta is None else weights * changed.beta[..., None],
-            changed.alphas,
-            None if part.inner is None else part.inner[:, sources],
-        )
+        pairs.product(pairs.factors(pairs.of(part.weights)), part.outer, change, 0, self.room)
+        drift = None if part.drift is None else pairs.of(part.drift)
+        changed = self.clean.mid_change(pairs.rows, change, out, drift, self.room)
+        weights = pairs.of(part.inner_weights)
+        if changed.beta is not None:
+            weights = weights * changed.beta[..., None]
+        return _Entered(pairs, place, out, pairs.factors(weights), changed.alphas)
 
     def _through_feed_forward(
-        self, entered: list[_Entered], mid: Float[Tensor, "pair d_model"]
+        self, entered: list[_Entered], part: Lot, mid: Float[Tensor, "pair d_model"]
     ) -> Float[Tensor, "pair d_model"] | None:
         """The feed-forward's share, added to `mid`; by itself where a norm follows it.
 
@@ -257,44 +280,30 @@ class _Work:
         if clean.feed_forward_branch is not None:
             added = self.room.like("added", mid, mid.shape, self.dtype).zero_()
             into, factor = added, 1.0
-        d_mlp = clean.first.d_mlp
-        for left in range(0, d_mlp, self.sizes.columns):
-            columns = slice(left, min(left + self.sizes.columns, d_mlp))
-            width = columns.stop - left
+        for columns in _even(clean.first.d_mlp, self.sizes.columns):
+            width = columns.stop - columns.start
             hidden = self.room.like("hidden", mid, (len(mid), width), self.dtype)
-            for slab in entered:
-                self._hidden(slab, columns, hidden[slab.place].view(*slab.weights.shape[:2], width))
+            for some in entered:
+                self._hidden(some, part, columns, hidden[some.place].view(*some.pairs.shape, width))
             into.addmm_(hidden, clean.second[columns], alpha=factor)
         return added
 
-    def _hidden(self, slab: _Entered, columns: slice, out: Float[Tensor, "key row column"]) -> None:
-        if slab.inner is None:
-            raise RuntimeError("a slab without its values' way through the first matrix")
-        keys, queries, width = out.shape
-        step = max(1, self.sizes.tile // (queries * width))
-        pieces = -(-queries * width // self.sizes.tile)
-        narrow = max(16, -(-width // (16 * pieces)) * 16)
-        for left in range(0, width, narrow):
-            neurons = slice(columns.start + left, min(columns.start + left + narrow, columns.stop))
-            for start in range(0, keys, step):
-                some = slice(start, start + step)
-                self.clean.hidden_change(
-                    slab.queries,
-                    neurons,
-                    [alpha[some] for alpha in slab.alphas],
-                    slab.weights[some],
-                    slab.inner[:, some],
-                    out[some, :, left : left + narrow],
-                    self.room,
-                )
+    def _hidden(self, some: _Entered, part: Lot, columns: slice, out: Float[Tensor, "*pair column"]) -> None:
+        inner = part.inner
+        if inner is None:
+            raise RuntimeError("pairs without their values' way through the first matrix")
 
-    def _store(self, scores: Tensor, slab: Slab, group: int, distance: Float[Tensor, "key query"]) -> None:
-        columns = self.sources.column[slab.sources]
-        if columns == list(range(columns[0], columns[0] + len(columns))):
-            scores[slab.prompt, group, slab.queries, columns[0] : columns[-1] + 1] = distance.T
-            return
-        for key, column in enumerate(columns):
-            scores[slab.prompt, group, slab.queries, column] = distance[key]
+        def add_values(pre: Tensor, matrix: int, neurons: slice) -> None:
+            some.pairs.product(some.factors, inner[matrix][..., neurons], pre, 1, self.room)
+
+        self.clean.hidden_change(some.pairs.rows, columns, some.alphas, add_values, out, self.room)
+
+
+def _even(total: int, most: int) -> Iterator[slice]:
+    """Pieces of about one size, no larger than `most`."""
+    width = -(-total // -(-total // most))
+    for start in range(0, total, width):
+        yield slice(start, min(start + width, total))
 
 
 def _by_source(

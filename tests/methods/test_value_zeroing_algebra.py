@@ -10,9 +10,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lens_mix as lm
+from lens_mix.lens.anatomy import Norm
 from lens_mix.lens.kinds import UnsupportedModelError
 from lens_mix.methods import value_zeroing_algebra
-from lens_mix.methods.zeroing import fold, pieces
+from lens_mix.methods.zeroing import clean_block, fold, pieces
+from lens_mix.methods.zeroing.clean_block import CleanBlock
+from lens_mix.methods.zeroing.norms import NormChange
+from lens_mix.methods.zeroing.room import Workspace
 from tests.matrix import Case, cases
 from tests.tiny_models import available, bridge, hooked_transformer, is_encoder_decoder, tokens
 
@@ -31,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "threshold": {"threshold": 1e-2},
 }
 # Small enough that a map of nine positions takes several of each piece.
-SMALL = dataclasses.replace(pieces.CPU, window=4, slab=6, columns=32, tile=64, chunk=9, keys=3)
+SMALL = dataclasses.replace(pieces.CPU, window=4, slab=6, columns=32, chunk=9, keys=3, ragged=4)
 WHOLE_WINDOWS = dataclasses.replace(pieces.GPU, window=4, slab=12, chunk=16, keys=5)
 
 
@@ -161,10 +165,68 @@ def test_only_the_band_of_a_sliding_window_is_computed() -> None:
     lot = slice(0, len(sources))
     slabs = [slab for chunk in pieces.chunks(sources, lot, SMALL) for slab in chunk]
     assert sum(slab.rows for slab in slabs) == int(pattern[0, 0].sum())
+    assert torch.equal(reached_by(slabs), pattern[0, 0])
+
+
+def reached_by(slabs: list[pieces.Slab | pieces.Runs]) -> torch.Tensor:
+    """How often each pair is in a slab."""
     reached = torch.zeros(40, 40)
     for slab in slabs:
-        reached[slab.queries, slab.sources] += 1
-    assert torch.equal(reached, pattern[0, 0])
+        for part in slab.parts if isinstance(slab, pieces.Runs) else (slab,):
+            reached[part.queries, part.sources] += 1
+    return reached
+
+
+@pytest.mark.parametrize("window", [7, 16, 32, 40])
+@pytest.mark.parametrize("ragged", [1, 6, 64])
+def test_squares_and_runs_are_the_triangle(window: int, ragged: int) -> None:
+    pattern = torch.ones(1, 2, 40, 40).tril()
+    sources = pieces.find_sources(pattern, torch.ones(1, 40, dtype=torch.bool), None)
+    sizes = dataclasses.replace(pieces.CPU, window=window, ragged=ragged)
+    found = [slab for chunk in pieces.chunks(sources, slice(0, 40), sizes) for slab in chunk]
+    assert torch.equal(reached_by(found), pattern[0, 0])
+    assert all(len(slab.queries()) == slab.rows for slab in found if isinstance(slab, pieces.Runs))
+    assert all(slab.rows >= ragged for slab in found if isinstance(slab, pieces.Slab))
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_norms_change_from_factors_is_that_of_the_sums(kind: str, dtype: torch.dtype) -> None:
+    """Heads that cancel to 1e-4 of their size, two prompts."""
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.randn(10, 16, generator=generator).to(dtype)
+    vectors = torch.randn(6, 3, 16, generator=generator).to(dtype)
+    vectors[:, 1] = -vectors[:, 0] + 1e-4 * torch.randn(6, 16, generator=generator).to(dtype)
+    weights = torch.rand(6, 5, 3, generator=generator).to(dtype)
+    weights[..., 1] = weights[..., 0]
+    weights[..., 2] *= 1e-4
+    norm = NormChange(Norm(kind, None, None, 1e-6), clean)
+    inverse, drift = norm.from_factors(weights, vectors, [0, 0, 0, 1, 1, 1])
+    exact = NormChange(Norm(kind, None, None, 1e-6), clean.double())
+    for source in range(6):
+        rows = slice(5 * (source // 3), 5 * (source // 3) + 5)
+        sums = (weights[source].double() @ vectors[source].double())[None]
+        expected = exact.change(rows, sums, Workspace())
+        size = drift.abs().max().item()
+        torch.testing.assert_close(inverse[source].double(), expected.inverse[0], rtol=1e-6, atol=0)
+        bound = 1e-9 if dtype == torch.float64 else 1e-3
+        torch.testing.assert_close(drift[source].double(), expected.drift[0], rtol=bound, atol=bound * size)
+
+
+def test_a_change_along_the_clean_vector_keeps_its_digits() -> None:
+    """Differences of squares would leave nothing of what lies across."""
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.randn(4, 64, generator=generator)
+    block = object.__new__(CleanBlock)
+    size = torch.linalg.vector_norm(clean, dim=-1)
+    block.direction = clean / size[:, None]
+    change = 0.5 * clean[None] + 1e-5 * torch.randn(3, 4, 64, generator=generator)
+    along, across = block.along_and_across(slice(0, 4), change, Workspace())
+    found = block.cosine_distance(along, across, size)
+    wide, moved = clean.double(), (clean[None].double() + change.double())
+    unit, other = (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (wide[None], moved))
+    expected = (unit - other).square().sum(-1) / 2
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=0)
 
 
 class _Looks(TorchDispatchMode):
@@ -191,9 +253,11 @@ def test_no_look_at_the_numbers_per_chunk(monkeypatch: pytest.MonkeyPatch) -> No
             lm.run(model, prompt, "value_zeroing", engine="algebra")
         return counter.count
 
+    # As on a GPU, where looking costs.
+    monkeypatch.setattr(clean_block, "_numbers_at_hand", lambda x: False)
     looks()
     whole = looks()
-    monkeypatch.setattr(value_zeroing_algebra, "CPU", SMALL)
+    monkeypatch.setattr(value_zeroing_algebra, "CPU", dataclasses.replace(SMALL, ragged=0))
     assert looks() == whole
 
 

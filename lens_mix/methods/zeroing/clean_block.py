@@ -11,23 +11,26 @@ each part here takes a change of its input to the change of its output:
     second matrix   applied to each pair's change: the one large product that is left
     cosine          from the change's shares along and across the clean vector
 
-Rows are positions of all prompts in one line; a slab is some keys by a window of rows.
+Rows are positions of all prompts in one line; the pairs of a slab are some keys by a window of rows, or each
+has its own row.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
-from lens_mix.methods.factors import linear_part
 from lens_mix.methods.zeroing.first_matrix import FirstMatrix
 from lens_mix.methods.zeroing.norms import ChangedNorm, NormChange
-from lens_mix.methods.zeroing.room import Workspace
+from lens_mix.methods.zeroing.room import Rows, Workspace, of_rows
+
+# Below this share of a change, what lies across the clean vector has lost digits as a difference of squares.
+_ACROSS = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +42,8 @@ class MidChange:
         alphas: factors of the clean block's `bases`, in order.
     """
 
-    beta: Float[Tensor, "key row"] | None
-    alphas: list[Float[Tensor, "key row"]]
+    beta: Float[Tensor, "*pair"] | None
+    alphas: list[Float[Tensor, "*pair"]]
 
 
 class CleanBlock:
@@ -100,9 +103,9 @@ class CleanBlock:
             self.input = _norm_change(anatomy.feed_forward_input, self.mid)
             self.bases = self._bases(first, mixed)
             self.pre = self._pre_activation(first, read.to(mixed))
-            self.clean_hidden = self._clean_hidden(first)
+            hidden = self._clean_hidden(first)
+            self.minus_hidden = -hidden
             self.second = feed_forward.W_out.to(self.dtype)
-            hidden = self.clean_hidden
             if feed_forward.b_hidden is not None:
                 hidden = hidden + feed_forward.b_hidden.to(self.dtype)
             added = hidden @ self.second
@@ -122,14 +125,18 @@ class CleanBlock:
     def through_norms(self, x: Float[Tensor, "*batch d_model"], start: int = 0) -> Tensor:
         """The linear parts of the norms on the way to the first matrix, from number `start` on."""
         for norm in self.norms[start:]:
-            x = linear_part(norm.norm, x)
+            x = norm.linear(x)
         return x
+
+    @property
+    def lead(self) -> NormChange | None:
+        """The first norm, where it reads the residual stream: what enters it is a sum over heads."""
+        return None if self.branch is not None else self.residual or self.input
 
     def _bases(self, first: FirstMatrix, dtype: torch.dtype) -> list[Float[Tensor, "matrix row d_mlp"]]:
         bases = []
         for number, norm in enumerate(self.norms):
-            vectors = norm.centred if norm.weight is None else norm.centred * norm.weight
-            bases.append(first.linear(self.through_norms(vectors, number + 1).to(dtype)))
+            bases.append(first.linear(self.through_norms(norm.base, number + 1).to(dtype)))
         return bases
 
     def _pre_activation(
@@ -146,27 +153,30 @@ class CleanBlock:
 
     def _clean_hidden(self, first: FirstMatrix) -> Float[Tensor, "row d_mlp"]:
         pre = self.pre.to(self.dtype, copy=True)
-        return first.hidden_minus(list(pre), pre.new_zeros(1), torch.empty_like(pre[0]), Workspace())
+        return first.hidden(list(pre), None, torch.empty_like(pre[0]), Workspace())
 
     # ------------------------------------------------------------- changes, slab by slab
 
     def mid_change(
         self,
-        rows: slice,
-        change: Float[Tensor, "key row d_model"],
-        out: Float[Tensor, "key row d_model"],
+        rows: Rows,
+        change: Float[Tensor, "*pair d_model"],
+        out: Float[Tensor, "*pair d_model"],
+        drift: Float[Tensor, "*pair"] | None,
         room: Workspace,
     ) -> MidChange:
         """From the attention's output to the middle of the block, and how the first matrix will see it.
 
         Args:
             rows: which queries.
-            change: of the attention's output; may be `out`.
+            change: of the attention's output, through the linear part of the `lead` norm and over its new
+                size where that norm lies before the middle and `drift` is given; may be `out`.
             out: where the change in the middle of the block goes.
+            drift: 1/s' - 1/s of the `lead` norm; None where it is still to be found.
             room: for what lies between.
         """
         beta: Tensor | None = None
-        alphas: list[Tensor] = []
+        alphas: list[Tensor] = [] if drift is None else [drift]
         if self.branch is not None:
             changed = self.branch.change(rows, change, room)
             multiplier = self.anatomy.residual_multiplier
@@ -175,21 +185,23 @@ class CleanBlock:
         if change is not out:
             out.copy_(change)
         if self.residual is not None:
-            changed = self.residual.change(rows, out, room)
-            beta, alphas = _rescaled(beta, alphas, changed)
-            changed.vector(out)
-        if self.input is not None:
+            if drift is not None:
+                out.addcmul_(of_rows(self.residual.base, rows), drift[..., None])
+            else:
+                changed = self.residual.change(rows, out, room)
+                beta, alphas = _rescaled(beta, alphas, changed)
+                changed.vector(out)
+        if self.input is not None and (drift is None or self.residual is not None):
             beta, alphas = _rescaled(beta, alphas, self.input.change(rows, out, room))
         return MidChange(beta, alphas)
 
     def hidden_change(
         self,
-        rows: slice,
+        rows: Rows,
         columns: slice,
-        alphas: Sequence[Float[Tensor, "key row"]],
-        weights: Float[Tensor, "key row rank"],
-        inner: Float[Tensor, "matrix key rank d_mlp"],
-        into: Float[Tensor, "key row column"],
+        alphas: Sequence[Float[Tensor, "*pair"]],
+        add_values: Callable[[Tensor, int, slice], object],
+        into: Float[Tensor, "*pair column"],
         room: Workspace,
     ) -> None:
         """act(p_ij) - act(p_i) for some neurons.
@@ -198,38 +210,39 @@ class CleanBlock:
             rows: which queries.
             columns: which neurons.
             alphas: factors of the bases.
-            weights: factors of `inner`, β in them.
-            inner: the zeroed values, taken through W_O, the norms' linear parts and the first matrix.
+            add_values: adds to the pre-activations of a matrix and of some neurons what the zeroed values
+                take from them.
             into: where it goes.
             room: for what lies between.
         """
         if self.first is None:
             raise RuntimeError("hidden_change was asked of a block without a feed-forward that changes")
         found = []
-        for matrix in range(len(inner)):
-            clean = self.pre[matrix, rows, columns]
+        for matrix in range(len(self.pre)):
+            clean = room.rows("clean", self.pre[matrix, :, columns], rows)
             # The first pre-activations are made where their activations go: one buffer less in the caches.
             in_place = matrix == 0 and clean.dtype == self.dtype
             pre = into if in_place else room.like(f"pre {matrix}", clean, into.shape, clean.dtype)
             if alphas:
-                torch.addcmul(clean, self.bases[0][matrix, rows, columns], alphas[0][..., None], out=pre)
+                base = room.rows("base", self.bases[0][matrix, :, columns], rows)
+                torch.addcmul(clean, base, alphas[0][..., None], out=pre)
             else:
                 pre.copy_(clean)
             for base, factor in zip(self.bases[1:], alphas[1:], strict=True):
-                pre.addcmul_(base[matrix, rows, columns], factor[..., None])
-            pre.baddbmm_(weights, inner[matrix][..., columns])
+                pre.addcmul_(room.rows("base", base[matrix, :, columns], rows), factor[..., None])
+            add_values(pre, matrix, columns)
             if pre.dtype != self.dtype:
                 pre = room.like(f"narrow {matrix}", pre, pre.shape, self.dtype).copy_(pre)
             found.append(pre)
-        self.first.hidden_minus(found, self.clean_hidden[rows, columns], into, room)
+        self.first.hidden(found, room.rows("minus", self.minus_hidden[:, columns], rows), into, room)
 
     def post_change(
         self,
-        rows: slice,
-        mid: Float[Tensor, "key row d_model"],
-        added: Float[Tensor, "key row d_model"] | None,
+        rows: Rows,
+        mid: Float[Tensor, "*pair d_model"],
+        added: Float[Tensor, "*pair d_model"] | None,
         room: Workspace,
-    ) -> Float[Tensor, "key row d_model"]:
+    ) -> Float[Tensor, "*pair d_model"]:
         """From the middle of the block to what is compared, in `mid`.
 
         Args:
@@ -246,22 +259,43 @@ class CleanBlock:
                 norm.change(rows, mid, room).vector(mid)
         return mid
 
-    def distance(
-        self, rows: slice, change: Float[Tensor, "key row d_model"], metric: str, room: Workspace
-    ) -> Float[Tensor, "key row"]:
-        """Distance between the clean vectors and the changed ones."""
-        if metric == "euclidean":
-            return torch.linalg.vector_norm(change, dim=-1)
-        direction, size = self.direction[rows], self.size[rows]
+    def along_and_across(
+        self, rows: Rows, change: Float[Tensor, "*pair d_model"], room: Workspace
+    ) -> tuple[Float[Tensor, "*pair"], Float[Tensor, "*pair"]]:
+        """A change's share along the clean vector, and the square of the rest."""
+        direction = room.rows("direction", self.direction, rows)
+        if _numbers_at_hand(change):
+            square = torch.linalg.vector_norm(change, dim=-1).square_()
+            along = _along(change, direction)
+            across = torch.addcmul(square, along, along, value=-1)
+            if not bool((across < _ACROSS * square).any()):
+                return along, across
         product = room.like("product", change, change.shape, change.dtype)
         along = torch.mul(change, direction, out=product).sum(-1)
         torch.addcmul(change, direction, along[..., None], value=-1, out=product)
-        across = product.square_().sum(-1)
+        return along, product.square_().sum(-1)
+
+    def cosine_distance(
+        self, along: Float[Tensor, "*pair"], across: Float[Tensor, "*pair"], size: Float[Tensor, "*pair"]
+    ) -> Float[Tensor, "*pair"]:
+        """1 - cos of clean vectors of a size and the changed ones; overwrites `along`."""
         near = along.add_(size)
         far = torch.addcmul(across, near, near).sqrt_()
         # 1 - cos = sin² / (1 + cos), which keeps its digits; past a right angle 1 - cos has them itself.
         angle = torch.where(near >= 0, across / (far * (far + near)), 1 - near / far)
         return torch.where(far == 0, (size != 0).to(angle.dtype), angle)
+
+
+def _numbers_at_hand(x: Tensor) -> bool:
+    """Whether looking at numbers costs nothing: a GPU would have to be waited for."""
+    return x.device.type == "cpu"
+
+
+def _along(change: Float[Tensor, "*pair d_model"], direction: Float[Tensor, "row d_model"]) -> Tensor:
+    """Scalar products, on a CPU: one batched product reads what is changed once."""
+    if change.ndim == 2:
+        return torch.linalg.vecdot(change, direction)
+    return torch.bmm(direction[:, None], change.permute(1, 2, 0))[:, 0].T
 
 
 def _norm_change(norm: Norm | None, clean: Float[Tensor, "row d_model"]) -> NormChange | None:

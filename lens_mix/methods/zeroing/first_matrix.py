@@ -68,14 +68,14 @@ class FirstMatrix:
                 pre += bias
         return linear
 
-    def hidden_minus(
+    def hidden(
         self,
         pre: Sequence[Float[Tensor, "*batch d_mlp"]],
-        clean: Float[Tensor, "*batch d_mlp"],
+        minus_clean: Float[Tensor, "*batch d_mlp"] | None,
         out: Float[Tensor, "*batch d_mlp"],
         room: Workspace,
     ) -> Float[Tensor, "*batch d_mlp"]:
-        """What the second matrix is applied to, less the clean one, into `out`; overwrites `pre`.
+        """What the second matrix is applied to, plus -1 times the clean one, into `out`; overwrites `pre`.
 
         A bias between the two matrices is left out: no change sees it.
         """
@@ -85,7 +85,8 @@ class FirstMatrix:
         else:
             first = _IN_PLACE.get(self.activation, ACTIVATIONS[self.activation])(first)
             if not self.gated:
-                return torch.sub(first, clean, out=out)
+                return out.copy_(first) if minus_clean is None else torch.add(first, minus_clean, out=out)
             other = pre[1]
-        # Its own product and sum, not addcmul: the clean pass comes through here too, with clean = 0.
-        return torch.sub(first.mul_(other), clean, out=out)
+        if minus_clean is None:
+            return torch.mul(first, other, out=out)
+        return torch.addcmul(minus_clean, first, other, out=out)

@@ -9,7 +9,7 @@ import torch
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.methods.zeroing.pieces import Sizes
 
-_SMALLEST = {"window": 8, "slab": 8, "columns": 64, "tile": 1 << 9, "chunk": 8, "keys": 1}
+_SMALLEST = {"window": 8, "slab": 8, "columns": 64, "chunk": 8, "keys": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,20 +95,27 @@ class Cost:
         return folded + copied
 
     def _lot(self, keys: int) -> int:
-        vectors = keys * self.span * self.heads
-        pattern = keys * self.span * self.heads * self.length * 4 * self.wide
+        rank = self.span * self.heads
+        pattern = keys * rank * self.length * (5 * self.wide + self.narrow)
+        # Scalar products of a source's vectors, in float64, and of vectors and clean rows.
+        factors = keys * rank * (2 * self.length * 8 + self.d_model * (2 * 8 + self.narrow) + rank * 8)
+        factors += keys * rank * self.length * 2 * self.wide + keys * self.length * 10 * self.narrow
         # Spans are gathered once more; without folded matrices each product is one more copy.
-        copies = 2 if self.span == 1 else 3
-        return pattern + vectors * copies * (self.d_model + self.matrices * self.d_mlp) * self.wide
+        copies = 3 if self.span == 1 else 4
+        return (
+            pattern + factors + keys * rank * copies * (self.d_model + self.matrices * self.d_mlp) * self.wide
+        )
 
     def _chunk(self, sizes: Sizes) -> int:
         rows = max(sizes.chunk, min(sizes.window, self.length))
         slab = max(sizes.slab, min(sizes.window, self.length))
         columns = min(sizes.columns, self.d_mlp) if self.matrices else 0
-        tile = min(max(sizes.tile, 32 * min(sizes.window, self.length)), slab * columns) if columns else 0
         products = rows * (2 * self.d_model + columns) * self.narrow
-        vectors = slab * self.d_model * (3 * self.wide + 2 * self.narrow)
-        return products + vectors + tile * (self.matrices * (self.wide + self.narrow) + self.narrow)
+        vectors = slab * self.d_model * (4 * self.wide + 4 * self.narrow)
+        # Per pair and neuron: pre-activations, what runs gather of clean rows and of products, the gate.
+        hidden = slab * columns * (self.matrices * 5 * self.wide + 3 * self.narrow)
+        factors = slab * self.span * self.heads * 6 * self.wide
+        return products + vectors + hidden + factors
 
 
 def fitting(sizes: Sizes, cost: Cost, max_memory: int | None) -> Sizes:

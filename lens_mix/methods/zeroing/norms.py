@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import Norm
-from lens_mix.methods.zeroing.room import Workspace
+from lens_mix.methods.factors import linear_part
+from lens_mix.methods.zeroing.room import Rows, Workspace, of_rows
 
 
 class NormChange:
@@ -26,24 +27,68 @@ class NormChange:
         self.square = self.centred.square().mean(-1) + norm.eps
         self.size = self.square.sqrt()
         self.weight = None if norm.weight is None else norm.weight.to(clean.dtype)
+        # γ ⊙ C x: what a change of the size is a factor of.
+        self.base = self.centred if self.weight is None else self.centred * self.weight
 
     def centre(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """Without its mean, for LayerNorm."""
         return x - x.mean(-1, keepdim=True) if self.norm.kind == "layer" else x
 
-    def change(self, rows: slice, change: Float[Tensor, "key row d_model"], room: Workspace) -> ChangedNorm:
-        """What a change of the input does: 1/s' and 1/s' - 1/s without cancellation."""
+    def change(self, rows: Rows, change: Float[Tensor, "*pair d_model"], room: Workspace) -> ChangedNorm:
+        """What a change of the input does."""
         centred = change
         if self.norm.kind == "layer":
             centred = room.like("centred", change, change.shape, change.dtype)
             torch.sub(change, change.mean(-1, keepdim=True), out=centred)
         growth = room.like("product", change, change.shape, change.dtype)
-        growth = torch.add(centred, self.centred[rows], alpha=2, out=growth).mul_(centred).mean(-1)
+        growth = torch.add(centred, of_rows(self.centred, rows), alpha=2, out=growth).mul_(centred).mean(-1)
+        inverse, drift = self.sizes(growth, of_rows(self.square, rows), of_rows(self.size, rows))
+        return ChangedNorm(self, rows, centred, inverse, drift)
+
+    def sizes(
+        self, growth: Float[Tensor, "*pair"], square: Float[Tensor, "*row"], size: Float[Tensor, "*row"]
+    ) -> tuple[Float[Tensor, "*pair"], Float[Tensor, "*pair"]]:
+        """1/s' and 1/s' - 1/s without cancellation, from s'² - s²; overwrites `growth`."""
         smallest = max(self.norm.eps, torch.finfo(growth.dtype).tiny)
-        changed, size = (self.square[rows] + growth).clamp_min_(smallest).sqrt_(), self.size[rows]
+        changed = (square + growth).clamp_min_(smallest).sqrt_()
         # 1/s' - 1/s = -(s'² - s²) / (s s' (s + s'))
         drift = growth.neg_().div_((size + changed).mul_(changed).mul_(size))
-        return ChangedNorm(self, rows, centred, changed.reciprocal_(), drift)
+        return changed.reciprocal_(), drift
+
+    def from_factors(
+        self,
+        weights: Float[Tensor, "source query rank"],
+        vectors: Float[Tensor, "source rank d_model"],
+        prompts: list[int],
+    ) -> tuple[Float[Tensor, "source query"], Float[Tensor, "source query"]]:
+        """1/s' and 1/s' - 1/s for changes Σ_r weights_r vectors_r, without these sums.
+
+        s'² - s² = (2 C x · C c + ‖C c‖²) / d_model: the first from scalar products of clean rows and vectors,
+        the second from those of the vectors, in float64 (a float32 Gram matrix is wrong by half where heads
+        cancel).
+
+        Args:
+            weights: factors of the vectors.
+            vectors: of each source.
+            prompts: of each source, in ascending order.
+        """
+        queries, rank = weights.shape[1:]
+        centred = self.centre(vectors)
+        wide, factors = centred.double(), weights.double()
+        growth = (factors @ (wide @ wide.transpose(-1, -2))).mul_(factors).sum(-1).to(weights.dtype)
+        square, size = self.square.view(-1, queries), self.size.view(-1, queries)
+        for prompt in sorted(set(prompts)):
+            own = slice(prompts.index(prompt), len(prompts) - prompts[::-1].index(prompt))
+            clean = self.centred.view(-1, queries, vectors.shape[-1])[prompt]
+            products = (clean @ centred[own].flatten(0, 1).T).view(queries, -1, rank).transpose(0, 1)
+            growth[own].add_((products * weights[own]).sum(-1), alpha=2)
+        growth /= vectors.shape[-1]
+        number = torch.tensor(prompts, device=weights.device)
+        return self.sizes(growth, square[number], size[number])
+
+    def linear(self, vectors: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """The norm's linear part, γ ⊙ C v."""
+        return linear_part(self.norm, vectors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +96,13 @@ class ChangedNorm:
     """A norm's output change, γ ⊙ (centred · inverse + C x · drift)."""
 
     source: NormChange
-    rows: slice
-    centred: Float[Tensor, "key row d_model"]
-    inverse: Float[Tensor, "key row"]
-    drift: Float[Tensor, "key row"]
+    rows: Rows
+    centred: Float[Tensor, "*pair d_model"]
+    inverse: Float[Tensor, "*pair"]
+    drift: Float[Tensor, "*pair"]
 
-    def vector(self, out: Float[Tensor, "key row d_model"]) -> Float[Tensor, "key row d_model"]:
+    def vector(self, out: Float[Tensor, "*pair d_model"]) -> Float[Tensor, "*pair d_model"]:
         """The change itself, into `out` (which may be the change that came in)."""
         torch.mul(self.centred, self.inverse[..., None], out=out)
-        out.addcmul_(self.source.centred[self.rows], self.drift[..., None])
+        out.addcmul_(of_rows(self.source.centred, self.rows), self.drift[..., None])
         return out if self.source.weight is None else out.mul_(self.source.weight)

@@ -1,8 +1,10 @@
 """Which pairs of query and key there are, and the pieces that they are computed in.
 
 A key's zeroed value reaches only the queries that give it weight, so a causal map costs its triangle.
-Queries are cut into windows; a slab is some keys by one window, small enough for a processor's cache; slabs
-are gathered into chunks for the one large matrix product.
+Queries are cut into windows; a slab is some keys by one window, small enough for a processor's cache. Where
+keys reach different parts of a window (the diagonal of a causal map), their runs of queries are strung
+together: steps over a handful of pairs would cost more than the pairs. Slabs are gathered into chunks for the
+one large matrix product.
 """
 
 from __future__ import annotations
@@ -23,34 +25,29 @@ class Sizes:
         window: queries of one slab.
         slab: rows (pairs) of one slab.
         columns: neurons that are held at once.
-        tile: numbers that go through the activation at once.
         chunk: rows of one product with the second matrix.
         keys: keys whose vectors are held at once.
         positions: positions of all prompts that are held at once.
-        ragged: whether slabs end where a key's queries end; else at the window (fewer, larger pieces).
+        ragged: slabs of fewer rows are strung together; 0: slabs always end at the window, not where a key's
+            queries end (fewer, larger pieces).
     """
 
     window: int
     slab: int
     columns: int
-    tile: int
     chunk: int
     keys: int
     positions: int
-    ragged: bool
+    ragged: int
+
+    def for_threads(self, threads: int) -> Sizes:
+        """Larger pieces for several threads, each of which brings its own caches."""
+        factor = max(1, min(threads, 16))
+        return dataclasses.replace(self, slab=self.slab * factor, chunk=self.chunk * factor)
 
 
-CPU = Sizes(window=32, slab=256, columns=4096, tile=3 << 16, chunk=512, keys=128, positions=2048, ragged=True)
-GPU = Sizes(
-    window=128,
-    slab=16384,
-    columns=1 << 16,
-    tile=1 << 26,
-    chunk=16384,
-    keys=1024,
-    positions=16384,
-    ragged=False,
-)
+CPU = Sizes(window=32, slab=256, columns=768, chunk=256, keys=128, positions=2048, ragged=64)
+GPU = Sizes(window=128, slab=16384, columns=4096, chunk=16384, keys=1024, positions=16384, ragged=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +67,30 @@ class Slab:
     def rows(self) -> int:
         """How many pairs."""
         return self.keys * (self.queries.stop - self.queries.start)
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Slabs of one source each, one after the other."""
+
+    parts: tuple[Slab, ...]
+
+    @property
+    def rows(self) -> int:
+        """How many pairs."""
+        return sum(part.rows for part in self.parts)
+
+    def numbers(self) -> list[int]:
+        """The source of each pair."""
+        return [part.sources.start for part in self.parts for _ in range(part.rows)]
+
+    def queries(self) -> list[int]:
+        """The query of each pair."""
+        return [query for part in self.parts for query in range(part.queries.start, part.queries.stop)]
+
+    def prompts(self) -> list[int]:
+        """The prompt of each pair."""
+        return [part.prompt for part in self.parts for _ in range(part.rows)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,11 +159,11 @@ def find_sources(
     )
 
 
-def chunks(sources: Sources, lot: slice, sizes: Sizes) -> Iterator[list[Slab]]:
+def chunks(sources: Sources, lot: slice, sizes: Sizes) -> Iterator[list[Slab | Runs]]:
     """The slabs of some sources, gathered."""
-    chunk: list[Slab] = []
+    chunk: list[Slab | Runs] = []
     rows = 0
-    for slab in _slabs(sources, lot, sizes):
+    for slab in _strung(_slabs(sources, lot, sizes), sizes):
         if chunk and rows + slab.rows > sizes.chunk:
             yield chunk
             chunk, rows = [], 0
@@ -150,6 +171,25 @@ def chunks(sources: Sources, lot: slice, sizes: Sizes) -> Iterator[list[Slab]]:
         rows += slab.rows
     if chunk:
         yield chunk
+
+
+def _strung(slabs: Iterator[Slab], sizes: Sizes) -> Iterator[Slab | Runs]:
+    """The small slabs of a source each, strung together."""
+    few: list[Slab] = []
+    rows = 0
+    for slab in slabs:
+        if slab.rows >= sizes.ragged:
+            yield slab
+            continue
+        for number in range(slab.sources.start, slab.sources.stop):
+            one = dataclasses.replace(slab, sources=slice(number, number + 1))
+            if few and rows + one.rows > sizes.slab:
+                yield Runs(tuple(few))
+                few, rows = [], 0
+            few.append(one)
+            rows += one.rows
+    if few:
+        yield Runs(tuple(few))
 
 
 def _slabs(sources: Sources, lot: slice, sizes: Sizes) -> Iterator[Slab]:
@@ -167,7 +207,30 @@ def _slabs(sources: Sources, lot: slice, sizes: Sizes) -> Iterator[Slab]:
             ]
             if not sizes.ragged:
                 reach = [(n, start, stop) for n, _, _ in reach]
-            yield from _grouped(prompt, reach, sizes.slab)
+            for part in _squares(reach, sizes.ragged):
+                yield from _grouped(prompt, part, sizes.slab)
+
+
+def _squares(reach: list[tuple[int, int, int]], least: int) -> Iterator[list[tuple[int, int, int]]]:
+    """A staircase (each source starts at a later query than the one before) cut into squares and the rest.
+
+    Args:
+        reach: number, first query and last query + 1 per source.
+        least: rows of the smallest square.
+    """
+    starts = [start for _, start, _ in reach]
+    half = len(reach) // 2
+    stairs = starts == sorted(starts) and starts[0] != starts[-1] if reach else False
+    if not stairs or len({stop for _, _, stop in reach}) > 1:
+        yield reach
+        return
+    cut, stop = starts[half], reach[0][2]
+    if half * (stop - cut) < max(1, least):
+        yield reach
+        return
+    yield [(n, cut, stop) for n, _, _ in reach[:half]]
+    yield from _squares([(n, start, cut) for n, start, _ in reach[:half] if start < cut], least)
+    yield from _squares(reach[half:], least)
 
 
 def _grouped(prompt: int, reach: list[tuple[int, int, int]], rows: int) -> Iterator[Slab]:

@@ -6,7 +6,16 @@ import math
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
+
+# Rows of a clean tensor (positions of all prompts in one line): a window, or one row per pair.
+Rows = slice | Tensor
+
+
+def of_rows(x: Float[Tensor, "row ..."], rows: Rows) -> Float[Tensor, "row_ ..."]:
+    """Some rows; a view where they are a window."""
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
 class Workspace:
@@ -22,3 +31,10 @@ class Workspace:
         if buffer is None or buffer.numel() < size or buffer.dtype != dtype or buffer.device != model.device:
             buffer = self._buffers[name] = model.new_empty(size, dtype=dtype)
         return buffer[:size].view(shape)
+
+    def rows(self, name: str, x: Float[Tensor, "row width"], rows: Rows) -> Float[Tensor, "row_ width"]:
+        """`of_rows`, a copy made in a buffer."""
+        if isinstance(rows, slice):
+            return x[rows]
+        out = self.like(f"rows {name}", x, (len(rows), x.shape[-1]), x.dtype)
+        return torch.index_select(x, 0, rows, out=out)
