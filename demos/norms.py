@@ -2,6 +2,7 @@
 
     python demos/norms.py                      all-MiniLM-L6-v2 and SmolLM2-135M (downloaded once, 177 MB)
     python demos/norms.py --encoder NAME       another encoder, by hub name or folder; --decoder likewise
+    python demos/norms.py --folding            what fold_value_biases does to the encoder's maps, and no more
 
 Prints the mean mixing ratio per layer and stage, from the attention weights to the whole block, where it is
 taken (by kind of token), and which token gets attention without sending anything; draws both.
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import models
 
+import lens_mix as lm
 from lens_mix.statistics import cancel_effect, mixing_ratio
 from lens_mix.view import norm_figures
 from lens_mix.view.labels import visible_token
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     import pandas
 
 OUTPUTS = Path(__file__).resolve().parent.parent / "outputs"
+LAYER_MAPS = ("value_norm", "attn_res", "attn_res_ln", "atb_ff", "atb_ff_res_ln", "globenc", "alti")
 SENTENCES = [
     "The cat sat on the mat, and the dog slept by the door.",
     "Paris is the capital of France; Rome is the capital of Italy.",
@@ -38,7 +41,11 @@ def main() -> None:
     parser.add_argument("--encoder", help="an encoder's hub name or folder; default: all-MiniLM-L6-v2")
     parser.add_argument("--decoder", help="a decoder's hub name or folder; default: SmolLM2-135M")
     parser.add_argument("--outputs", type=Path, default=OUTPUTS, help="folder of the pictures")
+    parser.add_argument("--folding", action="store_true", help="measure fold_value_biases on the encoder")
     options = parser.parse_args()
+    if options.folding:
+        print(folding(models.load(options.encoder) if options.encoder else models.minilm()))
+        return
     options.outputs.mkdir(parents=True, exist_ok=True)
     written = []
     for chosen, name, default in (
@@ -110,6 +117,45 @@ def draw(name: str, ratios: pandas.DataFrame, lengths: pandas.DataFrame, folder:
         written.append(folder / f"norms_{slug}_{what}.png")
         picture.savefig(written[-1])
     return written
+
+
+def folding(model: Any) -> str:
+    """How the maps change when b_V is folded into b_O (TransformerLens's own processing, nothing else)."""
+    before, maps = measured(model)
+    model.enable_compatibility_mode(
+        disable_warnings=True, fold_ln=False, center_writing_weights=False, center_unembed=False
+    )
+    after, folded = measured(model)
+    means = before.loc[["mean"]].rename(index={"mean": "b_V in the values"})
+    means.loc["b_V folded"] = after.loc["mean"]
+    means.loc["largest change of a layer"] = (after - before).drop(index="mean").abs().max()
+    rows = {name: largest_change(maps[name], folded[name]) for name in LAYER_MAPS}
+    table = means.to_string(float_format="{:.4f}".format)
+    return (
+        f"\nmean mixing ratio, {len(SENTENCES)} sentences\n{table}\n\n"
+        "largest change of a map entry, rows summing to 1: layer, query <- key, before -> after\n"
+        + "\n".join(f"{name:<14}  {row}" for name, row in rows.items())
+    )
+
+
+def measured(model: Any) -> tuple[pandas.DataFrame, dict[str, list[lm.MixingMap]]]:
+    """Mean mixing ratios, and every map of every sentence with rows that sum to 1."""
+    maps = [lm.run(model, sentence, LAYER_MAPS) for sentence in SENTENCES]
+    ratios = mixing_ratio.by_layer(mixing_ratio.mixing_ratios(model, list(SENTENCES)))
+    return ratios, {name: [found[name].normalized() for found in maps] for name in LAYER_MAPS}
+
+
+def largest_change(before: list[lm.MixingMap], after: list[lm.MixingMap]) -> str:
+    """The entry that changed most, of any sentence."""
+    changes = [(new.scores - old.scores).abs() for old, new in zip(before, after, strict=True)]
+    worst = max(range(len(changes)), key=lambda index: float(changes[index].max()))
+    old, new = before[worst], after[worst]
+    place = (changes[worst] == changes[worst].max()).nonzero()[0].tolist()
+    layer, query, key = place
+    return (
+        f"{float(changes[worst].max()):.4f}  layer {layer}, {old.tokens[query]} <- {old.tokens[key]}: "
+        f"{float(old.scores[layer, query, key]):.4f} -> {float(new.scores[layer, query, key]):.4f}"
+    )
 
 
 if __name__ == "__main__":

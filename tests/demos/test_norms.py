@@ -53,6 +53,25 @@ def test_it_prints_the_findings_of_both_models_and_draws_them(tmp_path: Path) ->
         assert re.search(r"Spearman correlation of weight and length: -?\d\.\d\d", part)
 
 
+@pytest.mark.skipif(not available(bridge, "bert"), reason="no TransformerBridge in this TransformerLens")
+def test_folding_changes_the_maps_of_values_and_leaves_the_weights(tmp_path: Path) -> None:
+    text = run_demo("--encoder", str(save_tiny_bert(tmp_path / "bert")), "--folding")
+    rows = {
+        name: [float(number) for number in re.findall(r"\d\.\d{4}", line)]
+        for line in text.splitlines()
+        for name in [re.split(r"  +", line)[0]]
+    }
+    kept, folded, change = rows["b_V in the values"], rows["b_V folded"], rows["largest change of a layer"]
+    assert kept[0] == folded[0]  # attn_w
+    assert change[0] == 0 == change[2]
+    assert kept[1] != folded[1]
+    assert min(change[1], *change[3:]) > 0
+    for name in ("value_norm", "attn_res", "attn_res_ln", "atb_ff", "atb_ff_res_ln", "globenc", "alti"):
+        size, before, after = rows[name]
+        assert size > 1e-3
+        assert abs(after - before) == pytest.approx(size, abs=2e-4)
+
+
 @pytest.mark.skipif(available(bridge, "bert"), reason="TransformerBridge is there")
 def test_without_transformer_bridge_the_encoder_is_left_out(tmp_path: Path) -> None:
     decoder = str(save_tiny_llama(tmp_path / "llama"))
