@@ -7,14 +7,13 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
-import torch
 from jaxtyping import Bool
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from lens_mix.lens import masks
+from lens_mix.lens import facts, masks
 from lens_mix.lens.block import Block
-from lens_mix.lens.kinds import UnsupportedModelError, transformer_lens_version
+from lens_mix.lens.kinds import UnsupportedModelError
 from lens_mix.lens.model import CleanPass, Lens
 from lens_mix.lens.prompts import PaddingSide, Prompt, pad, pad_token, read_prompt, token_strings
 from lens_mix.lens.proof import holds_here
@@ -23,7 +22,6 @@ from lens_mix.lens.support import (
     Support,
     choose_engine,
     logits_refusal,
-    model_name,
     needs_head,
     proof_of,
     support_table,
@@ -118,7 +116,8 @@ def run_many(
         inputs: further model inputs by name, one row per prompt.
 
     Raises:
-        TypeError, ValueError: bad input; the message names the prompt.
+        TypeError, ValueError: bad input; the message names the prompt. The maps of the prompts before it
+            come first.
         UnsupportedModelError: as in `run`.
     """
     if isinstance(prompts, str):
@@ -145,18 +144,39 @@ def _stream(
     progress: bool,
 ) -> Iterator[Any]:
     numbered = enumerate(prompts)
+    problem: Exception | None = None
     total = len(prompts) if isinstance(prompts, Sized) else None
     with tqdm(total=total, disable=not progress, desc="prompts") as bar:
-        while some := list(itertools.islice(numbered, batch_size)):
-            read = [
-                _read_numbered(lens, number, prompt, options, attention_mask, inputs)
-                for number, prompt in some
-            ]
+        while problem is None:
+            read, problem = _read_some(lens, numbered, batch_size, options, attention_mask, inputs)
+            if not read:
+                break
             one_by_one = len(read) > 1 and not proof_of(lens, read[0]).masks_padding
             for group in [[prompt] for prompt in read] if one_by_one else [read]:
                 for maps in _run_batch(lens, group, options, side):
                     bar.update()
                     yield next(iter(maps.values())) if options.single else maps
+    if problem is not None:
+        raise problem
+
+
+def _read_some(
+    lens: Lens,
+    numbered: Iterator[tuple[int, Any]],
+    count: int,
+    options: _Options,
+    mask: Tensor | None,
+    inputs: dict[str, Any],
+) -> tuple[list[Prompt], Exception | None]:
+    """The next prompts, up to `count` or to the first that can't be read, and why it can't."""
+    read: list[Prompt] = []
+    try:
+        for number, prompt in itertools.islice(numbered, count):
+            read.append(_read_numbered(lens, number, prompt, options, mask, inputs))
+    except Exception as problem:
+        # Whatever it is, the maps of the prompts before it are finished first.
+        return read, problem
+    return read, None
 
 
 def _read_numbered(
@@ -375,51 +395,14 @@ def _prompt_maps(
             parameters=method.parameters(),
             residual=method.residual,
             kind=method.kind,
-            provenance=_provenance(lens, engines[label], options) | _details(mapped[label].blocks, index),
+            provenance=facts.provenance(lens, engines[label], options.prepend_bos)
+            | facts.details(mapped[label].blocks, index),
             notes=(
-                *_notes(scores),
+                *facts.notes(scores),
                 *(text for block in mapped[label].blocks for text in block.warnings[index]),
             ),
         )
     return maps
-
-
-def _details(blocks: list[Block], index: int) -> dict[str, Any]:
-    """Facts that a method told about its layers: name -> one value per layer."""
-    names = dict.fromkeys(name for block in blocks for name in block.details[index])
-    if not names:
-        return {}
-    return {"details": {name: [block.details[index].get(name) for block in blocks] for name in names}}
-
-
-def _notes(scores: Tensor) -> tuple[str, ...]:
-    empty = (scores == 0).all(dim=-1)
-    if not bool(empty.any()):
-        return ()
-    rows = empty.nonzero()
-    shown = "; ".join(str(row) for row in rows[:5].tolist())
-    axes = "[layer, query]" if rows.shape[1] == 2 else "[layer, head, query]"
-    more = " ..." if len(rows) > 5 else ""
-    return (f"{len(rows)} all-zero rows: nothing measurable reached {axes} = {shown}{more}",)
-
-
-def _provenance(lens: Lens, engine: str, options: _Options) -> dict[str, Any]:
-    model = lens.model
-    value_bias = getattr(lens.stack.self_attention(0), "b_V", None)
-    has_bias = torch.is_tensor(value_bias) and bool((value_bias != 0).any())
-    return {
-        "model": model_name(model),
-        "model_class": lens.kind.value,
-        "stack": lens.stack.name,
-        "transformer_lens": ".".join(map(str, transformer_lens_version())),
-        "torch": torch.__version__,
-        "dtype": str(lens.dtype).removeprefix("torch."),
-        "normalization_type": getattr(model.cfg, "normalization_type", None),
-        "compatibility_mode": bool(getattr(model, "compatibility_mode", False)),
-        "value_biases": "present" if has_bias else "none (absent, or folded into b_O)",
-        "prepend_bos": options.prepend_bos,
-        "engine": engine,
-    }
 
 
 def _require_masked_padding(lens: Lens, clean: CleanPass) -> None:

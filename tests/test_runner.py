@@ -128,6 +128,32 @@ def test_run_many_streams_in_order_whatever_the_batch_size():
         )
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 16])
+def test_run_many_gives_the_maps_before_a_bad_prompt_first(batch_size):
+    model = causal_model()
+    good = [tokens(model, 1, size, seed=size)[0] for size in (3, 7, 5, 4)]
+    alone = [lm.run(model, prompt, "value_zeroing").scores for prompt in good]
+
+    def interrupted():
+        yield from good
+        raise RuntimeError("the file ends here")
+
+    cases = [
+        ([*good, torch.zeros(2, 2, dtype=torch.long), good[0]], ValueError, "prompt 4: "),
+        ([*good, {"text": 1}, good[0]], TypeError, "prompt 4: "),
+        (interrupted(), RuntimeError, "the file ends here"),
+    ]
+    for prompts, kind, message in cases:
+        maps = lm.run_many(model, prompts, "value_zeroing", batch_size=batch_size)
+        for expected in alone:
+            torch.testing.assert_close(next(maps).scores, expected, atol=1e-6, rtol=1e-5)
+        with pytest.raises(kind, match=message):
+            next(maps)
+        assert list(maps) == []
+    with pytest.raises(ValueError, match="prompt 0: "):
+        next(lm.run_many(model, [torch.zeros(2, 2, dtype=torch.long), *good], "attention"))
+
+
 def test_max_memory_changes_the_chunks_and_not_the_numbers():
     model = causal_model()
     prompt = tokens(model, 1, 12)
