@@ -565,8 +565,42 @@ def test_save_names_what_json_cannot_hold(tmp_path):
 def test_load_refuses_other_files(tmp_path):
     from safetensors.torch import save_file
 
+    expected = r"path: expected a map that MixingMap\.save wrote .*, got "
     save_file({"scores": torch.zeros(1)}, tmp_path / "weights")
-    with pytest.raises(ValueError, match="expected a file with format"):
+    with pytest.raises(ValueError, match=expected + r"format None in .*weights"):
         MixingMap.load(tmp_path / "weights")
+    for number, content in enumerate((b"", b"layer,query,key,score", b"\x10" + bytes(7) + b"{}")):
+        (tmp_path / f"text{number}").write_bytes(content)
+        with pytest.raises(
+            ValueError, match=expected + rf".*text{number}, which is no safetensors file: \w+"
+        ):
+            MixingMap.load(tmp_path / f"text{number}")
+    with pytest.raises(ValueError, match=expected + "the folder"):
+        MixingMap.load(tmp_path)
     with pytest.raises(FileNotFoundError):
         MixingMap.load(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "record", "lacks"),
+    [
+        (("scores",), None, r"\['tokens', .*'notes'\]"),
+        (("scores",), "{", r"\['tokens', .*'notes'\]"),
+        (("scores",), "[1]", r"\['tokens', .*'notes'\]"),
+        (("mask",), "whole", r"\['scores'\]"),
+    ],
+)
+def test_load_says_what_a_damaged_map_lacks(tmp_path, tensors, record, lacks):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    make().save(tmp_path / "map")
+    with safe_open(tmp_path / "map", framework="pt") as file:
+        metadata = dict(file.metadata())
+    if record is None:
+        del metadata["record"]
+    elif record != "whole":
+        metadata["record"] = record
+    save_file({name: torch.ones(1) for name in tensors}, tmp_path / "damaged", metadata=metadata)
+    with pytest.raises(ValueError, match=r"got .*damaged, which lacks " + lacks):
+        MixingMap.load(tmp_path / "damaged")

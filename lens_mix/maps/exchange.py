@@ -60,21 +60,38 @@ def load_map(path: str | os.PathLike[str], device: str | torch.device = "cpu") -
     """The fields of a map written by `save_map`.
 
     Raises:
-        ValueError: a safetensors file that holds no map, or one of another format.
+        FileNotFoundError: no such file.
+        ValueError: a file that holds no map, or one of another format, or a damaged one.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
-        metadata = file.metadata() or {}
-        if metadata.get("format") != FORMAT:
-            raise ValueError(
-                f"path: expected a file with format {FORMAT!r}, got {metadata.get('format')!r} in {path}"
-            )
-        fields: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    record = json.loads(metadata["record"])
+    place, expected = os.fspath(path), f"path: expected a map that MixingMap.save wrote ({FORMAT!r})"
+    if os.path.isdir(place):
+        raise ValueError(f"{expected}, got the folder {place}")
+    try:
+        with safe_open(place, framework="pt", device=str(device)) as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"{expected}, got format {metadata.get('format')!r} in {place}")
+            fields: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except SafetensorError as problem:
+        raise ValueError(f"{expected}, got {place}, which is no safetensors file: {problem}") from problem
+    record = _record(metadata.get("record"))
+    missing = [name for name in _FIELDS if name not in record]
+    missing += [] if "scores" in fields else ["scores"]
+    if missing:
+        raise ValueError(f"{expected}, got {place}, which lacks {missing}")
     fields.update({name: record[name] for name in _FIELDS})
     fields["notes"] = tuple(fields["notes"])
     return fields
+
+
+def _record(text: str | None) -> dict[str, Any]:
+    try:
+        record = json.loads(text or "")
+    except json.JSONDecodeError:
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def to_numpy(tensor: Tensor) -> Any:
