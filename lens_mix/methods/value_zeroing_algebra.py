@@ -195,8 +195,9 @@ class _Work:
         if self.metric == "cosine":
             sizes = self.clean.size.view(self.real.shape)[prompt]
             distance = self.clean.cosine_distance(part.along, part.across, sizes)
-        # No weight, no effect: not even a rounding error.
-        distance = torch.where((part.weights != 0).any(-1), distance, 0.0)
+        # No weight or nothing to send, no effect: not even a rounding error.
+        sent = (part.weights != 0) & (part.outer != 0).any(-1)[:, None]
+        distance = torch.where(sent.any(-1), distance, 0.0)
         column = torch.tensor(self.sources.column[lot], device=scores.device)
         scores[prompt, :, column] = distance.to(scores.dtype)
 

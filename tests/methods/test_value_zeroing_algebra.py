@@ -118,7 +118,8 @@ def test_float32_keeps_five_digits_of_the_float64_oracle(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "granite", "bert", "gpt_neox"])
 def test_float32_adds_little_to_what_the_clean_pass_lost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # With 24 numbers per vector little averages out, and a float32 clean pass alone can cost 1e-5.
+    # With 24 numbers per vector little averages out, and a float32 clean pass alone can cost 1e-5. What the
+    # difference of two activations costs depends on the processor's products too.
     if not available(bridge, name):
         pytest.skip("no such bridge")
     model = bridge(name, torch.float32)
@@ -126,7 +127,7 @@ def test_float32_adds_little_to_what_the_clean_pass_lost(name: str, monkeypatch:
     scores = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
     monkeypatch.setattr(value_zeroing_algebra, "_dtypes", lambda block: (torch.float64, torch.float64))
     exact = lm.run(model, prompt, "value_zeroing", engine="algebra").scores.double()
-    assert largest_error(scores, exact) < (1e-4 if name == "granite" else 1.5e-5)
+    assert largest_error(scores, exact) < (1.5e-4 if name == "granite" else 3e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -89,5 +89,5 @@ class FirstMatrix:
             other = pre[1]
         if minus_clean is None:
             return torch.mul(first, other, out=out)
-        # A product and a sum, rounded as in the clean pass: no change of the input gives exactly none here.
-        return torch.add(first.mul_(other), minus_clean, out=out)
+        # Rounded once, so what did not change may come out as a rounding error of the clean product.
+        return torch.addcmul(minus_clean, first, other, out=out)
