@@ -133,12 +133,13 @@ class _Work:
             resid_post.flatten(0, 1),
             final,
         )
-        self._require_rebuilt(resid_post)
+        self._require_rebuilt(resid_post.flatten(0, 1))
         self.folded = self._fold()
 
-    def _require_rebuilt(self, expected: Float[Tensor, "batch pos d_model"]) -> None:
+    def _require_rebuilt(self, expected: Float[Tensor, "row d_model"]) -> None:
+        rows = self.clean.checked
         tolerance = TOLERANCES.get(self.block.resid_post.dtype, TOLERANCES[torch.float32])
-        error = relative_error(self.clean.rebuilt.reshape(expected.shape), expected, self.real)
+        error = relative_error(self.clean.rebuilt, expected[rows], self.real.flatten()[rows])
         if not error <= tolerance:
             raise UnsupportedModelError(
                 f"block {self.block.layer}: expected its parts to give its output within {tolerance:.0e} on "
@@ -195,9 +196,8 @@ class _Work:
         if self.metric == "cosine":
             sizes = self.clean.size.view(self.real.shape)[prompt]
             distance = self.clean.cosine_distance(part.along, part.across, sizes)
-        # No weight or nothing to send, no effect: not even a rounding error.
-        sent = (part.weights != 0) & (part.outer != 0).any(-1)[:, None]
-        distance = torch.where(sent.any(-1), distance, 0.0)
+        # No weight, no effect: not even a rounding error.
+        distance = torch.where((part.weights != 0).any(-1), distance, 0.0)
         column = torch.tensor(self.sources.column[lot], device=scores.device)
         scores[prompt, :, column] = distance.to(scores.dtype)
 
@@ -208,7 +208,7 @@ class _Work:
         Float[Tensor, "source head span d_model"],
         Float[Tensor, "matrix source head span d_mlp"] | None,
     ]:
-        """-a (with the residual multiplier), u = v W_O, and u taken through the first matrix."""
+        """-a (times the residual multiplier; 0 where u is), u = v W_O, and u through the first matrix."""
         prompt = torch.tensor(self.sources.prompt[lot], device=self.value.device)[:, None]
         positions = self.sources.positions[lot]
         pattern = self.pattern if self.all_heads else self.pattern[:, self.heads]
@@ -230,6 +230,8 @@ class _Work:
         elif self.clean.first is not None:
             inner = self.clean.first.linear(self.clean.through_norms(outer))
         shape = positions.shape
+        sent = torch.linalg.vector_norm(outer, dim=-1, keepdim=True) != 0
+        weights *= _by_source(sent, shape)[:, None, ..., 0]
         return weights, _by_source(outer, shape), None if inner is None else _by_source(inner, shape)
 
     # ------------------------------------------------------------- one chunk

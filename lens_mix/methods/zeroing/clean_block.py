@@ -32,6 +32,10 @@ from lens_mix.methods.zeroing.room import Rows, Workspace, of_rows
 # Below this share of a change, what lies across the clean vector has lost digits as a difference of squares.
 _ACROSS = 0.25
 
+# About how many rows of a block are rebuilt to the end where the rebuilt block serves as a check only: what
+# the run as a whole relies on is checked at four positions of every prompt before.
+_CHECKED = 16
+
 
 @dataclasses.dataclass(frozen=True)
 class MidChange:
@@ -75,6 +79,7 @@ class CleanBlock:
         total = resid_pre + (branch * multiplier).to(self.dtype)
         self.residual = _norm_change(anatomy.attention_residual, total)
         self.mid = total if anatomy.attention_residual is None else anatomy.attention_residual(total)
+        self.checked = slice(None)
         out = self.mid
         self.first: FirstMatrix | None = None
         self.input: NormChange | None = None
@@ -101,18 +106,22 @@ class CleanBlock:
             first = FirstMatrix(feed_forward, mixed)
             self.first = first
             self.input = _norm_change(anatomy.feed_forward_input, self.mid)
+            self.bias: Tensor | None = None
             self.bases = self._bases(first, mixed)
             self.pre = self._pre_activation(first, read.to(mixed))
             hidden = self._clean_hidden(first)
             self.minus_hidden = -hidden
             self.second = feed_forward.W_out.to(self.dtype)
-            if feed_forward.b_hidden is not None:
-                hidden = hidden + feed_forward.b_hidden.to(self.dtype)
+            if anatomy.feed_forward_branch is None and anatomy.feed_forward_residual is None:
+                # No change sees what the second matrix makes of the clean block: enough rows to check it.
+                step = max(1, len(hidden) // _CHECKED)
+                self.checked = slice((len(hidden) - 1) % step, None, step)
+                hidden = hidden[self.checked]
             added = hidden @ self.second
             added = added if feed_forward.b_out is None else added + feed_forward.b_out.to(self.dtype)
             self.feed_forward_branch = _norm_change(anatomy.feed_forward_branch, added)
         out = added if anatomy.feed_forward_branch is None else anatomy.feed_forward_branch(added)
-        total = self.mid + out * anatomy.residual_multiplier
+        total = self.mid[self.checked] + out * anatomy.residual_multiplier
         self.feed_forward_residual = _norm_change(anatomy.feed_forward_residual, total)
         return total if anatomy.feed_forward_residual is None else anatomy.feed_forward_residual(total)
 
@@ -134,10 +143,17 @@ class CleanBlock:
         return None if self.branch is not None else self.residual or self.input
 
     def _bases(self, first: FirstMatrix, dtype: torch.dtype) -> list[Float[Tensor, "matrix row d_mlp"]]:
+        """What the first matrix makes of the norms' bases, and of the last norm's bias."""
         bases = []
         for number, norm in enumerate(self.norms):
-            bases.append(first.linear(self.through_norms(norm.base, number + 1).to(dtype)))
-        return bases
+            bases.append(self.through_norms(norm.base, number + 1).to(dtype))
+        if not bases or norm.norm.bias is None:
+            return [first.linear(base) for base in bases]
+        # The bias along with the base: a product of one row reads the whole matrix too.
+        bases[-1] = torch.cat([bases[-1], norm.norm.bias[None].to(dtype)])
+        *found, last = [first.linear(base) for base in bases]
+        self.bias = last[:, -1:]
+        return [*found, last[:, :-1]]
 
     def _pre_activation(
         self, first: FirstMatrix, read: Float[Tensor, "row d_model"]
@@ -147,8 +163,8 @@ class CleanBlock:
         if last is None:
             return first.add_biases_(first.linear(read))
         pre = self.bases[-1] / last.size[:, None]
-        if last.norm.bias is not None:
-            pre += first.linear(last.norm.bias[None].to(read.dtype))
+        if self.bias is not None:
+            pre += self.bias
         return first.add_biases_(pre)
 
     def _clean_hidden(self, first: FirstMatrix) -> Float[Tensor, "row d_mlp"]:

@@ -73,14 +73,20 @@ class NormChange:
             prompts: of each source, in ascending order.
         """
         queries, rank = weights.shape[1:]
-        centred = self.centre(vectors)
-        wide, factors = centred.double(), weights.double()
-        growth = (factors @ (wide @ wide.transpose(-1, -2))).mul_(factors).sum(-1).to(weights.dtype)
+        wide, factors = vectors.double(), weights.double()
+        gram = wide @ wide.transpose(-1, -2)
+        if self.norm.kind == "layer":
+            # C is a projection: C c · C c = c · c - d_model mean², and C x · C c = C x · c.
+            mean = wide.mean(-1, keepdim=True)
+            gram.sub_(mean * mean.transpose(-1, -2) * vectors.shape[-1])
+        growth = (factors @ gram).mul_(factors).sum(-1).to(weights.dtype)
         square, size = self.square.view(-1, queries), self.size.view(-1, queries)
         for prompt in sorted(set(prompts)):
             own = slice(prompts.index(prompt), len(prompts) - prompts[::-1].index(prompt))
             clean = self.centred.view(-1, queries, vectors.shape[-1])[prompt]
-            products = (clean @ centred[own].flatten(0, 1).T).view(queries, -1, rank).transpose(0, 1)
+            # Vectors lie by rank: one product for all of them, no copy.
+            by_rank = vectors[own].transpose(0, 1)
+            products = (by_rank.flatten(0, 1) @ clean.T).view(rank, -1, queries).permute(1, 2, 0)
             growth[own].add_((products * weights[own]).sum(-1), alpha=2)
         growth /= vectors.shape[-1]
         number = torch.tensor(prompts, device=weights.device)

@@ -46,7 +46,7 @@ class Sizes:
         return dataclasses.replace(self, slab=self.slab * factor, chunk=self.chunk * factor)
 
 
-CPU = Sizes(window=64, slab=512, columns=512, chunk=512, keys=128, positions=2048, ragged=64)
+CPU = Sizes(window=64, slab=512, columns=512, chunk=1024, keys=128, positions=2048, ragged=64)
 GPU = Sizes(window=128, slab=16384, columns=4096, chunk=16384, keys=1024, positions=16384, ragged=0)
 
 
