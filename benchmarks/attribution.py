@@ -104,7 +104,9 @@ def speed(layers: int, positions: int, repeats: int) -> dict[str, Any]:
         found["lens_mix"] = attribution(bridge, tokens, head)
 
     attribution(bridge, tokens[:8], head)  # the proof of the model, once
-    seconds = common.interleaved({"released": released, "lens_mix": ours}, repeats, warm_up=repeats > 1)
+    seconds = common.interleaved(
+        {"released": released, "lens_mix": ours}, repeats, warm_up=None if repeats > 1 else ()
+    )
     truth = attribution(bridge, tokens, head, n_steps=64)
     errors = {name: relative_errors(scores, truth) for name, scores in found.items()}
     return {

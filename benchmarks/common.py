@@ -14,7 +14,7 @@ import platform
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -102,18 +102,17 @@ def random_tokens(model: Any, positions: int, seed: int = 1) -> torch.Tensor:
 
 
 def interleaved(
-    variants: Mapping[str, Callable[[], object]], repeats: int = 5, warm_up: bool = True
+    variants: Mapping[str, Callable[[], object]], repeats: int = 5, warm_up: Collection[str] | None = None
 ) -> dict[str, float]:
     """Median seconds of each variant; they take turns, so that other load on the machine falls on all.
 
     Args:
         variants: name -> what to time.
         repeats: rounds.
-        warm_up: run each once before the clock starts.
+        warm_up: which are run once before the clock starts; None: all.
     """
-    if warm_up:
-        for run in variants.values():
-            run()
+    for name in variants if warm_up is None else warm_up:
+        variants[name]()
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(repeats):
         for name, run in variants.items():

@@ -83,7 +83,7 @@ def growth(layers: int, sizes: list[int], rounds: int) -> dict[str, Any]:
     seconds = common.interleaved(
         {str(size): (lambda size=size: lm.flow(maps[size], layer=-1)) for size in sizes},
         rounds,
-        warm_up=False,
+        warm_up=(),
     )
     row: dict[str, Any] = {f"{size} tokens, s": seconds[str(size)] for size in sizes}
     row[f"{sizes[-1]} / {sizes[0]}"] = seconds[str(sizes[-1])] / seconds[str(sizes[0])]

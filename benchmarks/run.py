@@ -1,12 +1,13 @@
-"""All benchmarks in one run: `make bench` (quick, minutes) or `make bench BENCH=--full` (an hour or more).
+"""All benchmarks: `make bench` (quick, minutes) or `make bench BENCH=--full` (an hour or more).
 
     python -m benchmarks.run             gpt2-like, llama-like, bert-like of 3 layers; 32 and 128 positions
     python -m benchmarks.run --full      12 layers; 32 to 256 positions, the norm maps to 1024; SmolLM2-135M
 
-Writes benchmarks/RESULTS.md and results.json, or where --out points: every method's time as a ratio to one
-forward pass of the same model, its peak of tensors, how both grow with the length; and Value Zeroing beside
-everything that it could be compared with. Ratios are of medians from one run. A method that is slower than
---patience seconds at one length is not run at the next.
+Writes benchmarks/RESULTS.md and results.json, or where --out points, row by row as they are found: every
+method's time as a ratio to one forward pass of the same model, its peak of tensors, how both grow with the
+length; and Value Zeroing beside everything that it could be compared with. Ratios are of medians from one run.
+Each table says when and where it was measured; --tables measures some, and the others stay. A method that is
+slower than --patience seconds at one length is not run at the next.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def _one(model: Any, method: str, tokens: torch.Tensor, repeats: int) -> dict[st
             model(tokens[None])
 
     peak = common.peak_bytes(run)
-    seconds = common.interleaved({"method": run, "forward": forward}, repeats, warm_up=False)
+    seconds = common.interleaved({"method": run, "forward": forward}, repeats, warm_up=())
     return {
         "seconds": seconds["method"],
         "÷ forward": seconds["method"] / seconds["forward"],
@@ -82,38 +83,63 @@ def longest(layers: int) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(full: bool, repeats: int, patience: float) -> dict[str, Any]:
-    """All tables."""
-    layers = 12 if full else 3
-    sizes = [32, 64, 128, 256, 512, 1024] if full else [32, 128]
-    names = list(common.MODELS)
-    vz_sizes = [32, 64, 128, 256] if full else [64, 128]
-    found: dict[str, Any] = {"machine": common.machine(), "GEMM GFLOP/s": common.gemm_rate() / 1e9}
-    found["Value Zeroing compared"] = value_zeroing.rows(names, vz_sizes, layers, repeats, peers=True)
-    if full:
-        found["Value Zeroing, 1024 positions"] = [longest(layers)]
-        found["Digits of float32"] = precision.main()
-        names.append(SMOLLM2)
-    found["Every method"] = [
-        row for name in names for row in all_methods(name, sizes, layers, repeats, patience)
-    ]
-    return found
+# ------------------------------------------------------------------ tables
+
+
+def compared(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Value Zeroing beside everything else; 256 positions for one model, for a loop over them takes hours."""
+    layers, sizes = (12, [32, 64, 128]) if options.full else (3, [64, 128])
+    names = [name for name in options.models if name != SMOLLM2]
+    for name in names:
+        for size in sizes:
+            yield value_zeroing.compare(name, size, layers, options.repeats, peers=True)
+    if options.full and names:
+        yield value_zeroing.compare(names[0], 256, layers, options.repeats, peers=True)
+
+
+def long_prompt(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """1024 positions."""
+    if options.full:
+        yield longest(12)
+
+
+def digits(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What float32 loses."""
+    if options.full:
+        yield from precision.main()
+
+
+def methods(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every method on every model."""
+    layers, sizes = (12, [32, 64, 128, 256, 512, 1024]) if options.full else (3, [32, 128])
+    for name in options.models:
+        yield from all_methods(name, options.sizes or sizes, layers, options.repeats, options.patience)
+
+
+TABLES: dict[str, tuple[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]]] = {
+    "compared": ("Value Zeroing compared", compared),
+    "long": ("Value Zeroing, 1024 positions", long_prompt),
+    "digits": ("Digits of float32", digits),
+    "methods": ("Every method", methods),
+}
 
 
 def report(found: dict[str, Any]) -> str:
     """The tables as Markdown."""
-    machine = ", ".join(f"{name} {value}" for name, value in found["machine"].items() if value is not None)
     lines = [
         "# Benchmark results",
         "",
-        "Written by `make bench` from one real run; medians; what is compared ran in turns.",
-        f"Machine: {machine}.",
-        f"One large matrix product ran at {found['GEMM GFLOP/s']:.0f} GFLOP/s (float32).",
-        "No GPU was at hand." if found["machine"]["gpu"] is None else "",
+        "Written by `make bench` from real runs; medians; what is compared ran in turns.",
     ]
-    for title, rows in found.items():
-        if isinstance(rows, list):
-            lines += ["", f"## {title}", "", common.markdown_table(rows)]
+    for title, table in found.items():
+        machine = ", ".join(
+            f"{name} {value}" for name, value in table["machine"].items() if value is not None
+        )
+        lines += ["", f"## {title}", "", f"Machine: {machine}."]
+        lines += [f"One large matrix product ran at {table['GEMM GFLOP/s']:.0f} GFLOP/s (float32)."]
+        if table["machine"]["gpu"] is None:
+            lines += ["No GPU was at hand."]
+        lines += ["", common.markdown_table(table["rows"])]
     return "\n".join(lines) + "\n"
 
 
@@ -123,15 +149,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--patience", type=float, default=60)
+    parser.add_argument("--models", nargs="+", choices=[*common.MODELS, SMOLLM2])
+    parser.add_argument("--sizes", nargs="+", type=int, help="positions in the table of every method")
+    parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
     parser.add_argument("--out", type=Path, default=HERE)
     options = parser.parse_args()
+    options.models = options.models or [*common.MODELS, *([SMOLLM2] if options.full else [])]
     torch.set_num_threads(options.threads)
-    found = measure(options.full, options.repeats, options.patience)
     options.out.mkdir(parents=True, exist_ok=True)
-    text = report(found)
-    (options.out / "RESULTS.md").write_text(text)
-    (options.out / "results.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    print(text)
+    file = options.out / "results.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    for name in options.tables:
+        title, rows = TABLES[name]
+        table: dict[str, Any] = {"machine": common.machine(), "GEMM GFLOP/s": common.gemm_rate() / 1e9}
+        table["rows"] = []
+        for row in rows(options):
+            print(title, row, flush=True)
+            table["rows"].append(row)
+            found[title] = table
+            (options.out / "RESULTS.md").write_text(report(found))
+            file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

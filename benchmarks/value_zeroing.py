@@ -56,7 +56,8 @@ def compare(name: str, positions: int, layers: int, repeats: int, peers: bool = 
         ways["naive in TransformerLens"] = lambda: _one_by_one(model, tokens)
     if positions <= BATCHED_UP_TO:
         ways["batched"] = lambda: value_zeroing_by_blocks(plain, tokens, max(1, 2048 // positions))
-    seconds = common.interleaved(ways, repeats)
+    # The slow ways are many passes each: their first run is like the others.
+    seconds = common.interleaved(ways, repeats, warm_up=("algebra", "forward", "product"))
     pairs = _pairs(name, positions)
     one = seconds.pop("product") * layers * pairs / min(pairs, ROWS)
     first = 2 if _gated(model) else 1
