@@ -5,9 +5,9 @@
 
 Writes benchmarks/RESULTS.md and results.json, or where --out points, row by row as they are found: every
 method's time as a ratio to one forward pass of the same model, its peak of tensors, how both grow with the
-length; and Value Zeroing beside everything that it could be compared with. Ratios are of medians from one run.
-Each table says when and where it was measured; --tables measures some, and the others stay. A method that is
-slower than --patience seconds at one length is not run at the next.
+length; and Value Zeroing beside everything that it could be compared with. Ratios are of medians from one
+run. Each table says when and where it was measured; --tables measures some, and the others stay. A method
+that is slower than --patience seconds at one length is not run at the next.
 """
 
 from __future__ import annotations
