@@ -7,10 +7,8 @@ Before the feed-forward, the vector that query i got from key j is, at every sta
 where a is the pattern, w one vector per key and head, and scale one number per query. It starts with
 w_jh = u_jh = v_jh W_O^h (b_V in, b_O never; Kobayashi et al., EMNLP 2020, eq. 3), scale 1 and own 0. Adding
 the residual stream changes own; a norm's linear part γ ⊙ (v - mean v) / s_i, s_i taken from the true state,
-changes w, own and scale. So ‖F_ij‖ needs an H × H factor per key, the norm of Σ_j F_ij no pair at all.
-
-The factor is the R of a QR decomposition in float64 models and a Gram matrix accumulated in float64 in all
-others. A Gram matrix in float32 is off by half where heads cancel.
+changes w, own and scale. So ‖F_ij‖ needs an H × H factor per key (`lens_mix.methods.gram`), the norm of
+Σ_j F_ij no pair at all.
 """
 
 from __future__ import annotations
@@ -25,187 +23,119 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lens_mix.lens.anatomy import Norm, ValuePath
+from lens_mix.methods.gram import SLAB_BYTES, Chain, HeadVectors, chunk_bytes, linear_part
+from lens_mix.methods.pair_norms import PairNorms
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-# Numbers in the temporaries of one step: they stay in a processor's caches.
-STEP_ELEMENTS = 1 << 20
-# The same for the float64 copies that factors are made of.
-FACTOR_ELEMENTS = 1 << 17
-# Factors of one block that are kept while the clean pass lives, so that the maps of one run share them.
-SHARED_BYTES = 16 << 20
+# Bytes of one block's states that are kept while the clean pass lives, so that the methods of one run share
+# them. What is larger, and every pattern and vector, is kept for the block that was read last.
+SHARED_BYTES = 1 << 23
 
 _shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def value_outputs(
-    path: ValuePath, value: Float[Tensor, "batch key value_head d_head"]
-) -> Float[Tensor, "batch key head d_model"]:
-    """u_jh = v_jh W_O^h: what each head makes of each key's value vector (b_V in, b_O never).
-
-    Args:
-        path: the block's value path; W_O has one matrix per query head.
-        value: value vectors, with as many heads as the value hook has (fewer when grouped).
-    """
-    heads = path.W_O.shape[0]
-    value = value.repeat_interleave(heads // value.shape[2], dim=2)
-    # One matrix product per head; einsum would make it one product per head and key.
-    by_head = value.movedim(2, 0).flatten(1, 2)
-    out = torch.bmm(by_head, path.W_O.to(value.dtype))
-    return out.unflatten(1, (value.shape[0], value.shape[1])).movedim(0, 2)
-
-
-def pattern_by_key(
-    pattern: Float[Tensor, "batch head query key"],
-) -> Float[Tensor, "batch key query head"]:
-    """The pattern with the key first and the heads last, in one piece: what products with factors need."""
-    return pattern.permute(0, 3, 2, 1).contiguous()
-
-
-def qr_factor(vectors: Float[Tensor, "*batch head d_model"]) -> Float[Tensor, "*batch rank head"]:
-    """R with ‖R a‖ = ‖Σ_h a_h vector_h‖ for any a, in float64: 2e-13 even where the heads cancel."""
-    return torch.linalg.qr(vectors.double().transpose(-1, -2), mode="r").R
-
-
-def gram(vectors: Float[Tensor, "*batch head d_model"]) -> Float[Tensor, "*batch head head_"]:
-    """All scalar products of the vectors, accumulated in float64 (6e-8 for float32 vectors)."""
-    wide = vectors.double()
-    return wide @ wide.transpose(-1, -2)
-
-
-def gram_after(
-    norm: Norm, vectors: Float[Tensor, "batch key head d_model"]
-) -> Float[Tensor, "batch key head head_"]:
-    """`gram` of `linear_part(norm, vectors)`, for float64 vectors: no centred copy is made.
-
-    With P the scalar products under the metric γ², m the means and p_h = Σ_d γ_d² w_hd the products are
-    P_hg - m_h p_g - p_h m_g + m_h m_g Σ_d γ_d².
-    """
-    heads, d_model = vectors.shape[-2:]
-    metric = vectors.new_ones(d_model) if norm.weight is None else norm.weight.double().square()
-    if norm.kind == "rms":
-        return vectors @ (vectors * metric).transpose(-1, -2)
-    other = vectors.new_empty((*vectors.shape[:-2], heads + 2, d_model))
-    torch.mul(vectors, metric, out=other[..., :heads, :])
-    other[..., heads, :] = metric
-    other[..., heads + 1, :] = 1 / d_model
-    found = vectors @ other.transpose(-1, -2)
-    products, p, m = found[..., :heads], found[..., heads], found[..., heads + 1]
-    shift = m[..., :, None] * (p - m * (metric.sum() / 2))[..., None, :]
-    return products - shift - shift.transpose(-1, -2)
-
-
-def sum_norms(
-    weights: Float[Tensor, "*batch query head"], vectors: Float[Tensor, "*batch head d_model"]
-) -> Float[Tensor, "*batch query"]:
-    """‖Σ_h weights_h vectors_h‖ without the sums, in float64."""
-    wide = weights.double()
-    if vectors.dtype == torch.float64:
-        return torch.linalg.vector_norm(wide @ qr_factor(vectors).transpose(-1, -2), dim=-1)
-    return _quadratic_norms(wide, gram(vectors))
-
-
-def _quadratic_norms(weights: Tensor, products: Tensor) -> Tensor:
-    return (weights @ products).mul_(weights).sum(-1).clamp_min_(0).sqrt_()
-
-
-def linear_part(
-    norm: Norm | None, vectors: Float[Tensor, "*batch d_model"]
-) -> Float[Tensor, "*batch d_model"]:
-    """What a norm does to a share of its input, before the division: centring (LayerNorm) and γ, no β."""
-    if norm is None:
-        return vectors
-    if norm.kind == "layer":
-        vectors = vectors - vectors.mean(-1, keepdim=True)
-    return vectors if norm.weight is None else vectors * norm.weight.to(vectors.dtype)
 
 
 class Pairs:
     """Σ_h a_ijh w_jh for all pairs, as factors.
 
     Args:
-        weights: the pattern, `pattern_by_key`.
-        vectors: w, one vector per key and head.
+        pattern: a.
+        heads: u, one vector per key and head.
+        chain: norms that made w of u.
+        before: the same without the last of these norms.
     """
 
     def __init__(
         self,
-        weights: Float[Tensor, "batch key query head"],
-        vectors: Float[Tensor, "batch key head d_model"],
+        pattern: Float[Tensor, "batch head query key"],
+        heads: HeadVectors,
+        chain: Chain = (),
+        before: Pairs | None = None,
     ) -> None:
-        self.weights, self._vectors = weights, vectors
-        # The linear parts of norms that the vectors have still to go through.
-        self._through: tuple[Norm, ...] = ()
-        self._norms: Tensor | None = None
+        self.pattern, self.heads, self.chain = pattern, heads, chain
+        self._before = before
+        self._together: PairNorms = PairNorms(pattern, heads) if before is None else before._together
+        self._together.expect(chain)
         self._own: Tensor | None = None
+        self._vectors: Tensor | None = None
+        self._ranges: list[tuple[int, int]] | None = None
+
+    @property
+    def weights(self) -> Float[Tensor, "batch key query head"]:
+        """The pattern with the key first and the heads last; made when first asked for."""
+        return self._together.weights
 
     @property
     def vectors(self) -> Float[Tensor, "batch key head d_model"]:
-        """w, one vector per key and head; after norms, made when first asked for."""
-        for norm in self._through:
-            self._vectors = linear_part(norm, self._vectors)
-        self._through = ()
+        """All w, one vector per key and head; made when first asked for (see also `vectors_of`)."""
+        if self._vectors is None:
+            self._vectors = self.vectors_of(slice(None))
         return self._vectors
+
+    def vectors_of(self, keys: slice) -> Float[Tensor, "batch key head d_model"]:
+        """w of some keys, made anew."""
+        return self.heads.of(self.chain, keys)
+
+    def release(self) -> None:
+        """Forget what takes much memory and is soon made again."""
+        self._together.release()
+        self._vectors = None
 
     def through(self, norm: Norm | None) -> Pairs:
         """The same after a norm's linear part."""
-        if norm is None:
-            return self
-        out = Pairs(self.weights, self._vectors)
-        out._through = (*self._through, norm)
-        out._own = linear_part(norm, self.own())
-        return out
+        return self if norm is None else Pairs(self.pattern, self.heads, (*self.chain, norm), self)
 
     def norms(self) -> Float[Tensor, "batch query key"]:
-        """Euclidean norms of all pairs; computed once."""
-        if self._norms is None:
-            batch, keys, queries, heads = self.weights.shape
-            norms = self.weights.new_empty((batch, keys, queries))
-            step = max(1, FACTOR_ELEMENTS // (batch * heads * max(self._vectors.shape[-1], queries)))
-            for start in range(0, keys, step):
-                chunk = slice(start, start + step)
-                norms[:, chunk] = self._norms_of(chunk)
-            self._norms = norms.transpose(1, 2)
-        return self._norms
-
-    def _norms_of(self, chunk: slice) -> Tensor:
-        weights, vectors = self.weights[:, chunk], self._vectors[:, chunk]
-        if self._vectors.dtype == torch.float64:
-            for norm in self._through:
-                vectors = linear_part(norm, vectors)
-            return sum_norms(weights, vectors)
-        wide = vectors.double()
-        for norm in self._through[:-1]:
-            wide = linear_part(norm, wide)
-        products = gram(wide) if not self._through else gram_after(self._through[-1], wide)
-        return _quadratic_norms(weights.double(), products)
+        """Euclidean norms of all pairs; computed once, for all stages of the block together."""
+        return self._together.norms(self.chain)
 
     def own(self) -> Float[Tensor, "batch query d_model"]:
         """The pairs of each position with itself, as vectors; computed once."""
         if self._own is None:
-            diagonal = self.weights.diagonal(dim1=1, dim2=2)
-            self._own = torch.einsum("bhq,bqhd->bqd", diagonal, self.vectors)
+            if self._before is None:
+                self._own = self._together.own()
+            else:
+                self._own = linear_part(self.chain[-1], self._before.own())
         return self._own
 
     def head_norms(self) -> Float[Tensor, "batch key head"]:
         """Euclidean norms of the vectors w."""
-        return torch.linalg.vector_norm(self.vectors, dim=-1)
+        return self._together.head_norms(self.chain)
 
-    def chunks(self, width: int, elements: int = STEP_ELEMENTS) -> Iterator[tuple[slice, slice]]:
+    @property
+    def nbytes(self) -> int:
+        """Of the norms that are kept."""
+        return self._together.nbytes
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Per key the first query that gives it any weight, and the one after the last; (0, 0) for none."""
+        if self._before is not None:
+            return self._before.ranges()
+        if self._ranges is None:
+            # As numbers: the position of every query that gives weight, 0 where none does.
+            seen = (self.pattern != 0).flatten(0, 1).any(0)
+            queries = torch.arange(1, len(seen) + 1, device=seen.device)[:, None]
+            last = (seen * queries).amax(0)
+            first = len(seen) - (seen * queries.flip(0)).amax(0)
+            first = torch.where(last > 0, first, torch.zeros_like(first))
+            self._ranges = list(zip(first.tolist(), last.tolist(), strict=True))
+        return self._ranges
+
+    def chunks(self, width: int, room: int) -> Iterator[tuple[slice, slice]]:
         """Chunks of keys, each with the range of queries that give them any weight.
 
         Args:
-            width: numbers that one pair needs.
-            elements: numbers in the temporaries of one chunk.
+            width: bytes that one pair needs.
+            room: bytes for the temporaries of one chunk.
         """
-        keys, queries = self.weights.shape[1:3]
-        step = max(1, elements // max(1, self.weights.shape[0] * queries * width))
-        for start in range(0, keys, step):
-            chunk = slice(start, min(start + step, keys))
-            seen = (self.weights[:, chunk] != 0).flatten(3).any(-1).flatten(0, 1).any(0).nonzero()
-            if len(seen):
-                yield chunk, slice(int(seen[0]), int(seen[-1]) + 1)
+        ranges, (batch, _, queries, _) = self.ranges(), self.pattern.shape
+        step = max(1, room // max(1, batch * queries * width))
+        for start in range(0, len(ranges), step):
+            seen = [(first, stop) for first, stop in ranges[start : start + step] if stop]
+            if seen:
+                keys = slice(start, min(start + step, len(ranges)))
+                yield keys, slice(min(first for first, _ in seen), max(stop for _, stop in seen))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +156,8 @@ class Vectors:
 
     def times(self, factor: float) -> Vectors:
         """All vectors times a positive number."""
+        if factor == 1:
+            return self
         own = None if self.own is None else self.own * factor
         return Vectors(self.pairs, self.scale * factor, own, self.total * factor)
 
@@ -234,16 +166,22 @@ class Vectors:
         own = vectors if self.own is None else self.own + vectors
         return Vectors(self.pairs, self.scale, own, self.total + vectors)
 
-    def through(self, norm: Norm | None, state: Float[Tensor, "batch query d_model"]) -> Vectors:
+    def through(
+        self,
+        norm: Norm | None,
+        state: Float[Tensor, "batch query d_model"],
+        size: Float[Tensor, "batch query 1"] | None = None,
+    ) -> Vectors:
         """After a norm, held linear at the true state: γ ⊙ (F_ij - mean F_ij) / s_i; β is in no vector.
 
         Args:
             norm: None for none.
             state: what the norm really reads, biases included.
+            size: s_i, where it is known.
         """
         if norm is None:
             return self
-        size = norm.scale(state)
+        size = norm.scale(state) if size is None else size
         return Vectors(
             self.pairs.through(norm),
             self.scale / size,
@@ -278,18 +216,23 @@ class Vectors:
         A key that got no weight has the distance ‖state_i‖. L1 has no factors: the pairs are made one key
         at a time.
         """
-        batch, keys, queries, _ = self.pairs.weights.shape
+        pairs, weights = self.pairs, self.pairs.weights
+        batch, keys, queries, _ = weights.shape
         reduced = state / self.scale
         far = torch.linalg.vector_norm(state, ord=order, dim=-1)
         out = far[:, None].expand(batch, keys, queries).clone()
+        room = chunk_bytes(state.device, pairs.heads.room, SLAB_BYTES)
+        step = max(1, room // (batch * pairs.heads.row_bytes))
         # One key at a time into one piece of memory that stays in the processor's caches.
         apart = torch.empty_like(reduced)
-        for chunk, seen in self.pairs.chunks(state.shape[-1], elements=1):
-            key, part = chunk.start, apart[:, seen]
-            weights, vectors = self.pairs.weights[:, key, seen], self.pairs.vectors[:, key]
-            torch.baddbmm(reduced[:, seen], weights, vectors, alpha=-1, out=part)
-            size = part.abs_().sum(-1) if order == 1 else torch.linalg.vector_norm(part, dim=-1)
-            out[:, key, seen] = size * self.scale[:, seen, 0].abs()
+        for start in range(0, keys, step):
+            vectors = pairs.vectors_of(slice(start, start + step))
+            for key, (first, stop) in enumerate(pairs.ranges()[start : start + step], start):
+                seen = slice(first, stop)
+                part, one = apart[:, seen], vectors[:, key - start]
+                torch.baddbmm(reduced[:, seen], weights[:, key, seen], one, alpha=-1, out=part)
+                size = part.abs_().sum(-1) if order == 1 else torch.linalg.vector_norm(part, dim=-1)
+                out[:, key, seen] = size * self.scale[:, seen, 0].abs()
         out = out.transpose(1, 2)
         if self.own is not None:
             own = torch.linalg.vector_norm(state - self.diagonal(), ord=order, dim=-1)
@@ -327,41 +270,82 @@ class AttentionVectors:
     summed: Float[Tensor, "batch pos d_model"]
     mid: Float[Tensor, "batch pos d_model"]
 
+    def release(self) -> None:
+        """Forget what takes much memory and is soon made again."""
+        for vectors in (self.attention, self.residual, self.normed):
+            vectors.pairs.release()
 
-def attention_vectors(block: Block) -> AttentionVectors:
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are left after `release`, about."""
+        return 10 * self.mid.nbytes + self.attention.pairs.nbytes
+
+
+def _forget_others() -> None:
+    """Before another block's vectors are kept."""
+    for key, kept in list(_shared.items()):
+        kept.release()
+        if kept.nbytes > SHARED_BYTES:
+            del _shared[key]
+
+
+def attention_pairs(block: Block, room: int | None = None) -> Pairs:
+    """The pairs of the attention's output; needs "pattern" and "value", and the attention's parts proven."""
+    dtype = torch.promote_types(block.resid_pre.dtype, torch.float32)
+    value = block.recorded("value").detach().to(dtype)
+    # Detached, for what is shared must not keep alive the tensor that it is kept for.
+    return Pairs(block.recorded("pattern").detach(), HeadVectors(value_path(block), value, room))
+
+
+def attention_vectors(block: Block, room: int | None = None) -> AttentionVectors:
     """The block's vectors; needs "pattern", "value" and "z", and the attention's parts proven.
 
-    The methods of one run share them where they are small.
+    The methods of one run share them, except under a memory bound.
+
+    Args:
+        block: the block.
+        room: bytes for the temporaries of one chunk, where memory is bound.
     """
+    if block.max_memory is not None:
+        return _attention_vectors(block, room)
     key = block.recorded("pattern")
     kept: AttentionVectors | None = _shared.get(key)
     if kept is None:
-        kept = _attention_vectors(block)
-        if kept.attention.pairs.weights.nbytes + kept.attention.pairs.vectors.nbytes <= SHARED_BYTES:
-            _shared[key] = kept
+        kept = _attention_vectors(block, room)
+        _forget_others()
+        _shared[key] = kept
     return kept
 
 
-def _attention_vectors(block: Block) -> AttentionVectors:
+def _attention_vectors(block: Block, room: int | None) -> AttentionVectors:
     anatomy = block.anatomy
-    path = value_path(block)
-    dtype = torch.promote_types(block.resid_pre.dtype, torch.float32)
-    x = block.resid_pre.to(dtype)
-    z = block.recorded("z").to(dtype)
-    total = z.flatten(2) @ path.W_O.to(dtype).flatten(0, 1)
-    attention_out = total if path.b_O is None else total + path.b_O.to(dtype)
-    pairs = Pairs(
-        pattern_by_key(block.recorded("pattern").to(dtype)),
-        value_outputs(path, block.recorded("value").to(dtype)),
-    )
+    pairs = attention_pairs(block, room)
+    dtype = pairs.heads.dtype
+    b_O = value_path(block).b_O
+    x = block.resid_pre.detach().to(dtype)
+    total = block.recorded("z").detach().to(dtype).flatten(2) @ pairs.heads.matrices.flatten(0, 1)
+    attention_out = total if b_O is None else total + b_O.detach().to(dtype)
     attention = Vectors(pairs, torch.ones_like(x[..., :1]), None, total)
-    branch = attention.through(anatomy.attention_branch, attention_out).times(anatomy.residual_multiplier)
-    residual = branch.plus_own(x)
-    joined = attention_out if anatomy.attention_branch is None else anatomy.attention_branch(attention_out)
+    joined, size = _through_norm(anatomy.attention_branch, attention_out)
+    branch = attention.through(anatomy.attention_branch, attention_out, size)
+    residual = branch.times(anatomy.residual_multiplier).plus_own(x)
     summed = x + joined * anatomy.residual_multiplier
-    mid = summed if anatomy.attention_residual is None else anatomy.attention_residual(summed)
-    normed = residual.through(anatomy.attention_residual, summed)
+    mid, size = _through_norm(anatomy.attention_residual, summed)
+    normed = residual.through(anatomy.attention_residual, summed, size)
     return AttentionVectors(attention, residual, normed, x, attention_out, summed, mid)
+
+
+def _through_norm(norm: Norm | None, state: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What a norm makes of a state, and what it divides by."""
+    if norm is None:
+        return state, None
+    if norm.kind != "layer":
+        return norm(state), norm.scale(state)
+    weight, bias = (
+        None if part is None else part.detach().to(state.dtype) for part in (norm.weight, norm.bias)
+    )
+    out, _, inverse = torch.native_layer_norm(state, state.shape[-1:], weight, bias, norm.eps)
+    return out, 1 / inverse
 
 
 def value_path(block: Block) -> ValuePath:

@@ -185,9 +185,10 @@ def _sequential(
     first = FirstLayer(block, vectors, shares)
     width = shares.W_out.shape[0] * len(shares.multipliers)
     for chunk, seen in vectors.pairs.chunks(width, HIDDEN_ELEMENTS):
+        w = vectors.pairs.vectors_of(chunk)
         output = first.hidden(chunk, seen) @ shares.W_out
         maps[0][:, chunk, seen] = torch.linalg.vector_norm(output, dim=-1)
-        part = weights[:, chunk, seen] @ vectors.pairs.vectors[:, chunk] * vectors.scale[:, None, seen]
+        part = weights[:, chunk, seen] @ w * vectors.scale[:, None, seen]
         part += _joined(shares, output, seen)
         maps[1][:, chunk, seen] = torch.linalg.vector_norm(part, dim=-1)
         if norm is not None:
@@ -223,7 +224,8 @@ class FirstLayer:
         self._norm = shares.anatomy.feed_forward_input
         scale = vectors.scale / shares.input_scale
         self._multipliers = [m * scale for _, m in shares.multipliers]
-        batch, keys, heads, d_model = vectors.pairs.vectors.shape
+        batch, keys, _, heads = vectors.pairs.weights.shape
+        d_model = vectors.total.shape[-1]
         # Folding W_O W_in costs d_model² d_mlp once, and saves all but d_head of d_model per key and head.
         self._folded: list[Tensor] | None = None
         if batch * keys * heads > d_model + batch * keys:
@@ -243,7 +245,7 @@ class FirstLayer:
         total: Tensor | None = None
         for index, (W, _) in enumerate(self._shares.multipliers):
             if self._folded is None:
-                by_head = linear_part(self._norm, self._vectors.pairs.vectors[:, chunk]) @ W
+                by_head = linear_part(self._norm, self._vectors.pairs.vectors_of(chunk)) @ W
             else:
                 by_head = torch.einsum("bkhe,hem->bkhm", self._value[:, chunk], self._folded[index])
             hidden = (weights @ by_head).mul_(self._multipliers[index][:, None, seen])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.methods.base import Method
-from lens_mix.methods.factors import attention_vectors
+from lens_mix.methods.factors import Pairs, attention_vectors
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -57,5 +56,10 @@ class ValueNorms(Method):
         pairs = attention_vectors(block).attention.pairs
         if not self.per_head:
             return pairs.norms()
-        norms = torch.linalg.vector_norm(pairs.vectors, dim=-1)
-        return block.recorded("pattern").to(norms.dtype) * norms.transpose(1, 2)[:, :, None]
+        return head_norms(block, pairs)
+
+
+def head_norms(block: Block, pairs: Pairs) -> Float[Tensor, "batch head query key"]:
+    """a_ijh ‖u_jh‖: the pairs' norms of one block, head by head."""
+    norms = pairs.head_norms()
+    return block.recorded("pattern").detach().to(norms.dtype) * norms.transpose(1, 2)[:, :, None]

@@ -1,20 +1,15 @@
 """AttnN against norm-analysis-of-transformer's numbers, the dense oracle, and heads that cancel."""
 
+import gc
+
 import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.anatomy import Norm
-from lens_mix.methods.factors import (
-    Pairs,
-    attention_vectors,
-    gram,
-    gram_after,
-    linear_part,
-    pattern_by_key,
-    qr_factor,
-    sum_norms,
-)
+from lens_mix.lens.anatomy import Norm, ValuePath
+from lens_mix.methods.factors import Pairs, attention_vectors
+from lens_mix.methods.gram import HeadVectors, factor_norms, gram, gram_after, linear_part, qr_factor
+from lens_mix.statistics.passes import prompt_blocks
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import norms, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
@@ -48,14 +43,22 @@ def test_equals_the_vectors_written_out(case):
         assert largest(attention_vectors(block).attention.dense()[0], written_out[:, :-1]) < 1e-10
 
 
+def _pairs(weights: torch.Tensor, vectors: torch.Tensor) -> Pairs:
+    """Pairs of given vectors, [batch, key, head, d_model]: the output matrices are identities."""
+    heads, d_model = vectors.shape[-2:]
+    matrices = torch.eye(d_model, dtype=vectors.dtype).expand(heads, d_model, d_model)
+    path = ValuePath(matrices, None, matrices, None)
+    return Pairs(weights.permute(0, 3, 2, 1), HeadVectors(path, vectors))
+
+
 def test_heads_that_cancel_keep_their_digits():
     generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(1, 3, 2, 64, generator=generator)
-    vectors[:, :, 1] = -vectors[:, :, 0] * (1 + 1e-4 * torch.rand(1, 3, 64, generator=generator))
-    weights = torch.full((1, 3, 5, 2), 0.5)
+    vectors = torch.randn(1, 5, 2, 64, generator=generator)
+    vectors[:, :, 1] = -vectors[:, :, 0] * (1 + 1e-4 * torch.rand(1, 5, 64, generator=generator))
+    weights = torch.full((1, 5, 5, 2), 0.5)
     exact = (weights.double() @ vectors.double()).norm(dim=-1)
-    assert largest(Pairs(weights, vectors).norms().transpose(1, 2) / exact, 1) < 1e-5
-    wide = sum_norms(weights.double(), vectors.double())
+    assert largest(_pairs(weights, vectors).norms().transpose(1, 2) / exact, 1) < 1e-5
+    wide = _pairs(weights.double(), vectors.double()).norms().transpose(1, 2)
     assert largest(wide / exact, 1) < 1e-10
     # What a Gram matrix in float32 would give: the reason why it is forbidden.
     narrow = ((weights @ (vectors @ vectors.transpose(-1, -2))) * weights).sum(-1).clamp_min(0).sqrt()
@@ -63,11 +66,67 @@ def test_heads_that_cancel_keep_their_digits():
 
 
 def test_factors_are_the_vectors_products():
-    vectors = torch.randn(4, 3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    vectors = torch.randn(4, 3, 16, dtype=torch.float64, generator=generator)
     factor = qr_factor(vectors)
     assert largest(factor.transpose(-1, -2) @ factor, gram(vectors)) < 1e-12
-    pattern = torch.rand(2, 3, 4, 5)
-    assert torch.equal(pattern_by_key(pattern)[1, 2, 3, 0], pattern[1, 0, 3, 2])
+    weights = torch.randn(4, 3, 5, dtype=torch.float64, generator=generator)
+    sizes = torch.stack([(weights.mT @ part).norm(dim=-1) for part in (vectors, 2 * vectors)], dim=1)
+    assert largest(factor_norms(torch.stack([factor, 2 * factor], dim=1), weights, exact=True), sizes) < 1e-12
+    products = torch.stack([gram(vectors), gram(2 * vectors)], dim=1)
+    assert largest(factor_norms(products, weights, exact=False), sizes) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("room", [1, 1 << 13, None])
+def test_pieces_of_any_size_give_the_same(room, dtype):
+    """Stages through one and two norms, two prompts, grouped values; the smallest pieces hold one key."""
+    generator = torch.Generator().manual_seed(2)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=dtype)  # noqa: E731
+    pattern, value, matrices = draw(2, 4, 7, 7).softmax(-1), draw(2, 7, 2, 3), draw(4, 3, 12)
+    norms = (Norm("layer", draw(12), None, 1e-5), Norm("rms", draw(12), None, 1e-5))
+    root = Pairs(pattern, HeadVectors(ValuePath(matrices, None, matrices, None), value, room))
+    stages = [root, root.through(norms[0]), root.through(norms[0]).through(norms[1])]
+    vectors = torch.einsum("bkhe,hed->bkhd", value.repeat_interleave(2, dim=2), matrices).double()
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    for number, stage in enumerate(stages):
+        if number:
+            vectors = linear_part(norms[number - 1], vectors)
+        dense = torch.einsum("bhqk,bkhd->bqkd", pattern.double(), vectors)
+        assert largest(stage.norms(), dense.norm(dim=-1)) < tolerance * 30
+        assert largest(stage.head_norms(), vectors.norm(dim=-1)) < tolerance * 30
+        assert largest(stage.own(), dense.diagonal(dim1=1, dim2=2).transpose(1, 2)) < tolerance * 30
+        assert largest(stage.vectors, vectors) < tolerance * 30
+
+
+def test_ranges_are_the_queries_that_give_weight():
+    pattern = torch.zeros(1, 2, 5, 5)
+    pattern[0, 0, 1, 0] = pattern[0, 1, 3, 0] = pattern[0, 0, 4, 4] = 1
+    vectors = torch.randn(1, 5, 2, 8)
+    pairs = _pairs(pattern.permute(0, 3, 2, 1), vectors)
+    assert pairs.ranges() == [(1, 4), (0, 0), (0, 0), (0, 0), (4, 5)]
+    width = 10
+    assert list(pairs.chunks(width, room=2 * 5 * width)) == [
+        (slice(0, 2), slice(1, 4)),
+        (slice(4, 5), slice(4, 5)),
+    ]
+
+
+def test_what_is_shared_dies_with_the_clean_pass():
+    from lens_mix.methods.factors import _shared
+    from tests.tiny_models import hooked_transformer
+
+    if not available(hooked_transformer, "LN"):
+        pytest.skip("no HookedTransformer in this TransformerLens")
+    gc.collect()
+    before = len(_shared)
+    passed = prompt_blocks(hooked_transformer("LN"), torch.arange(3, 10), lm.ValueNorms())
+    for block in passed.blocks:
+        lm.AttnRes()(block)
+    assert len(_shared) == before + len(passed.blocks)
+    del block, passed
+    gc.collect()
+    assert len(_shared) == before
 
 
 def test_folded_value_biases_change_the_map_and_the_record_says_so():
@@ -89,7 +148,7 @@ def test_folded_value_biases_change_the_map_and_the_record_says_so():
 @pytest.mark.parametrize("weighted", [True, False])
 def test_gram_after_a_norm_needs_no_centred_copy(kind: str, weighted: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(1, 3, 4, 16, generator=generator, dtype=torch.float64) + 5
+    vectors = torch.randn(3, 4, 16, generator=generator, dtype=torch.float64) + 5
     weight = torch.randn(16, generator=generator, dtype=torch.float64) if weighted else None
     norm = Norm(kind, weight, None, 1e-5)
     torch.testing.assert_close(
