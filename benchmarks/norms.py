@@ -28,6 +28,7 @@ from benchmarks.common import MODELS, gemm, interleaved, random_tokens
 from lens_mix.methods import Alti, AtbFfResLn, AttnResLn, Method
 from lens_mix.methods.factors import Vectors, attention_vectors
 from lens_mix.methods.feed_forward import feed_forward_maps, feed_forward_shares
+from lens_mix.methods.value_norms import head_norms
 from lens_mix.statistics.mixing_ratio import block_mixing_ratios
 from lens_mix.statistics.passes import prompt_blocks
 
@@ -68,10 +69,9 @@ def seven(model: Any, tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
     with torch.no_grad():
         for block in prompt_blocks(model, tokens, AttnResLn()).blocks:
             vectors = attention_vectors(block)
-            length = torch.linalg.vector_norm(vectors.attention.pairs.vectors, dim=-1)
             outputs.append(
                 {
-                    "heads": block.recorded("pattern") * length.transpose(1, 2)[:, :, None],
+                    "heads": head_norms(block, vectors.attention.pairs),
                     "attn_n": vectors.attention.norms(),
                     "attn_res": vectors.residual.norms(),
                     "attn_res_ln": vectors.normed.norms(),
