@@ -177,8 +177,8 @@ def after_feed_forward(model: Any, positions: int, repeats: int) -> None:
             shares = feed_forward_shares(block, vectors, "on_path")
             for query in range(positions):
                 # One query at a time: the hidden layers of all pairs at once do not fit.
-                weights = vectors.normed.pairs.weights[0, :, query]
-                dense = torch.einsum("kh,khd->kd", weights, vectors.normed.pairs.vectors[0])
+                weights = vectors.normed.pairs.pattern[0, :, query]
+                dense = torch.einsum("hk,khd->kd", weights, vectors.normed.pairs.vectors[0])
                 hidden = sum((dense @ W) * m[0, query] for W, m in shares.multipliers)
                 torch.linalg.vector_norm(hidden @ shares.W_out, dim=-1)
 

@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.methods.base import Method
-from lens_mix.methods.factors import attention_vectors
+from lens_mix.methods.factors import attention_vectors, head_vectors
+from lens_mix.methods.norm_memory import distance_bytes, room_beside, state_bytes
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
 
 if TYPE_CHECKING:
@@ -58,7 +59,11 @@ class Alti(Method):
             raise ValueError(f"distance: expected 'l1' or 'l2', got {self.distance!r}")
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
-        vectors = attention_vectors(block)
+        heads = head_vectors(block)
+        fixed = state_bytes(block, heads) + distance_bytes(block, heads)
+        least = block.resid_pre.shape[0] * heads.row_bytes(block.resid_pre.shape[1])
+        heads.room = room_beside(block, fixed, least, "ALTI")
+        vectors = attention_vectors(block, heads)
         order = 1 if self.distance == "l1" else 2
         size = torch.linalg.vector_norm(vectors.mid, ord=order, dim=-1, keepdim=True)
         nearer = (size - vectors.normed.distances(vectors.mid, order)).clamp_min(0)

@@ -16,6 +16,7 @@ from lens_mix.lens.proven import HEAD
 from lens_mix.methods.alti import Alti, Distance
 from lens_mix.methods.base import Method
 from lens_mix.methods.factors import attention_vectors
+from lens_mix.methods.gram import through
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
 
 if TYPE_CHECKING:
@@ -85,9 +86,10 @@ class AltiLogit(Method):
         below: Tensor | None = None
         maps = []
         for block in blocks:
+            # First, for it needs more memory and knows how much.
+            alti = Alti(self.distance)(block).to(directions.dtype)
             added = logit_shares(block, directions)
             maps.append(added if below is None else added @ below)
-            alti = Alti(self.distance)(block).to(added.dtype)
             # Padded rows may hold anything; they feed nothing but themselves.
             alti = torch.where(block.real[:, :, None], alti, torch.zeros_like(alti))
             below = alti if below is None else alti @ below
@@ -151,9 +153,11 @@ def logit_shares(
         directions: per query, from `through_head`.
     """
     vectors = attention_vectors(block).residual
-    weights = vectors.pairs.weights
-    shares = weights.new_zeros((weights.shape[0], weights.shape[2], weights.shape[1]))
-    for head in range(weights.shape[-1]):
-        products = directions @ vectors.pairs.vectors[:, :, head].transpose(1, 2)
-        shares += weights[..., head].transpose(1, 2) * products
+    heads, pattern = vectors.pairs.heads, vectors.pairs.pattern
+    group = len(heads.matrices) // heads.value.shape[2]
+    shares = directions.new_zeros((*directions.shape[:2], pattern.shape[-1]))
+    for head, matrix in enumerate(heads.matrices):
+        # From the left: d_head numbers per query and key, not d_model.
+        read = directions @ through(vectors.pairs.chain, matrix).T
+        shares += pattern[:, head] * (read @ heads.value[:, :, head // group].transpose(1, 2))
     return shares * vectors.scale

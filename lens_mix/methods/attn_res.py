@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lens_mix.methods.base import Method
 from lens_mix.methods.factors import AttentionVectors, Vectors, attention_vectors
+from lens_mix.methods.norm_memory import room_beside
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
 
 if TYPE_CHECKING:
@@ -101,5 +102,9 @@ class AttnResWeights(Method):
     citation: ClassVar[str] = _CITATION
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
-        weights = block.recorded("pattern").to(block.zeros().dtype).mean(dim=1)
+        pattern = block.recorded("pattern")
+        copied = pattern.shape[1] if pattern.dtype != block.zeros().dtype else 0
+        pairs = pattern[:, 0].numel() * block.zeros().dtype.itemsize
+        room_beside(block, (5 + copied) * pairs, 0, "attn_res_w")
+        weights = pattern.to(block.zeros().dtype).mean(dim=1)
         return 0.5 * weights + 0.5 * torch.eye(weights.shape[-1], dtype=weights.dtype, device=weights.device)

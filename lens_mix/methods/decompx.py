@@ -15,7 +15,14 @@ from lens_mix.methods.activations import derivative, gated_multipliers, plain_mu
 from lens_mix.methods.atb_ff import refuses_feed_forward
 from lens_mix.methods.base import Method
 from lens_mix.methods.bias_split import SPLITS, Split, split_bias, through_linear, through_norm
-from lens_mix.methods.factors import AttentionVectors, attention_vectors, value_path
+from lens_mix.methods.factors import AttentionVectors, attention_vectors, head_vectors, value_path
+from lens_mix.methods.norm_memory import (
+    decomposition_bytes,
+    feed_forward_bytes,
+    least_attention_room,
+    room_beside,
+    state_bytes,
+)
 from lens_mix.methods.value_norms import ATTENTION_NEEDS
 
 if TYPE_CHECKING:
@@ -147,7 +154,13 @@ def decompose(
         biases, slope: as in `DecompX`.
     """
     anatomy = block.anatomy
-    states = attention_vectors(block)
+    heads = head_vectors(block)
+    fixed, row = decomposition_bytes(block)
+    fixed += state_bytes(block, heads) + feed_forward_bytes(block, heads, folds=False)
+    least = max(row, least_attention_room(block, heads))
+    heads.room = room_beside(block, fixed, least, "DecompX, all shares kept")
+    step = None if heads.room is None or row == 0 else heads.room // row
+    states = attention_vectors(block, heads)
     real = block.real[:, :, None, None]
     entering = _own(states.resid_pre) if shares is None else shares
     attention = _attention(block, states, shares, biases)
@@ -165,7 +178,7 @@ def decompose(
     if anatomy.feed_forward is None:
         return DecomposedBlock(attention, mid, None, mid)
     reading, state = (entering, states.resid_pre) if anatomy.parallel else (mid, states.mid)
-    output, whole = _feed_forward(anatomy, anatomy.feed_forward, reading, state, biases, slope)
+    output, whole = _feed_forward(anatomy, anatomy.feed_forward, reading, state, biases, slope, step)
     branch = through_norm(anatomy.feed_forward_branch, output, whole, biases) * anatomy.residual_multiplier
     joined = whole if anatomy.feed_forward_branch is None else anatomy.feed_forward_branch(whole)
     summed = states.mid + joined * anatomy.residual_multiplier
@@ -219,13 +232,14 @@ def _feed_forward(
     state: Float[Tensor, "batch query d_model"],
     biases: Split,
     slope: Slope,
+    step: int | None,
 ) -> tuple[Float[Tensor, "batch query source d_model"], Float[Tensor, "batch query d_model"]]:
     """Shares of the feed-forward's output, and the whole."""
     norm = anatomy.feed_forward_input
     read = state if norm is None else norm(state)
     out = torch.empty_like(shares)
     width = shares.shape[0] * shares.shape[2] * feed_forward.W_in.shape[1]
-    step = max(1, HIDDEN_ELEMENTS // width)
+    step = max(1, HIDDEN_ELEMENTS // width) if step is None else step
     for start in range(0, shares.shape[1], step):
         rows = slice(start, start + step)
         part = through_norm(norm, shares[:, rows], state[:, rows], biases)

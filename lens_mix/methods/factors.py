@@ -14,7 +14,8 @@ changes w, own and scale. So ‖F_ij‖ needs an H × H factor per key (`lens_mi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,17 +24,20 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lens_mix.lens.anatomy import Norm, ValuePath
-from lens_mix.methods.gram import SLAB_BYTES, Chain, HeadVectors, chunk_bytes, linear_part
+from lens_mix.methods.gram import SLAB_BYTES, Chain, HeadVectors, chunk_bytes, linear_part, through
+from lens_mix.methods.norm_memory import attention_room
 from lens_mix.methods.pair_norms import PairNorms
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-# Bytes of one block's states that are kept while the clean pass lives, so that the methods of one run share
-# them. What is larger, and every pattern and vector, is kept for the block that was read last.
+# Bytes of one block's norms that are kept while the clean pass lives, so that the methods of one run share
+# them. What is larger, and every state and vector, is kept for the block that was read last: fresh memory for
+# each block would cost more time than the states do.
 SHARED_BYTES = 1 << 23
 
 _shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_last: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class Pairs:
@@ -44,6 +48,7 @@ class Pairs:
         heads: u, one vector per key and head.
         chain: norms that made w of u.
         before: the same without the last of these norms.
+        together: norms of these pairs that another run of the same block made.
     """
 
     def __init__(
@@ -52,19 +57,18 @@ class Pairs:
         heads: HeadVectors,
         chain: Chain = (),
         before: Pairs | None = None,
+        together: PairNorms | None = None,
     ) -> None:
         self.pattern, self.heads, self.chain = pattern, heads, chain
         self._before = before
-        self._together: PairNorms = PairNorms(pattern, heads) if before is None else before._together
-        self._together.expect(chain)
-        self._own: Tensor | None = None
+        self.together = PairNorms(pattern, heads) if together is None else together
+        self.together.expect(chain)
         self._vectors: Tensor | None = None
         self._ranges: list[tuple[int, int]] | None = None
 
-    @property
-    def weights(self) -> Float[Tensor, "batch key query head"]:
-        """The pattern with the key first and the heads last; made when first asked for."""
-        return self._together.weights
+    def weights_of(self, keys: slice) -> Float[Tensor, "batch key query head"]:
+        """a for some keys, the key first and the heads last, made anew: what products with w need."""
+        return self.pattern[..., keys].permute(0, 3, 2, 1).to(self.heads.dtype).contiguous()
 
     @property
     def vectors(self) -> Float[Tensor, "batch key head d_model"]:
@@ -77,36 +81,25 @@ class Pairs:
         """w of some keys, made anew."""
         return self.heads.of(self.chain, keys)
 
-    def release(self) -> None:
-        """Forget what takes much memory and is soon made again."""
-        self._together.release()
-        self._vectors = None
-
     def through(self, norm: Norm | None) -> Pairs:
         """The same after a norm's linear part."""
-        return self if norm is None else Pairs(self.pattern, self.heads, (*self.chain, norm), self)
+        return (
+            self
+            if norm is None
+            else Pairs(self.pattern, self.heads, (*self.chain, norm), self, self.together)
+        )
 
     def norms(self) -> Float[Tensor, "batch query key"]:
         """Euclidean norms of all pairs; computed once, for all stages of the block together."""
-        return self._together.norms(self.chain)
+        return self.together.norms(self.chain)
 
     def own(self) -> Float[Tensor, "batch query d_model"]:
-        """The pairs of each position with itself, as vectors; computed once."""
-        if self._own is None:
-            if self._before is None:
-                self._own = self._together.own()
-            else:
-                self._own = linear_part(self.chain[-1], self._before.own())
-        return self._own
+        """The pairs of each position with itself, as vectors."""
+        return through(self.chain, self.together.own())
 
     def head_norms(self) -> Float[Tensor, "batch key head"]:
         """Euclidean norms of the vectors w."""
-        return self._together.head_norms(self.chain)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the norms that are kept."""
-        return self._together.nbytes
+        return self.together.head_norms(self.chain)
 
     def ranges(self) -> list[tuple[int, int]]:
         """Per key the first query that gives it any weight, and the one after the last; (0, 0) for none."""
@@ -145,26 +138,26 @@ class Vectors:
     Attributes:
         pairs: Σ_h a_ijh w_jh.
         scale: one number per query.
-        own: what each position adds to itself; None for nothing.
         total: Σ_j F_ij.
+        diagonal: F_ii; computed once, when first called.
     """
 
     pairs: Pairs
     scale: Float[Tensor, "batch query 1"]
-    own: Float[Tensor, "batch query d_model"] | None
     total: Float[Tensor, "batch query d_model"]
+    diagonal: Callable[[], Float[Tensor, "batch query d_model"]]
 
     def times(self, factor: float) -> Vectors:
         """All vectors times a positive number."""
         if factor == 1:
             return self
-        own = None if self.own is None else self.own * factor
-        return Vectors(self.pairs, self.scale * factor, own, self.total * factor)
+        diagonal = functools.cache(lambda: self.diagonal() * factor)
+        return Vectors(self.pairs, self.scale * factor, self.total * factor, diagonal)
 
     def plus_own(self, vectors: Float[Tensor, "batch query d_model"]) -> Vectors:
         """With what each position adds to itself, e.g. the residual stream."""
-        own = vectors if self.own is None else self.own + vectors
-        return Vectors(self.pairs, self.scale, own, self.total + vectors)
+        diagonal = functools.cache(lambda: self.diagonal() + vectors)
+        return Vectors(self.pairs, self.scale, self.total + vectors, diagonal)
 
     def through(
         self,
@@ -181,25 +174,18 @@ class Vectors:
         """
         if norm is None:
             return self
-        size = norm.scale(state) if size is None else size
+        divisor = norm.scale(state) if size is None else size
         return Vectors(
             self.pairs.through(norm),
-            self.scale / size,
-            None if self.own is None else linear_part(norm, self.own) / size,
-            linear_part(norm, self.total) / size,
+            self.scale / divisor,
+            linear_part(norm, self.total) / divisor,
+            functools.cache(lambda: linear_part(norm, self.diagonal()) / divisor),
         )
-
-    def diagonal(self) -> Float[Tensor, "batch query d_model"]:
-        """F_ii."""
-        pairs = self.pairs.own() * self.scale
-        return pairs if self.own is None else pairs + self.own
 
     def norms(self) -> Float[Tensor, "batch query key"]:
         """‖F_ij‖."""
         norms = self.pairs.norms() * self.scale
-        if self.own is not None:
-            own = torch.linalg.vector_norm(self.diagonal(), dim=-1)
-            norms.diagonal(dim1=1, dim2=2).copy_(own)
+        norms.diagonal(dim1=1, dim2=2).copy_(torch.linalg.vector_norm(self.diagonal(), dim=-1))
         return norms
 
     def mixing_ratio(self) -> Float[Tensor, "batch query"]:
@@ -216,35 +202,35 @@ class Vectors:
         A key that got no weight has the distance ‖state_i‖. L1 has no factors: the pairs are made one key
         at a time.
         """
-        pairs, weights = self.pairs, self.pairs.weights
-        batch, keys, queries, _ = weights.shape
+        pairs = self.pairs
+        batch, _, queries, keys = pairs.pattern.shape
         reduced = state / self.scale
         far = torch.linalg.vector_norm(state, ord=order, dim=-1)
         out = far[:, None].expand(batch, keys, queries).clone()
         room = chunk_bytes(state.device, pairs.heads.room, SLAB_BYTES)
-        step = max(1, room // (batch * pairs.heads.row_bytes))
+        step = max(1, room // (batch * pairs.heads.row_bytes(queries)))
         # One key at a time into one piece of memory that stays in the processor's caches.
         apart = torch.empty_like(reduced)
         for start in range(0, keys, step):
-            vectors = pairs.vectors_of(slice(start, start + step))
+            chunk = slice(start, start + step)
+            vectors, weights = pairs.vectors_of(chunk), pairs.weights_of(chunk)
             for key, (first, stop) in enumerate(pairs.ranges()[start : start + step], start):
                 seen = slice(first, stop)
                 part, one = apart[:, seen], vectors[:, key - start]
-                torch.baddbmm(reduced[:, seen], weights[:, key, seen], one, alpha=-1, out=part)
+                torch.baddbmm(reduced[:, seen], weights[:, key - start, seen], one, alpha=-1, out=part)
                 size = part.abs_().sum(-1) if order == 1 else torch.linalg.vector_norm(part, dim=-1)
                 out[:, key, seen] = size * self.scale[:, seen, 0].abs()
         out = out.transpose(1, 2)
-        if self.own is not None:
-            own = torch.linalg.vector_norm(state - self.diagonal(), ord=order, dim=-1)
-            out.diagonal(dim1=1, dim2=2).copy_(own)
+        own = torch.linalg.vector_norm(state - self.diagonal(), ord=order, dim=-1)
+        out.diagonal(dim1=1, dim2=2).copy_(own)
         return out
 
     def dense(self) -> Float[Tensor, "batch query key d_model"]:
         """All vectors, written out: query × key × d_model numbers."""
-        out = torch.einsum("bkqh,bkhd->bqkd", self.pairs.weights, self.pairs.vectors) * self.scale[..., None]
-        if self.own is not None:
-            index = torch.arange(out.shape[1], device=out.device)
-            out[:, index, index] += self.own
+        pattern = self.pairs.pattern.to(self.pairs.heads.dtype)
+        out = torch.einsum("bhqk,bkhd->bqkd", pattern, self.pairs.vectors) * self.scale[..., None]
+        index = torch.arange(out.shape[1], device=out.device)
+        out[:, index, index] = self.diagonal()
         return out
 
 
@@ -270,62 +256,58 @@ class AttentionVectors:
     summed: Float[Tensor, "batch pos d_model"]
     mid: Float[Tensor, "batch pos d_model"]
 
-    def release(self) -> None:
-        """Forget what takes much memory and is soon made again."""
-        for vectors in (self.attention, self.residual, self.normed):
-            vectors.pairs.release()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are left after `release`, about."""
-        return 10 * self.mid.nbytes + self.attention.pairs.nbytes
+def _forget_others(key: Tensor) -> None:
+    """Before a block's vectors are kept."""
+    _last.clear()
+    for other, kept in list(_shared.items()):
+        if other is not key and kept.nbytes > SHARED_BYTES:
+            del _shared[other]
 
 
-def _forget_others() -> None:
-    """Before another block's vectors are kept."""
-    for key, kept in list(_shared.items()):
-        kept.release()
-        if kept.nbytes > SHARED_BYTES:
-            del _shared[key]
-
-
-def attention_pairs(block: Block, room: int | None = None) -> Pairs:
-    """The pairs of the attention's output; needs "pattern" and "value", and the attention's parts proven."""
+def head_vectors(block: Block) -> HeadVectors:
+    """u of a block; needs "value", and the attention's parts proven."""
     dtype = torch.promote_types(block.resid_pre.dtype, torch.float32)
-    value = block.recorded("value").detach().to(dtype)
     # Detached, for what is shared must not keep alive the tensor that it is kept for.
-    return Pairs(block.recorded("pattern").detach(), HeadVectors(value_path(block), value, room))
+    return HeadVectors(value_path(block), block.recorded("value").detach().to(dtype))
 
 
-def attention_vectors(block: Block, room: int | None = None) -> AttentionVectors:
+def attention_vectors(block: Block, heads: HeadVectors | None = None) -> AttentionVectors:
     """The block's vectors; needs "pattern", "value" and "z", and the attention's parts proven.
 
-    The methods of one run share them, except under a memory bound.
+    The methods of one run share their norms, except under a memory bound.
 
     Args:
         block: the block.
-        room: bytes for the temporaries of one chunk, where memory is bound.
+        heads: `head_vectors` of the block, with the room that the map's other temporaries leave; None:
+            there are no others.
+
+    Raises:
+        ValueError: the smallest pieces don't fit into the block's `max_memory`.
     """
-    if block.max_memory is not None:
-        return _attention_vectors(block, room)
     key = block.recorded("pattern")
-    kept: AttentionVectors | None = _shared.get(key)
+    if block.max_memory is not None:
+        if heads is None:
+            heads = head_vectors(block)
+            heads.room = attention_room(block, heads)
+        return _attention_vectors(Pairs(key.detach(), heads), block)
+    kept: AttentionVectors | None = _last.get(key)
     if kept is None:
-        kept = _attention_vectors(block, room)
-        _forget_others()
-        _shared[key] = kept
+        _forget_others(key)
+        pairs = Pairs(key.detach(), heads or head_vectors(block), together=_shared.get(key))
+        kept = _attention_vectors(pairs, block)
+        _last[key], _shared[key] = kept, pairs.together
     return kept
 
 
-def _attention_vectors(block: Block, room: int | None) -> AttentionVectors:
+def _attention_vectors(pairs: Pairs, block: Block) -> AttentionVectors:
     anatomy = block.anatomy
-    pairs = attention_pairs(block, room)
     dtype = pairs.heads.dtype
     b_O = value_path(block).b_O
     x = block.resid_pre.detach().to(dtype)
     total = block.recorded("z").detach().to(dtype).flatten(2) @ pairs.heads.matrices.flatten(0, 1)
     attention_out = total if b_O is None else total + b_O.detach().to(dtype)
-    attention = Vectors(pairs, torch.ones_like(x[..., :1]), None, total)
+    attention = Vectors(pairs, torch.ones_like(x[..., :1]), total, functools.cache(pairs.own))
     joined, size = _through_norm(anatomy.attention_branch, attention_out)
     branch = attention.through(anatomy.attention_branch, attention_out, size)
     residual = branch.times(anatomy.residual_multiplier).plus_own(x)

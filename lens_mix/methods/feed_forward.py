@@ -23,7 +23,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.methods.activations import gated_multipliers, plain_multiplier
-from lens_mix.methods.factors import AttentionVectors, Vectors, attention_vectors, linear_part, value_path
+from lens_mix.methods.factors import (
+    AttentionVectors,
+    Vectors,
+    attention_vectors,
+    head_vectors,
+    linear_part,
+    value_path,
+)
+from lens_mix.methods.gram import HeadVectors
+from lens_mix.methods.norm_memory import (
+    feed_forward_bytes,
+    hidden_width,
+    least_attention_room,
+    room_beside,
+    state_bytes,
+)
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -147,18 +162,32 @@ def feed_forward_maps(block: Block, biases: Variant, reading: Norm | None = None
         block: a block whose feed-forward is plain or gated.
         biases: "on_path" or "fixed", see `AtbFf`.
         reading: a norm to apply last where the block has none there (it reads the block's output).
+
+    Raises:
+        ValueError: the smallest pieces don't fit into the block's `max_memory`.
     """
+    if block.max_memory is not None:
+        return _maps(block, biases, reading)
     kept = _shared.setdefault(block.recorded("pattern"), {})
     key = (biases, reading is None)
     if key not in kept:
-        vectors = attention_vectors(block)
-        shares = feed_forward_shares(block, vectors, biases)
-        kept[key] = (
-            _parallel(vectors, shares, reading)
-            if block.anatomy.parallel
-            else (_sequential(block, vectors.normed, shares, reading))
-        )
+        kept[key] = _maps(block, biases, reading)
     return kept[key]
+
+
+def _maps(block: Block, biases: Variant, reading: Norm | None) -> FeedForwardMaps:
+    heads = head_vectors(block)
+    fixed = state_bytes(block, heads) + feed_forward_bytes(block, heads, folds(heads))
+    least = least_attention_room(block, heads)
+    if block.anatomy.parallel:
+        heads.room = room_beside(block, fixed, least, "a map behind the feed-forward")
+        vectors = attention_vectors(block, heads)
+        return _parallel(vectors, feed_forward_shares(block, vectors, biases), reading)
+    batch, queries = block.resid_pre.shape[:2]
+    width = hidden_width(block, heads)
+    heads.room = room_beside(block, fixed, batch * queries * width, "a map behind the feed-forward")
+    vectors = attention_vectors(block, heads)
+    return _sequential(block, vectors.normed, feed_forward_shares(block, vectors, biases), reading)
 
 
 def _last_norm(shares: FeedForwardShares, reading: Norm | None) -> Norm | None:
@@ -179,16 +208,18 @@ def _sequential(
     block: Block, vectors: Vectors, shares: FeedForwardShares, reading: Norm | None
 ) -> FeedForwardMaps:
     norm = _last_norm(shares, reading)
-    weights = vectors.pairs.weights
-    batch, keys, queries, _ = weights.shape
-    maps = [weights.new_zeros((batch, keys, queries)) for _ in range(3)]
-    first = FirstLayer(block, vectors, shares)
-    width = shares.W_out.shape[0] * len(shares.multipliers)
-    for chunk, seen in vectors.pairs.chunks(width, HIDDEN_ELEMENTS):
-        w = vectors.pairs.vectors_of(chunk)
-        output = first.hidden(chunk, seen) @ shares.W_out
+    batch, _, queries, keys = vectors.pairs.pattern.shape
+    maps = [vectors.total.new_zeros((batch, keys, queries)) for _ in range(3)]
+    first, room = FirstLayer(block, vectors, shares), vectors.pairs.heads.room
+    if room is None:
+        room, width = HIDDEN_ELEMENTS, shares.W_out.shape[0] * len(shares.multipliers)
+    else:
+        width = hidden_width(block, vectors.pairs.heads)
+    for chunk, seen in vectors.pairs.chunks(width, room):
+        w, weights = vectors.pairs.vectors_of(chunk), vectors.pairs.weights_of(chunk)[:, :, seen]
+        output = first.hidden(chunk, seen, weights) @ shares.W_out
         maps[0][:, chunk, seen] = torch.linalg.vector_norm(output, dim=-1)
-        part = weights[:, chunk, seen] @ w * vectors.scale[:, None, seen]
+        part = (weights @ w).mul_(vectors.scale[:, None, seen])
         part += _joined(shares, output, seen)
         maps[1][:, chunk, seen] = torch.linalg.vector_norm(part, dim=-1)
         if norm is not None:
@@ -210,6 +241,12 @@ def _joined(shares: FeedForwardShares, output: Tensor, seen: slice) -> Tensor:
     return output * shares.anatomy.residual_multiplier
 
 
+def folds(heads: HeadVectors) -> bool:
+    """Whether folding W_O W_in pays: d_model² d_mlp once, for all but d_head of d_model per key and head."""
+    rows = heads.value.shape[0] * heads.value.shape[1]
+    return rows * heads.heads > heads.d_model + rows
+
+
 class FirstLayer:
     """The hidden layer's shares of all pairs, from the first matrix applied once per key and head.
 
@@ -224,11 +261,8 @@ class FirstLayer:
         self._norm = shares.anatomy.feed_forward_input
         scale = vectors.scale / shares.input_scale
         self._multipliers = [m * scale for _, m in shares.multipliers]
-        batch, keys, _, heads = vectors.pairs.weights.shape
-        d_model = vectors.total.shape[-1]
-        # Folding W_O W_in costs d_model² d_mlp once, and saves all but d_head of d_model per key and head.
         self._folded: list[Tensor] | None = None
-        if batch * keys * heads > d_model + batch * keys:
+        if folds(vectors.pairs.heads):
             self._fold(block)
 
     def _fold(self, block: Block) -> None:
@@ -239,9 +273,10 @@ class FirstLayer:
         value = block.recorded("value").to(dtype)
         self._value = value.repeat_interleave(output.shape[0] // value.shape[2], dim=2)
 
-    def hidden(self, chunk: slice, seen: slice) -> Float[Tensor, "batch key query d_mlp"]:
+    def hidden(
+        self, chunk: slice, seen: slice, weights: Float[Tensor, "batch key query head"]
+    ) -> Float[Tensor, "batch key query d_mlp"]:
         """Σ_h a_ijh (w_jh W) ⊙ m_i, both matrices of a gated feed-forward added."""
-        weights = self._vectors.pairs.weights[:, chunk, seen]
         total: Tensor | None = None
         for index, (W, _) in enumerate(self._shares.multipliers):
             if self._folded is None:

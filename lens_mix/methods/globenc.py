@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.methods.base import Method
-from lens_mix.methods.factors import AttentionVectors, Vectors, attention_vectors
+from lens_mix.methods.factors import AttentionVectors, Vectors, attention_vectors, head_vectors
 from lens_mix.methods.feed_forward import next_norm
+from lens_mix.methods.norm_memory import least_attention_room, room_beside, second_norm_bytes, state_bytes
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
 
 if TYPE_CHECKING:
@@ -67,7 +68,10 @@ class GlobEnc(Method):
     def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer query key"]:
         maps = []
         for layer, block in enumerate(blocks):
-            maps.append(self.vectors(blocks, layer, attention_vectors(block)).norms())
+            heads = head_vectors(block)
+            fixed = state_bytes(block, heads) + second_norm_bytes(block, heads)
+            heads.room = room_beside(block, fixed, least_attention_room(block, heads), "globenc")
+            maps.append(self.vectors(blocks, layer, attention_vectors(block, heads)).norms())
         return torch.stack(maps, dim=1)
 
     def vectors(self, blocks: Sequence[Block], layer: int, attention: AttentionVectors) -> Vectors:

@@ -7,6 +7,8 @@ in float64, for all others. A Gram matrix in float32 is off by half where heads 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -19,7 +21,7 @@ Chain = tuple[Norm, ...]
 # Bytes of float64 temporaries: on a processor they stay in the second-level cache.
 CACHED_BYTES = 1 << 21
 # The same for weights times factors.
-PAIR_BYTES = 3 << 18
+PAIR_BYTES = 1 << 20
 # Bytes of the vectors that one product with W_O makes; they are read in smaller chunks.
 SLAB_BYTES = 8 << 20
 GPU_BYTES = 1 << 28
@@ -43,9 +45,11 @@ def linear_part(
     """What a norm does to a share of its input, before the division: centring (LayerNorm) and γ, no β."""
     if norm is None:
         return vectors
+    weight = None if norm.weight is None else norm.weight.detach().to(vectors.dtype)
     if norm.kind == "layer":
-        vectors = vectors - vectors.mean(-1, keepdim=True)
-    return vectors if norm.weight is None else vectors * norm.weight.detach().to(vectors.dtype)
+        centred = vectors - vectors.mean(-1, keepdim=True)
+        return centred if weight is None else centred.mul_(weight)
+    return vectors if weight is None else vectors * weight
 
 
 def qr_factor(vectors: Float[Tensor, "*batch head d_model"]) -> Float[Tensor, "*batch rank head"]:
@@ -59,68 +63,88 @@ def gram(vectors: Float[Tensor, "*batch head d_model"]) -> Float[Tensor, "*batch
     return wide @ wide.transpose(-1, -2)
 
 
-class GramAfter:
-    """`gram` of `linear_part(norm, vectors)`, for float64 vectors: no centred copy is made.
+class Grams:
+    """`gram` of float64 vectors at several stages, from one product: as they are, and after norms.
 
-    With P the scalar products under the metric γ², m the means and p_h = Σ_d γ_d² w_hd the products are
-    P_hg - m_h p_g - p_h m_g + m_h m_g Σ_d γ_d².
+    No centred copy is made. With P the scalar products under the metric γ², m the means and
+    p_h = Σ_d γ_d² w_hd the products after a norm are P_hg - m_h p_g - p_h m_g + m_h m_g Σ_d γ_d². So the
+    right side holds the vectors, then for each norm γ² ⊙ vectors, and γ² and the mean's weights where it
+    centres.
 
     Args:
-        norm: the norm.
-        other: memory for γ² ⊙ vectors, γ² and the mean's weights, [head + 2, row, d_model].
+        norms: one per stage; None for the vectors as they are.
+        heads: how many vectors each row has.
+        memory: for the right side.
     """
 
-    def __init__(self, norm: Norm, other: Float[Tensor, "head_and_2 row d_model"]) -> None:
-        self._centred = norm.kind == "layer"
-        self._metric = other.new_ones(other.shape[-1])
-        if norm.weight is not None:
-            self._metric = norm.weight.detach().double().square()
-        self._total = self._metric.sum()
-        self._other = other if self._centred else other[:-2]
-        if self._centred:
-            self._other[-2] = self._metric
-            self._other[-1] = 1 / other.shape[-1]
+    def __init__(
+        self, norms: Sequence[Norm | None], heads: int, memory: Float[Tensor, "column row d_model"]
+    ) -> None:
+        self._right, self._heads = memory, heads
+        self._stages: list[tuple[int, Tensor | None, Tensor | None]] = []
+        first = heads
+        for norm in norms:
+            if norm is None:
+                self._stages.append((0, None, None))
+                continue
+            metric = memory.new_ones(memory.shape[-1])
+            if norm.weight is not None:
+                metric = norm.weight.detach().double().square()
+            centred = norm.kind == "layer"
+            self._stages.append((first, metric, metric.sum() if centred else None))
+            first += self._heads
+            if centred:
+                memory[first] = metric
+                memory[first + 1] = 1 / memory.shape[-1]
+                first += 2
 
-    def read(self, vectors: Float[Tensor, "head row d_model"]) -> Float[Tensor, "row head product"]:
-        """The products of some vectors, heads first, before they are put together."""
-        other = self._other[:, : vectors.shape[1]]
-        torch.mul(vectors, self._metric, out=other[: len(vectors)])
-        return torch.bmm(vectors.transpose(0, 1), other.permute(1, 2, 0))
+    @staticmethod
+    def columns(norms: Sequence[Norm | None], heads: int) -> int:
+        """Columns of the right side, and of the product."""
+        sizes = [0 if norm is None else heads + 2 * (norm.kind == "layer") for norm in norms]
+        return heads + sum(sizes)
 
-    def put_together(self, found: Float[Tensor, "row head product"]) -> Float[Tensor, "row head head_"]:
-        """The Gram matrices of what `read` gave."""
-        if not self._centred:
-            return found
-        products, p, m = found[..., :-2], found[..., -2], found[..., -1]
-        shift = m[..., :, None] * (p - m * (self._total / 2))[..., None, :]
-        return products - shift - shift.transpose(-1, -2)
+    def read(self, vectors: Float[Tensor, "head row d_model"], out: Float[Tensor, "row head column"]) -> None:
+        """The product for some vectors, heads first."""
+        right = self._right[:, : vectors.shape[1]]
+        wide = right[: self._heads].copy_(vectors)
+        for first, metric, _ in self._stages:
+            if metric is not None:
+                torch.mul(wide, metric, out=right[first : first + self._heads])
+        torch.bmm(wide.transpose(0, 1), right.permute(1, 2, 0), out=out)
 
-
-def gram_after(norm: Norm, vectors: Float[Tensor, "row head d_model"]) -> Float[Tensor, "row head head_"]:
-    """`gram` of `linear_part(norm, vectors)`, for float64 vectors."""
-    rows, heads, d_model = vectors.shape
-    after = GramAfter(norm, vectors.new_empty((heads + 2, rows, d_model)))
-    return after.put_together(after.read(vectors.transpose(0, 1)))
+    def put_together(self, found: Float[Tensor, "row head column"]) -> list[Float[Tensor, "row head head_"]]:
+        """The Gram matrices of all stages, of what `read` gave."""
+        grams = []
+        for first, _, total in self._stages:
+            last = first + self._heads
+            products = found[..., first:last]
+            if total is not None:
+                p, m = found[..., last], found[..., last + 1]
+                shift = m[..., :, None] * (p - m * (total / 2))[..., None, :]
+                products = products - shift - shift.transpose(-1, -2)
+            grams.append(products)
+        return grams
 
 
 def factor_norms(
-    factors: Float[Tensor, "*batch stage rank head"],
-    weights: Float[Tensor, "*batch head query"],
+    factors: Float[Tensor, "row stage rank head"],
+    weights: Float[Tensor, "row head query"],
     exact: bool,
-) -> Float[Tensor, "*batch stage query"]:
+    memory: Float[Tensor, "row stage_rank query"] | None = None,
+) -> Float[Tensor, "row stage query"]:
     """‖Σ_h weights_h vectors_h‖ without the sums, in float64.
 
     Args:
         factors: `qr_factor` of the vectors (`exact`) or `gram`, at several stages.
-        weights: any number of weights per head.
+        weights: any number of weights per head, float64; in one piece they are not copied.
         exact: which of the two it is.
+        memory: for the products.
     """
-    # In one piece: products copy matrices that lie across memory one by one.
-    wide = weights.to(torch.float64, memory_format=torch.contiguous_format)
-    product = (factors.flatten(-3, -2) @ wide).unflatten(-2, factors.shape[-3:-1])
+    product = torch.bmm(factors.flatten(1, 2), weights, out=memory).unflatten(1, factors.shape[1:3])
     if exact:
         return torch.linalg.vector_norm(product, dim=-2)
-    return product.mul_(wide.unsqueeze(-3)).sum(-2).clamp_min_(0).sqrt_()
+    return product.mul_(weights[:, None]).sum(-2).clamp_min_(0).sqrt_()
 
 
 class HeadVectors:
@@ -139,6 +163,7 @@ class HeadVectors:
         room: int | None = None,
     ) -> None:
         self.matrices: Float[Tensor, "head d_head d_model"] = path.W_O.detach().to(value.dtype)
+        self.copied = 0 if path.W_O.dtype == value.dtype else self.matrices.nbytes
         self.heads, self.d_head, self.d_model = self.matrices.shape
         self.value, self.room = value.detach(), room
 
@@ -147,10 +172,10 @@ class HeadVectors:
         """Of the vectors; at least float32."""
         return self.value.dtype
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes that each key of one prompt needs while its vectors are made and go through norms."""
-        return 3 * self.heads * (self.d_model + self.d_head) * self.dtype.itemsize
+    def row_bytes(self, queries: int) -> int:
+        """Bytes that each key of one prompt needs while its vectors and weights are made."""
+        vectors = 3 * self.heads * (self.d_model + self.d_head)
+        return (vectors + 2 * queries * self.heads) * self.dtype.itemsize
 
     def of(self, chain: Chain, keys: slice) -> Float[Tensor, "batch key head d_model"]:
         """The vectors of some keys after the linear parts of some norms."""
@@ -165,12 +190,16 @@ class HeadVectors:
 
         One product per head is to follow; einsum would make it one per head and key.
         """
-        return value.repeat_interleave(self.heads // value.shape[2], dim=2).movedim(2, 0).flatten(1, 2)
+        return self._of_query_heads(value).movedim(2, 0).flatten(1, 2)
 
     def weighted(self, weights: Float[Tensor, "batch key head"]) -> Float[Tensor, "batch key d_model"]:
         """Σ_h weights_jh u_jh."""
-        value = self.value.repeat_interleave(self.heads // self.value.shape[2], dim=2)
+        value = self._of_query_heads(self.value)
         return (value * weights.to(value.dtype)[..., None]).flatten(2) @ self.matrices.flatten(0, 1)
+
+    def _of_query_heads(self, value: Tensor) -> Tensor:
+        group = self.heads // value.shape[2]
+        return value if group == 1 else value.repeat_interleave(group, dim=2)
 
 
 def through(chain: Chain, vectors: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:

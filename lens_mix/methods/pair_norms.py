@@ -6,6 +6,7 @@ norms of all pairs with these keys, are made from them while they are at hand.
 
 from __future__ import annotations
 
+import math
 import threading
 
 import torch
@@ -16,11 +17,10 @@ from lens_mix.methods.gram import (
     PAIR_BYTES,
     SLAB_BYTES,
     Chain,
-    GramAfter,
+    Grams,
     HeadVectors,
     chunk_bytes,
     factor_norms,
-    gram,
     qr_factor,
     through,
 )
@@ -40,18 +40,6 @@ class PairNorms:
         self._norms: list[Tensor | None] = []
         self._head_norms: list[Tensor | None] = []
         self._own: Tensor | None = None
-        self._weights: Tensor | None = None
-
-    @property
-    def weights(self) -> Float[Tensor, "batch key query head"]:
-        """The pattern with the key first and the heads last, in one piece: what products need."""
-        if self._weights is None:
-            self._weights = self.pattern.permute(0, 3, 2, 1).to(self.heads.dtype).contiguous()
-        return self._weights
-
-    def release(self) -> None:
-        """Forget the weights, which are soon made again."""
-        self._weights = None
 
     def expect(self, chain: Chain) -> int:
         """The number of a stage: the norms that u has gone through."""
@@ -81,12 +69,14 @@ class PairNorms:
     def nbytes(self) -> int:
         """Of what is kept."""
         kept = (*self._norms, *self._head_norms, self._own)
-        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+        return self.heads.copied + sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     def _found(self, results: list[Tensor | None], chain: Chain) -> Tensor:
         number = self.expect(chain)
         if results[number] is None:
-            self._sweep([stage for stage, norms in enumerate(self._norms) if norms is None])
+            missing = [stage for stage, norms in enumerate(self._norms) if norms is None]
+            # Under a memory bound nothing is made that was not asked for.
+            self._sweep(missing if self.heads.room is None else [number])
         found = results[number]
         if found is None:
             raise ValueError(f"chain: expected one of {len(self._chains)} stages, got {number}")
@@ -94,35 +84,47 @@ class PairNorms:
 
     def _own_weights(self) -> Float[Tensor, "batch key head"]:
         own = self.pattern.diagonal(dim1=2, dim2=3).transpose(1, 2)
-        return own.to(self.heads.dtype, memory_format=torch.contiguous_format)
+        return own.to(self.heads.dtype).contiguous()
 
     def _sweep(self, numbers: list[int]) -> None:
         """Norms of some stages."""
-        heads, value = self.heads, self.heads.value
-        (batch, keys), queries = value.shape[:2], self.pattern.shape[2]
+        heads, value, queries = self.heads, self.heads.value, self.pattern.shape[2]
+        (batch, keys), stages = value.shape[:2], len(numbers)
         cost = SlabCost(heads, queries, [self._chains[number] for number in numbers])
         slab = min(keys, cost.keys(batch, chunk_bytes(value.device, _half(heads.room), SLAB_BYTES)))
         rows = max(1, chunk_bytes(value.device, _half(heads.room)) // cost.factor_row)
         maker = _SlabFactors(heads, cost.chains, batch * slab, min(rows, batch * slab))
-        norms = value.new_empty((len(numbers), batch, keys, queries))
-        head_norms = value.new_empty((len(numbers), batch, keys, heads.heads))
+        norms = value.new_empty((stages, batch, keys, queries))
+        head_norms = value.new_empty((stages, batch, keys, heads.heads))
         own, own_weights = value.new_empty((batch, keys, heads.d_model)), self._own_weights()
         step = max(1, chunk_bytes(value.device, _half(heads.room), PAIR_BYTES) // (batch * cost.pair_row))
         for start in range(0, keys, slab):
-            chunk = slice(start, start + slab)
+            chunk = slice(start, min(start + slab, keys))
             factors, part = maker(heads.by_head(value[:, chunk]), own_weights[:, chunk].flatten(0, 1))
             own[:, chunk] = part.unflatten(0, (batch, -1))
-            factor = torch.stack(factors, dim=1).unflatten(0, (batch, -1))
-            head_norms[:, :, chunk] = _head_norms(factor, heads).movedim(2, 0)
-            for first in range(start, min(start + slab, keys), step):
-                some = slice(first, min(first + step, start + slab, keys))
-                weights = self.pattern[..., some].permute(0, 3, 1, 2)
-                here = factor[:, some.start - start : some.stop - start]
-                found = factor_norms(here, weights, heads.dtype == torch.float64)
-                norms[:, :, some] = found.movedim(2, 0)
+            factors = factors.unflatten(0, (batch, -1))
+            head_norms[:, :, chunk] = _head_norms(factors, heads).movedim(2, 0)
+            for first in range(chunk.start, chunk.stop, step):
+                some = slice(first, min(first + step, chunk.stop))
+                here = factors[:, some.start - start : some.stop - start]
+                norms[:, :, some] = self._pair_norms(here, some).movedim(2, 0)
         self._own = own
         for place, number in enumerate(numbers):
             self._norms[number], self._head_norms[number] = norms[place], head_norms[place]
+
+    def _pair_norms(
+        self, factors: Float[Tensor, "batch key stage rank head"], keys: slice
+    ) -> Float[Tensor, "batch key stage query"]:
+        pattern = self.pattern[..., keys].permute(0, 3, 1, 2)
+        batch, count, heads, queries = pattern.shape
+        rows, products = batch * count, factors.shape[2] * factors.shape[3]
+        take = _buffers.take if self.heads.room is None else _fresh
+        memory = take(pattern, rows * (heads + products) * queries, torch.float64, "pairs")
+        weights, product = memory.split([rows * heads * queries, rows * products * queries])
+        weights = weights.view(pattern.shape).copy_(pattern).flatten(0, 1)
+        exact = self.heads.dtype == torch.float64
+        found = factor_norms(factors.flatten(0, 1), weights, exact, product.view(rows, products, queries))
+        return found.unflatten(0, (batch, count))
 
 
 def _half(room: int | None) -> int | None:
@@ -141,14 +143,14 @@ class SlabCost:
     def __init__(self, heads: HeadVectors, queries: int, chains: list[Chain]) -> None:
         self.chains, size, count, stages = chains, heads.dtype.itemsize, heads.heads, len(chains)
         exact = heads.dtype == torch.float64
-        # Vectors and values; factors, and what they are put together from.
-        self.slab_row = count * (heads.d_model + 3 * heads.d_head) * size + 8 * stages * 6 * count * (
-            count + 2
-        )
+        d_model = heads.d_model
+        # Vectors, values and the own vector; factors, and what they are put together from.
+        self.slab_row = (count * (d_model + 3 * heads.d_head) + 2 * d_model) * size
+        self.slab_row += 8 * stages * 6 * count * (count + 2)
         # Decompositions copy their input; norms before the last one make copies.
-        copies = 8 if exact else 1 + sum(map(bool, chains)) + 2 * (max(len(chain) for chain in chains) > 1)
-        self.factor_row = 8 * heads.d_model * (copies * count + 2 * stages)
-        self.pair_row = 8 * queries * (count * (2 + 2 * stages) + 2 * stages)
+        copies = 8 if exact else 2 * stages + 3 * (max(len(chain) for chain in chains) > 1)
+        self.factor_row = 8 * d_model * (copies * count + 2 * stages + 2)
+        self.pair_row = 8 * queries * (count * (1 + stages) + 3 * stages) + 8 * stages * count**2
 
     def keys(self, batch: int, room: int) -> int:
         """Keys of a slab that `room` is enough for; at least one."""
@@ -171,19 +173,23 @@ class _Buffers(threading.local):
     """Memory that stays with a thread: to fault in fresh pages takes longer than to fill them."""
 
     def __init__(self) -> None:
-        self._kept: dict[torch.dtype, Tensor] = {}
+        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def take(self, like: Tensor, numbers: int, dtype: torch.dtype) -> Tensor:
-        """Memory for some numbers, until the next call with this type."""
+    def take(self, like: Tensor, numbers: int, dtype: torch.dtype, name: str) -> Tensor:
+        """Memory for some numbers, until the next call with this name and type."""
         if like.device.type != "cpu":
             return like.new_empty(numbers, dtype=dtype)
-        kept = self._kept.get(dtype)
+        kept = self._kept.get((name, dtype))
         if kept is None or len(kept) < numbers:
-            kept = self._kept[dtype] = torch.empty(numbers, dtype=dtype)
+            kept = self._kept[name, dtype] = torch.empty(numbers, dtype=dtype)
         return kept[:numbers]
 
 
 _buffers = _Buffers()
+
+
+def _fresh(like: Tensor, numbers: int, dtype: torch.dtype, name: str) -> Tensor:
+    return like.new_empty(numbers, dtype=dtype)
 
 
 class _SlabFactors:
@@ -192,46 +198,54 @@ class _SlabFactors:
     def __init__(self, vectors: HeadVectors, chains: list[Chain], rows: int, step: int) -> None:
         self._vectors, self._chains, self._step = vectors, chains, step
         heads, d_model, value = vectors.heads, vectors.d_model, vectors.value
-        take = _buffers.take if vectors.room is None else _fresh
-        self._slab = take(value, heads * rows * d_model, value.dtype)
+        self._take = take = _buffers.take if vectors.room is None else _fresh
+        self._slab = take(value, heads * rows * d_model, value.dtype, "slab")
+        self._groups: list[tuple[Chain, list[int], int, Grams]] = []
         if value.dtype == torch.float64:
             return
-        afters = sum(bool(chain) for chain in chains)
-        wide = take(value, (heads + afters * (heads + 2)) * step * d_model, torch.float64)
-        wide = wide.view(-1, step, d_model)
-        self._wide, others = wide[:heads], iter(wide[heads:].split(heads + 2))
-        self._after = [GramAfter(chain[-1], next(others)) if chain else None for chain in chains]
+        # Stages that differ in their last norm only come from one product.
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for number, chain in enumerate(chains):
+            groups.setdefault(tuple(map(id, chain[:-1])), []).append(number)
+        for numbers in groups.values():
+            norms = [chains[number][-1] if chains[number] else None for number in numbers]
+            columns = Grams.columns(norms, heads)
+            memory = take(value, columns * step * d_model, torch.float64, f"grams {len(self._groups)}")
+            grams = Grams(norms, heads, memory.view(columns, step, d_model))
+            self._groups.append((chains[numbers[0]][:-1], numbers, columns, grams))
 
     def __call__(
         self, value: Float[Tensor, "head row d_head"], own_weights: Float[Tensor, "row head"]
-    ) -> tuple[list[Float[Tensor, "row rank head"]], Float[Tensor, "row d_model"]]:
+    ) -> tuple[Float[Tensor, "row stage rank head"], Float[Tensor, "row d_model"]]:
         """The factors, and Σ_h own_weight_jh u_jh."""
         heads, rows, _ = value.shape
         d_model = self._vectors.d_model
         slab = self._slab[: heads * rows * d_model].view(heads, rows, d_model)
         torch.bmm(value, self._vectors.matrices, out=slab)
-        own = torch.bmm(own_weights[:, None], slab.transpose(0, 1))[:, 0]
-        read: list[list[Tensor]] = [[] for _ in self._chains]
-        for start in range(0, rows, self._step):
-            for part, found in zip(read, self._read(slab[:, start : start + self._step]), strict=True):
-                part.append(found)
-        whole = [torch.cat(part) for part in read]
-        if self._vectors.dtype == torch.float64:
-            return whole, own
-        return [
-            part if after is None else after.put_together(part)
-            for part, after in zip(whole, self._after, strict=True)
-        ], own
+        own = self._take(value, rows * d_model, value.dtype, "own").view(rows, 1, d_model)
+        torch.bmm(own_weights[:, None], slab.transpose(0, 1), out=own)
+        return (self._qr(slab) if value.dtype == torch.float64 else self._grams(slab)), own[:, 0]
 
-    def _read(self, chunk: Float[Tensor, "head row d_model"]) -> list[Tensor]:
-        if self._vectors.dtype == torch.float64:
-            return [qr_factor(through(chain, chunk).transpose(0, 1)) for chain in self._chains]
-        wide = self._wide[:, : chunk.shape[1]].copy_(chunk)
-        return [
-            gram(wide.transpose(0, 1)) if after is None else after.read(through(chain[:-1], wide))
-            for chain, after in zip(self._chains, self._after, strict=True)
+    def _qr(self, slab: Float[Tensor, "head row d_model"]) -> Float[Tensor, "row stage rank head"]:
+        chunks = slab.split(self._step, dim=1)
+        stages = [
+            torch.cat([qr_factor(through(chain, chunk).transpose(0, 1)) for chunk in chunks])
+            for chain in self._chains
         ]
+        return torch.stack(stages, dim=1)
 
-
-def _fresh(like: Tensor, numbers: int, dtype: torch.dtype) -> Tensor:
-    return like.new_empty(numbers, dtype=dtype)
+    def _grams(self, slab: Float[Tensor, "head row d_model"]) -> Float[Tensor, "row stage head head_"]:
+        heads, rows, _ = slab.shape
+        size = (rows, len(self._chains), heads, heads)
+        factors = self._take(slab, math.prod(size), torch.float64, "factors").view(size)
+        for before, numbers, columns, grams in self._groups:
+            found = self._take(slab, rows * heads * columns, torch.float64, "found").view(
+                rows, heads, columns
+            )
+            for start in range(0, rows, self._step):
+                chunk = slab[:, start : start + self._step]
+                wide = chunk if not before else through(before, chunk.double())
+                grams.read(wide, found[start : start + self._step])
+            for number, part in zip(numbers, grams.put_together(found), strict=True):
+                factors[:, number] = part
+        return factors

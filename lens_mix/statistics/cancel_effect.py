@@ -35,8 +35,9 @@ def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pandas.DataFr
             with torch.no_grad():
                 vectors = attention_vectors(block).attention.pairs
             # No head's weight at all: the query can't see the key, and is no witness.
-            seen = (vectors.weights[0] > 0).any(-1).sum(1).clamp_min(1)
-            weight = vectors.weights[0].sum(1) / seen[:, None]
+            pattern = vectors.pattern[0].to(vectors.heads.dtype)
+            seen = (pattern > 0).any(0).sum(0).clamp_min(1)
+            weight = pattern.sum(1).T / seen[:, None]
             norm = torch.linalg.vector_norm(vectors.vectors[0], dim=-1)
             keys, heads = weight.shape
             tables.append(

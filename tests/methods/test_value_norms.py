@@ -8,7 +8,7 @@ import torch
 import lens_mix as lm
 from lens_mix.lens.anatomy import Norm, ValuePath
 from lens_mix.methods.factors import Pairs, attention_vectors
-from lens_mix.methods.gram import HeadVectors, factor_norms, gram, gram_after, linear_part, qr_factor
+from lens_mix.methods.gram import Grams, HeadVectors, factor_norms, gram, linear_part, qr_factor
 from lens_mix.statistics.passes import prompt_blocks
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import norms, oracle
@@ -113,7 +113,7 @@ def test_ranges_are_the_queries_that_give_weight():
 
 
 def test_what_is_shared_dies_with_the_clean_pass():
-    from lens_mix.methods.factors import _shared
+    from lens_mix.methods.factors import _last, _shared
     from tests.tiny_models import hooked_transformer
 
     if not available(hooked_transformer, "LN"):
@@ -124,9 +124,11 @@ def test_what_is_shared_dies_with_the_clean_pass():
     for block in passed.blocks:
         lm.AttnRes()(block)
     assert len(_shared) == before + len(passed.blocks)
+    assert len(_last) == 1
     del block, passed
     gc.collect()
     assert len(_shared) == before
+    assert not _last
 
 
 def test_folded_value_biases_change_the_map_and_the_record_says_so():
@@ -150,7 +152,10 @@ def test_gram_after_a_norm_needs_no_centred_copy(kind: str, weighted: bool) -> N
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(3, 4, 16, generator=generator, dtype=torch.float64) + 5
     weight = torch.randn(16, generator=generator, dtype=torch.float64) if weighted else None
-    norm = Norm(kind, weight, None, 1e-5)
-    torch.testing.assert_close(
-        gram_after(norm, vectors), gram(linear_part(norm, vectors)), rtol=0, atol=1e-11
-    )
+    stages = [None, Norm(kind, weight, None, 1e-5), Norm("layer", None, None, 1e-5)]
+    columns = Grams.columns(stages, heads=4)
+    found = vectors.new_empty((3, 4, columns))
+    grams = Grams(stages, 4, vectors.new_empty((columns, 5, 16)))
+    grams.read(vectors.transpose(0, 1), found)
+    for norm, products in zip(stages, grams.put_together(found), strict=True):
+        torch.testing.assert_close(products, gram(linear_part(norm, vectors)), rtol=0, atol=1e-11)
