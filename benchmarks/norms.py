@@ -137,15 +137,27 @@ def memory(model: str, positions: int, threads: int) -> None:
 
 
 def print_memory(name: str, what: str, positions: int) -> None:
-    import resource
-
     model = MODELS[name]()
     tokens = random_tokens(model, positions)
     if what == "forward":
         forward(model, tokens)
     else:
         seven(model, tokens)
-    print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
+    print(json.dumps(peak_resident()))
+
+
+def peak_resident() -> float:
+    """Largest resident memory of this process so far, in MB."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not what getrusage says: that starts with what the parent had.
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) / 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        1024**2 if sys.platform == "darwin" else 1024
+    )
 
 
 # ------------------------------------------------------------------ through the feed-forward, and ALTI

@@ -34,7 +34,8 @@ class AltiLogit(Method):
     stream that enters the first block are not in it, as in the paper.
 
     Only where the blocks' residual stream is never normed itself (no post-norm), and the logits are final
-    norm and unembedding: soft caps are refused.
+    norm and unembedding: soft caps are refused. `max_memory` bounds each block's step; the logits that the
+    tokens are taken from are not counted.
 
     Args:
         token: whose logit: "predicted" (the likeliest after each position), "next" (the prompt's next

@@ -44,7 +44,8 @@ class DecompX(Method):
     to the tokens they add up to the true residual stream. Shape [layer, query, key], from 0 up. Nothing is
     left to roll out. `vectors` gives the shares themselves, `logit_shares` what they make of the logits.
 
-    Costs query × key × d_model numbers, and a product with every weight matrix for each of the pairs.
+    Costs query × key × d_model numbers, and a product with every weight matrix for each of the pairs. A
+    `max_memory` that can't hold about nine times these numbers is refused.
 
     Args:
         biases: how a bias is handed out: "absdot" (the paper's), "abssim", "norm", "equal", "first"
