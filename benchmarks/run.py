@@ -91,10 +91,8 @@ def compared(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     layers, sizes = (12, [32, 64, 128]) if options.full else (3, [64, 128])
     names = [name for name in options.models if name != SMOLLM2]
     for name in names:
-        for size in sizes:
+        for size in [*sizes, 256] if options.full and name == names[0] else sizes:
             yield value_zeroing.compare(name, size, layers, options.repeats, peers=True)
-    if options.full and names:
-        yield value_zeroing.compare(names[0], 256, layers, options.repeats, peers=True)
 
 
 def long_prompt(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
