@@ -181,7 +181,9 @@ class _Buffers(threading.local):
             return like.new_empty(numbers, dtype=dtype)
         kept = self._kept.get((name, dtype))
         if kept is None or len(kept) < numbers:
-            kept = self._kept[name, dtype] = torch.empty(numbers, dtype=dtype)
+            # What was made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                kept = self._kept[name, dtype] = torch.empty(numbers, dtype=dtype)
         return kept[:numbers]
 
 
