@@ -117,6 +117,8 @@ class CleanBlock:
                 step = max(1, len(hidden) // _CHECKED)
                 self.checked = slice((len(hidden) - 1) % step, None, step)
                 hidden = hidden[self.checked]
+            if feed_forward.b_hidden is not None:
+                hidden = hidden + feed_forward.b_hidden.to(self.dtype)
             added = hidden @ self.second
             added = added if feed_forward.b_out is None else added + feed_forward.b_out.to(self.dtype)
             self.feed_forward_branch = _norm_change(anatomy.feed_forward_branch, added)
