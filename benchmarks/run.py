@@ -137,6 +137,8 @@ def report(found: dict[str, Any]) -> str:
         lines += [f"One large matrix product ran at {table['GEMM GFLOP/s']:.0f} GFLOP/s (float32)."]
         if table["machine"]["gpu"] is None:
             lines += ["No GPU was at hand."]
+        if table["note"]:
+            lines += [table["note"]]
         lines += ["", common.markdown_table(table["rows"])]
     return "\n".join(lines) + "\n"
 
@@ -150,6 +152,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=[*common.MODELS, SMOLLM2])
     parser.add_argument("--sizes", nargs="+", type=int, help="positions in the table of every method")
     parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
+    parser.add_argument("--note", default="", help="what else ran, printed with the tables")
     parser.add_argument("--out", type=Path, default=HERE)
     options = parser.parse_args()
     options.models = options.models or [*common.MODELS, *([SMOLLM2] if options.full else [])]
@@ -160,7 +163,7 @@ def main() -> None:
     for name in options.tables:
         title, rows = TABLES[name]
         table: dict[str, Any] = {"machine": common.machine(), "GEMM GFLOP/s": common.gemm_rate() / 1e9}
-        table["rows"] = []
+        table |= {"note": options.note, "rows": []}
         for row in rows(options):
             print(title, row, flush=True)
             table["rows"].append(row)
