@@ -6,7 +6,6 @@ norms of all pairs with these keys, are made from them while they are at hand.
 
 from __future__ import annotations
 
-import math
 import threading
 
 import torch
@@ -24,6 +23,7 @@ from lens_mix.methods.gram import (
     qr_factor,
     through,
 )
+from lens_mix.methods.room import Workspace
 
 
 class PairNorms:
@@ -79,7 +79,7 @@ class PairNorms:
             self._sweep(missing if self.heads.room is None else [number])
         found = results[number]
         if found is None:
-            raise ValueError(f"chain: expected one of {len(self._chains)} stages, got {number}")
+            raise RuntimeError(f"stage {number} was asked for and not made")
         return found
 
     def _own_weights(self) -> Float[Tensor, "batch key head"]:
@@ -93,7 +93,8 @@ class PairNorms:
         cost = SlabCost(heads, queries, [self._chains[number] for number in numbers])
         slab = min(keys, cost.keys(batch, chunk_bytes(value.device, _half(heads.room), SLAB_BYTES)))
         rows = max(1, chunk_bytes(value.device, _half(heads.room)) // cost.factor_row)
-        maker = _SlabFactors(heads, cost.chains, batch * slab, min(rows, batch * slab))
+        room = _workspace(heads)
+        maker = _SlabFactors(heads, cost.chains, min(rows, batch * slab), room)
         norms = value.new_empty((stages, batch, keys, queries))
         head_norms = value.new_empty((stages, batch, keys, heads.heads))
         own, own_weights = value.new_empty((batch, keys, heads.d_model)), self._own_weights()
@@ -107,24 +108,21 @@ class PairNorms:
             for first in range(chunk.start, chunk.stop, step):
                 some = slice(first, min(first + step, chunk.stop))
                 here = factors[:, some.start - start : some.stop - start]
-                norms[:, :, some] = self._pair_norms(here, some).movedim(2, 0)
+                norms[:, :, some] = self._pair_norms(here, some, room).movedim(2, 0)
         self._own = own
         for place, number in enumerate(numbers):
             self._norms[number], self._head_norms[number] = norms[place], head_norms[place]
 
     def _pair_norms(
-        self, factors: Float[Tensor, "batch key stage rank head"], keys: slice
+        self, factors: Float[Tensor, "batch key stage rank head"], keys: slice, room: Workspace
     ) -> Float[Tensor, "batch key stage query"]:
         pattern = self.pattern[..., keys].permute(0, 3, 1, 2)
-        batch, count, heads, queries = pattern.shape
+        batch, count, _, queries = pattern.shape
         rows, products = batch * count, factors.shape[2] * factors.shape[3]
-        take = _buffers.take if self.heads.room is None else _fresh
-        memory = take(pattern, rows * (heads + products) * queries, torch.float64, "pairs")
-        weights, product = memory.split([rows * heads * queries, rows * products * queries])
-        weights = weights.view(pattern.shape).copy_(pattern).flatten(0, 1)
+        weights = room.like("weights", pattern, pattern.shape, torch.float64).copy_(pattern).flatten(0, 1)
+        product = room.like("products", pattern, (rows, products, queries), torch.float64)
         exact = self.heads.dtype == torch.float64
-        found = factor_norms(factors.flatten(0, 1), weights, exact, product.view(rows, products, queries))
-        return found.unflatten(0, (batch, count))
+        return factor_norms(factors.flatten(0, 1), weights, exact, product).unflatten(0, (batch, count))
 
 
 def _half(room: int | None) -> int | None:
@@ -169,39 +167,27 @@ def _head_norms(
     return factor.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
 
 
-class _Buffers(threading.local):
-    """Memory that stays with a thread: to fault in fresh pages takes longer than to fill them."""
+class _Kept(threading.local):
+    """Buffers that stay with a thread: to fault in fresh pages takes longer than to fill them."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def take(self, like: Tensor, numbers: int, dtype: torch.dtype, name: str) -> Tensor:
-        """Memory for some numbers, until the next call with this name and type."""
-        if like.device.type != "cpu":
-            return like.new_empty(numbers, dtype=dtype)
-        kept = self._kept.get((name, dtype))
-        if kept is None or len(kept) < numbers:
-            # What was made in inference mode could not be written to outside of it.
-            with torch.inference_mode(False):
-                kept = self._kept[name, dtype] = torch.empty(numbers, dtype=dtype)
-        return kept[:numbers]
+        self.room = Workspace()
 
 
-_buffers = _Buffers()
+_kept = _Kept()
 
 
-def _fresh(like: Tensor, numbers: int, dtype: torch.dtype, name: str) -> Tensor:
-    return like.new_empty(numbers, dtype=dtype)
+def _workspace(heads: HeadVectors) -> Workspace:
+    """Buffers that stay, but on a GPU or under a memory bound."""
+    return _kept.room if heads.room is None and heads.value.device.type == "cpu" else Workspace()
 
 
 class _SlabFactors:
     """Factors of one slab of keys for several chains, in memory that all slabs share."""
 
-    def __init__(self, vectors: HeadVectors, chains: list[Chain], rows: int, step: int) -> None:
-        self._vectors, self._chains, self._step = vectors, chains, step
+    def __init__(self, vectors: HeadVectors, chains: list[Chain], step: int, room: Workspace) -> None:
+        self._vectors, self._chains, self._step, self._room = vectors, chains, step, room
         heads, d_model, value = vectors.heads, vectors.d_model, vectors.value
-        self._take = take = _buffers.take if vectors.room is None else _fresh
-        self._slab = take(value, heads * rows * d_model, value.dtype, "slab")
         self._groups: list[tuple[Chain, list[int], int, Grams]] = []
         if value.dtype == torch.float64:
             return
@@ -212,8 +198,9 @@ class _SlabFactors:
         for numbers in groups.values():
             norms = [chains[number][-1] if chains[number] else None for number in numbers]
             columns = Grams.columns(norms, heads)
-            memory = take(value, columns * step * d_model, torch.float64, f"grams {len(self._groups)}")
-            grams = Grams(norms, heads, memory.view(columns, step, d_model))
+            name = f"grams {len(self._groups)}"
+            memory = room.like(name, value, (columns, step, d_model), torch.float64)
+            grams = Grams(norms, heads, memory)
             self._groups.append((chains[numbers[0]][:-1], numbers, columns, grams))
 
     def __call__(
@@ -222,9 +209,9 @@ class _SlabFactors:
         """The factors, and Σ_h own_weight_jh u_jh."""
         heads, rows, _ = value.shape
         d_model = self._vectors.d_model
-        slab = self._slab[: heads * rows * d_model].view(heads, rows, d_model)
+        slab = self._room.like("slab", value, (heads, rows, d_model), value.dtype)
         torch.bmm(value, self._vectors.matrices, out=slab)
-        own = self._take(value, rows * d_model, value.dtype, "own").view(rows, 1, d_model)
+        own = self._room.like("own", value, (rows, 1, d_model), value.dtype)
         torch.bmm(own_weights[:, None], slab.transpose(0, 1), out=own)
         return (self._qr(slab) if value.dtype == torch.float64 else self._grams(slab)), own[:, 0]
 
@@ -239,11 +226,9 @@ class _SlabFactors:
     def _grams(self, slab: Float[Tensor, "head row d_model"]) -> Float[Tensor, "row stage head head_"]:
         heads, rows, _ = slab.shape
         size = (rows, len(self._chains), heads, heads)
-        factors = self._take(slab, math.prod(size), torch.float64, "factors").view(size)
+        factors = self._room.like("factors", slab, size, torch.float64)
         for before, numbers, columns, grams in self._groups:
-            found = self._take(slab, rows * heads * columns, torch.float64, "found").view(
-                rows, heads, columns
-            )
+            found = self._room.like("found", slab, (rows, heads, columns), torch.float64)
             for start in range(0, rows, self._step):
                 chunk = slab[:, start : start + self._step]
                 wide = chunk if not before else through(before, chunk.double())

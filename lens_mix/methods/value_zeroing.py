@@ -13,8 +13,8 @@ from torch import Tensor
 from lens_mix.hooks import zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.methods.base import Method
+from lens_mix.methods.room import Workspace
 from lens_mix.methods.value_zeroing_algebra import value_zeroing_maps
-from lens_mix.methods.zeroing.room import Workspace
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block

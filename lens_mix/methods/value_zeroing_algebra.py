@@ -19,12 +19,12 @@ from lens_mix.lens.anatomy import Norm, ValuePath, mix
 from lens_mix.lens.kinds import UnsupportedModelError
 from lens_mix.lens.model import TOLERANCES
 from lens_mix.lens.replay import relative_error
+from lens_mix.methods.room import Workspace
 from lens_mix.methods.zeroing.clean_block import CleanBlock
 from lens_mix.methods.zeroing.fold import folded
 from lens_mix.methods.zeroing.lot import Lot, Pairs
 from lens_mix.methods.zeroing.memory import Cost, fitting
 from lens_mix.methods.zeroing.pieces import CPU, GPU, Sizes, chunks, find_sources
-from lens_mix.methods.zeroing.room import Workspace
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block

@@ -77,7 +77,7 @@ def least_of(model: Any, method: Method) -> int:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "bert", "phi"])
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: f"{method.name}{len(str(method))}")
+@pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_the_bound_holds(name: str, method: Method) -> None:
     model = model_of(name)
     least = least_of(model, method)
@@ -85,15 +85,17 @@ def test_the_bound_holds(name: str, method: Method) -> None:
     for factor in (1, 1.5, 4):
         bound = int(least * factor)
         peak, found = peak_of(model, method, bound)
-        assert least / 12 < peak if factor == 1 else True
         assert peak <= bound
+        if factor == 1:
+            # The least is an upper bound; one that has nothing to do with the cost would not pass.
+            assert peak > least / 12
         for one, other in zip(found, free, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_memory_from_inference_mode_serves_outside_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_norms, "_buffers", pair_norms._Buffers())
+    monkeypatch.setattr(pair_norms, "_kept", pair_norms._Kept())
     model = model_of(name)
     prompt = tokens(model, 1, LENGTH, 1)[0]
     with torch.inference_mode():

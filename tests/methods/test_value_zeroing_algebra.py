@@ -13,10 +13,10 @@ import lens_mix as lm
 from lens_mix.lens.anatomy import Norm
 from lens_mix.lens.kinds import UnsupportedModelError
 from lens_mix.methods import value_zeroing_algebra
+from lens_mix.methods.room import Workspace
 from lens_mix.methods.zeroing import clean_block, fold, pieces
 from lens_mix.methods.zeroing.clean_block import CleanBlock
 from lens_mix.methods.zeroing.norms import NormChange
-from lens_mix.methods.zeroing.room import Workspace
 from tests.matrix import Case, cases
 from tests.tiny_models import available, bridge, hooked_transformer, is_encoder_decoder, tokens
 

@@ -25,9 +25,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
+from lens_mix.methods.room import Rows, Workspace, of_rows
 from lens_mix.methods.zeroing.first_matrix import FirstMatrix
 from lens_mix.methods.zeroing.norms import ChangedNorm, NormChange
-from lens_mix.methods.zeroing.room import Rows, Workspace, of_rows
 
 # Below this share of a change, what lies across the clean vector has lost digits as a difference of squares.
 _ACROSS = 0.25
@@ -106,9 +106,8 @@ class CleanBlock:
             first = FirstMatrix(feed_forward, mixed)
             self.first = first
             self.input = _norm_change(anatomy.feed_forward_input, self.mid)
-            self.bias: Tensor | None = None
-            self.bases = self._bases(first, mixed)
-            self.pre = self._pre_activation(first, read.to(mixed))
+            self.bases, bias = self._bases(first, mixed)
+            self.pre = self._pre_activation(first, read.to(mixed), bias)
             hidden = self._clean_hidden(first)
             self.minus_hidden = -hidden
             self.second = feed_forward.W_out.to(self.dtype)
@@ -144,29 +143,33 @@ class CleanBlock:
         """The first norm, where it reads the residual stream: what enters it is a sum over heads."""
         return None if self.branch is not None else self.residual or self.input
 
-    def _bases(self, first: FirstMatrix, dtype: torch.dtype) -> list[Float[Tensor, "matrix row d_mlp"]]:
+    def _bases(
+        self, first: FirstMatrix, dtype: torch.dtype
+    ) -> tuple[list[Float[Tensor, "matrix row d_mlp"]], Float[Tensor, "matrix 1 d_mlp"] | None]:
         """What the first matrix makes of the norms' bases, and of the last norm's bias."""
-        bases = []
-        for number, norm in enumerate(self.norms):
-            bases.append(self.through_norms(norm.base, number + 1).to(dtype))
-        if not bases or norm.norm.bias is None:
-            return [first.linear(base) for base in bases]
+        norms = self.norms
+        bases = [self.through_norms(norm.base, n).to(dtype) for n, norm in enumerate(norms, 1)]
+        bias = norms[-1].norm.bias if norms else None
+        if bias is None:
+            return [first.linear(base) for base in bases], None
         # The bias along with the base: a product of one row reads the whole matrix too.
-        bases[-1] = torch.cat([bases[-1], norm.norm.bias[None].to(dtype)])
+        bases[-1] = torch.cat([bases[-1], bias[None].to(dtype)])
         *found, last = [first.linear(base) for base in bases]
-        self.bias = last[:, -1:]
-        return [*found, last[:, :-1]]
+        return [*found, last[:, :-1]], last[:, -1:]
 
     def _pre_activation(
-        self, first: FirstMatrix, read: Float[Tensor, "row d_model"]
+        self,
+        first: FirstMatrix,
+        read: Float[Tensor, "row d_model"],
+        bias: Float[Tensor, "matrix 1 d_mlp"] | None,
     ) -> Float[Tensor, "matrix row d_mlp"]:
         """Of the clean block; where a norm is what is read, its base over its size spares a product."""
         last = self.input or self.residual
         if last is None:
             return first.add_biases_(first.linear(read))
         pre = self.bases[-1] / last.size[:, None]
-        if self.bias is not None:
-            pre += self.bias
+        if bias is not None:
+            pre += bias
         return first.add_biases_(pre)
 
     def _clean_hidden(self, first: FirstMatrix) -> Float[Tensor, "row d_mlp"]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lens_mix.lens.anatomy import ACTIVATIONS, FeedForward
-from lens_mix.methods.zeroing.room import Workspace
+from lens_mix.methods.room import Workspace
 
 # gelu_tanh(x) = x sigmoid(x (GELU_LINEAR + GELU_CUBIC x²)): torch's own costs twice as much on a CPU.
 GELU_LINEAR = 2 * (2 / math.pi) ** 0.5

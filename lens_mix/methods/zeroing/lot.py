@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.methods.room import Rows, Workspace
 from lens_mix.methods.zeroing.pieces import Runs, Slab
-from lens_mix.methods.zeroing.room import Rows, Workspace
 
 
 @dataclasses.dataclass(frozen=True)

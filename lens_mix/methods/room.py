@@ -29,7 +29,9 @@ class Workspace:
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.dtype != dtype or buffer.device != model.device:
-            buffer = self._buffers[name] = model.new_empty(size, dtype=dtype)
+            # What was made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                buffer = self._buffers[name] = torch.empty(size, dtype=dtype, device=model.device)
         return buffer[:size].view(shape)
 
     def rows(self, name: str, x: Float[Tensor, "row width"], rows: Rows) -> Float[Tensor, "row_ width"]:
