@@ -43,11 +43,7 @@ def save_tiny_llama(folder: Path) -> Path:
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator) * 0.2
-            parameter.copy_(1 + noise if "norm" in name else noise)
+    _randomise(model, around_one="norm")
     model.save_pretrained(folder)
     return folder
 
@@ -71,10 +67,15 @@ def save_tiny_bert(folder: Path) -> Path:
         max_position_embeddings=96,
     )
     model = BertForMaskedLM(config)
+    _randomise(model, around_one="LayerNorm.weight")
+    model.save_pretrained(folder)
+    return folder
+
+
+def _randomise(model: torch.nn.Module, around_one: str) -> None:
+    """Weights that are no defaults, so that a map that ignores one of them is seen."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
-            parameter.copy_(1 + noise if "LayerNorm.weight" in name else noise)
-    model.save_pretrained(folder)
-    return folder
+            parameter.copy_(1 + noise if around_one in name else noise)
