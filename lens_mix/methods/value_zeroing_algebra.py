@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +25,7 @@ from lens_mix.methods.zeroing.fold import folded
 from lens_mix.methods.zeroing.lot import Lot, Pairs
 from lens_mix.methods.zeroing.memory import Cost, fitting
 from lens_mix.methods.zeroing.pieces import CPU, GPU, Sizes, chunks, find_sources
+from lens_mix.methods.zeroing.rotation import Rotation, rotated
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -93,7 +94,7 @@ class _Entered:
     place: slice
     mid: Float[Tensor, "*pair d_model"]
     factors: Float[Tensor, "key row rank"]
-    alphas: list[Float[Tensor, "*pair"]]
+    alphas: list[Float[Tensor, "key row 1"]]
 
 
 class _Work:
@@ -132,9 +133,11 @@ class _Work:
             attention_out.flatten(0, 1),
             resid_post.flatten(0, 1),
             final,
+            room,
         )
         self._require_rebuilt(resid_post.flatten(0, 1))
         self.folded = self._fold()
+        self.rotation = self._rotate()
 
     def _require_rebuilt(self, expected: Float[Tensor, "row d_model"]) -> None:
         rows = self.clean.checked
@@ -149,15 +152,26 @@ class _Work:
     def _fold(self) -> Float[Tensor, "matrix head d_head d_mlp"] | None:
         if not len(self.sources):
             return None
-        probe = self.value[self.sources.prompt[-1]].index_select(0, self.sources.positions[-1, :1])[0]
         keep = self.block.max_memory is None
-        return folded(self.clean, self.path, self.heads, self.sources.positions.numel(), probe, keep)
+        return folded(self.clean, self.path, self.heads, self.sources.positions.numel(), self.mixed, keep)
+
+    def _rotate(self) -> Rotation | None:
+        """Other axes for what no norm reads any more; the first norm's change is then found from factors."""
+        span = self.sources.positions.shape[-1]
+        factors = max((len(group) for group in self.groups), default=0) * span
+        if self.block.max_memory is not None or (self.clean.lead is not None and factors > _MOST_FACTORS):
+            return None
+        pairs = sum(self.sources.last) - sum(self.sources.first)
+        found = rotated(self.clean, self.path, pairs * len(self.groups))
+        if found is not None:
+            self.clean.direction = self.clean.direction @ found.axes
+        return found
 
     # ------------------------------------------------------------- one lot of keys
 
     def fill(self, scores: Float[Tensor, "batch group query key"], lot: slice) -> None:
         """The scores of some sources."""
-        weights, outer, inner = self._vectors(lot)
+        weights, outer, inner, turned = self._vectors(lot)
         begin = 0
         for number, group in enumerate(self.groups):
             heads = slice(begin, begin + len(group))
@@ -167,9 +181,10 @@ class _Work:
                 weights[..., heads, :].flatten(-2),
                 outer[:, heads].flatten(1, 2),
                 None if inner is None else inner[:, :, heads].flatten(2, 3),
+                None if turned is None else turned[:, heads].flatten(1, 2),
             )
             for chunk in chunks(self.sources, lot, self.sizes):
-                self._measure([Pairs(slab, part, self.real.shape[1]) for slab in chunk], part)
+                self._measure([Pairs(piece, part, self.real.shape[1]) for piece in chunk], part)
             self._store(scores[:, number], lot, part)
 
     def _lot(
@@ -178,15 +193,17 @@ class _Work:
         weights: Float[Tensor, "source query rank"],
         outer: Float[Tensor, "source rank d_model"],
         inner: Float[Tensor, "matrix source rank d_mlp"] | None,
+        turned: Float[Tensor, "source rank axis"] | None,
     ) -> Lot:
         """With the change of the first norm's size, where the vectors of a source are few."""
         clean, found = self.clean, weights.new_zeros((2, *weights.shape[:2]), dtype=self.dtype)
         lead, inner_weights, drift = clean.lead, weights, None
         if lead is not None and weights.shape[-1] <= _MOST_FACTORS and weights.device.type != "mps":
-            inverse, drift = lead.from_factors(weights, outer, self.sources.prompt[lot])
+            inverse, drift = lead.from_factors(weights, outer, self.sources.prompt[lot], self.room)
             inner_weights = weights * inverse[..., None]
             if lead is clean.residual:
                 weights, outer = inner_weights, lead.linear(outer)
+        outer = outer if turned is None else turned
         return Lot(lot.start, weights, outer, inner_weights, inner, drift, found[0], found[1])
 
     def _store(self, scores: Float[Tensor, "batch query key"], lot: slice, part: Lot) -> None:
@@ -207,8 +224,9 @@ class _Work:
         Float[Tensor, "source query head span"],
         Float[Tensor, "source head span d_model"],
         Float[Tensor, "matrix source head span d_mlp"] | None,
+        Float[Tensor, "source head span axis"] | None,
     ]:
-        """-a (times the residual multiplier; 0 where u is), u = v W_O, and u through the first matrix."""
+        """-a (times the multiplier; 0 where u is), u = v W_O, u through the first matrix, u in other axes."""
         prompt = torch.tensor(self.sources.prompt[lot], device=self.value.device)[:, None]
         positions = self.sources.positions[lot]
         pattern = self.pattern if self.all_heads else self.pattern[:, self.heads]
@@ -218,9 +236,8 @@ class _Work:
         weights = (pattern * factor[..., None, None]).permute(0, 2, 3, 1).contiguous()
         value = self.value if self.all_heads else self.value[:, :, self.heads]
         by_head = value[prompt, positions].permute(2, 0, 1, 3).flatten(1, 2)
-        W_O = self.path.W_O if self.all_heads else self.path.W_O[self.heads]
-        outer = self.room.like("outer", by_head, (*by_head.shape[:2], W_O.shape[-1]), self.mixed)
-        torch.bmm(by_head, W_O.to(self.mixed), out=outer)
+        outer = self._sent(by_head, self.path.W_O, "outer")
+        turned = None if self.rotation is None else self._sent(by_head, self.rotation.W_O, "turned")
         inner = None
         if self.folded is not None:
             count, heads, _, d_mlp = self.folded.shape
@@ -232,42 +249,61 @@ class _Work:
         shape = positions.shape
         sent = torch.linalg.vector_norm(outer, dim=-1, keepdim=True) != 0
         weights *= _by_source(sent, shape)[:, None, ..., 0]
-        return weights, _by_source(outer, shape), None if inner is None else _by_source(inner, shape)
+        return (
+            weights,
+            _by_source(outer, shape),
+            None if inner is None else _by_source(inner, shape),
+            None if turned is None else _by_source(turned, shape),
+        )
+
+    def _sent(
+        self, by_head: Float[Tensor, "head vector d_head"], W_O: Float[Tensor, "head d_head width"], name: str
+    ) -> Float[Tensor, "head vector width"]:
+        """v W_O."""
+        W_O = W_O if self.all_heads else W_O[self.heads]
+        out = self.room.like(name, by_head, (*by_head.shape[:2], W_O.shape[-1]), self.mixed)
+        return torch.bmm(by_head, W_O.to(self.mixed), out=out)
 
     # ------------------------------------------------------------- one chunk
 
     def _measure(self, chunk: list[Pairs], part: Lot) -> None:
         """How far the outputs of a chunk's pairs move."""
         clean, rows = self.clean, [math.prod(pairs.shape) for pairs in chunk]
+        queries = [pairs.kept_rows for pairs in chunk]
         mid = self.room.like("mid", clean.mid, (sum(rows), part.outer.shape[-1]), self.dtype)
         begin, entered = 0, []
         for pairs, count in zip(chunk, rows, strict=True):
             entered.append(self._enter(pairs, part, mid, slice(begin, begin + count)))
             begin += count
         added = self._through_feed_forward(entered, part, mid)
+        changes = []
         for some in entered:
             own = None if added is None else added[some.place].view(some.mid.shape)
-            change = clean.post_change(some.pairs.rows, some.mid, own, self.room)
-            if self.metric == "euclidean":
-                some.pairs.store(part.across, torch.linalg.vector_norm(change, dim=-1))
-                continue
-            along, across = clean.along_and_across(some.pairs.rows, change, self.room)
-            some.pairs.store(part.along, along)
-            some.pairs.store(part.across, across)
+            changes.append(clean.post_change(some.pairs.kept_rows, some.mid, own, self.room))
+        if self.metric == "euclidean":
+            across = torch.linalg.vector_norm(mid, dim=-1)
+        else:
+            along, across = clean.along_and_across(queries, changes, self.room)
+        for some in entered:
+            some.pairs.store(part.across, across[some.place].view(some.pairs.shape))
+            if self.metric != "euclidean":
+                some.pairs.store(part.along, along[some.place].view(some.pairs.shape))
 
     def _enter(self, pairs: Pairs, part: Lot, mid: Float[Tensor, "pair d_model"], place: slice) -> _Entered:
         """Some pairs up to the middle of the block."""
-        out = mid[place].view(*pairs.shape, -1)
+        out = pairs.slab("slab mid", mid[place], self.room)
         change = out
         if self.mixed != self.dtype:
             change = self.room.like("change", out, out.shape, self.mixed)
-        pairs.product(pairs.factors(pairs.of(part.weights)), part.outer, change, 0, self.room)
+        pairs.product(pairs.of(part.weights), part.outer, change, 0)
         drift = None if part.drift is None else pairs.of(part.drift)
         changed = self.clean.mid_change(pairs.rows, change, out, drift, self.room)
+        pairs.keep(out, mid[place])
         weights = pairs.of(part.inner_weights)
         if changed.beta is not None:
             weights = weights * changed.beta[..., None]
-        return _Entered(pairs, place, out, pairs.factors(weights), changed.alphas)
+        alphas = [alpha[..., None] for alpha in changed.alphas]
+        return _Entered(pairs, place, mid[place].view(*pairs.shape, -1), weights, alphas)
 
     def _through_feed_forward(
         self, entered: list[_Entered], part: Lot, mid: Float[Tensor, "pair d_model"]
@@ -283,30 +319,36 @@ class _Work:
         if clean.feed_forward_branch is not None:
             added = self.room.like("added", mid, mid.shape, self.dtype).zero_()
             into, factor = added, 1.0
-        for columns in _even(clean.first.d_mlp, self.sizes.columns):
-            width = columns.stop - columns.start
-            hidden = self.room.like("hidden", mid, (len(mid), width), self.dtype)
-            for some in entered:
-                self._hidden(some, part, columns, hidden[some.place].view(*some.pairs.shape, width))
-            into.addmm_(hidden, clean.second[columns], alpha=factor)
-        return added
-
-    def _hidden(self, some: _Entered, part: Lot, columns: slice, out: Float[Tensor, "*pair column"]) -> None:
         inner = part.inner
         if inner is None:
             raise RuntimeError("pairs without their values' way through the first matrix")
+        for neurons in clean.neurons(self.sizes.columns):
+            columns = neurons.columns
+            hidden = self.room.like("hidden", mid, (len(mid), columns.stop - columns.start), self.dtype)
+            values = inner[..., columns]
+            for some in entered:
+                pairs, out = some.pairs, hidden[some.place]
+                slab = pairs.slab("slab hidden", out, self.room)
+                own = [matrix[pairs.sources] for matrix in values]
+                clean.hidden_change(pairs.rows, neurons, some.alphas, some.factors, own, slab, self.room)
+                pairs.keep(slab, out)
+            self._add_product(into, hidden, columns, factor)
+        return added
 
-        def add_values(pre: Tensor, matrix: int, neurons: slice) -> None:
-            some.pairs.product(some.factors, inner[matrix][..., neurons], pre, 1, self.room)
-
-        self.clean.hidden_change(some.pairs.rows, columns, some.alphas, add_values, out, self.room)
-
-
-def _even(total: int, most: int) -> Iterator[slice]:
-    """Pieces of about one size, no larger than `most`."""
-    width = -(-total // -(-total // most))
-    for start in range(0, total, width):
-        yield slice(start, min(start + width, total))
+    def _add_product(
+        self,
+        into: Float[Tensor, "pair d_model"],
+        hidden: Float[Tensor, "pair column"],
+        columns: slice,
+        factor: float,
+    ) -> None:
+        """Add what the second matrix makes of some neurons."""
+        if self.rotation is None:
+            into.addmm_(hidden, self.clean.second[columns], alpha=factor)
+            return
+        for neurons, width in self.rotation.steps(columns):
+            own = hidden[:, neurons.start - columns.start : neurons.stop - columns.start]
+            into[:, :width].addmm_(own, self.rotation.second[neurons, :width], alpha=factor)
 
 
 def _by_source(

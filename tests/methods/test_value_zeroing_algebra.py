@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from lens_mix.lens.anatomy import Norm
 from lens_mix.lens.kinds import UnsupportedModelError
 from lens_mix.methods import value_zeroing_algebra
 from lens_mix.methods.room import Workspace
-from lens_mix.methods.zeroing import clean_block, fold, pieces
+from lens_mix.methods.zeroing import clean_block, fold, pieces, rotation
 from lens_mix.methods.zeroing.clean_block import CleanBlock
 from lens_mix.methods.zeroing.norms import NormChange
 from tests.matrix import Case, cases
@@ -35,8 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "threshold": {"threshold": 1e-2},
 }
 # Small enough that a map of nine positions takes several of each piece.
-SMALL = dataclasses.replace(pieces.CPU, window=4, slab=6, columns=32, chunk=9, keys=3, ragged=4)
-WHOLE_WINDOWS = dataclasses.replace(pieces.GPU, window=4, slab=12, chunk=16, keys=5)
+SMALL = dataclasses.replace(pieces.CPU, group=3, slab=6, columns=32, chunk=9, keys=4)
+WHOLE_WINDOWS = dataclasses.replace(pieces.GPU, group=3, slab=12, chunk=16, keys=5)
 
 
 def a_model(dtype: torch.dtype = torch.float64, name: str = "gpt2", classic: str = "LN") -> Any:
@@ -169,25 +170,38 @@ def test_only_the_band_of_a_sliding_window_is_computed() -> None:
     assert torch.equal(reached_by(slabs), pattern[0, 0])
 
 
-def reached_by(slabs: list[pieces.Slab | pieces.Runs]) -> torch.Tensor:
-    """How often each pair is in a slab."""
-    reached = torch.zeros(40, 40)
-    for slab in slabs:
-        for part in slab.parts if isinstance(slab, pieces.Runs) else (slab,):
-            reached[part.queries, part.sources] += 1
+def reached_by(found: list[pieces.Slab | pieces.Stairs], length: int = 40) -> torch.Tensor:
+    """How often each pair is in a piece."""
+    reached = torch.zeros(length, length)
+    for piece in found:
+        if isinstance(piece, pieces.Slab):
+            reached[piece.queries, piece.sources] += 1
+        else:
+            for source, query in piece.pairs():
+                reached[query, source] += 1
     return reached
 
 
-@pytest.mark.parametrize("window", [7, 16, 32, 40])
-@pytest.mark.parametrize("ragged", [1, 6, 64])
-def test_squares_and_runs_are_the_triangle(window: int, ragged: int) -> None:
+@pytest.mark.parametrize("group", [1, 7, 16, 64])
+@pytest.mark.parametrize("slab", [6, 50, 512])
+@pytest.mark.parametrize("causal", [True, False])
+def test_slabs_and_stairs_are_what_exists(group: int, slab: int, causal: bool) -> None:
+    """A causal map, and one whose keys reach anything between nothing and everything."""
     pattern = torch.ones(1, 2, 40, 40).tril()
+    if not causal:
+        bounds = torch.randint(0, 41, (40, 2), generator=torch.Generator().manual_seed(0)).sort(dim=-1).values
+        query = torch.arange(40)[:, None]
+        pattern = ((query >= bounds[:, 0]) & (query < bounds[:, 1])).float()[None, None].repeat(1, 2, 1, 1)
     sources = pieces.find_sources(pattern, torch.ones(1, 40, dtype=torch.bool), None)
-    sizes = dataclasses.replace(pieces.CPU, window=window, ragged=ragged)
-    found = [slab for chunk in pieces.chunks(sources, slice(0, 40), sizes) for slab in chunk]
-    assert torch.equal(reached_by(found), pattern[0, 0])
-    assert all(len(slab.queries()) == slab.rows for slab in found if isinstance(slab, pieces.Runs))
-    assert all(slab.rows >= ragged for slab in found if isinstance(slab, pieces.Slab))
+    sizes = dataclasses.replace(pieces.CPU, group=group, slab=slab)
+    found = [piece for chunk in pieces.chunks(sources, slice(0, len(sources)), sizes) for piece in chunk]
+    columns = torch.tensor(sources.column)
+    assert torch.equal(reached_by(found)[:, : len(columns)], pattern[0, 0][:, columns])
+    slabs = [piece.slab if isinstance(piece, pieces.Stairs) else piece for piece in found]
+    assert all(piece.rows <= slab and piece.keys <= group for piece in slabs)
+    stairs = [piece for piece in found if isinstance(piece, pieces.Stairs)]
+    assert all(piece.rows > 0 for piece in found)
+    assert bool(stairs) == (group > 1)
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
@@ -202,7 +216,7 @@ def test_a_norms_change_from_factors_is_that_of_the_sums(kind: str, dtype: torch
     weights[..., 1] = weights[..., 0]
     weights[..., 2] *= 1e-4
     norm = NormChange(Norm(kind, None, None, 1e-6), clean)
-    inverse, drift = norm.from_factors(weights, vectors, [0, 0, 0, 1, 1, 1])
+    inverse, drift = norm.from_factors(weights, vectors, [0, 0, 0, 1, 1, 1], Workspace())
     exact = NormChange(Norm(kind, None, None, 1e-6), clean.double())
     for source in range(6):
         rows = slice(5 * (source // 3), 5 * (source // 3) + 5)
@@ -222,8 +236,8 @@ def test_a_change_along_the_clean_vector_keeps_its_digits() -> None:
     size = torch.linalg.vector_norm(clean, dim=-1)
     block.direction = clean / size[:, None]
     change = 0.5 * clean[None] + 1e-5 * torch.randn(3, 4, 64, generator=generator)
-    along, across = block.along_and_across(slice(0, 4), change, Workspace())
-    found = block.cosine_distance(along, across, size)
+    along, across = block.along_and_across([slice(0, 4)], [change], Workspace())
+    found = block.cosine_distance(along.view(3, 4), across.view(3, 4), size)
     wide, moved = clean.double(), (clean[None].double() + change.double())
     unit, other = (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (wide[None], moved))
     expected = (unit - other).square().sum(-1) / 2
@@ -258,7 +272,7 @@ def test_no_look_at_the_numbers_per_chunk(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(clean_block, "_numbers_at_hand", lambda x: False)
     looks()
     whole = looks()
-    monkeypatch.setattr(value_zeroing_algebra, "CPU", dataclasses.replace(SMALL, ragged=0))
+    monkeypatch.setattr(value_zeroing_algebra, "CPU", dataclasses.replace(SMALL, ragged=False))
     assert looks() == whole
 
 
@@ -287,6 +301,64 @@ def test_folded_matrices_are_kept_only_up_to_their_bound(monkeypatch: pytest.Mon
     anew = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
     assert len(fold._kept) == 0
     torch.testing.assert_close(anew, kept, rtol=0, atol=1e-12)
+
+
+@pytest.fixture
+def turned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Other axes for blocks of any size, nothing kept from before."""
+    monkeypatch.setattr(rotation, "LEAST_PAIRS", 1)
+    monkeypatch.setattr(rotation, "STEP", 4)
+    rotation.forget()
+    yield
+    rotation.forget()
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("sizes", [pieces.CPU, SMALL], ids=["cpu", "small"])
+def test_other_axes_change_nothing(
+    turned: None, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], sizes: pieces.Sizes
+) -> None:
+    monkeypatch.setattr(value_zeroing_algebra, "CPU", sizes)
+    model = a_model()
+    found, exact = both(model, prompt_of(model), **options)
+    assert len(rotation._kept) == model.cfg.n_layers - ("last_layer" in options)
+    torch.testing.assert_close(found.scores, exact.scores, rtol=0, atol=1e-10)
+    again = lm.run(model, prompt_of(model), lm.ValueZeroing(**options), engine="algebra")
+    assert torch.equal(again.scores, found.scores)
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.label)
+def test_other_axes_on_every_model(turned: None, case: Case) -> None:
+    if case.refusal or any(name in case.label for name in BY_HOOKS):
+        pytest.skip("not by algebra")
+    model = case.build(torch.float64)
+    found, exact = both(model, prompt_of(model), case.stack)
+    size = max(1.0, float(exact.scores.max()))
+    torch.testing.assert_close(found.scores, exact.scores, rtol=0, atol=1e-10 * size)
+    if case.label in ("bridge gpt2", "bridge llama", "HookedTransformer LN"):
+        assert len(rotation._kept) == model.cfg.n_layers
+    if case.label in ("bridge bert", "bridge gemma2", "bridge phi"):
+        assert not len(rotation._kept), "a norm follows, or the feed-forward does not see the attention"
+
+
+def test_rotated_matrices_see_edits_and_keep_to_their_bound(
+    turned: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = a_model()
+    prompt = prompt_of(model)
+    before = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
+    assert len(rotation._kept) == model.cfg.n_layers
+    edited = [p for p in model.parameters() if p.ndim >= 2 and not {50, 32} & set(p.shape)]
+    for weight in edited:
+        weight.data[0] *= 1.5
+    after, hooks = both(model, prompt)
+    torch.testing.assert_close(after.scores, hooks.scores, rtol=0, atol=1e-10)
+    assert not torch.allclose(after.scores, before)
+    rotation.forget()
+    monkeypatch.setattr(rotation, "KEPT_BYTES", 0)
+    anew = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
+    assert not len(rotation._kept)
+    torch.testing.assert_close(anew, after.scores, rtol=0, atol=1e-12)
 
 
 def test_threshold_counts_small_scores_as_zero() -> None:

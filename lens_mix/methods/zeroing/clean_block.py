@@ -18,7 +18,7 @@ has its own row.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -31,10 +31,6 @@ from lens_mix.methods.zeroing.norms import ChangedNorm, NormChange
 
 # Below this share of a change, what lies across the clean vector has lost digits as a difference of squares.
 _ACROSS = 0.25
-
-# About how many rows of a block are rebuilt to the end where the rebuilt block serves as a check only: what
-# the run as a whole relies on is checked at four positions of every prompt before.
-_CHECKED = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +46,23 @@ class MidChange:
     alphas: list[Float[Tensor, "*pair"]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Neurons:
+    """The clean block's numbers of some neurons.
+
+    Attributes:
+        columns: which neurons.
+        pre: pre-activations, per first matrix.
+        bases: what the first matrices make of the norms' bases, per norm and matrix.
+        minus_hidden: -1 times what the second matrix is applied to.
+    """
+
+    columns: slice
+    pre: list[Float[Tensor, "row column"]]
+    bases: list[list[Float[Tensor, "row column"]]]
+    minus_hidden: Float[Tensor, "row column"]
+
+
 class CleanBlock:
     """A block's clean vectors, and how changes go through it.
 
@@ -60,6 +73,7 @@ class CleanBlock:
             norm divides by next to nothing where a query loses its only key.
         resid_post: what left the block.
         final: the model's final norm, where the change after it is wanted.
+        room: for what does not stay.
     """
 
     def __init__(
@@ -69,6 +83,7 @@ class CleanBlock:
         attention_out: Float[Tensor, "row d_model"],
         resid_post: Float[Tensor, "row d_model"],
         final: Norm | None,
+        room: Workspace,
     ) -> None:
         self.anatomy, self.dtype = anatomy, resid_pre.dtype
         multiplier = anatomy.residual_multiplier
@@ -86,7 +101,7 @@ class CleanBlock:
         self.feed_forward_branch: NormChange | None = None
         self.feed_forward_residual: NormChange | None = None
         if anatomy.feed_forward is not None:
-            out = self._feed_forward(anatomy.feed_forward, resid_pre, attention_out.dtype)
+            out = self._feed_forward(anatomy.feed_forward, resid_pre, attention_out.dtype, room)
         self.rebuilt = out
         clean = resid_post.to(self.dtype)
         self.final = _norm_change(final, clean)
@@ -95,7 +110,11 @@ class CleanBlock:
         self.direction = compared / self.size.clamp_min(torch.finfo(self.dtype).tiny)[:, None]
 
     def _feed_forward(
-        self, feed_forward: FeedForward, resid_pre: Float[Tensor, "row d_model"], mixed: torch.dtype
+        self,
+        feed_forward: FeedForward,
+        resid_pre: Float[Tensor, "row d_model"],
+        mixed: torch.dtype,
+        room: Workspace,
     ) -> Float[Tensor, "row d_model"]:
         anatomy = self.anatomy
         read = anatomy.feed_forward_in(resid_pre, self.mid)
@@ -108,16 +127,16 @@ class CleanBlock:
             self.input = _norm_change(anatomy.feed_forward_input, self.mid)
             self.bases, bias = self._bases(first, mixed)
             self.pre = self._pre_activation(first, read.to(mixed), bias)
-            hidden = self._clean_hidden(first)
-            self.minus_hidden = -hidden
+            self.minus_hidden = self._clean_hidden(first, room).neg_()
+            hidden = self.minus_hidden
             self.second = feed_forward.W_out.to(self.dtype)
             if anatomy.feed_forward_branch is None and anatomy.feed_forward_residual is None:
-                # No change sees what the second matrix makes of the clean block: enough rows to check it.
-                step = max(1, len(hidden) // _CHECKED)
-                self.checked = slice((len(hidden) - 1) % step, None, step)
+                # No change sees what the second matrix makes of the clean block: a row to check it by.
+                self.checked = slice(len(hidden) - 1, None)
                 hidden = hidden[self.checked]
+            hidden = -hidden
             if feed_forward.b_hidden is not None:
-                hidden = hidden + feed_forward.b_hidden.to(self.dtype)
+                hidden += feed_forward.b_hidden.to(self.dtype)
             added = hidden @ self.second
             added = added if feed_forward.b_out is None else added + feed_forward.b_out.to(self.dtype)
             self.feed_forward_branch = _norm_change(anatomy.feed_forward_branch, added)
@@ -131,6 +150,12 @@ class CleanBlock:
         """The norms between the attention's output and the first matrix, in order."""
         found = (self.branch, self.residual, self.input)
         return [norm for norm in found if norm is not None]
+
+    @property
+    def free_axes(self) -> bool:
+        """Whether nothing after the attention's output sees single axes: no norm, its first matrix apart."""
+        norms = (self.branch, self.residual, self.feed_forward_branch, self.feed_forward_residual, self.final)
+        return self.first is not None and all(norm is None for norm in norms)
 
     def through_norms(self, x: Float[Tensor, "*batch d_model"], start: int = 0) -> Tensor:
         """The linear parts of the norms on the way to the first matrix, from number `start` on."""
@@ -172,9 +197,9 @@ class CleanBlock:
             pre += bias
         return first.add_biases_(pre)
 
-    def _clean_hidden(self, first: FirstMatrix) -> Float[Tensor, "row d_mlp"]:
-        pre = self.pre.to(self.dtype, copy=True)
-        return first.hidden(list(pre), None, torch.empty_like(pre[0]), Workspace())
+    def _clean_hidden(self, first: FirstMatrix, room: Workspace) -> Float[Tensor, "row d_mlp"]:
+        pre = room.like("clean pre", self.pre, self.pre.shape, self.dtype).copy_(self.pre)
+        return first.hidden(list(pre), None, torch.empty_like(pre[0]), room)
 
     # ------------------------------------------------------------- changes, slab by slab
 
@@ -216,46 +241,60 @@ class CleanBlock:
             beta, alphas = _rescaled(beta, alphas, self.input.change(rows, out, room))
         return MidChange(beta, alphas)
 
+    def neurons(self, most: int) -> list[Neurons]:
+        """The clean hidden layer in even parts of at most so many neurons."""
+        width = self.minus_hidden.shape[1]
+        step = -(-width // -(-width // most))
+        parts = [slice(start, min(start + step, width)) for start in range(0, width, step)]
+        return [
+            Neurons(
+                part,
+                list(self.pre[..., part]),
+                [list(base[..., part]) for base in self.bases],
+                self.minus_hidden[:, part],
+            )
+            for part in parts
+        ]
+
     def hidden_change(
         self,
-        rows: Rows,
-        columns: slice,
-        alphas: Sequence[Float[Tensor, "*pair"]],
-        add_values: Callable[[Tensor, int, slice], object],
-        into: Float[Tensor, "*pair column"],
+        rows: slice,
+        neurons: Neurons,
+        alphas: Sequence[Float[Tensor, "key row 1"]],
+        factors: Float[Tensor, "key row rank"],
+        values: Sequence[Float[Tensor, "key rank column"]],
+        into: Float[Tensor, "key row column"],
         room: Workspace,
     ) -> None:
         """act(p_ij) - act(p_i) for some neurons.
 
         Args:
             rows: which queries.
-            columns: which neurons.
+            neurons: which neurons.
             alphas: factors of the bases.
-            add_values: adds to the pre-activations of a matrix and of some neurons what the zeroed values
-                take from them.
+            factors, values: Σ over rank of their products is what the zeroed values take from the
+                pre-activations, per matrix.
             into: where it goes.
             room: for what lies between.
         """
         if self.first is None:
             raise RuntimeError("hidden_change was asked of a block without a feed-forward that changes")
         found = []
-        for matrix in range(len(self.pre)):
-            clean = room.rows("clean", self.pre[matrix, :, columns], rows)
+        for matrix, (clean, value) in enumerate(zip(neurons.pre, values, strict=True)):
             # The first pre-activations are made where their activations go: one buffer less in the caches.
-            in_place = matrix == 0 and clean.dtype == self.dtype
+            in_place = matrix == 0 and clean.dtype == into.dtype
             pre = into if in_place else room.like(f"pre {matrix}", clean, into.shape, clean.dtype)
             if alphas:
-                base = room.rows("base", self.bases[0][matrix, :, columns], rows)
-                torch.addcmul(clean, base, alphas[0][..., None], out=pre)
+                torch.addcmul(clean[rows], neurons.bases[0][matrix][rows], alphas[0], out=pre)
             else:
-                pre.copy_(clean)
-            for base, factor in zip(self.bases[1:], alphas[1:], strict=True):
-                pre.addcmul_(room.rows("base", base[matrix, :, columns], rows), factor[..., None])
-            add_values(pre, matrix, columns)
-            if pre.dtype != self.dtype:
-                pre = room.like(f"narrow {matrix}", pre, pre.shape, self.dtype).copy_(pre)
+                pre.copy_(clean[rows])
+            for base, alpha in zip(neurons.bases[1:], alphas[1:], strict=True):
+                pre.addcmul_(base[matrix][rows], alpha)
+            torch.baddbmm(pre, factors, value, out=pre)
+            if pre.dtype != into.dtype:
+                pre = room.like(f"narrow {matrix}", pre, pre.shape, into.dtype).copy_(pre)
             found.append(pre)
-        self.first.hidden(found, room.rows("minus", self.minus_hidden[:, columns], rows), into, room)
+        self.first.hidden(found, neurons.minus_hidden[rows], into, room)
 
     def post_change(
         self,
@@ -281,20 +320,26 @@ class CleanBlock:
         return mid
 
     def along_and_across(
-        self, rows: Rows, change: Float[Tensor, "*pair d_model"], room: Workspace
-    ) -> tuple[Float[Tensor, "*pair"], Float[Tensor, "*pair"]]:
-        """A change's share along the clean vector, and the square of the rest."""
-        direction = room.rows("direction", self.direction, rows)
-        if _numbers_at_hand(change):
-            square = torch.linalg.vector_norm(change, dim=-1).square_()
-            along = _along(change, direction)
+        self, rows: Sequence[Rows], changes: Sequence[Float[Tensor, "*pair d_model"]], room: Workspace
+    ) -> tuple[Float[Tensor, " all"], Float[Tensor, " all"]]:
+        """Changes' shares along the clean vectors, and the squares of the rest; in one line.
+
+        Args:
+            rows: which queries, per part.
+            changes: parts.
+            room: for what lies between.
+        """
+        directions = [room.rows(f"direction {n}", self.direction, some) for n, some in enumerate(rows)]
+        parts = list(zip(changes, directions, strict=True))
+        if _numbers_at_hand(self.direction):
+            found = [(_along(*part).flatten(), torch.linalg.vector_norm(part[0], dim=-1)) for part in parts]
+            along = torch.cat([some for some, _ in found])
+            square = torch.cat([size.flatten() for _, size in found]).square_()
             across = torch.addcmul(square, along, along, value=-1)
             if not bool((across < _ACROSS * square).any()):
                 return along, across
-        product = room.like("product", change, change.shape, change.dtype)
-        along = torch.mul(change, direction, out=product).sum(-1)
-        torch.addcmul(change, direction, along[..., None], value=-1, out=product)
-        return along, product.square_().sum(-1)
+        found = [_apart(*part, room) for part in parts]
+        return torch.cat([some for some, _ in found]), torch.cat([rest for _, rest in found])
 
     def cosine_distance(
         self, along: Float[Tensor, "*pair"], across: Float[Tensor, "*pair"], size: Float[Tensor, "*pair"]
@@ -317,6 +362,16 @@ def _along(change: Float[Tensor, "*pair d_model"], direction: Float[Tensor, "row
     if change.ndim == 2:
         return torch.linalg.vecdot(change, direction)
     return torch.bmm(direction[:, None], change.permute(1, 2, 0))[:, 0].T
+
+
+def _apart(
+    change: Float[Tensor, "*pair d_model"], direction: Float[Tensor, "row d_model"], room: Workspace
+) -> tuple[Float[Tensor, " all"], Float[Tensor, " all"]]:
+    """Shares along, and the squares of what is left without them: no difference of squares."""
+    product = room.like("product", change, change.shape, change.dtype)
+    along = torch.mul(change, direction, out=product).sum(-1)
+    torch.addcmul(change, direction, along[..., None], value=-1, out=product)
+    return along.flatten(), product.square_().sum(-1).flatten()
 
 
 def _norm_change(norm: Norm | None, clean: Float[Tensor, "row d_model"]) -> NormChange | None:

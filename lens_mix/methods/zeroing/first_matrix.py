@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -18,8 +19,13 @@ GELU_LINEAR = 2 * (2 / math.pi) ** 0.5
 GELU_CUBIC = GELU_LINEAR * 0.044715
 
 
+@functools.cache
+def _gelu_linear(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((1,), GELU_LINEAR, dtype=dtype, device=device)
+
+
 def _gelu_tanh_gate(x: Tensor, room: Tensor) -> Tensor:
-    linear = x.new_full((1,), GELU_LINEAR)
+    linear = _gelu_linear(x.dtype, x.device)
     return torch.addcmul(linear, x, x, value=GELU_CUBIC, out=room).mul_(x).sigmoid_()
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.methods.room import Rows, Workspace
-from lens_mix.methods.zeroing.pieces import Runs, Slab
+from lens_mix.methods.zeroing.pieces import Slab, Stairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,76 +35,63 @@ class Lot:
 
 
 class Pairs:
-    """A slab's pairs in the tensors of a lot: some keys by a window of queries, or run after run.
+    """A slab's pairs in the tensors of a lot; of stairs, the whole slab's up to `keep`, then the pairs only.
 
     Args:
-        slab: the pairs.
+        piece: the pairs.
         lot: whose sources they are of.
         length: positions of one prompt.
+
+    Attributes:
+        rows: the slab's queries.
+        slab_shape: its sources and queries.
+        kept_rows: the query of each pair.
+        shape: of what is found for each pair.
     """
 
-    def __init__(self, slab: Slab | Runs, lot: Lot, length: int) -> None:
-        self.rows: Rows
-        self.index: tuple[slice | Tensor, slice | Tensor]
-        self.shape: tuple[int, ...]
-        self.gaps: Tensor | None = None
-        if isinstance(slab, Slab):
-            start = slab.prompt * length
-            self.rows = slice(start + slab.queries.start, start + slab.queries.stop)
-            self.sources: slice | Tensor = slice(
-                slab.sources.start - lot.offset, slab.sources.stop - lot.offset
-            )
-            self.index = (self.sources, slab.queries)
-            self.shape = (slab.keys, slab.rows // slab.keys)
+    def __init__(self, piece: Slab | Stairs, lot: Lot, length: int) -> None:
+        slab = piece if isinstance(piece, Slab) else piece.slab
+        start = slab.prompt * length
+        self.rows = slice(start + slab.queries.start, start + slab.queries.stop)
+        self.sources = slice(slab.sources.start - lot.offset, slab.sources.stop - lot.offset)
+        self.queries = slab.queries
+        self.slab_shape = (slab.keys, slab.rows // slab.keys)
+        self.kept_rows: Rows = self.rows
+        self.shape: tuple[int, ...] = self.slab_shape
+        self.index: tuple[slice | Tensor, slice | Tensor] = (self.sources, self.queries)
+        self.kept: Tensor | None = None
+        if isinstance(piece, Slab):
             return
-        device = lot.weights.device
-        numbers, queries = torch.tensor(slab.numbers()) - lot.offset, torch.tensor(slab.queries())
-        self.index = (numbers.to(device), queries.to(device))
-        self.rows = (torch.tensor(slab.prompts()) * length + queries).to(device)
-        self.shape = (slab.rows,)
-        # Products are made of runs of one length: where each pair lies among them.
-        self.longest = max(part.rows for part in slab.parts)
-        first = [part.sources.start - lot.offset for part in slab.parts]
-        gaps = [n * self.longest + row for n, part in enumerate(slab.parts) for row in range(part.rows)]
-        self.gaps = torch.tensor(gaps, device=device)
-        consecutive = first == list(range(first[0], first[0] + len(first)))
-        self.sources = slice(first[0], first[-1] + 1) if consecutive else torch.tensor(first, device=device)
-        self.runs = len(first)
+        number, query = torch.tensor(piece.pairs(), device=lot.weights.device).T
+        self.kept_rows, self.index, self.shape = query + start, (number - lot.offset, query), (piece.rows,)
+        self.kept = (number - slab.sources.start) * self.slab_shape[1] + query - slab.queries.start
 
-    def of(self, x: Float[Tensor, "source query *width"]) -> Float[Tensor, "*pair *width"]:
-        """These pairs' numbers."""
-        return x[self.index]
+    def of(self, x: Float[Tensor, "source query *width"]) -> Float[Tensor, "key row *width"]:
+        """The slab's numbers."""
+        return x[self.sources, self.queries]
 
     def store(self, x: Float[Tensor, "source query"], found: Float[Tensor, "*pair"]) -> None:
         """Put these pairs' numbers where they belong."""
         x[self.index] = found
 
-    def factors(self, weights: Float[Tensor, "*pair rank"]) -> Float[Tensor, "key row rank"]:
-        """Weights as `product` takes them, runs filled up with zeros."""
-        if self.gaps is None:
-            return weights
-        spread = weights.new_zeros(self.runs * self.longest, weights.shape[-1])
-        return spread.index_copy_(0, self.gaps, weights).view(self.runs, self.longest, -1)
+    def slab(
+        self, name: str, out: Float[Tensor, "row width"], room: Workspace
+    ) -> Float[Tensor, "key row width"]:
+        """Where the slab is computed: in `out`, the pairs' own place, if that is all of it."""
+        shape = (*self.slab_shape, out.shape[-1])
+        return out.view(shape) if self.kept is None else room.like(name, out, shape, out.dtype)
+
+    def keep(self, slab: Float[Tensor, "key row width"], out: Float[Tensor, "row width"]) -> None:
+        """The pairs of the slab, to their own place."""
+        if self.kept is not None:
+            torch.index_select(slab.flatten(0, 1), 0, self.kept, out=out)
 
     def product(
         self,
         factors: Float[Tensor, "key row rank"],
         vectors: Float[Tensor, "source rank width"],
-        out: Float[Tensor, "*pair width"],
+        out: Float[Tensor, "key row width"],
         beta: int,
-        room: Workspace,
     ) -> None:
         """Σ over rank of factors · vectors, plus beta times what is there."""
-        some = vectors[self.sources]
-        if self.gaps is None:
-            torch.baddbmm(out, factors, some, beta=beta, out=out)
-            return
-        found = room.like("runs", out, (*factors.shape[:2], out.shape[-1]), out.dtype)
-        found = torch.bmm(factors, some, out=found).flatten(0, 1)
-        if beta:
-            found = torch.index_select(
-                found, 0, self.gaps, out=room.like("of runs", out, out.shape, out.dtype)
-            )
-            out.add_(found)
-        else:
-            torch.index_select(found, 0, self.gaps, out=out)
+        torch.baddbmm(out, factors, vectors[self.sources], beta=beta, out=out)

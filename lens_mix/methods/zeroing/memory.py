@@ -9,7 +9,7 @@ import torch
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.methods.zeroing.pieces import Sizes
 
-_SMALLEST = {"window": 8, "slab": 8, "columns": 64, "chunk": 8, "keys": 1}
+_SMALLEST = {"slab": 8, "columns": 64, "chunk": 8, "keys": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +107,8 @@ class Cost:
         )
 
     def _chunk(self, sizes: Sizes) -> int:
-        rows = max(sizes.chunk, min(sizes.window, self.length))
-        slab = max(sizes.slab, min(sizes.window, self.length))
+        slab = sizes.slab
+        rows = max(sizes.chunk, slab)
         columns = min(sizes.columns, self.d_mlp) if self.matrices else 0
         products = rows * (2 * self.d_model + columns) * self.narrow
         vectors = slab * self.d_model * (4 * self.wide + 4 * self.narrow)

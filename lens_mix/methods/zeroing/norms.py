@@ -60,6 +60,7 @@ class NormChange:
         weights: Float[Tensor, "source query rank"],
         vectors: Float[Tensor, "source rank d_model"],
         prompts: list[int],
+        room: Workspace,
     ) -> tuple[Float[Tensor, "source query"], Float[Tensor, "source query"]]:
         """1/s' and 1/s' - 1/s for changes Σ_r weights_r vectors_r, without these sums.
 
@@ -71,23 +72,25 @@ class NormChange:
             weights: factors of the vectors.
             vectors: of each source.
             prompts: of each source, in ascending order.
+            room: for what lies between.
         """
         queries, rank = weights.shape[1:]
-        wide, factors = vectors.double(), weights.double()
+        wide = room.like("wide", vectors, vectors.shape, torch.float64).copy_(vectors)
         gram = wide @ wide.transpose(-1, -2)
         if self.norm.kind == "layer":
             # C is a projection: C c · C c = c · c - d_model mean², and C x · C c = C x · c.
             mean = wide.mean(-1, keepdim=True)
             gram.sub_(mean * mean.transpose(-1, -2) * vectors.shape[-1])
-        growth = (factors @ gram).mul_(factors).sum(-1).to(weights.dtype)
         square, size = self.square.view(-1, queries), self.size.view(-1, queries)
+        products = wide.new_empty(weights.shape)
         for prompt in sorted(set(prompts)):
             own = slice(prompts.index(prompt), len(prompts) - prompts[::-1].index(prompt))
             clean = self.centred.view(-1, queries, vectors.shape[-1])[prompt]
             # Vectors lie by rank: one product for all of them, no copy.
             by_rank = vectors[own].transpose(0, 1)
-            products = (by_rank.flatten(0, 1) @ clean.T).view(rank, -1, queries).permute(1, 2, 0)
-            growth[own].add_((products * weights[own]).sum(-1), alpha=2)
+            products[own] = (by_rank.flatten(0, 1) @ clean.T).view(rank, -1, queries).permute(1, 2, 0)
+        factors = weights.double()
+        growth = products.baddbmm_(factors, gram, beta=2).mul_(factors).sum(-1).to(weights.dtype)
         growth /= vectors.shape[-1]
         number = torch.tensor(prompts, device=weights.device)
         return self.sizes(growth, square[number], size[number])

@@ -1,15 +1,16 @@
 """Which pairs of query and key there are, and the pieces that they are computed in.
 
-A key's zeroed value reaches only the queries that give it weight, so a causal map costs its triangle.
-Queries are cut into windows; a slab is some keys by one window, small enough for a processor's cache. Where
-keys reach different parts of a window (the diagonal of a causal map), their runs of queries are strung
-together: steps over a handful of pairs would cost more than the pairs. Slabs are gathered into chunks for the
-one large matrix product.
+A key's zeroed value reaches only the queries that give it weight, so a causal map costs its triangle. A group
+of neighbouring keys is done at a time, so that their vectors are read once: the queries that all of them
+reach in slabs (keys by queries), small enough for a processor's cache; the others (the diagonal of a causal
+map) as stairs, computed like slabs up to the one large matrix product, where the pairs that do not exist
+drop out. Slabs and stairs are gathered into chunks for that product.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -22,23 +23,23 @@ class Sizes:
     """How much is done at once.
 
     Attributes:
-        window: queries of one slab.
+        group: neighbouring keys that are done together.
         slab: rows (pairs) of one slab.
         columns: neurons that are held at once.
         chunk: rows of one product with the second matrix.
         keys: keys whose vectors are held at once.
         positions: positions of all prompts that are held at once.
-        ragged: slabs of fewer rows are strung together; 0: slabs always end at the window, not where a key's
-            queries end (fewer, larger pieces).
+        ragged: whether a key's pairs end where its queries do; if not, all keys of a group take the queries
+            of any (fewer, larger pieces).
     """
 
-    window: int
+    group: int
     slab: int
     columns: int
     chunk: int
     keys: int
     positions: int
-    ragged: int
+    ragged: bool
 
     def for_threads(self, threads: int) -> Sizes:
         """Larger pieces for several threads, each of which brings its own caches."""
@@ -46,13 +47,13 @@ class Sizes:
         return dataclasses.replace(self, slab=self.slab * factor, chunk=self.chunk * factor)
 
 
-CPU = Sizes(window=64, slab=512, columns=512, chunk=1024, keys=128, positions=2048, ragged=64)
-GPU = Sizes(window=128, slab=16384, columns=4096, chunk=16384, keys=1024, positions=16384, ragged=0)
+CPU = Sizes(group=16, slab=512, columns=512, chunk=1024, keys=128, positions=2048, ragged=True)
+GPU = Sizes(group=128, slab=16384, columns=4096, chunk=16384, keys=1024, positions=16384, ragged=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Slab:
-    """Some sources by a window of one prompt's queries."""
+    """Some sources by some of one prompt's queries."""
 
     prompt: int
     sources: slice
@@ -70,27 +71,29 @@ class Slab:
 
 
 @dataclasses.dataclass(frozen=True)
-class Runs:
-    """Slabs of one source each, one after the other."""
+class Stairs:
+    """Some of a slab's pairs.
 
-    parts: tuple[Slab, ...]
+    Attributes:
+        slab: the slab.
+        own: the queries of each of its sources, among the slab's.
+    """
+
+    slab: Slab
+    own: tuple[slice, ...]
 
     @property
     def rows(self) -> int:
         """How many pairs."""
-        return sum(part.rows for part in self.parts)
+        return sum(some.stop - some.start for some in self.own)
 
-    def numbers(self) -> list[int]:
-        """The source of each pair."""
-        return [part.sources.start for part in self.parts for _ in range(part.rows)]
-
-    def queries(self) -> list[int]:
-        """The query of each pair."""
-        return [query for part in self.parts for query in range(part.queries.start, part.queries.stop)]
-
-    def prompts(self) -> list[int]:
-        """The prompt of each pair."""
-        return [part.prompt for part in self.parts for _ in range(part.rows)]
+    def pairs(self) -> list[tuple[int, int]]:
+        """Source and query of each pair, source after source."""
+        return [
+            (self.slab.sources.start + n, query)
+            for n, some in enumerate(self.own)
+            for query in range(some.start, some.stop)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,11 +162,11 @@ def find_sources(
     )
 
 
-def chunks(sources: Sources, lot: slice, sizes: Sizes) -> Iterator[list[Slab | Runs]]:
+def chunks(sources: Sources, lot: slice, sizes: Sizes) -> Iterator[list[Slab | Stairs]]:
     """The slabs of some sources, gathered."""
-    chunk: list[Slab | Runs] = []
+    chunk: list[Slab | Stairs] = []
     rows = 0
-    for slab in _strung(_slabs(sources, lot, sizes), sizes):
+    for slab in _slabs(sources, lot, sizes):
         if chunk and rows + slab.rows > sizes.chunk:
             yield chunk
             chunk, rows = [], 0
@@ -173,73 +176,60 @@ def chunks(sources: Sources, lot: slice, sizes: Sizes) -> Iterator[list[Slab | R
         yield chunk
 
 
-def _strung(slabs: Iterator[Slab], sizes: Sizes) -> Iterator[Slab | Runs]:
-    """The small slabs of a source each, strung together."""
-    few: list[Slab] = []
-    rows = 0
-    for slab in slabs:
-        if slab.rows >= sizes.ragged:
-            yield slab
-            continue
-        for number in range(slab.sources.start, slab.sources.stop):
-            one = dataclasses.replace(slab, sources=slice(number, number + 1))
-            if few and rows + one.rows > sizes.slab:
-                yield Runs(tuple(few))
-                few, rows = [], 0
-            few.append(one)
-            rows += one.rows
-    if few:
-        yield Runs(tuple(few))
+def _slabs(sources: Sources, lot: slice, sizes: Sizes) -> Iterator[Slab | Stairs]:
+    """Group by group."""
+    most = min(sizes.group, sizes.slab)
+    for _, same_prompt in itertools.groupby(range(lot.start, lot.stop), key=sources.prompt.__getitem__):
+        own = list(same_prompt)
+        for begin in range(0, len(own), most):
+            yield from _of_group(sources, own[begin : begin + most], sizes)
 
 
-def _slabs(sources: Sources, lot: slice, sizes: Sizes) -> Iterator[Slab]:
-    """Window by window, the neighbouring sources that reach the same queries of it."""
-    numbers = range(lot.start, lot.stop)
-    for prompt in sorted({sources.prompt[n] for n in numbers}):
-        own = [n for n in numbers if sources.prompt[n] == prompt]
-        end = max(sources.last[n] for n in own)
-        for start in range(min(sources.first[n] for n in own), end, sizes.window):
-            stop = min(start + sizes.window, end)
-            reach = [
-                (n, max(start, sources.first[n]), min(stop, sources.last[n]))
-                for n in own
-                if sources.first[n] < stop and sources.last[n] > start
-            ]
-            if not sizes.ragged:
-                reach = [(n, start, stop) for n, _, _ in reach]
-            for part in _squares(reach, sizes.ragged):
-                yield from _grouped(prompt, part, sizes.slab)
+def _of_group(sources: Sources, group: list[int], sizes: Sizes) -> Iterator[Slab | Stairs]:
+    """The queries that all of a group's sources reach, then what is left of each."""
+    prompt, numbers = sources.prompt[group[0]], slice(group[0], group[-1] + 1)
+    first, last = sources.first[numbers], sources.last[numbers]
+    if not sizes.ragged:
+        first, last = [min(first)] * len(group), [max(last)] * len(group)
+    start = max(first)
+    stop = max(start, min(last))
+    for queries in _cut(start, stop, sizes.slab // len(group)):
+        yield Slab(prompt, numbers, queries)
+    before = [slice(begin, min(start, end)) for begin, end in zip(first, last, strict=True)]
+    after = [slice(max(stop, begin), end) for begin, end in zip(first, last, strict=True)]
+    for own in (before, after):
+        yield from _stairs(prompt, numbers, own, sizes.slab)
 
 
-def _squares(reach: list[tuple[int, int, int]], least: int) -> Iterator[list[tuple[int, int, int]]]:
-    """A staircase (each source starts at a later query than the one before) cut into squares and the rest.
-
-    Args:
-        reach: number, first query and last query + 1 per source.
-        least: rows of the smallest square.
-    """
-    starts = [start for _, start, _ in reach]
-    half = len(reach) // 2
-    stairs = starts == sorted(starts) and starts[0] != starts[-1] if reach else False
-    if not stairs or len({stop for _, _, stop in reach}) > 1:
-        yield reach
+def _stairs(prompt: int, sources: slice, own: list[slice], most: int) -> Iterator[Slab | Stairs]:
+    """Some queries of each source; source by source where they would fill too little of a slab."""
+    reach = [n for n, some in enumerate(own) if some.start < some.stop]
+    if not reach:
         return
-    cut, stop = starts[half], reach[0][2]
-    if half * (stop - cut) < max(1, least):
-        yield reach
+    begin, end = reach[0], reach[-1] + 1
+    some, numbers = own[begin:end], slice(sources.start + begin, sources.start + end)
+    start, stop = min(own[n].start for n in reach), max(own[n].stop for n in reach)
+    if (end - begin) * (stop - start) > 4 * sum(own[n].stop - own[n].start for n in reach):
+        for n in reach:
+            for queries in _cut(own[n].start, own[n].stop, most):
+                yield Slab(prompt, slice(sources.start + n, sources.start + n + 1), queries)
         return
-    yield [(n, cut, stop) for n, _, _ in reach[:half]]
-    yield from _squares([(n, start, cut) for n, start, _ in reach[:half] if start < cut], least)
-    yield from _squares(reach[half:], least)
+    for queries in _cut(start, stop, max(1, most // (end - begin))):
+        inside = [
+            slice(
+                max(part.start, queries.start), max(part.start, queries.start, min(part.stop, queries.stop))
+            )
+            for part in some
+        ]
+        stairs = Stairs(Slab(prompt, numbers, queries), tuple(inside))
+        if stairs.rows:
+            yield stairs
 
 
-def _grouped(prompt: int, reach: list[tuple[int, int, int]], rows: int) -> Iterator[Slab]:
-    begin = 0
-    while begin < len(reach):
-        number, start, stop = reach[begin]
-        most = begin + max(1, rows // (stop - start))
-        end = begin + 1
-        while end < min(len(reach), most) and reach[end] == (number + end - begin, start, stop):
-            end += 1
-        yield Slab(prompt, slice(number, number + end - begin), slice(start, stop))
-        begin = end
+def _cut(start: int, stop: int, most: int) -> Iterator[slice]:
+    """Even pieces, none longer than `most`."""
+    if start >= stop:
+        return
+    width = -(-(stop - start) // -(-(stop - start) // most))
+    for begin in range(start, stop, width):
+        yield slice(begin, min(begin + width, stop))
