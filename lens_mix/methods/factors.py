@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lens_mix.lens.anatomy import Norm, ValuePath
 from lens_mix.methods.gram import SLAB_BYTES, Chain, HeadVectors, chunk_bytes, linear_part, through
 from lens_mix.methods.norm_memory import attention_room
-from lens_mix.methods.pair_norms import PairNorms
+from lens_mix.methods.pair_norms import PairNorms, workspace
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -178,8 +178,8 @@ class Vectors:
         return Vectors(
             self.pairs.through(norm),
             self.scale / divisor,
-            linear_part(norm, self.total) / divisor,
-            functools.cache(lambda: linear_part(norm, self.diagonal()) / divisor),
+            _over(norm, self.total, divisor),
+            functools.cache(lambda: _over(norm, self.diagonal(), divisor)),
         )
 
     def norms(self) -> Float[Tensor, "batch query key"]:
@@ -202,24 +202,31 @@ class Vectors:
         A key that got no weight has the distance ‖state_i‖. L1 has no factors: the pairs are made one key
         at a time.
         """
-        pairs = self.pairs
+        pairs, heads = self.pairs, self.pairs.heads
         batch, _, queries, keys = pairs.pattern.shape
-        reduced = state / self.scale
+        reduced, scale = state / self.scale, self.scale[..., 0].abs()
         far = torch.linalg.vector_norm(state, ord=order, dim=-1)
         out = far[:, None].expand(batch, keys, queries).clone()
-        room = chunk_bytes(state.device, pairs.heads.room, SLAB_BYTES)
-        step = max(1, room // (batch * pairs.heads.row_bytes(queries)))
+        room = chunk_bytes(state.device, heads.room, SLAB_BYTES)
+        step = max(1, room // (batch * heads.row_bytes(queries)))
+        memory = workspace(heads)
+        # A norm's linear part acts on W_O's rows as on the vectors that they make.
+        matrices = through(pairs.chain, heads.matrices)
         # One key at a time into one piece of memory that stays in the processor's caches.
-        apart = torch.empty_like(reduced)
+        apart = memory.like("apart", reduced, reduced.shape, reduced.dtype)
         for start in range(0, keys, step):
             chunk = slice(start, start + step)
-            vectors, weights = pairs.vectors_of(chunk), pairs.weights_of(chunk)
+            by_head = heads.by_head(heads.value[:, chunk])
+            vectors = memory.like("vectors", by_head, (*by_head.shape[:2], heads.d_model), heads.dtype)
+            vectors = torch.bmm(by_head, matrices, out=vectors).unflatten(1, (batch, -1)).movedim(0, 2)
+            some = pairs.pattern[..., chunk].permute(0, 3, 2, 1)
+            weights = memory.like("key weights", some, some.shape, heads.dtype).copy_(some)
             for key, (first, stop) in enumerate(pairs.ranges()[start : start + step], start):
                 seen = slice(first, stop)
                 part, one = apart[:, seen], vectors[:, key - start]
                 torch.baddbmm(reduced[:, seen], weights[:, key - start, seen], one, alpha=-1, out=part)
                 size = part.abs_().sum(-1) if order == 1 else torch.linalg.vector_norm(part, dim=-1)
-                out[:, key, seen] = size * self.scale[:, seen, 0].abs()
+                torch.mul(size, scale[:, seen], out=out[:, key, seen])
         out = out.transpose(1, 2)
         own = torch.linalg.vector_norm(state - self.diagonal(), ord=order, dim=-1)
         out.diagonal(dim1=1, dim2=2).copy_(own)
@@ -311,10 +318,16 @@ def _attention_vectors(pairs: Pairs, block: Block) -> AttentionVectors:
     joined, size = _through_norm(anatomy.attention_branch, attention_out)
     branch = attention.through(anatomy.attention_branch, attention_out, size)
     residual = branch.times(anatomy.residual_multiplier).plus_own(x)
-    summed = x + joined * anatomy.residual_multiplier
+    summed = torch.add(x, joined, alpha=anatomy.residual_multiplier)
     mid, size = _through_norm(anatomy.attention_residual, summed)
     normed = residual.through(anatomy.attention_residual, summed, size)
     return AttentionVectors(attention, residual, normed, x, attention_out, summed, mid)
+
+
+def _over(norm: Norm, vectors: Tensor, divisor: Tensor) -> Tensor:
+    """A norm's linear part over its size, in no more new memory than it takes."""
+    out = linear_part(norm, vectors)
+    return out / divisor if out is vectors else out.div_(divisor)
 
 
 def _through_norm(norm: Norm | None, state: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -52,11 +52,11 @@ def state_bytes(block: Block, heads: HeadVectors) -> int:
 
 
 def distance_bytes(block: Block, heads: HeadVectors) -> int:
-    """Bytes of `Pairs.ranges` and of distances, beside the states."""
+    """Bytes of `Pairs.ranges`, of distances and of W_O after norms, beside the states."""
     batch, positions, d_model = block.resid_pre.shape
     size = heads.dtype.itemsize
     pairs = batch * (3 * size + heads.heads) + 26
-    return positions * (positions * pairs + 4 * batch * d_model * size)
+    return positions * (positions * pairs + 4 * batch * d_model * size) + 3 * heads.matrices.nbytes
 
 
 def least_attention_room(block: Block, heads: HeadVectors) -> int:

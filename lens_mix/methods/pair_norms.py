@@ -93,7 +93,7 @@ class PairNorms:
         cost = SlabCost(heads, queries, [self._chains[number] for number in numbers])
         slab = min(keys, cost.keys(batch, chunk_bytes(value.device, _half(heads.room), SLAB_BYTES)))
         rows = max(1, chunk_bytes(value.device, _half(heads.room)) // cost.factor_row)
-        room = _workspace(heads)
+        room = workspace(heads)
         maker = _SlabFactors(heads, cost.chains, min(rows, batch * slab), room)
         norms = value.new_empty((stages, batch, keys, queries))
         head_norms = value.new_empty((stages, batch, keys, heads.heads))
@@ -177,8 +177,8 @@ class _Kept(threading.local):
 _kept = _Kept()
 
 
-def _workspace(heads: HeadVectors) -> Workspace:
-    """Buffers that stay, but on a GPU or under a memory bound."""
+def workspace(heads: HeadVectors) -> Workspace:
+    """Buffers that stay with the thread, but on a GPU or under a memory bound."""
     return _kept.room if heads.room is None and heads.value.device.type == "cpu" else Workspace()
 
 
