@@ -5,8 +5,8 @@ import torch
 
 import lens_mix as lm
 from lens_mix.lens.anatomy import ACTIVATIONS
-from lens_mix.methods.activations import gated_multipliers, mean_on_path, plain_multiplier
-from lens_mix.methods.feed_forward import feed_forward_maps, next_norm
+from lens_mix.methods.vectors.activations import gated_multipliers, mean_on_path, plain_multiplier
+from lens_mix.methods.vectors.feed_forward import feed_forward_maps, next_norm
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import norms, oracle, through_norm
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
@@ -65,7 +65,7 @@ def test_next_norm_is_the_one_that_reads_the_output(case):
 
 
 def test_folding_the_first_matrix_changes_nothing(monkeypatch):
-    from lens_mix.methods import feed_forward
+    from lens_mix.methods.vectors import feed_forward
 
     if not available(bridge, "llama", torch.float64):
         pytest.skip("no TransformerBridge in this TransformerLens")

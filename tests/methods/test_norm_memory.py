@@ -12,8 +12,8 @@ import torch
 import lens_mix as lm
 from benchmarks.common import PeakMemory
 from lens_mix.lens.kinds import UnsupportedModelError
-from lens_mix.methods import pair_norms
 from lens_mix.methods.base import Method
+from lens_mix.methods.vectors import pair_norms
 from tests.methods.test_memory import model_of
 from tests.tiny_models import tokens
 

@@ -7,8 +7,8 @@ import torch
 
 import lens_mix as lm
 from lens_mix.lens.anatomy import Norm, ValuePath
-from lens_mix.methods.factors import Pairs, attention_vectors
-from lens_mix.methods.gram import Grams, HeadVectors, factor_norms, gram, linear_part, qr_factor
+from lens_mix.methods.vectors.factors import Pairs, attention_vectors
+from lens_mix.methods.vectors.gram import Grams, HeadVectors, factor_norms, gram, linear_part, qr_factor
 from lens_mix.statistics.passes import prompt_blocks
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import norms, oracle
@@ -113,7 +113,7 @@ def test_ranges_are_the_queries_that_give_weight():
 
 
 def test_what_is_shared_dies_with_the_clean_pass():
-    from lens_mix.methods.factors import _last, _shared
+    from lens_mix.methods.vectors.factors import _last, _shared
     from tests.tiny_models import hooked_transformer
 
     if not available(hooked_transformer, "LN"):

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import Norm
-from lens_mix.methods.factors import linear_part
 from lens_mix.methods.room import Rows, Workspace, of_rows
+from lens_mix.methods.vectors.factors import linear_part
 
 
 class NormChange:

@@ -7,8 +7,8 @@ Before the feed-forward, the vector that query i got from key j is, at every sta
 where a is the pattern, w one vector per key and head, and scale one number per query. It starts with
 w_jh = u_jh = v_jh W_O^h (b_V in, b_O never; Kobayashi et al., EMNLP 2020, eq. 3), scale 1 and own 0. Adding
 the residual stream changes own; a norm's linear part γ ⊙ (v - mean v) / s_i, s_i taken from the true state,
-changes w, own and scale. So ‖F_ij‖ needs an H × H factor per key (`lens_mix.methods.gram`), the norm of
-Σ_j F_ij no pair at all.
+changes w, own and scale. So ‖F_ij‖ needs an H × H factor per key (`lens_mix.methods.vectors.gram`), the norm
+of Σ_j F_ij no pair at all.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lens_mix.lens.anatomy import Norm, ValuePath
-from lens_mix.methods.gram import SLAB_BYTES, Chain, HeadVectors, chunk_bytes, linear_part, through
-from lens_mix.methods.norm_memory import attention_room
-from lens_mix.methods.pair_norms import PairNorms, workspace
+from lens_mix.methods.vectors.gram import SLAB_BYTES, Chain, HeadVectors, chunk_bytes, linear_part, through
+from lens_mix.methods.vectors.memory import attention_room
+from lens_mix.methods.vectors.pair_norms import PairNorms, workspace
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block

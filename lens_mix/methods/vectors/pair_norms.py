@@ -1,7 +1,7 @@
 """Norms of Σ_h a_ijh w_jh for all pairs, at several stages of a block at once.
 
-The vectors of a slab of keys are made once; their factors (`lens_mix.methods.gram`) for every stage, and the
-norms of all pairs with these keys, are made from them while they are at hand.
+The vectors of a slab of keys are made once; their factors (`lens_mix.methods.vectors.gram`) for every stage,
+and the norms of all pairs with these keys, are made from them while they are at hand.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.methods.gram import (
+from lens_mix.methods.room import Workspace
+from lens_mix.methods.vectors.gram import (
     PAIR_BYTES,
     SLAB_BYTES,
     Chain,
@@ -23,7 +24,6 @@ from lens_mix.methods.gram import (
     qr_factor,
     through,
 )
-from lens_mix.methods.room import Workspace
 
 
 class PairNorms:

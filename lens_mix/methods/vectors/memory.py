@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lens_mix.methods.gram import Chain, HeadVectors
-from lens_mix.methods.pair_norms import SlabCost
+from lens_mix.methods.vectors.gram import Chain, HeadVectors
+from lens_mix.methods.vectors.pair_norms import SlabCost
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
-from lens_mix.methods.activations import gated_multipliers, plain_multiplier
-from lens_mix.methods.factors import (
+from lens_mix.methods.vectors.activations import gated_multipliers, plain_multiplier
+from lens_mix.methods.vectors.factors import (
     AttentionVectors,
     Vectors,
     attention_vectors,
@@ -31,8 +31,8 @@ from lens_mix.methods.factors import (
     linear_part,
     value_path,
 )
-from lens_mix.methods.gram import HeadVectors
-from lens_mix.methods.norm_memory import (
+from lens_mix.methods.vectors.gram import HeadVectors
+from lens_mix.methods.vectors.memory import (
     feed_forward_bytes,
     hidden_width,
     least_attention_room,

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import Norm
-from lens_mix.methods.factors import linear_part
+from lens_mix.methods.vectors.factors import linear_part
 
 Split = Literal["absdot", "abssim", "norm", "equal", "first", "dot", "drop"]
 SPLITS: tuple[str, ...] = ("absdot", "abssim", "norm", "equal", "first", "dot", "drop")
