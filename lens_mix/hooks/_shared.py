@@ -5,6 +5,7 @@ Nothing here knows a TransformerLens version: where classes differ in a name or 
 
 from __future__ import annotations
 
+import abc
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ _SUFFIXES = {
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-class HookFunction:
+class HookFunction(abc.ABC):
     """A hook for a forward pass, called by TransformerLens as `function(tensor, hook=hook_point)`.
 
     `calls` counts how often the edit (or the recording) was done; it stays 0 while the hook has no effect.
@@ -36,8 +37,9 @@ class HookFunction:
 
     calls: int = 0
 
+    @abc.abstractmethod
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
-        raise NotImplementedError
+        """The edited tensor; None where nothing is changed."""
 
 
 HookName = str | Callable[[str], bool]

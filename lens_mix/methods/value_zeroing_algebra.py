@@ -138,6 +138,7 @@ class _Work:
         self._require_rebuilt(resid_post.flatten(0, 1))
         self.folded = self._fold()
         self.rotation = self._rotate()
+        self.neurons = self.clean.neurons(sizes.columns)
 
     def _require_rebuilt(self, expected: Float[Tensor, "row d_model"]) -> None:
         rows = self.clean.checked
@@ -276,18 +277,17 @@ class _Work:
             entered.append(self._enter(pairs, part, mid, slice(begin, begin + count)))
             begin += count
         added = self._through_feed_forward(entered, part, mid)
-        changes = []
         for some in entered:
             own = None if added is None else added[some.place].view(some.mid.shape)
-            changes.append(clean.post_change(some.pairs.kept_rows, some.mid, own, self.room))
+            clean.post_change(some.pairs.kept_rows, some.mid, own, self.room)
         if self.metric == "euclidean":
-            across = torch.linalg.vector_norm(mid, dim=-1)
+            found = [(part.across, torch.linalg.vector_norm(mid, dim=-1))]
         else:
-            along, across = clean.along_and_across(queries, changes, self.room)
+            along, across = clean.along_and_across(queries, [some.mid for some in entered], self.room)
+            found = [(part.along, along), (part.across, across)]
         for some in entered:
-            some.pairs.store(part.across, across[some.place].view(some.pairs.shape))
-            if self.metric != "euclidean":
-                some.pairs.store(part.along, along[some.place].view(some.pairs.shape))
+            for kept, numbers in found:
+                some.pairs.store(kept, numbers[some.place].view(some.pairs.shape))
 
     def _enter(self, pairs: Pairs, part: Lot, mid: Float[Tensor, "pair d_model"], place: slice) -> _Entered:
         """Some pairs up to the middle of the block."""
@@ -295,7 +295,7 @@ class _Work:
         change = out
         if self.mixed != self.dtype:
             change = self.room.like("change", out, out.shape, self.mixed)
-        pairs.product(pairs.of(part.weights), part.outer, change, 0)
+        torch.bmm(pairs.of(part.weights), part.outer[pairs.sources], out=change)
         drift = None if part.drift is None else pairs.of(part.drift)
         changed = self.clean.mid_change(pairs.rows, change, out, drift, self.room)
         pairs.keep(out, mid[place])
@@ -322,7 +322,7 @@ class _Work:
         inner = part.inner
         if inner is None:
             raise RuntimeError("pairs without their values' way through the first matrix")
-        for neurons in clean.neurons(self.sizes.columns):
+        for neurons in self.neurons:
             columns = neurons.columns
             hidden = self.room.like("hidden", mid, (len(mid), columns.stop - columns.start), self.dtype)
             values = inner[..., columns]

@@ -28,6 +28,7 @@ from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.methods.room import Rows, Workspace, of_rows
 from lens_mix.methods.zeroing.first_matrix import FirstMatrix
 from lens_mix.methods.zeroing.norms import ChangedNorm, NormChange
+from lens_mix.methods.zeroing.pieces import even
 
 # Below this share of a change, what lies across the clean vector has lost digits as a difference of squares.
 _ACROSS = 0.25
@@ -243,9 +244,8 @@ class CleanBlock:
 
     def neurons(self, most: int) -> list[Neurons]:
         """The clean hidden layer in even parts of at most so many neurons."""
-        width = self.minus_hidden.shape[1]
-        step = -(-width // -(-width // most))
-        parts = [slice(start, min(start + step, width)) for start in range(0, width, step)]
+        if self.first is None:
+            return []
         return [
             Neurons(
                 part,
@@ -253,7 +253,7 @@ class CleanBlock:
                 [list(base[..., part]) for base in self.bases],
                 self.minus_hidden[:, part],
             )
-            for part in parts
+            for part in even(0, self.first.d_mlp, most)
         ]
 
     def hidden_change(
@@ -302,7 +302,7 @@ class CleanBlock:
         mid: Float[Tensor, "*pair d_model"],
         added: Float[Tensor, "*pair d_model"] | None,
         room: Workspace,
-    ) -> Float[Tensor, "*pair d_model"]:
+    ) -> None:
         """From the middle of the block to what is compared, in `mid`.
 
         Args:
@@ -317,7 +317,6 @@ class CleanBlock:
         for norm in (self.feed_forward_residual, self.final):
             if norm is not None:
                 norm.change(rows, mid, room).vector(mid)
-        return mid
 
     def along_and_across(
         self, rows: Sequence[Rows], changes: Sequence[Float[Tensor, "*pair d_model"]], room: Workspace

@@ -24,7 +24,7 @@ KEPT_BYTES = 1 << 30
 @dataclasses.dataclass(frozen=True)
 class _Kept:
     matrices: Float[Tensor, "matrix head d_head d_mlp"]
-    probe: Float[Tensor, "matrix one d_mlp"]
+    probed: Float[Tensor, "matrix one d_mlp"]
 
 
 # By the block's W_in as the proof has read it: a new proof reads anew.
@@ -51,15 +51,19 @@ def folded(
     """
     if clean.first is None or clean.anatomy.feed_forward is None:
         return None
-    name, probe = clean.anatomy.feed_forward.W_in, _probe(clean, path, dtype)
+    # Through the matrices that are folded: every number of them takes part.
+    name, probed = (
+        clean.anatomy.feed_forward.W_in,
+        _fold(clean, probe(path.W_O.flatten(0, 1).to(dtype))[None]),
+    )
     kept = _kept.get(name)
     # An edit through `.data` leaves no trace that could be asked.
-    if kept is not None and torch.equal(kept.probe, probe):
+    if kept is not None and torch.equal(kept.probed, probed):
         return _of_heads(kept.matrices, heads)
     all_heads, d_head = path.W_O.shape[:2]
     size = all_heads * d_head * clean.first.d_mlp * len(clean.first.matrices) * dtype.itemsize
     if keep and size + sum(other.matrices.nbytes for other in _kept.values()) <= KEPT_BYTES:
-        _kept[name] = _Kept(_fold(clean, path.W_O.to(dtype)), probe)
+        _kept[name] = _Kept(_fold(clean, path.W_O.to(dtype)), probed)
         return _of_heads(_kept[name].matrices, heads)
     if vectors * len(heads) <= len(heads) * d_head + vectors:
         return None
@@ -83,8 +87,6 @@ def _of_heads(kept: Float[Tensor, "matrix head d_head d_mlp"], heads: list[int])
     return kept if heads == list(range(kept.shape[1])) else kept[:, heads]
 
 
-def _probe(clean: CleanBlock, path: ValuePath, dtype: torch.dtype) -> Float[Tensor, "matrix one d_mlp"]:
-    """A vector through the matrices that are folded: every number of them takes part in it."""
-    W_O = path.W_O.flatten(0, 1).to(dtype)
-    vector = torch.arange(1, 1 + len(W_O), dtype=dtype, device=W_O.device).cos_()
-    return _fold(clean, (vector @ W_O)[None])
+def probe(matrix: Float[Tensor, "row column"]) -> Float[Tensor, " column"]:
+    """A product that every row takes part in, with a factor of its own: what tells an edit."""
+    return torch.arange(1, 1 + len(matrix), dtype=matrix.dtype, device=matrix.device).cos_() @ matrix

@@ -85,13 +85,3 @@ class Pairs:
         """The pairs of the slab, to their own place."""
         if self.kept is not None:
             torch.index_select(slab.flatten(0, 1), 0, self.kept, out=out)
-
-    def product(
-        self,
-        factors: Float[Tensor, "key row rank"],
-        vectors: Float[Tensor, "source rank width"],
-        out: Float[Tensor, "key row width"],
-        beta: int,
-    ) -> None:
-        """Σ over rank of factors · vectors, plus beta times what is there."""
-        torch.baddbmm(out, factors, vectors[self.sources], beta=beta, out=out)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lens_mix.lens.anatomy import Norm
 from lens_mix.methods.room import Rows, Workspace, of_rows
-from lens_mix.methods.vectors.factors import linear_part
+from lens_mix.methods.vectors.gram import linear_part
 
 
 class NormChange:

@@ -193,7 +193,7 @@ def _of_group(sources: Sources, group: list[int], sizes: Sizes) -> Iterator[Slab
         first, last = [min(first)] * len(group), [max(last)] * len(group)
     start = max(first)
     stop = max(start, min(last))
-    for queries in _cut(start, stop, sizes.slab // len(group)):
+    for queries in even(start, stop, sizes.slab // len(group)):
         yield Slab(prompt, numbers, queries)
     before = [slice(begin, min(start, end)) for begin, end in zip(first, last, strict=True)]
     after = [slice(max(stop, begin), end) for begin, end in zip(first, last, strict=True)]
@@ -211,10 +211,10 @@ def _stairs(prompt: int, sources: slice, own: list[slice], most: int) -> Iterato
     start, stop = min(own[n].start for n in reach), max(own[n].stop for n in reach)
     if (end - begin) * (stop - start) > 4 * sum(own[n].stop - own[n].start for n in reach):
         for n in reach:
-            for queries in _cut(own[n].start, own[n].stop, most):
+            for queries in even(own[n].start, own[n].stop, most):
                 yield Slab(prompt, slice(sources.start + n, sources.start + n + 1), queries)
         return
-    for queries in _cut(start, stop, max(1, most // (end - begin))):
+    for queries in even(start, stop, max(1, most // (end - begin))):
         inside = [
             slice(
                 max(part.start, queries.start), max(part.start, queries.start, min(part.stop, queries.stop))
@@ -226,7 +226,7 @@ def _stairs(prompt: int, sources: slice, own: list[slice], most: int) -> Iterato
             yield stairs
 
 
-def _cut(start: int, stop: int, most: int) -> Iterator[slice]:
+def even(start: int, stop: int, most: int) -> Iterator[slice]:
     """Even pieces, none longer than `most`."""
     if start >= stop:
         return

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lens_mix.lens.anatomy import ValuePath
 from lens_mix.methods.zeroing.clean_block import CleanBlock
+from lens_mix.methods.zeroing.fold import probe
 
 # Bytes of turned matrices that are kept in all; they go with the models that they belong to.
 KEPT_BYTES = 1 << 30
@@ -26,7 +27,7 @@ KEPT_BYTES = 1 << 30
 # Neurons per step of the staircase: narrower products would run slower than what they save.
 STEP = 128
 
-# A block of fewer pairs would not earn the decomposition back in its next runs.
+# A block of fewer pairs would not earn the decomposition back in a handful of runs.
 LEAST_PAIRS = 8192
 
 # By the block's W_out as the proof has read it: a new proof reads anew.
@@ -59,11 +60,12 @@ class Rotation:
     def steps(self, neurons: slice) -> Iterator[tuple[slice, int]]:
         """Some neurons cut where the staircase has its steps: which, and how many axes they reach."""
         start = neurons.start
-        while start < neurons.stop:
-            stop = neurons.stop if start >= self.depth else min(neurons.stop, start - start % STEP + STEP)
-            width = self.second.shape[1] if stop > self.depth else stop
-            yield slice(start, stop), min(width, self.second.shape[1])
+        while start < min(neurons.stop, self.depth):
+            stop = min(neurons.stop, start - start % STEP + STEP)
+            yield slice(start, stop), stop
             start = stop
+        if start < neurons.stop:
+            yield slice(start, neurons.stop), self.second.shape[1]
 
 
 def rotated(clean: CleanBlock, path: ValuePath, pairs: int) -> Rotation | None:
@@ -110,9 +112,4 @@ def _rotation(
 def _probes(
     second: Float[Tensor, "d_mlp d_model"], W_O: Float[Tensor, "head d_head d_model"]
 ) -> tuple[Tensor, Tensor]:
-    """Products that every row takes part in, each with its own factor."""
-    return _probe(second), _probe(W_O.flatten(0, 1).to(second.dtype))
-
-
-def _probe(matrix: Float[Tensor, "row column"]) -> Float[Tensor, " column"]:
-    return torch.arange(1, 1 + len(matrix), dtype=matrix.dtype, device=matrix.device).cos_() @ matrix
+    return probe(second), probe(W_O.flatten(0, 1).to(second.dtype))
