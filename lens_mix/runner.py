@@ -15,7 +15,7 @@ from lens_mix.lens import facts, masks
 from lens_mix.lens.block import Block
 from lens_mix.lens.kinds import UnsupportedModelError
 from lens_mix.lens.model import CleanPass, Lens
-from lens_mix.lens.prompts import PaddingSide, Prompt, pad, pad_token, read_prompt, token_strings
+from lens_mix.lens.prompts import Batch, PaddingSide, Prompt, pad, pad_token, read_prompt, token_strings
 from lens_mix.lens.proof import holds_here
 from lens_mix.lens.proven import Proof
 from lens_mix.lens.support import (
@@ -290,7 +290,8 @@ def _run_batch(
     ]
     roles = sorted(set().union(*(method.needs for method in options.methods.values())))
     names = [lens.stack.hook_name(role, layer) for role in roles for layer in range(lens.n_layers)]
-    clean = lens.clean_pass(pad(prompts, pad_token(lens.model), side), names)
+    batch = pad(prompts, pad_token(lens.model), side)
+    clean = lens.clean_pass(batch, names, optional=_wanted(lens, batch, engines, options))
     _require_masked_padding(lens, clean)
     if "algebra" in engines.values() and holds_here(lens, clean, proof) is not None:
         # The proof may be from before a change that leaves no trace; a fresh one decides.
@@ -302,6 +303,25 @@ def _run_batch(
         _prompt_maps(lens, clean, index, mapped, engines, groups[index], allowed, options)
         for index in range(len(prompts))
     ]
+
+
+# Bytes of tensors that a clean pass records only to spare work.
+_WANTED_BYTES = 1 << 26
+
+
+def _wanted(lens: Lens, batch: Batch, engines: dict[str, str], options: _Options) -> list[str]:
+    """The hook points that spare work, where they are few enough to keep."""
+    by_algebra = [method for label, method in options.methods.items() if engines[label] == "algebra"]
+    roles = set().union(*(method.wants for method in by_algebra))
+    if not roles or options.max_memory is not None:
+        return []
+    known = lens.model.hook_dict
+    names = [lens.stack.hook_name(role, layer) for role in sorted(roles) for layer in range(lens.n_layers)]
+    names = [name for name in names if name in known]
+    cfg = lens.model.cfg
+    width = int(getattr(cfg, "d_mlp", None) or 4 * cfg.d_model)
+    size = batch.real_positions(lens.stack.name).numel() * width * lens.dtype.itemsize
+    return names if size * len(names) <= _WANTED_BYTES else []
 
 
 def _engines(options: _Options, proof: Proof, no_algebra: str | None = None) -> dict[str, str]:

@@ -164,6 +164,10 @@ class Block:
         """A tensor the method named in `needs`: "pattern", "value" or "z"."""
         return self._clean.recorded[self._lens.stack.hook_name(role, self.layer)]
 
+    def recorded_if_any(self, role: str) -> Tensor | None:
+        """A tensor the method named in `wants`; None where it was not recorded."""
+        return self._clean.recorded.get(self._lens.stack.hook_name(role, self.layer))
+
     def replay(
         self, rows: Int[Tensor, " row"], fwd_hooks: Sequence[HookPair] = ()
     ) -> Float[Tensor, "row pos d_model"]:

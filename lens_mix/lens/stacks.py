@@ -10,6 +10,8 @@ from lens_mix.lens.kinds import Kind, UnsupportedModelError, kind_of
 
 # role -> hook point inside the attention module
 ATTENTION_ROLES = {"query": "hook_q", "value": "hook_v", "pattern": "hook_pattern", "z": "hook_z"}
+# role -> hook point inside the feed-forward
+FEED_FORWARD_ROLES = {"pre": "hook_pre", "pre_linear": "hook_pre_linear"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,15 @@ class Stack:
         return f"{self.template}.{self.attention}"
 
     def hook_name(self, role: str, layer: int) -> str:
-        """TransformerLens's name of the hook point that plays `role` ("query", "value", "pattern", "z")."""
+        """TransformerLens's name of the hook point that plays `role`.
+
+        Args:
+            role: "query", "value", "pattern", "z"; of the feed-forward, where the model has them, "pre" and
+                "pre_linear".
+            layer: which block.
+        """
+        if role in FEED_FORWARD_ROLES:
+            return f"{self.template.format(layer=layer)}.mlp.{FEED_FORWARD_ROLES[role]}"
         return f"{self.attention_template.format(layer=layer)}.{ATTENTION_ROLES[role]}"
 
     def self_attention(self, layer: int) -> nn.Module:

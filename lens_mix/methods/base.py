@@ -30,6 +30,8 @@ class Method:
             "hooks" intervenes and runs blocks again, "algebra" needs a proven anatomy.
         kind: "layer" for maps of one block, "input" for maps from the stack down to the tokens.
         needs: hook points whose tensors the clean pass must record ("pattern", "value", "z").
+        wants: hook points whose tensors spare the algebra engine some work, recorded where the model has them
+            and the prompts are short ("pre", "pre_linear").
         parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof`).
         citation: the paper, in BibTeX.
     """
@@ -39,6 +41,7 @@ class Method:
     engines: ClassVar[tuple[str, ...]]
     kind: ClassVar[Literal["layer", "input"]] = "layer"
     needs: ClassVar[frozenset[str]] = frozenset()
+    wants: ClassVar[frozenset[str]] = frozenset()
     parts: ClassVar[tuple[str, ...]] = ALGEBRA_PARTS
     citation: ClassVar[str]
 

@@ -18,21 +18,40 @@ def of_rows(x: Float[Tensor, "row ..."], rows: Rows) -> Float[Tensor, "row_ ..."
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
+# Shapes of one buffer that are remembered.
+_MOST_VIEWS = 256
+
+
 class Workspace:
     """Buffers by name, taken once and used again: new memory can cost more than what is computed in it."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        # Views that were handed out, by name and shape: making one takes as long as a small product.
+        self._views: dict[str, dict[tuple[int, ...], Tensor]] = {}
 
     def like(self, name: str, model: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised room of a shape, on the model tensor's device; what it held before is gone."""
+        shape = tuple(shape)
+        views = self._views.get(name, {})
+        view = views.get(shape)
+        if view is not None and view.dtype == dtype and view.device == model.device:
+            return view
         size = math.prod(shape)
         buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size or buffer.dtype != dtype or buffer.device != model.device:
-            # What was made in inference mode could not be written to outside of it.
-            with torch.inference_mode(False):
+        # What was made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            if (
+                buffer is None
+                or buffer.numel() < size
+                or (buffer.dtype, buffer.device) != (dtype, model.device)
+            ):
                 buffer = self._buffers[name] = torch.empty(size, dtype=dtype, device=model.device)
-        return buffer[:size].view(shape)
+                views = self._views[name] = {}
+            if len(views) == _MOST_VIEWS:
+                views.clear()
+            view = views[shape] = buffer[:size].view(shape)
+        return view
 
     def rows(self, name: str, x: Float[Tensor, "row width"], rows: Rows) -> Float[Tensor, "row_ width"]:
         """`of_rows`, a copy made in a buffer."""

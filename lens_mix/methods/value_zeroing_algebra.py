@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,8 +67,10 @@ def value_zeroing_maps(
     step = max(1, sizes.positions // length)
     for start in range(0, batch, step):
         work = _Work(block, slice(start, start + step), groups, spans, metric, final, room, sizes)
-        for begin in range(0, len(work.sources), sizes.keys):
-            work.fill(scores[start : start + step], slice(begin, min(begin + sizes.keys, len(work.sources))))
+        # A hundred thousand small views and products: half of what each costs outside of inference mode.
+        with torch.inference_mode():
+            for lot in work.lots():
+                work.fill(scores[start : start + step], lot)
     return scores
 
 
@@ -133,12 +135,30 @@ class _Work:
             attention_out.flatten(0, 1),
             resid_post.flatten(0, 1),
             final,
+            self._pre_activations(prompts),
+            int(self.real.flatten().nonzero()[-1]),
+            sizes.columns,
             room,
         )
         self._require_rebuilt(resid_post.flatten(0, 1))
         self.folded = self._fold()
         self.rotation = self._rotate()
-        self.neurons = self.clean.neurons(sizes.columns)
+
+    def _pre_activations(self, prompts: slice) -> list[Float[Tensor, "row d_mlp"]]:
+        """What the model itself has recorded of them, per first matrix; nothing where it has not."""
+        feed_forward = self.block.anatomy.feed_forward
+        if feed_forward is None:
+            return []
+        roles = ("pre",) if feed_forward.W_gate is None else ("pre", "pre_linear")
+        found = [self.block.recorded_if_any(role) for role in roles]
+        shape = (*self.block.real.shape, feed_forward.W_in.shape[1])
+        fitting = [
+            some.reshape(shape)[prompts].flatten(0, 1)
+            for some in found
+            # Rounded to less they would round the scores too.
+            if some is not None and some.numel() == math.prod(shape) and some.dtype == self.mixed
+        ]
+        return fitting if len(fitting) == len(roles) else []
 
     def _require_rebuilt(self, expected: Float[Tensor, "row d_model"]) -> None:
         rows = self.clean.checked
@@ -170,6 +190,11 @@ class _Work:
 
     # ------------------------------------------------------------- one lot of keys
 
+    def lots(self) -> Iterator[slice]:
+        """The sources, as many at a time as may be held at once."""
+        count, step = len(self.sources), self.sizes.keys
+        return (slice(begin, min(begin + step, count)) for begin in range(0, count, step))
+
     def fill(self, scores: Float[Tensor, "batch group query key"], lot: slice) -> None:
         """The scores of some sources."""
         weights, outer, inner, turned = self._vectors(lot)
@@ -181,7 +206,7 @@ class _Work:
                 lot,
                 weights[..., heads, :].flatten(-2),
                 outer[:, heads].flatten(1, 2),
-                None if inner is None else inner[:, :, heads].flatten(2, 3),
+                [some[:, :, heads].flatten(2, 3) for some in inner],
                 None if turned is None else turned[:, heads].flatten(1, 2),
             )
             for chunk in chunks(self.sources, lot, self.sizes):
@@ -193,7 +218,7 @@ class _Work:
         lot: slice,
         weights: Float[Tensor, "source query rank"],
         outer: Float[Tensor, "source rank d_model"],
-        inner: Float[Tensor, "matrix source rank d_mlp"] | None,
+        inner: Sequence[Float[Tensor, "matrix source rank column"]],
         turned: Float[Tensor, "source rank axis"] | None,
     ) -> Lot:
         """With the change of the first norm's size, where the vectors of a source are few."""
@@ -224,10 +249,13 @@ class _Work:
     ) -> tuple[
         Float[Tensor, "source query head span"],
         Float[Tensor, "source head span d_model"],
-        Float[Tensor, "matrix source head span d_mlp"] | None,
+        list[Float[Tensor, "matrix source head span column"]],
         Float[Tensor, "source head span axis"] | None,
     ]:
-        """-a (times the multiplier; 0 where u is), u = v W_O, u through the first matrix, u in other axes."""
+        """-a (times the multiplier; 0 where u is), u = v W_O, u through the first matrix, u in other axes.
+
+        What comes out of the first matrix is in parts, as the clean block's `neurons`.
+        """
         prompt = torch.tensor(self.sources.prompt[lot], device=self.value.device)[:, None]
         positions = self.sources.positions[lot]
         pattern = self.pattern if self.all_heads else self.pattern[:, self.heads]
@@ -239,23 +267,35 @@ class _Work:
         by_head = value[prompt, positions].permute(2, 0, 1, 3).flatten(1, 2)
         outer = self._sent(by_head, self.path.W_O, "outer")
         turned = None if self.rotation is None else self._sent(by_head, self.rotation.W_O, "turned")
-        inner = None
-        if self.folded is not None:
-            count, heads, _, d_mlp = self.folded.shape
-            inner = self.room.like("inner", by_head, (count, heads, by_head.shape[1], d_mlp), self.mixed)
-            for out, matrix in zip(inner, self.folded, strict=True):
-                torch.bmm(by_head, matrix, out=out)
-        elif self.clean.first is not None:
-            inner = self.clean.first.linear(self.clean.through_norms(outer))
+        inner = self._through_first(by_head, outer)
         shape = positions.shape
         sent = torch.linalg.vector_norm(outer, dim=-1, keepdim=True) != 0
         weights *= _by_source(sent, shape)[:, None, ..., 0]
         return (
             weights,
             _by_source(outer, shape),
-            None if inner is None else _by_source(inner, shape),
+            [_by_source(some, shape) for some in inner],
             None if turned is None else _by_source(turned, shape),
         )
+
+    def _through_first(
+        self, by_head: Float[Tensor, "head vector d_head"], outer: Float[Tensor, "head vector d_model"]
+    ) -> list[Float[Tensor, "matrix head vector column"]]:
+        """Value vectors on their way through W_O, norms and the first matrix, per part of the neurons."""
+        first, parts = self.clean.first, [part.columns for part in self.clean.neurons]
+        if first is None:
+            return []
+        if self.folded is None:
+            found = first.linear(self.clean.through_norms(outer))
+            return [found[..., columns] for columns in parts]
+        inner = []
+        for number, columns in enumerate(parts):
+            folded = self.folded[..., columns]
+            shape = (len(folded), *by_head.shape[:2], folded.shape[-1])
+            inner.append(self.room.like(f"inner {number}", by_head, shape, self.mixed))
+            for out, matrix in zip(inner[-1], folded, strict=True):
+                torch.bmm(by_head, matrix, out=out)
+        return inner
 
     def _sent(
         self, by_head: Float[Tensor, "head vector d_head"], W_O: Float[Tensor, "head d_head width"], name: str
@@ -319,13 +359,9 @@ class _Work:
         if clean.feed_forward_branch is not None:
             added = self.room.like("added", mid, mid.shape, self.dtype).zero_()
             into, factor = added, 1.0
-        inner = part.inner
-        if inner is None:
-            raise RuntimeError("pairs without their values' way through the first matrix")
-        for neurons in self.neurons:
+        for neurons, values in zip(clean.neurons, part.inner, strict=True):
             columns = neurons.columns
             hidden = self.room.like("hidden", mid, (len(mid), columns.stop - columns.start), self.dtype)
-            values = inner[..., columns]
             for some in entered:
                 pairs, out = some.pairs, hidden[some.place]
                 slab = pairs.slab("slab hidden", out, self.room)

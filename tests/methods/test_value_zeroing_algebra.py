@@ -11,18 +11,34 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lens_mix as lm
-from lens_mix.lens.anatomy import Norm
+from lens_mix import runner
+from lens_mix.lens.anatomy import FeedForward, Norm
 from lens_mix.lens.kinds import UnsupportedModelError
 from lens_mix.methods import value_zeroing_algebra
 from lens_mix.methods.room import Workspace
-from lens_mix.methods.zeroing import clean_block, fold, pieces, rotation
+from lens_mix.methods.zeroing import clean_block, fold, neurons, pieces, rotation
 from lens_mix.methods.zeroing.clean_block import CleanBlock
+from lens_mix.methods.zeroing.first_matrix import FirstMatrix
 from lens_mix.methods.zeroing.norms import NormChange
 from tests.matrix import Case, cases
 from tests.tiny_models import available, bridge, hooked_transformer, is_encoder_decoder, tokens
 
 # Whose feed-forward or decoder block has no formula here.
 BY_HOOKS = ("mixtral", "gpt_oss", "mixture", "decoder")
+# Parallel blocks, norms on the attention's branch, no feed-forward: nothing to spare.
+WITHOUT_RECORDED = (
+    "gemma2",
+    "gemma3",
+    "gpt_neox",
+    "gptj",
+    "phi",
+    "falcon_mqa",
+    "olmo2",
+    "cohere",
+    "parallel",
+    "attn_only",
+    "sandwich",
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "euclidean": {"metric": "euclidean"},
@@ -81,6 +97,49 @@ def test_algebra_is_hooks_on_every_model(case: Case) -> None:
         size = max(1.0, float(hooks.scores.max()))
         torch.testing.assert_close(algebra.scores, hooks.scores, rtol=0, atol=1e-10 * size)
     assert float(auto.scores.abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.label)
+def test_recorded_pre_activations_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short prompts spare a product by the model's own pre-activations; long ones must give the same."""
+    if case.refusal or any(name in case.label for name in BY_HOOKS):
+        pytest.skip("not by algebra")
+    model = case.build(torch.float64)
+    found: list[bool] = []
+
+    def watched(read: neurons.CleanInput, room: Workspace) -> Any:
+        bases = recorded_bases(read, room)
+        found.append(bases is not None)
+        return bases
+
+    recorded_bases = neurons._recorded_bases
+    monkeypatch.setattr(neurons, "_recorded_bases", watched)
+    recorded = lm.run(model, prompt_of(model), "value_zeroing", stack=case.stack, engine="algebra")
+    assert set(found) <= {True}
+    assert bool(found) or any(name in case.label for name in WITHOUT_RECORDED)
+    blocks = len(found)
+    monkeypatch.setattr(runner, "_WANTED_BYTES", 0)
+    computed = lm.run(model, prompt_of(model), "value_zeroing", stack=case.stack, engine="algebra")
+    assert len(found) == blocks
+    # Hugging Face's RMSNorms round to float32 in any model, so what was recorded is that far off.
+    torch.testing.assert_close(recorded.scores, computed.scores, rtol=1e-6, atol=1e-10)
+
+
+def test_recorded_pre_activations_that_are_not_the_parts_are_left_alone() -> None:
+    torch.manual_seed(0)
+    feed_forward = FeedForward("gelu", torch.randn(8, 32).double(), torch.randn(32, 8).double())
+    first = FirstMatrix(feed_forward, torch.float64)
+    norm = NormChange(Norm("layer", None, torch.randn(8).double(), 1e-5), torch.randn(5, 8).double())
+    read = norm.norm(norm.centred)
+    pre = read @ feed_forward.W_in
+    right = neurons.CleanInput(first, [norm], True, read, [pre], 4)
+    wrong = dataclasses.replace(right, recorded=[pre * 1.001])
+    none = dataclasses.replace(right, recorded=[])
+    made = [neurons.clean_neurons(given, 20, torch.float64, Workspace()) for given in (right, wrong, none)]
+    assert [part.columns for part in made[0]] == [slice(0, 16), slice(16, 32)]
+    for parts in made:
+        found = torch.cat([part.pre[0] for part in parts], 1), torch.cat([p.bases[0][0] for p in parts], 1)
+        torch.testing.assert_close(found, (pre, norm.base @ feed_forward.W_in), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("sizes", [SMALL, WHOLE_WINDOWS], ids=["small", "whole windows"])

@@ -27,8 +27,8 @@ from torch import Tensor
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.methods.room import Rows, Workspace, of_rows
 from lens_mix.methods.zeroing.first_matrix import FirstMatrix
+from lens_mix.methods.zeroing.neurons import CleanInput, Neurons, clean_neurons, through_norms
 from lens_mix.methods.zeroing.norms import ChangedNorm, NormChange
-from lens_mix.methods.zeroing.pieces import even
 
 # Below this share of a change, what lies across the clean vector has lost digits as a difference of squares.
 _ACROSS = 0.25
@@ -47,23 +47,6 @@ class MidChange:
     alphas: list[Float[Tensor, "*pair"]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Neurons:
-    """The clean block's numbers of some neurons.
-
-    Attributes:
-        columns: which neurons.
-        pre: pre-activations, per first matrix.
-        bases: what the first matrices make of the norms' bases, per norm and matrix.
-        minus_hidden: -1 times what the second matrix is applied to.
-    """
-
-    columns: slice
-    pre: list[Float[Tensor, "row column"]]
-    bases: list[list[Float[Tensor, "row column"]]]
-    minus_hidden: Float[Tensor, "row column"]
-
-
 class CleanBlock:
     """A block's clean vectors, and how changes go through it.
 
@@ -74,7 +57,10 @@ class CleanBlock:
             norm divides by next to nothing where a query loses its only key.
         resid_post: what left the block.
         final: the model's final norm, where the change after it is wanted.
-        room: for what does not stay.
+        recorded: the model's own pre-activations, per first matrix; none, and they are computed.
+        sample: a row to check by.
+        columns: neurons that are done at once, at most.
+        room: what the block's own numbers lie in as long as no other block uses it.
     """
 
     def __init__(
@@ -84,6 +70,9 @@ class CleanBlock:
         attention_out: Float[Tensor, "row d_model"],
         resid_post: Float[Tensor, "row d_model"],
         final: Norm | None,
+        recorded: Sequence[Float[Tensor, "row d_mlp"]],
+        sample: int,
+        columns: int,
         room: Workspace,
     ) -> None:
         self.anatomy, self.dtype = anatomy, resid_pre.dtype
@@ -95,14 +84,17 @@ class CleanBlock:
         total = resid_pre + (branch * multiplier).to(self.dtype)
         self.residual = _norm_change(anatomy.attention_residual, total)
         self.mid = total if anatomy.attention_residual is None else anatomy.attention_residual(total)
-        self.checked = slice(None)
+        self.checked, self._sample = slice(None), slice(sample, sample + 1)
         out = self.mid
         self.first: FirstMatrix | None = None
+        self.neurons: list[Neurons] = []
         self.input: NormChange | None = None
         self.feed_forward_branch: NormChange | None = None
         self.feed_forward_residual: NormChange | None = None
         if anatomy.feed_forward is not None:
-            out = self._feed_forward(anatomy.feed_forward, resid_pre, attention_out.dtype, room)
+            out = self._feed_forward(
+                anatomy.feed_forward, resid_pre, attention_out.dtype, recorded, columns, room
+            )
         self.rebuilt = out
         clean = resid_post.to(self.dtype)
         self.final = _norm_change(final, clean)
@@ -115,6 +107,8 @@ class CleanBlock:
         feed_forward: FeedForward,
         resid_pre: Float[Tensor, "row d_model"],
         mixed: torch.dtype,
+        recorded: Sequence[Float[Tensor, "row d_mlp"]],
+        columns: int,
         room: Workspace,
     ) -> Float[Tensor, "row d_model"]:
         anatomy = self.anatomy
@@ -126,16 +120,14 @@ class CleanBlock:
             first = FirstMatrix(feed_forward, mixed)
             self.first = first
             self.input = _norm_change(anatomy.feed_forward_input, self.mid)
-            self.bases, bias = self._bases(first, mixed)
-            self.pre = self._pre_activation(first, read.to(mixed), bias)
-            self.minus_hidden = self._clean_hidden(first, room).neg_()
-            hidden = self.minus_hidden
+            whole = self.branch is None or (self.residual or self.input) is not None
+            given = CleanInput(first, self.norms, whole, read.to(mixed), recorded, self._sample.start)
+            self.neurons = clean_neurons(given, columns, self.dtype, room)
             self.second = feed_forward.W_out.to(self.dtype)
             if anatomy.feed_forward_branch is None and anatomy.feed_forward_residual is None:
                 # No change sees what the second matrix makes of the clean block: a row to check it by.
-                self.checked = slice(len(hidden) - 1, None)
-                hidden = hidden[self.checked]
-            hidden = -hidden
+                self.checked = self._sample
+            hidden = torch.cat([part.minus_hidden[self.checked] for part in self.neurons], dim=1).neg_()
             if feed_forward.b_hidden is not None:
                 hidden += feed_forward.b_hidden.to(self.dtype)
             added = hidden @ self.second
@@ -158,49 +150,14 @@ class CleanBlock:
         norms = (self.branch, self.residual, self.feed_forward_branch, self.feed_forward_residual, self.final)
         return self.first is not None and all(norm is None for norm in norms)
 
-    def through_norms(self, x: Float[Tensor, "*batch d_model"], start: int = 0) -> Tensor:
-        """The linear parts of the norms on the way to the first matrix, from number `start` on."""
-        for norm in self.norms[start:]:
-            x = norm.linear(x)
-        return x
+    def through_norms(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """The linear parts of the norms on the way to the first matrix."""
+        return through_norms(self.norms, x)
 
     @property
     def lead(self) -> NormChange | None:
         """The first norm, where it reads the residual stream: what enters it is a sum over heads."""
         return None if self.branch is not None else self.residual or self.input
-
-    def _bases(
-        self, first: FirstMatrix, dtype: torch.dtype
-    ) -> tuple[list[Float[Tensor, "matrix row d_mlp"]], Float[Tensor, "matrix 1 d_mlp"] | None]:
-        """What the first matrix makes of the norms' bases, and of the last norm's bias."""
-        norms = self.norms
-        bases = [self.through_norms(norm.base, n).to(dtype) for n, norm in enumerate(norms, 1)]
-        bias = norms[-1].norm.bias if norms else None
-        if bias is None:
-            return [first.linear(base) for base in bases], None
-        # The bias along with the base: a product of one row reads the whole matrix too.
-        bases[-1] = torch.cat([bases[-1], bias[None].to(dtype)])
-        *found, last = [first.linear(base) for base in bases]
-        return [*found, last[:, :-1]], last[:, -1:]
-
-    def _pre_activation(
-        self,
-        first: FirstMatrix,
-        read: Float[Tensor, "row d_model"],
-        bias: Float[Tensor, "matrix 1 d_mlp"] | None,
-    ) -> Float[Tensor, "matrix row d_mlp"]:
-        """Of the clean block; where a norm is what is read, its base over its size spares a product."""
-        last = self.input or self.residual
-        if last is None:
-            return first.add_biases_(first.linear(read))
-        pre = self.bases[-1] / last.size[:, None]
-        if bias is not None:
-            pre += bias
-        return first.add_biases_(pre)
-
-    def _clean_hidden(self, first: FirstMatrix, room: Workspace) -> Float[Tensor, "row d_mlp"]:
-        pre = room.like("clean pre", self.pre, self.pre.shape, self.dtype).copy_(self.pre)
-        return first.hidden(list(pre), None, torch.empty_like(pre[0]), room)
 
     # ------------------------------------------------------------- changes, slab by slab
 
@@ -241,20 +198,6 @@ class CleanBlock:
         if self.input is not None and (drift is None or self.residual is not None):
             beta, alphas = _rescaled(beta, alphas, self.input.change(rows, out, room))
         return MidChange(beta, alphas)
-
-    def neurons(self, most: int) -> list[Neurons]:
-        """The clean hidden layer in even parts of at most so many neurons."""
-        if self.first is None:
-            return []
-        return [
-            Neurons(
-                part,
-                list(self.pre[..., part]),
-                [list(base[..., part]) for base in self.bases],
-                self.minus_hidden[:, part],
-            )
-            for part in even(0, self.first.d_mlp, most)
-        ]
 
     def hidden_change(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -19,7 +20,7 @@ class Lot:
     Attributes:
         offset: number of the first source.
         weights, outer: Σ over rank of weights · outer is the change that goes into `CleanBlock.mid_change`.
-        inner_weights, inner: the same for the first matrices.
+        inner_weights, inner: the same for the first matrices, by parts of the neurons.
         drift: of the clean block's `lead` norm, where it was found from factors.
         along, across: of each pair's change, as they are found.
     """
@@ -28,7 +29,7 @@ class Lot:
     weights: Float[Tensor, "source query rank"]
     outer: Float[Tensor, "source rank d_model"]
     inner_weights: Float[Tensor, "source query rank"]
-    inner: Float[Tensor, "matrix source rank d_mlp"] | None
+    inner: Sequence[Float[Tensor, "matrix source rank column"]]
     drift: Float[Tensor, "source query"] | None
     along: Float[Tensor, "source query"]
     across: Float[Tensor, "source query"]

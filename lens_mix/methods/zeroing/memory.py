@@ -80,7 +80,8 @@ class Cost:
                 self.anatomy.feed_forward_input,
             )
         )
-        hidden = positions * self.d_mlp * (self.matrices * (norms + 2) * self.wide + 4 * self.narrow)
+        # Once whole, once in parts.
+        hidden = positions * self.d_mlp * (self.matrices * (2 * norms + 3) * self.wide + 4 * self.narrow)
         pattern = prompts * self.length**2 * (self.heads * self.wide + 8)
         return vectors + values + hidden + pattern
 
