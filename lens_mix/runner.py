@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from lens_mix.lens import facts, masks
 from lens_mix.lens.block import Block
-from lens_mix.lens.kinds import UnsupportedModelError
+from lens_mix.lens.kinds import NotRebuiltError, UnsupportedModelError
 from lens_mix.lens.model import CleanPass, Lens
 from lens_mix.lens.prompts import Batch, PaddingSide, Prompt, pad, pad_token, read_prompt, token_strings
 from lens_mix.lens.proof import holds_here
@@ -293,11 +293,12 @@ def _run_batch(
     batch = pad(prompts, pad_token(lens.model), side)
     clean = lens.clean_pass(batch, names, optional=_wanted(lens, batch, engines, options))
     _require_masked_padding(lens, clean)
-    if "algebra" in engines.values() and holds_here(lens, clean, proof) is not None:
+    mapped = _checked_maps(lens, clean, proof, engines, options)
+    if mapped is None:
         # The proof may be from before a change that leaves no trace; a fresh one decides.
         proof = proof_of(lens, prompts[0], head=head, again=True)
         engines = _engines(options, proof, holds_here(lens, clean, proof))
-    mapped = _map_stack(lens, clean, proof, engines, options)
+        mapped = _map_stack(lens, clean, proof, engines, options)
     allowed = masks.allowed_keys(lens, clean)
     return [
         _prompt_maps(lens, clean, index, mapped, engines, groups[index], allowed, options)
@@ -329,6 +330,20 @@ def _engines(options: _Options, proof: Proof, no_algebra: str | None = None) -> 
         label: choose_engine(method, proof, options.engine, no_algebra)
         for label, method in options.methods.items()
     }
+
+
+def _checked_maps(
+    lens: Lens, clean: CleanPass, proof: Proof, engines: dict[str, str], options: _Options
+) -> dict[str, _Mapped] | None:
+    """The maps; None where the proven parts do not give the blocks' outputs on these prompts."""
+    by_algebra = [method for label, method in options.methods.items() if engines[label] == "algebra"]
+    trusting = not all(method.checks_parts for method in by_algebra)
+    if trusting and holds_here(lens, clean, proof) is not None:
+        return None
+    try:
+        return _map_stack(lens, clean, proof, engines, options)
+    except NotRebuiltError:
+        return None
 
 
 def _own_length(lens: Lens, prompt: Prompt) -> int:

@@ -22,6 +22,10 @@ class UnsupportedModelError(ValueError):
     """This model, or this method on this model, cannot give a map that can be trusted; the text says why."""
 
 
+class NotRebuiltError(UnsupportedModelError):
+    """A block's proven parts do not give its output on these prompts."""
+
+
 def kind_of(model: object) -> Kind:
     """The class of a TransformerLens model.
 

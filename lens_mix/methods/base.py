@@ -33,6 +33,8 @@ class Method:
         wants: hook points whose tensors spare the algebra engine some work, recorded where the model has them
             and the prompts are short ("pre", "pre_linear").
         parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof`).
+        checks_parts: whether its algebra holds what it rebuilds against the prompts' own clean pass, at four
+            positions of each at least, and raises `NotRebuiltError`; if not, the runner does that before.
         citation: the paper, in BibTeX.
     """
 
@@ -43,6 +45,7 @@ class Method:
     needs: ClassVar[frozenset[str]] = frozenset()
     wants: ClassVar[frozenset[str]] = frozenset()
     parts: ClassVar[tuple[str, ...]] = ALGEBRA_PARTS
+    checks_parts: ClassVar[bool] = False
     citation: ClassVar[str]
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:

@@ -53,6 +53,7 @@ class ValueZeroing(Method):
     engines: ClassVar[tuple[str, ...]] = ("algebra", "hooks")
     needs: ClassVar[frozenset[str]] = frozenset({"pattern", "value"})
     wants: ClassVar[frozenset[str]] = frozenset({"pre", "pre_linear"})
+    checks_parts: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{mohebbi-etal-2023-quantifying,
   title = {Quantifying Context Mixing in Transformers},
   author = {Mohebbi, Hosein and Zuidema, Willem and Chrupa{\\l}a, Grzegorz and Alishahi, Afra},

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_mix.lens.anatomy import Norm, ValuePath, mix
-from lens_mix.lens.kinds import UnsupportedModelError
+from lens_mix.lens.kinds import NotRebuiltError
 from lens_mix.lens.model import TOLERANCES
 from lens_mix.lens.replay import relative_error
 from lens_mix.methods.room import Workspace
@@ -26,6 +26,7 @@ from lens_mix.methods.zeroing.lot import Lot, Pairs
 from lens_mix.methods.zeroing.memory import Cost, fitting
 from lens_mix.methods.zeroing.pieces import CPU, GPU, Sizes, chunks, find_sources
 from lens_mix.methods.zeroing.rotation import Rotation, rotated
+from lens_mix.methods.zeroing.sent import Senders
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -52,7 +53,7 @@ def value_zeroing_maps(
         sizes: how much is done at once; by default what suits the device.
 
     Raises:
-        UnsupportedModelError: the block's parts do not give its output for this prompt.
+        NotRebuiltError: the block's parts do not give its output for this prompt.
         ValueError: the memory bound does not allow the smallest step.
     """
     real, pattern = block.real, block.recorded("pattern")
@@ -122,12 +123,10 @@ class _Work:
         self.all_heads = self.heads == list(range(block.n_heads))
         self.dtype, self.mixed = _dtypes(block)
         self.real, self.pattern = block.real[prompts], block.recorded("pattern")[prompts]
-        self.sources = find_sources(
-            self.pattern if self.all_heads else self.pattern[:, self.heads], self.real, spans
-        )
+        seen = block.seen[prompts] if self.all_heads else _seen(self.pattern[:, self.heads])
+        self.sources = find_sources(seen, self.real, spans)
         value = block.recorded("value")[prompts].to(self.mixed)
         attention_out = path.project(mix(self.pattern.to(self.mixed), value))
-        self.value = value.repeat_interleave(block.n_heads // value.shape[2], dim=2)
         resid_post = block.resid_post[prompts].to(self.dtype)
         self.clean = CleanBlock(
             block.anatomy,
@@ -136,13 +135,22 @@ class _Work:
             resid_post.flatten(0, 1),
             final,
             self._pre_activations(prompts),
-            int(self.real.flatten().nonzero()[-1]),
+            self._places(prompts),
             sizes.columns,
             room,
         )
         self._require_rebuilt(resid_post.flatten(0, 1))
-        self.folded = self._fold()
-        self.rotation = self._rotate()
+        few = self._few_factors() and value.device.type != "mps"
+        self.rotation = self._rotate(few)
+        by_head = value.repeat_interleave(block.n_heads // value.shape[2], dim=2)
+        given = (self.clean, path, self.heads, by_head, self.pattern, self.sources)
+        self.senders = Senders(*given, self._fold(), self.rotation, few, room)
+
+    def _places(self, prompts: slice) -> Int[Tensor, " checked"]:
+        """Four rows of every prompt."""
+        places = self.block.places[prompts]
+        starts = torch.arange(len(places), device=places.device) * self.real.shape[1]
+        return (places + starts[:, None]).flatten()
 
     def _pre_activations(self, prompts: slice) -> list[Float[Tensor, "row d_mlp"]]:
         """What the model itself has recorded of them, per first matrix; nothing where it has not."""
@@ -161,11 +169,12 @@ class _Work:
         return fitting if len(fitting) == len(roles) else []
 
     def _require_rebuilt(self, expected: Float[Tensor, "row d_model"]) -> None:
-        rows = self.clean.checked
         tolerance = TOLERANCES.get(self.block.resid_post.dtype, TOLERANCES[torch.float32])
-        error = relative_error(self.clean.rebuilt, expected[rows], self.real.flatten()[rows])
+        clean, real = self.clean, self.real.flatten()
+        rows = slice(None) if clean.checked is None else clean.checked
+        error = relative_error(clean.rebuilt, expected[rows], real[rows])
         if not error <= tolerance:
-            raise UnsupportedModelError(
+            raise NotRebuiltError(
                 f"block {self.block.layer}: expected its parts to give its output within {tolerance:.0e} on "
                 f"this prompt, got a relative error of {error:.1e}; engine='hooks' needs no parts"
             )
@@ -176,11 +185,14 @@ class _Work:
         keep = self.block.max_memory is None
         return folded(self.clean, self.path, self.heads, self.sources.positions.numel(), self.mixed, keep)
 
-    def _rotate(self) -> Rotation | None:
-        """Other axes for what no norm reads any more; the first norm's change is then found from factors."""
-        span = self.sources.positions.shape[-1]
-        factors = max((len(group) for group in self.groups), default=0) * span
-        if self.block.max_memory is not None or (self.clean.lead is not None and factors > _MOST_FACTORS):
+    def _few_factors(self) -> bool:
+        """Whether scalar products between a source's vectors cost less than their sums."""
+        most = max((len(group) for group in self.groups), default=0) * self.sources.positions.shape[-1]
+        return most <= _MOST_FACTORS
+
+    def _rotate(self, few: bool) -> Rotation | None:
+        """Other axes for what no norm reads any more: the first one's change is found from factors then."""
+        if self.block.max_memory is not None or (self.clean.lead is not None and not few):
             return None
         pairs = sum(self.sources.last) - sum(self.sources.first)
         found = rotated(self.clean, self.path, pairs * len(self.groups))
@@ -197,18 +209,12 @@ class _Work:
 
     def fill(self, scores: Float[Tensor, "batch group query key"], lot: slice) -> None:
         """The scores of some sources."""
-        weights, outer, inner, turned = self._vectors(lot)
+        sent = self.senders.of(lot)
         begin = 0
         for number, group in enumerate(self.groups):
             heads = slice(begin, begin + len(group))
             begin = heads.stop
-            part = self._lot(
-                lot,
-                weights[..., heads, :].flatten(-2),
-                outer[:, heads].flatten(1, 2),
-                [some[:, :, heads].flatten(2, 3) for some in inner],
-                None if turned is None else turned[:, heads].flatten(1, 2),
-            )
+            part = self._lot(lot, *sent.of_heads(heads))
             for chunk in chunks(self.sources, lot, self.sizes):
                 self._measure([Pairs(piece, part, self.real.shape[1]) for piece in chunk], part)
             self._store(scores[:, number], lot, part)
@@ -217,19 +223,21 @@ class _Work:
         self,
         lot: slice,
         weights: Float[Tensor, "source query rank"],
-        outer: Float[Tensor, "source rank d_model"],
+        outer: Float[Tensor, "source rank axis"],
         inner: Sequence[Float[Tensor, "matrix source rank column"]],
-        turned: Float[Tensor, "source rank axis"] | None,
+        products: Float[Tensor, "source query rank"] | None,
     ) -> Lot:
         """With the change of the first norm's size, where the vectors of a source are few."""
         clean, found = self.clean, weights.new_zeros((2, *weights.shape[:2]), dtype=self.dtype)
         lead, inner_weights, drift = clean.lead, weights, None
-        if lead is not None and weights.shape[-1] <= _MOST_FACTORS and weights.device.type != "mps":
-            inverse, drift = lead.from_factors(weights, outer, self.sources.prompt[lot], self.room)
+        if lead is not None and products is not None:
+            ones = outer.new_ones(clean.mid.shape[-1])
+            ones = ones if self.rotation is None else ones @ self.rotation.axes
+            prompts = self.sources.prompt[lot]
+            inverse, drift = lead.from_factors(weights, outer, products, ones, prompts, self.room)
             inner_weights = weights * inverse[..., None]
             if lead is clean.residual:
                 weights, outer = inner_weights, lead.linear(outer)
-        outer = outer if turned is None else turned
         return Lot(lot.start, weights, outer, inner_weights, inner, drift, found[0], found[1])
 
     def _store(self, scores: Float[Tensor, "batch query key"], lot: slice, part: Lot) -> None:
@@ -243,67 +251,6 @@ class _Work:
         distance = torch.where((part.weights != 0).any(-1), distance, 0.0)
         column = torch.tensor(self.sources.column[lot], device=scores.device)
         scores[prompt, :, column] = distance.to(scores.dtype)
-
-    def _vectors(
-        self, lot: slice
-    ) -> tuple[
-        Float[Tensor, "source query head span"],
-        Float[Tensor, "source head span d_model"],
-        list[Float[Tensor, "matrix source head span column"]],
-        Float[Tensor, "source head span axis"] | None,
-    ]:
-        """-a (times the multiplier; 0 where u is), u = v W_O, u through the first matrix, u in other axes.
-
-        What comes out of the first matrix is in parts, as the clean block's `neurons`.
-        """
-        prompt = torch.tensor(self.sources.prompt[lot], device=self.value.device)[:, None]
-        positions = self.sources.positions[lot]
-        pattern = self.pattern if self.all_heads else self.pattern[:, self.heads]
-        pattern = pattern.permute(0, 3, 2, 1)[prompt, positions].to(self.mixed)
-        sign = -1.0 if self.clean.branch is not None else -self.block.anatomy.residual_multiplier
-        factor = torch.where(self.sources.real[lot], sign, 0.0).to(self.mixed)
-        weights = (pattern * factor[..., None, None]).permute(0, 2, 3, 1).contiguous()
-        value = self.value if self.all_heads else self.value[:, :, self.heads]
-        by_head = value[prompt, positions].permute(2, 0, 1, 3).flatten(1, 2)
-        outer = self._sent(by_head, self.path.W_O, "outer")
-        turned = None if self.rotation is None else self._sent(by_head, self.rotation.W_O, "turned")
-        inner = self._through_first(by_head, outer)
-        shape = positions.shape
-        sent = torch.linalg.vector_norm(outer, dim=-1, keepdim=True) != 0
-        weights *= _by_source(sent, shape)[:, None, ..., 0]
-        return (
-            weights,
-            _by_source(outer, shape),
-            [_by_source(some, shape) for some in inner],
-            None if turned is None else _by_source(turned, shape),
-        )
-
-    def _through_first(
-        self, by_head: Float[Tensor, "head vector d_head"], outer: Float[Tensor, "head vector d_model"]
-    ) -> list[Float[Tensor, "matrix head vector column"]]:
-        """Value vectors on their way through W_O, norms and the first matrix, per part of the neurons."""
-        first, parts = self.clean.first, [part.columns for part in self.clean.neurons]
-        if first is None:
-            return []
-        if self.folded is None:
-            found = first.linear(self.clean.through_norms(outer))
-            return [found[..., columns] for columns in parts]
-        inner = []
-        for number, columns in enumerate(parts):
-            folded = self.folded[..., columns]
-            shape = (len(folded), *by_head.shape[:2], folded.shape[-1])
-            inner.append(self.room.like(f"inner {number}", by_head, shape, self.mixed))
-            for out, matrix in zip(inner[-1], folded, strict=True):
-                torch.bmm(by_head, matrix, out=out)
-        return inner
-
-    def _sent(
-        self, by_head: Float[Tensor, "head vector d_head"], W_O: Float[Tensor, "head d_head width"], name: str
-    ) -> Float[Tensor, "head vector width"]:
-        """v W_O."""
-        W_O = W_O if self.all_heads else W_O[self.heads]
-        out = self.room.like(name, by_head, (*by_head.shape[:2], W_O.shape[-1]), self.mixed)
-        return torch.bmm(by_head, W_O.to(self.mixed), out=out)
 
     # ------------------------------------------------------------- one chunk
 
@@ -387,8 +334,9 @@ class _Work:
             into[:, :width].addmm_(own, self.rotation.second[neurons, :width], alpha=factor)
 
 
-def _by_source(
-    vectors: Float[Tensor, "*matrix head vector width"], shape: Sequence[int]
-) -> Float[Tensor, "*matrix source head span width"]:
-    """Sources before heads; no copy."""
-    return vectors.unflatten(-2, shape).movedim(-4, -3)
+def _seen(pattern: Float[Tensor, "batch head query key"]) -> Bool[Tensor, "batch query key"]:
+    """Which keys get weight from any head; head by head, as a mask of all is a quarter of the pattern."""
+    seen = torch.zeros_like(pattern[:, 0], dtype=torch.bool)
+    for head in pattern.unbind(1):
+        seen |= head != 0
+    return seen

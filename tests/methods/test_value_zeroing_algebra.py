@@ -132,7 +132,7 @@ def test_recorded_pre_activations_that_are_not_the_parts_are_left_alone() -> Non
     norm = NormChange(Norm("layer", None, torch.randn(8).double(), 1e-5), torch.randn(5, 8).double())
     read = norm.norm(norm.centred)
     pre = read @ feed_forward.W_in
-    right = neurons.CleanInput(first, [norm], True, read, [pre], 4)
+    right = neurons.CleanInput(first, [norm], True, read, [pre], torch.tensor([0, 4]))
     wrong = dataclasses.replace(right, recorded=[pre * 1.001])
     none = dataclasses.replace(right, recorded=[])
     made = [neurons.clean_neurons(given, 20, torch.float64, Workspace()) for given in (right, wrong, none)]
@@ -213,20 +213,20 @@ def test_padded_batch_is_each_prompt_alone(side: str) -> None:
 
 
 def test_only_the_triangle_is_computed() -> None:
-    pattern = torch.ones(1, 2, 40, 40).tril()
-    sources = pieces.find_sources(pattern, torch.ones(1, 40, dtype=torch.bool), None)
+    seen = torch.ones(1, 40, 40).tril().bool()
+    sources = pieces.find_sources(seen, torch.ones(1, 40, dtype=torch.bool), None)
     lot = slice(0, len(sources))
     rows = sum(slab.rows for chunk in pieces.chunks(sources, lot, SMALL) for slab in chunk)
     assert rows == 40 * 41 // 2
 
 
 def test_only_the_band_of_a_sliding_window_is_computed() -> None:
-    pattern = torch.ones(1, 2, 40, 40).tril().triu(-4)
-    sources = pieces.find_sources(pattern, torch.ones(1, 40, dtype=torch.bool), None)
+    seen = torch.ones(1, 40, 40).tril().triu(-4).bool()
+    sources = pieces.find_sources(seen, torch.ones(1, 40, dtype=torch.bool), None)
     lot = slice(0, len(sources))
     slabs = [slab for chunk in pieces.chunks(sources, lot, SMALL) for slab in chunk]
-    assert sum(slab.rows for slab in slabs) == int(pattern[0, 0].sum())
-    assert torch.equal(reached_by(slabs), pattern[0, 0])
+    assert sum(slab.rows for slab in slabs) == int(seen.sum())
+    assert torch.equal(reached_by(slabs), seen[0].float())
 
 
 def reached_by(found: list[pieces.Slab | pieces.Stairs], length: int = 40) -> torch.Tensor:
@@ -246,16 +246,16 @@ def reached_by(found: list[pieces.Slab | pieces.Stairs], length: int = 40) -> to
 @pytest.mark.parametrize("causal", [True, False])
 def test_slabs_and_stairs_are_what_exists(group: int, slab: int, causal: bool) -> None:
     """A causal map, and one whose keys reach anything between nothing and everything."""
-    pattern = torch.ones(1, 2, 40, 40).tril()
+    seen = torch.ones(40, 40).tril().bool()
     if not causal:
         bounds = torch.randint(0, 41, (40, 2), generator=torch.Generator().manual_seed(0)).sort(dim=-1).values
         query = torch.arange(40)[:, None]
-        pattern = ((query >= bounds[:, 0]) & (query < bounds[:, 1])).float()[None, None].repeat(1, 2, 1, 1)
-    sources = pieces.find_sources(pattern, torch.ones(1, 40, dtype=torch.bool), None)
+        seen = (query >= bounds[:, 0]) & (query < bounds[:, 1])
+    sources = pieces.find_sources(seen[None], torch.ones(1, 40, dtype=torch.bool), None)
     sizes = dataclasses.replace(pieces.CPU, group=group, slab=slab)
     found = [piece for chunk in pieces.chunks(sources, slice(0, len(sources)), sizes) for piece in chunk]
     columns = torch.tensor(sources.column)
-    assert torch.equal(reached_by(found)[:, : len(columns)], pattern[0, 0][:, columns])
+    assert torch.equal(reached_by(found)[:, : len(columns)], seen[:, columns].float())
     slabs = [piece.slab if isinstance(piece, pieces.Stairs) else piece for piece in found]
     assert all(piece.rows <= slab and piece.keys <= group for piece in slabs)
     stairs = [piece for piece in found if isinstance(piece, pieces.Stairs)]
@@ -275,7 +275,13 @@ def test_a_norms_change_from_factors_is_that_of_the_sums(kind: str, dtype: torch
     weights[..., 1] = weights[..., 0]
     weights[..., 2] *= 1e-4
     norm = NormChange(Norm(kind, None, None, 1e-6), clean)
-    inverse, drift = norm.from_factors(weights, vectors, [0, 0, 0, 1, 1, 1], Workspace())
+    prompts = [0, 0, 0, 1, 1, 1]
+    products = norm.centred.view(2, 5, 16)[prompts].double() @ vectors.double().transpose(1, 2)
+    axes = torch.linalg.qr(torch.randn(16, 16, generator=generator).double()).Q
+    room = Workspace()
+    found = norm.from_factors(weights, vectors, products.clone(), torch.ones(16), prompts, room)
+    inverse, drift = norm.from_factors(weights, vectors.double() @ axes, products, axes.sum(0), prompts, room)
+    torch.testing.assert_close(found[0], inverse)
     exact = NormChange(Norm(kind, None, None, 1e-6), clean.double())
     for source in range(6):
         rows = slice(5 * (source // 3), 5 * (source // 3) + 5)

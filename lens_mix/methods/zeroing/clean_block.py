@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
@@ -58,7 +58,7 @@ class CleanBlock:
         resid_post: what left the block.
         final: the model's final norm, where the change after it is wanted.
         recorded: the model's own pre-activations, per first matrix; none, and they are computed.
-        sample: a row to check by.
+        places: rows to check by.
         columns: neurons that are done at once, at most.
         room: what the block's own numbers lie in as long as no other block uses it.
     """
@@ -71,7 +71,7 @@ class CleanBlock:
         resid_post: Float[Tensor, "row d_model"],
         final: Norm | None,
         recorded: Sequence[Float[Tensor, "row d_mlp"]],
-        sample: int,
+        places: Int[Tensor, " checked"],
         columns: int,
         room: Workspace,
     ) -> None:
@@ -84,7 +84,8 @@ class CleanBlock:
         total = resid_pre + (branch * multiplier).to(self.dtype)
         self.residual = _norm_change(anatomy.attention_residual, total)
         self.mid = total if anatomy.attention_residual is None else anatomy.attention_residual(total)
-        self.checked, self._sample = slice(None), slice(sample, sample + 1)
+        # Rows that `rebuilt` holds; None: all.
+        self.checked: Tensor | None = None
         out = self.mid
         self.first: FirstMatrix | None = None
         self.neurons: list[Neurons] = []
@@ -93,7 +94,7 @@ class CleanBlock:
         self.feed_forward_residual: NormChange | None = None
         if anatomy.feed_forward is not None:
             out = self._feed_forward(
-                anatomy.feed_forward, resid_pre, attention_out.dtype, recorded, columns, room
+                anatomy.feed_forward, resid_pre, attention_out.dtype, recorded, places, columns, room
             )
         self.rebuilt = out
         clean = resid_post.to(self.dtype)
@@ -108,6 +109,7 @@ class CleanBlock:
         resid_pre: Float[Tensor, "row d_model"],
         mixed: torch.dtype,
         recorded: Sequence[Float[Tensor, "row d_mlp"]],
+        places: Int[Tensor, " checked"],
         columns: int,
         room: Workspace,
     ) -> Float[Tensor, "row d_model"]:
@@ -121,22 +123,25 @@ class CleanBlock:
             self.first = first
             self.input = _norm_change(anatomy.feed_forward_input, self.mid)
             whole = self.branch is None or (self.residual or self.input) is not None
-            given = CleanInput(first, self.norms, whole, read.to(mixed), recorded, self._sample.start)
+            given = CleanInput(first, self.norms, whole, read.to(mixed), recorded, places)
             self.neurons = clean_neurons(given, columns, self.dtype, room)
             self.second = feed_forward.W_out.to(self.dtype)
             if anatomy.feed_forward_branch is None and anatomy.feed_forward_residual is None:
-                # No change sees what the second matrix makes of the clean block: a row to check it by.
-                self.checked = self._sample
-            hidden = torch.cat([part.minus_hidden[self.checked] for part in self.neurons], dim=1).neg_()
+                # No change sees what the second matrix makes of the clean block: some rows to check it by.
+                self.checked = places
+            hidden = torch.cat([self._of_checked(part.minus_hidden) for part in self.neurons], dim=1).neg_()
             if feed_forward.b_hidden is not None:
                 hidden += feed_forward.b_hidden.to(self.dtype)
             added = hidden @ self.second
             added = added if feed_forward.b_out is None else added + feed_forward.b_out.to(self.dtype)
             self.feed_forward_branch = _norm_change(anatomy.feed_forward_branch, added)
         out = added if anatomy.feed_forward_branch is None else anatomy.feed_forward_branch(added)
-        total = self.mid[self.checked] + out * anatomy.residual_multiplier
+        total = self._of_checked(self.mid) + out * anatomy.residual_multiplier
         self.feed_forward_residual = _norm_change(anatomy.feed_forward_residual, total)
         return total if anatomy.feed_forward_residual is None else anatomy.feed_forward_residual(total)
+
+    def _of_checked(self, x: Float[Tensor, "row width"]) -> Float[Tensor, "row_ width"]:
+        return x if self.checked is None else x[self.checked]
 
     @property
     def norms(self) -> list[NormChange]:

@@ -71,7 +71,7 @@ class Cost:
         positions = max(positions, self.length)
         prompts = -(-positions // self.length)
         vectors = positions * self.d_model * (14 * self.narrow + 4 * self.wide)
-        values = positions * self.heads * self.d_head * 4 * self.wide
+        values = positions * self.heads * self.d_head * 5 * self.wide
         norms = sum(
             norm is not None
             for norm in (

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.lens.model import TOLERANCES
@@ -47,7 +47,7 @@ class CleanInput:
         whole: whether the last norm, or the residual stream where there is none, is all that is read.
         vectors: what is read.
         recorded: the model's own pre-activations, per first matrix; none, and they are computed.
-        sample: a row to check the recorded ones by.
+        places: rows to check the recorded ones by.
     """
 
     first: FirstMatrix
@@ -55,7 +55,7 @@ class CleanInput:
     whole: bool
     vectors: Float[Tensor, "row d_model"]
     recorded: _PerMatrix
-    sample: int
+    places: Int[Tensor, " checked"]
 
 
 def through_norms(
@@ -85,20 +85,20 @@ def clean_neurons(read: CleanInput, columns: int, dtype: torch.dtype, room: Work
 def _recorded_bases(read: CleanInput, room: Workspace) -> list[_PerMatrix] | None:
     """The norm's base from recorded pre-activations p = base / size + bias, without a product of all rows.
 
-    None where they are not what the parts give for the sample: an edit on their way, say.
+    None where they are not what the parts give at the places: an edit on their way, say.
     """
     first, norm = read.first, next(iter(read.norms), None)
     bias = None if norm is None else norm.norm.bias
-    row = read.vectors[read.sample]
-    rows = torch.stack([row, torch.zeros_like(row) if bias is None else bias.to(row.dtype)])
-    sample, biases = first.add_biases_(first.linear(rows)).unbind(1)
-    found = torch.stack([pre[read.sample] for pre in read.recorded])
-    if not relative_error(found, sample) <= TOLERANCES[row.dtype]:
+    rows = read.vectors[read.places]
+    last = torch.zeros_like(rows[:1]) if bias is None else bias[None].to(rows.dtype)
+    made = first.add_biases_(first.linear(torch.cat([rows, last])))
+    found = torch.stack([pre[read.places] for pre in read.recorded])
+    if not relative_error(found, made[:, :-1]) <= TOLERANCES[rows.dtype]:
         return None
     if norm is None:
         return []
     bases = []
-    for number, (pre, own) in enumerate(zip(read.recorded, biases, strict=True)):
+    for number, (pre, own) in enumerate(zip(read.recorded, made[:, -1], strict=True)):
         base = room.like(f"base {number}", pre, pre.shape, pre.dtype)
         bases.append(torch.sub(pre, own, out=base).mul_(norm.size[:, None]))
     return [bases]

@@ -58,42 +58,38 @@ class NormChange:
     def from_factors(
         self,
         weights: Float[Tensor, "source query rank"],
-        vectors: Float[Tensor, "source rank d_model"],
+        vectors: Float[Tensor, "source rank axis"],
+        products: Float[Tensor, "source query rank"],
+        ones: Float[Tensor, " axis"],
         prompts: list[int],
         room: Workspace,
     ) -> tuple[Float[Tensor, "source query"], Float[Tensor, "source query"]]:
-        """1/s' and 1/s' - 1/s for changes Σ_r weights_r vectors_r, without these sums.
+        """1/s' and 1/s' - 1/s for changes c = Σ_r weights_r vectors_r, without these sums.
 
-        s'² - s² = (2 C x · C c + ‖C c‖²) / d_model: the first from scalar products of clean rows and vectors,
+        s'² - s² = (2 C x · c + ‖C c‖²) / d_model: the first from scalar products of clean rows and vectors,
         the second from those of the vectors, in float64 (a float32 Gram matrix is wrong by half where heads
         cancel).
 
         Args:
             weights: factors of the vectors.
-            vectors: of each source.
-            prompts: of each source, in ascending order.
+            vectors: of each source, in any orthogonal axes.
+            products: C x · vectors_r of each query, float64; overwritten.
+            ones: the vector of ones in these axes.
+            prompts: of each source.
             room: for what lies between.
         """
-        queries, rank = weights.shape[1:]
         wide = room.like("wide", vectors, vectors.shape, torch.float64).copy_(vectors)
         gram = wide @ wide.transpose(-1, -2)
         if self.norm.kind == "layer":
-            # C is a projection: C c · C c = c · c - d_model mean², and C x · C c = C x · c.
-            mean = wide.mean(-1, keepdim=True)
-            gram.sub_(mean * mean.transpose(-1, -2) * vectors.shape[-1])
-        square, size = self.square.view(-1, queries), self.size.view(-1, queries)
-        products = wide.new_empty(weights.shape)
-        for prompt in sorted(set(prompts)):
-            own = slice(prompts.index(prompt), len(prompts) - prompts[::-1].index(prompt))
-            clean = self.centred.view(-1, queries, vectors.shape[-1])[prompt]
-            # Vectors lie by rank: one product for all of them, no copy.
-            by_rank = vectors[own].transpose(0, 1)
-            products[own] = (by_rank.flatten(0, 1) @ clean.T).view(rank, -1, queries).permute(1, 2, 0)
+            # C is a projection: ‖C c‖² = ‖c‖² - (c · 1)² / d_model.
+            sums = (wide @ ones.double())[..., None]
+            gram.baddbmm_(sums, sums.transpose(-1, -2), alpha=-1 / len(ones))
         factors = weights.double()
         growth = products.baddbmm_(factors, gram, beta=2).mul_(factors).sum(-1).to(weights.dtype)
-        growth /= vectors.shape[-1]
+        growth /= len(ones)
         number = torch.tensor(prompts, device=weights.device)
-        return self.sizes(growth, square[number], size[number])
+        queries = weights.shape[1]
+        return self.sizes(growth, self.square.view(-1, queries)[number], self.size.view(-1, queries)[number])
 
     def linear(self, vectors: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """The norm's linear part, γ ⊙ C v."""

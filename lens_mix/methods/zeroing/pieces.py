@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 
@@ -120,22 +120,18 @@ class Sources:
 
 
 def find_sources(
-    pattern: Float[Tensor, "batch head query key"],
+    seen: Bool[Tensor, "batch query key"],
     real: Bool[Tensor, "batch pos"],
     spans: Sequence[Sequence[int]] | None,
 ) -> Sources:
     """Every source of every prompt, and which queries it reaches (the one look at the GPU's numbers).
 
     Args:
-        pattern: of the heads that are zeroed.
+        seen: which keys get weight from any of the heads that are zeroed.
         real: which positions are the prompts' own.
         spans: positions of a prompt, padding not counted, that are zeroed as one; None: each alone.
     """
-    # Head by head: a mask of all heads at once would be a quarter of the pattern.
-    seen = torch.zeros_like(pattern[:, 0], dtype=torch.bool)
-    for head in pattern.unbind(1):
-        seen |= head != 0
-    seen &= real[:, :, None] & real[:, None, :]
+    seen = seen & real[:, :, None] & real[:, None, :]
     positions, any_query = seen.shape[1], seen.any(1)
     first = torch.where(any_query, seen.byte().argmax(1), positions)
     last = torch.where(any_query, positions - seen.flip(1).byte().argmax(1), 0)
@@ -151,7 +147,7 @@ def find_sources(
     longest = max((len(keys) for _, _, keys, _, _ in found), default=1)
     filled = [keys + [keys[0]] * (longest - len(keys)) for _, _, keys, _, _ in found]
     no_filling = [[i < len(keys) for i in range(longest)] for _, _, keys, _, _ in found]
-    device = pattern.device
+    device = seen.device
     return Sources(
         [prompt for prompt, *_ in found],
         [column for _, column, *_ in found],
