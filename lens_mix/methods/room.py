@@ -1,9 +1,9 @@
-"""Memory that is used again."""
+"""Memory that is used again, and work cut into pieces that fit it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float
@@ -59,3 +59,12 @@ class Workspace:
             return x[rows]
         out = self.like(f"rows {name}", x, (len(rows), x.shape[-1]), x.dtype)
         return torch.index_select(x, 0, rows, out=out)
+
+
+def even(start: int, stop: int, most: int) -> Iterator[slice]:
+    """Even pieces, none longer than `most`."""
+    if start >= stop:
+        return
+    width = -(-(stop - start) // -(-(stop - start) // most))
+    for begin in range(start, stop, width):
+        yield slice(begin, min(begin + width, stop))

@@ -270,7 +270,8 @@ class _Work:
         if self.metric == "euclidean":
             found = [(part.across, torch.linalg.vector_norm(mid, dim=-1))]
         else:
-            along, across = clean.along_and_across(queries, [some.mid for some in entered], self.room)
+            changes = [some.mid for some in entered]
+            along, across = clean.along_and_across(queries, mid, changes, self.room)
             found = [(part.along, along), (part.across, across)]
         for some in entered:
             for kept, numbers in found:

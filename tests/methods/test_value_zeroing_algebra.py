@@ -236,8 +236,9 @@ def reached_by(found: list[pieces.Slab | pieces.Stairs], length: int = 40) -> to
         if isinstance(piece, pieces.Slab):
             reached[piece.queries, piece.sources] += 1
         else:
-            for source, query in piece.pairs():
-                reached[query, source] += 1
+            slab = torch.zeros(piece.slab.rows)
+            slab[piece.places()] = 1
+            reached[piece.slab.queries, piece.slab.sources] += slab.view(piece.slab.keys, -1).T
     return reached
 
 
@@ -301,7 +302,7 @@ def test_a_change_along_the_clean_vector_keeps_its_digits() -> None:
     size = torch.linalg.vector_norm(clean, dim=-1)
     block.direction = clean / size[:, None]
     change = 0.5 * clean[None] + 1e-5 * torch.randn(3, 4, 64, generator=generator)
-    along, across = block.along_and_across([slice(0, 4)], [change], Workspace())
+    along, across = block.along_and_across([slice(0, 4)], change.flatten(0, 1), [change], Workspace())
     found = block.cosine_distance(along.view(3, 4), across.view(3, 4), size)
     wide, moved = clean.double(), (clean[None].double() + change.double())
     unit, other = (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (wide[None], moved))

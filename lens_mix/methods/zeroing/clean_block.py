@@ -267,21 +267,25 @@ class CleanBlock:
                 norm.change(rows, mid, room).vector(mid)
 
     def along_and_across(
-        self, rows: Sequence[Rows], changes: Sequence[Float[Tensor, "*pair d_model"]], room: Workspace
+        self,
+        rows: Sequence[Rows],
+        mid: Float[Tensor, "all d_model"],
+        changes: Sequence[Float[Tensor, "*pair d_model"]],
+        room: Workspace,
     ) -> tuple[Float[Tensor, " all"], Float[Tensor, " all"]]:
         """Changes' shares along the clean vectors, and the squares of the rest; in one line.
 
         Args:
             rows: which queries, per part.
-            changes: parts.
+            mid: the changes, in one line.
+            changes: the same in parts.
             room: for what lies between.
         """
         directions = [room.rows(f"direction {n}", self.direction, some) for n, some in enumerate(rows)]
         parts = list(zip(changes, directions, strict=True))
         if _numbers_at_hand(self.direction):
-            found = [(_along(*part).flatten(), torch.linalg.vector_norm(part[0], dim=-1)) for part in parts]
-            along = torch.cat([some for some, _ in found])
-            square = torch.cat([size.flatten() for _, size in found]).square_()
+            along = torch.cat([_along(*part).flatten() for part in parts])
+            square = torch.linalg.vector_norm(mid, dim=-1).square_()
             across = torch.addcmul(square, along, along, value=-1)
             if not bool((across < _ACROSS * square).any()):
                 return along, across

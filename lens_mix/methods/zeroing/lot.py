@@ -63,9 +63,10 @@ class Pairs:
         self.kept: Tensor | None = None
         if isinstance(piece, Slab):
             return
-        number, query = torch.tensor(piece.pairs(), device=lot.weights.device).T
-        self.kept_rows, self.index, self.shape = query + start, (number - lot.offset, query), (piece.rows,)
-        self.kept = (number - slab.sources.start) * self.slab_shape[1] + query - slab.queries.start
+        self.kept = torch.tensor(piece.places(), device=lot.weights.device)
+        number, query = self.kept // self.slab_shape[1], self.kept % self.slab_shape[1] + slab.queries.start
+        self.kept_rows, self.shape = query + start, (piece.rows,)
+        self.index = (number + self.sources.start, query)
 
     def of(self, x: Float[Tensor, "source query *width"]) -> Float[Tensor, "key row *width"]:
         """The slab's numbers."""

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from lens_mix.lens.model import TOLERANCES
 from lens_mix.lens.replay import relative_error
-from lens_mix.methods.room import Workspace
+from lens_mix.methods.room import Workspace, even
 from lens_mix.methods.zeroing.first_matrix import FirstMatrix
 from lens_mix.methods.zeroing.norms import NormChange
-from lens_mix.methods.zeroing.pieces import even
 
 # One tensor per first matrix.
 _PerMatrix = Sequence[Float[Tensor, "row d_mlp"]]

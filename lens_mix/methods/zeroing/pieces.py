@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from lens_mix.methods.room import even
+
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
@@ -47,7 +49,7 @@ class Sizes:
         return dataclasses.replace(self, slab=self.slab * factor, chunk=self.chunk * factor)
 
 
-CPU = Sizes(group=16, slab=512, columns=512, chunk=1024, keys=128, positions=2048, ragged=True)
+CPU = Sizes(group=16, slab=512, columns=512, chunk=1536, keys=128, positions=2048, ragged=True)
 GPU = Sizes(group=128, slab=16384, columns=4096, chunk=16384, keys=1024, positions=16384, ragged=False)
 
 
@@ -87,10 +89,11 @@ class Stairs:
         """How many pairs."""
         return sum(some.stop - some.start for some in self.own)
 
-    def pairs(self) -> list[tuple[int, int]]:
-        """Source and query of each pair, source after source."""
+    def places(self) -> list[int]:
+        """Each pair's number in the slab, source after source."""
+        begin, width = self.slab.queries.start, self.slab.rows // self.slab.keys
         return [
-            (self.slab.sources.start + n, query)
+            n * width + query - begin
             for n, some in enumerate(self.own)
             for query in range(some.start, some.stop)
         ]
@@ -220,12 +223,3 @@ def _stairs(prompt: int, sources: slice, own: list[slice], most: int) -> Iterato
         stairs = Stairs(Slab(prompt, numbers, queries), tuple(inside))
         if stairs.rows:
             yield stairs
-
-
-def even(start: int, stop: int, most: int) -> Iterator[slice]:
-    """Even pieces, none longer than `most`."""
-    if start >= stop:
-        return
-    width = -(-(stop - start) // -(-(stop - start) // most))
-    for begin in range(start, stop, width):
-        yield slice(begin, min(begin + width, stop))
