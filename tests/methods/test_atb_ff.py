@@ -82,8 +82,8 @@ def test_folding_the_first_matrix_changes_nothing(monkeypatch):
 
         init = feed_forward.FirstLayer.__init__
 
-        def start(self, block, vectors, shares, init=init, flipped=flipped):
-            init(self, block, vectors, shares)
+        def start(self, block, vectors, shares, memory, init=init, flipped=flipped):
+            init(self, block, vectors, shares, memory)
             self._folded = None
             flipped(self, block)
 

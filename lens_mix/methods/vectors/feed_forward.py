@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
+from lens_mix.methods.room import Workspace, even
 from lens_mix.methods.vectors.activations import gated_multipliers, plain_multiplier
 from lens_mix.methods.vectors.factors import (
     AttentionVectors,
@@ -33,12 +34,14 @@ from lens_mix.methods.vectors.factors import (
 )
 from lens_mix.methods.vectors.gram import HeadVectors
 from lens_mix.methods.vectors.memory import (
+    NEURONS,
     feed_forward_bytes,
     hidden_width,
     least_attention_room,
     room_beside,
     state_bytes,
 )
+from lens_mix.methods.vectors.pair_norms import workspace
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -210,16 +213,20 @@ def _sequential(
     norm = _last_norm(shares, reading)
     batch, _, queries, keys = vectors.pairs.pattern.shape
     maps = [vectors.total.new_zeros((batch, keys, queries)) for _ in range(3)]
-    first, room = FirstLayer(block, vectors, shares), vectors.pairs.heads.room
+    heads = vectors.pairs.heads
+    memory, room = workspace(heads), heads.room
+    first = FirstLayer(block, vectors, shares, memory)
     if room is None:
         room, width = HIDDEN_ELEMENTS, shares.W_out.shape[0] * len(shares.multipliers)
     else:
-        width = hidden_width(block, vectors.pairs.heads)
+        width = hidden_width(block, heads)
     for chunk, seen in vectors.pairs.chunks(width, room):
         w, weights = vectors.pairs.vectors_of(chunk), vectors.pairs.weights_of(chunk)[:, :, seen]
-        output = first.hidden(chunk, seen, weights) @ shares.W_out
+        output = first.through(shares.W_out, chunk, seen, weights)
         maps[0][:, chunk, seen] = torch.linalg.vector_norm(output, dim=-1)
-        part = (weights @ w).mul_(vectors.scale[:, None, seen])
+        part = memory.like("pairs", output, output.shape, output.dtype)
+        torch.bmm(weights.flatten(0, 1), w.flatten(0, 1), out=part.flatten(0, 1))
+        part *= vectors.scale[:, None, seen]
         part += _joined(shares, output, seen)
         maps[1][:, chunk, seen] = torch.linalg.vector_norm(part, dim=-1)
         if norm is not None:
@@ -254,10 +261,11 @@ class FirstLayer:
         block: the block.
         vectors: what the feed-forward reads, before its norm.
         shares: the feed-forward.
+        memory: what a chunk's pairs lie in.
     """
 
-    def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares) -> None:
-        self._vectors, self._shares = vectors, shares
+    def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares, memory: Workspace) -> None:
+        self._vectors, self._shares, self._memory = vectors, shares, memory
         self._norm = shares.anatomy.feed_forward_input
         scale = vectors.scale / shares.input_scale
         self._multipliers = [m * scale for _, m in shares.multipliers]
@@ -270,24 +278,50 @@ class FirstLayer:
         output = linear_part(anatomy.attention_branch, value_path(block).W_O.to(dtype))
         output = linear_part(self._norm, linear_part(anatomy.attention_residual, output))
         self._folded = [output @ W for W, _ in self._shares.multipliers]
-        value = block.recorded("value").to(dtype)
-        self._value = value.repeat_interleave(output.shape[0] // value.shape[2], dim=2)
 
-    def hidden(
-        self, chunk: slice, seen: slice, weights: Float[Tensor, "batch key query head"]
-    ) -> Float[Tensor, "batch key query d_mlp"]:
-        """Σ_h a_ijh (w_jh W) ⊙ m_i, both matrices of a gated feed-forward added."""
-        total: Tensor | None = None
-        for index, (W, _) in enumerate(self._shares.multipliers):
-            if self._folded is None:
-                by_head = linear_part(self._norm, self._vectors.pairs.vectors_of(chunk)) @ W
-            else:
-                by_head = torch.einsum("bkhe,hem->bkhm", self._value[:, chunk], self._folded[index])
-            hidden = (weights @ by_head).mul_(self._multipliers[index][:, None, seen])
-            total = hidden if total is None else total.add_(hidden)
-        if total is None:
-            raise ValueError("multipliers: expected at least one first matrix, got none")
-        return total
+    def through(
+        self,
+        W_out: Float[Tensor, "d_mlp d_model"],
+        chunk: slice,
+        seen: slice,
+        weights: Float[Tensor, "batch key query head"],
+    ) -> Float[Tensor, "batch key query d_model"]:
+        """What the second matrix makes of a chunk's pairs, some neurons at a time, as the caches like."""
+        by_head = [self._by_head(index, chunk) for index in range(len(self._multipliers))]
+        shape = (*weights.shape[:-1], W_out.shape[1])
+        output = self._memory.like("feed-forward output", weights, shape, weights.dtype).zero_()
+        for columns in even(0, len(W_out), NEURONS):
+            hidden = self._hidden(columns, seen, weights, by_head)
+            output.flatten(0, 2).addmm_(hidden.flatten(0, 2), W_out[columns])
+        return output
+
+    def _by_head(self, index: int, chunk: slice) -> Float[Tensor, "batch key head d_mlp"]:
+        """One first matrix, applied once per key and head."""
+        pairs = self._vectors.pairs
+        if self._folded is None:
+            W, _ = self._shares.multipliers[index]
+            return linear_part(self._norm, pairs.vectors_of(chunk)) @ W
+        value = pairs.heads.value[:, chunk]
+        rows, folded = pairs.heads.by_head(value), self._folded[index]
+        shape = (*rows.shape[:2], folded.shape[-1])
+        out = self._memory.like(f"first matrix {index}", rows, shape, rows.dtype)
+        return torch.bmm(rows, folded, out=out).unflatten(1, value.shape[:2]).movedim(0, 2)
+
+    def _hidden(
+        self,
+        columns: slice,
+        seen: slice,
+        weights: Float[Tensor, "batch key query head"],
+        by_head: Sequence[Float[Tensor, "batch key head d_mlp"]],
+    ) -> Float[Tensor, "batch key query column"]:
+        """Σ_h a_ijh (w_jh W) ⊙ m_i of some neurons, both matrices of a gated feed-forward added."""
+        shape = (*weights.shape[:-1], columns.stop - columns.start)
+        found = []
+        for index, (vectors, m) in enumerate(zip(by_head, self._multipliers, strict=True)):
+            out = self._memory.like(f"hidden {index}", weights, shape, weights.dtype)
+            torch.bmm(weights.flatten(0, 1), vectors[..., columns].flatten(0, 1), out=out.flatten(0, 1))
+            found.append(out.mul_(m[:, None, seen, columns]))
+        return found[0] if len(found) == 1 else found[0].add_(found[1])
 
 
 def next_norm(blocks: Sequence[Block], layer: int) -> Norm | None:

@@ -16,6 +16,9 @@ from lens_mix.methods.vectors.pair_norms import SlabCost
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
+# Neurons of one product with the feed-forward's second matrix, as many as the caches like.
+NEURONS = 512
+
 
 def room_beside(block: Block, fixed: int, least: int, what: str) -> int | None:
     """Bytes that the block's `max_memory` leaves for pieces; None where memory is not bound.
@@ -113,7 +116,7 @@ def hidden_width(block: Block, heads: HeadVectors) -> int:
         return 0
     d_model, d_mlp = feed_forward.W_in.shape
     matrices = 1 if feed_forward.W_gate is None else 2
-    per_pair = (matrices + 1) * d_mlp + 8 * d_model + 2 * heads.heads
+    per_pair = (matrices + 1) * min(d_mlp, NEURONS) + 8 * d_model + 2 * heads.heads
     # What is made once per key and head is spread over the queries.
     per_key = heads.heads * (5 * d_model + 2 * d_mlp + 2 * heads.d_head)
     return (per_pair + -(-per_key // block.resid_pre.shape[1])) * heads.dtype.itemsize
