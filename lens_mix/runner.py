@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Sized
@@ -281,24 +282,17 @@ def _refuse_left_padding(lens: Lens) -> None:
 def _run_batch(
     lens: Lens, prompts: list[Prompt], options: _Options, side: PaddingSide
 ) -> list[dict[str, MixingMap]]:
-    head = needs_head(options.methods.values())
-    proof = proof_of(lens, prompts[0], head=head)
-    engines = _engines(options, proof)
+    proof = proof_of(lens, prompts[0], head=needs_head(options.methods.values()))
     groups = [
         {label: method.key_groups(_own_length(lens, prompt)) for label, method in options.methods.items()}
         for prompt in prompts
     ]
     roles = sorted(set().union(*(method.needs for method in options.methods.values())))
     names = [lens.stack.hook_name(role, layer) for role in roles for layer in range(lens.n_layers)]
-    batch = pad(prompts, pad_token(lens.model), side)
+    batch, engines = pad(prompts, pad_token(lens.model), side), _engines(options, proof)
     clean = lens.clean_pass(batch, names, optional=_wanted(lens, batch, engines, options))
     _require_masked_padding(lens, clean)
-    mapped = _checked_maps(lens, clean, proof, engines, options)
-    if mapped is None:
-        # The proof may be from before a change that leaves no trace; a fresh one decides.
-        proof = proof_of(lens, prompts[0], head=head, again=True)
-        engines = _engines(options, proof, holds_here(lens, clean, proof))
-        mapped = _map_stack(lens, clean, proof, engines, options)
+    mapped, engines = _map_proven(lens, clean, proof, engines, options)
     allowed = masks.allowed_keys(lens, clean)
     return [
         _prompt_maps(lens, clean, index, mapped, engines, groups[index], allowed, options)
@@ -332,18 +326,27 @@ def _engines(options: _Options, proof: Proof, no_algebra: str | None = None) -> 
     }
 
 
-def _checked_maps(
+def _map_proven(
     lens: Lens, clean: CleanPass, proof: Proof, engines: dict[str, str], options: _Options
-) -> dict[str, _Mapped] | None:
-    """The maps; None where the proven parts do not give the blocks' outputs on these prompts."""
-    by_algebra = [method for label, method in options.methods.items() if engines[label] == "algebra"]
-    trusting = not all(method.checks_parts for method in by_algebra)
-    if trusting and holds_here(lens, clean, proof) is not None:
-        return None
+) -> tuple[dict[str, _Mapped], dict[str, str]]:
+    """The maps and their engines; algebra only where the proven parts give these prompts' own outputs.
+
+    If they don't, the proof may be from before a change that leaves no trace: a fresh one decides. What that
+    can't explain either (a hook that acts on one position, say) is left to hooks.
+    """
+    # A method that checks itself does so on the way: too late where others wait for it, or memory is bound.
+    alone = options.max_memory is None and all(method.checks_parts for method in options.methods.values())
+    if "algebra" not in engines.values() or alone or holds_here(lens, clean, proof) is None:
+        with contextlib.suppress(NotRebuiltError):
+            return _map_stack(lens, clean, proof, engines, options), engines
+    needs = needs_head(options.methods.values())
+    proof = proof_of(lens, clean.batch.prompts[0], head=needs, again=True)
+    engines = _engines(options, proof, holds_here(lens, clean, proof))
     try:
-        return _map_stack(lens, clean, proof, engines, options)
-    except NotRebuiltError:
-        return None
+        return _map_stack(lens, clean, proof, engines, options), engines
+    except NotRebuiltError as problem:
+        engines = _engines(options, proof, str(problem))
+        return _map_stack(lens, clean, proof, engines, options), engines
 
 
 def _own_length(lens: Lens, prompt: Prompt) -> int:

@@ -99,7 +99,7 @@ def is_causal_model(lens: Lens) -> bool:
 def allowed_keys(lens: Lens, clean: CleanPass) -> AllowedKeys:
     """Per layer, the keys that can get weight.
 
-    A weight above zero proves that a key is allowed; a weight of exactly zero can also be a softmax that
+    A weight other than zero proves that a key is allowed; a weight of exactly zero can also be a softmax that
     underflowed. So where the seen keys are neither everything nor everything up to the query, the block is
     run again with its queries zeroed: then no score is left but the position bias, and what gets no weight
     from any head is masked.
@@ -125,7 +125,7 @@ def _seen_without_queries(lens: Lens, clean: CleanPass, layer: int) -> Bool[Tens
     fwd_hooks: list[HookPair] = [(lens.stack.hook_name("query", layer), _zero), record(store, name)]
     with lens.undisturbed(), lens.hooked(fwd_hooks):
         lens.stack.blocks[layer](*call.args, **call.kwargs)
-    return (store[name] > 0).any(dim=1)
+    return (store[name] != 0).any(dim=1)
 
 
 def _zero(tensor: Tensor, hook: Any) -> Tensor:

@@ -160,13 +160,13 @@ class _Work:
         roles = ("pre",) if feed_forward.W_gate is None else ("pre", "pre_linear")
         found = [self.block.recorded_if_any(role) for role in roles]
         shape = (*self.block.real.shape, feed_forward.W_in.shape[1])
-        fitting = [
+        usable = [
             some.reshape(shape)[prompts].flatten(0, 1)
             for some in found
             # Rounded to less they would round the scores too.
             if some is not None and some.numel() == math.prod(shape) and some.dtype == self.mixed
         ]
-        return fitting if len(fitting) == len(roles) else []
+        return usable if len(usable) == len(roles) else []
 
     def _require_rebuilt(self, expected: Float[Tensor, "row d_model"]) -> None:
         tolerance = TOLERANCES.get(self.block.resid_post.dtype, TOLERANCES[torch.float32])

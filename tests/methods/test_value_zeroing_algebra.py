@@ -442,3 +442,24 @@ def test_the_model_is_as_before() -> None:
     lm.run(model, prompt_of(model), "value_zeroing", engine="algebra")
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("method", ["value_zeroing", ["attention", "value_zeroing"]])
+def test_an_edit_between_the_checked_positions_is_left_to_hooks(method: Any) -> None:
+    """A post-norm block is rebuilt at every position by Value Zeroing itself, by the runner at four."""
+    if not available(bridge, "bert"):
+        pytest.skip("no such bridge")
+    model = bridge("bert", torch.float64)
+    prompt = prompt_of(model, 20)
+
+    def edit(tensor: torch.Tensor, hook: Any) -> torch.Tensor:
+        edited = tensor.clone()
+        edited[:, 17:18] += 1
+        return edited
+
+    model.add_hook("blocks.1.mlp.hook_post", edit)
+    found = lm.run(model, prompt, method)
+    found = found if isinstance(method, str) else found["value_zeroing"]
+    assert found.provenance["engine"] == "hooks"
+    with pytest.raises(UnsupportedModelError, match="expected its parts to give its output"):
+        lm.run(model, prompt, method, engine="algebra")

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 Variant = Literal["on_path", "fixed"]
 
-# Numbers in the hidden layer of one step: enough rows for a matrix product at full speed.
+# Pairs of one step times neurons: enough rows for a matrix product at full speed.
 HIDDEN_ELEMENTS = 4 << 20
 
 _shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -105,7 +105,6 @@ def feed_forward_bytes(block: Block, heads: HeadVectors, folds: bool) -> int:
     weights = 0 if feed_forward.W_in.dtype == heads.dtype else 2 * (matrices + 1) * d_model * d_mlp * size
     if folds:
         weights += heads.heads * heads.d_head * (4 * d_model + matrices * d_mlp) * size
-        weights += batch * positions * heads.heads * heads.d_head * size
     return states + weights + distance_bytes(block, heads)
 
 

@@ -24,8 +24,8 @@ class Sent:
         weights: -a, times the residual multiplier where no norm sits on the branch; 0 where u is 0.
         outer: u, in the rotation's axes.
         inner: u through the norms' linear parts and the first matrices, by parts of the neurons.
-        products: C x · u of the `lead` norm and each query of the source's prompt, float64; None where
-            it is not asked for.
+        products: C x · u of the `lead` norm and each query of the source's prompt, as float64; None
+            where it is not asked for.
     """
 
     weights: Float[Tensor, "source query head span"]
@@ -105,7 +105,7 @@ class Senders:
         weights = (weights * factor[..., None, None]).permute(0, 2, 3, 1).contiguous()
         sent = torch.linalg.vector_norm(outer, dim=-1, keepdim=True) != 0
         weights *= _by_source(sent, positions.shape)[:, None, ..., 0]
-        inner = [_by_source(some, positions.shape) for some in self._through_first(by_head)]
+        inner = [_by_source(some, positions.shape) for some in self._through_first(by_head, outer)]
         products = None if self.reads is None else self._products(self.reads, lot, by_head)
         return Sent(weights, _by_source(outer, positions.shape), inner, products)
 
@@ -127,14 +127,16 @@ class Senders:
         return found
 
     def _through_first(
-        self, by_head: Float[Tensor, "head vector d_head"]
+        self, by_head: Float[Tensor, "head vector d_head"], outer: Float[Tensor, "head vector axis"]
     ) -> list[Float[Tensor, "matrix head vector column"]]:
         """Through W_O, norms and the first matrix, by parts of the neurons."""
         first, parts = self.clean.first, [part.columns for part in self.clean.neurons]
         if first is None:
             return []
         if self.folded is None:
-            found = first.linear(self.clean.through_norms(self._through_W_O(by_head, self.W_O, "unfolded")))
+            turned = self.turned_W_O is not self.W_O
+            u = self._through_W_O(by_head, self.W_O, "unfolded") if turned else outer
+            found = first.linear(self.clean.through_norms(u))
             return [found[..., columns] for columns in parts]
         inner = []
         for number, columns in enumerate(parts):
