@@ -34,7 +34,8 @@ class Method:
             and the prompts are short ("pre", "pre_linear").
         parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof`).
         checks_parts: whether its algebra holds what it rebuilds against the prompts' own clean pass, at four
-            positions of each at least, and raises `NotRebuiltError`; if not, the runner does that before.
+            positions of each at least, and raises `NotRebuiltError`. The runner does that before any map if
+            not, if other methods run too, and if memory is bound.
         citation: the paper, in BibTeX.
     """
 

@@ -143,8 +143,18 @@ class _Work:
         few = self._few_factors() and value.device.type != "mps"
         self.rotation = self._rotate(few)
         by_head = value.repeat_interleave(block.n_heads // value.shape[2], dim=2)
-        given = (self.clean, path, self.heads, by_head, self.pattern, self.sources)
-        self.senders = Senders(*given, self._fold(), self.rotation, few, room)
+        self.senders = Senders(
+            self.clean,
+            path,
+            self.heads,
+            by_head,
+            self.pattern,
+            self.sources,
+            self._fold(),
+            self.rotation,
+            few,
+            room,
+        )
 
     def _places(self, prompts: slice) -> Int[Tensor, " checked"]:
         """Four rows of every prompt."""

@@ -51,11 +51,9 @@ def folded(
     """
     if clean.first is None or clean.anatomy.feed_forward is None:
         return None
+    name = clean.anatomy.feed_forward.W_in
     # Through the matrices that are folded: every number of them takes part.
-    name, probed = (
-        clean.anatomy.feed_forward.W_in,
-        _fold(clean, probe(path.W_O.flatten(0, 1).to(dtype))[None]),
-    )
+    probed = _fold(clean, probe(path.W_O.flatten(0, 1).to(dtype))[None])
     kept = _kept.get(name)
     # An edit through `.data` leaves no trace that could be asked.
     if kept is not None and torch.equal(kept.probed, probed):
