@@ -23,6 +23,7 @@ FLOORS = {
     "statistics": 2,
     "graphs": 2,
     "citations": 3,
+    "batches": 3,
     "runner": 3,
     "evaluation": 4,
     "view": 4,

@@ -52,7 +52,9 @@ class Norm:
     def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch 1"]:
         """What the (centred) vector is divided by."""
         centred = x - x.mean(-1, keepdim=True) if self.kind == "layer" else x
-        return (centred.square().mean(-1, keepdim=True) + self.eps).sqrt()
+        # As a length: no tensor of squares is made.
+        length = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)
+        return (length.square() / x.shape[-1] + self.eps).sqrt()
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         centred = x - x.mean(-1, keepdim=True) if self.kind == "layer" else x

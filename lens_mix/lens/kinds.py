@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import importlib.metadata
 import re
 
@@ -51,6 +52,7 @@ def kind_of(model: object) -> Kind:
     raise TypeError(f"model: expected a TransformerLens model ({expected}), got {got}{hint}")
 
 
+@functools.cache
 def transformer_lens_version() -> tuple[int, int]:
     """(major, minor) of the installed TransformerLens, which has no `__version__`."""
     numbers = re.findall(r"\d+", importlib.metadata.version("transformer-lens"))

@@ -19,9 +19,9 @@ from lens_mix.lens.anatomy import Norm, ValuePath, mix
 from lens_mix.lens.kinds import NotRebuiltError
 from lens_mix.lens.model import TOLERANCES
 from lens_mix.lens.replay import relative_error
+from lens_mix.methods.fold import folded
 from lens_mix.methods.room import Workspace
 from lens_mix.methods.zeroing.clean_block import CleanBlock
-from lens_mix.methods.zeroing.fold import folded
 from lens_mix.methods.zeroing.lot import Lot, Pairs
 from lens_mix.methods.zeroing.memory import Cost, fitting
 from lens_mix.methods.zeroing.pieces import CPU, GPU, Sizes, chunks, find_sources
@@ -192,8 +192,8 @@ class _Work:
     def _fold(self) -> Float[Tensor, "matrix head d_head d_mlp"] | None:
         if not len(self.sources):
             return None
-        keep = self.block.max_memory is None
-        return folded(self.clean, self.path, self.heads, self.sources.positions.numel(), self.mixed, keep)
+        keep, vectors = self.block.max_memory is None, self.sources.positions.numel()
+        return folded(self.block.anatomy, self.path, self.heads, vectors, self.mixed, keep)
 
     def _few_factors(self) -> bool:
         """Whether scalar products between a source's vectors cost less than their sums."""

@@ -64,33 +64,31 @@ def test_next_norm_is_the_one_that_reads_the_output(case):
         assert largest(maps[layer], expected) < 1e-10
 
 
-def test_folding_the_first_matrix_changes_nothing(monkeypatch):
+@pytest.mark.parametrize("count", [3, 20])
+def test_folding_the_first_matrix_changes_nothing(monkeypatch, count):
+    from lens_mix.methods import kept
     from lens_mix.methods.vectors import feed_forward
 
     if not available(bridge, "llama", torch.float64):
         pytest.skip("no TransformerBridge in this TransformerLens")
     model = bridge("llama", torch.float64)
     # 4 heads, d_model 24: 3 positions are below the break-even, 20 above it.
-    for count in (3, 20):
-        tokens = torch.arange(count) % 40 + 3
-        plain = lm.run(model, tokens, "atb_ff")
-        other = feed_forward.FirstLayer._fold
-
-        def flipped(self, block, other=other, count=count):
-            if count == 3:
-                other(self, block)
-
-        init = feed_forward.FirstLayer.__init__
-
-        def start(self, block, vectors, shares, memory, init=init, flipped=flipped):
-            init(self, block, vectors, shares, memory)
-            self._folded = None
-            flipped(self, block)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(feed_forward.FirstLayer, "__init__", start)
-            again = lm.run(model, tokens, "atb_ff")
-        assert largest(plain.scores, again.scores) < 1e-12
+    tokens = torch.arange(count) % 40 + 3
+    kept.forget()
+    plain = lm.run(model, tokens, "atb_ff")
+    assert kept.number("folded torch.float64") == model.cfg.n_layers
+    # What one method kept serves the other.
+    zeroing = lm.run(model, tokens, "value_zeroing", engine="algebra")
+    assert kept.number("folded torch.float64") == model.cfg.n_layers
+    with monkeypatch.context() as patch:
+        patch.setattr(feed_forward, "folded", lambda *arguments, **options: None)
+        assert largest(plain.scores, lm.run(model, tokens, "atb_ff").scores) < 1e-12
+    kept.forget()
+    monkeypatch.setattr(kept, "KEPT_BYTES", 0)
+    assert largest(plain.scores, lm.run(model, tokens, "atb_ff").scores) < 1e-12
+    again = lm.run(model, tokens, "value_zeroing", engine="algebra")
+    assert largest(zeroing.scores, again.scores) < 1e-12
+    assert not kept.number("folded torch.float64")
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -106,7 +106,7 @@ def test_ranges_are_the_queries_that_give_weight():
     pairs = _pairs(pattern.permute(0, 3, 2, 1), vectors)
     assert pairs.ranges() == [(1, 4), (0, 0), (0, 0), (0, 0), (4, 5)]
     width = 10
-    assert list(pairs.chunks(width, room=2 * 5 * width)) == [
+    assert list(pairs.chunks(width, room=2 * 5 * width, keys=slice(0, 5))) == [
         (slice(0, 2), slice(1, 4)),
         (slice(4, 5), slice(4, 5)),
     ]
@@ -153,9 +153,9 @@ def test_gram_after_a_norm_needs_no_centred_copy(kind: str, weighted: bool) -> N
     vectors = torch.randn(3, 4, 16, generator=generator, dtype=torch.float64) + 5
     weight = torch.randn(16, generator=generator, dtype=torch.float64) if weighted else None
     stages = [None, Norm(kind, weight, None, 1e-5), Norm("layer", None, None, 1e-5)]
-    columns = Grams.columns(stages, heads=4)
-    found = vectors.new_empty((3, 4, columns))
-    grams = Grams(stages, 4, vectors.new_empty((columns, 5, 16)))
+    lines = Grams.lines(stages, heads=4)
+    found = vectors.new_empty((3, lines, 4))
+    grams = Grams(stages, 4, vectors.new_empty((lines, 5, 16)))
     grams.read(vectors.transpose(0, 1), found)
     for norm, products in zip(stages, grams.put_together(found), strict=True):
         torch.testing.assert_close(products, gram(linear_part(norm, vectors)), rtol=0, atol=1e-11)

@@ -11,12 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lens_mix as lm
-from lens_mix import runner
+from lens_mix import batches
 from lens_mix.lens.anatomy import FeedForward, Norm
 from lens_mix.lens.kinds import UnsupportedModelError
-from lens_mix.methods import value_zeroing_algebra
+from lens_mix.methods import kept, value_zeroing_algebra
 from lens_mix.methods.room import Workspace
-from lens_mix.methods.zeroing import clean_block, fold, neurons, pieces, rotation
+from lens_mix.methods.zeroing import clean_block, neurons, pieces, rotation
 from lens_mix.methods.zeroing.clean_block import CleanBlock
 from lens_mix.methods.zeroing.first_matrix import FirstMatrix
 from lens_mix.methods.zeroing.norms import NormChange
@@ -118,7 +118,7 @@ def test_recorded_pre_activations_change_nothing(case: Case, monkeypatch: pytest
     assert set(found) <= {True}
     assert bool(found) or any(name in case.label for name in WITHOUT_RECORDED)
     blocks = len(found)
-    monkeypatch.setattr(runner, "_WANTED_BYTES", 0)
+    monkeypatch.setattr(batches, "_WANTED_BYTES", 0)
     computed = lm.run(model, prompt_of(model), "value_zeroing", stack=case.stack, engine="algebra")
     assert len(found) == blocks
     # Hugging Face's RMSNorms round to float32 in any model, so what was recorded is that far off.
@@ -361,14 +361,14 @@ def test_weights_edited_through_data_are_seen() -> None:
 def test_folded_matrices_are_kept_only_up_to_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     model = a_model()
     prompt = prompt_of(model)
-    fold.forget()
-    kept = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
-    assert len(fold._kept) == model.cfg.n_layers
-    fold.forget()
-    monkeypatch.setattr(fold, "KEPT_BYTES", 0)
+    kept.forget()
+    first = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
+    assert kept.number("folded torch.float64") == model.cfg.n_layers
+    kept.forget()
+    monkeypatch.setattr(kept, "KEPT_BYTES", 0)
     anew = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
-    assert len(fold._kept) == 0
-    torch.testing.assert_close(anew, kept, rtol=0, atol=1e-12)
+    assert kept.number("folded torch.float64") == 0
+    torch.testing.assert_close(anew, first, rtol=0, atol=1e-12)
 
 
 @pytest.fixture
@@ -376,9 +376,9 @@ def turned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Other axes for blocks of any size, nothing kept from before."""
     monkeypatch.setattr(rotation, "LEAST_PAIRS", 1)
     monkeypatch.setattr(rotation, "STEP", 4)
-    rotation.forget()
+    kept.forget()
     yield
-    rotation.forget()
+    kept.forget()
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -389,7 +389,7 @@ def test_other_axes_change_nothing(
     monkeypatch.setattr(value_zeroing_algebra, "CPU", sizes)
     model = a_model()
     found, exact = both(model, prompt_of(model), **options)
-    assert len(rotation._kept) == model.cfg.n_layers - ("last_layer" in options)
+    assert kept.number(rotation.KIND) == model.cfg.n_layers - ("last_layer" in options)
     torch.testing.assert_close(found.scores, exact.scores, rtol=0, atol=1e-10)
     again = lm.run(model, prompt_of(model), lm.ValueZeroing(**options), engine="algebra")
     assert torch.equal(again.scores, found.scores)
@@ -404,9 +404,9 @@ def test_other_axes_on_every_model(turned: None, case: Case) -> None:
     size = max(1.0, float(exact.scores.max()))
     torch.testing.assert_close(found.scores, exact.scores, rtol=0, atol=1e-10 * size)
     if case.label in ("bridge gpt2", "bridge llama", "HookedTransformer LN"):
-        assert len(rotation._kept) == model.cfg.n_layers
+        assert kept.number(rotation.KIND) == model.cfg.n_layers
     if case.label in ("bridge bert", "bridge gemma2", "bridge phi"):
-        assert not len(rotation._kept), "a norm follows, or the feed-forward does not see the attention"
+        assert not kept.number(rotation.KIND), "a norm follows, or attention is not read"
 
 
 def test_rotated_matrices_see_edits_and_keep_to_their_bound(
@@ -415,17 +415,17 @@ def test_rotated_matrices_see_edits_and_keep_to_their_bound(
     model = a_model()
     prompt = prompt_of(model)
     before = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
-    assert len(rotation._kept) == model.cfg.n_layers
+    assert kept.number(rotation.KIND) == model.cfg.n_layers
     edited = [p for p in model.parameters() if p.ndim >= 2 and not {50, 32} & set(p.shape)]
     for weight in edited:
         weight.data[0] *= 1.5
     after, hooks = both(model, prompt)
     torch.testing.assert_close(after.scores, hooks.scores, rtol=0, atol=1e-10)
     assert not torch.allclose(after.scores, before)
-    rotation.forget()
-    monkeypatch.setattr(rotation, "KEPT_BYTES", 0)
+    kept.forget()
+    monkeypatch.setattr(kept, "KEPT_BYTES", 0)
     anew = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
-    assert not len(rotation._kept)
+    assert not kept.number(rotation.KIND)
     torch.testing.assert_close(anew, after.scores, rtol=0, atol=1e-12)
 
 

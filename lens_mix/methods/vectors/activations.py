@@ -23,11 +23,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import ACTIVATIONS
+from lens_mix.methods.room import even
 
 Activation = Callable[[Tensor], Tensor]
 
 # 16 points are good to 1e-12 on a piece of this length; longer paths are cut into pieces.
 POINTS, PIECE = 16, 8.0
+# Paths that are integrated at once.
+IN_CACHE = 8192
 # Below this, the difference quotient has lost more digits than the derivative at the middle leaves out.
 CLOSE = 1e-5
 # Activations with a kink at 0 in themselves or their derivative, by their primitive.
@@ -50,9 +53,12 @@ def plain_multiplier(
     function = ACTIVATIONS[activation]
     if start is None:
         # g(p) / p keeps all its digits down to p = 0, for every activation has g(0) = 0.
-        return _ratio(function(end), end, lambda: derivative(function, torch.zeros_like(end)), 0.0)
-    middle = (end + start) / 2
-    return _ratio(function(end) - function(start), end - start, lambda: derivative(function, middle), CLOSE)
+        return _ratio(function(end), end, lambda near: derivative(function, torch.zeros_like(end[near])), 0.0)
+
+    def at_middle(near: Tensor) -> Tensor:
+        return derivative(function, (end[near] + start[near]) / 2)
+
+    return _ratio(function(end) - function(start), end - start, at_middle, CLOSE)
 
 
 def gated_multipliers(
@@ -75,8 +81,9 @@ def gated_multipliers(
     m_up = mean_on_path(activation, a, end)
     change = function(end) * up_end - function(a) * b - (up_end - b) * m_up
 
-    def by_quadrature() -> Tensor:
-        return _integral(lambda t: derivative(function, a + t * (end - a)) * (b + t * (up_end - b)), 1)
+    def by_quadrature(near: Tensor) -> Tensor:
+        at, gate, up, change = a[near], (end - a)[near], b[near], (up_end - b)[near]
+        return _integral(lambda t: derivative(function, at + t * gate) * (up + t * change), 1)
 
     return _ratio(change, end - a, by_quadrature, CLOSE), m_up
 
@@ -86,15 +93,25 @@ def mean_on_path(
 ) -> Float[Tensor, "*batch"]:
     """∫ g(start + t (end - start)) dt over t in 0..1."""
     function = ACTIVATIONS[activation]
-    pieces = max(1, int(np.ceil(float((end - start).abs().max()) / PIECE))) if end.numel() else 1
 
-    def by_quadrature() -> Tensor:
-        return _integral(lambda t: function(start + t * (end - start)), pieces)
+    def by_quadrature(near: Tensor | slice) -> Tensor:
+        ends, starts = end[near].flatten(), start[near].flatten()
+        out = torch.empty_like(ends)
+        # On a processor some at a time: what stays in its caches, and few long paths make few others wait.
+        for some in even(0, len(ends), IN_CACHE if end.device.type == "cpu" else len(ends)):
+            out[some] = _mean(function, starts[some], ends[some])
+        return out.view(end[near].shape)
 
     primitive = _PRIMITIVES.get(activation)
     if primitive is None:
-        return by_quadrature()
+        return by_quadrature(slice(None))
     return _ratio(primitive(end) - primitive(start), end - start, by_quadrature, CLOSE)
+
+
+def _mean(function: Activation, start: Float[Tensor, " path"], end: Float[Tensor, " path"]) -> Tensor:
+    change = end - start
+    pieces = max(1, int(np.ceil(float(change.abs().max()) / PIECE)))
+    return _integral(lambda t: function(torch.add(start, change, alpha=t)), pieces)
 
 
 def derivative(function: Activation, x: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
@@ -109,15 +126,18 @@ def _integral(integrand: Callable[[float], Tensor], pieces: int) -> Tensor:
     total: Tensor | None = None
     for piece in range(pieces):
         for node, weight in zip(nodes, weights, strict=True):
-            term = integrand(float((piece + (node + 1) / 2) / pieces)) * float(weight / 2 / pieces)
-            total = term if total is None else total.add_(term)
+            term, share = integrand(float((piece + (node + 1) / 2) / pieces)), float(weight / 2 / pieces)
+            total = term * share if total is None else total.add_(term, alpha=share)
     if total is None:
         raise ValueError(f"pieces: expected at least 1, got {pieces}")
     return total
 
 
-def _ratio(above: Tensor, below: Tensor, limit: Callable[[], Tensor], close: float) -> Tensor:
-    small = below.abs() <= close
-    if not bool(small.any()):
+def _ratio(above: Tensor, below: Tensor, limit: Callable[[Tensor], Tensor], close: float) -> Tensor:
+    """above / below; where `below` is this close to zero, what `limit` gives for these places."""
+    near = below.abs() <= close
+    if not bool(near.any()):
         return above / below
-    return torch.where(small, limit(), above / torch.where(small, torch.ones_like(below), below))
+    out = above / torch.where(near, torch.ones_like(below), below)
+    out[near] = limit(near)
+    return out

@@ -24,7 +24,16 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lens_mix.lens.anatomy import Norm, ValuePath
-from lens_mix.methods.vectors.gram import SLAB_BYTES, Chain, HeadVectors, chunk_bytes, linear_part, through
+from lens_mix.methods.room import even
+from lens_mix.methods.vectors.gram import (
+    SLAB_BYTES,
+    Chain,
+    HeadVectors,
+    by_key,
+    chunk_bytes,
+    linear_part,
+    through,
+)
 from lens_mix.methods.vectors.memory import attention_room
 from lens_mix.methods.vectors.pair_norms import PairNorms, workspace
 
@@ -68,7 +77,10 @@ class Pairs:
 
     def weights_of(self, keys: slice) -> Float[Tensor, "batch key query head"]:
         """a for some keys, the key first and the heads last, made anew: what products with w need."""
-        return self.pattern[..., keys].permute(0, 3, 2, 1).to(self.heads.dtype).contiguous()
+        pattern = self.pattern[..., keys]
+        batch, heads, queries, count = pattern.shape
+        out = pattern.new_empty((batch, count, heads, queries), dtype=self.heads.dtype)
+        return by_key(pattern, out).transpose(2, 3)
 
     @property
     def vectors(self) -> Float[Tensor, "batch key head d_model"]:
@@ -115,20 +127,19 @@ class Pairs:
             self._ranges = list(zip(first.tolist(), last.tolist(), strict=True))
         return self._ranges
 
-    def chunks(self, width: int, room: int) -> Iterator[tuple[slice, slice]]:
-        """Chunks of keys, each with the range of queries that give them any weight.
+    def chunks(self, width: int, room: int, keys: slice) -> Iterator[tuple[slice, slice]]:
+        """Chunks of some keys, each with the range of queries that give them any weight.
 
         Args:
             width: bytes that one pair needs.
             room: bytes for the temporaries of one chunk.
+            keys: which keys.
         """
         ranges, (batch, _, queries, _) = self.ranges(), self.pattern.shape
-        step = max(1, room // max(1, batch * queries * width))
-        for start in range(0, len(ranges), step):
-            seen = [(first, stop) for first, stop in ranges[start : start + step] if stop]
+        for chunk in even(keys.start, keys.stop, max(1, room // max(1, batch * queries * width))):
+            seen = [(first, stop) for first, stop in ranges[chunk] if stop]
             if seen:
-                keys = slice(start, min(start + step, len(ranges)))
-                yield keys, slice(min(first for first, _ in seen), max(stop for _, stop in seen))
+                yield chunk, slice(min(first for first, _ in seen), max(stop for _, stop in seen))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,18 +174,16 @@ class Vectors:
         self,
         norm: Norm | None,
         state: Float[Tensor, "batch query d_model"],
-        size: Float[Tensor, "batch query 1"] | None = None,
     ) -> Vectors:
         """After a norm, held linear at the true state: γ ⊙ (F_ij - mean F_ij) / s_i; β is in no vector.
 
         Args:
             norm: None for none.
             state: what the norm really reads, biases included.
-            size: s_i, where it is known.
         """
         if norm is None:
             return self
-        divisor = norm.scale(state) if size is None else size
+        divisor = norm.scale(state)
         return Vectors(
             self.pairs.through(norm),
             self.scale / divisor,
@@ -205,29 +214,34 @@ class Vectors:
         pairs, heads = self.pairs, self.pairs.heads
         batch, _, queries, keys = pairs.pattern.shape
         reduced, scale = state / self.scale, self.scale[..., 0].abs()
-        far = torch.linalg.vector_norm(state, ord=order, dim=-1)
-        out = far[:, None].expand(batch, keys, queries).clone()
+        out = torch.empty(batch, keys, queries, dtype=reduced.dtype, device=state.device)
         room = chunk_bytes(state.device, heads.room, SLAB_BYTES)
         step = max(1, room // (batch * heads.row_bytes(queries)))
         memory = workspace(heads)
-        # A norm's linear part acts on W_O's rows as on the vectors that they make.
         matrices = through(pairs.chain, heads.matrices)
         # One key at a time into one piece of memory that stays in the processor's caches.
         apart = memory.like("apart", reduced, reduced.shape, reduced.dtype)
         for start in range(0, keys, step):
             chunk = slice(start, start + step)
-            by_head = heads.by_head(heads.value[:, chunk])
-            vectors = memory.like("vectors", by_head, (*by_head.shape[:2], heads.d_model), heads.dtype)
-            vectors = torch.bmm(by_head, matrices, out=vectors).unflatten(1, (batch, -1)).movedim(0, 2)
-            some = pairs.pattern[..., chunk].permute(0, 3, 2, 1)
-            weights = memory.like("key weights", some, some.shape, heads.dtype).copy_(some)
+            vectors = heads.lying_in(memory, matrices, chunk)
+            some = pairs.pattern[..., chunk]
+            shape = (batch, some.shape[-1], heads.heads, queries)
+            weights = by_key(some, memory.like("key weights", some, shape, heads.dtype)).transpose(2, 3)
             for key, (first, stop) in enumerate(pairs.ranges()[start : start + step], start):
                 seen = slice(first, stop)
                 part, one = apart[:, seen], vectors[:, key - start]
                 # Not baddbmm: it copies the state first, which costs more than the difference.
                 torch.bmm(weights[:, key - start, seen], one, out=part).sub_(reduced[:, seen])
-                size = part.abs_().sum(-1) if order == 1 else torch.linalg.vector_norm(part, dim=-1)
-                torch.mul(size, scale[:, seen], out=out[:, key, seen])
+                if order == 1:
+                    torch.sum(part.abs_(), -1, out=out[:, key, seen])
+                else:
+                    torch.linalg.vector_norm(part, dim=-1, out=out[:, key, seen])
+        out.mul_(scale[:, None])
+        far = torch.linalg.vector_norm(state, ord=order, dim=-1)
+        for key, (first, stop) in enumerate(pairs.ranges()):
+            if (first, stop) != (0, queries):
+                out[:, key, :first] = far[:, :first]
+                out[:, key, stop:] = far[:, stop:]
         out = out.transpose(1, 2)
         own = torch.linalg.vector_norm(state - self.diagonal(), ord=order, dim=-1)
         out.diagonal(dim1=1, dim2=2).copy_(own)
@@ -251,18 +265,29 @@ class AttentionVectors:
         residual: what the attention branch adds, and the residual stream on the diagonal (AttnRes).
         normed: after the norm on the residual stream, where the block has one (AttnResLn; post-norm).
         resid_pre: the residual stream entering the block.
-        attention_out: the attention's output, with b_O.
         summed: the true sum that `residual` are shares of.
-        mid: the true state that `normed` are shares of.
+        b_O: the bias of the attention's output, in the states' dtype.
+        residual_norm: the norm on the residual stream, where the block has one.
     """
 
     attention: Vectors
     residual: Vectors
     normed: Vectors
     resid_pre: Float[Tensor, "batch pos d_model"]
-    attention_out: Float[Tensor, "batch pos d_model"]
     summed: Float[Tensor, "batch pos d_model"]
-    mid: Float[Tensor, "batch pos d_model"]
+    b_O: Float[Tensor, " d_model"] | None
+    residual_norm: Norm | None
+
+    # Not all maps need these, and fresh memory for them would cost more than to compute them.
+    @functools.cached_property
+    def attention_out(self) -> Float[Tensor, "batch pos d_model"]:
+        """The attention's output, with b_O."""
+        return self.attention.total if self.b_O is None else self.attention.total + self.b_O
+
+    @functools.cached_property
+    def mid(self) -> Float[Tensor, "batch pos d_model"]:
+        """The true state that `normed` are shares of."""
+        return _after_norm(self.residual_norm, self.summed)
 
 
 def _forget_others(key: Tensor) -> None:
@@ -312,17 +337,20 @@ def _attention_vectors(pairs: Pairs, block: Block) -> AttentionVectors:
     anatomy = block.anatomy
     dtype = pairs.heads.dtype
     b_O = value_path(block).b_O
+    b_O = None if b_O is None else b_O.detach().to(dtype)
     x = block.resid_pre.detach().to(dtype)
     total = block.recorded("z").detach().to(dtype).flatten(2) @ pairs.heads.matrices.flatten(0, 1)
-    attention_out = total if b_O is None else total + b_O.detach().to(dtype)
     attention = Vectors(pairs, torch.ones_like(x[..., :1]), total, functools.cache(pairs.own))
-    joined, size = _through_norm(anatomy.attention_branch, attention_out)
-    branch = attention.through(anatomy.attention_branch, attention_out, size)
-    residual = branch.times(anatomy.residual_multiplier).plus_own(x)
-    summed = torch.add(x, joined, alpha=anatomy.residual_multiplier)
-    mid, size = _through_norm(anatomy.attention_residual, summed)
-    normed = residual.through(anatomy.attention_residual, summed, size)
-    return AttentionVectors(attention, residual, normed, x, attention_out, summed, mid)
+    multiplier, branch_norm = anatomy.residual_multiplier, anatomy.attention_branch
+    if branch_norm is None:
+        residual = attention.times(multiplier).plus_own(x)
+        summed = residual.total if b_O is None else residual.total + b_O * multiplier
+    else:
+        attention_out = total if b_O is None else total + b_O
+        residual = attention.through(branch_norm, attention_out).times(multiplier).plus_own(x)
+        summed = torch.add(x, _after_norm(branch_norm, attention_out), alpha=multiplier)
+    normed = residual.through(anatomy.attention_residual, summed)
+    return AttentionVectors(attention, residual, normed, x, summed, b_O, anatomy.attention_residual)
 
 
 def _over(norm: Norm, vectors: Tensor, divisor: Tensor) -> Tensor:
@@ -331,17 +359,14 @@ def _over(norm: Norm, vectors: Tensor, divisor: Tensor) -> Tensor:
     return out / divisor if out is vectors else out.div_(divisor)
 
 
-def _through_norm(norm: Norm | None, state: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What a norm makes of a state, and what it divides by."""
-    if norm is None:
-        return state, None
-    if norm.kind != "layer":
-        return norm(state), norm.scale(state)
+def _after_norm(norm: Norm | None, state: Tensor) -> Tensor:
+    """What a norm makes of a state."""
+    if norm is None or norm.kind != "layer":
+        return state if norm is None else norm(state)
     weight, bias = (
         None if part is None else part.detach().to(state.dtype) for part in (norm.weight, norm.bias)
     )
-    out, _, inverse = torch.native_layer_norm(state, state.shape[-1:], weight, bias, norm.eps)
-    return out, 1 / inverse
+    return torch.nn.functional.layer_norm(state, state.shape[-1:], weight, bias, norm.eps)
 
 
 def value_path(block: Block) -> ValuePath:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
+from lens_mix.methods.fold import folded, pays
 from lens_mix.methods.room import Workspace, even
 from lens_mix.methods.vectors.activations import gated_multipliers, plain_multiplier
 from lens_mix.methods.vectors.factors import (
@@ -32,7 +33,7 @@ from lens_mix.methods.vectors.factors import (
     linear_part,
     value_path,
 )
-from lens_mix.methods.vectors.gram import HeadVectors
+from lens_mix.methods.vectors.gram import HeadVectors, through
 from lens_mix.methods.vectors.memory import (
     NEURONS,
     feed_forward_bytes,
@@ -50,6 +51,8 @@ Variant = Literal["on_path", "fixed"]
 
 # Pairs of one step times neurons: enough rows for a matrix product at full speed.
 HIDDEN_ELEMENTS = 4 << 20
+# What the first matrix makes of one slab of keys, per head: numbers.
+SLAB_ELEMENTS = 4 << 20
 
 _shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -218,19 +221,25 @@ def _sequential(
     first = FirstLayer(block, vectors, shares, memory)
     if room is None:
         room, width = HIDDEN_ELEMENTS, shares.W_out.shape[0] * len(shares.multipliers)
+        slab = max(1, SLAB_ELEMENTS // (batch * heads.heads * width))
     else:
         width = hidden_width(block, heads)
-    for chunk, seen in vectors.pairs.chunks(width, room):
-        w, weights = vectors.pairs.vectors_of(chunk), vectors.pairs.weights_of(chunk)[:, :, seen]
-        output = first.through(shares.W_out, chunk, seen, weights)
-        maps[0][:, chunk, seen] = torch.linalg.vector_norm(output, dim=-1)
-        part = memory.like("pairs", output, output.shape, output.dtype)
-        torch.bmm(weights.flatten(0, 1), w.flatten(0, 1), out=part.flatten(0, 1))
-        part *= vectors.scale[:, None, seen]
-        part += _joined(shares, output, seen)
-        maps[1][:, chunk, seen] = torch.linalg.vector_norm(part, dim=-1)
-        if norm is not None:
-            maps[2][:, chunk, seen] = torch.linalg.vector_norm(linear_part(norm, part), dim=-1)
+        slab = max(1, room // (batch * queries * width))
+    matrices = through(vectors.pairs.chain, heads.matrices)
+    for some in even(0, keys, slab):
+        # Once per key and head, for as many keys as suits a product.
+        slab_vectors, slab_hidden = heads.lying_in(memory, matrices, some), first.by_head(some)
+        for chunk, seen in vectors.pairs.chunks(width, room, some):
+            here = slice(chunk.start - some.start, chunk.stop - some.start)
+            weights = vectors.pairs.weights_of(chunk)[:, :, seen]
+            output = first.through(shares.W_out, [part[:, here] for part in slab_hidden], seen, weights)
+            maps[0][:, chunk, seen] = torch.linalg.vector_norm(output, dim=-1)
+            part = memory.like("pairs", output, output.shape, output.dtype)
+            torch.bmm(weights.flatten(0, 1), slab_vectors[:, here].flatten(0, 1), out=part.flatten(0, 1))
+            torch.addcmul(_joined(shares, output, seen), part, vectors.scale[:, None, seen], out=part)
+            maps[1][:, chunk, seen] = torch.linalg.vector_norm(part, dim=-1)
+            if norm is not None:
+                maps[2][:, chunk, seen] = torch.linalg.vector_norm(linear_part(norm, part), dim=-1)
     own = vectors.diagonal()
     output = shares.share(own)
     residual = own + shares.joined(output)
@@ -245,13 +254,13 @@ def _joined(shares: FeedForwardShares, output: Tensor, seen: slice) -> Tensor:
     norm = shares.anatomy.feed_forward_branch
     if norm is not None:
         output = linear_part(norm, output) / norm.scale(shares.output)[:, None, seen]
-    return output * shares.anatomy.residual_multiplier
+    multiplier = shares.anatomy.residual_multiplier
+    return output if multiplier == 1 else output * multiplier
 
 
 def folds(heads: HeadVectors) -> bool:
-    """Whether folding W_O W_in pays: d_model² d_mlp once, for all but d_head of d_model per key and head."""
-    rows = heads.value.shape[0] * heads.value.shape[1]
-    return rows * heads.heads > heads.d_model + rows
+    """Whether W_O and the first matrix are folded even where they can't be kept."""
+    return pays(heads.value.shape[0] * heads.value.shape[1], heads.heads, heads.d_head)
 
 
 class FirstLayer:
@@ -269,25 +278,28 @@ class FirstLayer:
         self._norm = shares.anatomy.feed_forward_input
         scale = vectors.scale / shares.input_scale
         self._multipliers = [m * scale for _, m in shares.multipliers]
-        self._folded: list[Tensor] | None = None
-        if folds(vectors.pairs.heads):
-            self._fold(block)
+        heads = vectors.pairs.heads
+        self._folded = folded(
+            block.anatomy,
+            value_path(block),
+            list(range(heads.heads)),
+            heads.value.shape[0] * heads.value.shape[1],
+            vectors.total.dtype,
+            keep=block.max_memory is None,
+        )
 
-    def _fold(self, block: Block) -> None:
-        anatomy, dtype = block.anatomy, self._vectors.total.dtype
-        output = linear_part(anatomy.attention_branch, value_path(block).W_O.to(dtype))
-        output = linear_part(self._norm, linear_part(anatomy.attention_residual, output))
-        self._folded = [output @ W for W, _ in self._shares.multipliers]
+    def by_head(self, keys: slice) -> list[Float[Tensor, "batch key head d_mlp"]]:
+        """The first matrix, or both, applied once per key and head."""
+        return [self._by_head(index, keys) for index in range(len(self._multipliers))]
 
     def through(
         self,
         W_out: Float[Tensor, "d_mlp d_model"],
-        chunk: slice,
+        by_head: Sequence[Float[Tensor, "batch key head d_mlp"]],
         seen: slice,
         weights: Float[Tensor, "batch key query head"],
     ) -> Float[Tensor, "batch key query d_model"]:
         """What the second matrix makes of a chunk's pairs, some neurons at a time, as the caches like."""
-        by_head = [self._by_head(index, chunk) for index in range(len(self._multipliers))]
         shape = (*weights.shape[:-1], W_out.shape[1])
         output = self._memory.like("feed-forward output", weights, shape, weights.dtype).zero_()
         for columns in even(0, len(W_out), NEURONS):
@@ -295,17 +307,17 @@ class FirstLayer:
             output.flatten(0, 2).addmm_(hidden.flatten(0, 2), W_out[columns])
         return output
 
-    def _by_head(self, index: int, chunk: slice) -> Float[Tensor, "batch key head d_mlp"]:
+    def _by_head(self, index: int, keys: slice) -> Float[Tensor, "batch key head d_mlp"]:
         """One first matrix, applied once per key and head."""
         pairs = self._vectors.pairs
         if self._folded is None:
             W, _ = self._shares.multipliers[index]
-            return linear_part(self._norm, pairs.vectors_of(chunk)) @ W
-        value = pairs.heads.value[:, chunk]
-        rows, folded = pairs.heads.by_head(value), self._folded[index]
-        shape = (*rows.shape[:2], folded.shape[-1])
+            return linear_part(self._norm, pairs.vectors_of(keys)) @ W
+        value = pairs.heads.value[:, keys]
+        rows, matrix = pairs.heads.by_head(value), self._folded[index]
+        shape = (*rows.shape[:2], matrix.shape[-1])
         out = self._memory.like(f"first matrix {index}", rows, shape, rows.dtype)
-        return torch.bmm(rows, folded, out=out).unflatten(1, value.shape[:2]).movedim(0, 2)
+        return torch.bmm(rows, matrix, out=out).unflatten(1, value.shape[:2]).movedim(0, 2)
 
     def _hidden(
         self,
@@ -316,12 +328,15 @@ class FirstLayer:
     ) -> Float[Tensor, "batch key query column"]:
         """Σ_h a_ijh (w_jh W) ⊙ m_i of some neurons, both matrices of a gated feed-forward added."""
         shape = (*weights.shape[:-1], columns.stop - columns.start)
-        found = []
+        total: Tensor | None = None
         for index, (vectors, m) in enumerate(zip(by_head, self._multipliers, strict=True)):
             out = self._memory.like(f"hidden {index}", weights, shape, weights.dtype)
             torch.bmm(weights.flatten(0, 1), vectors[..., columns].flatten(0, 1), out=out.flatten(0, 1))
-            found.append(out.mul_(m[:, None, seen, columns]))
-        return found[0] if len(found) == 1 else found[0].add_(found[1])
+            of_queries = m[:, None, seen, columns]
+            total = out.mul_(of_queries) if total is None else total.addcmul_(out, of_queries)
+        if total is None:
+            raise RuntimeError("a feed-forward without a first matrix")
+        return total
 
 
 def next_norm(blocks: Sequence[Block], layer: int) -> Norm | None:

@@ -19,6 +19,7 @@ from lens_mix.methods.vectors.gram import (
     Chain,
     Grams,
     HeadVectors,
+    by_key,
     chunk_bytes,
     factor_norms,
     qr_factor,
@@ -116,10 +117,11 @@ class PairNorms:
     def _pair_norms(
         self, factors: Float[Tensor, "batch key stage rank head"], keys: slice, room: Workspace
     ) -> Float[Tensor, "batch key stage query"]:
-        pattern = self.pattern[..., keys].permute(0, 3, 1, 2)
-        batch, count, _, queries = pattern.shape
+        pattern = self.pattern[..., keys]
+        batch, heads, queries, count = pattern.shape
         rows, products = batch * count, factors.shape[2] * factors.shape[3]
-        weights = room.like("weights", pattern, pattern.shape, torch.float64).copy_(pattern).flatten(0, 1)
+        weights = room.like("weights", pattern, (batch, count, heads, queries), torch.float64)
+        weights = by_key(pattern, weights).flatten(0, 1)
         product = room.like("products", pattern, (rows, products, queries), torch.float64)
         exact = self.heads.dtype == torch.float64
         return factor_norms(factors.flatten(0, 1), weights, exact, product).unflatten(0, (batch, count))
@@ -197,11 +199,11 @@ class _SlabFactors:
             groups.setdefault(tuple(map(id, chain[:-1])), []).append(number)
         for numbers in groups.values():
             norms = [chains[number][-1] if chains[number] else None for number in numbers]
-            columns = Grams.columns(norms, heads)
+            lines = Grams.lines(norms, heads)
             name = f"grams {len(self._groups)}"
-            memory = room.like(name, value, (columns, step, d_model), torch.float64)
+            memory = room.like(name, value, (lines, step, d_model), torch.float64)
             grams = Grams(norms, heads, memory)
-            self._groups.append((chains[numbers[0]][:-1], numbers, columns, grams))
+            self._groups.append((chains[numbers[0]][:-1], numbers, lines, grams))
 
     def __call__(
         self, value: Float[Tensor, "head row d_head"], own_weights: Float[Tensor, "row head"]
@@ -227,8 +229,8 @@ class _SlabFactors:
         heads, rows, _ = slab.shape
         size = (rows, len(self._chains), heads, heads)
         factors = self._room.like("factors", slab, size, torch.float64)
-        for before, numbers, columns, grams in self._groups:
-            found = self._room.like("found", slab, (rows, heads, columns), torch.float64)
+        for before, numbers, lines, grams in self._groups:
+            found = self._room.like("found", slab, (rows, lines, heads), torch.float64)
             for start in range(0, rows, self._step):
                 chunk = slab[:, start : start + self._step]
                 wide = chunk if not before else through(before, chunk.double())

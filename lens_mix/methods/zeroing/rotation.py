@@ -15,14 +15,10 @@ from collections.abc import Iterator
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lens_mix.lens.anatomy import ValuePath
+from lens_mix.methods import kept
 from lens_mix.methods.zeroing.clean_block import CleanBlock
-from lens_mix.methods.zeroing.fold import probe
-
-# Bytes of turned matrices that are kept in all; they go with the models that they belong to.
-KEPT_BYTES = 1 << 30
 
 # Neurons per step of the staircase: narrower products would run slower than what they save.
 STEP = 128
@@ -30,8 +26,8 @@ STEP = 128
 # A block of fewer pairs would not earn the decomposition back in a handful of runs.
 LEAST_PAIRS = 8192
 
-# By the block's W_out as the proof has read it: a new proof reads anew.
-_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Its name in the store of what is kept.
+KIND = "turned"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +39,12 @@ class Rotation:
         second: W_out Q.
         W_O: W_O Q.
         depth: of how many neurons the rows have zeros.
-        probes: what `_probes` found of W_out and W_O.
     """
 
     axes: Float[Tensor, "d_model axis"]
     second: Float[Tensor, "d_mlp axis"]
     W_O: Float[Tensor, "head d_head axis"]
     depth: int
-    probes: tuple[Tensor, Tensor]
 
     @property
     def nbytes(self) -> int:
@@ -82,34 +76,20 @@ def rotated(clean: CleanBlock, path: ValuePath, pairs: int) -> Rotation | None:
     depth = name.shape[1] * 5 // 6 // STEP * STEP
     if name.device.type != "cpu" or not 0 < depth <= name.shape[0]:
         return None
-    kept = _kept.get(name)
-    probes = _probes(clean.second, path.W_O)
-    # An edit through `.data` leaves no trace that could be asked.
-    if kept is not None and all(map(torch.equal, probes, kept.probes)):
-        return kept
-    found = _rotation(clean.second, path.W_O.to(dtype), depth, probes)
-    if found.nbytes + sum(other.nbytes for other in _kept.values() if other is not kept) <= KEPT_BYTES:
-        _kept[name] = found
+    probes = [kept.probe(clean.second), kept.probe(path.W_O.flatten(0, 1).to(dtype))]
+    found: Rotation | None = kept.recall(name, KIND, probes)
+    if found is None:
+        found = _rotation(clean.second, path.W_O.to(dtype), depth)
+        if kept.fits(name, KIND, found.nbytes):
+            kept.keep(name, KIND, probes, found)
     return found
-
-
-def forget() -> None:
-    """Drop what is kept; the next run makes it anew."""
-    _kept.clear()
 
 
 def _rotation(
     second: Float[Tensor, "d_mlp d_model"],
     W_O: Float[Tensor, "head d_head d_model"],
     depth: int,
-    probes: tuple[Tensor, Tensor],
 ) -> Rotation:
     # In float64: lengths in axes that are orthogonal to float32's last digit would lose two.
     axes = torch.linalg.qr(second[:depth].T.double(), mode="complete").Q.to(second.dtype)
-    return Rotation(axes, second @ axes, W_O @ axes, depth, probes)
-
-
-def _probes(
-    second: Float[Tensor, "d_mlp d_model"], W_O: Float[Tensor, "head d_head d_model"]
-) -> tuple[Tensor, Tensor]:
-    return probe(second), probe(W_O.flatten(0, 1).to(second.dtype))
+    return Rotation(axes, second @ axes, W_O @ axes, depth)

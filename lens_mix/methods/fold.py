@@ -1,0 +1,73 @@
+"""W_O and the feed-forward's first matrix as one matrix per head, kept between runs.
+
+What a head sends reaches the pre-activations through W_O, the linear parts of the norms and the first matrix.
+Their product, d_head × d_mlp per head, depends on the weights alone. Made anew it costs as much as d_model
+positions; kept, a run with n keys pays for n.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, ValuePath
+from lens_mix.methods import kept
+from lens_mix.methods.vectors.gram import through
+
+
+def folded(
+    anatomy: BlockAnatomy,
+    path: ValuePath,
+    heads: list[int],
+    vectors: int,
+    dtype: torch.dtype,
+    keep: bool,
+) -> Float[Tensor, "matrix head d_head d_mlp"] | None:
+    """The folded matrices of some heads; None where applying both to each vector costs less.
+
+    Args:
+        anatomy: the block, its feed-forward plain or gated; a gated one has two matrices, the gate's first.
+        path: its value path.
+        heads: which query heads.
+        vectors: how many value vectors will go through.
+        dtype: of the products.
+        keep: whether they may stay for the next run.
+    """
+    feed_forward = anatomy.feed_forward
+    if feed_forward is None or anatomy.parallel:
+        return None
+    name, kind = feed_forward.W_in, f"folded {dtype}"
+    # Through the matrices that are folded: every number of them takes part.
+    probes = [_fold(anatomy, feed_forward, kept.probe(path.W_O.flatten(0, 1).to(dtype))[None])]
+    found: Tensor | None = kept.recall(name, kind, probes)
+    if found is not None:
+        return _of_heads(found, heads)
+    all_heads, d_head = path.W_O.shape[:2]
+    matrices = 1 if feed_forward.W_gate is None else 2
+    size = all_heads * d_head * name.shape[1] * matrices * dtype.itemsize
+    if keep and kept.fits(name, kind, size):
+        found = _fold(anatomy, feed_forward, path.W_O.to(dtype))
+        kept.keep(name, kind, probes, found)
+        return _of_heads(found, heads)
+    if not pays(vectors, len(heads), d_head):
+        return None
+    return _fold(anatomy, feed_forward, path.W_O[heads].to(dtype))
+
+
+def pays(vectors: int, heads: int, d_head: int) -> bool:
+    """Whether folding anew costs less than both matrices for each vector."""
+    return vectors * heads > heads * d_head + vectors
+
+
+def _fold(
+    anatomy: BlockAnatomy, feed_forward: FeedForward, W_O: Float[Tensor, "*head d_head d_model"]
+) -> Float[Tensor, "matrix *head d_head d_mlp"]:
+    norms = (anatomy.attention_branch, anatomy.attention_residual, anatomy.feed_forward_input)
+    read = through(tuple(norm for norm in norms if norm is not None), W_O.detach())
+    gate, last = feed_forward.W_gate, read @ feed_forward.W_in.detach().to(read.dtype)
+    return last[None] if gate is None else torch.stack([read @ gate.detach().to(read.dtype), last])
+
+
+def _of_heads(found: Float[Tensor, "matrix head d_head d_mlp"], heads: list[int]) -> Tensor:
+    return found if heads == list(range(found.shape[1])) else found[:, heads]

@@ -1,0 +1,69 @@
+"""Products of a model's weights, kept between runs: in one store, up to one bound.
+
+They go with the weights that they are made of. An edit through `.data` leaves no trace that could be asked:
+whoever keeps a product says by `probe` what the weights were, and asks again before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# Bytes of products that are kept in all.
+KEPT_BYTES = 2 << 30
+
+
+class _Entry(NamedTuple):
+    probes: Sequence[Tensor]
+    product: Any
+
+
+# By a weight as the proof has read it (a new proof reads anew), then by kind of product.
+_store: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def probe(matrix: Float[Tensor, "row column"]) -> Float[Tensor, " column"]:
+    """A product that every row takes part in, with a factor of its own: what tells an edit."""
+    return torch.arange(1, 1 + len(matrix), dtype=matrix.dtype, device=matrix.device).cos_() @ matrix
+
+
+def recall(weight: Tensor, kind: str, probes: Sequence[Tensor]) -> Any | None:
+    """What was kept; None where nothing was, or where the probes differ."""
+    entry = _store.get(weight, {}).get(kind)
+    if entry is None or any(
+        old.dtype != new.dtype or not torch.equal(old, new)
+        for old, new in zip(entry.probes, probes, strict=True)
+    ):
+        return None
+    return entry.product
+
+
+def fits(weight: Tensor, kind: str, size: int) -> bool:
+    """Whether a product of `size` bytes may be kept."""
+    others = sum(
+        entry.product.nbytes
+        for name, kinds in _store.items()
+        for other, entry in kinds.items()
+        if not (name is weight and other == kind)
+    )
+    return size + others <= KEPT_BYTES
+
+
+def keep(weight: Tensor, kind: str, probes: Sequence[Tensor], product: Any) -> None:
+    """Keep a product, which has `nbytes`, in the place of an older one of its kind."""
+    _store.setdefault(weight, {})[kind] = _Entry(probes, product)
+
+
+def number(kind: str) -> int:
+    """How many products of a kind are kept."""
+    return sum(kind in kinds for kinds in _store.values())
+
+
+def forget() -> None:
+    """Drop what is kept; the next run makes it anew."""
+    _store.clear()
