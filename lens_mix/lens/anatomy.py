@@ -16,6 +16,7 @@ encoder-decoder has the cross-attention branch between the two. Nothing here is 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, cast
 
@@ -52,9 +53,9 @@ class Norm:
     def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch 1"]:
         """What the (centred) vector is divided by."""
         centred = x - x.mean(-1, keepdim=True) if self.kind == "layer" else x
-        # As a length: no tensor of squares is made.
+        # As a length: no tensor of squares is made, and their sum would overflow float16.
         length = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)
-        return (length.square() / x.shape[-1] + self.eps).sqrt()
+        return ((length / math.sqrt(x.shape[-1])).square() + self.eps).sqrt()
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         centred = x - x.mean(-1, keepdim=True) if self.kind == "layer" else x

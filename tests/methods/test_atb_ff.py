@@ -91,6 +91,37 @@ def test_folding_the_first_matrix_changes_nothing(monkeypatch, count):
     assert not kept.number("folded torch.float64")
 
 
+def test_kept_matrices_see_edits(monkeypatch):
+    from lens_mix.methods.vectors import feed_forward
+
+    if not available(bridge, "llama", torch.float64):
+        pytest.skip("no TransformerBridge in this TransformerLens")
+    model = bridge("llama", torch.float64)
+    tokens = torch.arange(9) + 3
+    before = lm.run(model, tokens, "atb_ff").scores
+    for weight in model.parameters():
+        if weight.ndim >= 2:
+            weight.data[0] *= 1.5
+    after = lm.run(model, tokens, "atb_ff").scores
+    monkeypatch.setattr(feed_forward, "folded", lambda *arguments, **options: None)
+    assert largest(after, lm.run(model, tokens, "atb_ff").scores) < 1e-12
+    assert largest(after, before) > 1e-3
+
+
+def test_paths_are_integrated_some_at_a_time(monkeypatch):
+    from lens_mix.methods.vectors import activations
+
+    generator = torch.Generator().manual_seed(0)
+    start, end = torch.randn(2, 3, 50, generator=generator, dtype=torch.float64)
+    # One long path among short ones, and one of no length.
+    end[1, 7], end[2, 9] = 60.0, start[2, 9]
+    for activation in ("silu", "relu"):
+        whole = mean_on_path(activation, start, end)
+        with monkeypatch.context() as patch:
+            patch.setattr(activations, "IN_CACHE", 4)
+            assert largest(whole, mean_on_path(activation, start, end)) < 1e-10
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_plain_multiplier_is_the_integrated_gradient(activation):
     ends = torch.tensor([-30.0, -3.0, -1e-9, 0.0, 1e-300, 1e-7, 0.5, 4.0, 30.0], dtype=torch.float64)

@@ -8,7 +8,15 @@ import torch
 import lens_mix as lm
 from lens_mix.lens.anatomy import Norm, ValuePath
 from lens_mix.methods.vectors.factors import Pairs, attention_vectors
-from lens_mix.methods.vectors.gram import Grams, HeadVectors, factor_norms, gram, linear_part, qr_factor
+from lens_mix.methods.vectors.gram import (
+    Grams,
+    HeadVectors,
+    by_key,
+    factor_norms,
+    gram,
+    linear_part,
+    qr_factor,
+)
 from lens_mix.statistics.passes import prompt_blocks
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import norms, oracle
@@ -159,3 +167,10 @@ def test_gram_after_a_norm_needs_no_centred_copy(kind: str, weighted: bool) -> N
     grams.read(vectors.transpose(0, 1), found)
     for norm, products in zip(stages, grams.put_together(found), strict=True):
         torch.testing.assert_close(products, gram(linear_part(norm, vectors)), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("queries", [1, 64, 150])
+def test_a_pattern_by_key_is_the_pattern_turned_round(queries: int) -> None:
+    pattern = torch.rand(2, 3, queries, 5)
+    found = by_key(pattern, torch.empty(2, 5, 3, queries, dtype=torch.float64))
+    assert torch.equal(found, pattern.permute(0, 3, 1, 2).double())

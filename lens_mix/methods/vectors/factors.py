@@ -223,7 +223,7 @@ class Vectors:
         apart = memory.like("apart", reduced, reduced.shape, reduced.dtype)
         for start in range(0, keys, step):
             chunk = slice(start, start + step)
-            vectors = heads.lying_in(memory, matrices, chunk)
+            vectors = heads.lying_in(memory, "vectors", matrices, chunk)
             some = pairs.pattern[..., chunk]
             shape = (batch, some.shape[-1], heads.heads, queries)
             weights = by_key(some, memory.like("key weights", some, shape, heads.dtype)).transpose(2, 3)

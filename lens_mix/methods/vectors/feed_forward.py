@@ -228,7 +228,7 @@ def _sequential(
     matrices = through(vectors.pairs.chain, heads.matrices)
     for some in even(0, keys, slab):
         # Once per key and head, for as many keys as suits a product.
-        slab_vectors, slab_hidden = heads.lying_in(memory, matrices, some), first.by_head(some)
+        slab_vectors, slab_hidden = heads.lying_in(memory, "vectors", matrices, some), first.by_head(some)
         for chunk, seen in vectors.pairs.chunks(width, room, some):
             here = slice(chunk.start - some.start, chunk.stop - some.start)
             weights = vectors.pairs.weights_of(chunk)[:, :, seen]
@@ -313,11 +313,7 @@ class FirstLayer:
         if self._folded is None:
             W, _ = self._shares.multipliers[index]
             return linear_part(self._norm, pairs.vectors_of(keys)) @ W
-        value = pairs.heads.value[:, keys]
-        rows, matrix = pairs.heads.by_head(value), self._folded[index]
-        shape = (*rows.shape[:2], matrix.shape[-1])
-        out = self._memory.like(f"first matrix {index}", rows, shape, rows.dtype)
-        return torch.bmm(rows, matrix, out=out).unflatten(1, value.shape[:2]).movedim(0, 2)
+        return pairs.heads.lying_in(self._memory, f"first matrix {index}", self._folded[index], keys)
 
     def _hidden(
         self,

@@ -197,15 +197,16 @@ class HeadVectors:
         return through(chain, out.unflatten(1, value.shape[:2]).movedim(0, 2))
 
     def lying_in(
-        self, memory: Workspace, matrices: Float[Tensor, "head d_head d_model"], keys: slice
-    ) -> Float[Tensor, "batch key head d_model"]:
-        """The vectors of some keys by way of `through(chain, matrices)`, in memory that is used again.
+        self, memory: Workspace, name: str, matrices: Float[Tensor, "head d_head width"], keys: slice
+    ) -> Float[Tensor, "batch key head width"]:
+        """Values of some keys times a matrix per head, in memory that is used again.
 
-        A norm's linear part acts on the rows of W_O as on the vectors that they make.
+        With `through(chain, W_O)` these are the vectors after some norms: a linear part acts on the rows of
+        W_O as on the vectors that they make.
         """
         value = self.value[:, keys]
         rows = self.by_head(value)
-        out = memory.like("vectors", rows, (*rows.shape[:2], self.d_model), self.dtype)
+        out = memory.like(name, rows, (*rows.shape[:2], matrices.shape[-1]), self.dtype)
         return torch.bmm(rows, matrices, out=out).unflatten(1, value.shape[:2]).movedim(0, 2)
 
     def by_head(
