@@ -224,18 +224,29 @@ class Vectors:
         for start in range(0, keys, step):
             chunk = slice(start, start + step)
             vectors = heads.lying_in(memory, "vectors", matrices, chunk)
-            some = pairs.pattern[..., chunk]
-            shape = (batch, some.shape[-1], heads.heads, queries)
-            weights = by_key(some, memory.like("key weights", some, shape, heads.dtype)).transpose(2, 3)
-            for key, (first, stop) in enumerate(pairs.ranges()[start : start + step], start):
-                seen = slice(first, stop)
-                part, one = apart[:, seen], vectors[:, key - start]
-                # Not baddbmm: it copies the state first, which costs more than the difference.
-                torch.bmm(weights[:, key - start, seen], one, out=part).sub_(reduced[:, seen])
-                if order == 1:
-                    torch.sum(part.abs_(), -1, out=out[:, key, seen])
-                else:
-                    torch.linalg.vector_norm(part, dim=-1, out=out[:, key, seen])
+            pattern = pairs.pattern[..., chunk]
+            shape = (batch, pattern.shape[-1], heads.heads, queries)
+            weights = by_key(pattern, memory.like("key weights", pattern, shape, heads.dtype)).transpose(2, 3)
+            pieces = zip(
+                pairs.ranges()[chunk],
+                weights.unbind(1),
+                vectors.unbind(1),
+                out[:, chunk].unbind(1),
+                strict=True,
+            )
+            # Many small steps: what autograd notes of each would take a tenth of their time.
+            with torch.inference_mode():
+                for (first, stop), some, one, found in pieces:
+                    part, own = apart, reduced
+                    if (first, stop) != (0, queries):
+                        seen = slice(first, stop)
+                        part, own, some, found = part[:, seen], own[:, seen], some[:, seen], found[:, seen]
+                    # Not baddbmm: it copies the state first, which costs more than the difference.
+                    torch.bmm(some, one, out=part).sub_(own)
+                    if order == 1:
+                        torch.sum(part.abs_(), -1, out=found)
+                    else:
+                        torch.linalg.vector_norm(part, dim=-1, out=found)
         out.mul_(scale[:, None])
         far = torch.linalg.vector_norm(state, ord=order, dim=-1)
         for key, (first, stop) in enumerate(pairs.ranges()):
