@@ -404,7 +404,7 @@ def _see(
     rows = torch.arange(len(places), device=places.device)[:, None]
 
     def see(tensor: Tensor, hook: Any) -> None:
-        # A fifth of the time that `(tensor != 0).any(dim=1)` takes.
+        # A quarter of the time that `(tensor != 0).any(dim=1)` takes.
         seen[layer] = (tensor.amax(dim=1) != 0) | (tensor.amin(dim=1) != 0)
         if tensor.shape[0] == len(places) and tensor.shape[2] > int(places.max()):
             glimpses[layer] = tensor.detach()[rows, :, places].transpose(1, 2)

@@ -234,7 +234,7 @@ class Vectors:
                 out[:, chunk].unbind(1),
                 strict=True,
             )
-            # Many small steps: what autograd notes of each would take a tenth of their time.
+            # Many small steps, of which autograd need not note anything.
             with torch.inference_mode():
                 for (first, stop), some, one, found in pieces:
                     part, own = apart, reduced

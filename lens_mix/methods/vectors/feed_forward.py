@@ -331,7 +331,7 @@ class FirstLayer:
             of_queries = m[:, None, seen, columns]
             total = out.mul_(of_queries) if total is None else total.addcmul_(out, of_queries)
         if total is None:
-            raise RuntimeError("a feed-forward without a first matrix")
+            raise RuntimeError("multipliers: expected at least one first matrix, got none")
         return total
 
 
