@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lens_mix.methods.base import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
-from lens_mix.methods.vectors.factors import attention_vectors, head_vectors
+from lens_mix.methods.vectors.factors import attention_vectors, head_vectors, lengths
 from lens_mix.methods.vectors.memory import distance_bytes, room_beside, state_bytes
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Alti(Method):
         heads.room = room_beside(block, fixed, least, "ALTI")
         vectors = attention_vectors(block, heads)
         order = 1 if self.distance == "l1" else 2
-        size = torch.linalg.vector_norm(vectors.mid, ord=order, dim=-1, keepdim=True)
+        size = lengths(vectors.mid, order)[..., None]
         nearer = (size - vectors.normed.distances(vectors.mid, order)).clamp_min(0)
         return shares(nearer) if self.normalize else nearer
 

@@ -5,7 +5,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.methods.alti_logit import logit_shares, through_head
-from lens_mix.methods.vectors.factors import attention_vectors
+from lens_mix.methods.vectors.factors import attention_vectors, lengths
 from lens_mix.statistics.passes import prompt_blocks
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import oracle
@@ -123,6 +123,13 @@ def test_equals_the_definition_written_out(case, distance):
         assert largest(lm.Alti(distance, normalize=False)(block)[0], nearer) < 1e-10
         shares = lm.Alti(distance)(block)[0]
         assert largest(shares.sum(-1), (nearer.sum(-1) > 0).double()) < 1e-12
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_lengths_keep_the_digits_that_a_small_share_is_a_difference_of(order):
+    vectors = torch.randn(256, 3072, generator=torch.Generator().manual_seed(0))
+    expected = torch.linalg.vector_norm(vectors.double(), ord=order, dim=-1)
+    assert largest(lengths(vectors, order) / expected, torch.ones(256)) < 3e-7
 
 
 def test_what_cannot_be_is_refused():
