@@ -15,6 +15,8 @@ exactly, whatever the error of I. All in float64.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -27,8 +29,10 @@ from lens_mix.methods.room import even
 
 Activation = Callable[[Tensor], Tensor]
 
-# 16 points are good to 1e-12 on a piece of this length; longer paths are cut into pieces.
-POINTS, PIECE = 16, 8.0
+# Longer paths are cut into pieces of this length.
+PIECE = 16.0
+# How much faster than SiLU an activation turns.
+_STEEPNESS = {"quick_gelu": 1.702}
 # Paths that are integrated at once.
 IN_CACHE = 8192
 # Below this, the difference quotient has lost more digits than the derivative at the middle leaves out.
@@ -83,7 +87,7 @@ def gated_multipliers(
 
     def by_quadrature(near: Tensor) -> Tensor:
         at, gate, up, change = a[near], (end - a)[near], b[near], (up_end - b)[near]
-        return _integral(lambda t: derivative(function, at + t * gate) * (up + t * change), 1)
+        return _integral(lambda t: derivative(function, at + t * gate) * (up + t * change), 1, _points(CLOSE))
 
     return _ratio(change, end - a, by_quadrature, CLOSE), m_up
 
@@ -92,14 +96,13 @@ def mean_on_path(
     activation: str, start: Float[Tensor, "*batch"], end: Float[Tensor, "*batch"]
 ) -> Float[Tensor, "*batch"]:
     """∫ g(start + t (end - start)) dt over t in 0..1."""
-    function = ACTIVATIONS[activation]
 
     def by_quadrature(near: Tensor | slice) -> Tensor:
         ends, starts = end[near].flatten(), start[near].flatten()
         out = torch.empty_like(ends)
         # On a processor some at a time: what stays in its caches, and few long paths make few others wait.
         for some in even(0, len(ends), IN_CACHE if end.device.type == "cpu" else len(ends)):
-            out[some] = _mean(function, starts[some], ends[some])
+            out[some] = _mean(activation, starts[some], ends[some])
         return out.view(end[near].shape)
 
     primitive = _PRIMITIVES.get(activation)
@@ -108,10 +111,20 @@ def mean_on_path(
     return _ratio(primitive(end) - primitive(start), end - start, by_quadrature, CLOSE)
 
 
-def _mean(function: Activation, start: Float[Tensor, " path"], end: Float[Tensor, " path"]) -> Tensor:
-    change = end - start
-    pieces = max(1, int(np.ceil(float(change.abs().max()) / PIECE)))
-    return _integral(lambda t: function(torch.add(start, change, alpha=t)), pieces)
+def _mean(activation: str, start: Float[Tensor, " path"], end: Float[Tensor, " path"]) -> Tensor:
+    function, change = ACTIVATIONS[activation], end - start
+    longest = float(change.abs().max())
+    pieces = max(1, math.ceil(longest / PIECE))
+    points = _points(longest / pieces * _STEEPNESS.get(activation, 1.0))
+    return _integral(lambda t: function(torch.add(start, change, alpha=t)), pieces, points)
+
+
+def _points(length: float) -> int:
+    """Gauss-Legendre points that are good to 1e-13 on a path of a length: SiLU has poles at ±πi."""
+    return math.ceil(5 + 2.5 * length)
+
+
+_nodes = functools.cache(np.polynomial.legendre.leggauss)
 
 
 def derivative(function: Activation, x: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
@@ -121,8 +134,8 @@ def derivative(function: Activation, x: Float[Tensor, "*batch"]) -> Float[Tensor
         return torch.autograd.grad(function(leaf).sum(), leaf)[0]
 
 
-def _integral(integrand: Callable[[float], Tensor], pieces: int) -> Tensor:
-    nodes, weights = np.polynomial.legendre.leggauss(POINTS)
+def _integral(integrand: Callable[[float], Tensor], pieces: int, points: int) -> Tensor:
+    nodes, weights = _nodes(points)
     total: Tensor | None = None
     for piece in range(pieces):
         for node, weight in zip(nodes, weights, strict=True):
