@@ -13,6 +13,7 @@ once per pair: 2 · pairs · d_mlp · d_model operations are the floor.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -66,22 +67,39 @@ class FeedForwardShares:
         input_scale: what the norm before the feed-forward divides by, 1 without one.
         multipliers: (first matrix, m) once for a plain feed-forward, twice for a gated one.
         W_out: the second matrix.
-        output: the true output of the feed-forward, biases included.
-        summed: the true sum of residual stream and branch.
+        read: what the feed-forward truly reads.
+        mid: the true middle of the block.
     """
 
     anatomy: BlockAnatomy
     input_scale: Float[Tensor, "batch pos 1"]
     multipliers: tuple[tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]], ...]
     W_out: Float[Tensor, "d_mlp d_model"]
-    output: Float[Tensor, "batch pos d_model"]
-    summed: Float[Tensor, "batch pos d_model"]
+    read: Float[Tensor, "batch pos d_model"]
+    mid: Float[Tensor, "batch pos d_model"]
+
+    @functools.cached_property
+    def output(self) -> Float[Tensor, "batch pos d_model"]:
+        """The true output of the feed-forward, biases included; only a norm behind it asks for it."""
+        if self.anatomy.feed_forward is None:
+            raise RuntimeError("the output of a feed-forward was asked of a block that has none")
+        return self.anatomy.feed_forward(self.read)
+
+    @functools.cached_property
+    def summed(self) -> Float[Tensor, "batch pos d_model"]:
+        """The true sum of residual stream and branch."""
+        norm = self.anatomy.feed_forward_branch
+        branch = self.output if norm is None else norm(self.output)
+        return self.mid + branch * self.anatomy.residual_multiplier
 
     def share(self, vectors: Float[Tensor, "*batch pos d_model"]) -> Float[Tensor, "*batch pos d_model"]:
         """What the feed-forward makes of shares of what it reads (before its norm)."""
         read = linear_part(self.anatomy.feed_forward_input, vectors) / self.input_scale
-        hidden = torch.stack([(read @ W) * m for W, m in self.multipliers])
-        return hidden.sum(0) @ self.W_out
+        (W, m), *others = self.multipliers
+        hidden = (read @ W).mul_(m)
+        for W, m in others:
+            hidden.addcmul_(read @ W, m)
+        return hidden @ self.W_out
 
     def joined(self, shares: Float[Tensor, "*batch pos d_model"]) -> Float[Tensor, "*batch pos d_model"]:
         """What shares of the feed-forward's output add to the residual stream."""
@@ -117,16 +135,8 @@ def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant
     scale = torch.ones_like(state[..., :1]) if norm is None else norm.scale(state)
     read = state if norm is None else norm(state)
     multipliers = _multipliers(feed_forward, read, linear_part(norm, shares) / scale, biases)
-    output = feed_forward(read)
-    branch = output if anatomy.feed_forward_branch is None else anatomy.feed_forward_branch(output)
-    return FeedForwardShares(
-        anatomy,
-        scale,
-        multipliers,
-        feed_forward.W_out.to(state.dtype),
-        output,
-        vectors.mid + branch * anatomy.residual_multiplier,
-    )
+    W_out = feed_forward.W_out.to(state.dtype)
+    return FeedForwardShares(anatomy, scale, multipliers, W_out, read, vectors.mid)
 
 
 def _multipliers(
