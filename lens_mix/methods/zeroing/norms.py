@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import Norm
-from lens_mix.methods.room import Rows, Workspace, of_rows
-from lens_mix.methods.vectors.gram import linear_part
+from lens_mix.methods.room import Rows, Workspace, even, of_rows
+from lens_mix.methods.vectors.gram import chunk_bytes, linear_part
 
 
 class NormChange:
@@ -78,14 +79,19 @@ class NormChange:
             prompts: of each source.
             room: for what lies between.
         """
-        wide = room.like("wide", vectors, vectors.shape, torch.float64).copy_(vectors)
-        gram = wide @ wide.transpose(-1, -2)
-        if self.norm.kind == "layer":
-            # C is a projection: ‖C c‖² = ‖c‖² - (c · 1)² / d_model.
-            sums = (wide @ ones.double())[..., None]
-            gram.baddbmm_(sums, sums.transpose(-1, -2), alpha=-1 / len(ones))
-        factors = weights.double()
-        growth = products.baddbmm_(factors, gram, beta=2).mul_(factors).sum(-1).to(weights.dtype)
+        growth = weights.new_empty(weights.shape[:2])
+        # The vectors' float64 copies stay in a processor's caches.
+        step = max(1, chunk_bytes(vectors.device, None) // (8 * math.prod(vectors.shape[1:])))
+        for some in even(0, len(vectors), step):
+            own = vectors[some]
+            wide = room.like("wide", own, own.shape, torch.float64).copy_(own)
+            gram = wide @ wide.transpose(-1, -2)
+            if self.norm.kind == "layer":
+                # C is a projection: ‖C c‖² = ‖c‖² - (c · 1)² / d_model.
+                sums = (wide @ ones.double())[..., None]
+                gram.baddbmm_(sums, sums.transpose(-1, -2), alpha=-1 / len(ones))
+            factors = weights[some].double()
+            growth[some] = products[some].baddbmm_(factors, gram, beta=2).mul_(factors).sum(-1)
         growth /= len(ones)
         number = torch.tensor(prompts, device=weights.device)
         queries = weights.shape[1]
