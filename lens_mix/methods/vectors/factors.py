@@ -218,7 +218,7 @@ class Vectors:
         room = chunk_bytes(state.device, heads.room, SLAB_BYTES)
         step = max(1, room // (batch * heads.row_bytes(queries)))
         memory = workspace(heads)
-        matrices = through(pairs.chain, heads.matrices)
+        matrices = heads.matrices_after(pairs.chain, memory)
         row_sums, state_sums = matrices.sum(-1, keepdim=True), reduced.sum(-1)[:, None]
         # One key at a time into one piece of memory that stays in the processor's caches.
         apart = memory.like("apart", reduced, reduced.shape, reduced.dtype)

@@ -34,7 +34,7 @@ from lens_mix.methods.vectors.factors import (
     linear_part,
     value_path,
 )
-from lens_mix.methods.vectors.gram import HeadVectors, through
+from lens_mix.methods.vectors.gram import HeadVectors
 from lens_mix.methods.vectors.memory import (
     NEURONS,
     feed_forward_bytes,
@@ -235,7 +235,7 @@ def _sequential(
     else:
         width = hidden_width(block, heads)
         slab = max(1, room // (batch * queries * width))
-    matrices = through(vectors.pairs.chain, heads.matrices)
+    matrices = heads.matrices_after(vectors.pairs.chain, memory)
     for some in even(0, keys, slab):
         # Once per key and head, for as many keys as suits a product.
         slab_vectors, slab_hidden = heads.lying_in(memory, "vectors", matrices, some), first.by_head(some)

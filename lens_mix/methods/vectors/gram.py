@@ -43,16 +43,22 @@ def chunk_bytes(device: torch.device, room: int | None, cached: int = CACHED_BYT
 
 
 def linear_part(
-    norm: Norm | None, vectors: Float[Tensor, "*batch d_model"]
+    norm: Norm | None, vectors: Float[Tensor, "*batch d_model"], out: Tensor | None = None
 ) -> Float[Tensor, "*batch d_model"]:
-    """What a norm does to a share of its input, before the division: centring (LayerNorm) and γ, no β."""
+    """What a norm does to a share of its input, before the division: centring (LayerNorm) and γ, no β.
+
+    Args:
+        norm: None for none.
+        vectors: the shares.
+        out: memory for the result, where anything is done.
+    """
     if norm is None:
         return vectors
     weight = None if norm.weight is None else norm.weight.detach().to(vectors.dtype)
     if norm.kind == "layer":
-        centred = vectors - vectors.mean(-1, keepdim=True)
+        centred = torch.sub(vectors, vectors.mean(-1, keepdim=True), out=out)
         return centred if weight is None else centred.mul_(weight)
-    return vectors if weight is None else vectors * weight
+    return vectors if weight is None else torch.mul(vectors, weight, out=out)
 
 
 def by_key(
@@ -201,13 +207,17 @@ class HeadVectors:
     ) -> Float[Tensor, "batch key head width"]:
         """Values of some keys times a matrix per head, in memory that is used again.
 
-        With `through(chain, W_O)` these are the vectors after some norms: a linear part acts on the rows of
-        W_O as on the vectors that they make.
+        With `matrices_after(chain)` these are the vectors after some norms.
         """
         value = self.value[:, keys]
         rows = self.by_head(value)
         out = memory.like(name, rows, (*rows.shape[:2], matrices.shape[-1]), self.dtype)
         return torch.bmm(rows, matrices, out=out).unflatten(1, value.shape[:2]).movedim(0, 2)
+
+    def matrices_after(self, chain: Chain, memory: Workspace) -> Float[Tensor, "head d_head d_model"]:
+        """W_O of each head after some norms: a linear part acts on its rows as on the vectors they make."""
+        out = memory.like("matrices", self.matrices, self.matrices.shape, self.dtype)
+        return through(chain, self.matrices, out)
 
     def by_head(
         self, value: Float[Tensor, "batch key value_head d_head"]
@@ -228,8 +238,10 @@ class HeadVectors:
         return value if group == 1 else value.repeat_interleave(group, dim=2)
 
 
-def through(chain: Chain, vectors: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-    """The linear parts of several norms, one after another."""
+def through(
+    chain: Chain, vectors: Float[Tensor, "*batch d_model"], out: Tensor | None = None
+) -> Float[Tensor, "*batch d_model"]:
+    """The linear parts of several norms, one after another; `out` as in `linear_part`."""
     for norm in chain:
-        vectors = linear_part(norm, vectors)
+        vectors = linear_part(norm, vectors, out)
     return vectors
