@@ -207,32 +207,41 @@ def after_feed_forward(model: Any, positions: int, repeats: int) -> None:
 
 
 def l1_distances(model: Any, positions: int, repeats: int) -> None:
-    block = block_of(model, positions, Alti())
+    # All blocks in a row: behind gigabytes of written-out vectors one block alone would find no cache warm.
+    with torch.no_grad():
+        blocks = prompt_blocks(model, random_tokens(model, positions), Alti()).blocks
 
     def factors() -> None:
         with torch.no_grad():
-            Alti()(block)
+            for block in blocks:
+                Alti()(block)
 
     def by_heads() -> None:
         """As the released code has it: heads × query × key × d_model, summed over heads, then normed."""
         with torch.no_grad():
-            vectors = attention_vectors(block)
-            pattern = block.recorded("pattern")[0]
-            per_head = torch.einsum("hqk,khd->hqkd", pattern, vectors.attention.pairs.vectors[0])
-            dense = per_head.sum(0)
-            index = torch.arange(positions)
-            dense[index, index] += vectors.resid_pre[0]
-            norm = block.anatomy.attention_residual
-            if norm is not None:
-                dense = (dense - dense.mean(-1, keepdim=True)) * norm.weight
-                dense = dense / norm.scale(vectors.summed)[0][:, None]
-            (dense - vectors.mid[0][:, None]).abs().sum(-1)
+            for block in blocks:
+                written_out_distances(block, positions)
 
     seconds = interleaved({"factors": factors, "by heads": by_heads}, repeats)
     print(
-        f"alti, one block, {positions} positions: {seconds['factors'] * 1000:.0f} ms; "
+        f"alti, all blocks, {positions} positions: {seconds['factors'] * 1000:.0f} ms; "
         f"written out per head {seconds['by heads'] / seconds['factors']:.0f} x as long"
     )
+
+
+def written_out_distances(block: Any, positions: int) -> torch.Tensor:
+    """L1 distances from vectors that are all in memory at once."""
+    vectors = attention_vectors(block)
+    pattern = block.recorded("pattern")[0]
+    per_head = torch.einsum("hqk,khd->hqkd", pattern, vectors.attention.pairs.vectors[0])
+    dense = per_head.sum(0)
+    index = torch.arange(positions)
+    dense[index, index] += vectors.resid_pre[0]
+    norm = block.anatomy.attention_residual
+    if norm is not None:
+        dense = (dense - dense.mean(-1, keepdim=True)) * norm.weight
+        dense = dense / norm.scale(vectors.summed)[0][:, None]
+    return (dense - vectors.mid[0][:, None]).abs().sum(-1)
 
 
 if __name__ == "__main__":
