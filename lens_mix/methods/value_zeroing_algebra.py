@@ -232,20 +232,21 @@ class _Work:
     def _lot(
         self,
         lot: slice,
-        weights: Float[Tensor, "source query rank"],
+        weights: Float[Tensor, "source rank query"],
         outer: Float[Tensor, "source rank axis"],
         inner: Sequence[Float[Tensor, "matrix source rank column"]],
-        products: Float[Tensor, "source query rank"] | None,
+        products: Float[Tensor, "source rank query"] | None,
     ) -> Lot:
         """With the change of the first norm's size, where the vectors of a source are few."""
-        clean, found = self.clean, weights.new_zeros((2, *weights.shape[:2]), dtype=self.dtype)
+        clean, found = self.clean, weights.new_zeros((2, *weights.shape[::2]), dtype=self.dtype)
         lead, inner_weights, drift = clean.lead, weights, None
         if lead is not None and products is not None:
             ones = outer.new_ones(clean.mid.shape[-1])
             ones = ones if self.rotation is None else ones @ self.rotation.axes
             prompts = self.sources.prompt[lot]
             inverse, drift = lead.from_factors(weights, outer, products, ones, prompts, self.room)
-            inner_weights = weights * inverse[..., None]
+            inner_weights = self.room.like("inner weights", weights, weights.shape, weights.dtype)
+            torch.mul(weights, inverse[:, None], out=inner_weights)
             if lead is clean.residual:
                 weights, outer = inner_weights, lead.linear(outer)
         return Lot(lot.start, weights, outer, inner_weights, inner, drift, found[0], found[1])
@@ -258,7 +259,7 @@ class _Work:
             sizes = self.clean.size.view(self.real.shape)[prompt]
             distance = self.clean.cosine_distance(part.along, part.across, sizes)
         # No weight, no effect: not even a rounding error.
-        distance = torch.where((part.weights != 0).any(-1), distance, 0.0)
+        distance = torch.where(part.weights.abs().amax(1) != 0, distance, 0.0)
         column = torch.tensor(self.sources.column[lot], device=scores.device)
         scores[prompt, :, column] = distance.to(scores.dtype)
 
@@ -293,11 +294,11 @@ class _Work:
         change = out
         if self.mixed != self.dtype:
             change = self.room.like("change", out, out.shape, self.mixed)
-        torch.bmm(pairs.of(part.weights), part.outer[pairs.sources], out=change)
+        torch.bmm(pairs.factors(part.weights), part.outer[pairs.sources], out=change)
         drift = None if part.drift is None else pairs.of(part.drift)
         changed = self.clean.mid_change(pairs.rows, change, out, drift, self.room)
         pairs.keep(out, mid[place])
-        weights = pairs.of(part.inner_weights)
+        weights = pairs.factors(part.inner_weights)
         if changed.beta is not None:
             weights = weights * changed.beta[..., None]
         alphas = [alpha[..., None] for alpha in changed.alphas]

@@ -277,11 +277,13 @@ def test_a_norms_change_from_factors_is_that_of_the_sums(kind: str, dtype: torch
     weights[..., 2] *= 1e-4
     norm = NormChange(Norm(kind, None, None, 1e-6), clean)
     prompts = [0, 0, 0, 1, 1, 1]
-    products = norm.centred.view(2, 5, 16)[prompts].double() @ vectors.double().transpose(1, 2)
+    products = vectors.double() @ norm.centred.view(2, 5, 16)[prompts].double().transpose(1, 2)
     axes = torch.linalg.qr(torch.randn(16, 16, generator=generator).double()).Q
     room = Workspace()
-    turned = norm.from_factors(weights, vectors.double() @ axes, products.clone(), axes.sum(0), prompts, room)
-    plain = norm.from_factors(weights, vectors, products, torch.ones(16), prompts, room)
+    turned = norm.from_factors(
+        weights.mT, vectors.double() @ axes, products.clone(), axes.sum(0), prompts, room
+    )
+    plain = norm.from_factors(weights.mT, vectors, products, torch.ones(16), prompts, room)
     exact = NormChange(Norm(kind, None, None, 1e-6), clean.double())
     bound = 1e-9 if dtype == torch.float64 else 1e-3
     for inverse, drift in (plain, turned):

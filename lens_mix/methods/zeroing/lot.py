@@ -26,9 +26,9 @@ class Lot:
     """
 
     offset: int
-    weights: Float[Tensor, "source query rank"]
+    weights: Float[Tensor, "source rank query"]
     outer: Float[Tensor, "source rank d_model"]
-    inner_weights: Float[Tensor, "source query rank"]
+    inner_weights: Float[Tensor, "source rank query"]
     inner: Sequence[Float[Tensor, "matrix source rank column"]]
     drift: Float[Tensor, "source query"] | None
     along: Float[Tensor, "source query"]
@@ -68,9 +68,13 @@ class Pairs:
         self.kept_rows, self.shape = query + start, (piece.rows,)
         self.index = (number + self.sources.start, query)
 
-    def of(self, x: Float[Tensor, "source query *width"]) -> Float[Tensor, "key row *width"]:
+    def of(self, x: Float[Tensor, "source query"]) -> Float[Tensor, "key row"]:
         """The slab's numbers."""
         return x[self.sources, self.queries]
+
+    def factors(self, weights: Float[Tensor, "source rank query"]) -> Float[Tensor, "key row rank"]:
+        """The slab's weights, as the left side of a product."""
+        return weights[self.sources, :, self.queries].transpose(1, 2)
 
     def store(self, x: Float[Tensor, "source query"], found: Float[Tensor, "*pair"]) -> None:
         """Put these pairs' numbers where they belong."""

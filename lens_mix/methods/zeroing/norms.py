@@ -58,9 +58,9 @@ class NormChange:
 
     def from_factors(
         self,
-        weights: Float[Tensor, "source query rank"],
+        weights: Float[Tensor, "source rank query"],
         vectors: Float[Tensor, "source rank axis"],
-        products: Float[Tensor, "source query rank"],
+        products: Float[Tensor, "source rank query"],
         ones: Float[Tensor, " axis"],
         prompts: list[int],
         room: Workspace,
@@ -79,7 +79,7 @@ class NormChange:
             prompts: of each source.
             room: for what lies between.
         """
-        growth = weights.new_empty(weights.shape[:2])
+        growth = weights.new_empty((len(weights), weights.shape[2]))
         # The vectors' float64 copies stay in a processor's caches.
         step = max(1, chunk_bytes(vectors.device, None) // (8 * math.prod(vectors.shape[1:])))
         for some in even(0, len(vectors), step):
@@ -91,10 +91,10 @@ class NormChange:
                 sums = (wide @ ones.double())[..., None]
                 gram.baddbmm_(sums, sums.transpose(-1, -2), alpha=-1 / len(ones))
             factors = weights[some].double()
-            growth[some] = products[some].baddbmm_(factors, gram, beta=2).mul_(factors).sum(-1)
+            growth[some] = products[some].baddbmm_(gram, factors, beta=2).mul_(factors).sum(1)
         growth /= len(ones)
         number = torch.tensor(prompts, device=weights.device)
-        queries = weights.shape[1]
+        queries = growth.shape[1]
         return self.sizes(growth, self.square.view(-1, queries)[number], self.size.view(-1, queries)[number])
 
     def linear(self, vectors: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.lens.anatomy import ValuePath
@@ -20,6 +21,8 @@ from lens_mix.methods.zeroing.rotation import Rotation
 class Sent:
     """What some sources send.
 
+    Weights lie query by query in memory, as the pattern's columns are wide apart and products take any order.
+
     Attributes:
         weights: -a, times the residual multiplier where no norm sits on the branch; 0 where u is 0.
         outer: u, in the rotation's axes.
@@ -28,25 +31,25 @@ class Sent:
             where it is not asked for.
     """
 
-    weights: Float[Tensor, "source query head span"]
-    outer: Float[Tensor, "source head span axis"]
-    inner: list[Float[Tensor, "matrix source head span column"]]
-    products: Float[Tensor, "source query head span"] | None
+    weights: Float[Tensor, "source span head query"]
+    outer: Float[Tensor, "source span head axis"]
+    inner: list[Float[Tensor, "matrix source span head column"]]
+    products: Float[Tensor, "source span head query"] | None
 
     def of_heads(
         self, heads: slice
     ) -> tuple[
-        Float[Tensor, "source query rank"],
+        Float[Tensor, "source rank query"],
         Float[Tensor, "source rank axis"],
         list[Float[Tensor, "matrix source rank column"]],
-        Float[Tensor, "source query rank"] | None,
+        Float[Tensor, "source rank query"] | None,
     ]:
-        """The same of some heads, heads and spans in one axis."""
+        """The same of some heads, spans and heads in one axis."""
         return (
-            self.weights[..., heads, :].flatten(-2),
-            self.outer[:, heads].flatten(1, 2),
-            [some[:, :, heads].flatten(2, 3) for some in self.inner],
-            None if self.products is None else self.products[..., heads, :].flatten(-2),
+            self.weights[:, :, heads].flatten(1, 2),
+            self.outer[:, :, heads].flatten(1, 2),
+            [some[:, :, :, heads].flatten(2, 3) for some in self.inner],
+            None if self.products is None else self.products[:, :, heads].flatten(1, 2),
         )
 
 
@@ -100,31 +103,53 @@ class Senders:
         positions = self.sources.positions[lot]
         by_head = self.value[prompt, positions].permute(2, 0, 1, 3).flatten(1, 2)
         outer = self._through_W_O(by_head, self.turned_W_O, "outer")
-        factor = torch.where(self.sources.real[lot], -self.multiplier, 0.0).to(by_head.dtype)
-        weights = self.pattern.permute(0, 3, 2, 1)[prompt, positions].to(by_head.dtype)
-        weights = (weights * factor[..., None, None]).permute(0, 2, 3, 1).contiguous()
         sent = torch.linalg.vector_norm(outer, dim=-1, keepdim=True) != 0
-        weights *= _by_source(sent, positions.shape)[:, None, ..., 0]
+        factor = torch.where(self.sources.real[lot], -self.multiplier, 0.0).to(by_head.dtype)
+        weights = self._weights(lot, by_head.dtype)
+        weights *= _by_source(sent, positions.shape) * factor[..., None, None]
         inner = [_by_source(some, positions.shape) for some in self._through_first(by_head, outer)]
         products = None if self.reads is None else self._products(self.reads, lot, by_head)
         return Sent(weights, _by_source(outer, positions.shape), inner, products)
+
+    def _by_prompt(self, lot: slice) -> Iterator[tuple[int, slice]]:
+        """Each prompt, and which of the lot's sources are its own."""
+        begin = 0
+        for prompt, own in itertools.groupby(self.sources.prompt[lot]):
+            end = begin + len(list(own))
+            yield prompt, slice(begin, end)
+            begin = end
+
+    def _weights(self, lot: slice, dtype: torch.dtype) -> Float[Tensor, "source span head query"]:
+        """The pattern's columns, each in one line."""
+        positions = self.sources.positions[lot]
+        found = self._of_queries("weights", positions, dtype)
+        for prompt, own in self._by_prompt(lot):
+            rows, keys = self.pattern[prompt].flatten(0, 1), positions[own].flatten()
+            columns = self.room.like("columns", rows, (len(rows), len(keys)), rows.dtype)
+            torch.index_select(rows, 1, keys, out=columns)
+            found[own].view(columns.shape[::-1]).copy_(columns.T)
+        return found
 
     def _products(
         self,
         reads: Float[Tensor, "head row d_head"],
         lot: slice,
         by_head: Float[Tensor, "head vector d_head"],
-    ) -> Float[Tensor, "source query head span"]:
-        prompts, length = self.sources.prompt[lot], self.pattern.shape[2]
-        span = self.sources.positions.shape[-1]
-        found = by_head.new_empty((len(prompts), length, len(by_head), span), dtype=torch.float64)
-        for prompt in sorted(set(prompts)):
-            own = slice(prompts.index(prompt), len(prompts) - prompts[::-1].index(prompt))
+    ) -> Float[Tensor, "source span head query"]:
+        positions, length = self.sources.positions[lot], self.pattern.shape[2]
+        span = positions.shape[1]
+        found = self._of_queries("products", positions, torch.float64)
+        for prompt, own in self._by_prompt(lot):
             vectors = by_head[:, own.start * span : own.stop * span]
             clean = reads[:, prompt * length : (prompt + 1) * length]
-            products = torch.bmm(vectors, clean.transpose(1, 2))
-            found[own] = products.unflatten(1, (-1, span)).permute(1, 3, 0, 2)
+            found[own] = _by_source(torch.bmm(vectors, clean.transpose(1, 2)), positions[own].shape)
         return found
+
+    def _of_queries(
+        self, name: str, positions: Int[Tensor, "source span"], dtype: torch.dtype
+    ) -> Float[Tensor, "source span head query"]:
+        shape = (*positions.shape, *self.pattern.shape[1:3])
+        return self.room.like(name, self.pattern, shape, dtype)
 
     def _through_first(
         self, by_head: Float[Tensor, "head vector d_head"], outer: Float[Tensor, "head vector axis"]
@@ -156,6 +181,6 @@ class Senders:
 
 def _by_source(
     vectors: Float[Tensor, "*matrix head vector width"], shape: Sequence[int]
-) -> Float[Tensor, "*matrix source head span width"]:
+) -> Float[Tensor, "*matrix source span head width"]:
     """Sources before heads; no copy."""
-    return vectors.unflatten(-2, shape).movedim(-4, -3)
+    return vectors.unflatten(-2, shape).movedim(-4, -2)
