@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
@@ -9,13 +10,37 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# Rows of a clean tensor (positions of all prompts in one line): a window, or one row per pair.
-Rows = slice | Tensor
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Windows of rows, all alike.
+
+    Attributes:
+        first: the first one.
+        count: how many.
+        step: from the start of one to the start of the next.
+    """
+
+    first: slice
+    count: int
+    step: int
 
 
-def of_rows(x: Float[Tensor, "row ..."], rows: Rows) -> Float[Tensor, "row_ ..."]:
-    """Some rows; a view where they are a window."""
-    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+# Rows of a clean tensor (positions of all prompts in one line): a window, some (for as many tiles, whose keys
+# share them), or one row per pair.
+Rows = slice | Windows | Tensor
+
+
+def of_rows(x: Float[Tensor, "row ..."], rows: Rows) -> Float[Tensor, "*row ..."]:
+    """Some rows; a view where they are windows."""
+    if isinstance(rows, slice):
+        return x[rows]
+    if isinstance(rows, Windows):
+        row, *rest = x.stride()
+        own = x[rows.first]
+        shape = (rows.count, 1, *own.shape)
+        return own.as_strided(shape, (rows.step * row, 0, row, *rest), own.storage_offset())
+    return x.index_select(0, rows)
 
 
 # Shapes of one buffer that are remembered.
@@ -53,10 +78,10 @@ class Workspace:
             view = views[shape] = buffer[:size].view(shape)
         return view
 
-    def rows(self, name: str, x: Float[Tensor, "row width"], rows: Rows) -> Float[Tensor, "row_ width"]:
+    def rows(self, name: str, x: Float[Tensor, "row width"], rows: Rows) -> Float[Tensor, "*row width"]:
         """`of_rows`, a copy made in a buffer."""
-        if isinstance(rows, slice):
-            return x[rows]
+        if not isinstance(rows, Tensor):
+            return of_rows(x, rows)
         out = self.like(f"rows {name}", x, (len(rows), x.shape[-1]), x.dtype)
         return torch.index_select(x, 0, rows, out=out)
 

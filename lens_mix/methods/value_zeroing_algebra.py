@@ -21,7 +21,7 @@ from lens_mix.lens.model import TOLERANCES
 from lens_mix.lens.replay import relative_error
 from lens_mix.methods.fold import folded
 from lens_mix.methods.room import Workspace
-from lens_mix.methods.zeroing.clean_block import CleanBlock
+from lens_mix.methods.zeroing.clean_block import CleanBlock, product
 from lens_mix.methods.zeroing.lot import Lot, Pairs
 from lens_mix.methods.zeroing.memory import Cost, fitting
 from lens_mix.methods.zeroing.pieces import CPU, GPU, Sizes, chunks, find_sources
@@ -96,8 +96,8 @@ class _Entered:
     pairs: Pairs
     place: slice
     mid: Float[Tensor, "*pair d_model"]
-    factors: Float[Tensor, "key row rank"]
-    alphas: list[Float[Tensor, "key row 1"]]
+    factors: Float[Tensor, "*tile key row rank"]
+    alphas: list[Float[Tensor, "*tile key row 1"]]
 
 
 class _Work:
@@ -294,7 +294,7 @@ class _Work:
         change = out
         if self.mixed != self.dtype:
             change = self.room.like("change", out, out.shape, self.mixed)
-        torch.bmm(pairs.factors(part.weights), part.outer[pairs.sources], out=change)
+        product(pairs.factors(part.weights), pairs.vectors(part.outer), change, add=False)
         drift = None if part.drift is None else pairs.of(part.drift)
         changed = self.clean.mid_change(pairs.rows, change, out, drift, self.room)
         pairs.keep(out, mid[place])
@@ -324,7 +324,7 @@ class _Work:
             for some in entered:
                 pairs, out = some.pairs, hidden[some.place]
                 slab = pairs.slab("slab hidden", out, self.room)
-                own = [matrix[pairs.sources] for matrix in values]
+                own = [pairs.vectors(matrix) for matrix in values]
                 clean.hidden_change(pairs.rows, neurons, some.alphas, some.factors, own, slab, self.room)
                 pairs.keep(slab, out)
             self._add_product(into, hidden, columns, factor)

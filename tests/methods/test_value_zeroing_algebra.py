@@ -53,6 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # Small enough that a map of nine positions takes several of each piece.
 SMALL = dataclasses.replace(pieces.CPU, group=3, slab=6, columns=32, chunk=9, keys=4)
+TILED = dataclasses.replace(pieces.CPU, group=4, triangle=2, slab=8, columns=32, chunk=20, keys=8)
 WHOLE_WINDOWS = dataclasses.replace(pieces.GPU, group=3, slab=12, chunk=16, keys=5)
 
 
@@ -142,7 +143,7 @@ def test_recorded_pre_activations_that_are_not_the_parts_are_left_alone() -> Non
         torch.testing.assert_close(found, (pre, norm.base @ feed_forward.W_in), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("sizes", [SMALL, WHOLE_WINDOWS], ids=["small", "whole windows"])
+@pytest.mark.parametrize("sizes", [SMALL, TILED, WHOLE_WINDOWS], ids=["small", "tiled", "whole windows"])
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama", "bert", "mistral", "gpt_neox", "granite"])
 @pytest.mark.parametrize("options", ["plain", "per head", "spans per head"])
 def test_the_pieces_make_no_difference(
@@ -229,23 +230,30 @@ def test_only_the_band_of_a_sliding_window_is_computed() -> None:
     assert torch.equal(reached_by(slabs), seen[0].float())
 
 
+def piece_slab(piece: pieces.Slab | pieces.Stairs) -> pieces.Slab:
+    """Of a piece."""
+    return piece if isinstance(piece, pieces.Slab) else piece.slab
+
+
 def reached_by(found: list[pieces.Slab | pieces.Stairs], length: int = 40) -> torch.Tensor:
     """How often each pair is in a piece."""
     reached = torch.zeros(length, length)
     for piece in found:
-        if isinstance(piece, pieces.Slab):
-            reached[piece.queries, piece.sources] += 1
-        else:
-            slab = torch.zeros(piece.slab.rows)
-            slab[piece.places()] = 1
-            reached[piece.slab.queries, piece.slab.sources] += slab.view(piece.slab.keys, -1).T
+        slab = piece_slab(piece)
+        pairs = torch.ones(slab.rows)
+        if isinstance(piece, pieces.Stairs):
+            pairs.zero_()[piece.places()] = 1
+        for tile, own in enumerate(pairs.view(slab.tiles, slab.keys, slab.width)):
+            query, source = slab.queries.start + tile * slab.step, slab.sources.start + tile * slab.step
+            reached[query : query + slab.width, source : source + slab.keys] += own.T
     return reached
 
 
-@pytest.mark.parametrize("group", [1, 7, 16, 64])
+@pytest.mark.parametrize("group", [1, 4, 6, 7, 16, 64])
+@pytest.mark.parametrize("triangle", [1, 2, 8])
 @pytest.mark.parametrize("slab", [6, 50, 512])
 @pytest.mark.parametrize("causal", [True, False])
-def test_slabs_and_stairs_are_what_exists(group: int, slab: int, causal: bool) -> None:
+def test_slabs_and_stairs_are_what_exists(group: int, triangle: int, slab: int, causal: bool) -> None:
     """A causal map, and one whose keys reach anything between nothing and everything."""
     seen = torch.ones(40, 40).tril().bool()
     if not causal:
@@ -253,15 +261,37 @@ def test_slabs_and_stairs_are_what_exists(group: int, slab: int, causal: bool) -
         query = torch.arange(40)[:, None]
         seen = (query >= bounds[:, 0]) & (query < bounds[:, 1])
     sources = pieces.find_sources(seen[None], torch.ones(1, 40, dtype=torch.bool), None)
-    sizes = dataclasses.replace(pieces.CPU, group=group, slab=slab)
+    sizes = dataclasses.replace(pieces.CPU, group=group, triangle=triangle, slab=slab)
     found = [piece for chunk in pieces.chunks(sources, slice(0, len(sources)), sizes) for piece in chunk]
     columns = torch.tensor(sources.column)
     assert torch.equal(reached_by(found)[:, : len(columns)], seen[:, columns].float())
-    slabs = [piece.slab if isinstance(piece, pieces.Stairs) else piece for piece in found]
+    slabs = [piece_slab(piece) for piece in found]
     assert all(piece.rows <= slab and piece.keys <= group for piece in slabs)
     stairs = [piece for piece in found if isinstance(piece, pieces.Stairs)]
     assert all(piece.rows > 0 for piece in found)
     assert bool(stairs) == (group > 1)
+    # A whole diagonal is halved where half of a group fits a slab; tiles where two triangles do.
+    halved = causal and group % 2 == 0 and triangle < group <= 40 and (group // 2) ** 2 <= slab
+    width = group
+    while width > triangle and width % 2 == 0:
+        width //= 2
+    assert any(piece.tiles > 1 for piece in slabs) == (halved and 2 * width**2 <= slab)
+
+
+def test_the_diagonal_of_another_prompt_and_a_shifted_one_are_whole_too() -> None:
+    """Left padding, and keys that reach queries only from the third after them on."""
+    real = torch.ones(2, 24, dtype=torch.bool)
+    real[1, :5] = False
+    seen = torch.ones(2, 24, 24).tril().bool()
+    seen[0] = torch.ones(24, 24).tril(-3).bool()
+    sources = pieces.find_sources(seen, real, None)
+    found = [piece for chunk in pieces.chunks(sources, slice(0, len(sources)), TILED) for piece in chunk]
+    for prompt, pairs in ((0, seen[0]), (1, seen[1] & real[1] & real[1][:, None])):
+        own = [n for n, of in enumerate(sources.prompt) if of == prompt]
+        columns = torch.tensor([sources.column[n] for n in own])
+        reached = reached_by([piece for piece in found if piece_slab(piece).prompt == prompt], 64)
+        assert torch.equal(reached[:24, own[0] : own[-1] + 1], pairs[:, columns].float())
+        assert any(piece_slab(piece).tiles > 1 for piece in found if piece_slab(piece).prompt == prompt)
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
@@ -384,7 +414,7 @@ def turned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("sizes", [pieces.CPU, SMALL], ids=["cpu", "small"])
+@pytest.mark.parametrize("sizes", [pieces.CPU, SMALL, TILED], ids=["cpu", "small", "tiled"])
 def test_other_axes_change_nothing(
     turned: None, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], sizes: pieces.Sizes
 ) -> None:

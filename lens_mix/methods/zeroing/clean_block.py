@@ -206,12 +206,12 @@ class CleanBlock:
 
     def hidden_change(
         self,
-        rows: slice,
+        rows: Rows,
         neurons: Neurons,
-        alphas: Sequence[Float[Tensor, "key row 1"]],
-        factors: Float[Tensor, "key row rank"],
-        values: Sequence[Float[Tensor, "key rank column"]],
-        into: Float[Tensor, "key row column"],
+        alphas: Sequence[Float[Tensor, "*tile key row 1"]],
+        factors: Float[Tensor, "*tile key row rank"],
+        values: Sequence[Float[Tensor, "*tile key rank column"]],
+        into: Float[Tensor, "*tile key row column"],
         room: Workspace,
     ) -> None:
         """act(p_ij) - act(p_i) for some neurons.
@@ -233,16 +233,17 @@ class CleanBlock:
             in_place = matrix == 0 and clean.dtype == into.dtype
             pre = into if in_place else room.like(f"pre {matrix}", clean, into.shape, clean.dtype)
             if alphas:
-                torch.addcmul(clean[rows], neurons.bases[0][matrix][rows], alphas[0], out=pre)
+                base = of_rows(neurons.bases[0][matrix], rows)
+                torch.addcmul(of_rows(clean, rows), base, alphas[0], out=pre)
             else:
-                pre.copy_(clean[rows])
-            for base, alpha in zip(neurons.bases[1:], alphas[1:], strict=True):
-                pre.addcmul_(base[matrix][rows], alpha)
-            torch.baddbmm(pre, factors, value, out=pre)
+                pre.copy_(of_rows(clean, rows))
+            for bases, alpha in zip(neurons.bases[1:], alphas[1:], strict=True):
+                pre.addcmul_(of_rows(bases[matrix], rows), alpha)
+            product(factors, value, pre, add=True)
             if pre.dtype != into.dtype:
                 pre = room.like(f"narrow {matrix}", pre, pre.shape, into.dtype).copy_(pre)
             found.append(pre)
-        self.first.hidden(found, neurons.minus_hidden[rows], into, room)
+        self.first.hidden(found, of_rows(neurons.minus_hidden, rows), into, room)
 
     def post_change(
         self,
@@ -303,6 +304,24 @@ class CleanBlock:
         return torch.where(far == 0, (size != 0).to(angle.dtype), angle)
 
 
+def product(
+    factors: Float[Tensor, "*tile key row rank"],
+    vectors: Float[Tensor, "*tile key rank width"],
+    out: Float[Tensor, "*tile key row width"],
+    add: bool,
+) -> None:
+    """Σ over rank of factors · vectors into `out`, or added to it."""
+    if out.ndim == 4 and vectors.stride(0) == vectors.shape[1] * vectors.stride(1):
+        # No source lies between two tiles.
+        factors, vectors, out = factors.flatten(0, 1), vectors.flatten(0, 1), out.flatten(0, 1)
+    if out.ndim == 3:
+        torch.baddbmm(out, factors, vectors, beta=float(add), out=out)
+        return
+    # Copies of the vectors would cost more than calls.
+    for parts in zip(factors, vectors, out, strict=True):
+        product(*parts, add)
+
+
 def _numbers_at_hand(x: Tensor) -> bool:
     """Whether looking at numbers costs nothing: a GPU would have to be waited for."""
     return x.device.type == "cpu"
@@ -310,7 +329,7 @@ def _numbers_at_hand(x: Tensor) -> bool:
 
 def _along(change: Float[Tensor, "*pair d_model"], direction: Float[Tensor, "row d_model"]) -> Tensor:
     """Scalar products, on a CPU: one batched product reads what is changed once."""
-    if change.ndim == 2:
+    if change.ndim != 3:
         return torch.linalg.vecdot(change, direction)
     return torch.bmm(direction[:, None], change.permute(1, 2, 0))[:, 0].T
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.methods.room import Rows, Workspace
+from lens_mix.methods.room import Rows, Windows, Workspace
 from lens_mix.methods.zeroing.pieces import Slab, Stairs
 
 
@@ -45,7 +45,7 @@ class Pairs:
 
     Attributes:
         rows: the slab's queries.
-        slab_shape: its sources and queries.
+        slab_shape: its tiles (where there are several), sources and queries.
         kept_rows: the query of each pair.
         shape: of what is found for each pair.
     """
@@ -53,41 +53,60 @@ class Pairs:
     def __init__(self, piece: Slab | Stairs, lot: Lot, length: int) -> None:
         slab = piece if isinstance(piece, Slab) else piece.slab
         start = slab.prompt * length
-        self.rows = slice(start + slab.queries.start, start + slab.queries.stop)
+        self.tiles, self.step, self.slab_shape = slab.tiles, slab.step, slab.shape
         self.sources = slice(slab.sources.start - lot.offset, slab.sources.stop - lot.offset)
         self.queries = slab.queries
-        self.slab_shape = (slab.keys, slab.rows // slab.keys)
-        self.kept_rows: Rows = self.rows
+        window = slice(start + slab.queries.start, start + slab.queries.stop)
+        self.rows: Rows = window if slab.tiles == 1 else Windows(window, slab.tiles, slab.step)
+        self.kept_rows = self.rows
         self.shape: tuple[int, ...] = self.slab_shape
-        self.index: tuple[slice | Tensor, slice | Tensor] = (self.sources, self.queries)
         self.kept: Tensor | None = None
         if isinstance(piece, Slab):
             return
         self.kept = torch.tensor(piece.places(), device=lot.weights.device)
-        number, query = self.kept // self.slab_shape[1], self.kept % self.slab_shape[1] + slab.queries.start
+        number = self.kept // slab.width
+        moved = number // slab.keys * slab.step
+        source = number % slab.keys + moved + self.sources.start
+        query = self.kept % slab.width + moved + slab.queries.start
         self.kept_rows, self.shape = query + start, (piece.rows,)
-        self.index = (number + self.sources.start, query)
+        self.index = (source, query)
 
-    def of(self, x: Float[Tensor, "source query"]) -> Float[Tensor, "key row"]:
-        """The slab's numbers."""
-        return x[self.sources, self.queries]
+    def of(self, x: Float[Tensor, "source query"]) -> Float[Tensor, "*tile key row"]:
+        """The slab's numbers, in the tensor's own memory."""
+        first = x[self.sources, self.queries]
+        return first if self.tiles == 1 else self._tiled(first, sum(x.stride()))
 
-    def factors(self, weights: Float[Tensor, "source rank query"]) -> Float[Tensor, "key row rank"]:
+    def factors(self, weights: Float[Tensor, "source rank query"]) -> Float[Tensor, "*tile key row rank"]:
         """The slab's weights, as the left side of a product."""
-        return weights[self.sources, :, self.queries].transpose(1, 2)
+        first = weights[self.sources, :, self.queries].transpose(1, 2)
+        source, _, query = weights.stride()
+        return first if self.tiles == 1 else self._tiled(first, source + query).contiguous()
+
+    def vectors(self, x: Float[Tensor, "source rank width"]) -> Float[Tensor, "*tile key rank width"]:
+        """The vectors of its sources."""
+        first = x[self.sources]
+        return first if self.tiles == 1 else self._tiled(first, x.stride(0))
+
+    def _tiled(self, first: Float[Tensor, "*pair"], step: int) -> Float[Tensor, "*tile_pair"]:
+        """All tiles' numbers like the first one's, in memory that lies `step` numbers further per step."""
+        shape, strides = (self.tiles, *first.shape), (self.step * step, *first.stride())
+        return first.as_strided(shape, strides, first.storage_offset())
 
     def store(self, x: Float[Tensor, "source query"], found: Float[Tensor, "*pair"]) -> None:
         """Put these pairs' numbers where they belong."""
-        x[self.index] = found
+        if self.kept is None:
+            self.of(x).copy_(found)
+        else:
+            x[self.index] = found
 
     def slab(
         self, name: str, out: Float[Tensor, "row width"], room: Workspace
-    ) -> Float[Tensor, "key row width"]:
+    ) -> Float[Tensor, "*tile key row width"]:
         """Where the slab is computed: in `out`, the pairs' own place, if that is all of it."""
         shape = (*self.slab_shape, out.shape[-1])
         return out.view(shape) if self.kept is None else room.like(name, out, shape, out.dtype)
 
-    def keep(self, slab: Float[Tensor, "key row width"], out: Float[Tensor, "row width"]) -> None:
+    def keep(self, slab: Float[Tensor, "*tile key row width"], out: Float[Tensor, "row width"]) -> None:
         """The pairs of the slab, to their own place."""
         if self.kept is not None:
-            torch.index_select(slab.flatten(0, 1), 0, self.kept, out=out)
+            torch.index_select(slab.flatten(0, -2), 0, self.kept, out=out)

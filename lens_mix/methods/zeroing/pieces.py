@@ -4,7 +4,8 @@ A key's zeroed value reaches only the queries that give it weight, so a causal m
 of neighbouring keys is done at a time, so that their vectors are read once: the queries that all of them
 reach in slabs (keys by queries), small enough for a processor's cache; the others (the diagonal of a causal
 map) as stairs, computed like slabs up to the one large matrix product, where the pairs that do not exist
-drop out. Slabs and stairs are gathered into chunks for that product.
+drop out. Where the diagonal is whole it is halved: squares, and triangles of a few keys, in which less drops
+out; all of a size are tiles of one piece. The pieces are gathered into chunks for that product.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Sizes:
 
     Attributes:
         group: neighbouring keys that are done together.
+        triangle: keys of the smallest triangles that a whole diagonal is cut into.
         slab: rows (pairs) of one slab.
         columns: neurons that are held at once.
         chunk: rows of one product with the second matrix.
@@ -36,6 +38,7 @@ class Sizes:
     """
 
     group: int
+    triangle: int
     slab: int
     columns: int
     chunk: int
@@ -49,27 +52,56 @@ class Sizes:
         return dataclasses.replace(self, slab=self.slab * factor, chunk=self.chunk * factor)
 
 
-CPU = Sizes(group=16, slab=512, columns=512, chunk=1536, keys=128, positions=2048, ragged=True)
-GPU = Sizes(group=128, slab=16384, columns=4096, chunk=16384, keys=1024, positions=16384, ragged=False)
+CPU = Sizes(group=16, triangle=8, slab=512, columns=512, chunk=1536, keys=128, positions=2048, ragged=True)
+GPU = Sizes(
+    group=128,
+    triangle=128,
+    slab=16384,
+    columns=4096,
+    chunk=16384,
+    keys=1024,
+    positions=16384,
+    ragged=False,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Slab:
-    """Some sources by some of one prompt's queries."""
+    """Some sources by some of one prompt's queries; or several tiles of this kind.
+
+    Attributes:
+        prompt: of which prompt.
+        sources, queries: of the first tile.
+        tiles: how many there are.
+        step: how much further each one is than the one before, in sources and in queries.
+    """
 
     prompt: int
     sources: slice
     queries: slice
+    tiles: int = 1
+    step: int = 0
 
     @property
     def keys(self) -> int:
-        """How many sources."""
+        """How many sources a tile has."""
         return self.sources.stop - self.sources.start
+
+    @property
+    def width(self) -> int:
+        """How many queries a tile has."""
+        return self.queries.stop - self.queries.start
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its pairs."""
+        own = (self.keys, self.width)
+        return own if self.tiles == 1 else (self.tiles, *own)
 
     @property
     def rows(self) -> int:
         """How many pairs."""
-        return self.keys * (self.queries.stop - self.queries.start)
+        return self.tiles * self.keys * self.width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +110,7 @@ class Stairs:
 
     Attributes:
         slab: the slab.
-        own: the queries of each of its sources, among the slab's.
+        own: the queries of each of its sources, among the slab's; tile after tile.
     """
 
     slab: Slab
@@ -91,9 +123,9 @@ class Stairs:
 
     def places(self) -> list[int]:
         """Each pair's number in the slab, source after source."""
-        begin, width = self.slab.queries.start, self.slab.rows // self.slab.keys
+        slab = self.slab
         return [
-            n * width + query - begin
+            n * slab.width + query - slab.queries.start - n // slab.keys * slab.step
             for n, some in enumerate(self.own)
             for query in range(some.start, some.stop)
         ]
@@ -176,12 +208,74 @@ def chunks(sources: Sources, lot: slice, sizes: Sizes) -> Iterator[list[Slab | S
 
 
 def _slabs(sources: Sources, lot: slice, sizes: Sizes) -> Iterator[Slab | Stairs]:
-    """Group by group."""
+    """Group by group; whole diagonals of several groups together."""
     most = min(sizes.group, sizes.slab)
     for _, same_prompt in itertools.groupby(range(lot.start, lot.stop), key=sources.prompt.__getitem__):
         own = list(same_prompt)
-        for begin in range(0, len(own), most):
-            yield from _of_group(sources, own[begin : begin + most], sizes)
+        groups = [own[begin : begin + most] for begin in range(0, len(own), most)]
+        for distance, some in itertools.groupby(groups, key=lambda group: _whole(sources, group, sizes)):
+            alike = list(some)
+            if distance is None:
+                for group in alike:
+                    yield from _of_group(sources, group, sizes)
+            else:
+                yield from _diagonal(sources, alike, sizes)
+
+
+def _whole(sources: Sources, group: list[int], sizes: Sizes) -> int | None:
+    """How far a group's sources and the first queries that they reach are apart; None where it differs.
+
+    None too where these queries are not all there: the diagonal of a group of n sources has n queries.
+    """
+    keys = len(group)
+    numbers = slice(group[0], group[-1] + 1)
+    first, last = sources.first[numbers], sources.last[numbers]
+    whole = (
+        sizes.ragged
+        and keys == sizes.group > sizes.triangle
+        and keys % 2 == 0
+        and (keys // 2) ** 2 <= sizes.slab
+        and first == list(range(first[0], first[0] + keys))
+        and min(last) == max(last) >= first[0] + keys
+    )
+    return first[0] - group[0] if whole else None
+
+
+def _diagonal(sources: Sources, groups: list[list[int]], sizes: Sizes) -> Iterator[Slab | Stairs]:
+    """The diagonals of neighbouring groups in halves, then the queries that all sources of a group reach."""
+    start, width, count = groups[0][0], sizes.group, len(groups)
+    prompt, first = sources.prompt[start], sources.first[start]
+    while width > sizes.triangle and width % 2 == 0:
+        half = width // 2
+        numbers, queries = slice(start, start + half), slice(first + half, first + width)
+        yield from _tiles(Slab(prompt, numbers, queries, count, width), sizes.slab)
+        width, count = half, count * 2
+    numbers, queries = slice(start, start + width), slice(first, first + width)
+    for slab in _tiles(Slab(prompt, numbers, queries, count, width), sizes.slab):
+        begin = slab.queries.start
+        sources_of_all = range(slab.tiles * width)
+        yield Stairs(slab, tuple(slice(begin + n, begin + n - n % width + width) for n in sources_of_all))
+    for group in groups:
+        yield from _rectangle(sources, group, sources.first[group[-1]] + 1, sources.last[group[0]], sizes)
+
+
+def _tiles(slab: Slab, most: int) -> Iterator[Slab]:
+    """A slab's tiles in even parts of at most so many rows."""
+    for part in even(0, slab.tiles, max(1, most // (slab.keys * slab.width))):
+        moved = part.start * slab.step
+        yield dataclasses.replace(
+            slab,
+            sources=slice(slab.sources.start + moved, slab.sources.stop + moved),
+            queries=slice(slab.queries.start + moved, slab.queries.stop + moved),
+            tiles=part.stop - part.start,
+        )
+
+
+def _rectangle(sources: Sources, group: list[int], start: int, stop: int, sizes: Sizes) -> Iterator[Slab]:
+    """All of a group's sources by some queries."""
+    numbers = slice(group[0], group[-1] + 1)
+    for queries in even(start, stop, sizes.slab // len(group)):
+        yield Slab(sources.prompt[group[0]], numbers, queries)
 
 
 def _of_group(sources: Sources, group: list[int], sizes: Sizes) -> Iterator[Slab | Stairs]:
@@ -192,8 +286,7 @@ def _of_group(sources: Sources, group: list[int], sizes: Sizes) -> Iterator[Slab
         first, last = [min(first)] * len(group), [max(last)] * len(group)
     start = max(first)
     stop = max(start, min(last))
-    for queries in even(start, stop, sizes.slab // len(group)):
-        yield Slab(prompt, numbers, queries)
+    yield from _rectangle(sources, group, start, stop, sizes)
     before = [slice(begin, min(start, end)) for begin, end in zip(first, last, strict=True)]
     after = [slice(max(stop, begin), end) for begin, end in zip(first, last, strict=True)]
     for own in (before, after):
