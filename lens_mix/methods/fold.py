@@ -7,12 +7,15 @@ positions; kept, a run with n keys pays for n.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, ValuePath
+from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm, ValuePath
 from lens_mix.methods import kept
+from lens_mix.methods.signs import along_signs, signs
 from lens_mix.methods.vectors.gram import through
 
 
@@ -23,6 +26,7 @@ def folded(
     vectors: int,
     dtype: torch.dtype,
     keep: bool,
+    marks: Sequence[Tensor] | None = None,
 ) -> Float[Tensor, "matrix head d_head d_mlp"] | None:
     """The folded matrices of some heads; None where applying both to each vector costs less.
 
@@ -33,13 +37,14 @@ def folded(
         vectors: how many value vectors will go through.
         dtype: of the products.
         keep: whether they may stay for the next run.
+        marks: along signs, the first matrices and W_O (`marks_of`), where they are known already.
     """
     feed_forward = anatomy.feed_forward
     if feed_forward is None or anatomy.parallel:
         return None
     name, kind = feed_forward.W_in, f"folded {dtype}"
-    # Through the matrices that are folded: every number of them takes part.
-    probes = [_fold(anatomy, feed_forward, kept.probe(path.W_O.flatten(0, 1).to(dtype))[None])]
+    marks = marks_of(feed_forward, path, dtype) if marks is None else marks
+    probes = [*marks, through(_norms(anatomy), signs(path.W_O.shape[-1], dtype, path.W_O.device)[None])]
     found: Tensor | None = kept.recall(name, kind, probes)
     if found is not None:
         return _of_heads(found, heads)
@@ -55,6 +60,13 @@ def folded(
     return _fold(anatomy, feed_forward, path.W_O[heads].to(dtype))
 
 
+def marks_of(feed_forward: FeedForward, path: ValuePath, dtype: torch.dtype) -> list[Tensor]:
+    """The first matrices and W_O along signs."""
+    gate = feed_forward.W_gate
+    matrices = [feed_forward.W_in] if gate is None else [gate, feed_forward.W_in]
+    return [along_signs(matrix.detach().to(dtype)) for matrix in (*matrices, path.W_O.flatten(0, 1))]
+
+
 def pays(vectors: int, heads: int, d_head: int) -> bool:
     """Whether folding anew costs less than both matrices for each vector."""
     return vectors * heads > heads * d_head + vectors
@@ -63,10 +75,15 @@ def pays(vectors: int, heads: int, d_head: int) -> bool:
 def _fold(
     anatomy: BlockAnatomy, feed_forward: FeedForward, W_O: Float[Tensor, "*head d_head d_model"]
 ) -> Float[Tensor, "matrix *head d_head d_mlp"]:
-    norms = (anatomy.attention_branch, anatomy.attention_residual, anatomy.feed_forward_input)
-    read = through(tuple(norm for norm in norms if norm is not None), W_O.detach())
+    read = through(_norms(anatomy), W_O.detach())
     gate, last = feed_forward.W_gate, read @ feed_forward.W_in.detach().to(read.dtype)
     return last[None] if gate is None else torch.stack([read @ gate.detach().to(read.dtype), last])
+
+
+def _norms(anatomy: BlockAnatomy) -> tuple[Norm, ...]:
+    """Between W_O and the first matrix."""
+    norms = (anatomy.attention_branch, anatomy.attention_residual, anatomy.feed_forward_input)
+    return tuple(norm for norm in norms if norm is not None)
 
 
 def _of_heads(found: Float[Tensor, "matrix head d_head d_mlp"], heads: list[int]) -> Tensor:

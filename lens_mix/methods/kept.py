@@ -1,7 +1,7 @@
 """Products of a model's weights, kept between runs: in one store, up to one bound.
 
 They go with the weights that they are made of. An edit through `.data` leaves no trace that could be asked:
-whoever keeps a product says by `probe` what the weights were, and asks again before it is used.
+whoever keeps a product says by probes (`signs`) what the weights were, and asks again before it is used.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -25,11 +24,6 @@ class _Entry(NamedTuple):
 
 # By a weight as the proof has read it (a new proof reads anew), then by kind of product.
 _store: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def probe(matrix: Float[Tensor, "row column"]) -> Float[Tensor, " column"]:
-    """A product that every row takes part in, with a factor of its own: what tells an edit."""
-    return torch.arange(1, 1 + len(matrix), dtype=matrix.dtype, device=matrix.device).cos_() @ matrix
 
 
 def recall(weight: Tensor, kind: str, probes: Sequence[Tensor]) -> Any | None:

@@ -13,8 +13,7 @@ from torch import Tensor
 from lens_mix.hooks import zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.methods.base import Method
-from lens_mix.methods.room import Workspace
-from lens_mix.methods.value_zeroing_algebra import value_zeroing_maps
+from lens_mix.methods.value_zeroing_algebra import Shared, value_zeroing_maps
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -124,16 +123,16 @@ class ValueZeroing(Method):
         return None
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
-        return self._scores(block, Workspace())
+        return self._scores(block, Shared())
 
     def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer *head query key"]:
-        room = Workspace()
-        return torch.stack([self._scores(block, room) for block in blocks], dim=1)
+        shared = Shared()
+        return torch.stack([self._scores(block, shared) for block in blocks], dim=1)
 
-    def _scores(self, block: Block, room: Workspace) -> Float[Tensor, "batch *head query key"]:
+    def _scores(self, block: Block, shared: Shared) -> Float[Tensor, "batch *head query key"]:
         heads = self._heads(block.layer)
         if block.engine == "algebra":
-            scores = self._by_algebra(block, heads, room)
+            scores = self._by_algebra(block, heads, shared)
         elif self.per_head:
             scores = torch.stack([self._map(block, [head]) for head in heads or range(block.n_heads)], dim=1)
         else:
@@ -143,14 +142,14 @@ class ValueZeroing(Method):
         return scores
 
     def _by_algebra(
-        self, block: Block, heads: Sequence[int] | None, room: Workspace
+        self, block: Block, heads: Sequence[int] | None, shared: Shared
     ) -> Float[Tensor, "batch *head query key"]:
         chosen = list(range(block.n_heads)) if heads is None else list(heads)
         groups = [[head] for head in chosen] if self.per_head else [chosen]
         spans = None if self.spans is None else [list(span) for span in self.spans]
         final = self.last_layer == "after_final_norm" and block.is_last
         norm = block.final_norm() if final else None
-        scores = value_zeroing_maps(block, groups, spans, self.metric, norm, room)
+        scores = value_zeroing_maps(block, groups, spans, self.metric, norm, shared)
         return scores if self.per_head else scores[:, 0]
 
     def _heads(self, layer: int) -> Sequence[int] | None:

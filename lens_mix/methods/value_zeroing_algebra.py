@@ -18,13 +18,13 @@ from torch import Tensor
 from lens_mix.lens.anatomy import Norm, ValuePath, mix
 from lens_mix.lens.kinds import NotRebuiltError
 from lens_mix.lens.model import TOLERANCES
-from lens_mix.lens.replay import relative_error
 from lens_mix.methods.fold import folded
 from lens_mix.methods.room import Workspace
+from lens_mix.methods.signs import along_signs
 from lens_mix.methods.zeroing.clean_block import CleanBlock, product
 from lens_mix.methods.zeroing.lot import Lot, Pairs
 from lens_mix.methods.zeroing.memory import Cost, fitting
-from lens_mix.methods.zeroing.pieces import CPU, GPU, Sizes, chunks, find_sources
+from lens_mix.methods.zeroing.pieces import CPU, GPU, Sizes, Sources, chunks, find_sources
 from lens_mix.methods.zeroing.rotation import Rotation, rotated
 from lens_mix.methods.zeroing.sent import Senders
 
@@ -38,7 +38,7 @@ def value_zeroing_maps(
     spans: Sequence[Sequence[int]] | None,
     metric: str,
     final: Norm | None,
-    room: Workspace,
+    shared: Shared,
     sizes: Sizes | None = None,
 ) -> Float[Tensor, "batch group query key"]:
     """One map per group of query heads that are zeroed together.
@@ -49,7 +49,7 @@ def value_zeroing_maps(
         spans: positions of a prompt that are zeroed as one; None: each alone.
         metric: "cosine" or "euclidean".
         final: the final norm, where its output is compared.
-        room: buffers, which the next block can use again.
+        shared: what the blocks of one batch use again.
         sizes: how much is done at once; by default what suits the device.
 
     Raises:
@@ -67,7 +67,7 @@ def value_zeroing_maps(
     scores = block.zeros(batch, len(groups), length, length if spans is None else len(spans))
     step = max(1, sizes.positions // length)
     for start in range(0, batch, step):
-        work = _Work(block, slice(start, start + step), groups, spans, metric, final, room, sizes)
+        work = _Work(block, slice(start, start + step), groups, spans, metric, final, shared, sizes)
         # A hundred thousand small views and products: half of what each costs outside of inference mode.
         with torch.inference_mode():
             for lot in work.lots():
@@ -100,6 +100,27 @@ class _Entered:
     alphas: list[Float[Tensor, "*tile key row 1"]]
 
 
+class Shared:
+    """What one block leaves for the next: buffers, and which keys reach which queries."""
+
+    def __init__(self) -> None:
+        self.room = Workspace()
+        self._sources: dict[int, tuple[Tensor, Sources]] = {}
+
+    def sources(
+        self,
+        first: int,
+        seen: Bool[Tensor, "batch query key"],
+        real: Bool[Tensor, "batch pos"],
+        spans: Sequence[Sequence[int]] | None,
+    ) -> Sources:
+        """The last block's, where prompts from `first` on see the same keys; spans are always the same."""
+        old = self._sources.get(first)
+        if old is None or not torch.equal(old[0], seen):
+            old = self._sources[first] = seen, find_sources(seen, real, spans)
+        return old[1]
+
+
 class _Work:
     """The maps of some prompts and one block in the making."""
 
@@ -111,20 +132,21 @@ class _Work:
         spans: Sequence[Sequence[int]] | None,
         metric: str,
         final: Norm | None,
-        room: Workspace,
+        shared: Shared,
         sizes: Sizes,
     ) -> None:
         path = block.anatomy.value_path
         if path is None:
             raise RuntimeError(f"block {block.layer}: the algebra engine was asked for an unproven block")
-        self.block, self.groups, self.metric, self.room, self.sizes = block, groups, metric, room, sizes
+        self.block, self.groups, self.metric, self.sizes = block, groups, metric, sizes
+        self.room = shared.room
         self.path: ValuePath = path
         self.heads = [head for group in groups for head in group]
         self.all_heads = self.heads == list(range(block.n_heads))
         self.dtype, self.mixed = _dtypes(block)
         self.real, self.pattern = block.real[prompts], block.recorded("pattern")[prompts]
         seen = block.seen[prompts] if self.all_heads else _seen(self.pattern[:, self.heads])
-        self.sources = find_sources(seen, self.real, spans)
+        self.sources = shared.sources(prompts.start, seen, self.real, spans)
         value = block.recorded("value")[prompts].to(self.mixed)
         attention_out = path.project(mix(self.pattern.to(self.mixed), value))
         resid_post = block.resid_post[prompts].to(self.dtype)
@@ -137,9 +159,10 @@ class _Work:
             self._pre_activations(prompts),
             self._places(prompts),
             sizes.columns,
-            room,
+            self.room,
         )
         self._require_rebuilt(resid_post.flatten(0, 1))
+        self.W_O_mark = along_signs(path.W_O.flatten(0, 1).to(self.mixed))
         few = self._few_factors() and value.device.type != "mps"
         self.rotation = self._rotate(few)
         by_head = value.repeat_interleave(block.n_heads // value.shape[2], dim=2)
@@ -153,7 +176,7 @@ class _Work:
             self._fold(),
             self.rotation,
             few,
-            room,
+            self.room,
         )
 
     def _places(self, prompts: slice) -> Int[Tensor, " checked"]:
@@ -180,9 +203,7 @@ class _Work:
 
     def _require_rebuilt(self, expected: Float[Tensor, "row d_model"]) -> None:
         tolerance = TOLERANCES.get(self.block.resid_post.dtype, TOLERANCES[torch.float32])
-        clean, real = self.clean, self.real.flatten()
-        rows = slice(None) if clean.checked is None else clean.checked
-        error = relative_error(clean.rebuilt, expected[rows], real[rows])
+        error = self.clean.misses(expected, self.real.flatten())
         if not error <= tolerance:
             raise NotRebuiltError(
                 f"block {self.block.layer}: expected its parts to give its output within {tolerance:.0e} on "
@@ -190,10 +211,11 @@ class _Work:
             )
 
     def _fold(self) -> Float[Tensor, "matrix head d_head d_mlp"] | None:
-        if not len(self.sources):
+        if not len(self.sources) or self.clean.first is None:
             return None
         keep, vectors = self.block.max_memory is None, self.sources.positions.numel()
-        return folded(self.block.anatomy, self.path, self.heads, vectors, self.mixed, keep)
+        marks = [*self.clean.first.marks, self.W_O_mark]
+        return folded(self.block.anatomy, self.path, self.heads, vectors, self.mixed, keep, marks)
 
     def _few_factors(self) -> bool:
         """Whether scalar products between a source's vectors cost less than their sums."""
@@ -205,7 +227,7 @@ class _Work:
         if self.block.max_memory is not None or (self.clean.lead is not None and not few):
             return None
         pairs = sum(self.sources.last) - sum(self.sources.first)
-        found = rotated(self.clean, self.path, pairs * len(self.groups))
+        found = rotated(self.clean, self.path, self.W_O_mark, pairs * len(self.groups))
         if found is not None:
             self.clean.direction = self.clean.direction @ found.axes
         return found
@@ -243,7 +265,7 @@ class _Work:
         if lead is not None and products is not None:
             ones = outer.new_ones(clean.mid.shape[-1])
             ones = ones if self.rotation is None else ones @ self.rotation.axes
-            prompts = self.sources.prompt[lot]
+            prompts = self.sources.prompts[lot]
             inverse, drift = lead.from_factors(weights, outer, products, ones, prompts, self.room)
             inner_weights = self.room.like("inner weights", weights, weights.shape, weights.dtype)
             torch.mul(weights, inverse[:, None], out=inner_weights)
@@ -253,14 +275,13 @@ class _Work:
 
     def _store(self, scores: Float[Tensor, "batch query key"], lot: slice, part: Lot) -> None:
         """The distances of some sources into their maps' columns."""
-        prompt = torch.tensor(self.sources.prompt[lot], device=scores.device)
+        prompt, column = self.sources.prompts[lot], self.sources.columns[lot]
         distance = part.across
         if self.metric == "cosine":
             sizes = self.clean.size.view(self.real.shape)[prompt]
             distance = self.clean.cosine_distance(part.along, part.across, sizes)
         # No weight, no effect: not even a rounding error.
         distance = torch.where(part.weights.abs().amax(1) != 0, distance, 0.0)
-        column = torch.tensor(self.sources.column[lot], device=scores.device)
         scores[prompt, :, column] = distance.to(scores.dtype)
 
     # ------------------------------------------------------------- one chunk

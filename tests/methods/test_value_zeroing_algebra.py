@@ -306,7 +306,7 @@ def test_a_norms_change_from_factors_is_that_of_the_sums(kind: str, dtype: torch
     weights[..., 1] = weights[..., 0]
     weights[..., 2] *= 1e-4
     norm = NormChange(Norm(kind, None, None, 1e-6), clean)
-    prompts = [0, 0, 0, 1, 1, 1]
+    prompts = torch.tensor([0, 0, 0, 1, 1, 1])
     products = vectors.double() @ norm.centred.view(2, 5, 16)[prompts].double().transpose(1, 2)
     axes = torch.linalg.qr(torch.randn(16, 16, generator=generator).double()).Q
     room = Workspace()

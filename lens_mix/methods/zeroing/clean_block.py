@@ -18,14 +18,17 @@ has its own row.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
+from lens_mix.lens.replay import relative_error
 from lens_mix.methods.room import Rows, Workspace, of_rows
+from lens_mix.methods.signs import along_signs, error_along_signs
 from lens_mix.methods.zeroing.first_matrix import FirstMatrix
 from lens_mix.methods.zeroing.neurons import CleanInput, Neurons, clean_neurons, through_norms
 from lens_mix.methods.zeroing.norms import ChangedNorm, NormChange
@@ -84,7 +87,7 @@ class CleanBlock:
         total = resid_pre + (branch * multiplier).to(self.dtype)
         self.residual = _norm_change(anatomy.attention_residual, total)
         self.mid = total if anatomy.attention_residual is None else anatomy.attention_residual(total)
-        # Rows that `rebuilt` holds; None: all.
+        # Rows whose output is made, along signs only; None: all, whole.
         self.checked: Tensor | None = None
         out = self.mid
         self.first: FirstMatrix | None = None
@@ -96,7 +99,7 @@ class CleanBlock:
             out = self._feed_forward(
                 anatomy.feed_forward, resid_pre, attention_out.dtype, recorded, places, columns, room
             )
-        self.rebuilt = out
+        self._rebuilt = out
         clean = resid_post.to(self.dtype)
         self.final = _norm_change(final, clean)
         compared = clean if final is None else final(clean)
@@ -112,7 +115,7 @@ class CleanBlock:
         places: Int[Tensor, " checked"],
         columns: int,
         room: Workspace,
-    ) -> Float[Tensor, "row d_model"]:
+    ) -> Tensor:
         anatomy = self.anatomy
         read = anatomy.feed_forward_in(resid_pre, self.mid)
         if anatomy.parallel:
@@ -129,19 +132,38 @@ class CleanBlock:
             if anatomy.feed_forward_branch is None and anatomy.feed_forward_residual is None:
                 # No change sees what the second matrix makes of the clean block: some rows to check it by.
                 self.checked = places
-            hidden = torch.cat([self._of_checked(part.minus_hidden) for part in self.neurons], dim=1).neg_()
+            rows = slice(None) if self.checked is None else self.checked
+            hidden = torch.cat([part.minus_hidden[rows] for part in self.neurons], dim=1).neg_()
             if feed_forward.b_hidden is not None:
                 hidden += feed_forward.b_hidden.to(self.dtype)
+            bias = None if feed_forward.b_out is None else feed_forward.b_out.to(self.dtype)
+            if self.checked is not None:
+                added = hidden @ self.second_mark
+                added = added if bias is None else added + along_signs(bias)
+                return along_signs(self.mid[rows]) + added * anatomy.residual_multiplier
             added = hidden @ self.second
-            added = added if feed_forward.b_out is None else added + feed_forward.b_out.to(self.dtype)
+            added = added if bias is None else added + bias
             self.feed_forward_branch = _norm_change(anatomy.feed_forward_branch, added)
         out = added if anatomy.feed_forward_branch is None else anatomy.feed_forward_branch(added)
-        total = self._of_checked(self.mid) + out * anatomy.residual_multiplier
+        total = self.mid + out * anatomy.residual_multiplier
         self.feed_forward_residual = _norm_change(anatomy.feed_forward_residual, total)
         return total if anatomy.feed_forward_residual is None else anatomy.feed_forward_residual(total)
 
-    def _of_checked(self, x: Float[Tensor, "row width"]) -> Float[Tensor, "row_ width"]:
-        return x if self.checked is None else x[self.checked]
+    @functools.cached_property
+    def second_mark(self) -> Float[Tensor, " d_mlp"]:
+        """The second matrix along signs."""
+        return along_signs(self.second)
+
+    def misses(self, expected: Float[Tensor, "row d_model"], real: Bool[Tensor, " row"]) -> float:
+        """How far what the parts give is from the block's output at most, relative to a row's size.
+
+        Args:
+            expected: the output.
+            real: rows that count.
+        """
+        if self.checked is None:
+            return relative_error(self._rebuilt, expected, real)
+        return error_along_signs(self._rebuilt, expected[self.checked], real[self.checked])
 
     @property
     def norms(self) -> list[NormChange]:

@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.lens.model import TOLERANCES
-from lens_mix.lens.replay import relative_error
 from lens_mix.methods.room import Workspace, even
 from lens_mix.methods.zeroing.first_matrix import FirstMatrix
 from lens_mix.methods.zeroing.norms import NormChange
@@ -87,17 +86,16 @@ def _recorded_bases(read: CleanInput, room: Workspace) -> list[_PerMatrix] | Non
     None where they are not what the parts give at the places: an edit on their way, say.
     """
     first, norm = read.first, next(iter(read.norms), None)
-    bias = None if norm is None else norm.norm.bias
     rows = read.vectors[read.places]
-    last = torch.zeros_like(rows[:1]) if bias is None else bias[None].to(rows.dtype)
-    made = first.add_biases_(first.linear(torch.cat([rows, last])))
-    found = torch.stack([pre[read.places] for pre in read.recorded])
-    if not relative_error(found, made[:, :-1]) <= TOLERANCES[rows.dtype]:
+    if not first.misses(rows, [pre[read.places] for pre in read.recorded]) <= TOLERANCES[rows.dtype]:
         return None
     if norm is None:
         return []
+    bias = norm.norm.bias
+    shape = (len(first.matrices), 1, first.d_mlp)
+    linear = rows.new_zeros(shape) if bias is None else first.linear(bias[None].to(rows.dtype))
     bases = []
-    for number, (pre, own) in enumerate(zip(read.recorded, made[:, -1], strict=True)):
+    for number, (pre, own) in enumerate(zip(read.recorded, first.add_biases_(linear), strict=True)):
         base = room.like(f"base {number}", pre, pre.shape, pre.dtype)
         bases.append(torch.sub(pre, own, out=base).mul_(norm.size[:, None]))
     return [bases]

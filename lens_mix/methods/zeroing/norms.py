@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.lens.anatomy import Norm
@@ -62,7 +62,7 @@ class NormChange:
         vectors: Float[Tensor, "source rank axis"],
         products: Float[Tensor, "source rank query"],
         ones: Float[Tensor, " axis"],
-        prompts: list[int],
+        prompts: Int[Tensor, " source"],
         room: Workspace,
     ) -> tuple[Float[Tensor, "source query"], Float[Tensor, "source query"]]:
         """1/s' and 1/s' - 1/s for changes c = Σ_r weights_r vectors_r, without these sums.
@@ -93,9 +93,8 @@ class NormChange:
             factors = weights[some].double()
             growth[some] = products[some].baddbmm_(gram, factors, beta=2).mul_(factors).sum(1)
         growth /= len(ones)
-        number = torch.tensor(prompts, device=weights.device)
-        queries = growth.shape[1]
-        return self.sizes(growth, self.square.view(-1, queries)[number], self.size.view(-1, queries)[number])
+        square, size = (x.view(-1, growth.shape[1])[prompts] for x in (self.square, self.size))
+        return self.sizes(growth, square, size)
 
     def linear(self, vectors: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """The norm's linear part, γ ⊙ C v."""

@@ -141,6 +141,7 @@ class Sources:
         positions: the zeroed positions; shorter spans are filled up.
         real: which positions are no filling.
         first, last: the queries that give any of them weight lie in first..last - 1.
+        prompts, columns: `prompt` and `column` where the maps are.
     """
 
     prompt: list[int]
@@ -149,6 +150,8 @@ class Sources:
     real: Bool[Tensor, "source span"]
     first: list[int]
     last: list[int]
+    prompts: Int[Tensor, " source"]
+    columns: Int[Tensor, " source"]
 
     def __len__(self) -> int:
         return len(self.prompt)
@@ -183,13 +186,16 @@ def find_sources(
     filled = [keys + [keys[0]] * (longest - len(keys)) for _, _, keys, _, _ in found]
     no_filling = [[i < len(keys) for i in range(longest)] for _, _, keys, _, _ in found]
     device = seen.device
+    prompts, columns = [prompt for prompt, *_ in found], [column for _, column, *_ in found]
     return Sources(
-        [prompt for prompt, *_ in found],
-        [column for _, column, *_ in found],
+        prompts,
+        columns,
         torch.tensor(filled, device=device, dtype=torch.long).reshape(-1, longest),
         torch.tensor(no_filling, device=device, dtype=torch.bool).reshape(-1, longest),
         [begin for *_, begin, _ in found],
         [end for *_, end in found],
+        torch.tensor(prompts, device=device, dtype=torch.long),
+        torch.tensor(columns, device=device, dtype=torch.long),
     )
 
 

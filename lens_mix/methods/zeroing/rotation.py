@@ -62,12 +62,15 @@ class Rotation:
             yield slice(start, neurons.stop), self.second.shape[1]
 
 
-def rotated(clean: CleanBlock, path: ValuePath, pairs: int) -> Rotation | None:
+def rotated(
+    clean: CleanBlock, path: ValuePath, W_O_mark: Float[Tensor, " vector"], pairs: int
+) -> Rotation | None:
     """A block's rotation; None where a norm follows, or where making it would cost more than it saves.
 
     Args:
         clean: the block.
         path: its value path.
+        W_O_mark: its W_O along signs.
         pairs: how many will go through.
     """
     if pairs < LEAST_PAIRS or not clean.free_axes or clean.anatomy.feed_forward is None:
@@ -76,7 +79,7 @@ def rotated(clean: CleanBlock, path: ValuePath, pairs: int) -> Rotation | None:
     depth = name.shape[1] * 5 // 6 // STEP * STEP
     if name.device.type != "cpu" or not 0 < depth <= name.shape[0]:
         return None
-    probes = [kept.probe(clean.second), kept.probe(path.W_O.flatten(0, 1).to(dtype))]
+    probes = [clean.second_mark, W_O_mark]
     found: Rotation | None = kept.recall(name, KIND, probes)
     if found is None:
         found = _rotation(clean.second, path.W_O.to(dtype), depth)

@@ -99,9 +99,8 @@ class Senders:
 
     def of(self, lot: slice) -> Sent:
         """What some sources send."""
-        prompt = torch.tensor(self.sources.prompt[lot], device=self.value.device)[:, None]
         positions = self.sources.positions[lot]
-        by_head = self.value[prompt, positions].permute(2, 0, 1, 3).flatten(1, 2)
+        by_head = self.value[self.sources.prompts[lot, None], positions].permute(2, 0, 1, 3).flatten(1, 2)
         outer = self._through_W_O(by_head, self.turned_W_O, "outer")
         sent = torch.linalg.vector_norm(outer, dim=-1, keepdim=True) != 0
         factor = torch.where(self.sources.real[lot], -self.multiplier, 0.0).to(by_head.dtype)
