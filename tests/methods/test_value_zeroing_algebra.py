@@ -108,13 +108,12 @@ def test_recorded_pre_activations_change_nothing(case: Case, monkeypatch: pytest
     model = case.build(torch.float64)
     found: list[bool] = []
 
-    def watched(read: neurons.CleanInput, room: Workspace) -> Any:
-        bases = recorded_bases(read, room)
-        found.append(bases is not None)
-        return bases
+    def watched(read: neurons.CleanInput) -> bool:
+        found.append(is_of_the_parts(read))
+        return found[-1]
 
-    recorded_bases = neurons._recorded_bases
-    monkeypatch.setattr(neurons, "_recorded_bases", watched)
+    is_of_the_parts = neurons._is_of_the_parts
+    monkeypatch.setattr(neurons, "_is_of_the_parts", watched)
     recorded = lm.run(model, prompt_of(model), "value_zeroing", stack=case.stack, engine="algebra")
     assert set(found) <= {True}
     assert bool(found) or any(name in case.label for name in WITHOUT_RECORDED)

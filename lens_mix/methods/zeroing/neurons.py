@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +16,8 @@ from lens_mix.methods.zeroing.norms import NormChange
 
 # One tensor per first matrix.
 _PerMatrix = Sequence[Float[Tensor, "row d_mlp"]]
+# What a first matrix makes of a norm's base: (matrix, which neurons, their pre-activations, where it goes).
+_Base = Callable[[int, slice, Tensor, Tensor], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,40 +76,45 @@ def clean_neurons(read: CleanInput, columns: int, dtype: torch.dtype, room: Work
         dtype: of what the second matrix is applied to.
         room: what the parts lie in as long as no other block uses it.
     """
-    found = _recorded_bases(read, room) if read.recorded and read.whole and len(read.norms) <= 1 else None
-    pre, bases = _computed(read) if found is None else (read.recorded, found)
+    usable = read.recorded and read.whole and len(read.norms) <= 1 and _is_of_the_parts(read)
+    pre, bases = (read.recorded, _bases_of_recorded(read)) if usable else _computed(read)
     parts = enumerate(even(0, read.first.d_mlp, columns))
     return [_part(number, part, pre, bases, read.first, dtype, room) for number, part in parts]
 
 
-def _recorded_bases(read: CleanInput, room: Workspace) -> list[_PerMatrix] | None:
-    """The norm's base from recorded pre-activations p = base / size + bias, without a product of all rows.
-
-    None where they are not what the parts give at the places: an edit on their way, say.
-    """
-    first, norm = read.first, next(iter(read.norms), None)
+def _is_of_the_parts(read: CleanInput) -> bool:
+    """Whether the recorded pre-activations are what the parts give at the places; an edit would show."""
     rows = read.vectors[read.places]
-    if not first.misses(rows, [pre[read.places] for pre in read.recorded]) <= TOLERANCES[rows.dtype]:
-        return None
-    if norm is None:
+    return read.first.misses(rows, [pre[read.places] for pre in read.recorded]) <= TOLERANCES[rows.dtype]
+
+
+def _bases_of_recorded(read: CleanInput) -> list[_Base]:
+    """The norm's base from recorded pre-activations p = base / size + bias, without a product of all rows."""
+    if not read.norms:
         return []
-    bias = norm.norm.bias
+    norm, first = read.norms[0], read.first
+    bias, vectors = norm.norm.bias, read.vectors
     shape = (len(first.matrices), 1, first.d_mlp)
-    linear = rows.new_zeros(shape) if bias is None else first.linear(bias[None].to(rows.dtype))
-    bases = []
-    for number, (pre, own) in enumerate(zip(read.recorded, first.add_biases_(linear), strict=True)):
-        base = room.like(f"base {number}", pre, pre.shape, pre.dtype)
-        bases.append(torch.sub(pre, own, out=base).mul_(norm.size[:, None]))
-    return [bases]
+    linear = vectors.new_zeros(shape) if bias is None else first.linear(bias[None].to(vectors.dtype))
+    biases, size = first.add_biases_(linear), norm.size[:, None]
+
+    def base(matrix: int, columns: slice, pre: Tensor, out: Tensor) -> Tensor:
+        return torch.sub(pre, biases[matrix][:, columns], out=out).mul_(size)
+
+    return [base]
 
 
-def _computed(read: CleanInput) -> tuple[_PerMatrix, list[_PerMatrix]]:
+def _given(bases: Float[Tensor, "matrix row d_mlp"]) -> _Base:
+    return lambda matrix, columns, _, out: out.copy_(bases[matrix][:, columns])
+
+
+def _computed(read: CleanInput) -> tuple[_PerMatrix, list[_Base]]:
     """Pre-activations, and what the first matrices make of the norms' bases."""
     first, norms, dtype = read.first, read.norms, read.vectors.dtype
     inputs = [through_norms(norms[n:], norm.base).to(dtype) for n, norm in enumerate(norms, 1)]
     if not (norms and read.whole):
         pre = first.add_biases_(first.linear(read.vectors))
-        return pre.unbind(), [first.linear(base).unbind() for base in inputs]
+        return pre.unbind(), [_given(first.linear(base)) for base in inputs]
     # The last base over its size spares a product; the bias goes along: one row reads the whole matrix too.
     size, bias = norms[-1].size[:, None], norms[-1].norm.bias
     if bias is not None:
@@ -117,36 +124,33 @@ def _computed(read: CleanInput) -> tuple[_PerMatrix, list[_PerMatrix]]:
     pre = bases[-1][:, :rows] / size
     if bias is not None:
         pre += bases[-1][:, rows:]
-    return first.add_biases_(pre).unbind(), [base[:, :rows].unbind() for base in bases]
+    return first.add_biases_(pre).unbind(), [_given(base[:, :rows]) for base in bases]
 
 
 def _part(
     number: int,
     columns: slice,
     pre: _PerMatrix,
-    bases: Sequence[_PerMatrix],
+    bases: Sequence[_Base],
     first: FirstMatrix,
     dtype: torch.dtype,
     room: Workspace,
 ) -> Neurons:
     """Some neurons, the part `number` of them."""
 
-    def own(name: str, x: Float[Tensor, "row d_mlp"], kind: torch.dtype) -> Float[Tensor, "row column"]:
-        part = x[:, columns]
-        return room.like(f"{name} of part {number}", x, part.shape, kind).copy_(part)
+    shape = (len(pre[0]), columns.stop - columns.start)
 
-    scratch = [
-        room.like(f"scratch {matrix}", some, some[:, columns].shape, dtype).copy_(some[:, columns])
-        for matrix, some in enumerate(pre)
-    ]
-    minus_hidden = room.like(f"minus hidden of part {number}", scratch[0], scratch[0].shape, dtype)
-    first.hidden(scratch, None, minus_hidden, room).neg_()
-    return Neurons(
-        columns,
-        [own(f"clean pre {matrix}", some, some.dtype) for matrix, some in enumerate(pre)],
+    def own(name: str, kind: torch.dtype) -> Float[Tensor, "row column"]:
+        return room.like(f"{name} of part {number}", pre[0], shape, kind)
+
+    own_pre = [own(f"clean pre {n}", some.dtype).copy_(some[:, columns]) for n, some in enumerate(pre)]
+    own_bases = [
         [
-            [own(f"clean base {n} {matrix}", some, some.dtype) for matrix, some in enumerate(base)]
-            for n, base in enumerate(bases)
-        ],
-        minus_hidden,
-    )
+            base(matrix, columns, some, own(f"clean base {n} {matrix}", some.dtype))
+            for matrix, some in enumerate(own_pre)
+        ]
+        for n, base in enumerate(bases)
+    ]
+    scratch = [room.like(f"scratch {n}", some, shape, dtype).copy_(some) for n, some in enumerate(own_pre)]
+    minus_hidden = first.hidden(scratch, None, own("minus hidden", dtype), room).neg_()
+    return Neurons(columns, own_pre, own_bases, minus_hidden)

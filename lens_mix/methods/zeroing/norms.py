@@ -84,12 +84,15 @@ class NormChange:
         step = max(1, chunk_bytes(vectors.device, None) // (8 * math.prod(vectors.shape[1:])))
         for some in even(0, len(vectors), step):
             own = vectors[some]
-            wide = room.like("wide", own, own.shape, torch.float64).copy_(own)
-            gram = wide @ wide.transpose(-1, -2)
+            # With the ones, so that one reading gives the sums too.
+            shape = (len(own), own.shape[1] + 1, own.shape[2])
+            wide = room.like("wide", own, shape, torch.float64)
+            wide[:, :-1], wide[:, -1] = own, ones
+            products_and_sums = wide @ wide.transpose(-1, -2)
+            gram, sums = products_and_sums[:, :-1, :-1], products_and_sums[:, :-1, -1:]
             if self.norm.kind == "layer":
                 # C is a projection: ‖C c‖² = ‖c‖² - (c · 1)² / d_model.
-                sums = (wide @ ones.double())[..., None]
-                gram.baddbmm_(sums, sums.transpose(-1, -2), alpha=-1 / len(ones))
+                gram = torch.baddbmm(gram, sums, sums.transpose(-1, -2), alpha=-1 / len(ones))
             factors = weights[some].double()
             growth[some] = products[some].baddbmm_(gram, factors, beta=2).mul_(factors).sum(1)
         growth /= len(ones)
