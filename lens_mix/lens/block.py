@@ -151,11 +151,6 @@ class Block:
         return self._clean.batch.real_positions(self._lens.stack.name)
 
     @property
-    def places(self) -> Int[Tensor, "batch place"]:
-        """Four positions of every prompt to check by, the last one among them."""
-        return self._clean.places
-
-    @property
     def resid_pre(self) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream entering the block."""
         return self._clean.calls[self.layer].resid_pre

@@ -42,7 +42,8 @@ class CleanPass:
         calls: per block, its arguments and output.
         recorded: hook name -> tensor, for the hooks that were asked.
         seen: per layer, which keys got any weight from any head.
-        places: four positions of every prompt, the last one among them.
+        places: positions of every prompt to check by: four, the last one among them; all, where the model
+            carries hooks.
         glimpses: per layer, the pattern of the queries at these places.
         replays: per block, the way it is run again, once that has been proven.
     """
@@ -148,7 +149,9 @@ class Lens:
         recorded: dict[str, Tensor] = {}
         seen: dict[int, Tensor] = {}
         glimpses: dict[int, Tensor] = {}
-        places = _places(batch.real_positions(self.stack.name))
+        real = batch.real_positions(self.stack.name)
+        # What is no hook treats all positions alike; a hook may act on any one.
+        places = _places(real, int(real.sum(1).max()) if self._is_hooked() else 4)
         fwd_hooks: list[HookPair] = [record(recorded, name) for name in (*names, *optional)]
         if see_keys:
             fwd_hooks += [
@@ -164,6 +167,14 @@ class Lens:
         clean = CleanPass(batch, calls, recorded, seen, places, glimpses)
         self._require_complete(clean, names, last, see_keys)
         return clean
+
+    def _is_hooked(self) -> bool:
+        """Whether the user's own hooks are on the model (TransformerLens puts some on its hook points)."""
+        points = set(self.model.hook_dict.values())
+        others = (module for module in self.model.modules() if module not in points)
+        return any(point.fwd_hooks for point in points) or any(
+            module._forward_hooks or module._forward_pre_hooks for module in others
+        )
 
     def logits(
         self,
@@ -393,21 +404,27 @@ class Lens:
         return next(iter(self.model.parameters())).device
 
 
-def _places(real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch place"]:
+def _places(real: Bool[Tensor, "batch pos"], count: int) -> Int[Tensor, "batch place"]:
+    """As many positions of each prompt, evenly; each at least once where it has fewer."""
     own = [row.nonzero()[:, 0] for row in real]
-    return torch.stack([at[torch.linspace(0, len(at) - 1, 4, device=at.device).round().long()] for at in own])
+    return torch.stack(
+        [at[torch.linspace(0, len(at) - 1, count, device=at.device).round().long()] for at in own]
+    )
 
 
 def _see(
     layer: int, seen: dict[int, Tensor], places: Int[Tensor, "batch place"], glimpses: dict[int, Tensor]
 ) -> Callable[..., None]:
     rows = torch.arange(len(places), device=places.device)[:, None]
+    in_order = torch.equal(places, torch.arange(places.shape[1], device=places.device).expand_as(places))
 
     def see(tensor: Tensor, hook: Any) -> None:
         # A quarter of the time that `(tensor != 0).any(dim=1)` takes.
         seen[layer] = (tensor.amax(dim=1) != 0) | (tensor.amin(dim=1) != 0)
         if tensor.shape[0] == len(places) and tensor.shape[2] > int(places.max()):
-            glimpses[layer] = tensor.detach()[rows, :, places].transpose(1, 2)
+            whole = in_order and tensor.shape[2] == places.shape[1]
+            # Of all positions no second copy: the method has recorded the pattern too.
+            glimpses[layer] = tensor.detach() if whole else tensor.detach()[rows, :, places].transpose(1, 2)
 
     return see
 

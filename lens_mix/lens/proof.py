@@ -79,8 +79,8 @@ def holds_here(lens: Lens, clean: CleanPass, proof: Proof) -> str | None:
     """Why the proven parts do not give the blocks' outputs on these prompts; None when they do.
 
     The proof was made on a short prompt, maybe some time ago. A hook that acts from position 20 on, or a
-    weight edited behind torch's back, shows only here: four positions of every prompt are rebuilt from the
-    clean pass, the last one among them. Blocks whose feed-forward can't be written down are left out.
+    weight edited behind torch's back, shows only here: some positions of every prompt (`CleanPass.places`)
+    are rebuilt from the clean pass. Blocks whose feed-forward can't be written down are left out.
 
     Args:
         lens: the face of the model.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import Norm, ValuePath, mix
@@ -157,7 +157,6 @@ class _Work:
             resid_post.flatten(0, 1),
             final,
             self._pre_activations(prompts),
-            self._places(prompts),
             sizes.columns,
             self.room,
         )
@@ -178,12 +177,6 @@ class _Work:
             few,
             self.room,
         )
-
-    def _places(self, prompts: slice) -> Int[Tensor, " checked"]:
-        """Four rows of every prompt."""
-        places = self.block.places[prompts]
-        starts = torch.arange(len(places), device=places.device) * self.real.shape[1]
-        return (places + starts[:, None]).flatten()
 
     def _pre_activations(self, prompts: slice) -> list[Float[Tensor, "row d_mlp"]]:
         """What the model itself has recorded of them, per first matrix; nothing where it has not."""

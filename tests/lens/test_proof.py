@@ -10,6 +10,7 @@ import torch
 import lens_mix as lm
 from lens_mix.lens import proof as proofs
 from lens_mix.lens import proven
+from lens_mix.lens.kinds import UnsupportedModelError
 from lens_mix.lens.prompts import Prompt
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import Unavailable, bridge, hooked_encoder, hooked_transformer
@@ -155,6 +156,30 @@ def test_a_changed_feed_forward_forbids_algebra_but_not_hooks():
     after = lm.run(model, prompt_of(model), "value_zeroing")
     assert after.provenance["engine"] == "hooks"
     assert (after.scores - before.scores).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("where", ["mlp.hook_post", "attn.hook_z", "hook_attn_out", "mlp", "attn"])
+def test_a_hook_on_one_position_is_noticed_wherever_it_is(where):
+    """The proof's own prompt is shorter, and four positions of this one would not show it."""
+    model = any_model(torch.float64)
+    tokens = torch.arange(30)[None] % model.cfg.d_vocab
+    before = lm.run(model, tokens, ["value_zeroing", "attn_res"])
+
+    def edit(x, hook=None):
+        return x if x.shape[1] <= 17 else torch.cat([x[:, :17], 1.5 * x[:, 17:18], x[:, 18:]], dim=1)
+
+    def edit_output(module, given, out):
+        return (edit(out[0]), *out[1:]) if isinstance(out, tuple) else edit(out)
+
+    if "hook" in where:
+        model.add_hook(f"blocks.0.{where}", edit)
+    else:
+        getattr(model.blocks[0], where).register_forward_hook(edit_output)
+    found = lm.run(model, tokens, "value_zeroing")
+    assert found.provenance["engine"] == "hooks"
+    assert not torch.allclose(found.scores, before["value_zeroing"].scores)
+    with pytest.raises(UnsupportedModelError, match="expected its parts to give its output on this prompt"):
+        lm.run(model, tokens, "attn_res")
 
 
 def test_the_proof_is_kept_until_something_changes(monkeypatch):

@@ -132,10 +132,12 @@ def test_recorded_pre_activations_that_are_not_the_parts_are_left_alone() -> Non
     norm = NormChange(Norm("layer", None, torch.randn(8).double(), 1e-5), torch.randn(5, 8).double())
     read = norm.norm(norm.centred)
     pre = read @ feed_forward.W_in
-    right = neurons.CleanInput(first, [norm], True, read, [pre], torch.tensor([0, 4]))
-    wrong = dataclasses.replace(right, recorded=[pre * 1.001])
+    right = neurons.CleanInput(first, [norm], True, read, [pre])
+    edited = pre.clone()
+    edited[2, 7] += 0.1
+    wrong = [dataclasses.replace(right, recorded=[some]) for some in (pre * 1.001, edited)]
     none = dataclasses.replace(right, recorded=[])
-    made = [neurons.clean_neurons(given, 20, torch.float64, Workspace()) for given in (right, wrong, none)]
+    made = [neurons.clean_neurons(given, 20, torch.float64, Workspace()) for given in (right, *wrong, none)]
     assert [part.columns for part in made[0]] == [slice(0, 16), slice(16, 32)]
     for parts in made:
         found = torch.cat([part.pre[0] for part in parts], 1), torch.cat([p.bases[0][0] for p in parts], 1)

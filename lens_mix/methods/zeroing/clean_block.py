@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
@@ -61,7 +61,6 @@ class CleanBlock:
         resid_post: what left the block.
         final: the model's final norm, where the change after it is wanted.
         recorded: the model's own pre-activations, per first matrix; none, and they are computed.
-        places: rows to check by.
         columns: neurons that are done at once, at most.
         room: what the block's own numbers lie in as long as no other block uses it.
     """
@@ -74,7 +73,6 @@ class CleanBlock:
         resid_post: Float[Tensor, "row d_model"],
         final: Norm | None,
         recorded: Sequence[Float[Tensor, "row d_mlp"]],
-        places: Int[Tensor, " checked"],
         columns: int,
         room: Workspace,
     ) -> None:
@@ -87,8 +85,8 @@ class CleanBlock:
         total = resid_pre + (branch * multiplier).to(self.dtype)
         self.residual = _norm_change(anatomy.attention_residual, total)
         self.mid = total if anatomy.attention_residual is None else anatomy.attention_residual(total)
-        # Rows whose output is made, along signs only; None: all, whole.
-        self.checked: Tensor | None = None
+        # Whether what the parts give is made along signs only.
+        self._along_signs = False
         out = self.mid
         self.first: FirstMatrix | None = None
         self.neurons: list[Neurons] = []
@@ -97,7 +95,7 @@ class CleanBlock:
         self.feed_forward_residual: NormChange | None = None
         if anatomy.feed_forward is not None:
             out = self._feed_forward(
-                anatomy.feed_forward, resid_pre, attention_out.dtype, recorded, places, columns, room
+                anatomy.feed_forward, resid_pre, attention_out.dtype, recorded, columns, room
             )
         self._rebuilt = out
         clean = resid_post.to(self.dtype)
@@ -112,7 +110,6 @@ class CleanBlock:
         resid_pre: Float[Tensor, "row d_model"],
         mixed: torch.dtype,
         recorded: Sequence[Float[Tensor, "row d_mlp"]],
-        places: Int[Tensor, " checked"],
         columns: int,
         room: Workspace,
     ) -> Tensor:
@@ -126,28 +123,32 @@ class CleanBlock:
             self.first = first
             self.input = _norm_change(anatomy.feed_forward_input, self.mid)
             whole = self.branch is None or (self.residual or self.input) is not None
-            given = CleanInput(first, self.norms, whole, read.to(mixed), recorded, places)
+            given = CleanInput(first, self.norms, whole, read.to(mixed), recorded)
             self.neurons = clean_neurons(given, columns, self.dtype, room)
             self.second = feed_forward.W_out.to(self.dtype)
-            if anatomy.feed_forward_branch is None and anatomy.feed_forward_residual is None:
-                # No change sees what the second matrix makes of the clean block: some rows to check it by.
-                self.checked = places
-            rows = slice(None) if self.checked is None else self.checked
-            hidden = torch.cat([part.minus_hidden[rows] for part in self.neurons], dim=1).neg_()
-            if feed_forward.b_hidden is not None:
-                hidden += feed_forward.b_hidden.to(self.dtype)
-            bias = None if feed_forward.b_out is None else feed_forward.b_out.to(self.dtype)
-            if self.checked is not None:
-                added = hidden @ self.second_mark
-                added = added if bias is None else added + along_signs(bias)
-                return along_signs(self.mid[rows]) + added * anatomy.residual_multiplier
-            added = hidden @ self.second
-            added = added if bias is None else added + bias
+            # No change sees what the second matrix makes of the clean block, unless a norm follows.
+            self._along_signs = anatomy.feed_forward_branch is None and anatomy.feed_forward_residual is None
+            if self._along_signs:
+                added = self._second_of_clean(self.second_mark, along_signs)
+                return along_signs(self.mid) + added * anatomy.residual_multiplier
+            added = self._second_of_clean(self.second, lambda bias: bias)
             self.feed_forward_branch = _norm_change(anatomy.feed_forward_branch, added)
         out = added if anatomy.feed_forward_branch is None else anatomy.feed_forward_branch(added)
         total = self.mid + out * anatomy.residual_multiplier
         self.feed_forward_residual = _norm_change(anatomy.feed_forward_residual, total)
         return total if anatomy.feed_forward_residual is None else anatomy.feed_forward_residual(total)
+
+    def _second_of_clean(self, matrix: Tensor, own: Callable[[Tensor], Tensor]) -> Tensor:
+        """The clean hidden layer through a matrix, the biases through `own` and it."""
+        feed_forward, rows = self.anatomy.feed_forward, len(self.mid)
+        found = matrix.new_zeros((rows, *matrix.shape[1:]))
+        for part in self.neurons:
+            found -= part.minus_hidden @ matrix[part.columns]
+        if feed_forward is not None and feed_forward.b_hidden is not None:
+            found += feed_forward.b_hidden.to(self.dtype) @ matrix
+        if feed_forward is not None and feed_forward.b_out is not None:
+            found += own(feed_forward.b_out.to(self.dtype))
+        return found
 
     @functools.cached_property
     def second_mark(self) -> Float[Tensor, " d_mlp"]:
@@ -161,9 +162,7 @@ class CleanBlock:
             expected: the output.
             real: rows that count.
         """
-        if self.checked is None:
-            return relative_error(self._rebuilt, expected, real)
-        return error_along_signs(self._rebuilt, expected[self.checked], real[self.checked])
+        return (error_along_signs if self._along_signs else relative_error)(self._rebuilt, expected, real)
 
     @property
     def norms(self) -> list[NormChange]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.model import TOLERANCES
@@ -47,7 +47,6 @@ class CleanInput:
         whole: whether the last norm, or the residual stream where there is none, is all that is read.
         vectors: what is read.
         recorded: the model's own pre-activations, per first matrix; none, and they are computed.
-        places: rows to check the recorded ones by.
     """
 
     first: FirstMatrix
@@ -55,7 +54,6 @@ class CleanInput:
     whole: bool
     vectors: Float[Tensor, "row d_model"]
     recorded: _PerMatrix
-    places: Int[Tensor, " checked"]
 
 
 def through_norms(
@@ -83,9 +81,8 @@ def clean_neurons(read: CleanInput, columns: int, dtype: torch.dtype, room: Work
 
 
 def _is_of_the_parts(read: CleanInput) -> bool:
-    """Whether the recorded pre-activations are what the parts give at the places; an edit would show."""
-    rows = read.vectors[read.places]
-    return read.first.misses(rows, [pre[read.places] for pre in read.recorded]) <= TOLERANCES[rows.dtype]
+    """Whether the recorded pre-activations are what the parts give; an edit would show."""
+    return read.first.misses(read.vectors, read.recorded) <= TOLERANCES[read.vectors.dtype]
 
 
 def _bases_of_recorded(read: CleanInput) -> list[_Base]:
