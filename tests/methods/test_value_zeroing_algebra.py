@@ -20,6 +20,7 @@ from lens_mix.methods.zeroing import clean_block, neurons, pieces, rotation
 from lens_mix.methods.zeroing.clean_block import CleanBlock
 from lens_mix.methods.zeroing.first_matrix import FirstMatrix
 from lens_mix.methods.zeroing.norms import NormChange
+from lens_mix.methods.zeroing.silu import CleanSilu
 from tests.matrix import Case, cases
 from tests.tiny_models import available, bridge, hooked_transformer, is_encoder_decoder, tokens
 
@@ -327,6 +328,30 @@ def test_a_norms_change_from_factors_is_that_of_the_sums(kind: str, dtype: torch
             torch.testing.assert_close(
                 drift[source].double(), expected.drift[0], rtol=bound, atol=bound * size
             )
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 0.1, 1.0, 10.0, 1e2, 1e3])
+def test_a_gated_silu_layers_change_keeps_its_digits(scale: float) -> None:
+    """Relative to its two terms, number by number; up to changes far past the exponential's range."""
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.randn(2, 6, 200, generator=generator) * torch.tensor([10.0, 3.0])[:, None, None]
+    gate, linear = torch.randn(2, 4, 6, 200, generator=generator) * scale
+    (g, u), (dg, du) = clean.double(), (gate.double(), linear.double())
+    silu = torch.nn.functional.silu
+    exact = silu(g + dg) * (u + du) - silu(g) * u
+    terms = ((silu(g + dg) - silu(g)) * (u + du)).abs() + (silu(g) * du).abs()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        found.append(gate.to(dtype, copy=True))
+        of_clean = CleanSilu.of([some.to(dtype) for some in clean], dtype)
+        of_clean.change(slice(0, 6), found[-1], linear.to(dtype, copy=True), found[-1], Workspace())
+    narrow, wide = found[0].double(), found[1]
+    # `exact` is a difference itself.
+    torch.testing.assert_close(wide, exact, rtol=1e-9, atol=1e-12)
+    assert float((narrow - exact).norm() / exact.norm()) < 2e-7
+    if scale <= 1:
+        own = 1e-14 * (1 + (silu(g) * u).abs())
+        assert bool(((narrow - exact).abs() <= 4e-6 * terms + own).all())
 
 
 def test_a_change_along_the_clean_vector_keeps_its_digits() -> None:

@@ -253,17 +253,17 @@ class CleanBlock:
             # The first pre-activations are made where their activations go: one buffer less in the caches.
             in_place = matrix == 0 and clean.dtype == into.dtype
             pre = into if in_place else room.like(f"pre {matrix}", clean, into.shape, clean.dtype)
-            if alphas:
-                base = of_rows(neurons.bases[0][matrix], rows)
-                torch.addcmul(of_rows(clean, rows), base, alphas[0], out=pre)
-            else:
-                pre.copy_(of_rows(clean, rows))
-            for bases, alpha in zip(neurons.bases[1:], alphas[1:], strict=True):
-                pre.addcmul_(of_rows(bases[matrix], rows), alpha)
+            bases = [of_rows(base[matrix], rows) for base in neurons.bases]
+            # Of a SiLU layer the changes alone.
+            start = of_rows(clean, rows) if neurons.silu is None else None
+            _add_bases(start, bases, alphas, pre)
             product(factors, value, pre, add=True)
             if pre.dtype != into.dtype:
                 pre = room.like(f"narrow {matrix}", pre, pre.shape, into.dtype).copy_(pre)
             found.append(pre)
+        if neurons.silu is not None:
+            neurons.silu.change(rows, found[0], found[1], into, room)
+            return
         self.first.hidden(found, of_rows(neurons.minus_hidden, rows), into, room)
 
     def post_change(
@@ -325,13 +325,31 @@ class CleanBlock:
         return torch.where(far == 0, (size != 0).to(angle.dtype), angle)
 
 
+def _add_bases(
+    start: Float[Tensor, "*row column"] | None,
+    bases: Sequence[Float[Tensor, "*row column"]],
+    alphas: Sequence[Float[Tensor, "*tile key row 1"]],
+    out: Float[Tensor, "*tile key row column"],
+) -> None:
+    """A start (None: 0) and Σ bases · alphas, as few times through `out` as there are bases."""
+    if not bases:
+        out.zero_() if start is None else out.copy_(start)
+        return
+    if start is None:
+        torch.mul(bases[0], alphas[0], out=out)
+    else:
+        torch.addcmul(start, bases[0], alphas[0], out=out)
+    for base, alpha in zip(bases[1:], alphas[1:], strict=True):
+        out.addcmul_(base, alpha)
+
+
 def product(
     factors: Float[Tensor, "*tile key row rank"],
     vectors: Float[Tensor, "*tile key rank width"],
     out: Float[Tensor, "*tile key row width"],
     add: bool,
 ) -> None:
-    """Σ over rank of factors · vectors into `out`, or added to it."""
+    """Σ over rank of factors · vectors, into `out` or added to it."""
     if out.ndim == 4 and vectors.stride(0) == vectors.shape[1] * vectors.stride(1):
         # No source lies between two tiles.
         factors, vectors, out = factors.flatten(0, 1), vectors.flatten(0, 1), out.flatten(0, 1)

@@ -57,6 +57,8 @@ class FirstMatrix:
         self.activation = feed_forward.activation
         gate = feed_forward.W_gate
         self.gated = gate is not None
+        # Whether changes of the pre-activations are carried on, not added to the clean ones.
+        self.carries = self.gated and self.activation == "silu"
         matrices = [feed_forward.W_in] if gate is None else [gate, feed_forward.W_in]
         self.biases = [feed_forward.b_in] if gate is None else [feed_forward.b_gate, feed_forward.b_in]
         self.matrices = [matrix.to(dtype) for matrix in matrices]

@@ -80,8 +80,9 @@ class Cost:
                 self.anatomy.feed_forward_input,
             )
         )
-        # Once whole, once in parts.
+        # Once whole, once in parts; a gated SiLU's own numbers.
         hidden = positions * self.d_mlp * (self.matrices * (2 * norms + 3) * self.wide + 4 * self.narrow)
+        hidden += positions * self.d_mlp * 5 * self.narrow if self.matrices == 2 else 0
         pattern = prompts * self.length**2 * (self.heads * self.wide + 8)
         return vectors + values + hidden + pattern
 

@@ -13,6 +13,7 @@ from lens_mix.lens.model import TOLERANCES
 from lens_mix.methods.room import Workspace, even
 from lens_mix.methods.zeroing.first_matrix import FirstMatrix
 from lens_mix.methods.zeroing.norms import NormChange
+from lens_mix.methods.zeroing.silu import CleanSilu
 
 # One tensor per first matrix.
 _PerMatrix = Sequence[Float[Tensor, "row d_mlp"]]
@@ -29,12 +30,14 @@ class Neurons:
         pre: pre-activations, per first matrix.
         bases: what the first matrices make of the norms' bases, per norm and matrix.
         minus_hidden: -1 times what the second matrix is applied to.
+        silu: a gated SiLU layer's own numbers.
     """
 
     columns: slice
     pre: list[Float[Tensor, "row column"]]
     bases: list[list[Float[Tensor, "row column"]]]
     minus_hidden: Float[Tensor, "row column"]
+    silu: CleanSilu | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,4 +153,5 @@ def _part(
     ]
     scratch = [room.like(f"scratch {n}", some, shape, dtype).copy_(some) for n, some in enumerate(own_pre)]
     minus_hidden = first.hidden(scratch, None, own("minus hidden", dtype), room).neg_()
-    return Neurons(columns, own_pre, own_bases, minus_hidden)
+    silu = CleanSilu.of(own_pre, dtype) if first.carries else None
+    return Neurons(columns, own_pre, own_bases, minus_hidden, silu)
