@@ -137,7 +137,6 @@ def _part(
     room: Workspace,
 ) -> Neurons:
     """Some neurons, the part `number` of them."""
-
     shape = (len(pre[0]), columns.stop - columns.start)
 
     def own(name: str, kind: torch.dtype) -> Float[Tensor, "row column"]:
