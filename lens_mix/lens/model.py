@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lens_mix.hooks import record
 from lens_mix.lens import faults
+from lens_mix.lens.glimpses import see_keys_of, spread_places
 from lens_mix.lens.kinds import Kind, UnsupportedModelError, kind_of, transformer_lens_version
 from lens_mix.lens.prompts import Batch, is_encoder_decoder
 from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls, enter_with, first_tensor
@@ -151,11 +152,11 @@ class Lens:
         glimpses: dict[int, Tensor] = {}
         real = batch.real_positions(self.stack.name)
         # What is no hook treats all positions alike; a hook may act on any one.
-        places = _places(real, int(real.sum(1).max()) if self._is_hooked() else 4)
+        places = spread_places(real, int(real.sum(1).max()) if self._is_hooked() else 4)
         fwd_hooks: list[HookPair] = [record(recorded, name) for name in (*names, *optional)]
         if see_keys:
             fwd_hooks += [
-                (self.stack.hook_name("pattern", layer), _see(layer, seen, places, glimpses))
+                (self.stack.hook_name("pattern", layer), see_keys_of(layer, seen, places, glimpses))
                 for layer in range(last + 1)
             ]
         with self.undisturbed(), self.hooked(fwd_hooks), contextlib.ExitStack() as handles:
@@ -402,31 +403,6 @@ class Lens:
     def device(self) -> torch.device:
         """Where the model's first parameter lives."""
         return next(iter(self.model.parameters())).device
-
-
-def _places(real: Bool[Tensor, "batch pos"], count: int) -> Int[Tensor, "batch place"]:
-    """As many positions of each prompt, evenly; each at least once where it has fewer."""
-    own = [row.nonzero()[:, 0] for row in real]
-    return torch.stack(
-        [at[torch.linspace(0, len(at) - 1, count, device=at.device).round().long()] for at in own]
-    )
-
-
-def _see(
-    layer: int, seen: dict[int, Tensor], places: Int[Tensor, "batch place"], glimpses: dict[int, Tensor]
-) -> Callable[..., None]:
-    rows = torch.arange(len(places), device=places.device)[:, None]
-    in_order = torch.equal(places, torch.arange(places.shape[1], device=places.device).expand_as(places))
-
-    def see(tensor: Tensor, hook: Any) -> None:
-        # A quarter of the time that `(tensor != 0).any(dim=1)` takes.
-        seen[layer] = (tensor.amax(dim=1) != 0) | (tensor.amin(dim=1) != 0)
-        if tensor.shape[0] == len(places) and tensor.shape[2] > int(places.max()):
-            whole = in_order and tensor.shape[2] == places.shape[1]
-            # Of all positions no second copy: the method has recorded the pattern too.
-            glimpses[layer] = tensor.detach() if whole else tensor.detach()[rows, :, places].transpose(1, 2)
-
-    return see
 
 
 def _stop(module: nn.Module, args: Any, output: Any) -> None:
