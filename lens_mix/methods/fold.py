@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm, ValuePath
 from lens_mix.methods import kept
-from lens_mix.methods.signs import along_signs, signs
+from lens_mix.methods.sketch import random_vectors, sketch
 from lens_mix.methods.vectors.gram import through
 
 
@@ -26,7 +26,7 @@ def folded(
     vectors: int,
     dtype: torch.dtype,
     keep: bool,
-    marks: Sequence[Tensor] | None = None,
+    sketches: Sequence[Tensor] | None = None,
 ) -> Float[Tensor, "matrix head d_head d_mlp"] | None:
     """The folded matrices of some heads; None where applying both to each vector costs less.
 
@@ -37,14 +37,15 @@ def folded(
         vectors: how many value vectors will go through.
         dtype: of the products.
         keep: whether they may stay for the next run.
-        marks: along signs, the first matrices and W_O (`marks_of`), where they are known already.
+        sketches: of the first matrices and W_O (`sketches_of`), where they are known already.
     """
     feed_forward = anatomy.feed_forward
     if feed_forward is None or anatomy.parallel:
         return None
     name, kind = feed_forward.W_in, f"folded {dtype}"
-    marks = marks_of(feed_forward, path, dtype) if marks is None else marks
-    probes = [*marks, through(_norms(anatomy), signs(path.W_O.shape[-1], dtype, path.W_O.device)[None])]
+    sketches = sketches_of(feed_forward, path, dtype) if sketches is None else sketches
+    rows = random_vectors(path.W_O.shape[-1], dtype, path.W_O.device).T
+    probes = [*sketches, through(_norms(anatomy), rows)]
     found: Tensor | None = kept.recall(name, kind, probes)
     if found is not None:
         return _of_heads(found, heads)
@@ -60,11 +61,11 @@ def folded(
     return _fold(anatomy, feed_forward, path.W_O[heads].to(dtype))
 
 
-def marks_of(feed_forward: FeedForward, path: ValuePath, dtype: torch.dtype) -> list[Tensor]:
-    """The first matrices and W_O along signs."""
+def sketches_of(feed_forward: FeedForward, path: ValuePath, dtype: torch.dtype) -> list[Tensor]:
+    """Of the first matrices and W_O."""
     gate = feed_forward.W_gate
     matrices = [feed_forward.W_in] if gate is None else [gate, feed_forward.W_in]
-    return [along_signs(matrix.detach().to(dtype)) for matrix in (*matrices, path.W_O.flatten(0, 1))]
+    return [sketch(matrix.detach().to(dtype)) for matrix in (*matrices, path.W_O.flatten(0, 1))]
 
 
 def pays(vectors: int, heads: int, d_head: int) -> bool:

@@ -1,7 +1,7 @@
 """Products of a model's weights, kept between runs: in one store, up to one bound.
 
 They go with the weights that they are made of. An edit through `.data` leaves no trace that could be asked:
-whoever keeps a product says by probes (`signs`) what the weights were, and asks again before it is used.
+whoever keeps a product says by probes (`sketch`) what the weights were, and asks again before it is used.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from lens_mix.lens.kinds import NotRebuiltError
 from lens_mix.lens.model import TOLERANCES
 from lens_mix.methods.fold import folded
 from lens_mix.methods.room import Workspace
-from lens_mix.methods.signs import along_signs
+from lens_mix.methods.sketch import sketch
 from lens_mix.methods.zeroing.clean_block import CleanBlock, product
 from lens_mix.methods.zeroing.lot import Lot, Pairs
 from lens_mix.methods.zeroing.memory import Cost, fitting
@@ -161,7 +161,7 @@ class _Work:
             self.room,
         )
         self._require_rebuilt(resid_post.flatten(0, 1))
-        self.W_O_mark = along_signs(path.W_O.flatten(0, 1).to(self.mixed))
+        self.W_O_sketch = sketch(path.W_O.flatten(0, 1).to(self.mixed))
         few = self._few_factors() and value.device.type != "mps"
         self.rotation = self._rotate(few)
         by_head = value.repeat_interleave(block.n_heads // value.shape[2], dim=2)
@@ -207,8 +207,8 @@ class _Work:
         if not len(self.sources) or self.clean.first is None:
             return None
         keep, vectors = self.block.max_memory is None, self.sources.positions.numel()
-        marks = [*self.clean.first.marks, self.W_O_mark]
-        return folded(self.block.anatomy, self.path, self.heads, vectors, self.mixed, keep, marks)
+        sketches = [*self.clean.first.sketches, self.W_O_sketch]
+        return folded(self.block.anatomy, self.path, self.heads, vectors, self.mixed, keep, sketches)
 
     def _few_factors(self) -> bool:
         """Whether scalar products between a source's vectors cost less than their sums."""
@@ -220,7 +220,7 @@ class _Work:
         if self.block.max_memory is not None or (self.clean.lead is not None and not few):
             return None
         pairs = sum(self.sources.last) - sum(self.sources.first)
-        found = rotated(self.clean, self.path, self.W_O_mark, pairs * len(self.groups))
+        found = rotated(self.clean, self.path, self.W_O_sketch, pairs * len(self.groups))
         if found is not None:
             self.clean.direction = self.clean.direction @ found.axes
         return found

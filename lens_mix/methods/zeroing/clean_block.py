@@ -28,7 +28,7 @@ from torch import Tensor
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.lens.replay import relative_error
 from lens_mix.methods.room import Rows, Workspace, of_rows
-from lens_mix.methods.signs import along_signs, error_along_signs
+from lens_mix.methods.sketch import sketch, sketched_error
 from lens_mix.methods.zeroing.first_matrix import FirstMatrix
 from lens_mix.methods.zeroing.neurons import CleanInput, Neurons, clean_neurons, through_norms
 from lens_mix.methods.zeroing.norms import ChangedNorm, NormChange
@@ -85,8 +85,8 @@ class CleanBlock:
         total = resid_pre + (branch * multiplier).to(self.dtype)
         self.residual = _norm_change(anatomy.attention_residual, total)
         self.mid = total if anatomy.attention_residual is None else anatomy.attention_residual(total)
-        # Whether what the parts give is made along signs only.
-        self._along_signs = False
+        # Whether what the parts give is only sketched.
+        self._sketched = False
         out = self.mid
         self.first: FirstMatrix | None = None
         self.neurons: list[Neurons] = []
@@ -127,10 +127,10 @@ class CleanBlock:
             self.neurons = clean_neurons(given, columns, self.dtype, room)
             self.second = feed_forward.W_out.to(self.dtype)
             # No change sees what the second matrix makes of the clean block, unless a norm follows.
-            self._along_signs = anatomy.feed_forward_branch is None and anatomy.feed_forward_residual is None
-            if self._along_signs:
-                added = self._second_of_clean(self.second_mark, along_signs)
-                return along_signs(self.mid) + added * anatomy.residual_multiplier
+            self._sketched = anatomy.feed_forward_branch is None and anatomy.feed_forward_residual is None
+            if self._sketched:
+                added = self._second_of_clean(self.second_sketch, sketch)
+                return sketch(self.mid) + added * anatomy.residual_multiplier
             added = self._second_of_clean(self.second, lambda bias: bias)
             self.feed_forward_branch = _norm_change(anatomy.feed_forward_branch, added)
         out = added if anatomy.feed_forward_branch is None else anatomy.feed_forward_branch(added)
@@ -151,9 +151,9 @@ class CleanBlock:
         return found
 
     @functools.cached_property
-    def second_mark(self) -> Float[Tensor, " d_mlp"]:
-        """The second matrix along signs."""
-        return along_signs(self.second)
+    def second_sketch(self) -> Float[Tensor, "d_mlp vector"]:
+        """The second matrix, sketched."""
+        return sketch(self.second)
 
     def misses(self, expected: Float[Tensor, "row d_model"], real: Bool[Tensor, " row"]) -> float:
         """How far what the parts give is from the block's output at most, relative to a row's size.
@@ -162,7 +162,7 @@ class CleanBlock:
             expected: the output.
             real: rows that count.
         """
-        return (error_along_signs if self._along_signs else relative_error)(self._rebuilt, expected, real)
+        return (sketched_error if self._sketched else relative_error)(self._rebuilt, expected, real)
 
     @property
     def norms(self) -> list[NormChange]:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from lens_mix.lens.anatomy import ACTIVATIONS, FeedForward
 from lens_mix.methods.room import Workspace
-from lens_mix.methods.signs import along_signs, error_along_signs
+from lens_mix.methods.sketch import sketch, sketched_error
 
 # gelu_tanh(x) = x sigmoid(x (GELU_LINEAR + GELU_CUBIC x²)): torch's own costs twice as much on a CPU.
 GELU_LINEAR = 2 * (2 / math.pi) ** 0.5
@@ -65,21 +65,22 @@ class FirstMatrix:
         self.d_mlp = self.matrices[0].shape[1]
 
     @functools.cached_property
-    def marks(self) -> list[Float[Tensor, " d_model"]]:
-        """The matrices along signs."""
-        return [along_signs(matrix) for matrix in self.matrices]
+    def sketches(self) -> list[Float[Tensor, "d_model vector"]]:
+        """The matrices, sketched."""
+        return [sketch(matrix) for matrix in self.matrices]
 
     def misses(
         self,
         x: Float[Tensor, "row d_model"],
         pre: Sequence[Float[Tensor, "row d_mlp"]],
     ) -> float:
-        """How far given pre-activations are from those of x at most, relative to their size, along signs."""
+        """How far given pre-activations are from those of x at most, relative to their size, sketched."""
         errors = []
-        for own, mark, bias in zip(pre, self.marks, self.biases, strict=True):
-            expected = x @ mark if bias is None else x @ mark + along_signs(bias.to(x.dtype))
-            errors.append(error_along_signs(expected, own))
-        return max(errors)
+        for own, sketched, bias in zip(pre, self.sketches, self.biases, strict=True):
+            expected = x @ sketched if bias is None else x @ sketched + sketch(bias.to(x.dtype))
+            errors.append(sketched_error(expected, own))
+        # Python's own max loses a NaN.
+        return float(torch.tensor(errors).max())
 
     def linear(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "matrix *batch d_mlp"]:
         """x W, no bias."""

@@ -63,14 +63,14 @@ class Rotation:
 
 
 def rotated(
-    clean: CleanBlock, path: ValuePath, W_O_mark: Float[Tensor, " vector"], pairs: int
+    clean: CleanBlock, path: ValuePath, W_O_sketch: Float[Tensor, "row vector"], pairs: int
 ) -> Rotation | None:
     """A block's rotation; None where a norm follows, or where making it would cost more than it saves.
 
     Args:
         clean: the block.
         path: its value path.
-        W_O_mark: its W_O along signs.
+        W_O_sketch: its W_O, sketched.
         pairs: how many will go through.
     """
     if pairs < LEAST_PAIRS or not clean.free_axes or clean.anatomy.feed_forward is None:
@@ -79,7 +79,7 @@ def rotated(
     depth = name.shape[1] * 5 // 6 // STEP * STEP
     if name.device.type != "cpu" or not 0 < depth <= name.shape[0]:
         return None
-    probes = [clean.second_mark, W_O_mark]
+    probes = [clean.second_sketch, W_O_sketch]
     found: Rotation | None = kept.recall(name, KIND, probes)
     if found is None:
         found = _rotation(clean.second, path.W_O.to(dtype), depth)
