@@ -80,6 +80,15 @@ def both(model: Any, prompt: Any, stack: str | None = None, **options: Any) -> t
     return found[0], found[1]
 
 
+def exactness(case: Case) -> float:
+    """How near both engines must come.
+
+    Hugging Face's GPT-Neo and GPT-J make their patterns in float32 in any model, and a matrix library may
+    round those of one copy of a block otherwise than those of several.
+    """
+    return 1e-6 if case.label in ("bridge gpt_neo", "bridge gptj") else 1e-10
+
+
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.label)
 def test_algebra_is_hooks_on_every_model(case: Case) -> None:
     if case.refusal:
@@ -97,7 +106,7 @@ def test_algebra_is_hooks_on_every_model(case: Case) -> None:
         algebra, hooks = both(model, prompt, case.stack, **options)
         assert algebra.scores.shape == hooks.scores.shape
         size = max(1.0, float(hooks.scores.max()))
-        torch.testing.assert_close(algebra.scores, hooks.scores, rtol=0, atol=1e-10 * size)
+        torch.testing.assert_close(algebra.scores, hooks.scores, rtol=0, atol=exactness(case) * size)
     assert float(auto.scores.abs().max()) > 1e-3
 
 
@@ -460,7 +469,7 @@ def test_other_axes_on_every_model(turned: None, case: Case) -> None:
     model = case.build(torch.float64)
     found, exact = both(model, prompt_of(model), case.stack)
     size = max(1.0, float(exact.scores.max()))
-    torch.testing.assert_close(found.scores, exact.scores, rtol=0, atol=1e-10 * size)
+    torch.testing.assert_close(found.scores, exact.scores, rtol=0, atol=exactness(case) * size)
     if case.label in ("bridge gpt2", "bridge llama", "HookedTransformer LN"):
         assert kept.number(rotation.KIND) == model.cfg.n_layers
     if case.label in ("bridge bert", "bridge gemma2", "bridge phi"):
