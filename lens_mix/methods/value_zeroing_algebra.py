@@ -26,6 +26,7 @@ from lens_mix.methods.zeroing.lot import Lot, Pairs
 from lens_mix.methods.zeroing.memory import Cost, fitting
 from lens_mix.methods.zeroing.pieces import CPU, GPU, Sizes, Sources, chunks, find_sources
 from lens_mix.methods.zeroing.rotation import Rotation, rotated
+from lens_mix.methods.zeroing.second_matrix import SecondMatrix
 from lens_mix.methods.zeroing.sent import Senders
 
 if TYPE_CHECKING:
@@ -164,6 +165,8 @@ class _Work:
         self.W_O_sketch = sketch(path.W_O.flatten(0, 1).to(self.mixed))
         few = self._few_factors() and value.device.type != "mps"
         self.rotation = self._rotate(few)
+        parts = [neurons.columns for neurons in self.clean.neurons]
+        self.second = SecondMatrix(self.clean.second, parts, self.rotation) if parts else None
         by_head = value.repeat_interleave(block.n_heads // value.shape[2], dim=2)
         self.senders = Senders(
             self.clean,
@@ -326,13 +329,13 @@ class _Work:
         Some neurons at a time, so that what lies between the two matrices never leaves the caches.
         """
         clean = self.clean
-        if clean.first is None:
+        if self.second is None:
             return None
         into, factor, added = mid, clean.anatomy.residual_multiplier, None
         if clean.feed_forward_branch is not None:
             added = self.room.like("added", mid, mid.shape, self.dtype).zero_()
             into, factor = added, 1.0
-        for neurons, values in zip(clean.neurons, part.inner, strict=True):
+        for number, (neurons, values) in enumerate(zip(clean.neurons, part.inner, strict=True)):
             columns = neurons.columns
             hidden = self.room.like("hidden", mid, (len(mid), columns.stop - columns.start), self.dtype)
             for some in entered:
@@ -341,23 +344,8 @@ class _Work:
                 own = [pairs.vectors(matrix) for matrix in values]
                 clean.hidden_change(pairs.rows, neurons, some.alphas, some.factors, own, slab, self.room)
                 pairs.keep(slab, out)
-            self._add_product(into, hidden, columns, factor)
+            self.second.add_product(number, into, hidden, factor)
         return added
-
-    def _add_product(
-        self,
-        into: Float[Tensor, "pair d_model"],
-        hidden: Float[Tensor, "pair column"],
-        columns: slice,
-        factor: float,
-    ) -> None:
-        """Add what the second matrix makes of some neurons."""
-        if self.rotation is None:
-            into.addmm_(hidden, self.clean.second[columns], alpha=factor)
-            return
-        for neurons, width in self.rotation.steps(columns):
-            own = hidden[:, neurons.start - columns.start : neurons.stop - columns.start]
-            into[:, :width].addmm_(own, self.rotation.second[neurons, :width], alpha=factor)
 
 
 def _seen(pattern: Float[Tensor, "batch head query key"]) -> Bool[Tensor, "batch query key"]:

@@ -112,8 +112,9 @@ class Cost:
         slab = sizes.slab
         rows = max(sizes.chunk, slab)
         columns = min(sizes.columns, self.d_mlp) if self.matrices else 0
-        # The changes, a norm's input after the feed-forward, the directions that stairs gather; neurons.
-        products = rows * (3 * self.d_model + columns) * self.narrow
+        # The changes, what oneDNN makes for them, a norm's input after the feed-forward, the directions that
+        # stairs gather; neurons.
+        products = rows * (4 * self.d_model + columns) * self.narrow
         vectors = slab * self.d_model * (4 * self.wide + 4 * self.narrow)
         # Per pair and neuron: pre-activations, what runs gather of clean rows and of products, the gate.
         hidden = slab * columns * (self.matrices * 5 * self.wide + 3 * self.narrow)

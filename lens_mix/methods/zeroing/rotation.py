@@ -51,6 +51,10 @@ class Rotation:
         """What keeping it costs."""
         return self.axes.nbytes + self.second.nbytes + self.W_O.nbytes
 
+    def reach(self, neurons: slice) -> int:
+        """How many axes some neurons reach at most."""
+        return neurons.stop if neurons.stop <= self.depth else self.second.shape[1]
+
     def steps(self, neurons: slice) -> Iterator[tuple[slice, int]]:
         """Some neurons cut where the staircase has its steps: which, and how many axes they reach."""
         start = neurons.start

@@ -1,0 +1,87 @@
+"""A large matrix product on a CPU, by the faster of the two libraries that PyTorch carries.
+
+PyTorch gives float32 products to MKL, which on some processors that Intel has not made uses half of the
+vector unit (AMD Zen 5: 88 GFLOP/s, where oneDNN reaches 215). Which is faster is measured, once per process.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+# Multiplications below which a call's own cost decides.
+LEAST = 2**24
+
+# oneDNN makes a new tensor of its result. Near equality the choice would change the last digits at random.
+_GAIN = 1.25
+
+_PROBE = 512
+
+
+def add_product(
+    into: Float[Tensor, "row column"],
+    x: Float[Tensor, "row inner"],
+    matrix: Float[Tensor, "inner column"],
+    factor: float = 1.0,
+) -> None:
+    """Add factor · x @ matrix, without gradients.
+
+    Args:
+        into: where to.
+        x: many rows.
+        matrix: MKL takes it where it is not contiguous; oneDNN would be a hundred times slower.
+        factor: of the product.
+    """
+    if x.shape[0] * matrix.numel() >= LEAST and matrix.is_contiguous() and by_onednn(x):
+        into.add_(product_by_onednn(x, matrix), alpha=factor)
+    else:
+        into.addmm_(x, matrix, alpha=factor)
+
+
+def by_onednn(x: Tensor) -> bool:
+    """Whether oneDNN makes the large products of such tensors."""
+    return (
+        x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and torch.backends.mkldnn.is_available()
+        and bool(torch.backends.mkldnn.enabled)
+        and _onednn_is_faster(torch.get_num_threads())
+    )
+
+
+def product_by_onednn(
+    x: Float[Tensor, "row inner"], matrix: Float[Tensor, "inner column"]
+) -> Float[Tensor, "row column"]:
+    """x @ matrix by oneDNN, without gradients; the operation that compiled models use."""
+    return torch.ops.mkldnn._linear_pointwise(x, matrix.T, None, "none", [], "")
+
+
+@functools.lru_cache
+def _onednn_is_faster(threads: int) -> bool:
+    """Whether it is with so many threads as there are, by a margin, and gives the same numbers."""
+    with torch.inference_mode():
+        x = torch.linspace(0, 1, _PROBE**2, device="cpu", dtype=torch.float32).view(_PROBE, _PROBE)
+        try:
+            found = product_by_onednn(x, x)
+        except (RuntimeError, AttributeError, TypeError):
+            # Another release of PyTorch.
+            return False
+        if not torch.allclose(found, x @ x, rtol=1e-4):
+            return False
+        usual, other = (_seconds(way) for way in (lambda: x @ x, lambda: product_by_onednn(x, x)))
+    return usual > _GAIN * other
+
+
+def _seconds(way: Callable[[], object], repeats: int = 5) -> float:
+    """The least time of some runs."""
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        way()
+        found.append(time.perf_counter() - start)
+    return min(found)
