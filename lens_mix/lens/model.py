@@ -22,6 +22,7 @@ from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls, enter_w
 from lens_mix.lens.stacks import Stack, stacks_of
 from lens_mix.lens.state import undisturbed
 from lens_mix.lens.unembedding import row_at, unembedding_at
+from lens_mix.lens.users_hooks import carries_users_hooks
 
 # Largest accepted relative error of a rebuilt vector. A wrong reading of a block is off by 1e-2 or more.
 # Hugging Face's RMSNorms compute in float32 even in a float64 model: 1e-7 is the best they can agree.
@@ -43,8 +44,8 @@ class CleanPass:
         calls: per block, its arguments and output.
         recorded: hook name -> tensor, for the hooks that were asked.
         seen: per layer, which keys got any weight from any head.
-        places: positions of every prompt to check by: four, the last one among them; all, where the model
-            carries hooks.
+        places: positions of every prompt to check by: four, the last one among them; all, where the
+            user's own hooks are on the model.
         glimpses: per layer, the pattern of the queries at these places.
         replays: per block, the way it is run again, once that has been proven.
     """
@@ -152,7 +153,7 @@ class Lens:
         glimpses: dict[int, Tensor] = {}
         real = batch.real_positions(self.stack.name)
         # What is no hook treats all positions alike; a hook may act on any one.
-        places = spread_places(real, int(real.sum(1).max()) if self._is_hooked() else 4)
+        places = spread_places(real, int(real.sum(1).max()) if carries_users_hooks(self.model) else 4)
         fwd_hooks: list[HookPair] = [record(recorded, name) for name in (*names, *optional)]
         if see_keys:
             fwd_hooks += [
@@ -168,14 +169,6 @@ class Lens:
         clean = CleanPass(batch, calls, recorded, seen, places, glimpses)
         self._require_complete(clean, names, last, see_keys)
         return clean
-
-    def _is_hooked(self) -> bool:
-        """Whether the user's own hooks are on the model (TransformerLens puts some on its hook points)."""
-        points = set(self.model.hook_dict.values())
-        others = (module for module in self.model.modules() if module not in points)
-        return any(point.fwd_hooks for point in points) or any(
-            module._forward_hooks or module._forward_pre_hooks for module in others
-        )
 
     def logits(
         self,

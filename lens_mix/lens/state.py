@@ -37,7 +37,7 @@ _inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def _quiet(model: nn.Module) -> Iterator[None]:
-    training = [module for module in _all_modules(model) if module.training]
+    training = [module for module in all_modules(model) if module.training]
     with contextlib.ExitStack() as stack:
         # What restores is registered before anything is changed: Ctrl-C may come between any two lines.
         stack.callback(_restore_training, training)
@@ -49,7 +49,7 @@ def _quiet(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _all_modules(model: nn.Module) -> list[nn.Module]:
+def all_modules(model: nn.Module) -> list[nn.Module]:
     """Every module once; a Bridge keeps the model it wraps outside its own tree."""
     wrapped = getattr(model, "original_model", None)
     modules = list(model.modules()) + (list(wrapped.modules()) if isinstance(wrapped, nn.Module) else [])
@@ -70,7 +70,7 @@ def _restore_training(training: list[nn.Module]) -> None:
 @contextlib.contextmanager
 def _frozen_parameters(model: nn.Module) -> Iterator[None]:
     """No parameter asks for a gradient inside, so that the graph starts where a leaf is put in."""
-    parameters = {id(p): p for module in _all_modules(model) for p in module.parameters(recurse=False)}
+    parameters = {id(p): p for module in all_modules(model) for p in module.parameters(recurse=False)}
     learned = [parameter for parameter in parameters.values() if parameter.requires_grad]
     try:
         for parameter in learned:
@@ -100,7 +100,7 @@ def _eager_attention(model: nn.Module) -> Iterator[None]:
 def _huggingface_configs(model: nn.Module) -> list[Any]:
     """Every distinct configuration object that a wrapped Hugging Face module reads its kernel from."""
     configs = {}
-    for module in _all_modules(model):
+    for module in all_modules(model):
         config = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
             configs[id(config)] = config

@@ -158,15 +158,25 @@ def test_a_changed_feed_forward_forbids_algebra_but_not_hooks():
     assert (after.scores - before.scores).abs().max() > 1e-5
 
 
+def scale_one_position(x, position):
+    return torch.cat([x[:, :position], 1.5 * x[:, position : position + 1], x[:, position + 1 :]], dim=1)
+
+
+ON_ONE_POSITION = pytest.mark.parametrize(
+    ("factory", "name"), [(bridge, "llama"), (hooked_transformer, "LN")]
+)
+
+
+@ON_ONE_POSITION
 @pytest.mark.parametrize("where", ["mlp.hook_post", "attn.hook_z", "hook_attn_out", "mlp", "attn"])
-def test_a_hook_on_one_position_is_noticed_wherever_it_is(where):
+def test_a_hook_on_one_position_is_noticed_wherever_it_is(factory, name, where):
     """The proof's own prompt is shorter, and four positions of this one would not show it."""
-    model = any_model(torch.float64)
+    model = build_or_skip(factory, name, torch.float64)
     tokens = torch.arange(30)[None] % model.cfg.d_vocab
     before = lm.run(model, tokens, ["value_zeroing", "attn_res"])
 
     def edit(x, hook=None):
-        return x if x.shape[1] <= 17 else torch.cat([x[:, :17], 1.5 * x[:, 17:18], x[:, 18:]], dim=1)
+        return x if x.shape[1] <= 17 else scale_one_position(x, 17)
 
     def edit_output(module, given, out):
         return (edit(out[0]), *out[1:]) if isinstance(out, tuple) else edit(out)
@@ -178,6 +188,46 @@ def test_a_hook_on_one_position_is_noticed_wherever_it_is(where):
     found = lm.run(model, tokens, "value_zeroing")
     assert found.provenance["engine"] == "hooks"
     assert not torch.allclose(found.scores, before["value_zeroing"].scores)
+    with pytest.raises(UnsupportedModelError, match="expected its parts to give its output on this prompt"):
+        lm.run(model, tokens, "attn_res")
+
+
+@ON_ONE_POSITION
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_hook_on_one_position_of_a_padded_batch_is_noticed(factory, name, side):
+    """Column 21 is the long prompt's 22nd token and another of the short one's, or its padding."""
+    model = build_or_skip(factory, name)  # the Bridge makes NaN of padding on the left in float64
+    long, short = torch.arange(30) % model.cfg.d_vocab, torch.arange(3, 17) % model.cfg.d_vocab
+    model.add_hook(
+        "blocks.0.hook_mlp_out", lambda x, hook: x if x.shape[1] <= 21 else scale_one_position(x, 21)
+    )
+    found, by_hooks = (
+        lm.run_many(model, [long, short], "value_zeroing", engine=engine, batch_size=2, padding_side=side)
+        for engine in ("auto", "hooks")
+    )
+    with pytest.raises(UnsupportedModelError, match="expected its parts to give its output on this prompt"):
+        list(lm.run_many(model, [long, short], "attn_res", batch_size=2, padding_side=side))
+    for own, expected in zip(found, by_hooks, strict=True):
+        assert own.provenance["engine"] == "hooks"
+        torch.testing.assert_close(own.scores, expected.scores)
+
+
+@ON_ONE_POSITION
+def test_a_forward_replaced_by_hand_is_noticed(factory, name):
+    """No hook of any library is on the model, yet one position is treated apart."""
+    model = build_or_skip(factory, name, torch.float64)
+    tokens = torch.arange(30)[None] % model.cfg.d_vocab
+    lm.run(model, tokens, "attn_res")
+    module = model.blocks[0].mlp
+    module = getattr(module, "original_component", module)  # the Bridge hands what it is given to this one
+    original = module.forward
+
+    def forward(*args, **kwargs):
+        out = original(*args, **kwargs)
+        return out if out.shape[1] <= 17 else scale_one_position(out, 17)
+
+    module.forward = forward
+    assert lm.run(model, tokens, "value_zeroing").provenance["engine"] == "hooks"
     with pytest.raises(UnsupportedModelError, match="expected its parts to give its output on this prompt"):
         lm.run(model, tokens, "attn_res")
 

@@ -1,0 +1,65 @@
+"""Whether the user's own hooks are on a model, beside those that TransformerLens puts there itself.
+
+What TransformerLens puts on a model treats all positions alike: the Bridge wires its hook points with hooks
+of torch's in the first forward pass, and replaces the `forward` of some Hugging Face modules. What a user
+puts there may act on any single position.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as everywhere
+from transformer_lens.hook_points import HookPoint
+
+from lens_mix.lens.state import all_modules
+
+_OWN = frozenset({"transformer_lens", "lens_mix"})
+# Hands on what parts of a feed-forward read and give to the hook points of the whole (OPT, BERT, BART).
+_MIRRORS = "transformer_lens.model_bridge.component_setup"
+
+
+def carries_users_hooks(model: nn.Module) -> bool:
+    """Whether anyone but TransformerLens and lens_mix has hooked a module, or replaced its `forward`.
+
+    Hooks that torch calls on every module of any model count too.
+
+    Args:
+        model: any TransformerLens model.
+    """
+    if everywhere._global_forward_pre_hooks or everywhere._global_forward_hooks:
+        return True
+    return any(_is_hooked(module) for module in all_modules(model))
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    if any(_home(function).partition(".")[0] not in _OWN for function in _functions_on(module)):
+        return True
+    # To torch these are hooks of TransformerLens, which wraps them. All but the mirrors count, whoever wrote
+    # them: TransformerLens and lens_mix have functions that are meant to be put on a model by its user.
+    points = module.fwd_hooks if isinstance(module, HookPoint) else []
+    return any(_home(getattr(handle, "user_hook", None)) != _MIRRORS for handle in points)
+
+
+def _functions_on(module: nn.Module) -> Iterator[Any]:
+    """What runs on a module besides its class's `forward`."""
+    yield from module._forward_pre_hooks.values()
+    yield from module._forward_hooks.values()
+    if "forward" in vars(module):
+        yield vars(module)["forward"]
+
+
+def _home(function: Callable[..., Any] | None) -> str:
+    """The module that a function was written in; "" where that can't be told.
+
+    Its `__module__` would not do: `functools.wraps` gives a user's function that of what it wraps.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    if not hasattr(function, "__globals__"):
+        function = type(function).__call__  # an object that can be called
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))

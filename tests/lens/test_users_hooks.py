@@ -1,0 +1,168 @@
+"""Hooks of the user's are told from those that TransformerLens puts on a model itself."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from torch.nn.modules import module as everywhere
+
+import lens_mix as lm
+from lens_mix import hooks
+from lens_mix.lens.users_hooks import carries_users_hooks
+from tests.matrix import build_or_skip, cases, prompt_of
+from tests.tiny_models import bridge, hooked_encoder, hooked_transformer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+# ------------------------------------------------------------------ what TransformerLens puts
+
+
+@pytest.mark.parametrize("case", [case for case in cases() if case.stack != "decoder"], ids=lambda c: c.label)
+def test_a_model_as_it_is_carries_none(case):
+    """Bridges get hooks in their first forward pass; T5, Falcon, OPT and BERT carry some before."""
+    model = case.build()
+    assert not carries_users_hooks(model)
+    if case.refusal is None:
+        lm.run(model, prompt_of(model), "attention")
+        assert not carries_users_hooks(model)
+
+
+def test_the_bridge_puts_hooks_of_its_own():
+    """Else the test above would show nothing."""
+    model = build_or_skip(bridge, "gpt2")
+    model(prompt_of(model))
+    assert any(module._forward_pre_hooks for module in model.modules())
+    falcon = build_or_skip(bridge, "falcon_mqa")
+    assert any("forward" in vars(module) for module in falcon.modules())
+
+
+# ------------------------------------------------------------------ what a user puts
+
+
+def unchanged(x, hook=None):
+    return x
+
+
+def see(module, given, out=None):
+    return None
+
+
+class Watcher:
+    """An object that can be called, and one with a method to call."""
+
+    def __call__(self, module, given, out=None):
+        return None
+
+    def see(self, module, given, out=None):
+        return None
+
+
+def pattern_point(model):
+    name = next(name for name in model.hook_dict if name.endswith("hook_pattern"))
+    return model.hook_dict[name]
+
+
+def add_hook(model):
+    model.add_hook(next(name for name in model.hook_dict if name.endswith("hook_pattern")), unchanged)
+    return model.reset_hooks
+
+
+def add_hook_on_the_feed_forward(model):
+    model.add_hook(next(name for name in model.hook_dict if name.endswith("hook_mlp_out")), unchanged)
+    return model.reset_hooks
+
+
+def add_hook_of_this_library(model):
+    model.add_hook(*hooks.zero_values(0, 0))
+    return model.reset_hooks
+
+
+def hook_a_module(model):
+    return model.blocks[0].attn.register_forward_hook(see).remove
+
+
+def hook_a_module_before(model):
+    return model.blocks[0].attn.register_forward_pre_hook(see).remove
+
+
+def hook_the_wrapped_model(model):
+    if not hasattr(model, "original_model"):
+        pytest.skip("no model is wrapped")
+    return model.original_model.register_forward_hook(see).remove
+
+
+def hook_a_point(model):
+    return pattern_point(model).register_forward_hook(see).remove
+
+
+def hook_a_point_before(model):
+    return pattern_point(model).register_forward_pre_hook(see).remove
+
+
+def hook_with_a_partial(model):
+    return model.blocks[0].register_forward_hook(functools.partial(see)).remove
+
+
+def hook_with_an_object(model):
+    return model.blocks[0].register_forward_hook(Watcher()).remove
+
+
+def hook_with_a_method(model):
+    return model.blocks[0].register_forward_hook(Watcher().see).remove
+
+
+def replace_forward(model):
+    module = model.blocks[0].attn
+    module = getattr(module, "original_component", module)  # the Bridge hands what it is given to this one
+    original = module.forward
+
+    @functools.wraps(original)  # it bears the module's name of what it wraps
+    def forward(*args, **kwargs):
+        return original(*args, **kwargs)
+
+    module.forward = forward
+    return functools.partial(delattr, module, "forward")
+
+
+def hook_all(model):
+    return everywhere.register_module_forward_hook(see).remove
+
+
+def hook_all_before(model):
+    return everywhere.register_module_forward_pre_hook(see).remove
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        add_hook,
+        add_hook_on_the_feed_forward,
+        add_hook_of_this_library,
+        hook_a_module,
+        hook_a_module_before,
+        hook_the_wrapped_model,
+        hook_a_point,
+        hook_a_point_before,
+        hook_with_a_partial,
+        hook_with_an_object,
+        hook_with_a_method,
+        replace_forward,
+        hook_all,
+        hook_all_before,
+    ],
+)
+@pytest.mark.parametrize(
+    ("factory", "arguments"),
+    [(bridge, ("llama",)), (bridge, ("bert",)), (hooked_transformer, ("LN",)), (hooked_encoder, ())],
+)
+def test_what_a_user_puts_is_seen_until_it_is_gone(factory, arguments, put):
+    model = build_or_skip(factory, *arguments)
+    lm.run(model, prompt_of(model), "attention")
+    remove = put(model)
+    try:
+        assert carries_users_hooks(model)
+    finally:
+        remove()
+    assert not carries_users_hooks(model)
