@@ -54,7 +54,8 @@ def run_batch(
     roles = sorted(set().union(*(method.needs for method in options.methods.values())))
     names = [lens.stack.hook_name(role, layer) for role in roles for layer in range(lens.n_layers)]
     batch, engines = pad(prompts, pad_token(lens.model), side), _engines(options, proof)
-    clean = lens.clean_pass(batch, names, optional=_wanted(lens, batch, engines, options))
+    wanted, checked = _wanted(lens, batch, engines, options), _is_checked_first(engines, options)
+    clean = lens.clean_pass(batch, names, optional=wanted, to_be_checked=checked)
     _require_masked_padding(lens, clean)
     mapped, engines = _map_proven(lens, clean, proof, engines, options)
     allowed = masks.allowed_keys(lens, clean)
@@ -94,9 +95,7 @@ def _map_proven(
     If they don't, the proof may be from before a change that leaves no trace: a fresh one decides. What that
     can't explain either (a hook that acts on one position, say) is left to hooks.
     """
-    # A method that checks itself does so on the way: too late where others wait for it, or memory is bound.
-    alone = options.max_memory is None and all(method.checks_parts for method in options.methods.values())
-    if "algebra" not in engines.values() or alone or holds_here(lens, clean, proof) is None:
+    if not _is_checked_first(engines, options) or holds_here(lens, clean, proof) is None:
         with contextlib.suppress(NotRebuiltError):
             return _map_stack(lens, clean, proof, engines, options), engines
     needs = needs_head(options.methods.values())
@@ -107,6 +106,15 @@ def _map_proven(
     except NotRebuiltError as problem:
         engines = _engines(options, proof, str(problem))
         return _map_stack(lens, clean, proof, engines, options), engines
+
+
+def _is_checked_first(engines: dict[str, str], options: Options) -> bool:
+    """Whether the proven parts are held against the clean pass before any map is made.
+
+    A method that checks itself does so on the way: too late where others wait for it, or memory is bound.
+    """
+    alone = options.max_memory is None and all(method.checks_parts for method in options.methods.values())
+    return "algebra" in engines.values() and not alone
 
 
 def _own_length(lens: Lens, prompt: Prompt) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lens_mix.hooks import record
 from lens_mix.lens import faults
-from lens_mix.lens.glimpses import see_keys_of, spread_places
+from lens_mix.lens.glimpses import Glimpses, see_keys_of
 from lens_mix.lens.kinds import Kind, UnsupportedModelError, kind_of, transformer_lens_version
 from lens_mix.lens.prompts import Batch, is_encoder_decoder
 from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls, enter_with, first_tensor
@@ -44,9 +44,7 @@ class CleanPass:
         calls: per block, its arguments and output.
         recorded: hook name -> tensor, for the hooks that were asked.
         seen: per layer, which keys got any weight from any head.
-        places: positions of every prompt to check by: four, the last one among them; all, where the
-            user's own hooks are on the model.
-        glimpses: per layer, the pattern of the queries at these places.
+        glimpses: the patterns of some queries of every prompt, to check by.
         replays: per block, the way it is run again, once that has been proven.
     """
 
@@ -54,8 +52,7 @@ class CleanPass:
     calls: dict[int, BlockCall]
     recorded: dict[str, Tensor]
     seen: dict[int, Bool[Tensor, "batch query key"]]
-    places: Int[Tensor, "batch place"]
-    glimpses: dict[int, Float[Tensor, "batch head place key"]]
+    glimpses: Glimpses
     replays: dict[int, BlockReplay] = dataclasses.field(default_factory=dict)
 
 
@@ -132,6 +129,7 @@ class Lens:
         see_keys: bool = True,
         stop_after: int | None = None,
         optional: Sequence[str] = (),
+        to_be_checked: bool = False,
     ) -> CleanPass:
         """One forward pass that records the blocks' calls and the named hook points.
 
@@ -141,6 +139,9 @@ class Lens:
             see_keys: also keep, per layer, which keys got weight.
             stop_after: last block to run; the pass ends there. None: the stack's last block.
             optional: further hook points to keep, which need not fire.
+            to_be_checked: whether proven parts will be held against this pass (`proof.holds_here`): the
+                patterns of all queries are kept then where the user's hooks are on the model, since a hook
+                may act on any one position. What is no hook treats all alike, and few will do.
 
         Raises:
             ValueError: a hook name that the model does not have, or a block output that is not finite.
@@ -150,14 +151,12 @@ class Lens:
         calls: dict[int, BlockCall] = {}
         recorded: dict[str, Tensor] = {}
         seen: dict[int, Tensor] = {}
-        glimpses: dict[int, Tensor] = {}
-        real = batch.real_positions(self.stack.name)
-        # What is no hook treats all positions alike; a hook may act on any one.
-        places = spread_places(real, int(real.sum(1).max()) if carries_users_hooks(self.model) else 4)
+        everywhere = to_be_checked and carries_users_hooks(self.model)
+        glimpses = Glimpses.at(batch.real_positions(self.stack.name), everywhere)
         fwd_hooks: list[HookPair] = [record(recorded, name) for name in (*names, *optional)]
         if see_keys:
             fwd_hooks += [
-                (self.stack.hook_name("pattern", layer), see_keys_of(layer, seen, places, glimpses))
+                (self.stack.hook_name("pattern", layer), see_keys_of(layer, seen, glimpses))
                 for layer in range(last + 1)
             ]
         with self.undisturbed(), self.hooked(fwd_hooks), contextlib.ExitStack() as handles:
@@ -166,7 +165,7 @@ class Lens:
             handles.callback(self.stack.blocks[last].register_forward_hook(_stop).remove)
             with contextlib.suppress(_Stop):
                 self._forward(batch)
-        clean = CleanPass(batch, calls, recorded, seen, places, glimpses)
+        clean = CleanPass(batch, calls, recorded, seen, glimpses)
         self._require_complete(clean, names, last, see_keys)
         return clean
 

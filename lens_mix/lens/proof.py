@@ -79,16 +79,15 @@ def holds_here(lens: Lens, clean: CleanPass, proof: Proof) -> str | None:
     """Why the proven parts do not give the blocks' outputs on these prompts; None when they do.
 
     The proof was made on a short prompt, maybe some time ago. A hook that acts from position 20 on, or a
-    weight edited behind torch's back, shows only here: some positions of every prompt (`CleanPass.places`)
-    are rebuilt from the clean pass. Blocks whose feed-forward can't be written down are left out.
+    weight edited behind torch's back, shows only here: some positions of every prompt (`CleanPass.glimpses`)
+    are rebuilt from the clean pass, as many at a time as one prompt has. Blocks whose feed-forward can't be
+    written down are left out.
 
     Args:
         lens: the face of the model.
         clean: the clean pass.
         proof: the proof that is to be relied on.
     """
-    places = clean.places
-    rows = torch.arange(len(places), device=places.device)[:, None]
     wide = torch.float64 if lens.dtype == torch.float64 else torch.float32
     for layer, anatomy in enumerate(proof.anatomy):
         path = anatomy.value_path
@@ -101,18 +100,23 @@ def holds_here(lens: Lens, clean: CleanPass, proof: Proof) -> str | None:
         call = clean.calls[layer]
         x = call.resid_pre.to(wide)
         values = path.values(x if anatomy.attention_input is None else anatomy.attention_input(x))
-        out = path.project(mix(clean.glimpses[layer].to(wide), values))
-        x = x[rows, places]
-        mid = anatomy.after_attention(x, out)
-        feed_forward, _ = _rebuilt_feed_forward(anatomy, x, mid)
-        rebuilt = anatomy.after_feed_forward(mid, feed_forward)
-        error = relative_error(rebuilt, call.resid_post[rows, places])
-        if not error <= lens.tolerance:
-            return (
-                f"block {layer}: expected its parts to give its output on this prompt within "
-                f"{lens.tolerance:.0e}, got a relative error of {error:.1e}"
-            )
+        rows = torch.arange(len(x), device=x.device)[:, None]
+        for places, pattern in clean.glimpses.pieces(layer, x.shape[1]):
+            out = path.project(mix(pattern.to(wide), values))
+            rebuilt = _rebuilt_block(anatomy, x[rows, places], out)
+            error = relative_error(rebuilt, call.resid_post[rows, places])
+            if not error <= lens.tolerance:
+                return (
+                    f"block {layer}: expected its parts to give its output on this prompt within "
+                    f"{lens.tolerance:.0e}, got a relative error of {error:.1e}"
+                )
     return None
+
+
+def _rebuilt_block(anatomy: BlockAnatomy, x: Tensor, attention_out: Tensor) -> Tensor:
+    mid = anatomy.after_attention(x, attention_out)
+    feed_forward, _ = _rebuilt_feed_forward(anatomy, x, mid)
+    return anatomy.after_feed_forward(mid, feed_forward)
 
 
 @dataclasses.dataclass(frozen=True)
