@@ -44,7 +44,7 @@ def folded(
         return None
     name, kind = feed_forward.W_in, f"folded {dtype}"
     sketches = sketches_of(feed_forward, path, dtype) if sketches is None else sketches
-    rows = random_vectors(path.W_O.shape[-1], dtype, path.W_O.device).T
+    rows = random_vectors(path.W_O.shape[-1], dtype, path.W_O.device)
     probes = [*sketches, through(_norms(anatomy), rows)]
     found: Tensor | None = kept.recall(name, kind, probes)
     if found is not None:

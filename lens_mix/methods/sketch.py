@@ -17,7 +17,7 @@ VECTORS = 8
 
 
 @functools.lru_cache(maxsize=64)
-def random_vectors(length: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "length vector"]:
+def random_vectors(length: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "vector length"]:
     """Numbers of mean square 1, none near 0, no two alike; the same each time.
 
     With signs alone, errors of one size in two places would cancel for half of all places.
@@ -25,14 +25,16 @@ def random_vectors(length: int, dtype: torch.dtype, device: torch.device) -> Flo
     generator = torch.Generator().manual_seed(length)
     # What was made in inference mode could not be used where gradients are noted.
     with torch.inference_mode(False):
-        sizes, signs = torch.rand(2, length, VECTORS, generator=generator, device="cpu", dtype=torch.float64)
+        sizes, signs = torch.rand(2, VECTORS, length, generator=generator, device="cpu", dtype=torch.float64)
         sizes, signs = sizes + 0.5, signs - 0.5
         return (sizes.copysign(signs) / (13 / 12) ** 0.5).to(device, dtype)
 
 
 def sketch(x: Float[Tensor, "*row column"]) -> Float[Tensor, "*row vector"]:
-    """Each row's scalar products with the random vectors."""
-    return x @ random_vectors(x.shape[-1], x.dtype, x.device)
+    """Scalar products with the random vectors, of a vector or of each row of a matrix."""
+    vectors = random_vectors(x.shape[-1], x.dtype, x.device)
+    # The other way round, with so few columns on the right, MKL takes several times as long.
+    return vectors @ x if x.ndim == 1 else (vectors @ x.T).T
 
 
 def sketched_error(
