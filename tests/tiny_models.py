@@ -240,13 +240,13 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def wrapped_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+def wrapped_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> Any:
     """The transformers model that `bridge(name, dtype, seed)` wraps: same weights, no bridge around it."""
-    model_class, config_class, config = _entry(_WRAPPED, name)
+    model_class, config_class, usual = _entry(_WRAPPED, name)
     if not hasattr(transformers, model_class) or not hasattr(transformers, config_class):
         raise Unavailable(f"transformers {transformers.__version__} has no {model_class}")
     with _quietly():
-        model = getattr(transformers, model_class)(getattr(transformers, config_class)(**config))
+        model = getattr(transformers, model_class)(getattr(transformers, config_class)(**{**usual, **config}))
     # the grouped matrix product that transformers takes for mixtures knows no float64
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
@@ -273,12 +273,16 @@ def _normed(module: torch.nn.Module, x: torch.Tensor, *, centred: bool, offset: 
     return x if weight is None else x * (1 + weight if offset else weight)
 
 
-def bridge(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, tokenizer: Any = None) -> Any:
+def bridge(
+    name: str, dtype: torch.dtype = torch.float32, seed: int = 0, tokenizer: Any = None, **config: Any
+) -> Any:
     """A TransformerBridge over a tiny random in-memory model, in eval mode, its attention kernel untouched.
+
+    `config` overrides fields of the wrapped model's configuration.
 
     Raises `Unavailable` where TransformerLens has no bridge at all (2.x) or none for this architecture.
     """
-    model = wrapped_model(name, dtype, seed)
+    model = wrapped_model(name, dtype, seed, **config)
     try:
         from transformer_lens.model_bridge.sources import build_bridge_from_module
     except ImportError as error:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm, ValuePath
+from lens_mix.lens.anatomy import BlockAnatomy, Norm, ValuePath
 from lens_mix.methods import kept
 from lens_mix.methods.sketch import random_vectors, sketch
 from lens_mix.methods.vectors.gram import through
@@ -26,6 +26,7 @@ def folded(
     vectors: int,
     dtype: torch.dtype,
     keep: bool,
+    matrices: Sequence[Float[Tensor, "d_model d_mlp"]],
     sketches: Sequence[Tensor] | None = None,
 ) -> Float[Tensor, "matrix head d_head d_mlp"] | None:
     """The folded matrices of some heads; None where applying both to each vector costs less.
@@ -37,34 +38,34 @@ def folded(
         vectors: how many value vectors will go through.
         dtype: of the products.
         keep: whether they may stay for the next run.
+        matrices: the first matrices, the gate's first; in `dtype` already, or a copy of each is made.
         sketches: of the first matrices and W_O (`sketches_of`), where they are known already.
     """
     feed_forward = anatomy.feed_forward
     if feed_forward is None or anatomy.parallel:
         return None
     name, kind = feed_forward.W_in, f"folded {dtype}"
-    sketches = sketches_of(feed_forward, path, dtype) if sketches is None else sketches
+    sketches = sketches_of(matrices, path, dtype) if sketches is None else sketches
     rows = random_vectors(path.W_O.shape[-1], dtype, path.W_O.device)
     probes = [*sketches, through(_norms(anatomy), rows)]
     found: Tensor | None = kept.recall(name, kind, probes)
     if found is not None:
         return _of_heads(found, heads)
     all_heads, d_head = path.W_O.shape[:2]
-    matrices = 1 if feed_forward.W_gate is None else 2
-    size = all_heads * d_head * name.shape[1] * matrices * dtype.itemsize
+    size = all_heads * d_head * name.shape[1] * len(matrices) * dtype.itemsize
     if keep and kept.fits(name, kind, size):
-        found = _fold(anatomy, feed_forward, path.W_O.to(dtype))
+        found = _fold(anatomy, matrices, path.W_O.to(dtype))
         kept.keep(name, kind, probes, found)
         return _of_heads(found, heads)
     if not pays(vectors, len(heads), d_head):
         return None
-    return _fold(anatomy, feed_forward, path.W_O[heads].to(dtype))
+    return _fold(anatomy, matrices, path.W_O[heads].to(dtype))
 
 
-def sketches_of(feed_forward: FeedForward, path: ValuePath, dtype: torch.dtype) -> list[Tensor]:
+def sketches_of(
+    matrices: Sequence[Float[Tensor, "d_model d_mlp"]], path: ValuePath, dtype: torch.dtype
+) -> list[Tensor]:
     """Of the first matrices and W_O."""
-    gate = feed_forward.W_gate
-    matrices = [feed_forward.W_in] if gate is None else [gate, feed_forward.W_in]
     return [sketch(matrix.detach().to(dtype)) for matrix in (*matrices, path.W_O.flatten(0, 1))]
 
 
@@ -74,11 +75,14 @@ def pays(vectors: int, heads: int, d_head: int) -> bool:
 
 
 def _fold(
-    anatomy: BlockAnatomy, feed_forward: FeedForward, W_O: Float[Tensor, "*head d_head d_model"]
+    anatomy: BlockAnatomy,
+    matrices: Sequence[Float[Tensor, "d_model d_mlp"]],
+    W_O: Float[Tensor, "*head d_head d_model"],
 ) -> Float[Tensor, "matrix *head d_head d_mlp"]:
     read = through(_norms(anatomy), W_O.detach())
-    gate, last = feed_forward.W_gate, read @ feed_forward.W_in.detach().to(read.dtype)
-    return last[None] if gate is None else torch.stack([read @ gate.detach().to(read.dtype), last])
+    if len(matrices) == 1:
+        return (read @ matrices[0].detach().to(read.dtype))[None]
+    return torch.stack([read @ matrix.detach().to(read.dtype) for matrix in matrices])
 
 
 def _norms(anatomy: BlockAnatomy) -> tuple[Norm, ...]:

@@ -68,12 +68,17 @@ def value_zeroing_maps(
     scores = block.zeros(batch, len(groups), length, length if spans is None else len(spans))
     step = max(1, sizes.positions // length)
     for start in range(0, batch, step):
-        work = _Work(block, slice(start, start + step), groups, spans, metric, final, shared, sizes)
-        # A hundred thousand small views and products: half of what each costs outside of inference mode.
-        with torch.inference_mode():
-            for lot in work.lots():
-                work.fill(scores[start : start + step], lot)
+        prompts = slice(start, start + step)
+        # Under no name of its own: it goes before the next one makes copies of the same weights.
+        _fill(scores[prompts], _Work(block, prompts, groups, spans, metric, final, shared, sizes))
     return scores
+
+
+def _fill(scores: Float[Tensor, "batch group query key"], work: _Work) -> None:
+    # A hundred thousand small views and products: half of what each costs outside of inference mode.
+    with torch.inference_mode():
+        for lot in work.lots():
+            work.fill(scores, lot)
 
 
 def _dtypes(block: Block) -> tuple[torch.dtype, torch.dtype]:
@@ -210,8 +215,11 @@ class _Work:
         if not len(self.sources) or self.clean.first is None:
             return None
         keep, vectors = self.block.max_memory is None, self.sources.positions.numel()
-        sketches = [*self.clean.first.sketches, self.W_O_sketch]
-        return folded(self.block.anatomy, self.path, self.heads, vectors, self.mixed, keep, sketches)
+        first = self.clean.first
+        sketches = [*first.sketches, self.W_O_sketch]
+        return folded(
+            self.block.anatomy, self.path, self.heads, vectors, self.mixed, keep, first.matrices, sketches
+        )
 
     def _few_factors(self) -> bool:
         """Whether scalar products between a source's vectors cost less than their sums."""

@@ -13,6 +13,28 @@ from lens_mix.methods.value_zeroing import ValueZeroing
 from tests.tiny_models import available, bridge, hooked_transformer, tokens
 
 LENGTH = 30
+# So wide that copies of the weights are most of what is counted, the heads so small that W_O and the first
+# matrix are folded for WIDE_LENGTH positions.
+WIDE: dict[str, dict[str, int]] = {
+    "gpt2": {"n_embd": 1024, "n_head": 64, "n_layer": 1},
+    "llama": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_hidden_layers": 1,
+    },
+    "gemma2": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 16,
+        "num_hidden_layers": 1,
+    },
+}
+WIDE_CLASSIC = {"d_model": 1024, "n_heads": 64, "d_head": 16, "d_mlp": 4096, "n_layers": 1}
+WIDE_LENGTH = 18
 
 
 def model_of(name: str) -> Any:
@@ -21,6 +43,15 @@ def model_of(name: str) -> Any:
         return bridge(name)
     if name == "gpt2":
         return hooked_transformer("LN")
+    pytest.skip("no such bridge")
+
+
+def wide_model_of(name: str) -> Any:
+    """A model of `WIDE` in bfloat16, whose every matrix is copied for the computation."""
+    if available(bridge, name):
+        return bridge(name, torch.bfloat16, **WIDE[name])
+    if name == "gpt2":
+        return hooked_transformer("LN", torch.bfloat16, **WIDE_CLASSIC)
     pytest.skip("no such bridge")
 
 
@@ -69,6 +100,16 @@ def test_the_bound_holds(
         assert peak <= bound
         for one, other in zip(found, free, strict=True):
             torch.testing.assert_close(one.scores, other.scores, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_the_bound_holds_where_weights_are_most(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prompt's copies of the weights are gone before the next one's are made, and none is made twice."""
+    model, method = wide_model_of(name), ValueZeroing()
+    prompts = [tokens(model, 1, WIDE_LENGTH, seed)[0] for seed in (1, 2)]
+    least = smallest(model, prompts, method, "algebra")
+    peak, _ = peak_of(model, prompts, method, monkeypatch, engine="algebra", max_memory=least)
+    assert least / 2 < peak <= least
 
 
 def test_a_bound_is_used() -> None:

@@ -296,6 +296,7 @@ class FirstLayer:
             heads.value.shape[0] * heads.value.shape[1],
             vectors.total.dtype,
             keep=block.max_memory is None,
+            matrices=[matrix for matrix, _ in shares.multipliers],
         )
 
     def by_head(self, keys: slice) -> list[Float[Tensor, "batch key head d_mlp"]]:
