@@ -119,10 +119,16 @@ class Shared:
         seen: Bool[Tensor, "batch query key"],
         real: Bool[Tensor, "batch pos"],
         spans: Sequence[Sequence[int]] | None,
+        bounded: bool,
     ) -> Sources:
-        """The last block's, where prompts from `first` on see the same keys; spans are always the same."""
+        """The last block's, where prompts from `first` on see the same keys; spans are always the same.
+
+        Where memory is bounded, of the last prompts alone: the bound counts one mask, however many prompts.
+        """
         old = self._sources.get(first)
         if old is None or not torch.equal(old[0], seen):
+            if bounded:
+                self._sources.clear()
             old = self._sources[first] = seen, find_sources(seen, real, spans)
         return old[1]
 
@@ -152,7 +158,8 @@ class _Work:
         self.dtype, self.mixed = _dtypes(block)
         self.real, self.pattern = block.real[prompts], block.recorded("pattern")[prompts]
         seen = block.seen[prompts] if self.all_heads else _seen(self.pattern[:, self.heads])
-        self.sources = shared.sources(prompts.start, seen, self.real, spans)
+        bounded = block.max_memory is not None
+        self.sources = shared.sources(prompts.start, seen, self.real, spans, bounded)
         value = block.recorded("value")[prompts].to(self.mixed)
         attention_out = path.project(mix(self.pattern.to(self.mixed), value))
         resid_post = block.resid_post[prompts].to(self.dtype)

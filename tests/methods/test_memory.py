@@ -112,6 +112,18 @@ def test_the_bound_holds_where_weights_are_most(name: str, monkeypatch: pytest.M
     assert least / 2 < peak <= least
 
 
+def test_more_prompts_take_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which keys some heads see is a mask per prompt."""
+    model, method = model_of("gpt2"), ValueZeroing(heads=[1, 2])
+    prompts = [tokens(model, 1, LENGTH, seed)[0] for seed in range(8)]
+    least = smallest(model, prompts, method, "algebra")
+    peaks = [
+        peak_of(model, some, method, monkeypatch, engine="algebra", max_memory=least)[0]
+        for some in (prompts[:2], prompts)
+    ]
+    assert peaks[0] == peaks[1]
+
+
 def test_a_bound_is_used() -> None:
     """The smallest bound is not ten times what is needed."""
     model = model_of("gpt2")
