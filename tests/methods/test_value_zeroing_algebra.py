@@ -496,6 +496,24 @@ def test_rotated_matrices_see_edits_and_keep_to_their_bound(
     torch.testing.assert_close(anew, after.scores, rtol=0, atol=1e-12)
 
 
+def test_other_axes_that_cannot_be_kept_are_made_where_one_run_earns_them_back(
+    turned: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, make = [], rotation._rotation
+    monkeypatch.setattr(rotation, "_rotation", lambda *parts: made.append(1) or make(*parts))
+    monkeypatch.setattr(kept, "KEPT_BYTES", 0)
+    model = a_model()
+    enough = rotation.PAIRS_PER_AXIS * model.cfg.d_model
+    pairs, short, long = 30 * 31 // 2, tokens(model, 1, 30), tokens(model, 3, 30)
+    assert pairs < enough <= 3 * pairs
+    lm.run(model, short[0], "value_zeroing", engine="algebra")
+    assert not made
+    for _ in range(2):
+        made.clear()
+        list(lm.run_many(model, list(long), "value_zeroing", engine="algebra"))
+        assert len(made) == model.cfg.n_layers
+
+
 def test_threshold_counts_small_scores_as_zero() -> None:
     model = a_model()
     prompt = prompt_of(model)
