@@ -6,6 +6,7 @@ whoever keeps a product says by probes (`sketch`) what the weights were, and ask
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ class _Entry(NamedTuple):
 
 # By a weight as the proof has read it (a new proof reads anew), then by kind of product.
 _store: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Going through the store is no single step: a product that another thread keeps meanwhile would break it.
+_lock = threading.Lock()
 
 
 def recall(weight: Tensor, kind: str, probes: Sequence[Tensor]) -> Any | None:
@@ -39,25 +42,29 @@ def recall(weight: Tensor, kind: str, probes: Sequence[Tensor]) -> Any | None:
 
 def fits(weight: Tensor, kind: str, size: int) -> bool:
     """Whether a product of `size` bytes may be kept."""
-    others = sum(
-        entry.product.nbytes
-        for name, kinds in _store.items()
-        for other, entry in kinds.items()
-        if not (name is weight and other == kind)
-    )
+    with _lock:
+        others = sum(
+            entry.product.nbytes
+            for name, kinds in _store.items()
+            for other, entry in kinds.items()
+            if not (name is weight and other == kind)
+        )
     return size + others <= KEPT_BYTES
 
 
 def keep(weight: Tensor, kind: str, probes: Sequence[Tensor], product: Any) -> None:
     """Keep a product, which has `nbytes`, in the place of an older one of its kind."""
-    _store.setdefault(weight, {})[kind] = _Entry(probes, product)
+    with _lock:
+        _store.setdefault(weight, {})[kind] = _Entry(probes, product)
 
 
 def number(kind: str) -> int:
     """How many products of a kind are kept."""
-    return sum(kind in kinds for kinds in _store.values())
+    with _lock:
+        return sum(kind in kinds for kinds in _store.values())
 
 
 def forget() -> None:
     """Drop what is kept; the next run makes it anew."""
-    _store.clear()
+    with _lock:
+        _store.clear()

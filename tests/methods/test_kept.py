@@ -1,0 +1,49 @@
+"""The store of products of weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lens_mix.methods import kept
+
+
+class KeptMeanwhile:
+    """A product; while its size is asked for, another thread keeps one more."""
+
+    def __init__(self, weight: torch.Tensor, kind: str) -> None:
+        self.weight, self.kind = weight, kind
+        self.threads: list[threading.Thread] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Any size."""
+        other = threading.Thread(target=kept.keep, args=(self.weight, self.kind, [], torch.zeros(1)))
+        self.threads.append(other)
+        other.start()
+        # Where the store is locked, the other thread waits.
+        other.join(timeout=0.1)
+        return 1
+
+
+@pytest.fixture
+def empty() -> Iterator[None]:
+    """A store with nothing in it."""
+    kept.forget()
+    yield
+    kept.forget()
+
+
+@pytest.mark.parametrize("same_weight", [True, False])
+def test_another_thread_may_keep_meanwhile(empty: None, same_weight: bool) -> None:
+    weight = torch.zeros(2)
+    other = weight if same_weight else torch.zeros(2)
+    product = KeptMeanwhile(other, "meanwhile")
+    kept.keep(weight, "first", [], product)
+    assert kept.fits(torch.zeros(1), "mine", 1)
+    for thread in product.threads:
+        thread.join()
+    assert kept.number("meanwhile") == 1
