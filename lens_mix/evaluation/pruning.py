@@ -200,7 +200,8 @@ def _orders(
         order = importance.ranking()
         orders[name] = [order if remove == "least" else order[::-1]]
     if random > 0:
-        generator = torch.Generator().manual_seed(seed)
-        draws = [torch.randperm(lens.n_layers * lens.n_heads, generator=generator) for _ in range(random)]
+        # On the CPU by name, as its generator: the default device may be another.
+        generator, count = torch.Generator("cpu").manual_seed(seed), lens.n_layers * lens.n_heads
+        draws = [torch.randperm(count, generator=generator, device="cpu") for _ in range(random)]
         orders["random"] = [[divmod(place, lens.n_heads) for place in draw.tolist()] for draw in draws]
     return orders

@@ -95,6 +95,18 @@ def test_random_orders_follow_the_seed(model, metric):
     assert one.values != three.values
 
 
+def test_random_orders_on_any_default_device(model, metric):
+    def on_the_cpu(model):
+        with torch.device("cpu"):
+            return metric(model)
+
+    plain = pruning_curves(model, on_the_cpu, {}, fractions=[0.3, 0.6], random=2)
+    # Numbers drawn on this device can't be read; a GPU would not take the CPU's generator.
+    with torch.device("meta"):
+        elsewhere = pruning_curves(model, on_the_cpu, {}, fractions=[0.3, 0.6], random=2)
+    assert elsewhere == plain
+
+
 def test_table_and_area(model, metric):
     curves = pruning_curves(model, metric, {"mine": SCORES}, fractions=[0, 0.5, 1.0], random=0)
     table = curves.to_dataframe()
