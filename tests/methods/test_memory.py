@@ -113,7 +113,7 @@ def test_the_bound_holds_where_weights_are_most(name: str, monkeypatch: pytest.M
 
 
 def test_more_prompts_take_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which keys some heads see is a mask per prompt."""
+    """Which keys some heads see is a mask per prompt, a byte per pair; not one more stays."""
     model, method = model_of("gpt2"), ValueZeroing(heads=[1, 2])
     prompts = [tokens(model, 1, LENGTH, seed)[0] for seed in range(8)]
     least = smallest(model, prompts, method, "algebra")
@@ -121,7 +121,7 @@ def test_more_prompts_take_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
         peak_of(model, some, method, monkeypatch, engine="algebra", max_memory=least)[0]
         for some in (prompts[:2], prompts)
     ]
-    assert peaks[0] == peaks[1]
+    assert peaks[1] - peaks[0] < LENGTH**2
 
 
 def test_a_bound_is_used() -> None:
