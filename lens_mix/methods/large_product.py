@@ -34,13 +34,19 @@ def add_product(
     Args:
         into: where to.
         x: many rows.
-        matrix: MKL takes it where it is not contiguous; oneDNN would be a hundred times slower.
+        matrix: MKL makes the product where it is not contiguous (oneDNN would take a hundred times as long);
+            see `as_right_factor`.
         factor: of the product.
     """
     if x.shape[0] * matrix.numel() >= LEAST and matrix.is_contiguous() and by_onednn(x):
         into.add_(product_by_onednn(x, matrix), alpha=factor)
     else:
         into.addmm_(x, matrix, alpha=factor)
+
+
+def as_right_factor(matrix: Float[Tensor, "inner column"]) -> Float[Tensor, "inner column"]:
+    """A matrix for several products: a copy, where oneDNN would make them and it is not contiguous."""
+    return matrix.contiguous() if by_onednn(matrix) else matrix
 
 
 def by_onednn(x: Tensor) -> bool:

@@ -45,8 +45,10 @@ def turned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kept.forget()
 
 
-def a_model(dtype: torch.dtype) -> Any:
-    return bridge("gpt2", dtype) if available(bridge, "gpt2") else hooked_transformer("LN", dtype)
+def a_model(dtype: torch.dtype, name: str = "gpt2") -> Any:
+    """A tiny model; the second matrix of Llama's is a transposed view."""
+    classic = {"gpt2": "LN", "llama": "gated"}[name]
+    return bridge(name, dtype) if available(bridge, name) else hooked_transformer(classic, dtype)
 
 
 @needs_onednn
@@ -66,6 +68,7 @@ def test_it_adds_the_product(calls: list[tuple[int, ...]]) -> None:
 
 
 @needs_onednn
+@pytest.mark.filterwarnings("ignore:TF32")
 def test_what_it_takes_badly_goes_the_usual_way(calls: list[tuple[int, ...]]) -> None:
     wide = torch.randn(4, 8)
     for x, matrix in (
@@ -82,20 +85,32 @@ def test_what_it_takes_badly_goes_the_usual_way(calls: list[tuple[int, ...]]) ->
 
 
 @needs_onednn
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("other_axes", [False, True])
 def test_value_zeroing_by_onednn(
-    calls: list[tuple[int, ...]], other_axes: bool, request: pytest.FixtureRequest
+    calls: list[tuple[int, ...]], name: str, other_axes: bool, request: pytest.FixtureRequest
 ) -> None:
     if other_axes:
         request.getfixturevalue("turned")
-    model = a_model(torch.float32)
+    model = a_model(torch.float32, name)
     prompt = tokens(model, 1, 9)[0]
     found = lm.run(model, prompt, "value_zeroing", engine="algebra")
     assert calls
-    exact = lm.run(a_model(torch.float64), prompt, "value_zeroing", engine="hooks")
+    exact = lm.run(a_model(torch.float64, name), prompt, "value_zeroing", engine="hooks")
     torch.testing.assert_close(found.scores.double(), exact.scores, rtol=2e-5, atol=1e-7)
     bounded = lm.run(model, prompt, "value_zeroing", engine="algebra", max_memory=10**8)
     torch.testing.assert_close(found.scores, bounded.scores, rtol=2e-5, atol=1e-7)
+
+
+@needs_onednn
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_maps_behind_the_feed_forward_by_onednn(calls: list[tuple[int, ...]], name: str) -> None:
+    model = a_model(torch.float32, name)
+    prompt = tokens(model, 1, 9)[0]
+    found = lm.run(model, prompt, "atb_ff_res")
+    assert calls
+    exact = lm.run(a_model(torch.float64, name), prompt, "atb_ff_res")
+    torch.testing.assert_close(found.scores.double(), exact.scores, rtol=1e-4, atol=1e-6)
 
 
 def test_a_release_without_the_operation_goes_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:

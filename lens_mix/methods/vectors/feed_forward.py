@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.methods.fold import folded, pays
+from lens_mix.methods.large_product import add_product, as_right_factor
 from lens_mix.methods.room import Workspace, even
 from lens_mix.methods.vectors.activations import gated_multipliers, plain_multiplier
 from lens_mix.methods.vectors.factors import (
@@ -135,7 +136,7 @@ def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant
     scale = torch.ones_like(state[..., :1]) if norm is None else norm.scale(state)
     read = state if norm is None else norm(state)
     multipliers = _multipliers(feed_forward, read, linear_part(norm, shares) / scale, biases)
-    W_out = feed_forward.W_out.to(state.dtype)
+    W_out = as_right_factor(feed_forward.W_out.to(state.dtype))
     return FeedForwardShares(anatomy, scale, multipliers, W_out, read, vectors.mid)
 
 
@@ -315,7 +316,7 @@ class FirstLayer:
         output = self._memory.like("feed-forward output", weights, shape, weights.dtype).zero_()
         for columns in even(0, len(W_out), NEURONS):
             hidden = self._hidden(columns, seen, weights, by_head)
-            output.flatten(0, 2).addmm_(hidden.flatten(0, 2), W_out[columns])
+            add_product(output.flatten(0, 2), hidden.flatten(0, 2), W_out[columns])
         return output
 
     def _by_head(self, index: int, keys: slice) -> Float[Tensor, "batch key head d_mlp"]:

@@ -103,6 +103,8 @@ def feed_forward_bytes(block: Block, heads: HeadVectors, folds: bool) -> int:
     matrices = 1 if feed_forward.W_gate is None else 2
     states = batch * positions * (matrices * d_mlp * (6 * 8 + 3 * size) + 8 * d_model * size)
     weights = 0 if feed_forward.W_in.dtype == heads.dtype else 2 * (matrices + 1) * d_model * d_mlp * size
+    # For oneDNN, which takes no transposed view.
+    weights += 0 if feed_forward.W_out.is_contiguous() else d_model * d_mlp * size
     if folds:
         weights += heads.heads * heads.d_head * (4 * d_model + matrices * d_mlp) * size
     return states + weights + distance_bytes(block, heads)
@@ -115,7 +117,8 @@ def hidden_width(block: Block, heads: HeadVectors) -> int:
         return 0
     d_model, d_mlp = feed_forward.W_in.shape
     matrices = 1 if feed_forward.W_gate is None else 2
-    per_pair = (matrices + 1) * min(d_mlp, NEURONS) + 8 * d_model + 2 * heads.heads
+    # What oneDNN makes is added to what is there.
+    per_pair = (matrices + 1) * min(d_mlp, NEURONS) + 9 * d_model + 2 * heads.heads
     # What is made once per key and head is spread over the queries.
     per_key = heads.heads * (5 * d_model + 2 * d_mlp + 2 * heads.d_head)
     return (per_pair + -(-per_key // block.resid_pre.shape[1])) * heads.dtype.itemsize

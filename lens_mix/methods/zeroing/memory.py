@@ -94,7 +94,13 @@ class Cost:
         copied = 2 * inner * outer * self.wide if self.stored != self.wide else 0
         copied += outer * first * self.wide if self.stored != self.wide else 0
         copied += outer * self.d_mlp * self.narrow if self.stored != self.narrow else 0
+        # For oneDNN, which takes no transposed view.
+        copied += 0 if self._second_is_contiguous() else outer * self.d_mlp * self.narrow
         return folded + copied
+
+    def _second_is_contiguous(self) -> bool:
+        feed_forward = self.anatomy.feed_forward
+        return feed_forward is None or feed_forward.W_out.is_contiguous()
 
     def _lot(self, keys: int) -> int:
         rank = self.span * self.heads

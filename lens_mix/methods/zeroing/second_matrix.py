@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.methods.large_product import add_product, by_onednn
+from lens_mix.methods.large_product import add_product, as_right_factor, by_onednn
 from lens_mix.methods.zeroing.rotation import Rotation
 
 
@@ -36,10 +36,10 @@ class SecondMatrix:
     @staticmethod
     def _cut(matrix: Tensor, part: slice, rotation: Rotation | None) -> list[_Piece]:
         if rotation is None:
-            return [_Piece(slice(None), matrix[part])]
+            return [_Piece(slice(None), as_right_factor(matrix[part]))]
         if by_onednn(matrix):
-            # It takes no strided pieces: one per part, in memory of its own.
-            return [_Piece(slice(None), rotation.second[part, : rotation.reach(part)].contiguous())]
+            # Pieces in memory of their own: one per part.
+            return [_Piece(slice(None), as_right_factor(rotation.second[part, : rotation.reach(part)]))]
         return [
             _Piece(
                 slice(neurons.start - part.start, neurons.stop - part.start), rotation.second[neurons, :width]
