@@ -16,7 +16,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,19 +107,26 @@ def digits(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield from precision.main()
 
 
-def methods(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every method on every model."""
+def methods(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every method on one model."""
     layers, sizes = (12, [32, 64, 128, 256, 512, 1024]) if options.full else (3, [32, 128])
-    for name in options.models:
-        yield from all_methods(name, options.sizes or sizes, layers, options.repeats, options.patience)
+    yield from all_methods(name, options.sizes or sizes, layers, options.repeats, options.patience)
 
 
-TABLES: dict[str, tuple[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]]] = {
-    "compared": ("Value Zeroing compared", compared),
-    "long": ("Value Zeroing, 1024 positions", long_prompt),
-    "digits": ("Digits of float32", digits),
-    "methods": ("Every method", methods),
-}
+TABLES = ("compared", "long", "digits", "methods")
+
+
+def tables(options: argparse.Namespace) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
+    """The tables that are asked for: title and rows. Each model's methods are one, as they take long."""
+    if "compared" in options.tables:
+        yield "Value Zeroing compared", compared(options)
+    if "long" in options.tables:
+        yield "Value Zeroing, 1024 positions", long_prompt(options)
+    if "digits" in options.tables:
+        yield "Digits of float32", digits(options)
+    if "methods" in options.tables:
+        for name in options.models:
+            yield f"Every method, {name}", methods(name, options)
 
 
 def report(found: dict[str, Any]) -> str:
@@ -153,7 +160,7 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=60)
     parser.add_argument("--models", nargs="+", choices=[*common.MODELS, SMOLLM2])
     parser.add_argument("--sizes", nargs="+", type=int, help="positions in the table of every method")
-    parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
     parser.add_argument("--note", default="", help="what else ran, printed with the tables")
     parser.add_argument("--out", type=Path, default=HERE)
     options = parser.parse_args()
@@ -162,11 +169,10 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "results.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    for name in options.tables:
-        title, rows = TABLES[name]
+    for title, rows in tables(options):
         table: dict[str, Any] = {"machine": common.machine(), **common.gemm_rates()}
         table |= {"note": options.note, "rows": []}
-        for row in rows(options):
+        for row in rows:
             print(title, row, flush=True)
             table["rows"].append(row)
             found[title] = table
