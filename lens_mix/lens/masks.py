@@ -17,7 +17,7 @@ from lens_mix.lens.model import CleanPass, HookPair, Lens
 
 @dataclasses.dataclass(frozen=True)
 class AllowedKeys:
-    """Per layer, which keys each query of the padded batch may see; `rounding` is the model dtype's step."""
+    """Per layer, which keys each query of the padded batch may see; `rounding`: the model's coarsest step."""
 
     by_layer: tuple[Bool[Tensor, "batch query key"], ...]
     rounding: float
@@ -115,7 +115,9 @@ def allowed_keys(lens: Lens, clean: CleanPass) -> AllowedKeys:
         if not (complete or causal):
             seen = seen | _seen_without_queries(lens, clean, layer)
         layers.append(seen)
-    return AllowedKeys(tuple(layers), torch.finfo(lens.dtype).eps)
+    # Hugging Face makes some patterns and norms in float32 in any model (GPT-Neo, GPT-J).
+    step = max(torch.finfo(lens.dtype).eps, torch.finfo(torch.float32).eps)
+    return AllowedKeys(tuple(layers), step)
 
 
 def _seen_without_queries(lens: Lens, clean: CleanPass, layer: int) -> Bool[Tensor, "batch query key"]:
