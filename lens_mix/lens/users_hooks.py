@@ -20,6 +20,8 @@ from lens_mix.lens.state import all_modules
 _OWN = frozenset({"transformer_lens", "lens_mix"})
 # Hands on what parts of a feed-forward read and give to the hook points of the whole (OPT, BERT, BART).
 _MIRRORS = "transformer_lens.model_bridge.component_setup"
+# What Hugging Face leaves on a model once it was asked for patterns, as `run_with_cache` of a Bridge does.
+_CAPTURES = "transformers.utils.output_capturing"
 
 
 def carries_users_hooks(model: nn.Module) -> bool:
@@ -36,7 +38,8 @@ def carries_users_hooks(model: nn.Module) -> bool:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    if any(_home(function).partition(".")[0] not in _OWN for function in _functions_on(module)):
+    homes = map(_home, _functions_on(module))
+    if any(home.partition(".")[0] not in _OWN and home != _CAPTURES for home in homes):
         return True
     # To torch these are hooks of TransformerLens, which wraps them. All but the mirrors count, whoever wrote
     # them: TransformerLens and lens_mix have functions that are meant to be put on a model by its user.

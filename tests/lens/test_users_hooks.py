@@ -13,7 +13,7 @@ from lens_mix import hooks
 from lens_mix.lens import glimpses
 from lens_mix.lens.users_hooks import carries_users_hooks
 from tests.matrix import build_or_skip, cases, prompt_of
-from tests.tiny_models import bridge, hooked_encoder, hooked_transformer
+from tests.tiny_models import bridge, hooked_encoder, hooked_transformer, is_encoder_decoder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -29,6 +29,9 @@ def test_a_model_as_it_is_carries_none(case):
     if case.refusal is None:
         lm.run(model, prompt_of(model), "attention")
         assert not carries_users_hooks(model)
+        if not is_encoder_decoder(model):
+            model.run_with_cache(prompt_of(model))
+            assert not carries_users_hooks(model)
 
 
 def test_the_bridge_puts_hooks_of_its_own():
