@@ -20,7 +20,7 @@ from lens_mix.lens.proof import holds_here
 from lens_mix.lens.proven import Proof
 from lens_mix.lens.support import choose_engine, needs_head, proof_of
 from lens_mix.maps import MixingMap
-from lens_mix.methods import Method
+from lens_mix.methods import Method, large_product
 
 # Bytes of tensors that a clean pass records only to spare work.
 _WANTED_BYTES = 1 << 26
@@ -55,6 +55,8 @@ def run_batch(
     names = [lens.stack.hook_name(role, layer) for role in roles for layer in range(lens.n_layers)]
     batch, engines = pad(prompts, pad_token(lens.model), side), _engines(options, proof)
     wanted, checked = _wanted(lens, batch, engines, options), _is_checked_first(engines, options)
+    if "algebra" in engines.values():
+        large_product.decide(batch.tokens.device)
     clean = lens.clean_pass(batch, names, optional=wanted, to_be_checked=checked)
     _require_masked_padding(lens, clean)
     mapped, engines = _map_proven(lens, clean, proof, engines, options)

@@ -1,7 +1,8 @@
 """A large matrix product on a CPU, by the faster of the two libraries that PyTorch carries.
 
 PyTorch gives float32 products to MKL, which on some processors that Intel has not made uses half of the
-vector unit (AMD Zen 5: 88 GFLOP/s, where oneDNN reaches 215). Which is faster is measured, once per process.
+vector unit (AMD Zen 5: 98 GFLOP/s, where oneDNN reaches 213). Which is faster is measured, once per process
+and number of threads.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from torch import Tensor
 # Multiplications below which a call's own cost decides.
 LEAST = 2**24
 
+# A copy of a matrix costs about as much as oneDNN saves for so many rows (measured: 270 to 700).
+COPY_EARNED_BY = 512
+
 # oneDNN makes a new tensor of its result. Near equality the choice would change the last digits at random.
 _GAIN = 1.25
 
-_PROBE = 512
+_PROBE = 384
 
 
 def add_product(
@@ -44,9 +48,14 @@ def add_product(
         into.addmm_(x, matrix, alpha=factor)
 
 
-def as_right_factor(matrix: Float[Tensor, "inner column"]) -> Float[Tensor, "inner column"]:
-    """A matrix for several products: a copy, where oneDNN would make them and it is not contiguous."""
-    return matrix.contiguous() if by_onednn(matrix) else matrix
+def as_right_factor(matrix: Float[Tensor, "inner column"], rows: int) -> Float[Tensor, "inner column"]:
+    """A matrix for products of so many rows in all: a copy, where that lets oneDNN make them."""
+    return matrix.contiguous() if rows >= COPY_EARNED_BY and by_onednn(matrix) else matrix
+
+
+def decide(device: torch.device) -> None:
+    """Measure before anything counts memory or operations as its own."""
+    by_onednn(torch.empty(0, dtype=torch.float32, device=device))
 
 
 def by_onednn(x: Tensor) -> bool:
@@ -70,7 +79,7 @@ def product_by_onednn(
 @functools.lru_cache
 def _onednn_is_faster(threads: int) -> bool:
     """Whether it is with so many threads as there are, by a margin, and gives the same numbers."""
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.autocast("cpu", enabled=False):
         x = torch.linspace(0, 1, _PROBE**2, device="cpu", dtype=torch.float32).view(_PROBE, _PROBE)
         try:
             found = product_by_onednn(x, x)
@@ -83,7 +92,7 @@ def _onednn_is_faster(threads: int) -> bool:
     return usual > _GAIN * other
 
 
-def _seconds(way: Callable[[], object], repeats: int = 5) -> float:
+def _seconds(way: Callable[[], object], repeats: int = 4) -> float:
     """The least time of some runs."""
     found = []
     for _ in range(repeats):

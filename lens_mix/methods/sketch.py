@@ -2,7 +2,7 @@
 
 Y = X W is checked by Y S = X (W S) for vectors S that know nothing of either, which costs one reading of W
 (Freivalds 1977, "Probabilistic machines can use less running time"). An error of a row comes out about as
-large as it is; with n vectors, the chance that it comes out r times smaller falls as r to the power of n.
+large as it is; with n vectors, the chance that it comes out r times smaller falls as 1 / rⁿ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def random_vectors(length: int, dtype: torch.dtype, device: torch.device) -> Flo
 
     With signs alone, errors of one size in two places would cancel for half of all places.
     """
-    generator = torch.Generator().manual_seed(length)
+    generator = torch.Generator("cpu").manual_seed(length)
     # What was made in inference mode could not be used where gradients are noted.
     with torch.inference_mode(False):
         sizes, signs = torch.rand(2, VECTORS, length, generator=generator, device="cpu", dtype=torch.float64)

@@ -178,7 +178,7 @@ class _Work:
         few = self._few_factors() and value.device.type != "mps"
         self.rotation = self._rotate(few)
         parts = [neurons.columns for neurons in self.clean.neurons]
-        self.second = SecondMatrix(self.clean.second, parts, self.rotation) if parts else None
+        self.second = SecondMatrix(self.clean.second, parts, self.rotation, self._pairs) if parts else None
         by_head = value.repeat_interleave(block.n_heads // value.shape[2], dim=2)
         self.senders = Senders(
             self.clean,
@@ -228,6 +228,11 @@ class _Work:
             self.block.anatomy, self.path, self.heads, vectors, self.mixed, keep, first.matrices, sketches
         )
 
+    @property
+    def _pairs(self) -> int:
+        """How many pairs of a source and a query there are, for every group of heads."""
+        return (sum(self.sources.last) - sum(self.sources.first)) * len(self.groups)
+
     def _few_factors(self) -> bool:
         """Whether scalar products between a source's vectors cost less than their sums."""
         most = max((len(group) for group in self.groups), default=0) * self.sources.positions.shape[-1]
@@ -237,8 +242,7 @@ class _Work:
         """Other axes for what no norm reads any more: the first one's change is found from factors then."""
         if self.block.max_memory is not None or (self.clean.lead is not None and not few):
             return None
-        pairs = sum(self.sources.last) - sum(self.sources.first)
-        found = rotated(self.clean, self.path, self.W_O_sketch, pairs * len(self.groups))
+        found = rotated(self.clean, self.path, self.W_O_sketch, self._pairs)
         if found is not None:
             self.clean.direction = self.clean.direction @ found.axes
         return found

@@ -32,7 +32,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     monkeypatch.setattr(large_product, "_onednn_is_faster", lambda threads: True)
     monkeypatch.setattr(large_product, "product_by_onednn", watched)
     monkeypatch.setattr(large_product, "LEAST", 1)
+    monkeypatch.setattr(large_product, "COPY_EARNED_BY", 1)
     return found
+
+
+@pytest.fixture
+def unmeasured() -> Iterator[None]:
+    """Which library is faster is asked anew, and again afterwards."""
+    large_product._onednn_is_faster.cache_clear()
+    yield
+    large_product._onednn_is_faster.cache_clear()
 
 
 @pytest.fixture
@@ -113,24 +122,31 @@ def test_maps_behind_the_feed_forward_by_onednn(calls: list[tuple[int, ...]], na
     torch.testing.assert_close(found.scores.double(), exact.scores, rtol=1e-4, atol=1e-6)
 
 
-def test_a_release_without_the_operation_goes_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_without_the_operation_goes_the_usual_way(
+    unmeasured: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         raise AttributeError("no such operation")
 
     monkeypatch.setattr(large_product, "product_by_onednn", missing)
-    large_product._onednn_is_faster.cache_clear()
     assert not large_product.by_onednn(torch.zeros(2, 2))
-    large_product._onednn_is_faster.cache_clear()
 
 
 @needs_onednn
-def test_other_numbers_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_numbers_are_not_believed(unmeasured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     original = large_product.product_by_onednn
     monkeypatch.setattr(large_product, "product_by_onednn", lambda x, matrix: original(x, matrix) * 1.01)
     monkeypatch.setattr(large_product, "_GAIN", 0.0)
-    large_product._onednn_is_faster.cache_clear()
     assert not large_product.by_onednn(torch.zeros(2, 2))
     monkeypatch.setattr(large_product, "product_by_onednn", original)
     large_product._onednn_is_faster.cache_clear()
     assert large_product.by_onednn(torch.zeros(2, 2))
-    large_product._onednn_is_faster.cache_clear()
+
+
+@needs_onednn
+def test_few_rows_do_not_earn_a_copy(calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    view = torch.randn(6, 4).T
+    assert large_product.as_right_factor(view, rows=1).is_contiguous()
+    monkeypatch.setattr(large_product, "COPY_EARNED_BY", 2)
+    assert large_product.as_right_factor(view, rows=1) is view
+    assert large_product.as_right_factor(view.double(), rows=2).stride() == view.stride()

@@ -43,6 +43,7 @@ from lens_mix.methods.vectors.memory import (
     least_attention_room,
     room_beside,
     state_bytes,
+    turned_bytes,
 )
 from lens_mix.methods.vectors.pair_norms import workspace
 
@@ -136,7 +137,7 @@ def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant
     scale = torch.ones_like(state[..., :1]) if norm is None else norm.scale(state)
     read = state if norm is None else norm(state)
     multipliers = _multipliers(feed_forward, read, linear_part(norm, shares) / scale, biases)
-    W_out = as_right_factor(feed_forward.W_out.to(state.dtype))
+    W_out = feed_forward.W_out.to(state.dtype)
     return FeedForwardShares(anatomy, scale, multipliers, W_out, read, vectors.mid)
 
 
@@ -195,6 +196,7 @@ def feed_forward_maps(block: Block, biases: Variant, reading: Norm | None = None
 def _maps(block: Block, biases: Variant, reading: Norm | None) -> FeedForwardMaps:
     heads = head_vectors(block)
     fixed = state_bytes(block, heads) + feed_forward_bytes(block, heads, folds(heads))
+    fixed += turned_bytes(block, heads)
     least = least_attention_room(block, heads)
     if block.anatomy.parallel:
         heads.room = room_beside(block, fixed, least, "a map behind the feed-forward")
@@ -237,13 +239,14 @@ def _sequential(
         width = hidden_width(block, heads)
         slab = max(1, room // (batch * queries * width))
     matrices = heads.matrices_after(vectors.pairs.chain, memory)
+    W_out = as_right_factor(shares.W_out, batch * queries * keys)
     for some in even(0, keys, slab):
         # Once per key and head, for as many keys as suits a product.
         slab_vectors, slab_hidden = heads.lying_in(memory, "vectors", matrices, some), first.by_head(some)
         for chunk, seen in vectors.pairs.chunks(width, room, some):
             here = slice(chunk.start - some.start, chunk.stop - some.start)
             weights = vectors.pairs.weights_of(chunk)[:, :, seen]
-            output = first.through(shares.W_out, [part[:, here] for part in slab_hidden], seen, weights)
+            output = first.through(W_out, [part[:, here] for part in slab_hidden], seen, weights)
             maps[0][:, chunk, seen] = torch.linalg.vector_norm(output, dim=-1)
             part = memory.like("pairs", output, output.shape, output.dtype)
             torch.bmm(weights.flatten(0, 1), slab_vectors[:, here].flatten(0, 1), out=part.flatten(0, 1))

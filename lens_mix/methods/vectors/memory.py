@@ -103,11 +103,17 @@ def feed_forward_bytes(block: Block, heads: HeadVectors, folds: bool) -> int:
     matrices = 1 if feed_forward.W_gate is None else 2
     states = batch * positions * (matrices * d_mlp * (6 * 8 + 3 * size) + 8 * d_model * size)
     weights = 0 if feed_forward.W_in.dtype == heads.dtype else 2 * (matrices + 1) * d_model * d_mlp * size
-    # For oneDNN, which takes no transposed view.
-    weights += 0 if feed_forward.W_out.is_contiguous() else d_model * d_mlp * size
     if folds:
         weights += heads.heads * heads.d_head * (4 * d_model + matrices * d_mlp) * size
     return states + weights + distance_bytes(block, heads)
+
+
+def turned_bytes(block: Block, heads: HeadVectors) -> int:
+    """Bytes of the second matrix as oneDNN takes it, which is in no transposed view."""
+    feed_forward = block.anatomy.feed_forward
+    if feed_forward is None or feed_forward.W_out.is_contiguous():
+        return 0
+    return feed_forward.W_out.numel() * heads.dtype.itemsize
 
 
 def hidden_width(block: Block, heads: HeadVectors) -> int:

@@ -79,8 +79,8 @@ class FirstMatrix:
         for own, sketched, bias in zip(pre, self.sketches, self.biases, strict=True):
             expected = x @ sketched if bias is None else x @ sketched + sketch(bias.to(x.dtype))
             errors.append(sketched_error(expected, own))
-        # Python's own max loses a NaN.
-        return float(torch.tensor(errors).max())
+        # Python's own max may lose a NaN.
+        return math.nan if any(map(math.isnan, errors)) else max(errors)
 
     def linear(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "matrix *batch d_mlp"]:
         """x W, no bias."""

@@ -26,20 +26,26 @@ class SecondMatrix:
         matrix: W_out.
         parts: neurons that are held at once.
         rotation: other axes, in which a corner of it is zero.
+        pairs: how many will go through.
     """
 
     def __init__(
-        self, matrix: Float[Tensor, "d_mlp d_model"], parts: Sequence[slice], rotation: Rotation | None
+        self,
+        matrix: Float[Tensor, "d_mlp d_model"],
+        parts: Sequence[slice],
+        rotation: Rotation | None,
+        pairs: int,
     ) -> None:
-        self._parts = [self._cut(matrix, part, rotation) for part in parts]
+        self._parts = [self._cut(matrix, part, rotation, pairs) for part in parts]
 
     @staticmethod
-    def _cut(matrix: Tensor, part: slice, rotation: Rotation | None) -> list[_Piece]:
+    def _cut(matrix: Tensor, part: slice, rotation: Rotation | None, pairs: int) -> list[_Piece]:
         if rotation is None:
-            return [_Piece(slice(None), as_right_factor(matrix[part]))]
+            return [_Piece(slice(None), as_right_factor(matrix[part], pairs))]
         if by_onednn(matrix):
             # Pieces in memory of their own: one per part.
-            return [_Piece(slice(None), as_right_factor(rotation.second[part, : rotation.reach(part)]))]
+            reached = rotation.second[part, : rotation.reach(part)]
+            return [_Piece(slice(None), as_right_factor(reached, pairs))]
         return [
             _Piece(
                 slice(neurons.start - part.start, neurons.stop - part.start), rotation.second[neurons, :width]
