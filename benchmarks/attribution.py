@@ -120,6 +120,45 @@ def speed(layers: int, positions: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def against_captum(layers: int, positions: int, repeats: int, steps: int = 8) -> dict[str, Any]:
+    """Integrated gradients of every layer's pattern: captum by whole passes of the model, same steps."""
+    from captum.attr import IntegratedGradients
+
+    model = common.gpt2_like(layers)
+    tokens = common.random_tokens(model, positions)
+    target = lm.targets.logit(7)
+    clean = lm.run(model, tokens, lm.AttentionWeights(per_head=True)).scores
+    found: dict[str, Tensor] = {}
+
+    def captum() -> None:
+        maps = []
+        for layer in range(layers):
+
+            def logit(pattern: Tensor, name: str = f"blocks.{layer}.attn.hook_pattern") -> Tensor:
+                hook = (name, lambda t, hook: pattern)
+                return model.run_with_hooks(tokens.expand(len(pattern), -1), fwd_hooks=[hook])[:, -1, 7]
+
+            explained = IntegratedGradients(logit)
+            maps.append(explained.attribute(clean[layer][None], n_steps=steps, method="gausslegendre")[0])
+        found["captum"] = torch.stack(maps).detach()
+
+    def ours() -> None:
+        method = lm.AttentionAttribution(target=target, n_steps=steps, per_head=True)
+        found["lens_mix"] = lm.run(model, tokens, method).scores
+
+    seconds = common.interleaved({"captum": captum, "lens_mix": ours}, repeats)
+    return {
+        "layers": layers,
+        "tokens": positions,
+        "steps": steps,
+        "captum s": seconds["captum"],
+        "lens_mix s": seconds["lens_mix"],
+        "captum ÷ lens_mix": seconds["captum"] / seconds["lens_mix"],
+        "largest difference": float((found["captum"] - found["lens_mix"]).abs().max()),
+        "largest score": float(found["captum"].abs().max()),
+    }
+
+
 def _two(errors: Tensor) -> str:
     return f"{errors.median():.1e}, {errors.max():.1e}"
 
@@ -150,6 +189,7 @@ def main() -> None:
     print(common.machine())
     row = speed(options.layers, options.positions, options.repeats)
     print(common.markdown_table([row]))
+    print(common.markdown_table([against_captum(options.layers, options.positions, options.repeats)]))
     print(common.markdown_table(memory(min(options.layers, 4), options.positions)))
 
 

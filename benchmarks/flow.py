@@ -14,15 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
-import common
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import networkx as nx
 import numpy as np
 import torch
 
 import lens_mix as lm
+from benchmarks import common
 from lens_mix.aggregation.max_flow import LayeredFlow
 
 

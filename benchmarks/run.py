@@ -5,9 +5,10 @@
 
 Writes benchmarks/RESULTS.md and results.json, or where --out points, row by row as they are found: every
 method's time as a ratio to one forward pass of the same model, its peak of tensors, how both grow with the
-length; and Value Zeroing beside everything that it could be compared with. Ratios are of medians from one
-run. Each table says when and where it was measured; --tables measures some, and the others stay. A method
-that is slower than --patience seconds at one length is not run at the next.
+length; Value Zeroing beside everything that it could be compared with, attribution beside captum, flow beside
+networkx. Ratios are of medians from one run. Each table says when and where it was measured; --tables
+measures some, and the others stay. A method that is slower than --patience seconds at one length is not run
+at the next.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 import lens_mix as lm
-from benchmarks import common, precision, value_zeroing
+from benchmarks import attribution, common, flow, precision, value_zeroing
 from lens_mix.methods import METHODS
 
 HERE = Path(__file__).resolve().parent
@@ -113,7 +114,19 @@ def methods(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield from all_methods(name, options.sizes or sizes, layers, options.repeats, options.patience)
 
 
-TABLES = ("compared", "long", "digits", "methods")
+def captum(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Attribution of attention beside captum's integrated gradients."""
+    for positions in (32, 64) if options.full else (32,):
+        yield attribution.against_captum(12 if options.full else 3, positions, options.repeats)
+
+
+def networkx(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Attention flow beside networkx, which solves a sample of the pairs."""
+    for layers, causal in ((12, False), (12, True), (6, False)) if options.full else ((6, True),):
+        yield flow.against_networkx(layers, 32, causal, options.repeats, sample=6)
+
+
+TABLES = ("compared", "long", "digits", "captum", "networkx", "methods")
 
 
 def tables(options: argparse.Namespace) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
@@ -124,6 +137,10 @@ def tables(options: argparse.Namespace) -> Iterator[tuple[str, Iterator[dict[str
         yield "Value Zeroing, 1024 positions", long_prompt(options)
     if "digits" in options.tables:
         yield "Digits of float32", digits(options)
+    if "captum" in options.tables:
+        yield "Attention attribution, captum", captum(options)
+    if "networkx" in options.tables:
+        yield "Attention flow, networkx", networkx(options)
     if "methods" in options.tables:
         for name in options.models:
             yield f"Every method, {name}", methods(name, options)
