@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.methods import kept, large_product
-from lens_mix.methods.zeroing import rotation
+from lens_mix.methods import large_product
 from tests.tiny_models import available, bridge, hooked_transformer, tokens
 
 needs_onednn = pytest.mark.skipif(
@@ -42,16 +41,6 @@ def unmeasured() -> Iterator[None]:
     large_product._onednn_is_faster.cache_clear()
     yield
     large_product._onednn_is_faster.cache_clear()
-
-
-@pytest.fixture
-def turned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Other axes for blocks of any size, nothing kept from before."""
-    monkeypatch.setattr(rotation, "LEAST_PAIRS", 1)
-    monkeypatch.setattr(rotation, "STEP", 4)
-    kept.forget()
-    yield
-    kept.forget()
 
 
 def a_model(dtype: torch.dtype, name: str = "gpt2") -> Any:

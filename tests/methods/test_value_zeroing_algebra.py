@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -436,16 +435,6 @@ def test_folded_matrices_are_kept_only_up_to_their_bound(monkeypatch: pytest.Mon
     anew = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
     assert kept.number("folded torch.float64") == 0
     torch.testing.assert_close(anew, first, rtol=0, atol=1e-12)
-
-
-@pytest.fixture
-def turned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Other axes for blocks of any size, nothing kept from before."""
-    monkeypatch.setattr(rotation, "LEAST_PAIRS", 1)
-    monkeypatch.setattr(rotation, "STEP", 4)
-    kept.forget()
-    yield
-    kept.forget()
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
