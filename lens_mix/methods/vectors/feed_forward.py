@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.methods.fold import folded, pays
-from lens_mix.methods.large_product import add_product, as_right_factor
+from lens_mix.methods.large_product import add_product, as_right_factor, copy_bytes
 from lens_mix.methods.room import Workspace, even
 from lens_mix.methods.vectors.activations import gated_multipliers, plain_multiplier
 from lens_mix.methods.vectors.factors import (
@@ -43,7 +43,6 @@ from lens_mix.methods.vectors.memory import (
     least_attention_room,
     room_beside,
     state_bytes,
-    turned_bytes,
 )
 from lens_mix.methods.vectors.pair_norms import workspace
 
@@ -196,7 +195,8 @@ def feed_forward_maps(block: Block, biases: Variant, reading: Norm | None = None
 def _maps(block: Block, biases: Variant, reading: Norm | None) -> FeedForwardMaps:
     heads = head_vectors(block)
     fixed = state_bytes(block, heads) + feed_forward_bytes(block, heads, folds(heads))
-    fixed += turned_bytes(block, heads)
+    if block.anatomy.feed_forward is not None:
+        fixed += copy_bytes(block.anatomy.feed_forward.W_out, heads.dtype.itemsize)
     least = least_attention_room(block, heads)
     if block.anatomy.parallel:
         heads.room = room_beside(block, fixed, least, "a map behind the feed-forward")

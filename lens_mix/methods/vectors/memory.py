@@ -108,14 +108,6 @@ def feed_forward_bytes(block: Block, heads: HeadVectors, folds: bool) -> int:
     return states + weights + distance_bytes(block, heads)
 
 
-def turned_bytes(block: Block, heads: HeadVectors) -> int:
-    """Bytes of the second matrix as oneDNN takes it, which is in no transposed view."""
-    feed_forward = block.anatomy.feed_forward
-    if feed_forward is None or feed_forward.W_out.is_contiguous():
-        return 0
-    return feed_forward.W_out.numel() * heads.dtype.itemsize
-
-
 def hidden_width(block: Block, heads: HeadVectors) -> int:
     """Bytes that each pair of a chunk needs on its way through the feed-forward."""
     feed_forward = block.anatomy.feed_forward

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.methods.large_product import copy_bytes
 from lens_mix.methods.zeroing.pieces import Sizes
 
 _SMALLEST = {"slab": 8, "columns": 64, "chunk": 8, "keys": 1}
@@ -94,13 +95,9 @@ class Cost:
         copied = 2 * inner * outer * self.wide if self.stored != self.wide else 0
         copied += outer * first * self.wide if self.stored != self.wide else 0
         copied += outer * self.d_mlp * self.narrow if self.stored != self.narrow else 0
-        # For oneDNN, which takes no transposed view.
-        copied += 0 if self._second_is_contiguous() else outer * self.d_mlp * self.narrow
+        if self.anatomy.feed_forward is not None:
+            copied += copy_bytes(self.anatomy.feed_forward.W_out, self.narrow)
         return folded + copied
-
-    def _second_is_contiguous(self) -> bool:
-        feed_forward = self.anatomy.feed_forward
-        return feed_forward is None or feed_forward.W_out.is_contiguous()
 
     def _lot(self, keys: int) -> int:
         rank = self.span * self.heads
