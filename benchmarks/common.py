@@ -23,7 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lens_mix.methods.large_product import by_onednn, product_by_onednn
+from lens_mix.algebra.large_product import by_onednn, product_by_onednn
 
 # ------------------------------------------------------------------ models
 

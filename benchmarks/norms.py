@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.common import MODELS, gemm, interleaved, random_tokens
+from lens_mix.algebra.feed_forward import feed_forward_maps, feed_forward_shares
+from lens_mix.algebra.vectors import Vectors, attention_vectors
 from lens_mix.methods import Alti, AtbFfResLn, AttnResLn, Method
 from lens_mix.methods.value_norms import head_norms
-from lens_mix.methods.vectors.factors import Vectors, attention_vectors
-from lens_mix.methods.vectors.feed_forward import feed_forward_maps, feed_forward_shares
 from lens_mix.statistics.mixing_ratio import block_mixing_ratios
 from lens_mix.statistics.passes import prompt_blocks
 
@@ -177,7 +177,7 @@ def after_feed_forward(model: Any, positions: int, repeats: int) -> None:
     rows = min(pairs, 1536)
 
     def maps() -> None:
-        from lens_mix.methods.vectors import feed_forward as module
+        from lens_mix.algebra import feed_forward as module
 
         module._shared.clear()
         with torch.no_grad():

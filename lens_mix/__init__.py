@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from lens_mix.aggregation.rollout import rollout
     from lens_mix.aggregation.tree import attribution_tree, tree_text
     from lens_mix.citations import citation
-    from lens_mix.lens.kinds import UnsupportedModelError
     from lens_mix.lens.model import Lens
-    from lens_mix.lens.support import check
+    from lens_mix.lens.model_classes import UnsupportedModelError
+    from lens_mix.lens.proof.support import check
     from lens_mix.maps import MixingMap
     from lens_mix.methods import (
         METHODS,
@@ -81,11 +81,11 @@ _HOME = {
     "Lens": "lens_mix.lens.model",
     "Method": "lens_mix.methods",
     "MixingMap": "lens_mix.maps",
-    "UnsupportedModelError": "lens_mix.lens.kinds",
+    "UnsupportedModelError": "lens_mix.lens.model_classes",
     "ValueNorms": "lens_mix.methods",
     "ValueZeroing": "lens_mix.methods",
     "attribution_tree": "lens_mix.aggregation.tree",
-    "check": "lens_mix.lens.support",
+    "check": "lens_mix.lens.proof.support",
     "citation": "lens_mix.citations",
     "flow": "lens_mix.aggregation.flow",
     "gradient_rollout": "lens_mix.aggregation.gradient_rollout",

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from lens_mix.batches import Options, run_batch
 from lens_mix.lens import masks
-from lens_mix.lens.kinds import UnsupportedModelError
 from lens_mix.lens.model import Lens
+from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import PaddingSide, Prompt, read_prompt
-from lens_mix.lens.support import Support, logits_refusal, proof_of, support_table
+from lens_mix.lens.proof.support import Support, logits_refusal, proof_of, support_table
 from lens_mix.methods import METHODS, Method
+from lens_mix.session import Options, run_batch
 
 
 def run(
@@ -57,7 +57,7 @@ def run(
     lens = Lens(model, stack)
     options = _read_options(lens, methods, engine, max_memory, progress, prepend_bos)
     read = read_prompt(
-        model, lens.kind, prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs
+        model, lens.model_class, prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs
     )
     maps = run_batch(lens, [read], options, "right")[0]
     return next(iter(maps.values())) if options.single else maps
@@ -161,7 +161,7 @@ def _read_numbered(
     try:
         return read_prompt(
             lens.model,
-            lens.kind,
+            lens.model_class,
             prompt,
             prepend_bos=options.prepend_bos,
             attention_mask=None if mask is None else _row(mask, number, "attention_mask"),

@@ -67,7 +67,7 @@ class Case:
     @property
     def refusal(self) -> str | None:
         """What the refusal has to say on the installed TransformerLens; None: it has to run."""
-        from lens_mix.lens.kinds import transformer_lens_version
+        from lens_mix.lens.model_classes import transformer_lens_version
 
         major = transformer_lens_version()[0]
         tables = [REFUSED]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.kinds import UnsupportedModelError
+from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods import Method
 from lens_mix.statistics.passes import prompt_blocks
 from tests.matrix import Case, cases, prompt_of

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lens_mix as lm
-from lens_mix.lens.kinds import transformer_lens_version
+from lens_mix.lens.model_classes import transformer_lens_version
 from tests.matrix import build_or_skip
 from tests.tiny_models import (
     Unavailable,

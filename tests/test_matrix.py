@@ -60,7 +60,7 @@ def test_refused_models_say_why_and_all_others_are_proven(label):
 def attention_oracle(model, case, prompt):
     """TransformerLens's own cache (eager, so that delegated attention keeps its pattern)."""
     lens = Lens(model, case.stack)
-    batch = pad([read_prompt(model, lens.kind, prompt)], pad_token(model), "right")
+    batch = pad([read_prompt(model, lens.model_class, prompt)], pad_token(model), "right")
     store = {}
 
     def keep(tensor, hook, name):
@@ -76,7 +76,7 @@ def attention_oracle(model, case, prompt):
 def value_zeroing_oracle(model, case, prompt):
     """Whole forward passes, one per layer and position; outputs read by hooks of torch, not of ours."""
     lens = Lens(model, case.stack)
-    batch = pad([read_prompt(model, lens.kind, prompt)], pad_token(model), "right")
+    batch = pad([read_prompt(model, lens.model_class, prompt)], pad_token(model), "right")
     positions = batch.real_positions(lens.stack.name).shape[1]
     rows = []
     for layer in range(lens.n_layers):

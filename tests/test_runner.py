@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.kinds import transformer_lens_version
+from lens_mix.lens.model_classes import transformer_lens_version
 from lens_mix.methods import Method
 from tests.matrix import build_or_skip, prompt_of
 from tests.reference_models import to_bridge, to_hooked

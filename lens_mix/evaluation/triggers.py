@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
-from lens_mix.lens.kinds import kind_of
 from lens_mix.lens.model import Lens
+from lens_mix.lens.model_classes import model_class_of
 from lens_mix.lens.prompts import device_of, read_prompt, token_strings
 from lens_mix.methods import AttentionAttribution
 from lens_mix.runner import run
@@ -41,7 +41,7 @@ class Example:
     @classmethod
     def read(cls, model: Any, prompt: Any, label: Hashable, **options: Any) -> Example:
         """From a prompt as `lm.run` takes it."""
-        read = read_prompt(model, kind_of(model), prompt, **options)
+        read = read_prompt(model, model_class_of(model), prompt, **options)
         return cls(tuple(read.tokens.tolist()), label)
 
 

@@ -10,7 +10,7 @@ Every TransformerLens block is read as
 where N, P, Q are norms or nothing: N1, N2 alone is a pre-norm block, Q1, Q2 a post-norm one, N and P a
 sandwich, P alone a branch norm (OLMo 2). s is the residual multiplier (Granite). A decoder block of an
 encoder-decoder has the cross-attention branch between the two. Nothing here is believed until
-`lens_mix.lens.proof` has rebuilt the block's recorded output from it.
+`lens_mix.lens.proof.prove` has rebuilt the block's recorded output from it.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, read_norm
 from lens_mix.lens.head import Head, proven_head
-from lens_mix.lens.kinds import UnsupportedModelError
 from lens_mix.lens.model import CleanPass, HookPair, Lens
+from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import Batch
 from lens_mix.lens.replay import relative_error
 

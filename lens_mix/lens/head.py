@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import Norm
-from lens_mix.lens.kinds import UnsupportedModelError
+from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.replay import relative_error
 
 

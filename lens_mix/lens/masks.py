@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_mix.hooks import record
-from lens_mix.lens.kinds import UnsupportedModelError
 from lens_mix.lens.model import CleanPass, HookPair, Lens
+from lens_mix.lens.model_classes import UnsupportedModelError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class AllowedKeys:
 
 def is_causal_model(lens: Lens) -> bool:
     """Whether the model says that its attention is causal (Bridge encoders may say so too: see the stack)."""
-    if lens.kind.value == "HookedEncoder":
+    if lens.model_class.value == "HookedEncoder":
         return False
     config = getattr(getattr(lens.model, "original_model", None), "config", None)
     name = type(getattr(lens.model, "original_model", None)).__name__

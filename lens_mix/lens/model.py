@@ -14,11 +14,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lens_mix.hooks import record
-from lens_mix.lens import faults
-from lens_mix.lens.glimpses import Glimpses, see_keys_of
-from lens_mix.lens.kinds import Kind, UnsupportedModelError, kind_of, transformer_lens_version
+from lens_mix.lens.model_classes import (
+    ModelClass,
+    UnsupportedModelError,
+    model_class_of,
+    transformer_lens_version,
+)
 from lens_mix.lens.prompts import Batch, is_encoder_decoder
+from lens_mix.lens.proof import known_faults
 from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls, enter_with, first_tensor
+from lens_mix.lens.sampled_patterns import SampledPatterns, see_keys_of
 from lens_mix.lens.stacks import Stack, stacks_of
 from lens_mix.lens.state import undisturbed
 from lens_mix.lens.unembedding import row_at, unembedding_at
@@ -44,7 +49,7 @@ class CleanPass:
         calls: per block, its arguments and output.
         recorded: hook name -> tensor, for the hooks that were asked.
         seen: per layer, which keys got any weight from any head.
-        glimpses: the patterns of some queries of every prompt, to check by.
+        sampled: the patterns of some queries of every prompt, to check by.
         replays: per block, the way it is run again, once that has been proven.
     """
 
@@ -52,7 +57,7 @@ class CleanPass:
     calls: dict[int, BlockCall]
     recorded: dict[str, Tensor]
     seen: dict[int, Bool[Tensor, "batch query key"]]
-    glimpses: Glimpses
+    sampled: SampledPatterns
     replays: dict[int, BlockReplay] = dataclasses.field(default_factory=dict)
 
 
@@ -70,7 +75,7 @@ class Lens:
     """
 
     def __init__(self, model: Any, stack: str | None = None) -> None:
-        self.kind = kind_of(model)
+        self.model_class = model_class_of(model)
         self.model = model
         for sense in ("visual", "audio"):
             if getattr(model.cfg, f"is_{sense}_model", False):
@@ -78,9 +83,11 @@ class Lens:
         stacks = stacks_of(model)
         name = next(iter(stacks)) if stack is None else stack
         if name not in stacks:
-            raise ValueError(f"stack: expected one of {sorted(stacks)} for {self.kind.value}, got {stack!r}")
+            raise ValueError(
+                f"stack: expected one of {sorted(stacks)} for {self.model_class.value}, got {stack!r}"
+            )
         self.stack: Stack = stacks[name]
-        fault = faults.known_fault(model, self.kind, name, transformer_lens_version())
+        fault = known_faults.known_fault(model, self.model_class, name, transformer_lens_version())
         if fault is not None:
             raise UnsupportedModelError(fault)
 
@@ -109,7 +116,7 @@ class Lens:
     @property
     def encoder_decoder(self) -> bool:
         """Whether prompts are pairs."""
-        return is_encoder_decoder(self.model, self.kind)
+        return is_encoder_decoder(self.model, self.model_class)
 
     def where(self, layer: int) -> str:
         """Name of a block, for errors."""
@@ -152,11 +159,11 @@ class Lens:
         recorded: dict[str, Tensor] = {}
         seen: dict[int, Tensor] = {}
         everywhere = to_be_checked and carries_users_hooks(self.model)
-        glimpses = Glimpses.at(batch.real_positions(self.stack.name), everywhere)
+        sampled = SampledPatterns.at(batch.real_positions(self.stack.name), everywhere)
         fwd_hooks: list[HookPair] = [record(recorded, name) for name in (*names, *optional)]
         if see_keys:
             fwd_hooks += [
-                (self.stack.hook_name("pattern", layer), see_keys_of(layer, seen, glimpses))
+                (self.stack.hook_name("pattern", layer), see_keys_of(layer, seen, sampled))
                 for layer in range(last + 1)
             ]
         with self.undisturbed(), self.hooked(fwd_hooks), contextlib.ExitStack() as handles:
@@ -165,7 +172,7 @@ class Lens:
             handles.callback(self.stack.blocks[last].register_forward_hook(_stop).remove)
             with contextlib.suppress(_Stop):
                 self._forward(batch)
-        clean = CleanPass(batch, calls, recorded, seen, glimpses)
+        clean = CleanPass(batch, calls, recorded, seen, sampled)
         self._require_complete(clean, names, last, see_keys)
         return clean
 
@@ -291,13 +298,13 @@ class Lens:
     def _forward(self, batch: Batch, **options: Any) -> Any:
         mask = batch.real.long()
         inputs = dict(batch.inputs)
-        if self.kind is Kind.HOOKED_TRANSFORMER:
+        if self.model_class is ModelClass.HOOKED_TRANSFORMER:
             self._refuse_inputs(inputs, ())
             return self.model(batch.tokens, attention_mask=mask, **options)
-        if self.kind is Kind.HOOKED_ENCODER:
+        if self.model_class is ModelClass.HOOKED_ENCODER:
             self._refuse_inputs(inputs, ("token_type_ids",))
             return self.model(batch.tokens, one_zero_attention_mask=mask, **inputs, **options)
-        if self.kind is Kind.HOOKED_ENCODER_DECODER:
+        if self.model_class is ModelClass.HOOKED_ENCODER_DECODER:
             self._refuse_inputs(inputs, ())
             # In the model's dtype: it is multiplied by that dtype's lowest number, and 0 * -inf is NaN.
             return self.model(
@@ -319,7 +326,8 @@ class Lens:
         unknown = sorted(set(inputs) - set(allowed))
         if unknown:
             raise ValueError(
-                f"model inputs: {self.kind.value} takes {sorted(allowed)} besides tokens, got {unknown}"
+                f"model inputs: {self.model_class.value} takes {sorted(allowed)} besides tokens, "
+                f"got {unknown}"
             )
 
     def _require_complete(self, clean: CleanPass, names: Sequence[str], last: int, see_keys: bool) -> None:

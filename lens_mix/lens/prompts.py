@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix.lens.kinds import Kind
+from lens_mix.lens.model_classes import ModelClass
 
 PaddingSide = Literal["left", "right"]
 
@@ -74,9 +74,9 @@ class Batch:
         return self.target_real
 
 
-def is_encoder_decoder(model: Any, kind: Kind) -> bool:
+def is_encoder_decoder(model: Any, kind: ModelClass) -> bool:
     """Whether the model takes a pair of source and target."""
-    if kind is Kind.HOOKED_ENCODER_DECODER:
+    if kind is ModelClass.HOOKED_ENCODER_DECODER:
         return True
     config = getattr(getattr(model, "original_model", None), "config", None)
     return bool(getattr(config, "is_encoder_decoder", False))
@@ -84,7 +84,7 @@ def is_encoder_decoder(model: Any, kind: Kind) -> bool:
 
 def read_prompt(
     model: Any,
-    kind: Kind,
+    kind: ModelClass,
     prompt: object,
     *,
     prepend_bos: bool | None = None,
@@ -120,7 +120,7 @@ def read_prompt(
     own = _own_positions(attention_mask, source)
     _check_tokens(model, source[own], "prompt")
     extra = {name: _like_tokens(value, source, name)[own] for name, value in given.items()}
-    if isinstance(prompt, str) and kind is Kind.HOOKED_ENCODER and "token_type_ids" not in extra:
+    if isinstance(prompt, str) and kind is ModelClass.HOOKED_ENCODER and "token_type_ids" not in extra:
         extra["token_type_ids"] = model.to_tokens(prompt)[1][0].to(source.device)
     decoder = _target_tokens(model, kind, target) if encoder_decoder else None
     if target is not None and not encoder_decoder:
@@ -129,7 +129,7 @@ def read_prompt(
 
 
 def _tokens(
-    model: Any, kind: Kind, prompt: object, prepend_bos: bool | None, name: str
+    model: Any, kind: ModelClass, prompt: object, prepend_bos: bool | None, name: str
 ) -> Int[Tensor, " pos"]:
     if isinstance(prompt, str):
         return _tokenize(model, kind, prompt, prepend_bos)
@@ -155,13 +155,13 @@ def _tokens(
     return prompt.to(device_of(model), torch.long)
 
 
-def _tokenize(model: Any, kind: Kind, text: str, prepend_bos: bool | None) -> Int[Tensor, " pos"]:
+def _tokenize(model: Any, kind: ModelClass, text: str, prepend_bos: bool | None) -> Int[Tensor, " pos"]:
     if getattr(model, "tokenizer", None) is None:
         raise ValueError(
             "prompt: a string needs a tokenizer and this model has none; "
             "expected tokens [pos], or a model with model.tokenizer set"
         )
-    if kind in (Kind.HOOKED_ENCODER, Kind.HOOKED_ENCODER_DECODER):
+    if kind in (ModelClass.HOOKED_ENCODER, ModelClass.HOOKED_ENCODER_DECODER):
         if prepend_bos is not None:
             raise ValueError(
                 f"prepend_bos: {kind.value} adds its own special tokens; expected None, got {prepend_bos}"
@@ -174,7 +174,7 @@ def _tokenize(model: Any, kind: Kind, text: str, prepend_bos: bool | None) -> In
     return tokens[0].to(device_of(model))
 
 
-def _target_tokens(model: Any, kind: Kind, target: object) -> Int[Tensor, " target_pos"]:
+def _target_tokens(model: Any, kind: ModelClass, target: object) -> Int[Tensor, " target_pos"]:
     """The decoder's input: the start token and the target's tokens; given tokens are used as they are."""
     if target is not None and not isinstance(target, str):
         tokens = _tokens(model, kind, target, None, "target")

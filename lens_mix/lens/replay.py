@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lens_mix.lens.kinds import UnsupportedModelError
+from lens_mix.lens.model_classes import UnsupportedModelError
 
 _RESIDUAL_KEYWORDS = ("hidden_states", "resid_pre")
 

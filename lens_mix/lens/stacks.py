@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import nn
 
-from lens_mix.lens.kinds import Kind, UnsupportedModelError, kind_of
+from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError, model_class_of
 
 # role -> hook point inside the attention module
 ATTENTION_ROLES = {"query": "hook_q", "value": "hook_v", "pattern": "hook_pattern", "z": "hook_z"}
@@ -66,10 +66,10 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
     Raises:
         UnsupportedModelError: no block of the model has an attention module with values to look at.
     """
-    kind = kind_of(model)
-    if kind is Kind.HOOKED_ENCODER_DECODER:
+    kind = model_class_of(model)
+    if kind is ModelClass.HOOKED_ENCODER_DECODER:
         layout = [("encoder", "encoder", "attn"), ("decoder", "decoder", "attn")]
-    elif kind is Kind.BRIDGE and _modules(model, "encoder_blocks"):
+    elif kind is ModelClass.BRIDGE and _modules(model, "encoder_blocks"):
         layout = [("encoder", "encoder_blocks", "attn"), ("decoder", "decoder_blocks", "self_attn")]
     else:
         layout = [("blocks", "blocks", "attn")]

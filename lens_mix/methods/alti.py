@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.algebra.budget import distance_bytes, room_beside, state_bytes
+from lens_mix.algebra.vectors import attention_vectors, head_vectors, lengths
 from lens_mix.methods.base import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
-from lens_mix.methods.vectors.factors import attention_vectors, head_vectors, lengths
-from lens_mix.methods.vectors.memory import distance_bytes, room_beside, state_bytes
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block

@@ -10,14 +10,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lens_mix.algebra.head_vectors import through
+from lens_mix.algebra.vectors import attention_vectors
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.head import Head
-from lens_mix.lens.proven import HEAD
+from lens_mix.lens.proof.record import HEAD
 from lens_mix.methods.alti import Alti, Distance
 from lens_mix.methods.base import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
-from lens_mix.methods.vectors.factors import attention_vectors
-from lens_mix.methods.vectors.gram import through
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.algebra.feed_forward import Variant, feed_forward_maps, next_norm
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.methods.base import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS
-from lens_mix.methods.vectors.feed_forward import Variant, feed_forward_maps, next_norm
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -33,7 +33,7 @@ class AtbFf(Method):
 
     score[l, i, j] = ‖F^FF_ij‖, F^FF_ij = ((F_ij W_in) ⊙ m_i) W_out, where F_ij is what the feed-forward
     reads of key j and m_i the integrated gradients through the activation, in closed form (gated
-    feed-forwards: one integral per neuron, by quadrature; see `lens_mix.methods.vectors.activations`). Shape
+    feed-forwards: one integral per neuron, by quadrature; see `lens_mix.algebra.activations`). Shape
     [layer, query, key], from 0 up, in the units of the feed-forward's output.
 
     Where the feed-forward reads the block's input (parallel blocks), only the diagonal is not zero.

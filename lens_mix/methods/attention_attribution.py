@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lens_mix.algebra.quadrature import quadrature, rule_name
 from lens_mix.hooks import must_fire, replace_pattern
 from lens_mix.methods import target_passes
 from lens_mix.methods.base import Method
-from lens_mix.methods.quadrature import quadrature, rule_name
 from lens_mix.methods.target_passes import BoundTarget
 from lens_mix.targets import TargetLike, as_target, describe, predicted
 

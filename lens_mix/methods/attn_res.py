@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.algebra.budget import room_beside
+from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors
 from lens_mix.methods.base import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
-from lens_mix.methods.vectors.factors import AttentionVectors, Vectors, attention_vectors
-from lens_mix.methods.vectors.memory import room_beside
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block

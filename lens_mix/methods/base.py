@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.proven import ALGEBRA_PARTS
+from lens_mix.lens.proof.record import ALGEBRA_PARTS
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -32,7 +32,7 @@ class Method:
         needs: hook points whose tensors the clean pass must record ("pattern", "value", "z").
         wants: hook points whose tensors spare the algebra engine some work, recorded where the model has them
             and the prompts are short ("pre", "pre_linear").
-        parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof`).
+        parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof.prove`).
         checks_parts: whether its algebra holds what it rebuilds against the prompts' own clean pass, at four
             positions of each at least, and raises `NotRebuiltError`. The runner does that before any map if
             not, if other methods run too, and if memory is bound.

@@ -10,20 +10,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, FeedForward
-from lens_mix.methods.atb_ff import refuses_feed_forward
-from lens_mix.methods.base import Method
-from lens_mix.methods.value_norms import ATTENTION_NEEDS
-from lens_mix.methods.vectors.activations import derivative, gated_multipliers, plain_multiplier
-from lens_mix.methods.vectors.bias_split import SPLITS, Split, split_bias, through_linear, through_norm
-from lens_mix.methods.vectors.factors import AttentionVectors, attention_vectors, head_vectors, value_path
-from lens_mix.methods.vectors.memory import (
+from lens_mix.algebra.activations import derivative, gated_multipliers, plain_multiplier
+from lens_mix.algebra.bias_split import SPLITS, Split, split_bias, through_linear, through_norm
+from lens_mix.algebra.budget import (
     decomposition_bytes,
     feed_forward_bytes,
     least_attention_room,
     room_beside,
     state_bytes,
 )
+from lens_mix.algebra.vectors import AttentionVectors, attention_vectors, head_vectors, value_path
+from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, FeedForward
+from lens_mix.methods.atb_ff import refuses_feed_forward
+from lens_mix.methods.base import Method
+from lens_mix.methods.value_norms import ATTENTION_NEEDS
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block

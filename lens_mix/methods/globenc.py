@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.algebra.budget import least_attention_room, room_beside, second_norm_bytes, state_bytes
+from lens_mix.algebra.feed_forward import next_norm
+from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors, head_vectors
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.methods.base import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
-from lens_mix.methods.vectors.factors import AttentionVectors, Vectors, attention_vectors, head_vectors
-from lens_mix.methods.vectors.feed_forward import next_norm
-from lens_mix.methods.vectors.memory import least_attention_room, room_beside, second_norm_bytes, state_bytes
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.algebra.vectors import Pairs, attention_vectors
 from lens_mix.methods.base import Method
-from lens_mix.methods.vectors.factors import Pairs, attention_vectors
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lens_mix.algebra.value_zeroing_old.engine import Shared, value_zeroing_maps
 from lens_mix.hooks import zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.methods.base import Method
-from lens_mix.methods.value_zeroing_algebra import Shared, value_zeroing_maps
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lens_mix.algebra.vectors import attention_vectors
 from lens_mix.methods.value_norms import ValueNorms
-from lens_mix.methods.vectors.factors import attention_vectors
 from lens_mix.statistics.passes import each_prompt
 from lens_mix.statistics.ranks import spearman
 from lens_mix.statistics.token_kinds import TokenKind, token_kind

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import ValuePath
-from lens_mix.lens.support import check
+from lens_mix.lens.proof.support import check
 
 if TYPE_CHECKING:
     import pandas

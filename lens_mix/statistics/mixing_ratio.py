@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.algebra.feed_forward import feed_forward_shares
+from lens_mix.algebra.vectors import Vectors, attention_vectors
 from lens_mix.lens.block import Block
-from lens_mix.lens.kinds import UnsupportedModelError
+from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods.atb_ff import AtbFfResLn
 from lens_mix.methods.attn_res import AttnResLn
 from lens_mix.methods.base import Method
-from lens_mix.methods.vectors.factors import Vectors, attention_vectors
-from lens_mix.methods.vectors.feed_forward import feed_forward_shares
 from lens_mix.statistics.passes import each_prompt
 from lens_mix.statistics.ranks import spearman
 from lens_mix.statistics.token_kinds import TokenKind, token_kind

@@ -13,7 +13,7 @@ from torch import Tensor
 from lens_mix.lens.block import Block
 from lens_mix.lens.model import Lens
 from lens_mix.lens.prompts import pad, pad_token, read_prompt, token_strings
-from lens_mix.lens.support import choose_engine, needs_head, proof_of
+from lens_mix.lens.proof.support import choose_engine, needs_head, proof_of
 from lens_mix.methods.base import Method
 
 
@@ -54,7 +54,7 @@ def prompt_blocks(
     asked = [methods] if isinstance(methods, Method) else list(methods)
     lens = Lens(model, stack)
     read = read_prompt(
-        model, lens.kind, prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs
+        model, lens.model_class, prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs
     )
     proof = proof_of(lens, read, head=needs_head(asked))
     engines = [choose_engine(method, proof, "auto") for method in asked]

@@ -11,7 +11,7 @@ from lens_mix.evaluation import (
     importance_correlations,
 )
 from lens_mix.hooks import prune_heads
-from lens_mix.lens.kinds import transformer_lens_version
+from lens_mix.lens.model_classes import transformer_lens_version
 from tests import tiny_models
 from tests.tiny_models import available, bridge, hooked_encoder_decoder, hooked_transformer
 

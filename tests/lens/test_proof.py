@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens import proof as proofs
-from lens_mix.lens import proven
-from lens_mix.lens.kinds import UnsupportedModelError
+from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import Prompt
+from lens_mix.lens.proof import prove as proofs
+from lens_mix.lens.proof import record as proof_record
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import Unavailable, bridge, hooked_encoder, hooked_transformer
 
@@ -236,7 +236,7 @@ def test_the_proof_is_kept_until_something_changes(monkeypatch):
     model = any_model()
     made = []
     original = proofs.prove
-    monkeypatch.setattr("lens_mix.lens.support.prove", lambda *a: made.append(1) or original(*a))
+    monkeypatch.setattr("lens_mix.lens.proof.support.prove", lambda *a: made.append(1) or original(*a))
     prompt = prompt_of(model)
     lm.run(model, prompt, "attention")
     lm.run(model, prompt, "attention")
@@ -297,8 +297,8 @@ def test_check_and_support_print_and_tabulate():
 
 
 def test_a_part_that_is_far_off_is_reported_with_its_numbers():
-    entry = proven.PartError(3, "block", 0.5, 1e-4)
-    made = proven.Proof((entry,), (), True)
+    entry = proof_record.PartError(3, "block", 0.5, 1e-4)
+    made = proof_record.Proof((entry,), (), True)
     assert made.failure(("block",)) == (
         "block 3: block is not proven: expected relative error <= 1e-04, got relative error 5.0e-01"
     )

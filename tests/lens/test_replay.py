@@ -20,7 +20,7 @@ def lens_and_clean(label, lengths=(7, 5)):
     if case.refusal is not None:
         pytest.skip("refused altogether")
     lens = lm.Lens(model, case.stack)
-    prompts = [read_prompt(model, lens.kind, prompt_of(model, seq, seq)) for seq in lengths]
+    prompts = [read_prompt(model, lens.model_class, prompt_of(model, seq, seq)) for seq in lengths]
     try:
         return lens, lens.clean_pass(pad(prompts, 0, "right"))
     except ValueError:  # a float64 sliding window over padding is NaN on the Bridge: see lens/proof.py

@@ -147,7 +147,7 @@ def test_after_an_exception_while_starting_at_a_block(label):
 def clean_pass(lens, model):
     from lens_mix.lens.prompts import pad, read_prompt
 
-    return lens.clean_pass(pad([read_prompt(model, lens.kind, prompt_of(model))], 0, "right"))
+    return lens.clean_pass(pad([read_prompt(model, lens.model_class, prompt_of(model))], 0, "right"))
 
 
 def test_dropout_of_a_training_model_is_off():

@@ -10,7 +10,7 @@ from torch.nn.modules import module as everywhere
 
 import lens_mix as lm
 from lens_mix import hooks
-from lens_mix.lens import glimpses
+from lens_mix.lens import sampled_patterns
 from lens_mix.lens.users_hooks import carries_users_hooks
 from tests.matrix import build_or_skip, cases, prompt_of
 from tests.tiny_models import bridge, hooked_encoder, hooked_transformer, is_encoder_decoder
@@ -193,9 +193,10 @@ def test_all_patterns_are_kept_only_where_they_will_be_read(
 ):
     model = build_or_skip(factory, name)
     asked = []
-    original = glimpses.Glimpses.at
+    original = sampled_patterns.SampledPatterns.at
     monkeypatch.setattr(
-        "lens_mix.lens.model.Glimpses.at", lambda real, whole: asked.append(whole) or original(real, whole)
+        "lens_mix.lens.model.SampledPatterns.at",
+        lambda real, whole: asked.append(whole) or original(real, whole),
     )
     lm.run(model, prompt_of(model), methods, **options)
     assert not any(asked)
@@ -209,7 +210,7 @@ def test_glimpses_come_in_pieces_of_bounded_size(whole):
     real = torch.ones(3, 11, dtype=torch.bool)
     real[1, :4] = real[2, 6:] = False
     pattern = torch.rand(3, 2, 11, 11)
-    kept = glimpses.Glimpses.at(real, whole)
+    kept = sampled_patterns.SampledPatterns.at(real, whole)
     kept.keep(0, pattern)
     pieces = list(kept.pieces(0, rows=7))
     assert torch.equal(torch.cat([places for places, _ in pieces], dim=1), kept.places)

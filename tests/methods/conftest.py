@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lens_mix.methods import kept
-from lens_mix.methods.zeroing import rotation
+from lens_mix.algebra import weight_cache
+from lens_mix.algebra.value_zeroing_old import rotation
 
 
 @pytest.fixture
@@ -15,6 +15,6 @@ def turned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Other axes for blocks of any size, nothing kept from before."""
     monkeypatch.setattr(rotation, "LEAST_PAIRS", 1)
     monkeypatch.setattr(rotation, "STEP", 4)
-    kept.forget()
+    weight_cache.forget()
     yield
-    kept.forget()
+    weight_cache.forget()

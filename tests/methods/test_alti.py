@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.algebra.vectors import attention_vectors, lengths
 from lens_mix.methods.alti_logit import logit_shares, through_head
-from lens_mix.methods.vectors.factors import attention_vectors, lengths
 from lens_mix.statistics.passes import prompt_blocks
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import oracle

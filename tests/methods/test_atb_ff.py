@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.algebra.activations import gated_multipliers, mean_on_path, plain_multiplier
+from lens_mix.algebra.feed_forward import feed_forward_maps, next_norm
 from lens_mix.lens.anatomy import ACTIVATIONS
-from lens_mix.methods.vectors.activations import gated_multipliers, mean_on_path, plain_multiplier
-from lens_mix.methods.vectors.feed_forward import feed_forward_maps, next_norm
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import norms, oracle, through_norm
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
@@ -67,33 +67,32 @@ def test_next_norm_is_the_one_that_reads_the_output(case):
 
 @pytest.mark.parametrize("count", [3, 20])
 def test_folding_the_first_matrix_changes_nothing(monkeypatch, count):
-    from lens_mix.methods import kept
-    from lens_mix.methods.vectors import feed_forward
+    from lens_mix.algebra import feed_forward, weight_cache
 
     if not available(bridge, "llama", torch.float64):
         pytest.skip("no TransformerBridge in this TransformerLens")
     model = bridge("llama", torch.float64)
     # 4 heads, d_model 24: 3 positions are below the break-even, 20 above it.
     tokens = torch.arange(count) % 40 + 3
-    kept.forget()
+    weight_cache.forget()
     plain = lm.run(model, tokens, "atb_ff")
-    assert kept.number("folded torch.float64") == model.cfg.n_layers
+    assert weight_cache.number("folded torch.float64") == model.cfg.n_layers
     # What one method kept serves the other.
     zeroing = lm.run(model, tokens, "value_zeroing", engine="algebra")
-    assert kept.number("folded torch.float64") == model.cfg.n_layers
+    assert weight_cache.number("folded torch.float64") == model.cfg.n_layers
     with monkeypatch.context() as patch:
         patch.setattr(feed_forward, "folded", lambda *arguments, **options: None)
         assert largest(plain.scores, lm.run(model, tokens, "atb_ff").scores) < 1e-12
-    kept.forget()
+    weight_cache.forget()
     monkeypatch.setattr(kept, "KEPT_BYTES", 0)
     assert largest(plain.scores, lm.run(model, tokens, "atb_ff").scores) < 1e-12
     again = lm.run(model, tokens, "value_zeroing", engine="algebra")
     assert largest(zeroing.scores, again.scores) < 1e-12
-    assert not kept.number("folded torch.float64")
+    assert not weight_cache.number("folded torch.float64")
 
 
 def test_kept_matrices_see_edits(monkeypatch):
-    from lens_mix.methods.vectors import feed_forward
+    from lens_mix.algebra import feed_forward
 
     if not available(bridge, "llama", torch.float64):
         pytest.skip("no TransformerBridge in this TransformerLens")
@@ -110,7 +109,7 @@ def test_kept_matrices_see_edits(monkeypatch):
 
 
 def test_paths_are_integrated_some_at_a_time(monkeypatch):
-    from lens_mix.methods.vectors import activations
+    from lens_mix.algebra import activations
 
     generator = torch.Generator().manual_seed(0)
     start, end = torch.randn(2, 3, 50, generator=generator, dtype=torch.float64)

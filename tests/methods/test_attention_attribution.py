@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import lens_mix as lm
-from lens_mix.methods.quadrature import RULES, quadrature
+from lens_mix.algebra.quadrature import RULES, quadrature
 from tests import tiny_models
 from tests.methods import attribution_reference as hao
 from tests.tiny_models import available, bridge, hooked_transformer

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.methods.vectors.factors import attention_vectors
+from lens_mix.algebra.vectors import attention_vectors
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import mixing_ratio, norms, oracle, through_norm
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.algebra.bias_split import SPLITS, split_bias, through_linear
 from lens_mix.methods.decompx import logit_shares
-from lens_mix.methods.vectors.bias_split import SPLITS, split_bias, through_linear
 from lens_mix.statistics.passes import prompt_blocks
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import norms, oracle

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.algebra.feed_forward import next_norm
 from lens_mix.methods.globenc import rollout
-from lens_mix.methods.vectors.feed_forward import next_norm
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import norms, oracle, through_norm
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs

@@ -5,7 +5,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.hooks import record
-from lens_mix.lens.kinds import transformer_lens_version
+from lens_mix.lens.model_classes import transformer_lens_version
 from tests import tiny_models
 from tests.methods import attribution_reference as hao
 from tests.tiny_models import available, bridge, hooked_encoder, hooked_encoder_decoder, hooked_transformer

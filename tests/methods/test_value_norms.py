@@ -6,9 +6,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.anatomy import Norm, ValuePath
-from lens_mix.methods.vectors.factors import Pairs, attention_vectors
-from lens_mix.methods.vectors.gram import (
+from lens_mix.algebra.head_vectors import (
     Grams,
     HeadVectors,
     by_key,
@@ -17,6 +15,8 @@ from lens_mix.methods.vectors.gram import (
     linear_part,
     qr_factor,
 )
+from lens_mix.algebra.vectors import Pairs, attention_vectors
+from lens_mix.lens.anatomy import Norm, ValuePath
 from lens_mix.statistics.passes import prompt_blocks
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import norms, oracle
@@ -121,7 +121,7 @@ def test_ranges_are_the_queries_that_give_weight():
 
 
 def test_what_is_shared_dies_with_the_clean_pass():
-    from lens_mix.methods.vectors.factors import _last, _shared
+    from lens_mix.algebra.vectors import _last, _shared
     from tests.tiny_models import hooked_transformer
 
     if not available(hooked_transformer, "LN"):

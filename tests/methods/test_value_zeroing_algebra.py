@@ -11,15 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lens_mix as lm
 from lens_mix import batches
+from lens_mix.algebra import value_zeroing_algebra, weight_cache
+from lens_mix.algebra.value_zeroing_old import clean_block, neurons, pieces, rotation
+from lens_mix.algebra.value_zeroing_old.clean_block import CleanBlock
+from lens_mix.algebra.value_zeroing_old.first_matrix import FirstMatrix
+from lens_mix.algebra.value_zeroing_old.norms import NormChange
+from lens_mix.algebra.value_zeroing_old.silu import CleanSilu
+from lens_mix.algebra.workspace import Workspace
 from lens_mix.lens.anatomy import FeedForward, Norm
-from lens_mix.lens.kinds import UnsupportedModelError
-from lens_mix.methods import kept, value_zeroing_algebra
-from lens_mix.methods.room import Workspace
-from lens_mix.methods.zeroing import clean_block, neurons, pieces, rotation
-from lens_mix.methods.zeroing.clean_block import CleanBlock
-from lens_mix.methods.zeroing.first_matrix import FirstMatrix
-from lens_mix.methods.zeroing.norms import NormChange
-from lens_mix.methods.zeroing.silu import CleanSilu
+from lens_mix.lens.model_classes import UnsupportedModelError
 from tests.matrix import Case, cases
 from tests.tiny_models import available, bridge, hooked_transformer, is_encoder_decoder, tokens
 
@@ -427,13 +427,13 @@ def test_weights_edited_through_data_are_seen() -> None:
 def test_folded_matrices_are_kept_only_up_to_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     model = a_model()
     prompt = prompt_of(model)
-    kept.forget()
+    weight_cache.forget()
     first = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
-    assert kept.number("folded torch.float64") == model.cfg.n_layers
-    kept.forget()
+    assert weight_cache.number("folded torch.float64") == model.cfg.n_layers
+    weight_cache.forget()
     monkeypatch.setattr(kept, "KEPT_BYTES", 0)
     anew = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
-    assert kept.number("folded torch.float64") == 0
+    assert weight_cache.number("folded torch.float64") == 0
     torch.testing.assert_close(anew, first, rtol=0, atol=1e-12)
 
 
@@ -445,7 +445,7 @@ def test_other_axes_change_nothing(
     monkeypatch.setattr(value_zeroing_algebra, "CPU", sizes)
     model = a_model()
     found, exact = both(model, prompt_of(model), **options)
-    assert kept.number(rotation.KIND) == model.cfg.n_layers - ("last_layer" in options)
+    assert weight_cache.number(rotation.KIND) == model.cfg.n_layers - ("last_layer" in options)
     torch.testing.assert_close(found.scores, exact.scores, rtol=0, atol=1e-10)
     again = lm.run(model, prompt_of(model), lm.ValueZeroing(**options), engine="algebra")
     assert torch.equal(again.scores, found.scores)
@@ -460,9 +460,9 @@ def test_other_axes_on_every_model(turned: None, case: Case) -> None:
     size = max(1.0, float(exact.scores.max()))
     torch.testing.assert_close(found.scores, exact.scores, rtol=0, atol=exactness(case) * size)
     if case.label in ("bridge gpt2", "bridge llama", "HookedTransformer LN"):
-        assert kept.number(rotation.KIND) == model.cfg.n_layers
+        assert weight_cache.number(rotation.KIND) == model.cfg.n_layers
     if case.label in ("bridge bert", "bridge gemma2", "bridge phi"):
-        assert not kept.number(rotation.KIND), "a norm follows, or attention is not read"
+        assert not weight_cache.number(rotation.KIND), "a norm follows, or attention is not read"
 
 
 def test_rotated_matrices_see_edits_and_keep_to_their_bound(
@@ -471,17 +471,17 @@ def test_rotated_matrices_see_edits_and_keep_to_their_bound(
     model = a_model()
     prompt = prompt_of(model)
     before = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
-    assert kept.number(rotation.KIND) == model.cfg.n_layers
+    assert weight_cache.number(rotation.KIND) == model.cfg.n_layers
     edited = [p for p in model.parameters() if p.ndim >= 2 and not {50, 32} & set(p.shape)]
     for weight in edited:
         weight.data[0] *= 1.5
     after, hooks = both(model, prompt)
     torch.testing.assert_close(after.scores, hooks.scores, rtol=0, atol=1e-10)
     assert not torch.allclose(after.scores, before)
-    kept.forget()
+    weight_cache.forget()
     monkeypatch.setattr(kept, "KEPT_BYTES", 0)
     anew = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
-    assert not kept.number(rotation.KIND)
+    assert not weight_cache.number(rotation.KIND)
     torch.testing.assert_close(anew, after.scores, rtol=0, atol=1e-12)
 
 

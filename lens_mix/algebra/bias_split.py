@@ -1,0 +1,93 @@
+"""Whose is a bias? DecompX's rules for handing a term that belongs to no token out to the tokens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.algebra.vectors import linear_part
+from lens_mix.lens.anatomy import Norm
+
+Split = Literal["absdot", "abssim", "norm", "equal", "first", "dot", "drop"]
+SPLITS: tuple[str, ...] = ("absdot", "abssim", "norm", "equal", "first", "dot", "drop")
+
+
+def split_bias(
+    vectors: Float[Tensor, "*batch source d"], bias: Float[Tensor, "*batch d"], rule: Split
+) -> Float[Tensor, "*batch source d"]:
+    """The vectors with shares of a bias added; the shares add up to it (Modarressi et al., 2023, eq. 8-9).
+
+    Args:
+        vectors: one vector per source.
+        bias: what is handed out.
+        rule: shares in proportion to |v · b| ("absdot", the paper's), |cos(v, b)| ("abssim"), ‖v‖
+            ("norm"), v · b ("dot"); the same for every vector that is not zero ("equal"); all to the first
+            source ("first", the released code's `cls`); nobody gets any ("drop").
+    """
+    if rule == "drop":
+        return vectors
+    weights = _weights(vectors, bias, rule)
+    total = weights.sum(-1, keepdim=True)
+    # Where no source has a claim, nobody gets any; the released code divides by total + 1e-12 instead.
+    weights = torch.where(total != 0, weights / total, torch.zeros_like(weights))
+    return vectors + weights[..., None] * bias[..., None, :]
+
+
+def _weights(vectors: Tensor, bias: Tensor, rule: str) -> Tensor:
+    size = torch.linalg.vector_norm(vectors, dim=-1)
+    if rule == "norm":
+        return size
+    if rule == "equal":
+        return (size != 0).to(vectors.dtype)
+    if rule == "first":
+        first = torch.zeros_like(size)
+        first[..., 0] = 1
+        return first
+    product = (vectors @ bias[..., None])[..., 0]
+    if rule == "dot":
+        return product
+    if rule == "absdot":
+        return product.abs()
+    if rule != "abssim":
+        raise ValueError(f"rule: expected one of {SPLITS}, got {rule!r}")
+    apart = size * torch.linalg.vector_norm(bias, dim=-1, keepdim=True)
+    return torch.where(apart > 0, product.abs() / apart, torch.zeros_like(apart))
+
+
+def through_norm(
+    norm: Norm | None,
+    vectors: Float[Tensor, "*batch source d"],
+    state: Float[Tensor, "*batch d"],
+    rule: Split,
+) -> Float[Tensor, "*batch source d"]:
+    """Shares of a state -> shares of the norm's output, β handed out.
+
+    Args:
+        norm: None for none.
+        vectors: shares of the state.
+        state: what the norm really reads.
+        rule: as in `split_bias`.
+    """
+    if norm is None:
+        return vectors
+    out = linear_part(norm, vectors) / norm.scale(state)[..., None, :]
+    if norm.bias is None:
+        return out
+    return split_bias(out, norm.bias.to(out.dtype).expand(state.shape), rule)
+
+
+def through_linear(
+    weight: Float[Tensor, "d d_out"],
+    bias: Float[Tensor, " d_out"] | None,
+    vectors: Float[Tensor, "*batch source d"],
+    rule: Split,
+) -> Float[Tensor, "*batch source d_out"]:
+    """Shares of a state -> shares of `state @ weight + bias`, the bias handed out."""
+    out = vectors @ weight.to(vectors.dtype)
+    if bias is None:
+        return out
+    whole = bias.to(out.dtype).expand(*out.shape[:-2], out.shape[-1])
+    return split_bias(out, whole, rule)

@@ -1,0 +1,95 @@
+"""W_O and the feed-forward's first matrix as one matrix per head, kept between runs.
+
+What a head sends reaches the pre-activations through W_O, the linear parts of the norms and the first matrix.
+Their product, d_head × d_mlp per head, depends on the weights alone. Made anew it costs as much as d_model
+positions; kept, a run with n keys pays for n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.algebra import weight_cache
+from lens_mix.algebra.head_vectors import through
+from lens_mix.algebra.sketch import random_vectors, sketch
+from lens_mix.lens.anatomy import BlockAnatomy, Norm, ValuePath
+
+
+def folded(
+    anatomy: BlockAnatomy,
+    path: ValuePath,
+    heads: list[int],
+    vectors: int,
+    dtype: torch.dtype,
+    keep: bool,
+    matrices: Sequence[Float[Tensor, "d_model d_mlp"]],
+    sketches: Sequence[Tensor] | None = None,
+) -> Float[Tensor, "matrix head d_head d_mlp"] | None:
+    """The folded matrices of some heads; None where applying both to each vector costs less.
+
+    Args:
+        anatomy: the block, its feed-forward plain or gated; a gated one has two matrices, the gate's first.
+        path: its value path.
+        heads: which query heads.
+        vectors: how many value vectors will go through.
+        dtype: of the products.
+        keep: whether they may stay for the next run.
+        matrices: the first matrices, the gate's first; in `dtype` already, or a copy of each is made.
+        sketches: of the first matrices and W_O (`sketches_of`), where they are known already.
+    """
+    feed_forward = anatomy.feed_forward
+    if feed_forward is None or anatomy.parallel:
+        return None
+    name, kind = feed_forward.W_in, f"folded {dtype}"
+    sketches = sketches_of(matrices, path, dtype) if sketches is None else sketches
+    rows = random_vectors(path.W_O.shape[-1], dtype, path.W_O.device)
+    probes = [*sketches, through(_norms(anatomy), rows)]
+    found: Tensor | None = weight_cache.recall(name, kind, probes)
+    if found is not None:
+        return _of_heads(found, heads)
+    all_heads, d_head = path.W_O.shape[:2]
+    size = all_heads * d_head * name.shape[1] * len(matrices) * dtype.itemsize
+    if keep and weight_cache.fits(name, kind, size):
+        found = _fold(anatomy, matrices, path.W_O.to(dtype))
+        weight_cache.keep(name, kind, probes, found)
+        return _of_heads(found, heads)
+    if not pays(vectors, len(heads), d_head):
+        return None
+    return _fold(anatomy, matrices, path.W_O[heads].to(dtype))
+
+
+def sketches_of(
+    matrices: Sequence[Float[Tensor, "d_model d_mlp"]], path: ValuePath, dtype: torch.dtype
+) -> list[Tensor]:
+    """Of the first matrices and W_O."""
+    return [sketch(matrix.detach().to(dtype)) for matrix in (*matrices, path.W_O.flatten(0, 1))]
+
+
+def pays(vectors: int, heads: int, d_head: int) -> bool:
+    """Whether folding anew costs less than both matrices for each vector."""
+    return vectors * heads > heads * d_head + vectors
+
+
+def _fold(
+    anatomy: BlockAnatomy,
+    matrices: Sequence[Float[Tensor, "d_model d_mlp"]],
+    W_O: Float[Tensor, "*head d_head d_model"],
+) -> Float[Tensor, "matrix *head d_head d_mlp"]:
+    read = through(_norms(anatomy), W_O.detach())
+    if len(matrices) == 1:
+        return (read @ matrices[0].detach().to(read.dtype))[None]
+    return torch.stack([read @ matrix.detach().to(read.dtype) for matrix in matrices])
+
+
+def _norms(anatomy: BlockAnatomy) -> tuple[Norm, ...]:
+    """Between W_O and the first matrix."""
+    norms = (anatomy.attention_branch, anatomy.attention_residual, anatomy.feed_forward_input)
+    return tuple(norm for norm in norms if norm is not None)
+
+
+def _of_heads(found: Float[Tensor, "matrix head d_head d_mlp"], heads: list[int]) -> Tensor:
+    return found if heads == list(range(found.shape[1])) else found[:, heads]

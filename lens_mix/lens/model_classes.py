@@ -1,0 +1,59 @@
+"""Which class of TransformerLens model this is, and which version wrote it."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib.metadata
+import re
+
+from torch import nn
+
+
+class ModelClass(enum.Enum):
+    """The classes of TransformerLens model that the lens looks through."""
+
+    HOOKED_TRANSFORMER = "HookedTransformer"
+    HOOKED_ENCODER = "HookedEncoder"
+    HOOKED_ENCODER_DECODER = "HookedEncoderDecoder"
+    BRIDGE = "TransformerBridge"
+
+
+class UnsupportedModelError(ValueError):
+    """This model, or this method on this model, cannot give a map that can be trusted; the text says why."""
+
+
+class NotRebuiltError(UnsupportedModelError):
+    """A block's proven parts do not give its output on these prompts."""
+
+
+def model_class_of(model: object) -> ModelClass:
+    """The class of a TransformerLens model.
+
+    The class is recognised by name along the method resolution order: 4.x no longer has the
+    hooked classes, 2.x does not have the Bridge yet, and importing either to ask is an error.
+
+    Raises:
+        TypeError: the model is not a TransformerLens model.
+    """
+    names = {base.__name__ for base in type(model).__mro__}
+    for kind in ModelClass:
+        if kind.value in names:
+            return kind
+    expected = ", ".join(kind.value for kind in ModelClass)
+    got = f"{type(model).__module__}.{type(model).__qualname__}"
+    hint = ""
+    if isinstance(model, nn.Module) and hasattr(model, "config"):
+        hint = (
+            ". A Hugging Face model is wrapped by "
+            "transformer_lens.model_bridge.TransformerBridge.boot_transformers("
+            "name, hf_model=model, tokenizer=...)"
+        )
+    raise TypeError(f"model: expected a TransformerLens model ({expected}), got {got}{hint}")
+
+
+@functools.cache
+def transformer_lens_version() -> tuple[int, int]:
+    """(major, minor) of the installed TransformerLens, which has no `__version__`."""
+    numbers = re.findall(r"\d+", importlib.metadata.version("transformer-lens"))
+    return int(numbers[0]), int(numbers[1])

@@ -1,0 +1,107 @@
+"""Models whose outputs are known to be wrong in TransformerLens itself: refused, with the reason.
+
+Each entry was seen by comparing logits with Hugging Face's on the same random weights, or patterns with
+the attention they should hold; the lens cannot see these by itself, since the wrapped Hugging Face
+model is changed in place and no reference is left to compare with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lens_mix.lens.model_classes import ModelClass
+
+
+def known_fault(model: Any, kind: ModelClass, stack: str, version: tuple[int, int]) -> str | None:
+    """Why this model's maps would be wrong; None when nothing is known against it."""
+    if kind is ModelClass.HOOKED_ENCODER_DECODER and stack == "decoder" and version[0] < 3:
+        return (
+            "the decoder's self-attention of HookedEncoderDecoder is not causal in TransformerLens 2.x "
+            "(positions see later ones, logits differ from Hugging Face's by .5); "
+            "expected TransformerLens >= 3"
+        )
+    if kind is not ModelClass.BRIDGE:
+        return None
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    family = getattr(config, "model_type", "")
+    checks = {
+        "falcon": _falcon,
+        "gpt2": _gpt2,
+        "stablelm": _stablelm,
+        "cohere": _before_4("Cohere", "0.14"),
+        "deepseek_v3": _before_4("DeepSeek-V3", "4.8"),
+        "t5": _t5,
+        "gpt_oss": _gpt_oss,
+        "opt": _opt,
+    }
+    return checks[family](model, config, version) if family in checks else None
+
+
+def wrong_logits(kind: ModelClass, version: tuple[int, int]) -> str | None:
+    """Why a target on this model's logits would read wrong numbers, whatever stack is mapped."""
+    if kind is ModelClass.HOOKED_ENCODER_DECODER and version[0] < 3:
+        return (
+            "the decoder's self-attention is not causal in TransformerLens 2.x, so the logits that a "
+            "target reads are wrong; expected TransformerLens >= 3"
+        )
+    return None
+
+
+def _wrong(what: str, by: str) -> str:
+    return (
+        f"TransformerBridge is known to run {what} wrongly: its logits differ from Hugging Face's by {by} "
+        "on the same weights, so any map would describe another model"
+    )
+
+
+def _falcon(model: Any, config: Any, version: tuple[int, int]) -> str | None:
+    if getattr(config, "alibi", False):
+        return _wrong("Falcon with alibi", "0.2 to 0.5")
+    if getattr(config, "new_decoder_architecture", False):
+        return _wrong("Falcon's new decoder architecture", "3.1")
+    return None
+
+
+def _gpt2(model: Any, config: Any, version: tuple[int, int]) -> str | None:
+    if getattr(config, "scale_attn_weights", True):
+        return None
+    return _wrong("GPT-2 with scale_attn_weights=False", "1.2")
+
+
+def _opt(model: Any, config: Any, version: tuple[int, int]) -> str | None:
+    if getattr(config, "do_layer_norm_before", True):
+        return None
+    return (
+        "TransformerBridge cannot run OPT with do_layer_norm_before=False: "
+        "its forward pass calls a final norm that this model does not have"
+    )
+
+
+def _stablelm(model: Any, config: Any, version: tuple[int, int]) -> str | None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    share = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))
+    rotary = int(model.cfg.d_head * share)
+    return _wrong(f"StableLM with {rotary} rotary dimensions (an odd number)", "5.5") if rotary % 2 else None
+
+
+def _before_4(name: str, by: str) -> Any:
+    def check(model: Any, config: Any, version: tuple[int, int]) -> str | None:
+        return _wrong(f"{name} before TransformerLens 4", by) if version[0] < 4 else None
+
+    return check
+
+
+def _t5(model: Any, config: Any, version: tuple[int, int]) -> str | None:
+    if version[0] >= 4:
+        return None
+    return (
+        "TransformerBridge before TransformerLens 4 cannot run T5 (the forward pass fails on recent "
+        "transformers, and on older ones hook_pattern holds the position bias); "
+        "expected HookedEncoderDecoder, or TransformerLens >= 4"
+    )
+
+
+def _gpt_oss(model: Any, config: Any, version: tuple[int, int]) -> str | None:
+    if getattr(model, "compatibility_mode", False):
+        return _wrong("gpt-oss in compatibility mode", "1.2 (log probabilities)")
+    return None

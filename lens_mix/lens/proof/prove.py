@@ -1,0 +1,369 @@
+"""Believe nothing: rebuild every block from the parts it is thought to have, and compare.
+
+The proof runs on a short prompt (the first tokens of the user's), in one clean pass. Per block it
+measures, as the largest relative error of any position,
+
+    value         N1(x) W_V + b_V               against the value hook
+    mixing        pattern @ v                   against the hook on z
+    projection    z W_O + b_O                   against the attention's output
+    feed_forward  F(N2(mid))                    against the feed-forward's output
+    residual      the sums and norms around     against the block's output
+    block         everything, from x and the pattern alone, against the block's output
+    zero_value    the hook on z after zeroing one value vector, against pattern @ v without it
+
+`mixing` and `zero_value` must hold for any method to run; the rest must hold for the algebra engine.
+Methods that split logits name one part more, `head`: final norm and unembedding, against the logits. It is
+no block's, and proven only where one of them is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lens_mix.hooks import record, zero_values
+from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates, mix
+from lens_mix.lens.model import CleanPass, Lens
+from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
+from lens_mix.lens.prompts import Batch, Prompt, pad, pad_token
+from lens_mix.lens.proof.record import ALGEBRA_PARTS, PartError, Proof
+from lens_mix.lens.replay import captured_outputs, relative_error
+
+SHORTEST, LONGEST = 8, 16
+
+
+def proof_prompt(prompt: Prompt, n_ctx: int) -> Prompt:
+    """The first tokens of a prompt, repeated where it is short: enough to tell readings apart."""
+    positions = torch.arange(min(max(len(prompt.tokens), SHORTEST), LONGEST, n_ctx)) % len(prompt.tokens)
+    target = prompt.target
+    if target is not None:
+        # A start token alone would make every pattern 1; the source's tokens stand in for a target.
+        target = torch.cat([target, prompt.tokens[positions].to(target)])[: min(SHORTEST, n_ctx)]
+    return Prompt(
+        prompt.tokens[positions], target, {name: value[positions] for name, value in prompt.inputs.items()}
+    )
+
+
+def prove(lens: Lens, prompt: Prompt) -> Proof:
+    """Prove every block of the lens's stack on a short piece of `prompt`."""
+    short, batch = short_batch(lens, prompt)
+    layers = range(lens.n_layers)
+    names = [lens.stack.hook_name(role, layer) for layer in layers for role in ("value", "pattern", "z")]
+    points = {layer: _output_points(lens, layer) for layer in layers}
+    optional = [name for roles in points.values() for options in roles.values() for name in options]
+    outputs: dict[tuple[int, str], Tensor] = {}
+    with captured_outputs(_output_modules(lens), outputs):
+        clean = lens.clean_pass(batch, names, optional=optional)
+    parts: list[PartError] = []
+    anatomies: list[BlockAnatomy] = []
+    for layer in layers:
+        recorded = _Recorded.of(lens, clean, layer, points[layer], outputs)
+        anatomy, errors = _read_block(lens, layer, recorded, anatomies[-1] if anatomies else None)
+        anatomies.append(anatomy)
+        parts += errors
+        parts.append(_zero_value(lens, clean, layer, recorded))
+    return Proof(tuple(parts), tuple(anatomies), _masks_padding(lens, short))
+
+
+def short_batch(lens: Lens, prompt: Prompt) -> tuple[Prompt, Batch]:
+    """What a proof runs on: `proof_prompt`, alone and as a batch of one."""
+    short = proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
+    return short, pad([short], pad_token(lens.model), "right")
+
+
+def holds_here(lens: Lens, clean: CleanPass, proof: Proof) -> str | None:
+    """Why the proven parts do not give the blocks' outputs on these prompts; None when they do.
+
+    The proof was made on a short prompt, maybe some time ago. A hook that acts from position 20 on, or a
+    weight edited behind torch's back, shows only here: some positions of every prompt (`CleanPass.sampled`)
+    are rebuilt from the clean pass, as many at a time as one prompt has. Blocks whose feed-forward can't be
+    written down are left out.
+
+    Args:
+        lens: the face of the model.
+        clean: the clean pass.
+        proof: the proof that is to be relied on.
+    """
+    wide = torch.float64 if lens.dtype == torch.float64 else torch.float32
+    for layer, anatomy in enumerate(proof.anatomy):
+        path = anatomy.value_path
+        if (
+            path is None
+            or anatomy.cross
+            or (anatomy.feed_forward is None and anatomy.feed_forward_kind != "none")
+        ):
+            continue
+        call = clean.calls[layer]
+        x = call.resid_pre.to(wide)
+        values = path.values(x if anatomy.attention_input is None else anatomy.attention_input(x))
+        rows = torch.arange(len(x), device=x.device)[:, None]
+        for places, pattern in clean.sampled.pieces(layer, x.shape[1]):
+            out = path.project(mix(pattern.to(wide), values))
+            rebuilt = _rebuilt_block(anatomy, x[rows, places], out)
+            error = relative_error(rebuilt, call.resid_post[rows, places])
+            if not error <= lens.tolerance:
+                return (
+                    f"block {layer}: expected its parts to give its output on this prompt within "
+                    f"{lens.tolerance:.0e}, got a relative error of {error:.1e}"
+                )
+    return None
+
+
+def _rebuilt_block(anatomy: BlockAnatomy, x: Tensor, attention_out: Tensor) -> Tensor:
+    mid = anatomy.after_attention(x, attention_out)
+    feed_forward, _ = _rebuilt_feed_forward(anatomy, x, mid)
+    return anatomy.after_feed_forward(mid, feed_forward)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recorded:
+    """What the clean pass recorded of one block, in the dtype of the rebuilding."""
+
+    resid_pre: Tensor
+    resid_post: Tensor
+    value: Tensor
+    pattern: Tensor
+    z: Tensor
+    attention_out: Tensor | None
+    cross_out: Tensor | None
+    feed_forward_out: Tensor | None
+
+    @staticmethod
+    def of(
+        lens: Lens,
+        clean: CleanPass,
+        layer: int,
+        points: Mapping[str, Sequence[str]],
+        outputs: Mapping[tuple[int, str], Tensor],
+    ) -> _Recorded:
+        wide = torch.float64 if lens.dtype == torch.float64 else torch.float32
+
+        def hooked(role: str) -> Tensor:
+            return clean.recorded[lens.stack.hook_name(role, layer)].to(wide)
+
+        def output(role: str) -> Tensor | None:
+            fired = (clean.recorded[name] for name in points.get(role, ()) if name in clean.recorded)
+            tensor = next(fired, outputs.get((layer, role)))
+            return None if tensor is None else tensor.to(wide)
+
+        call = clean.calls[layer]
+        return _Recorded(
+            call.resid_pre.to(wide),
+            call.resid_post.to(wide),
+            hooked("value"),
+            hooked("pattern"),
+            hooked("z"),
+            output("attention_out"),
+            output("cross_out"),
+            output("feed_forward_out"),
+        )
+
+
+def _output_points(lens: Lens, layer: int) -> dict[str, list[str]]:
+    """Role -> hook points of a Bridge, the best first; the hooked classes' modules are watched instead."""
+    if lens.model_class is not ModelClass.BRIDGE:
+        return {}
+    known = lens.model.hook_dict
+    block = lens.where(layer)
+    attention = lens.stack.attention_template.format(layer=layer)
+    wanted = {
+        # With use_attn_result the output matrix is never called, and the attention's own output stands in.
+        "attention_out": (f"{attention}.o.hook_out", f"{attention}.hook_out"),
+        "cross_out": (f"{block}.cross_attn.o.hook_out",),
+        # The last matrix's own output, before any norm, scale or residual that some blocks put into `mlp`.
+        "feed_forward_out": (f"{block}.mlp.out.hook_out", f"{block}.mlp.hook_out"),
+    }
+    return {role: [name for name in options if name in known] for role, options in wanted.items()}
+
+
+def _output_modules(lens: Lens) -> dict[tuple[int, str], Any]:
+    if lens.model_class is ModelClass.BRIDGE:
+        return {}
+    modules = {}
+    for layer, block in enumerate(lens.stack.blocks):
+        for role, name in (
+            ("attention_out", "attn"),
+            ("cross_out", "cross_attn"),
+            ("feed_forward_out", "mlp"),
+        ):
+            if hasattr(block, name):
+                modules[layer, role] = getattr(block, name)
+    return modules
+
+
+def _read_block(
+    lens: Lens, layer: int, recorded: _Recorded, below: BlockAnatomy | None
+) -> tuple[BlockAnatomy, list[PartError]]:
+    """The anatomy whose parts fit what was recorded best, and how well each fits."""
+    config = getattr(getattr(lens.model, "original_model", None), "config", None)
+    multiplier = float(getattr(config, "residual_multiplier", 1.0) or 1.0)
+    best: tuple[float, BlockAnatomy, list[PartError]] | None = None
+    block, attention = lens.stack.blocks[layer], lens.stack.self_attention(layer)
+    for anatomy in candidates(block, attention, lens.model.cfg, multiplier):
+        anatomy = _with_activation(anatomy, recorded, below, lens.tolerance)
+        errors = _part_errors(anatomy, recorded, layer, lens.tolerance)
+        known = [entry.error for entry in errors if entry.error is not None]
+        worst = max(known, default=0.0)
+        if best is None or worst < best[0]:
+            best = worst, anatomy, errors
+        if worst <= lens.tolerance:
+            break
+    if best is None:
+        raise UnsupportedModelError(f"{lens.where(layer)}: no reading of the block's modules is known")
+    return best[1], best[2]
+
+
+def _with_activation(
+    anatomy: BlockAnatomy, recorded: _Recorded, below: BlockAnatomy | None, tolerance: float
+) -> BlockAnatomy:
+    """The activation that gives the recorded output; cfg.act_fn is wrong on several architectures."""
+    feed_forward, out = anatomy.feed_forward, recorded.feed_forward_out
+    if feed_forward is None or out is None or recorded.attention_out is None:
+        return anatomy
+    mid = anatomy.after_attention(recorded.resid_pre, recorded.attention_out, recorded.cross_out)
+    x = anatomy.feed_forward_in(recorded.resid_pre, mid)
+    likely = below.feed_forward.activation if below is not None and below.feed_forward is not None else "gelu"
+    errors = {}
+    for name in sorted(ACTIVATIONS, key=lambda name: name != likely):
+        candidate = dataclasses.replace(feed_forward, activation=name)
+        errors[name] = relative_error(candidate(x), out)
+        if below is not None and errors[name] <= tolerance:
+            break
+    # Two that fit alike (float32 can't tell BLOOM's rounded tanh from the plain one): the one named first.
+    good = max(1.5 * min(errors.values()), 4 * torch.finfo(x.dtype).eps)
+    best = next(name for name, error in errors.items() if error <= good)
+    return dataclasses.replace(anatomy, feed_forward=dataclasses.replace(feed_forward, activation=best))
+
+
+def _part_errors(anatomy: BlockAnatomy, recorded: _Recorded, layer: int, tolerance: float) -> list[PartError]:
+    x, path = recorded.resid_pre, anatomy.value_path
+    errors: dict[str, float | None] = dict.fromkeys(ALGEBRA_PARTS)
+    mixed = None
+    note = ""
+    if path is not None:
+        normed = x if anatomy.attention_input is None else anatomy.attention_input(x)
+        values = path.values(normed)
+        if values.shape == recorded.value.shape:
+            errors["value"] = relative_error(values.flatten(2), recorded.value.flatten(2))
+            mixed = path.project(mix(recorded.pattern, values))
+        if recorded.attention_out is not None:
+            z = recorded.z.reshape(*recorded.z.shape[:2], path.W_O.shape[0], -1)
+            errors["projection"] = relative_error(path.project(z), recorded.attention_out)
+    if recorded.attention_out is not None:
+        mid = anatomy.after_attention(x, recorded.attention_out, recorded.cross_out)
+        out = recorded.feed_forward_out
+        if anatomy.feed_forward_kind == "none" or out is not None:
+            post = anatomy.after_feed_forward(mid, None if anatomy.feed_forward_kind == "none" else out)
+            errors["residual"] = relative_error(post, recorded.resid_post)
+        rebuilt, note = _rebuilt_feed_forward(anatomy, x, mid)
+        if anatomy.feed_forward_kind == "none":
+            errors["feed_forward"] = 0.0
+        elif rebuilt is not None and out is not None:
+            errors["feed_forward"] = relative_error(rebuilt, out)
+    if mixed is not None:
+        mid = anatomy.after_attention(x, mixed, recorded.cross_out)
+        rebuilt, note = _rebuilt_feed_forward(anatomy, x, mid)
+        if rebuilt is not None or anatomy.feed_forward_kind == "none":
+            errors["block"] = relative_error(anatomy.after_feed_forward(mid, rebuilt), recorded.resid_post)
+    parts = [_mixing(recorded, layer, tolerance)]
+    parts += [
+        PartError(layer, part, error, tolerance, note if error is None else "")
+        for part, error in errors.items()
+    ]
+    return parts
+
+
+def _rebuilt_feed_forward(anatomy: BlockAnatomy, x: Tensor, mid: Tensor) -> tuple[Tensor | None, str]:
+    if anatomy.feed_forward is None:
+        kind = anatomy.feed_forward_kind
+        return None, "" if kind == "none" else f"{kind} feed-forward: run as a whole, not rebuilt"
+    return anatomy.feed_forward(anatomy.feed_forward_in(x, mid)), ""
+
+
+def _fits(recorded: _Recorded) -> bool:
+    """Whether the value and z hooks have the shapes that a pattern can mix."""
+    pattern, value, z = recorded.pattern, recorded.value, recorded.z
+    batch, heads, queries, keys = pattern.shape
+    return (
+        value.ndim == 4
+        and value.shape[:2] == (batch, keys)
+        and heads % value.shape[2] == 0
+        and z.numel() == batch * queries * heads * value.shape[3]
+    )
+
+
+def _mixing(recorded: _Recorded, layer: int, tolerance: float) -> PartError:
+    if not _fits(recorded):
+        return PartError(layer, "mixing", None, tolerance, _misfit(recorded))
+    mixed = mix(recorded.pattern, recorded.value)
+    error = relative_error(mixed.flatten(2), recorded.z.reshape(mixed.shape).flatten(2))
+    return PartError(layer, "mixing", error, tolerance)
+
+
+def _misfit(recorded: _Recorded) -> str:
+    value, pattern, z = (list(t.shape) for t in (recorded.value, recorded.pattern, recorded.z))
+    found = f"value {value}, pattern {pattern}, z {z}"
+    return f"expected value [batch, key, head, d_head] and z [batch, query, head, d_head], got {found}"
+
+
+def _zero_value(lens: Lens, clean: CleanPass, layer: int, recorded: _Recorded) -> PartError:
+    """Zero the first value vector in a replay of the block: z must lose exactly that vector's share."""
+    if not _fits(recorded):
+        return PartError(layer, "zero_value", None, lens.tolerance, _misfit(recorded))
+    store: dict[str, Tensor] = {}
+    z_name = lens.stack.hook_name("z", layer)
+    fwd_hooks = [zero_values(layer, 0, attention=lens.stack.attention_template), record(store, z_name)]
+    replay = lens.replay(clean, layer)
+    with lens.undisturbed(), lens.hooked(fwd_hooks):
+        out = replay.module(*clean.calls[layer].args, **clean.calls[layer].kwargs)
+    value = recorded.value.clone()
+    value[:, 0] = 0
+    expected = mix(recorded.pattern, value)
+    if z_name not in store:
+        return PartError(layer, "zero_value", None, lens.tolerance, "the hook on z never fired")
+    error = relative_error(
+        store[z_name].to(expected.dtype).reshape(expected.shape).flatten(2), expected.flatten(2)
+    )
+    if _without_effect(out, expected, recorded):
+        return PartError(
+            layer, "zero_value", None, lens.tolerance, "the edit did not change the block's output"
+        )
+    return PartError(layer, "zero_value", error, lens.tolerance)
+
+
+def _without_effect(out: Any, expected: Tensor, recorded: _Recorded) -> bool:
+    """Whether the block's output stayed although the attention's output had to change.
+
+    An output matrix of zeros (an ablated block), or a value that is zero anyway, has no effect to show.
+    """
+    post = out[0] if isinstance(out, tuple) else out
+    if bool((post.to(expected.dtype) != recorded.resid_post).any()):
+        return False
+    changes_z = bool((expected.flatten(2) != recorded.z.reshape(expected.shape).flatten(2)).any())
+    writes = recorded.attention_out is None or bool(
+        (recorded.attention_out != recorded.attention_out[:, :1]).any()
+    )
+    return changes_z and writes
+
+
+def _masks_padding(lens: Lens, prompt: Prompt) -> bool:
+    """Whether padded keys stay out of every pattern when a shorter prompt is padded.
+
+    Padding can also make NaN: in float64, a sliding window that holds nothing but padding does on the Bridge.
+    """
+    half = max(1, len(prompt.tokens) // 2)
+    shorter = Prompt(
+        prompt.tokens[:half], prompt.target, {name: v[:half] for name, v in prompt.inputs.items()}
+    )
+    batch: Batch = pad([prompt, shorter], pad_token(lens.model), "right")
+    real = batch.real_positions(lens.stack.name)
+    try:
+        clean = lens.clean_pass(batch)
+    except ValueError:
+        return False
+    leaks = [bool((seen & real[:, :, None] & ~real[:, None, :]).any()) for seen in clean.seen.values()]
+    return not any(leaks)

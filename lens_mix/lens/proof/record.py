@@ -1,0 +1,75 @@
+"""The record of a proof: how well each part of each block was rebuilt."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lens_mix.lens.anatomy import BlockAnatomy
+
+HOOK_PARTS = ("mixing", "zero_value")
+ALGEBRA_PARTS = ("value", "projection", "feed_forward", "residual", "block")
+HEAD = "head"
+HEAD_UNPROVEN = "head: expected a proof of it, found none"
+
+
+@dataclasses.dataclass(frozen=True)
+class PartError:
+    """How well one part of one block was rebuilt.
+
+    Attributes:
+        layer: the block.
+        part: which part (see the module's docstring).
+        error: largest relative error per position; None where the part can't be written down.
+        tolerance: largest accepted error in the model's dtype.
+        note: why there is no error, or what was found.
+    """
+
+    layer: int
+    part: str
+    error: float | None
+    tolerance: float
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the part is proven."""
+        return self.error is not None and self.error <= self.tolerance
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """The proof of one stack.
+
+    Attributes:
+        parts: one entry per block and part.
+        anatomy: what each block was found to be.
+        masks_padding: whether padding tokens are kept out of attention in a padded batch.
+        head_refusal: why the logits can't be computed from the last residual stream; None when they can.
+    """
+
+    parts: tuple[PartError, ...]
+    anatomy: tuple[BlockAnatomy, ...]
+    masks_padding: bool
+    head_refusal: str | None = HEAD_UNPROVEN
+
+    def failure(self, names: tuple[str, ...]) -> str | None:
+        """Why the named parts are not all proven; None when they are."""
+        for entry in self.parts:
+            if entry.part in names and not entry.ok:
+                size = "no rebuilding" if entry.error is None else f"relative error {entry.error:.1e}"
+                note = f" ({entry.note})" if entry.note else ""
+                return (
+                    f"block {entry.layer}: {entry.part} is not proven: "
+                    f"expected relative error <= {entry.tolerance:.0e}, got {size}{note}"
+                )
+        return None
+
+    @property
+    def hooks_refusal(self) -> str | None:
+        """Why hooks on values and patterns can't be trusted on this model; None when they can."""
+        return self.failure(HOOK_PARTS)
+
+    @property
+    def algebra_refusal(self) -> str | None:
+        """Why the blocks can't be computed from their parts; None when they can."""
+        return self.hooks_refusal or self.failure(ALGEBRA_PARTS)

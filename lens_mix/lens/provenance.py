@@ -1,0 +1,57 @@
+"""What the runner writes into a map besides its scores: provenance, a method's own facts, warnings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lens_mix.lens.block import Block
+from lens_mix.lens.model import Lens
+from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix.lens.proof.support import model_name
+
+
+def details(blocks: list[Block], index: int) -> dict[str, Any]:
+    """Facts that a method told about its layers: name -> one value per layer."""
+    names = dict.fromkeys(name for block in blocks for name in block.details[index])
+    if not names:
+        return {}
+    return {"details": {name: [block.details[index].get(name) for block in blocks] for name in names}}
+
+
+def notes(scores: Tensor) -> tuple[str, ...]:
+    """Warnings that every map gets: rows that are all zero.
+
+    Args:
+        scores: [layer, (head,) query, key].
+    """
+    empty = (scores == 0).all(dim=-1)
+    if not bool(empty.any()):
+        return ()
+    rows = empty.nonzero()
+    shown = "; ".join(str(row) for row in rows[:5].tolist())
+    axes = "[layer, query]" if rows.shape[1] == 2 else "[layer, head, query]"
+    more = " ..." if len(rows) > 5 else ""
+    return (f"{len(rows)} all-zero rows: nothing measurable reached {axes} = {shown}{more}",)
+
+
+def provenance(lens: Lens, engine: str, prepend_bos: bool | None) -> dict[str, Any]:
+    """Where a map came from: the model, its weights' processing, versions, the engine."""
+    model = lens.model
+    value_bias = getattr(lens.stack.self_attention(0), "b_V", None)
+    has_bias = torch.is_tensor(value_bias) and bool((value_bias != 0).any())
+    return {
+        "model": model_name(model),
+        "model_class": lens.model_class.value,
+        "stack": lens.stack.name,
+        "transformer_lens": ".".join(map(str, transformer_lens_version())),
+        "torch": torch.__version__,
+        "dtype": str(lens.dtype).removeprefix("torch."),
+        "normalization_type": getattr(model.cfg, "normalization_type", None),
+        "compatibility_mode": bool(getattr(model, "compatibility_mode", False)),
+        "value_biases": "present" if has_bias else "none (absent, or folded into b_O)",
+        "prepend_bos": prepend_bos,
+        "engine": engine,
+    }

@@ -1,0 +1,103 @@
+"""The temporaries of the norm-based maps, measured, against the bound that was asked for."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import lens_mix as lm
+from benchmarks.common import PeakMemory
+from lens_mix.algebra import pair_norms
+from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.methods.base import Method
+from tests.methods.test_memory import model_of
+from tests.tiny_models import tokens
+
+LENGTH = 30
+METHODS = [
+    lm.ValueNorms(),
+    lm.ValueNorms(per_head=True),
+    lm.AttnRes(),
+    lm.AttnResLn(next_norm=True),
+    lm.AttnResWeights(),
+    lm.AtbFf(),
+    lm.AtbFfResLn(biases="fixed"),
+    lm.GlobEnc(),
+    lm.Alti(),
+    lm.AltiLogit(),
+    lm.DecompX(),
+    lm.DecompXLocal(),
+]
+
+
+class _OneByOne(list):
+    """Blocks that are gone through one by one; notes the peak of each."""
+
+    def __init__(self, blocks: list[Any], counter: PeakMemory) -> None:
+        super().__init__(blocks)
+        self.counter, self.peaks = counter, []
+
+    def __iter__(self) -> Iterator[Any]:
+        for block in super().__iter__():
+            gc.collect()
+            before = self.counter.peak = self.counter.live
+            yield block
+            self.peaks.append(self.counter.peak - before)
+
+
+def peak_of(model: Any, method: Method, bound: int | None) -> tuple[int, list[Any]]:
+    """Most bytes that one block's maps of two prompts took beside themselves, and the maps."""
+    peaks, computed = [], type(method).of_stack
+
+    def measured(self: Method, blocks: Any) -> torch.Tensor:
+        with PeakMemory() as counter:
+            watched = _OneByOne(list(blocks), counter)
+            scores = computed(self, watched)
+        peaks.append(max(watched.peaks) - scores[:, 0].nbytes)
+        return scores
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(type(method), "of_stack", measured)
+        prompts = [tokens(model, 1, length, 1)[0] for length in (LENGTH, LENGTH - 4)]
+        found = list(lm.run_many(model, prompts, method, max_memory=bound))
+    return max(peaks), [one.scores for one in found]
+
+
+def least_of(model: Any, method: Method) -> int:
+    """The bound that the error asks for."""
+    with pytest.raises(ValueError, match=r"expected at least|can't run") as refused:
+        peak_of(model, method, 1000)
+    if isinstance(refused.value, UnsupportedModelError):
+        pytest.skip(str(refused.value))
+    return int(str(refused.value).split("at least ")[1].split()[0])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "bert", "phi"])
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_the_bound_holds(name: str, method: Method) -> None:
+    model = model_of(name)
+    least = least_of(model, method)
+    _, free = peak_of(model, method, None)
+    for factor in (1, 1.5, 4):
+        bound = int(least * factor)
+        peak, found = peak_of(model, method, bound)
+        assert peak <= bound
+        if factor == 1:
+            # The least is an upper bound; one that has nothing to do with the cost would not pass.
+            assert peak > least / 12
+        for one, other in zip(found, free, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_memory_from_inference_mode_serves_outside_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_norms, "_kept", pair_norms._Kept())
+    model = model_of(name)
+    prompt = tokens(model, 1, LENGTH, 1)[0]
+    with torch.inference_mode():
+        inside = lm.run(model, prompt, "attn_res_ln").scores.clone()
+    torch.testing.assert_close(lm.run(model, prompt, "attn_res_ln").scores, inside, rtol=0, atol=0)
