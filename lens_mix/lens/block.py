@@ -27,6 +27,8 @@ class Block:
         anatomy: what the block was found to be.
         engine: how the method is to be computed.
         max_memory: bytes for the temporaries of one step; None: no bound.
+        queries: positions of the rows that are asked for; None: all of them. A prompt with fewer than another
+            one repeats its last.
     """
 
     def __init__(
@@ -37,8 +39,9 @@ class Block:
         anatomy: BlockAnatomy,
         engine: str,
         max_memory: int | None,
+        queries: Int[Tensor, "batch query"] | None = None,
     ) -> None:
-        self._lens, self._clean = lens, clean
+        self._lens, self._clean, self._queries = lens, clean, queries
         self.layer, self.anatomy, self.engine, self.max_memory = layer, anatomy, engine, max_memory
         self._replay = lens.replay(clean, layer)
         self.details: list[dict[str, Any]] = [{} for _ in clean.batch.prompts]
@@ -126,9 +129,34 @@ class Block:
         return getattr(self._lens.model, "tokenizer", None)
 
     @property
+    def every_query(self) -> bool:
+        """Whether the rows are those of all positions, in order."""
+        return self._queries is None
+
+    @property
+    def queries(self) -> Int[Tensor, "batch query"]:
+        """The positions of the rows that are asked for, in the padded batch."""
+        if self._queries is not None:
+            return self._queries
+        batch, positions = self.real.shape
+        return torch.arange(positions, device=self.real.device).expand(batch, positions)
+
+    def rows_of(self, tensor: Tensor, axis: int = 1) -> Tensor:
+        """The asked rows of a tensor over all positions.
+
+        Args:
+            tensor: the first axis is the batch.
+            axis: the axis of the positions.
+        """
+        if self._queries is None:
+            return tensor
+        places = torch.arange(len(tensor), device=tensor.device)[:, None]
+        return tensor.movedim(axis, 1)[places, self._queries].movedim(1, axis)
+
+    @property
     def seen(self) -> Bool[Tensor, "batch query key"]:
         """Which keys got any weight from any head in the clean pass."""
-        return self._clean.seen[self.layer]
+        return self.rows_of(self._clean.seen[self.layer])
 
     @property
     def is_last(self) -> bool:
@@ -151,22 +179,36 @@ class Block:
         return self._clean.batch.real_positions(self._lens.stack.name)
 
     @property
-    def resid_pre(self) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream entering the block."""
-        return self._clean.calls[self.layer].resid_pre
+    def real_queries(self) -> Bool[Tensor, "batch query"]:
+        """Which of the asked rows are the prompts' own positions."""
+        return self.rows_of(self.real)
 
     @property
-    def resid_post(self) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream leaving the block."""
-        return self._clean.calls[self.layer].resid_post
+    def resid_pre(self) -> Float[Tensor, "batch query d_model"]:
+        """The residual stream entering the block, at the asked rows."""
+        return self.rows_of(self._clean.calls[self.layer].resid_pre)
+
+    @property
+    def resid_post(self) -> Float[Tensor, "batch query d_model"]:
+        """The residual stream leaving the block, at the asked rows."""
+        return self.rows_of(self._clean.calls[self.layer].resid_post)
 
     def recorded(self, role: str) -> Tensor:
-        """A tensor the method named in `needs`: "pattern", "value" or "z"."""
-        return self._clean.recorded[self._lens.stack.hook_name(role, self.layer)]
+        """A tensor the method named in `needs`: "pattern", "value" or "z".
+
+        Pattern and z are those of the asked rows, value that of every key.
+        """
+        return self._rows_of_role(role, self._clean.recorded[self._lens.stack.hook_name(role, self.layer)])
 
     def recorded_if_any(self, role: str) -> Tensor | None:
-        """A tensor the method named in `wants`; None where it was not recorded."""
-        return self._clean.recorded.get(self._lens.stack.hook_name(role, self.layer))
+        """A tensor the method named in `wants`, at the asked rows; None where it was not recorded."""
+        tensor = self._clean.recorded.get(self._lens.stack.hook_name(role, self.layer))
+        return None if tensor is None else self._rows_of_role(role, tensor)
+
+    def _rows_of_role(self, role: str, tensor: Tensor) -> Tensor:
+        if role == "value":
+            return tensor
+        return self.rows_of(tensor, axis=2 if role == "pattern" else 1)
 
     def replay(
         self, rows: Int[Tensor, " row"], fwd_hooks: Sequence[HookPair] = ()
@@ -205,10 +247,11 @@ class Block:
         norm = read_norm(module, self._lens.model.cfg)
         if norm is None and module is not None and type(module).__name__ == "Identity":
             return None
-        resid = self.resid_post[self.real]
+        resid = self.resid_post[self.real_queries]
         resid = resid.to(torch.promote_types(resid.dtype, torch.float32))
         rebuilt = resid if norm is None else norm(resid)
-        error = relative_error(rebuilt, self.after_final_norm(self.resid_post)[self.real].to(resid.dtype))
+        normed = self.after_final_norm(self.resid_post)[self.real_queries]
+        error = relative_error(rebuilt, normed.to(resid.dtype))
         if not error <= self._lens.tolerance:
             raise UnsupportedModelError(
                 f"final norm: expected its parts to give its output within {self._lens.tolerance:.0e}, "
@@ -227,14 +270,14 @@ class Block:
             raise ValueError(f"head: expected the last block, got block {self.layer}")
         if self._lens.stack.name == "encoder":
             raise UnsupportedModelError("head: the encoder of an encoder-decoder has no logits")
-        resid = self.resid_post[self.real]
+        resid = self._clean.calls[self.layer].resid_post[self.real]
         resid = resid.to(torch.promote_types(resid.dtype, torch.float32))
         logits = self.logits()[self.real].to(resid.dtype)
         return proven_head(self._lens.model, self.final_norm(), resid, logits, self._lens.tolerance)
 
     def chunks(self, copies: int) -> Iterator[slice]:
         """Slices over `copies` copies of a prompt, as many at a time as the memory bound allows."""
-        step = self._lens.copies_within(self.max_memory, self.resid_pre.shape[1])
+        step = self._lens.copies_within(self.max_memory, self.real.shape[1])
         for start in range(0, copies, step):
             yield slice(start, min(start + step, copies))
 
@@ -250,9 +293,7 @@ class Block:
         """
         outputs = self.logits_tokens.shape[1] if logits else 0
         blocks = self._lens.n_layers - self.layer
-        fitting = self._lens.copies_within(
-            self.max_memory, self.resid_pre.shape[1], blocks=blocks, logits=outputs
-        )
+        fitting = self._lens.copies_within(self.max_memory, self.real.shape[1], blocks=blocks, logits=outputs)
         return max(1, min(copies, fitting))
 
     def zeros(self, *shape: int) -> Float[Tensor, ...]:
