@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lens_mix.hooks import HookPair
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, read_norm
 from lens_mix.lens.head import Head, proven_head
-from lens_mix.lens.model import CleanPass, HookPair, Lens
+from lens_mix.lens.model import CleanPass, Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import Batch
 from lens_mix.lens.replay import relative_error

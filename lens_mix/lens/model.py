@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lens_mix.hooks import record
+from lens_mix.hooks import HookPair, record, watch_pattern
+from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens.model_classes import (
     ModelClass,
     UnsupportedModelError,
@@ -28,12 +29,6 @@ from lens_mix.lens.stacks import Stack, stacks_of
 from lens_mix.lens.state import undisturbed
 from lens_mix.lens.unembedding import row_at, unembedding_at
 from lens_mix.lens.users_hooks import carries_users_hooks
-
-# Largest accepted relative error of a rebuilt vector. A wrong reading of a block is off by 1e-2 or more.
-# Hugging Face's RMSNorms compute in float32 even in a float64 model: 1e-7 is the best they can agree.
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
-
-HookPair = tuple[str | Callable[[str], bool], Callable[..., Any]]
 
 
 class _Stop(Exception):
@@ -111,7 +106,7 @@ class Lens:
     @property
     def tolerance(self) -> float:
         """Largest accepted relative error of a proof in the model's dtype."""
-        return TOLERANCES.get(self.dtype, TOLERANCES[torch.float32])
+        return tolerance(self.dtype)
 
     @property
     def encoder_decoder(self) -> bool:
@@ -163,7 +158,9 @@ class Lens:
         fwd_hooks: list[HookPair] = [record(recorded, name) for name in (*names, *optional)]
         if see_keys:
             fwd_hooks += [
-                (self.stack.hook_name("pattern", layer), see_keys_of(layer, seen, sampled))
+                watch_pattern(
+                    layer, see_keys_of(layer, seen, sampled), attention=self.stack.attention_template
+                )
                 for layer in range(last + 1)
             ]
         with self.undisturbed(), self.hooked(fwd_hooks), contextlib.ExitStack() as handles:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -65,8 +64,8 @@ def _spread_places(real: Bool[Tensor, "batch pos"], count: int) -> Int[Tensor, "
     )
 
 
-def see_keys_of(layer: int, seen: dict[int, Tensor], sampled: SampledPatterns) -> Callable[..., None]:
-    """A hook on a pattern: which keys got any weight, and what is to be kept of the pattern.
+def see_keys_of(layer: int, seen: dict[int, Tensor], sampled: SampledPatterns) -> Callable[[Tensor], None]:
+    """What `watch_pattern` calls: keeps which keys got any weight, and some rows of the pattern.
 
     Args:
         layer: of which block.
@@ -75,10 +74,10 @@ def see_keys_of(layer: int, seen: dict[int, Tensor], sampled: SampledPatterns) -
     """
     batch, last = len(sampled.places), int(sampled.places.max())
 
-    def see(tensor: Tensor, hook: Any) -> None:
-        # A quarter of the time that `(tensor != 0).any(dim=1)` takes.
-        seen[layer] = (tensor.amax(dim=1) != 0) | (tensor.amin(dim=1) != 0)
-        if tensor.shape[0] == batch and tensor.shape[2] > last:
-            sampled.keep(layer, tensor.detach())
+    def see(pattern: Tensor) -> None:
+        # A quarter of the time that `(pattern != 0).any(dim=1)` takes.
+        seen[layer] = (pattern.amax(dim=1) != 0) | (pattern.amin(dim=1) != 0)
+        if pattern.shape[0] == batch and pattern.shape[2] > last:
+            sampled.keep(layer, pattern)
 
     return see

@@ -25,8 +25,8 @@ from lens_mix.algebra.value_zeroing_old.rotation import Rotation, rotated
 from lens_mix.algebra.value_zeroing_old.second_matrix import SecondMatrix
 from lens_mix.algebra.value_zeroing_old.sent import Senders
 from lens_mix.algebra.workspace import Workspace
-from lens_mix.lens.anatomy import Norm, ValuePath, mix
-from lens_mix.lens.model import TOLERANCES
+from lens_mix.hooks.mixing import TOLERANCES, mix
+from lens_mix.lens.anatomy import Norm, ValuePath
 from lens_mix.lens.model_classes import NotRebuiltError
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from lens_mix.hooks import record, zero_values
-from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates, mix
+from lens_mix.hooks.mixing import mix
+from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates
 from lens_mix.lens.model import CleanPass, Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import Batch, Prompt, pad, pad_token
