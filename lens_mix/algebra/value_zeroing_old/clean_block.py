@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.algebra.sketch import sketch, sketched_error
+from lens_mix.lens.proof.sketch import sketch, sketched_error
 from lens_mix.algebra.value_zeroing_old.first_matrix import FirstMatrix
 from lens_mix.algebra.value_zeroing_old.neurons import CleanInput, Neurons, clean_neurons, through_norms
 from lens_mix.algebra.value_zeroing_old.norms import ChangedNorm, NormChange

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.algebra.folded_weights import folded
-from lens_mix.algebra.sketch import sketch
+from lens_mix.lens.proof.sketch import sketch
 from lens_mix.algebra.value_zeroing_old.clean_block import CleanBlock, product
 from lens_mix.algebra.value_zeroing_old.lot import Lot, Pairs
 from lens_mix.algebra.value_zeroing_old.memory import Cost, fitting

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from lens_mix.algebra.sketch import sketch, sketched_error
+from lens_mix.lens.proof.sketch import sketch, sketched_error
 from lens_mix.algebra.workspace import Workspace
 from lens_mix.lens.anatomy import ACTIVATIONS, FeedForward
 
