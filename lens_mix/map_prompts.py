@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -15,8 +14,7 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.masks import AllowedKeys, PromptMask
 from lens_mix.lens.prompts import PaddingSide, Prompt
 from lens_mix.maps import MixingMap
-from lens_mix.methods import Method
-from lens_mix.session import Passed, Session
+from lens_mix.session import AskedMethod, Passed, Session
 
 
 def map_prompts(
@@ -88,10 +86,11 @@ def _map_blocks(passed: Passed, progress: bool) -> dict[str, _Mapped]:
         for label, method in methods.items():
             if method.carries:
                 bar.set_description(label)
-                found = method.of_stack(list(blocks[label].values()))
-                maps[label] = dict(zip(blocks[label], found, strict=True))
+                stacked = method.of_stack(list(blocks[label].values()))
+                stacked = list(stacked.unbind(1)) if isinstance(stacked, Tensor) else stacked
+                maps[label] = dict(zip(blocks[label], stacked, strict=True))
                 passed.clean.kept.clear()
-                bar.update(len(found))
+                bar.update(len(stacked))
     return {label: _Mapped(maps[label], blocks[label]) for label in methods}
 
 
@@ -108,7 +107,7 @@ class _Record:
     def map_of(self, label: str, index: int, groups: list[list[int]] | None) -> MixingMap:
         """One prompt's map by one method."""
         session, engine = self._passed.session, self._passed.engines[label]
-        method: Any = session.methods[label]
+        method = session.methods[label]
         layers, rows = session.layers, self._passed.rows
         keys = self._passed.clean.real[index].nonzero()[:, 0]
         queries = None if rows is None else list(rows.by_prompt[index])
@@ -126,7 +125,7 @@ class _Record:
             causal=causal and groups is None,
             mask=mask if groups is None else None,
             key_tokens=spans,
-            queries=queries,
+            **({} if queries is None else {"queries": queries}),
             layers=layers,
             parameters=method.parameters(),
             residual=method.residual,
@@ -158,7 +157,7 @@ class _Record:
         rows = self._passed.rows
         return keys if rows is None else rows.positions[index, : len(rows.by_prompt[index])]
 
-    def _visible(self, method: Method, index: int, keys: Tensor) -> PromptMask:
+    def _visible(self, method: AskedMethod, index: int, keys: Tensor) -> PromptMask:
         """Which of its keys one prompt's rows may see."""
         allowed = self._allowed
         if method.kind == "input":

@@ -35,6 +35,7 @@ class AskedMethod(Protocol):
 
     name: ClassVar[str]
     engines: ClassVar[tuple[str, ...]]
+    residual: ClassVar[float]
     kind: ClassVar[Literal["layer", "input"]]
     records: ClassVar[frozenset[str]]
     parts: ClassVar[tuple[str, ...]]
@@ -46,6 +47,14 @@ class AskedMethod(Protocol):
     def takes_rows(self, engine: str) -> bool: ...
 
     def check(self, n_heads: int, n_layers: int) -> None: ...
+
+    def key_groups(self, positions: int) -> list[list[int]] | None: ...
+
+    def parameters(self) -> dict[str, object]: ...
+
+    def __call__(self, block: Block) -> Tensor: ...
+
+    def of_stack(self, blocks: Sequence[Block]) -> list[Tensor]: ...
 
     def hooks(
         self,
@@ -195,7 +204,9 @@ class Session:
                 required += [lens.stack.hook_name(role, layer) for role in method.records]
             checked -= method.records
         for layer in layers:
-            fwd_hooks += record_attention(layer, store, sorted(checked), queries=positions, attention=template)
+            fwd_hooks += record_attention(
+                layer, store, sorted(checked), queries=positions, attention=template
+            )
         # Padding may leak in any block that runs.
         padded = not bool(batch.real_positions(lens.stack.name).all())
         watched = range(layers[-1] + 1) if padded else layers

@@ -84,14 +84,6 @@ class ValuePath:
         return out if self.b_O is None else out + self.b_O.to(z.dtype)
 
 
-def mix(
-    pattern: Float[Tensor, "batch head query key"], value: Float[Tensor, "batch key value_head d_head"]
-) -> Float[Tensor, "batch query head d_head"]:
-    """pattern @ v; grouped values are shared by neighbouring query heads."""
-    value = value.repeat_interleave(pattern.shape[1] // value.shape[2], dim=2)
-    return einsum(pattern, value, "batch head query key, batch key head d_head -> batch query head d_head")
-
-
 @dataclasses.dataclass(frozen=True)
 class FeedForward:
     """The feed-forward, plain or gated.

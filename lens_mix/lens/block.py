@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lens_mix.hooks import HookPair
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, read_norm
-from lens_mix.lens.head import Head, proven_head
 from lens_mix.lens.clean_pass import CleanPass
 from lens_mix.lens.continuation import last_residual_from, logits_from
 from lens_mix.lens.copies import copies_within
-from lens_mix.lens.model import HookPair
+from lens_mix.lens.head import Head, proven_head
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import Batch
 from lens_mix.lens.replay import relative_error
@@ -313,7 +313,9 @@ class Block:
         """
         outputs = self.logits_tokens.shape[1] if logits else 0
         blocks = self._lens.n_layers - self.layer
-        fitting = copies_within(self._lens, self.max_memory, self.real.shape[1], blocks=blocks, logits=outputs)
+        fitting = copies_within(
+            self._lens, self.max_memory, self.real.shape[1], blocks=blocks, logits=outputs
+        )
         return max(1, min(copies, fitting))
 
     def zeros(self, *shape: int) -> Float[Tensor, ...]:

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from lens_mix.hooks import record
-from lens_mix.lens.model import HookPair, Lens
+from lens_mix.hooks import HookPair, watch_pattern
+from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import Batch
 from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls
@@ -97,7 +97,8 @@ def clean_pass(
     layers = list(range(last + 1) if watched is None else watched)
     kept_of_run = {} if kept_of_run is None else kept_of_run
     clean = CleanPass(lens, batch, {}, recorded, {}, rows, kept_of_run=kept_of_run)
-    watching = [(lens.stack.hook_name("pattern", layer), _see_keys(layer, clean)) for layer in layers]
+    template = lens.stack.attention_template
+    watching = [watch_pattern(layer, _see_keys(layer, clean), attention=template) for layer in layers]
     with lens.undisturbed(), lens.hooked([*fwd_hooks, *watching]), contextlib.ExitStack() as handles:
         for handle in captured_calls(lens.stack.blocks[: last + 1], clean.calls):
             handles.callback(handle.remove)
@@ -108,16 +109,11 @@ def clean_pass(
     return clean
 
 
-def recording(names: Sequence[str], store: dict[str, Tensor]) -> list[HookPair]:
-    """Hooks that record whole tensors."""
-    return [record(store, name) for name in names]
-
-
-def _see_keys(layer: int, clean: CleanPass) -> Callable[..., None]:
+def _see_keys(layer: int, clean: CleanPass) -> Callable[[Tensor], None]:
     positions = None if clean.rows is None else clean.rows.positions
 
-    def see(tensor: Tensor, hook: Any) -> None:
-        pattern = rows_at(tensor, positions, axis=2)
+    def see(pattern: Tensor) -> None:
+        pattern = rows_at(pattern, positions, axis=2)
         # A quarter of the time that `(pattern != 0).any(dim=1)` takes.
         clean.seen[layer] = (pattern.amax(dim=1) != 0) | (pattern.amin(dim=1) != 0)
 

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from lens_mix.hooks import HookPair
 from lens_mix.lens.clean_pass import CleanPass, StopForward
-from lens_mix.lens.model import HookPair
 from lens_mix.lens.replay import enter_with, first_tensor
 from lens_mix.lens.unembedding import row_at, unembedding_at
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lens_mix.hooks import record
+from lens_mix.hooks import record, zero_queries
 from lens_mix.lens.clean_pass import CleanPass
-from lens_mix.lens.model import HookPair, Lens
+from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.rows import rows_at
 
@@ -162,11 +161,7 @@ def _seen_without_queries(clean: CleanPass, layer: int) -> Bool[Tensor, "batch q
     lens, call = clean.lens, clean.calls[layer]
     store: dict[str, Tensor] = {}
     name = lens.stack.hook_name("pattern", layer)
-    fwd_hooks: list[HookPair] = [(lens.stack.hook_name("query", layer), _zero), record(store, name)]
+    fwd_hooks = [zero_queries(layer, attention=lens.stack.attention_template), record(store, name)]
     with lens.undisturbed(), lens.hooked(fwd_hooks):
         lens.stack.blocks[layer](*call.args, **call.kwargs)
     return (store[name] != 0).any(dim=1)
-
-
-def _zero(tensor: Tensor, hook: Any) -> Tensor:
-    return torch.zeros_like(tensor)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
+from lens_mix.hooks import HookName, HookPair
+from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens.model_classes import (
     ModelClass,
     UnsupportedModelError,
@@ -22,12 +24,6 @@ from lens_mix.lens.prompts import Batch, is_encoder_decoder
 from lens_mix.lens.proof import known_faults
 from lens_mix.lens.stacks import Stack, stacks_of
 from lens_mix.lens.state import all_modules, undisturbed
-
-# Largest accepted relative error of a rebuilt vector. A wrong reading of a block is off by 1e-2 or more.
-# Hugging Face's RMSNorms compute in float32 even in a float64 model: 1e-7 is the best they can agree.
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
-
-HookPair = tuple[str | Callable[[str], bool], Callable[..., Any]]
 
 
 class Lens:
@@ -85,7 +81,7 @@ class Lens:
     @property
     def tolerance(self) -> float:
         """Largest accepted relative error of a proof in the model's dtype."""
-        return TOLERANCES.get(self.dtype, TOLERANCES[torch.float32])
+        return tolerance(self.dtype)
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -157,7 +153,7 @@ class Lens:
                 handle.hook.remove()
                 point.fwd_hooks[:] = [other for other in point.fwd_hooks if other is not handle]
 
-    def _points(self, name: str | Callable[[str], bool]) -> list[HookPoint]:
+    def _points(self, name: HookName) -> list[HookPoint]:
         """The hook points of a name, or those whose names a filter takes, each once."""
         if not isinstance(name, str):
             matching = {id(point): point for key, point in self.hook_points.items() if name(key)}

@@ -13,7 +13,8 @@ from einops import einsum
 from jaxtyping import Int
 from torch import Tensor
 
-from lens_mix.lens.anatomy import BlockAnatomy, ValuePath, mix
+from lens_mix.hooks.mixing import mix
+from lens_mix.lens.anatomy import BlockAnatomy, ValuePath
 from lens_mix.lens.clean_pass import CleanPass
 from lens_mix.lens.proof.record import Proof
 from lens_mix.lens.proof.sketch import random_vectors, sketched_error

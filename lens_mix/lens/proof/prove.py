@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lens_mix.hooks import record, zero_values
-from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates, mix
-from lens_mix.lens.clean_pass import CleanPass, clean_pass, recording
+from lens_mix.hooks import record, record_all, zero_values
+from lens_mix.hooks.mixing import mix
+from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates
+from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import Batch, Prompt, pad, pad_token
@@ -60,7 +61,7 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
     outputs: dict[tuple[int, str], Tensor] = {}
     with captured_outputs(_output_modules(lens), outputs):
         store: dict[str, Tensor] = {}
-        clean = clean_pass(lens, batch, recording([*names, *optional], store), store, required=names)
+        clean = clean_pass(lens, batch, record_all(store, [*names, *optional]), store, required=names)
     parts: list[PartError] = []
     anatomies: list[BlockAnatomy] = []
     for layer in layers:
