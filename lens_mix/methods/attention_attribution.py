@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.quadrature import NestedRules, nested_rules, one_rule, rule_name
-from lens_mix.hooks import HookPair, replace_pattern
-from lens_mix.hooks.attention import DEFAULT_ATTENTION
+from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, replace_pattern
 from lens_mix.methods import target_passes
 from lens_mix.methods.base import Method
+from lens_mix.methods.baselines import baseline_of, check_baseline, describe_baseline
 from lens_mix.methods.path_integral import Integral, Path
 from lens_mix.methods.target_passes import BoundTarget
 from lens_mix.targets import TargetLike, as_target, describe, predicted
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
-
-Baseline = (
-    Literal["zero", "uniform"]
-    | Float[Tensor, "layer head query key"]
-    | Callable[[Float[Tensor, "batch head query key"], int], Float[Tensor, "batch head query key"]]
-)
 
 _LARGE_GAP = 0.1
 
@@ -127,13 +121,7 @@ class AttentionAttribution(Method):
         if isinstance(self.max_steps, bool) or not isinstance(self.max_steps, int) or self.max_steps < 3:
             raise ValueError(f"max_steps: expected a whole number, 3 or more, got {self.max_steps!r}")
         self._rules()
-        if isinstance(self.baseline, str) and self.baseline not in ("zero", "uniform"):
-            raise ValueError(
-                f"baseline: expected 'zero', 'uniform', a tensor or a function, got {self.baseline!r}"
-            )
-        if not (isinstance(self.baseline, (str, Tensor)) or callable(self.baseline)):
-            got = type(self.baseline).__name__
-            raise TypeError(f"baseline: expected 'zero', 'uniform', a tensor or a function, got {got}")
+        check_baseline(self.baseline)
         if self.internal_batch_size is not None and not self.internal_batch_size >= 1:
             raise ValueError(
                 f"internal_batch_size: expected None or 1 and more, got {self.internal_batch_size}"
@@ -142,25 +130,19 @@ class AttentionAttribution(Method):
             raise ValueError(f"tolerance: expected None or a number above 0, got {self.tolerance}")
 
     def parameters(self) -> dict[str, object]:
-        baseline = self.baseline
-        if isinstance(baseline, Tensor):
-            baseline = f"a tensor of shape {list(baseline.shape)}"
-        elif callable(baseline):
-            baseline = getattr(baseline, "__qualname__", type(baseline).__name__)
         given = {
             "target": describe(as_target(self.target)),
-            "baseline": baseline,
+            "baseline": describe_baseline(self.baseline),
             "method": rule_name(self.method),
         }
         return {**super().parameters(), **given}
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
-        return self.of_stack([block])[:, 0]
+        return self.of_stack([block])[0]
 
-    def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer *head query key"]:
+    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
         bound = target_passes.bind(blocks[-1], self.target)
-        maps = [self._layer(block, bound) for block in blocks]
-        return torch.stack(maps, dim=1)
+        return [self._layer(block, bound) for block in blocks]
 
     def edits(
         self,
@@ -188,7 +170,7 @@ class AttentionAttribution(Method):
 
     def _layer(self, block: Block, bound: BoundTarget) -> Float[Tensor, "batch *head query key"]:
         pattern = block.recorded("pattern")
-        baseline = self._baseline_of(block, pattern)
+        baseline = baseline_of(self.baseline, block, pattern)
 
         def edits(point: Tensor) -> list[HookPair]:
             return self.edits(block.layer, point, attention=block.attention_template)
@@ -201,43 +183,6 @@ class AttentionAttribution(Method):
             self._report(block, integral, prompt)
         scores = torch.stack([integral.scores(prompt) for prompt in range(len(pattern))])
         return scores if self.per_head else scores.sum(dim=1)
-
-    def _baseline_of(self, block: Block, pattern: Tensor) -> Float[Tensor, "batch head query key"]:
-        if isinstance(self.baseline, str):
-            if self.baseline == "zero":
-                return torch.zeros_like(pattern)
-            seen = block.seen[:, None].to(pattern.dtype).expand_as(pattern)
-            return seen / seen.sum(-1, keepdim=True).clamp_min(1)
-        if isinstance(self.baseline, Tensor):
-            given = self._baseline_tensor(block, pattern)
-        else:
-            given = self.baseline(pattern, block.layer)
-        if not torch.is_tensor(given) or given.shape != pattern.shape:
-            got = list(given.shape) if torch.is_tensor(given) else type(given).__name__
-            raise ValueError(
-                f"baseline: expected shape {list(pattern.shape)} in layer {block.layer}, got {got}"
-            )
-        given = given.detach().to(pattern)
-        hidden = ~block.seen[:, None] & block.real[:, None, :, None]
-        if bool((given.masked_select(hidden.expand_as(given)) != 0).any()):
-            raise ValueError(
-                f"baseline: expected 0 where a query gives no weight to a key (layer {block.layer}), "
-                "got weight there: the attention mask would be broken"
-            )
-        return given
-
-    def _baseline_tensor(self, block: Block, pattern: Tensor) -> Tensor:
-        if self.baseline.ndim != 4 or len(self.baseline) <= block.layer:
-            raise ValueError(
-                "baseline: expected a tensor [layer, head, query, key], "
-                f"got shape {list(self.baseline.shape)} in layer {block.layer}"
-            )
-        if len(pattern) != 1:
-            raise ValueError(
-                f"baseline: a tensor is for one prompt, got a batch of {len(pattern)}; give a function "
-                "(pattern, layer) -> baseline"
-            )
-        return self.baseline[block.layer][None]
 
     def _report(self, block: Block, integral: Integral, prompt: int) -> None:
         clean, baseline = integral.path.bound.clean[prompt].item(), integral.at_baseline[prompt].item()

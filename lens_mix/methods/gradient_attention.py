@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -11,8 +11,7 @@ from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.hooks import HookPair, add_to_pattern, must_fire
-from lens_mix.hooks.attention import DEFAULT_ATTENTION
+from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, add_to_pattern, must_fire
 from lens_mix.methods import target_passes
 from lens_mix.methods.base import Method
 from lens_mix.methods.target_passes import BoundTarget
@@ -22,10 +21,13 @@ if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
-def rectified_relevance(
-    pattern: Float[Tensor, "batch head query key"], gradient: Float[Tensor, "batch head query key"]
+def weighted_by_gradient(
+    target: Callable[[Float[Tensor, "batch head query key"]], Float[Tensor, " batch"]],
+    pattern: Float[Tensor, "batch head query key"],
 ) -> Float[Tensor, "batch query key"]:
-    """The paper's equation 5 as it stands: mean_h (∂F/∂A_h ⊙ A_h)⁺."""
+    """The paper's equation 5 as it stands, layer by layer: mean_h (∂F/∂A_h ⊙ A_h)⁺, F a function of A."""
+    leaf = pattern.detach().requires_grad_(True)
+    (gradient,) = torch.autograd.grad(target(leaf).sum(), leaf)
     return reduce((gradient * pattern).clamp_min(0), "batch head query key -> batch query key", "mean")
 
 
@@ -73,48 +75,36 @@ class GradientAttention(Method):
         return {**super().parameters(), "target": describe(as_target(self.target))}
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
-        return self.of_stack([block])[:, 0]
+        return self.of_stack([block])[0]
 
-    def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer *head query key"]:
-        blocks = list(blocks)
+    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
         bound = target_passes.bind(blocks[-1], self.target)
         gradients = self._pattern_gradients(blocks, bound)
-        maps = []
-        for place, block in enumerate(blocks):
-            maps.append(self._weighted(block.recorded("pattern").to(gradients.dtype), gradients[:, place]))
+        for block in blocks:
             for prompt, value in enumerate(bound.clean.tolist()):
                 block.detail(prompt, "target_value", value)
-        return torch.stack(maps, dim=1)
+        maps = [
+            gradients[:, place] * block.recorded("pattern").to(gradients.dtype)
+            for place, block in enumerate(blocks)
+        ]
+        maps = [scores.clamp_min(0) for scores in maps] if self.rectify else maps
+        return maps if self.per_head else [scores.mean(dim=1) for scores in maps]
 
     def edits(
-        self,
-        layer: int,
-        addition: Float[Tensor, "row head query key"],
-        *,
-        attention: str = DEFAULT_ATTENTION,
+        self, layer: int, addition: Float[Tensor, "row head query key"], *, attention: str = DEFAULT_ATTENTION
     ) -> list[HookPair]:
         """The hooks that make a pass differentiable by one layer's pattern: a leaf of zeros is added to it.
 
-        The patterns above are still computed from what lies below, so that the derivative by the leaf is
-        total. On a run of your own:
+        The patterns above still depend on what lies below: the derivative by the leaf is total. On your run:
 
             leaf = torch.zeros(batch, head, query, key, requires_grad=True)
             logits = model.run_with_hooks(tokens, fwd_hooks=method.edits(layer, leaf))
             (gradient,) = torch.autograd.grad(target(logits).sum(), leaf)
 
         Args:
-            layer: the layer, from 0.
-            addition: one per row of the pass.
-            attention: name of the attention module; see `lens_mix.hooks.add_to_pattern`.
+            layer, addition, attention: as in `lens_mix.hooks.add_to_pattern`.
         """
         return [add_to_pattern(layer, addition, attention=attention)]
-
-    def _weighted(self, pattern: Tensor, gradient: Tensor) -> Float[Tensor, "batch *head query key"]:
-        if self.rectify and not self.per_head:
-            return rectified_relevance(pattern, gradient)
-        weighted = gradient * pattern
-        weighted = weighted.clamp_min(0) if self.rectify else weighted
-        return weighted if self.per_head else weighted.mean(dim=1)
 
     def _pattern_gradients(
         self, blocks: Sequence[Block], bound: BoundTarget
