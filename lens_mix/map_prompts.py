@@ -125,7 +125,7 @@ class _Record:
             causal=causal and groups is None,
             mask=mask if groups is None else None,
             key_tokens=spans,
-            **({} if queries is None else {"queries": queries}),
+            queries=queries,
             layers=layers,
             parameters=method.parameters(),
             residual=method.residual,
