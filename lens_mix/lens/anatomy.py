@@ -84,14 +84,6 @@ class ValuePath:
         return out if self.b_O is None else out + self.b_O.to(z.dtype)
 
 
-def mix(
-    pattern: Float[Tensor, "batch head query key"], value: Float[Tensor, "batch key value_head d_head"]
-) -> Float[Tensor, "batch query head d_head"]:
-    """pattern @ v; grouped values are shared by neighbouring query heads."""
-    value = value.repeat_interleave(pattern.shape[1] // value.shape[2], dim=2)
-    return einsum(pattern, value, "batch head query key, batch key head d_head -> batch query head d_head")
-
-
 @dataclasses.dataclass(frozen=True)
 class FeedForward:
     """The feed-forward, plain or gated.
@@ -177,6 +169,13 @@ class BlockAnatomy:
             return mid
         branch = _apply(self.feed_forward_branch, feed_forward_out) * self.residual_multiplier
         return _apply(self.feed_forward_residual, mid + branch)
+
+    def after(self, x: Tensor, attention_out: Tensor) -> Tensor:
+        """The block's output, of a block without cross-attention whose feed-forward is written down."""
+        mid = self.after_attention(x, attention_out)
+        feed_forward = self.feed_forward
+        read = self.feed_forward_in(x, mid)
+        return self.after_feed_forward(mid, None if feed_forward is None else feed_forward(read))
 
 
 def _apply(norm: Norm | None, x: Tensor) -> Tensor:
