@@ -23,6 +23,7 @@ FLOORS = {
     "statistics": 5,
     "corpus": 6,
     "evaluation": 6,
+    "map_prompts": 6,
     "runner": 6,
     "view": 7,
     "citations": 8,
@@ -36,15 +37,15 @@ DRAWING = {"view"}
 DRAWING_FUNCTIONS = {"show"}
 
 # Arrows that still run the wrong way. This list has to shrink to nothing: take off what is mended.
-KNOWN_UPWARD = {"session -> methods"}
+KNOWN_UPWARD: set[str] = set()
 KNOWN_CIRCLES: set[tuple[str, ...]] = set()
 
 # Module-level names that functions fill: each one with the reason why it may outlive a call.
 STORES = {
     "aggregation.flow_rows._network": "what a worker process was started with",
     "algebra.weight_cache._store": "the one cache of products of weights, up to one bound",
-    "lens.proof.support._proofs": "proofs, by the model that they are about",
-    "lens.state._inside": "models that are undisturbed at this moment",
+    "lens.proof.proofs._proofs": "proofs, by the model that they are about",
+    "lens.state._undisturbed_models": "models that are undisturbed at this moment",
 }
 # These go into the session: the same rule as for KNOWN_UPWARD.
 KNOWN_STORES = {"algebra.feed_forward._shared", "algebra.vectors._last", "algebra.vectors._shared"}
@@ -131,7 +132,6 @@ def test_the_library_stays_small():
     assert sum(lines()) <= 16_000
 
 
-@pytest.mark.xfail(reason="122 lines at the start")
 def test_files_stay_small():
     assert statistics.median(lines()) <= 120
 
