@@ -11,15 +11,17 @@ The second part of a pair counts in `calls` how often it had its effect. `Attent
 edit of your own that needs several hook points.
 """
 
-from lens_mix.hooks.attention import AttentionHook
+from lens_mix.hooks.attention import DEFAULT_ATTENTION, AttentionHook
 from lens_mix.hooks.function import HookFunction, HookName, HookPair, must_fire
 from lens_mix.hooks.heads import prune_heads, scale_pattern
 from lens_mix.hooks.patterns import add_to_pattern, freeze_pattern, replace_pattern
 from lens_mix.hooks.queries import zero_queries
 from lens_mix.hooks.record import record, record_all, watch_pattern
+from lens_mix.hooks.roles import record_attention
 from lens_mix.hooks.values import zero_values
 
 __all__ = [
+    "DEFAULT_ATTENTION",
     "AttentionHook",
     "HookFunction",
     "HookName",
@@ -30,6 +32,7 @@ __all__ = [
     "prune_heads",
     "record",
     "record_all",
+    "record_attention",
     "replace_pattern",
     "scale_pattern",
     "watch_pattern",

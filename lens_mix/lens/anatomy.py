@@ -170,6 +170,13 @@ class BlockAnatomy:
         branch = _apply(self.feed_forward_branch, feed_forward_out) * self.residual_multiplier
         return _apply(self.feed_forward_residual, mid + branch)
 
+    def after(self, x: Tensor, attention_out: Tensor) -> Tensor:
+        """The block's output, of a block without cross-attention whose feed-forward is written down."""
+        mid = self.after_attention(x, attention_out)
+        feed_forward = self.feed_forward
+        read = self.feed_forward_in(x, mid)
+        return self.after_feed_forward(mid, None if feed_forward is None else feed_forward(read))
+
 
 def _apply(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)

@@ -23,10 +23,6 @@ class UnsupportedModelError(ValueError):
     """This model, or this method on this model, cannot give a map that can be trusted; the text says why."""
 
 
-class NotRebuiltError(UnsupportedModelError):
-    """A block's proven parts do not give its output on these prompts."""
-
-
 def model_class_of(model: object) -> ModelClass:
     """The class of a TransformerLens model.
 

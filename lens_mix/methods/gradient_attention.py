@@ -43,7 +43,7 @@ class GradientAttention(Method):
     name: ClassVar[str] = "gradient_attention"
     residual: ClassVar[float] = 0.5
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
-    needs: ClassVar[frozenset[str]] = frozenset({"pattern"})
+    records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = """@inproceedings{chefer-etal-2021-generic,
   title = {Generic Attention-Model Explainability for Interpreting
            Bi-Modal and Encoder-Decoder Transformers},
