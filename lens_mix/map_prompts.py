@@ -107,7 +107,7 @@ def _checked_shape(scores: Tensor, method: AskedMethod, block: Block) -> Tensor:
     if scores.ndim not in (3, 4) or (scores.shape[0], scores.shape[-2]) != (batch, rows):
         raise ValueError(
             f"{method.name}: expected a map [batch, (head,) query, key] with batch {batch} and {rows} "
-            f"queries for block {block.layer}, got shape {list(scores.shape)}; a method that makes whole maps "
+            f"queries for block {block.layer}, got {list(scores.shape)}; a method that makes whole maps "
             "only says so: takes_rows returns False"
         )
     return scores
