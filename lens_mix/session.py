@@ -141,7 +141,15 @@ def _map_stack(
         for label, method in options.methods.items():
             bar.set_description(label)
             blocks = [
-                Block(lens, clean, layer, proof.anatomy[layer], engines[label], options.max_memory)
+                Block(
+                    lens,
+                    clean,
+                    layer,
+                    proof.anatomy[layer],
+                    engines[label],
+                    options.max_memory,
+                    next_anatomy=proof.anatomy[layer + 1] if layer + 1 < lens.n_layers else None,
+                )
                 for layer in range(lens.n_layers)
             ]
             with lens.undisturbed():

@@ -29,6 +29,7 @@ class Block:
         max_memory: bytes for the temporaries of one step; None: no bound.
         queries: positions of the rows that are asked for; None: all of them. A prompt with fewer than another
             one repeats its last.
+        next_anatomy: of the block above; only `next_norm` needs it.
     """
 
     def __init__(
@@ -40,8 +41,11 @@ class Block:
         engine: str,
         max_memory: int | None,
         queries: Int[Tensor, "batch query"] | None = None,
+        next_anatomy: BlockAnatomy | None = None,
     ) -> None:
         self._lens, self._clean, self._queries = lens, clean, queries
+        self._next_anatomy = next_anatomy
+        self.kept: dict[Any, Any] = clean.kept.setdefault(layer, {})
         self.layer, self.anatomy, self.engine, self.max_memory = layer, anatomy, engine, max_memory
         self._replay = lens.replay(clean, layer)
         self.details: list[dict[str, Any]] = [{} for _ in clean.batch.prompts]
@@ -193,6 +197,11 @@ class Block:
         """The residual stream leaving the block, at the asked rows."""
         return self.rows_of(self._clean.calls[self.layer].resid_post)
 
+    @property
+    def final_residual(self) -> Float[Tensor, "batch query d_model"]:
+        """The residual stream leaving the stack's last block, at the asked rows."""
+        return self.rows_of(self._clean.calls[self._lens.n_layers - 1].resid_post)
+
     def recorded(self, role: str) -> Tensor:
         """A tensor the method named in `needs`: "pattern", "value" or "z".
 
@@ -259,18 +268,28 @@ class Block:
             )
         return norm
 
-    def head(self) -> Head:
-        """The model's head, proven on this prompt; of the last block only.
+    def next_norm(self) -> Norm | None:
+        """The norm that reads this block's output: the next block's first one, after the last the final one.
 
         Raises:
-            ValueError: another block than the last.
+            ValueError: the next block's anatomy was not given.
+            UnsupportedModelError: the final norm is not what its parts give.
+        """
+        if self.is_last:
+            return self.final_norm()
+        if self._next_anatomy is None:
+            raise ValueError(f"next_norm: expected the anatomy of block {self.layer + 1}, got none")
+        return self._next_anatomy.attention_input
+
+    def head(self) -> Head:
+        """The model's head, proven on this prompt.
+
+        Raises:
             UnsupportedModelError: the logits are not final norm, then unembedding.
         """
-        if not self.is_last:
-            raise ValueError(f"head: expected the last block, got block {self.layer}")
         if self._lens.stack.name == "encoder":
             raise UnsupportedModelError("head: the encoder of an encoder-decoder has no logits")
-        resid = self._clean.calls[self.layer].resid_post[self.real]
+        resid = self._clean.calls[self._lens.n_layers - 1].resid_post[self.real]
         resid = resid.to(torch.promote_types(resid.dtype, torch.float32))
         logits = self.logits()[self.real].to(resid.dtype)
         return proven_head(self._lens.model, self.final_norm(), resid, logits, self._lens.tolerance)

@@ -51,6 +51,7 @@ class CleanPass:
         seen: per layer, which keys got any weight from any head.
         sampled: the patterns of some queries of every prompt, to check by.
         replays: per block, the way it is run again, once that has been proven.
+        kept: per block, what the methods of one run share.
     """
 
     batch: Batch
@@ -59,6 +60,7 @@ class CleanPass:
     seen: dict[int, Bool[Tensor, "batch query key"]]
     sampled: SampledPatterns
     replays: dict[int, BlockReplay] = dataclasses.field(default_factory=dict)
+    kept: dict[int, dict[Any, Any]] = dataclasses.field(default_factory=dict)
 
 
 class Lens:

@@ -62,8 +62,11 @@ def prompt_blocks(
     names = [lens.stack.hook_name(role, layer) for role in roles for layer in range(lens.n_layers)]
     clean = lens.clean_pass(pad([read], pad_token(model), "right"), names)
     own = read.target if lens.stack.name == "decoder" and read.target is not None else read.tokens
+    anatomy = proof.anatomy
+    above = [*(anatomy[layer] for layer in range(1, lens.n_layers)), None]
     blocks = [
-        Block(lens, clean, layer, proof.anatomy[layer], engines[-1], None) for layer in range(lens.n_layers)
+        Block(lens, clean, layer, anatomy[layer], engines[-1], None, next_anatomy=above[layer])
+        for layer in range(lens.n_layers)
     ]
     return PromptBlocks(token_strings(model, own), own, blocks)
 
