@@ -1,6 +1,6 @@
 """Rows on demand, and what a run costs beside the forward pass.
 
-    python -m benchmarks.rows            SmolLM2-135M's run_many and proof; gpt2-like, last row of 1024 positions
+    python -m benchmarks.rows            what a run costs on SmolLM2-135M; the last row of 1024 positions
     python -m benchmarks.rows --long     SmolLM2-135M, last row of 2000 and 8000 tokens
 
 Processor time, the least of some runs, so that other work on the machine falls on the ratios as little as

@@ -191,10 +191,10 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "results.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    for title, rows in tables(options):
+    for title, found_rows in tables(options):
         table: dict[str, Any] = {"machine": common.machine(), **common.gemm_rates()}
         table |= {"note": options.note, "rows": []}
-        for row in rows:
+        for row in found_rows:
             print(title, row, flush=True)
             table["rows"].append(row)
             found[title] = table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import torch
 from jaxtyping import Float, Int
@@ -90,7 +89,8 @@ def _map_blocks(passed: Passed, progress: bool) -> dict[str, _Mapped]:
                 bar.set_description(label)
                 stacked = method.of_stack(list(blocks[label].values()))
                 stacked = list(stacked.unbind(1)) if isinstance(stacked, Tensor) else stacked
-                checked = map(_checked_shape, stacked, itertools.repeat(method), blocks[label].values())
+                last = list(blocks[label].values())[-1]
+                checked = [_checked_shape(scores, method, last) for scores in stacked]
                 maps[label] = dict(zip(blocks[label], checked, strict=True))
                 passed.clean.kept.clear()
                 bar.update(len(stacked))
@@ -161,10 +161,12 @@ class _Record:
     ) -> Float[Tensor, "layer *head query key"]:
         """The asked layers and rows of one prompt, padding cut away."""
         mapped, maps = self._mapped[label], []
+        # An input map has the rows of the last block in every layer.
+        every_query = mapped.blocks[max(mapped.blocks)].every_query
         places = self._row_positions(index, keys)
         for layer in self._passed.session.layers:
             scores = mapped.layers[layer][index]
-            if mapped.blocks[layer].every_query:
+            if every_query:
                 maps.append(scores.index_select(-2, places))
             else:
                 maps.append(scores[..., : len(places), :])

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.vectors import linear_part
+from lens_mix.algebra.head_vectors import linear_part
 from lens_mix.lens.anatomy import Norm
 
 Split = Literal["absdot", "abssim", "norm", "equal", "first", "dot", "drop"]

@@ -13,10 +13,10 @@ from torch import Tensor
 from lens_mix.algebra.activations import derivative, gated_multipliers, plain_multiplier
 from lens_mix.algebra.bias_split import SPLITS, Split, split_bias, through_linear, through_norm
 from lens_mix.algebra.budget import (
+    budget_beside,
     decomposition_bytes,
     feed_forward_bytes,
-    least_attention_room,
-    room_beside,
+    least_attention_bytes,
     state_bytes,
 )
 from lens_mix.algebra.vectors import AttentionVectors, attention_vectors, head_vectors, value_path
@@ -158,9 +158,9 @@ def decompose(
     heads = head_vectors(block)
     fixed, row = decomposition_bytes(block)
     fixed += state_bytes(block, heads) + feed_forward_bytes(block, heads, folds=False)
-    least = max(row, least_attention_room(block, heads))
-    heads.room = room_beside(block, fixed, least, "DecompX, all shares kept")
-    step = None if heads.room is None or row == 0 else heads.room // row
+    least = max(row, least_attention_bytes(block, heads))
+    heads.budget = budget_beside(block, fixed, least, "DecompX, all shares kept")
+    step = None if heads.budget is None or row == 0 else heads.budget // row
     states = attention_vectors(block, heads)
     real = block.real[:, :, None, None]
     entering = _own(states.resid_pre) if shares is None else shares
@@ -296,6 +296,8 @@ def logit_shares(
         ValueError: another block than the last.
         UnsupportedModelError: the logits are not final norm, then unembedding.
     """
+    if not block.is_last:
+        raise ValueError(f"head: expected the last block, got block {block.layer}")
     head = block.head()
     state = block.resid_post.to(shares.dtype)
     read = through_norm(head.norm, shares, state, biases)

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.algebra.head_vectors import chunk_bytes, linear_part
+from lens_mix.algebra.budget import chunk_size
+from lens_mix.algebra.head_vectors import linear_part
 from lens_mix.algebra.workspace import Rows, Workspace, even, of_rows
 from lens_mix.lens.anatomy import Norm
 
@@ -81,7 +82,7 @@ class NormChange:
         """
         growth = weights.new_empty((len(weights), weights.shape[2]))
         # The vectors' float64 copies stay in a processor's caches.
-        step = max(1, chunk_bytes(vectors.device, None) // (8 * math.prod(vectors.shape[1:])))
+        step = chunk_size(8 * math.prod(vectors.shape[1:]), vectors.device, None)
         for some in even(0, len(vectors), step):
             own = vectors[some]
             # With the ones, so that one reading gives the sums too.
