@@ -51,7 +51,7 @@ class AltiLogit(Method):
     residual: ClassVar[float] = 0.0
     kind: ClassVar[Literal["layer", "input"]] = "input"
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = (*ATTENTION_PARTS, HEAD)
     citation: ClassVar[str] = """@inproceedings{ferrando-etal-2023-explaining,
   title = {Explaining How Transformers Use Context to Build Predictions},

@@ -50,7 +50,7 @@ class ValueZeroing(Method):
     name: ClassVar[str] = "value_zeroing"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("algebra", "hooks")
-    needs: ClassVar[frozenset[str]] = frozenset({"pattern", "value"})
+    records: ClassVar[frozenset[str]] = frozenset({"pattern", "value"})
     citation: ClassVar[str] = """@inproceedings{mohebbi-etal-2023-quantifying,
   title = {Quantifying Context Mixing in Transformers},
   author = {Mohebbi, Hosein and Zuidema, Willem and Chrupa{\\l}a, Grzegorz and Alishahi, Afra},
