@@ -24,7 +24,7 @@ class FirstChange:
         mid: the change of the residual stream in the middle of the block.
         read: the change of what the first matrices read; unfinished where they are folded.
         scale: what the values' share of the pre-activations is multiplied by.
-        factors: of the norms' numerators in `read`.
+        factors: of the norms' numerators in `read`; none where the first matrices are not folded.
     """
 
     mid: Float[Tensor, "key row d_model"]
@@ -121,7 +121,7 @@ class CleanBlock:
                 factors = [factor * self.multiplier for factor in factors]
             if norm is not self.input:
                 mid = change = change.to(self.direction.dtype)
-        return FirstChange(mid, change, scale, factors)
+        return FirstChange(mid, change, scale, factors if folds else [])
 
     def to_end(
         self,

@@ -32,7 +32,8 @@ from lens_mix.algebra.folded_weights import folded
 from lens_mix.algebra.large_product import add_product
 from lens_mix.algebra.value_zeroing_pairs import CPU, GPU, Rectangle, Sizes, chunks, find_sources
 from lens_mix.algebra.zeroed_values import FoldedValues, PlainValues, ZeroedValues
-from lens_mix.lens.anatomy import Norm, ValuePath, mix
+from lens_mix.hooks.mixing import mix
+from lens_mix.lens.anatomy import Norm, ValuePath
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
