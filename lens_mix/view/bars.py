@@ -110,8 +110,8 @@ def _say_if_one_takes_it_all(axes: Any, values: Float[Tensor, " key"], labels: l
 
 
 def label_bars(axes: Any, labels: list[str], frame: BarFrame) -> None:
-    room = room_for(frame.inner, FONT) if frame.turned else len(labels)
-    places = shown_positions(len(labels), room)
+    fitting = room_for(frame.inner, FONT) if frame.turned else len(labels)
+    places = shown_positions(len(labels), fitting)
     names = [labels[place] for place in places]
     need_canvas().label_ticks(
         axes.xaxis, places, names, size=FONT, color=INK, rotation=90 if frame.turned else 0

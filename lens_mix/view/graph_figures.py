@@ -185,8 +185,8 @@ def _label(axes: Any, frame: Frame) -> None:
     axes.set_ylim(-0.5, len(frame.lines) - 0.5)
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
     axes.tick_params(length=0, pad=2)
-    room = room_for(frame.inner, FONT) if frame.turned else len(frame.tokens)
-    places = shown_positions(len(frame.tokens), room)
+    fitting = room_for(frame.inner, FONT) if frame.turned else len(frame.tokens)
+    places = shown_positions(len(frame.tokens), fitting)
     rotation = 90 if frame.turned else 0
     tokens = [frame.tokens[i] for i in places]
     label_ticks(axes.xaxis, places, tokens, size=FONT, color=INK, rotation=rotation)

@@ -8,7 +8,8 @@
 | `expansion_rates` | expansion rate, layer × head |
 | `contextualisation` | contextualisation change per layer, one line per part of the block |
 
-Maps of amplification are `MixingMap`s: `lens_mix.view.layer_maps(..., normalize=False)` draws them.
+`title` is written above the figure. Each raises a ValueError where the table lacks a column, and an
+ImportError where matplotlib is not installed. Maps of amplification are `MixingMap`s: `lens_mix.view.layer_maps(..., normalize=False)` draws them.
 """
 
 from __future__ import annotations
@@ -45,11 +46,6 @@ def mixing_by_layer(table: pandas.DataFrame, title: str = "Mixing ratio by layer
 
     Args:
         table: from `lens_mix.statistics.mixing_ratio.mixing_ratios`.
-        title: above the figure.
-
-    Raises:
-        ValueError: columns are missing.
-        ImportError: matplotlib is not installed.
     """
     _check_columns("table", table, ("layer", "stage", "ratio"))
     means = by_layer(table).drop(index="mean")
@@ -93,11 +89,6 @@ def mixing_by_kind(
     Args:
         table: from `lens_mix.statistics.mixing_ratio.mixing_ratios`.
         kind: a function token -> name of its kind.
-        title: above the figure.
-
-    Raises:
-        ValueError: columns are missing.
-        ImportError: matplotlib is not installed.
     """
     _check_columns("table", table, ("layer", "stage", "ratio", "token"))
     means = by_kind(table, kind)
@@ -127,11 +118,6 @@ def weights_against_norms(
         kind: a function token -> name of its kind, for the colours.
         named: how many of the dots with most weight get a ring and their token and layer written; dots of
             one token share what is written.
-        title: above the figure.
-
-    Raises:
-        ValueError: columns are missing.
-        ImportError: matplotlib is not installed.
     """
     _check_columns("table", table, ("layer", "token", "weight", "norm"))
     dots = table.groupby(["layer", "token"])[["weight", "norm"]].mean().reset_index()
@@ -167,11 +153,6 @@ def expansion_rates(table: pandas.DataFrame, title: str = "Expansion rate of the
 
     Args:
         table: from `lens_mix.statistics.expansion_rate.expansion_rates`.
-        title: above the figure.
-
-    Raises:
-        ValueError: columns are missing.
-        ImportError: matplotlib is not installed.
     """
     _check_columns("table", table, ("layer", "head", "rate"))
     grid = table[table["head"] != "all"].pivot(index="layer", columns="head", values="rate")
@@ -189,11 +170,6 @@ def contextualisation(table: pandas.DataFrame, title: str = "Contextualisation c
 
     Args:
         table: from `lens_mix.statistics.contextualisation.changes`.
-        title: above the figure.
-
-    Raises:
-        ValueError: columns are missing.
-        ImportError: matplotlib is not installed.
     """
     _check_columns("table", table, ("feed_forward", "residual", "norm", "whole"))
     picture, axes = _axes(6.4, 3.4, title)
