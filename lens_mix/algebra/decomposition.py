@@ -365,7 +365,7 @@ def carried(
 def _after(
     block: Block, entering: Shares | None, biases: Split, slope: Slope
 ) -> tuple[Float[Tensor, "batch query source"], Shares]:
-    """The lengths of the shares after a block, and the shares, in the place of the entering ones if they fit."""
+    """The lengths of the shares after a block, and the shares, in the place of those entering if they fit."""
     step = Decomposition(block, entering, biases, slope)
     if entering is not None and block.every_query:
         vectors = entering.vectors

@@ -93,9 +93,9 @@ class DecompX(Method):
         return None
 
     def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer query key"]:
-        # Blocks below the last one hold all rows, for it reads them all; the maps hold the last one's.
-        maps = [blocks[-1].rows_of(lengths) for lengths, _ in carried(blocks, self.biases, self.slope)]
-        return torch.stack(maps, dim=1)
+        *below, last = (lengths for lengths, _ in carried(blocks, self.biases, self.slope))
+        # The last block may hold some rows only, all of those below are read.
+        return torch.stack([*(blocks[-1].rows_of(lengths) for lengths in below), last], dim=1)
 
     def vectors(self, blocks: Sequence[Block]) -> Iterator[DecomposedBlock]:
         """The shares after each block, and at the stages inside of it, from the first block up."""
@@ -147,36 +147,26 @@ def decompose(
         state: the residual stream entering the block, at all positions; None where `shares` is.
         biases, slope: as in `DecompX`.
     """
-    path, dtype = value_path(block), resid_pre(block).dtype
+    path, x = value_path(block), resid_pre(block)
     if shares is None or state is None:
-        own = torch.eye(block.real.shape[1], dtype=dtype, device=block.real.device)
+        own = torch.eye(block.real.shape[1], dtype=x.dtype, device=x.device)
         axes = "batch query source, batch query d_model -> batch query source d_model"
-        entering = einsum(own[block.queries], resid_pre(block), axes)
+        entering = einsum(own[block.queries], x, axes)
         axes = "key source, batch key head d_head -> batch key source head d_head"
-        value = einsum(own, block.recorded("value").to(dtype), axes)
-        return from_values(block, entering, value, attention_bias(block, alone=True), biases, slope)
-    read = through_norm(block.anatomy.attention_input, shares, state, biases)
-    axes = "batch key source d_model, head d_model d_head -> batch key source head d_head"
-    value, bias = einsum(read, path.W_V.to(dtype), axes), attention_bias(block, alone=False)
-    return from_values(block, block.rows_of(shares), value, bias, biases, slope)
-
-
-def from_values(
-    block: Block,
-    entering: Float[Tensor, "batch query source d_model"],
-    value: Float[Tensor, "batch key source value_head d_head"],
-    bias: Float[Tensor, "batch query d_model"],
-    biases: Split,
-    slope: Slope,
-) -> DecomposedBlock:
-    """What becomes of shares of the residual stream, at the block's rows, and of the values, at all keys."""
-    # A copy: what was recorded in inference mode could not be differentiated with.
-    pattern = block.recorded("pattern").to(value.dtype, copy=True)
-    W_O = value_path(block).W_O.to(value.dtype)
+        value = einsum(own, block.recorded("value").to(x.dtype), axes)
+    else:
+        entering, read = (
+            block.rows_of(shares),
+            through_norm(block.anatomy.attention_input, shares, state, biases),
+        )
+        axes = "batch key source d_model, head d_model d_head -> batch key source head d_head"
+        value = einsum(read, path.W_V.to(x.dtype), axes)
+    pattern, W_O = block.recorded("pattern").to(x.dtype), path.W_O.to(x.dtype)
     value = value.repeat_interleave(len(W_O) // value.shape[3], dim=3)
     axes = "batch head query key, batch key source head d_head -> batch query source head d_head"
     mixed = einsum(pattern, value, axes)
     axes = "batch query source head d_head, head d_head d_model -> batch query source d_model"
+    bias = attention_bias(block, alone=shares is None)
     return linear_block(block, slope).carry(entering, einsum(mixed, W_O, axes), bias, biases)
 
 

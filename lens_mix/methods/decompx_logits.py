@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from einops import einsum, rearrange
+from einops import einsum, rearrange, reduce
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.algebra.bias_split import through_norm
-from lens_mix.algebra.decomposition import HIDDEN_ELEMENTS, Slope, carried, resid_pre
-from lens_mix.methods.decompx import DecompX, decompose, from_values, logit_shares
+from lens_mix.algebra.decomposition import (
+    HIDDEN_ELEMENTS,
+    LinearBlock,
+    Slope,
+    carried,
+    linear_block,
+    resid_pre,
+)
+from lens_mix.algebra.vectors import value_path
+from lens_mix.lens.anatomy import Norm
+from lens_mix.methods.decompx import DecompX, logit_shares
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -47,65 +55,90 @@ def input_shares_of_logits(
 def _backwards(
     blocks: Sequence[Block], tokens: Int[Tensor, " token"], slope: Slope
 ) -> Float[Tensor, "batch query source token"]:
-    """Without biases: (gradient of the logit at a source) · (what entered there).
-
-    Every block is linear in the shares, so that it needs the gradients at its output only. Several logits go
-    back together, in the place of the sources.
-    """
+    """Without biases: (gradient of the logit at a source) · (what entered there)."""
     first, last, count = blocks[0], blocks[-1], len(tokens)
-    x, head, state = resid_pre(first), last.head(), last.resid_post.to(resid_pre(first).dtype)
-    columns = head.W_U.to(x.dtype)[:, tokens].T
+    head, state = last.head(), last.resid_post.to(resid_pre(last).dtype)
+    columns = head.W_U.to(state.dtype)[:, tokens].T
     out = []
-    for logits in torch.arange(last.queries.shape[1] * count, device=x.device).split(_logits_at_once(first)):
-        gradient = state.new_zeros(*state.shape[:2], len(logits), state.shape[2])
-        gradient[:, logits // count, torch.arange(len(logits))] = columns[logits % count]
-        (gradient,) = _back(
-            lambda shares: through_norm(head.norm, shares, state, "drop"), gradient, gradient.shape
-        )
+    for logits in torch.arange(last.queries.shape[1] * count, device=state.device).split(_at_once(first)):
+        gradient = state.new_zeros(len(state), len(logits), *state.shape[1:])
+        gradient[:, torch.arange(len(logits)), logits // count] = columns[logits % count]
+        gradient = _through_norm(head.norm, gradient, state)
         for below, block in reversed(list(itertools.pairwise(blocks))):
-            gradient = _back_through_block(block, below.resid_post.to(x.dtype), gradient, slope)
+            gradient = _through_block(block, below.resid_post.to(state.dtype), gradient, slope)
         out.append(_shares_of_inputs(first, gradient, slope))
-    shares = rearrange(
-        torch.cat(out, dim=2), "batch source (query token) -> batch query source token", token=count
-    )
+    axes = "batch (query token) source -> batch query source token"
+    shares = rearrange(torch.cat(out, dim=1), axes, token=count)
     return shares.masked_fill_(~last.real_queries[:, :, None, None], 0)
 
 
-def _back_through_block(
-    block: Block, state: Float[Tensor, "batch key d_model"], gradient: Tensor, slope: Slope
-) -> Float[Tensor, "batch key logit d_model"]:
-    """Gradients at a block's output [batch query logit d_model] -> at its input, at all positions."""
-
-    def step(shares: Tensor) -> Tensor:
-        return decompose(block, shares, state, "drop", slope).output
-
-    return _back(step, gradient, (*state.shape[:2], *gradient.shape[2:]))[0]
-
-
-def _shares_of_inputs(first: Block, gradient: Tensor, slope: Slope) -> Float[Tensor, "batch source logit"]:
-    """Gradients at the first block's output [batch query logit d_model] -> the logits' shares."""
-    x, value = resid_pre(first), first.recorded("value").to(gradient.dtype)
-    bias = torch.zeros_like(x)
-
-    def step(entering: Tensor, value: Tensor) -> Tensor:
-        return from_values(first, entering, value, bias, "drop", slope).output
-
-    batch, positions, *of_value = value.shape
-    to_x, to_value = _back(step, gradient, gradient.shape, (batch, positions, gradient.shape[2], *of_value))
-    shares = einsum(to_value, value, "batch key logit head d, batch key head d -> batch key logit")
-    of_x = einsum(to_x, x, "batch query logit d, batch query d -> batch query logit")
-    return shares.scatter_add_(1, first.queries[..., None].expand_as(of_x), of_x)
+def _through_block(
+    block: Block,
+    state: Float[Tensor, "batch key d_model"],
+    gradient: Float[Tensor, "batch logit query d_model"],
+    slope: Slope,
+) -> Float[Tensor, "batch logit key d_model"]:
+    """Gradients at a block's output -> at its input, the `state` at all positions."""
+    to_rows, to_values = _to_branches(block, linear_block(block, slope), gradient)
+    W_V = value_path(block).W_V.to(gradient.dtype)
+    to_read = einsum(to_values, W_V, "batch logit key head d_head, head d d_head -> batch logit key d")
+    out = _through_norm(block.anatomy.attention_input, to_read, state)
+    return out.scatter_add_(2, block.queries[:, None, :, None].expand_as(to_rows), to_rows)
 
 
-def _back(function: Callable[..., Tensor], gradient: Tensor, *shapes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Gradients at the output of a linear function -> at its inputs of these shapes."""
-    with torch.inference_mode(False), torch.enable_grad():
-        inputs = [torch.zeros(shape).to(gradient).requires_grad_() for shape in shapes]
-        return torch.autograd.grad(function(*inputs), inputs, gradient.clone())
+def _shares_of_inputs(
+    block: Block, gradient: Float[Tensor, "batch logit query d_model"], slope: Slope
+) -> Float[Tensor, "batch logit source"]:
+    """Gradients at the first block's output -> the logits' shares; b_V is the key's own there."""
+    linear = linear_block(block, slope)
+    to_rows, to_values = _to_branches(block, linear, gradient)
+    value = block.recorded("value").to(gradient.dtype)
+    out = einsum(to_values, value, "batch logit key head d_head, batch key head d_head -> batch logit key")
+    of_rows = einsum(to_rows, linear.resid_pre, "batch logit query d, batch query d -> batch logit query")
+    return out.scatter_add_(2, block.queries[:, None].expand_as(of_rows), of_rows)
 
 
-def _logits_at_once(block: Block) -> int:
-    """So many that they share the states a block is held linear at; their hidden layers take 64 MB each."""
+def _to_branches(
+    block: Block, linear: LinearBlock, gradient: Float[Tensor, "batch logit query d_model"]
+) -> tuple[Float[Tensor, "batch logit query d_model"], Float[Tensor, "batch logit key head d_head"]]:
+    """`LinearBlock.carry` and the attention backwards: gradients at the block's rows, and at the values."""
+    anatomy, s = block.anatomy, block.anatomy.residual_multiplier
+    to_mid = _through_norm(anatomy.feed_forward_residual, gradient, linear.feed_forward_summed)
+    to_read = torch.zeros_like(to_mid)
+    if anatomy.feed_forward is not None:
+        to_output = _through_norm(anatomy.feed_forward_branch, to_mid * s, linear.feed_forward_out)
+        to_hidden = to_output @ anatomy.feed_forward.W_out.to(to_output.dtype).T
+        for W, _, slope in linear.slopes:
+            to_read += (to_hidden * slope[:, None]) @ W.T
+        to_read = _through_norm(anatomy.feed_forward_input, to_read, linear.read_from)
+    to_mid = to_mid if anatomy.parallel else to_mid + to_read
+    to_summed = _through_norm(anatomy.attention_residual, to_mid, linear.summed)
+    to_rows = to_summed + to_read if anatomy.parallel else to_summed
+    to_attention = _through_norm(anatomy.attention_branch, to_summed * s, linear.attention_out)
+    path, pattern = value_path(block), block.recorded("pattern").to(gradient.dtype)
+    W_O = path.W_O.to(gradient.dtype)
+    to_z = einsum(to_attention, W_O, "batch logit query d, head d_head d -> batch logit query head d_head")
+    axes = "batch head query key, batch logit query head d_head -> batch logit key head d_head"
+    to_values = einsum(pattern, to_z, axes)
+    axes = "batch logit key (head group) d_head -> batch logit key head d_head"
+    return to_rows, reduce(to_values, axes, "sum", head=len(path.W_V))
+
+
+def _through_norm(
+    norm: Norm | None,
+    gradient: Float[Tensor, "batch logit query d_model"],
+    state: Float[Tensor, "batch query d_model"] | None,
+) -> Float[Tensor, "batch logit query d_model"]:
+    """Gradients at a norm's output -> at its input, the norm held at the scale of its true state."""
+    if norm is None or state is None:
+        return gradient
+    gradient = gradient / norm.scale(state)[:, None]
+    gradient = gradient if norm.weight is None else gradient * norm.weight.to(gradient.dtype)
+    return gradient - gradient.mean(-1, keepdim=True) if norm.kind == "layer" else gradient
+
+
+def _at_once(block: Block) -> int:
+    """So many logits share the states a block is held linear at; their hidden layers take 64 MB each."""
     feed_forward = block.anatomy.feed_forward
     width = block.resid_pre.shape[-1] if feed_forward is None else len(feed_forward.W_out)
     return max(1, 16 * HIDDEN_ELEMENTS // (block.real.numel() * width))
