@@ -20,7 +20,7 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.masks import AllowedKeys, allowed_keys
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.prompts import Batch, PaddingSide, Prompt, pad, pad_token, read_prompt, token_strings
 from lens_mix.lens.proof.check import refuted_here
 from lens_mix.lens.proof.engines import choose_engine, logits_refusal, needs_head
@@ -85,7 +85,7 @@ class Session:
 
     def __init__(
         self,
-        model: Any,
+        model: TransformerLensModel,
         methods: Mapping[str, AskedMethod],
         *,
         stack: str | None = None,

@@ -55,7 +55,7 @@ def _pairs(weights: torch.Tensor, vectors: torch.Tensor) -> Pairs:
     """Pairs of given vectors, [batch, key, head, d_model]: the output matrices are identities."""
     heads, d_model = vectors.shape[-2:]
     matrices = torch.eye(d_model, dtype=vectors.dtype).expand(heads, d_model, d_model)
-    path = ValuePath(matrices, None, matrices, None)
+    path = ValuePath(matrices.mT, None, matrices, None)
     return Pairs(weights.permute(0, 3, 2, 1), HeadVectors(path, vectors))
 
 
@@ -93,7 +93,7 @@ def test_pieces_of_any_size_give_the_same(room, dtype):
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=dtype)  # noqa: E731
     pattern, value, matrices = draw(2, 4, 7, 7).softmax(-1), draw(2, 7, 2, 3), draw(4, 3, 12)
     norms = (Norm("layer", draw(12), None, 1e-5), Norm("rms", draw(12), None, 1e-5))
-    root = Pairs(pattern, HeadVectors(ValuePath(matrices, None, matrices, None), value, room))
+    root = Pairs(pattern, HeadVectors(ValuePath(matrices.mT, None, matrices, None), value, room))
     stages = [root, root.through(norms[0]), root.through(norms[0]).through(norms[1])]
     vectors = torch.einsum("bkhe,hed->bkhd", value.repeat_interleave(2, dim=2), matrices).double()
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
