@@ -117,7 +117,7 @@ def refuse_unstackable(mixing_map: MixingMap, purpose: str) -> None:
     """Refuse maps whose layers do not chain.
 
     Raises:
-        ValueError: input maps, or maps whose keys are not the tokens.
+        ValueError: input maps, maps whose keys are not the tokens, maps without the rows of all positions.
     """
     if mixing_map.kind != "layer":
         raise ValueError(
@@ -129,6 +129,7 @@ def refuse_unstackable(mixing_map: MixingMap, purpose: str) -> None:
             f"mixing_map: expected the tokens as keys for {purpose}, got {len(mixing_map.key_labels)} other "
             f"keys for {len(mixing_map.tokens)} tokens; such layers do not chain"
         )
+    mixing_map.require_every_row(purpose)
 
 
 def to_float64(scores: Tensor) -> Tensor:
@@ -153,8 +154,9 @@ def layers_between(mixing_map: MixingMap, from_layer: int | None, to_layer: int 
     chosen = labels[first : last + 1]
     if any(right != left + 1 for left, right in itertools.pairwise(chosen)):
         raise ValueError(
-            f"mixing_map: expected layers that follow one another, got layers {chosen}; where they do all "
-            "the same, say so with .replace(layers=None)"
+            f"mixing_map: expected layers that follow one another, got layers {chosen}; ask for those "
+            "between with lm.run(..., layers=...), or, where these do follow one another, say so with "
+            ".replace(layers=None)"
         )
     return mixing_map.select_layers(chosen)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lens_mix.aggregation.rollout import refuse_unstackable, to_float64
 from lens_mix.maps import MixingMap
-from lens_mix.maps.arithmetic import Dropped, kept_positions, query_position
+from lens_mix.maps.positions import Dropped, kept_positions, query_position
 
 if TYPE_CHECKING:
     import networkx

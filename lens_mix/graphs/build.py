@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lens_mix.aggregation.flow import capacity_stack
 from lens_mix.maps import MixingMap
-from lens_mix.maps.arithmetic import query_position
+from lens_mix.maps.positions import query_position
 
 if TYPE_CHECKING:
     import networkx
@@ -100,7 +100,7 @@ def information_flow_graph(
     graph = layered_graph(mixing_map, residual=residual, layer=layer, drop_bos=drop_bos)
     tokens: list[str] = graph.graph["tokens"]
     target = (_top(graph), query_position(tokens, query))
-    source = None if key is None else (0, _key_position(tokens, key))
+    source = None if key is None else (0, query_position(tokens, key, "key"))
     if by == "rollout":
         _rollout_amounts(graph, target)
     elif source is not None:
@@ -209,13 +209,10 @@ def _lowest(graph: networkx.DiGraph) -> set[Any]:
 
 def _above(graph: networkx.DiGraph, inputs: set[Any]) -> set[Any]:
     """The inputs and all that something reaches from them."""
-    found = inputs & set(graph)
-    todo = list(found)
-    while todo:
-        new = set(graph.successors(todo.pop())) - found
-        found |= new
-        todo.extend(new)
-    return found
+    import networkx as nx
+
+    starts = inputs & set(graph)
+    return starts.union(*(nx.descendants(graph, start) for start in starts))
 
 
 def _widest_path(graph: networkx.DiGraph, target: Hashable, by: str) -> float:
@@ -228,13 +225,6 @@ def _widest_path(graph: networkx.DiGraph, target: Hashable, by: str) -> float:
         for start, _, values in graph.in_edges(node, data=True):
             width[node] = max(width[node], min(width[start], values[by]))
     return width[target]
-
-
-def _key_position(tokens: list[str], key: int | str) -> int:
-    try:
-        return query_position(tokens, key)
-    except ValueError as error:
-        raise ValueError(str(error).replace("query:", "key:", 1)) from error
 
 
 def _rollout_amounts(graph: networkx.DiGraph, target: tuple[int, int]) -> None:

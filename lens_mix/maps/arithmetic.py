@@ -1,26 +1,25 @@
-"""The arithmetic behind `MixingMap`: rows, heads, and which positions are kept."""
+"""The arithmetic behind `MixingMap`: rows that sum to 1, and heads that are merged."""
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-Dropped = int | str | Iterable[int | str] | Callable[[str], bool]
 
-
-def at_least_float32(tensor: Tensor) -> Tensor:
+def at_least_float32(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """The same numbers in float32 or, where they are float64, as they are."""
     return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
 
 
-def normalise_rows(scores: Tensor, negative: str) -> tuple[Tensor, Tensor]:
+def normalise_rows(
+    scores: Float[Tensor, "layer *head query key"], negative: str
+) -> tuple[Float[Tensor, "layer *head query key"], Bool[Tensor, "layer *head query"]]:
     """Rows divided by their sum, and which rows were all zero (they stay zeros).
 
     Args:
-        scores: `[*axes, query, key]`.
         negative: "refuse", "clip" or "absolute".
 
     Raises:
@@ -49,14 +48,15 @@ def normalise_rows(scores: Tensor, negative: str) -> tuple[Tensor, Tensor]:
     return shares, empty
 
 
-def empty_rows_note(empty: Tensor, layers: Sequence[int]) -> str:
-    """A note that names the all-zero rows, `empty` of shape `[layer, query]` or `[layer, head, query]`."""
+def empty_rows_note(
+    empty: Bool[Tensor, "layer *head query"], layers: Sequence[int], queries: Sequence[int]
+) -> str:
+    """A note that names the all-zero rows by the labels of their layers and by their positions."""
     rows = empty.nonzero().tolist()
-    names = ("layer", "head", "query") if empty.ndim == 3 else ("layer", "query")
     texts = []
-    for row in rows[:10]:
-        row[0] = layers[row[0]]
-        texts.append(" ".join(f"{name} {value}" for name, value in zip(names, row, strict=True)))
+    for layer, *head, query in rows[:10]:
+        heads = f" head {head[0]}" if head else ""
+        texts.append(f"layer {layers[layer]}{heads} query {queries[query]}")
     more = f"; and {len(rows) - 10} more" if len(rows) > 10 else ""
     return f"all-zero rows, left as zeros: {'; '.join(texts)}{more}"
 
@@ -66,8 +66,10 @@ def added(notes: tuple[str, ...], note: str) -> tuple[str, ...]:
     return notes if note in notes else (*notes, note)
 
 
-def merge_heads(scores: Tensor, how: str, weights: Tensor | Sequence[float] | None) -> Tensor:
-    """`[layer, head, query, key]` to `[layer, query, key]` by mean, weighted mean or maximum.
+def merge_heads(
+    scores: Float[Tensor, "layer head query key"], how: str, weights: Tensor | Sequence[float] | None
+) -> Float[Tensor, "layer query key"]:
+    """Heads merged by mean, weighted mean or maximum.
 
     Raises:
         ValueError: weights of a wrong shape, negative, not finite, or summing to 0.
@@ -89,59 +91,3 @@ def merge_heads(scores: Tensor, how: str, weights: Tensor | Sequence[float] | No
         raise ValueError(f"weights: expected finite numbers, 0 or more, not all 0, got {weights}")
     share = (share / total).expand(scores.shape[:2])
     return torch.einsum("lhqk,lh->lqk", scores, share)
-
-
-def kept_positions(tokens: Sequence[str], dropped: Dropped) -> list[int]:
-    """The positions left when some are dropped by position, by token, or by a function of the token.
-
-    Raises:
-        TypeError: anything else.
-        ValueError: no such position or token; nothing left.
-    """
-    count = len(tokens)
-    if callable(dropped):
-        gone = {position for position, token in enumerate(tokens) if dropped(token)}
-    else:
-        if not isinstance(dropped, (numbers.Integral, Iterable)):
-            raise TypeError(f"tokens: expected positions, tokens or a function, got {dropped!r}")
-        items = [dropped] if isinstance(dropped, (numbers.Integral, str)) else list(dropped)
-        gone = {position for item in items for position in _positions(tokens, item)}
-    kept = [position for position in range(count) if position not in gone]
-    if not kept:
-        raise ValueError(f"tokens: expected some token to be left, got all {count} dropped")
-    return kept
-
-
-def _positions(tokens: Sequence[str], item: object) -> list[int]:
-    count = len(tokens)
-    if isinstance(item, bool) or not isinstance(item, (numbers.Integral, str)):
-        raise TypeError(f"tokens: expected positions, tokens or a function, got {item!r}")
-    if isinstance(item, str):
-        found = [position for position, token in enumerate(tokens) if token == item]
-    else:
-        found = [int(item) % count] if -count <= int(item) < count else []
-    if not found:
-        raise ValueError(
-            f"tokens: expected positions from {-count} to {count - 1} or some of {list(tokens)}, got {item!r}"
-        )
-    return found
-
-
-def query_position(tokens: Sequence[str], query: int | str) -> int:
-    """The position of a query given as a position (negative: from the end) or as a token.
-
-    Raises:
-        ValueError: no such position; a token that does not occur exactly once.
-    """
-    count = len(tokens)
-    if isinstance(query, str):
-        found = [position for position, token in enumerate(tokens) if token == query]
-        if len(found) != 1:
-            raise ValueError(
-                f"query: expected a token that occurs once in {list(tokens)}, got {query!r}, "
-                f"which occurs {len(found)} times"
-            )
-        return found[0]
-    if isinstance(query, bool) or not isinstance(query, int) or not -count <= query < count:
-        raise ValueError(f"query: expected a position from {-count} to {count - 1}, got {query!r}")
-    return query % count

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lens_mix.maps.positions import as_positions, is_whole
 
-def as_scores(scores: object) -> Tensor:
+
+def as_scores(scores: object) -> Float[Tensor, "layer *head query key"]:
     """A detached floating-point tensor `[layer, query, key]` or `[layer, head, query, key]`.
 
     Tensors keep their dtype and device and are not copied; numpy arrays and nested lists are
@@ -18,7 +22,7 @@ def as_scores(scores: object) -> Tensor:
 
     Raises:
         TypeError: not a tensor, array or nested list of numbers; complex numbers.
-        ValueError: ragged lists, a wrong number of axes, an empty axis, NaN or infinity.
+        ValueError: ragged lists, a wrong number of axes, an empty axis.
     """
     tensor = scores.detach() if isinstance(scores, Tensor) else _from_array(scores)
     if tensor.is_complex():
@@ -32,7 +36,6 @@ def as_scores(scores: object) -> Tensor:
         )
     if 0 in tensor.shape:
         raise ValueError(f"scores: expected no empty axis, got shape {tuple(tensor.shape)}")
-    _refuse_non_finite(tensor)
     return tensor
 
 
@@ -50,26 +53,32 @@ def _from_array(scores: object) -> Tensor:
         ) from error
 
 
-def _refuse_non_finite(scores: Tensor) -> None:
+def refuse_non_finite(scores: Tensor, layers: Sequence[int], queries: Sequence[int]) -> None:
+    """Refuse NaN and infinity.
+
+    Raises:
+        ValueError: naming the first such entry.
+    """
+    # A sum is finite only if every number in it is; it needs no tensor as large as the scores.
+    if math.isfinite(scores.sum().item()):
+        return
     finite = torch.isfinite(scores)
     if not bool(finite.all()):
         where = (~finite).nonzero()[0].tolist()
         raise ValueError(
-            f"scores: expected finite numbers, got {scores[tuple(where)].item()} at {_entry(where)} "
-            f"({int((~finite).sum())} such entries)"
+            f"scores: expected finite numbers, got {scores[tuple(where)].item()} at "
+            f"{_entry(where, layers, queries)} ({int((~finite).sum())} such entries)"
         )
 
 
-def _entry(where: Sequence[int], layers: Sequence[int] | None = None) -> str:
-    names = ("layer", "query", "key") if len(where) == 3 else ("layer", "head", "query", "key")
-    values = list(where)
-    if layers is not None:
-        values[0] = layers[values[0]]
-    return ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
+def _entry(where: Sequence[int], layers: Sequence[int], queries: Sequence[int]) -> str:
+    layer, *head, query, key = where
+    heads = f" head {head[0]}," if head else ""
+    return f"layer {layers[layer]},{heads} query {queries[query]}, key {key}"
 
 
-def as_tokens(tokens: object, count: int, argument: str) -> list[str]:
-    """`tokens` as a list of exactly `count` strings.
+def as_tokens(tokens: object, count: int | None, argument: str, axis: str) -> list[str]:
+    """`tokens` as a list of strings, one per place of an axis of `count` places (None: of any length).
 
     Raises:
         TypeError: one string, or anything that is not a sequence of strings.
@@ -77,19 +86,35 @@ def as_tokens(tokens: object, count: int, argument: str) -> list[str]:
     """
     if isinstance(tokens, str) or not isinstance(tokens, Iterable):
         raise TypeError(f"{argument}: expected a list of strings, got {type(tokens).__name__}")
-    found = list(tokens)
-    for position, token in enumerate(found):
+    strings = list(tokens)
+    for position, token in enumerate(strings):
         if not isinstance(token, str):
             raise TypeError(
                 f"{argument}: expected strings, got {type(token).__name__} at position {position}"
             )
-    if len(found) != count:
-        axis = "query" if argument == "tokens" else "key"
-        raise ValueError(f"{argument}: expected {count}, one per {axis} position of scores, got {len(found)}")
-    return found
+    if count is not None and len(strings) != count:
+        raise ValueError(
+            f"{argument}: expected {count}, one per {axis} position of scores, got {len(strings)}"
+        )
+    return strings
 
 
-def as_mask(mask: object, scores: Tensor) -> Tensor | None:
+def as_queries(queries: object, count: int, rows: int) -> list[int] | None:
+    """The positions of `rows` rows among `count` tokens; None where they are all positions in order.
+
+    Raises:
+        TypeError: not a list.
+        ValueError: no such position, one twice, or another number of them than there are rows.
+    """
+    if isinstance(queries, str) or not isinstance(queries, Iterable):
+        raise TypeError(f"queries: expected a list of positions, got {type(queries).__name__}")
+    positions = as_positions(queries, count)
+    if len(positions) != rows:
+        raise ValueError(f"queries: expected {rows} positions, one per row of scores, got {len(positions)}")
+    return None if positions == list(range(count)) else positions
+
+
+def as_mask(mask: object, scores: Tensor) -> Bool[Tensor, "*layer query key"] | None:
     """`mask` as a boolean tensor `[query, key]` or `[layer, query, key]` on the device of `scores`.
 
     Raises:
@@ -125,10 +150,10 @@ def as_layers(layers: object, count: int) -> list[int]:
         return list(range(count))
     if isinstance(layers, str) or not isinstance(layers, Iterable):
         raise TypeError(f"layers: expected a list of whole numbers, got {type(layers).__name__}")
-    found = list(layers)
-    if any(isinstance(label, bool) or not isinstance(label, (int, np.integer)) for label in found):
-        raise TypeError(f"layers: expected whole numbers, got {found}")
-    labels = [int(label) for label in found]
+    given = list(layers)
+    if not all(is_whole(label) for label in given):
+        raise TypeError(f"layers: expected whole numbers, got {given}")
+    labels = [int(label) for label in given]
     if len(labels) != count:
         raise ValueError(f"layers: expected {count} labels, one per layer of scores, got {len(labels)}")
     if min(labels) < 0 or len(set(labels)) != len(labels):
@@ -162,35 +187,47 @@ def as_plain(value: Any) -> Any:
     return value
 
 
-def visible_keys(mask: Tensor | None, causal: bool, scores: Tensor) -> Tensor:
-    """Which keys each query could see, `[layer, query, key]`, booleans."""
-    layers, queries, keys = scores.shape[0], scores.shape[-2], scores.shape[-1]
+def visible_keys(
+    mask: Tensor | None, causal: bool, scores: Tensor, queries: Sequence[int]
+) -> Bool[Tensor, "layer query key"]:
+    """Which keys each query could see; `queries` are the positions of the rows."""
     if mask is None:
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
-        mask = mask.tril() if causal else mask
-    return mask.expand(layers, queries, keys)
+        shape = scores.shape[-2:]
+        mask = torch.ones(shape, dtype=torch.bool, device=scores.device)
+        if causal:
+            mask = ~later_keys(shape[1], queries, scores.device)
+    return mask.expand(scores.shape[0], *scores.shape[-2:])
 
 
-def refuse_hidden_weight(scores: Tensor, visible: Tensor, causal: bool, layers: Sequence[int]) -> None:
+def later_keys(count: int, queries: Sequence[int], device: torch.device) -> Bool[Tensor, "query key"]:
+    """Which of `count` keys stand after the position of each row."""
+    rows = torch.tensor(list(queries), device=device)
+    return torch.arange(count, device=device) > rows[:, None]
+
+
+def refuse_hidden_weight(
+    scores: Tensor, visible: Tensor, causal: bool, layers: Sequence[int], queries: Sequence[int]
+) -> None:
     """Refuse a weight on a key that its query could not see.
 
     Raises:
         ValueError: naming the first such entry.
     """
-    hidden = ~visible if scores.ndim == 3 else ~visible[:, None]
-    wrong = (scores != 0) & hidden
-    if not bool(wrong.any()):
-        return
-    where = wrong.nonzero()[0].tolist()
-    above = causal and where[-1] > where[-2]
-    reason = "a causal map has no weight above the diagonal" if above else "mask hides this key"
-    raise ValueError(
-        f"scores: expected 0 at {_entry(where, layers)}, because {reason}, "
-        f"got {scores[tuple(where)].item():.6g} ({int(wrong.sum())} such entries)"
-    )
+    # One layer at a time: the comparison of a whole stack costs as much as half a rollout of it.
+    for place, (matrices, seen) in enumerate(zip(scores, visible, strict=True)):
+        wrong = (matrices != 0) & ~seen
+        if not bool(wrong.any()):
+            continue
+        where = [place, *wrong.nonzero()[0].tolist()]
+        above = causal and where[-1] > queries[where[-2]]
+        reason = "a causal map has no weight above the diagonal" if above else "mask hides this key"
+        raise ValueError(
+            f"scores: expected 0 at {_entry(where, layers, queries)}, because {reason}, "
+            f"got {scores[tuple(where)].item():.6g} ({int(wrong.sum())} such entries in the layer)"
+        )
 
 
-def refuse_causal_contradictions(mask: Tensor | None, key_tokens: object, scores: Tensor) -> None:
+def refuse_causal_contradictions(mask: Tensor | None, key_tokens: object, queries: Sequence[int]) -> None:
     """Refuse `causal=True` where the key axis is not the tokens, or where the mask says otherwise.
 
     Raises:
@@ -201,9 +238,12 @@ def refuse_causal_contradictions(mask: Tensor | None, key_tokens: object, scores
             "causal: expected False where key_tokens are given (their order says nothing about the "
             "queries'); say with mask= which keys each query could see"
         )
-    if mask is not None and bool(mask.triu(diagonal=1).any()):
-        where = mask.triu(diagonal=1).nonzero()[0].tolist()
+    if mask is None:
+        return
+    wrong = mask & later_keys(mask.shape[-1], queries, mask.device)
+    if bool(wrong.any()):
+        *_, query, key = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"mask: expected no visible key above the diagonal with causal=True, got one at query "
-            f"{where[-2]}, key {where[-1]}"
+            f"{queries[query]}, key {key}"
         )

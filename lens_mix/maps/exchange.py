@@ -8,7 +8,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
+
+from lens_mix.maps.positions import shortened
 
 if TYPE_CHECKING:
     import networkx
@@ -22,6 +25,8 @@ _FIELDS = (
     *("tokens", "method", "causal", "key_tokens", "parameters"),
     *("residual", "kind", "layers", "provenance", "notes"),
 )
+# Written since rows can be asked for; a file without it holds all rows.
+_OPTIONAL = ("queries",)
 
 
 def save_map(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
@@ -32,7 +37,7 @@ def save_map(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     """
     from safetensors.torch import save_file
 
-    record = {name: getattr(mixing_map, name) for name in _FIELDS}
+    record = {name: getattr(mixing_map, name) for name in (*_FIELDS, *_OPTIONAL)}
     for name in ("parameters", "provenance"):
         _refuse_beyond_json(record[name], name)
     tensors = {"scores": mixing_map.scores.contiguous()}
@@ -81,7 +86,7 @@ def load_map(path: str | os.PathLike[str], device: str | torch.device = "cpu") -
     missing += [] if "scores" in fields else ["scores"]
     if missing:
         raise ValueError(f"{expected}, got {place}, which lacks {missing}")
-    fields.update({name: record[name] for name in _FIELDS})
+    fields.update({name: record.get(name) for name in (*_FIELDS, *_OPTIONAL)})
     fields["notes"] = tuple(fields["notes"])
     return fields
 
@@ -111,8 +116,8 @@ def map_dataframe(mixing_map: MixingMap) -> pandas.DataFrame:
     columns = {"layer": np.asarray(mixing_map.layer_labels)[axes[0]]}
     if mixing_map.has_heads:
         columns["head"] = axes[1]
-    columns["query"], columns["key"] = axes[-2], axes[-1]
-    columns["query_token"] = np.asarray(mixing_map.tokens, dtype=object)[axes[-2]]
+    columns["query"], columns["key"] = np.asarray(mixing_map.query_positions)[axes[-2]], axes[-1]
+    columns["query_token"] = np.asarray(mixing_map.query_labels, dtype=object)[axes[-2]]
     columns["key_token"] = np.asarray(mixing_map.key_labels, dtype=object)[axes[-1]]
     columns["score"] = scores.ravel()
     return pd.DataFrame(columns)
@@ -128,9 +133,9 @@ def map_xarray(mixing_map: MixingMap) -> xarray.DataArray:
     dims = ("layer", "head", "query", "key") if mixing_map.has_heads else ("layer", "query", "key")
     coordinates: dict[str, Any] = {
         "layer": mixing_map.layer_labels,
-        "query": range(len(mixing_map.tokens)),
+        "query": mixing_map.query_positions,
         "key": range(len(mixing_map.key_labels)),
-        "query_token": ("query", mixing_map.tokens),
+        "query_token": ("query", mixing_map.query_labels),
         "key_token": ("key", mixing_map.key_labels),
     }
     if mixing_map.has_heads:
@@ -148,26 +153,30 @@ def map_xarray(mixing_map: MixingMap) -> xarray.DataArray:
     )
 
 
-def layer_graph(mixing_map: MixingMap, matrix: Tensor, threshold: float) -> networkx.DiGraph:
+def layer_graph(
+    mixing_map: MixingMap, matrix: Float[Tensor, "query key"], threshold: float
+) -> networkx.DiGraph:
     """One map as a graph: an edge key -> query, the way the information went."""
     import networkx as nx
 
     graph = nx.DiGraph(method=mixing_map.method, kind=mixing_map.kind)
     cross = mixing_map.key_tokens is not None
-    for position, token in enumerate(mixing_map.tokens):
-        graph.add_node(("query", position) if cross else position, token=token, position=position)
+    positions = mixing_map.query_positions
     if cross:
-        for position, token in enumerate(mixing_map.key_labels):
-            graph.add_node(("key", position), token=token, position=position)
-    for query, key, weight in _edges(matrix, threshold):
-        if cross:
-            graph.add_edge(("key", key), ("query", query), weight=weight)
-        else:
-            graph.add_edge(key, query, weight=weight)
+        for position, token in zip(positions, mixing_map.query_labels, strict=True):
+            graph.add_node(("query", position), token=token, position=position)
+    for position, token in enumerate(mixing_map.key_labels):
+        graph.add_node(("key", position) if cross else position, token=token, position=position)
+    for row, key, weight in _edges(matrix, threshold):
+        query = positions[row]
+        start, end = (("key", key), ("query", query)) if cross else (key, query)
+        graph.add_edge(start, end, weight=weight)
     return graph
 
 
-def stack_graph(mixing_map: MixingMap, matrices: Tensor, threshold: float) -> networkx.DiGraph:
+def stack_graph(
+    mixing_map: MixingMap, matrices: Float[Tensor, "layer query key"], threshold: float
+) -> networkx.DiGraph:
     """All layers as one graph: node `(level, position)`, level 0 the first layer's input."""
     import networkx as nx
 
@@ -182,7 +191,7 @@ def stack_graph(mixing_map: MixingMap, matrices: Tensor, threshold: float) -> ne
     return graph
 
 
-def _edges(matrix: Tensor, threshold: float) -> list[tuple[int, int, float]]:
+def _edges(matrix: Float[Tensor, "query key"], threshold: float) -> list[tuple[int, int, float]]:
     chosen = (matrix.abs() > threshold).nonzero()
     weights = matrix[chosen[:, 0], chosen[:, 1]].tolist()
     return [(query, key, weight) for (query, key), weight in zip(chosen.tolist(), weights, strict=True)]
@@ -200,18 +209,22 @@ def describe(mixing_map: MixingMap) -> str:
         name = f"{name} {aggregation.get('name', '')}".strip()
     extras = [str(mixing_map.scores.dtype).removeprefix("torch.")]
     extras += ["causal"] if mixing_map.causal else []
+    if mixing_map.queries is not None:
+        extras.append(f"queries {shortened(mixing_map.queries)} of {len(tokens)} positions")
     extras += [f"{len(mixing_map.notes)} notes"] if mixing_map.notes else []
     return f"MixingMap({name}: {mixing_map.kind} map, {shape}, {', '.join(extras)}, tokens=[{shown}])"
 
 
 def describe_html(mixing_map: MixingMap) -> str:
-    """The line of `describe` and a small table of the last query's top keys in the last layer."""
+    """The line of `describe` and a small table of the last row's top keys in the last layer."""
+    last = max(mixing_map.query_positions)
+    of_the_last = "the last query" if last == len(mixing_map.tokens) - 1 else f"query {last}"
     rows = "".join(
         f"<tr><td>{source.position}</td><td><code>{html.escape(source.token)}</code></td>"
         f"<td>{source.score:.4g}</td></tr>"
-        for source in mixing_map.top(5)
+        for source in mixing_map.top(5, query=last)
     )
     return (
-        f"<code>{html.escape(describe(mixing_map))}</code><table><caption>Top keys of the last query, "
+        f"<code>{html.escape(describe(mixing_map))}</code><table><caption>Top keys of {of_the_last}, "
         f"last layer</caption><tr><th>position</th><th>token</th><th>score</th></tr>{rows}</table>"
     )

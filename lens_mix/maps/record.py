@@ -8,14 +8,25 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.maps import arithmetic, checks, exchange, words
+from lens_mix.maps.positions import (
+    Dropped,
+    Queries,
+    as_count,
+    as_positions,
+    kept_positions,
+    query_position,
+    shortened,
+)
 
 if TYPE_CHECKING:
     import networkx
     import pandas
     import xarray
+    from matplotlib.figure import Figure
 
 Groups = Sequence[str] | Sequence[Sequence[int]] | None
 
@@ -37,15 +48,16 @@ class MixingMap:
         >>> lm.MixingMap(scores=A, tokens=["The", " cat"], method="attention", causal=True)
 
     Maps are never changed: every method returns a new one. A tensor given as `scores` is detached
-    and not copied. A layer is named by its label in `layers`; a negative number counts from the end.
+    and not copied. A layer is named by its label in `layers`, a row by its position in the prompt;
+    negative numbers count from the last layer that is held and from the end of the prompt.
 
     Attributes:
         scores: `[layer, query, key]` or `[layer, head, query, key]`, raw, as the method defines them.
-        tokens: one string per query position.
+        tokens: one string per position of the prompt.
         method: name of the method.
         causal: whether no query can see a later key.
         mask: which keys each query could see, booleans `[query, key]` or `[layer, query, key]`;
-            None: all, or the lower triangle when `causal`.
+            None: all, or those up to its own position when `causal`.
         key_tokens: one string per key position where the key axis is not the tokens (spans, or
             another sequence as in cross-attention), else None.
         parameters: of the method, by name.
@@ -54,18 +66,20 @@ class MixingMap:
         layers: labels of the layers; default 0, 1, 2, ….
         provenance: where the map came from, JSON-able (model name, dtype, engine, …).
         notes: warnings about this map.
+        queries: positions of the rows of `scores` and `mask` among `tokens`, each once, in any order;
+            None: all positions in order (a list that says so becomes None).
 
     Raises:
-        TypeError: scores, tokens, mask, layers or residual of a wrong type.
+        TypeError: scores, tokens, mask, layers, queries or residual of a wrong type.
         ValueError: shapes that do not fit each other; NaN or infinity; weight on a key that its
             query could not see (the entry is named).
     """
 
-    scores: Tensor
+    scores: Float[Tensor, "layer *head query key"]
     tokens: list[str]
     method: str = "custom"
     causal: bool = False
-    mask: Tensor | None = None
+    mask: Bool[Tensor, "*layer query key"] | None = None
     key_tokens: list[str] | None = None
     parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
     residual: float | None = None
@@ -73,31 +87,42 @@ class MixingMap:
     layers: list[int] | None = None
     provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    queries: list[int] | None = None
 
     def __post_init__(self) -> None:
         scores = checks.as_scores(self.scores)
-        queries, keys = scores.shape[-2:]
-        if self.key_tokens is None and queries != keys:
-            raise ValueError(
-                f"scores: expected as many keys as queries, got shape {tuple(scores.shape)}; "
-                "give key_tokens= where the key axis is not the tokens"
-            )
+        rows, keys = scores.shape[-2:]
         key_tokens = self.key_tokens
         if key_tokens is not None:
-            key_tokens = checks.as_tokens(key_tokens, keys, "key_tokens")
+            key_tokens = checks.as_tokens(key_tokens, keys, "key_tokens", "key")
+        queries = None
+        if self.queries is not None:
+            count = keys if key_tokens is None else None
+            tokens = checks.as_tokens(self.tokens, count, "tokens", "key")
+            queries = checks.as_queries(self.queries, len(tokens), rows)
+        elif key_tokens is None and rows != keys:
+            raise ValueError(
+                f"scores: expected as many keys as queries, got shape {tuple(scores.shape)}; "
+                "give key_tokens= where the key axis is not the tokens, queries= where some rows are held"
+            )
+        else:
+            tokens = checks.as_tokens(self.tokens, rows, "tokens", "query")
+        positions = list(range(len(tokens))) if queries is None else queries
         if self.kind not in ("layer", "input"):
             raise ValueError(f"kind: expected 'layer' or 'input', got {self.kind!r}")
         if not isinstance(self.method, str):
             raise TypeError(f"method: expected a name, got {type(self.method).__name__}")
         mask = checks.as_mask(self.mask, scores)
         if self.causal:
-            checks.refuse_causal_contradictions(mask, key_tokens, scores)
+            checks.refuse_causal_contradictions(mask, key_tokens, positions)
         layers = checks.as_layers(self.layers, scores.shape[0])
-        visible = checks.visible_keys(mask, self.causal, scores)
-        checks.refuse_hidden_weight(scores, visible, self.causal, layers)
+        checks.refuse_non_finite(scores, layers, positions)
+        if self.causal or mask is not None:
+            visible = checks.visible_keys(mask, self.causal, scores, positions)
+            checks.refuse_hidden_weight(scores, visible, self.causal, layers, positions)
         values = {
             "scores": scores,
-            "tokens": checks.as_tokens(self.tokens, queries, "tokens"),
+            "tokens": tokens,
             "causal": bool(self.causal),
             "mask": mask,
             "key_tokens": key_tokens,
@@ -106,6 +131,7 @@ class MixingMap:
             "layers": layers,
             "provenance": checks.as_plain(self.provenance),
             "notes": (self.notes,) if isinstance(self.notes, str) else tuple(self.notes),
+            "queries": queries,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -127,9 +153,47 @@ class MixingMap:
         """One string per key position."""
         return self.tokens if self.key_tokens is None else self.key_tokens
 
-    def visible(self) -> Tensor:
-        """Which keys each query could see: booleans `[layer, query, key]`."""
-        return checks.visible_keys(self.mask, self.causal, self.scores)
+    @property
+    def query_positions(self) -> list[int]:
+        """The position of each row among `tokens`."""
+        return list(range(len(self.tokens))) if self.queries is None else list(self.queries)
+
+    @property
+    def query_labels(self) -> list[str]:
+        """One string per row: the tokens of `query_positions`."""
+        return [self.tokens[position] for position in self.query_positions]
+
+    def visible(self) -> Bool[Tensor, "layer query key"]:
+        """Which keys each query could see."""
+        return checks.visible_keys(self.mask, self.causal, self.scores, self.query_positions)
+
+    def row_index(self, query: int | str, argument: str = "query") -> int:
+        """Place on the query axis of a position (negative: from the end of the prompt), or of a token.
+
+        Raises:
+            ValueError: no such position; a token that does not occur exactly once; a row that is not held.
+        """
+        position = query_position(self.tokens, query, argument)
+        if self.queries is None:
+            return position
+        if position not in self.queries:
+            raise ValueError(
+                f"{argument}: expected one of the rows that this map holds, {shortened(self.queries)}, got "
+                f"{query!r} (position {position}); ask for it with lm.run(..., queries=[{position}])"
+            )
+        return self.queries.index(position)
+
+    def require_every_row(self, purpose: str, argument: str = "mixing_map") -> None:
+        """Refuse a map that holds the rows of some positions only.
+
+        Raises:
+            ValueError: naming the rows that are held.
+        """
+        if self.queries is not None:
+            raise ValueError(
+                f"{argument}: expected the rows of all {len(self.tokens)} positions for {purpose}, got only "
+                f"those of {shortened(self.queries)}; ask for all with lm.run(..., queries=None)"
+            )
 
     def layer_index(self, layer: int) -> int:
         """Place on the layer axis of the layer with this label (negative: from the end).
@@ -162,6 +226,20 @@ class MixingMap:
         labels = [self.layer_labels[place] for place in index]
         return self.replace(scores=self.scores[index], mask=mask, layers=labels)
 
+    def select_queries(self, queries: Queries) -> MixingMap:
+        """The rows of some queries, in the order given; keys and tokens stay.
+
+        Args:
+            queries: a position, several, or a slice of the prompt's positions (negative: from the end).
+
+        Raises:
+            ValueError: no such position, none at all, one twice, or a row that is not held.
+        """
+        positions = as_positions(queries, len(self.tokens))
+        rows = [self.row_index(position, "queries") for position in positions]
+        mask = None if self.mask is None else self.mask[..., rows, :]
+        return self.replace(scores=self.scores[..., rows, :], mask=mask, queries=positions)
+
     def head(self, head: int) -> MixingMap:
         """The maps of one head, `[layer, query, key]`.
 
@@ -190,7 +268,8 @@ class MixingMap:
         shares, empty = arithmetic.normalise_rows(self.scores, negative)
         notes = self.notes
         if bool(empty.any()):
-            notes = arithmetic.added(notes, arithmetic.empty_rows_note(empty, self.layer_labels))
+            note = arithmetic.empty_rows_note(empty, self.layer_labels, self.query_positions)
+            notes = arithmetic.added(notes, note)
         return self.replace(scores=shares, notes=notes)
 
     def merge_heads(
@@ -211,7 +290,7 @@ class MixingMap:
             return self
         return self.replace(scores=arithmetic.merge_heads(self.scores, how, weights))
 
-    def drop(self, tokens: arithmetic.Dropped, axis: Literal["both", "query", "key"] = "both") -> MixingMap:
+    def drop(self, tokens: Dropped, axis: Literal["both", "query", "key"] = "both") -> MixingMap:
         """The map without some tokens; not renormalised.
 
         Args:
@@ -220,15 +299,22 @@ class MixingMap:
             axis: "both" for maps whose keys are the tokens; "query" or "key" for one axis only.
 
         Raises:
-            ValueError: no such position or token; nothing left; "both" on a map with key_tokens.
+            ValueError: no such position or token; nothing left, or no row; "both" on a map with key_tokens.
         """
         if axis not in ("both", "query", "key"):
             raise ValueError(f"axis: expected 'both', 'query' or 'key', got {axis!r}")
         if axis == "both" and self.key_tokens is not None:
             raise ValueError("axis: expected 'query' or 'key' on a map with key_tokens, got 'both'")
         every_query, every_key = range(len(self.tokens)), range(len(self.key_labels))
-        queries = list(every_query) if axis == "key" else arithmetic.kept_positions(self.tokens, tokens)
-        keys = list(every_key) if axis == "query" else arithmetic.kept_positions(self.key_labels, tokens)
+        kept = list(every_query) if axis == "key" else kept_positions(self.tokens, tokens)
+        keys = list(every_key) if axis == "query" else kept_positions(self.key_labels, tokens)
+        place_after = {position: place for place, position in enumerate(kept)}
+        held = self.query_positions
+        rows = [row for row, position in enumerate(held) if position in place_after]
+        if not rows:
+            raise ValueError(
+                f"tokens: expected a row to be left, got all rows that are held, {shortened(held)}, dropped"
+            )
         fields: dict[str, Any] = {"mask": self.mask, "key_tokens": None}
         if axis != "both":
             # The triangle is told by position, so it must be written out before one axis shrinks alone.
@@ -236,10 +322,11 @@ class MixingMap:
             fields["key_tokens"] = [self.key_labels[key] for key in keys]
             fields["causal"] = False
         if fields["mask"] is not None:
-            fields["mask"] = fields["mask"][..., queries, :][..., keys]
+            fields["mask"] = fields["mask"][..., rows, :][..., keys]
         return self.replace(
-            scores=self.scores[..., queries, :][..., keys],
-            tokens=[self.tokens[query] for query in queries],
+            scores=self.scores[..., rows, :][..., keys],
+            tokens=[self.tokens[position] for position in kept],
+            queries=[place_after[held[row]] for row in rows],
             **fields,
         )
 
@@ -257,7 +344,9 @@ class MixingMap:
         """Subword pieces merged into words, on both axes (float32 or better).
 
         With the defaults, rows that sum to 1 still do. Roll out before merging: uniform attention
-        over pieces is not uniform over words.
+        over pieces is not uniform over words. Of a map that holds only some rows, the words whose rows are
+        all held come back (with queries="first" or "last": whose first or last row is held); a note names
+        the words that were left out although a row of theirs is held.
 
         Args:
             groups: the words as text, or as lists of positions that name each position once; None:
@@ -267,7 +356,8 @@ class MixingMap:
 
         Raises:
             TypeError: groups that are neither.
-            ValueError: groups that do not fit the tokens; tokens without word marks; unknown names.
+            ValueError: groups that do not fit the tokens; tokens without word marks; unknown names; no
+                word whose rows are held.
         """
         reduce_keys = words.reduction(keys, "keys")
         reduce_queries = words.reduction(queries, "queries")
@@ -278,16 +368,19 @@ class MixingMap:
             key_words, key_names = words.resolve_groups(self.key_tokens, given, "key_groups")
         elif key_groups is not None:
             raise ValueError("key_groups: expected None on a map whose keys are its tokens")
+        numbers, rows = words.rows_of_words(query_words, self.query_positions, queries)
         causal = self.causal and words.in_order(query_words)
         mask = self.visible()[0] if self.causal and not causal and self.mask is None else self.mask
         scores = words.merge_axis(arithmetic.at_least_float32(self.scores), key_words, -1, reduce_keys)
         return self.replace(
-            scores=words.merge_axis(scores, query_words, -2, reduce_queries),
+            scores=words.merge_axis(scores, rows, -2, reduce_queries),
             tokens=names,
+            queries=numbers,
             key_tokens=key_names,
             causal=causal,
-            mask=None if mask is None else words.merge_mask(mask, query_words, key_words),
+            mask=None if mask is None else words.merge_mask(mask, rows, key_words),
             provenance={**self.provenance, "merged_words": {"keys": keys, "queries": queries}},
+            notes=(*self.notes, *words.left_out_note(query_words, names, self.query_positions, numbers)),
         )
 
     # ------------------------------------------------------------------ reading it
@@ -299,16 +392,15 @@ class MixingMap:
 
         Args:
             k: how many, 1 or more (fewer come back where the query could see fewer).
-            query: position (negative: from the end), or a token that occurs once.
+            query: position (negative: from the end of the prompt), or a token that occurs once.
             layer: label (negative: from the end).
             head: one head; None: the mean over heads.
 
         Raises:
-            ValueError: no such query, layer or head; k below 1.
+            ValueError: no such query, layer or head; a row that is not held; k below 1.
         """
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ValueError(f"k: expected a whole number, 1 or more, got {k!r}")
-        place, row = self.layer_index(layer), arithmetic.query_position(self.tokens, query)
+        as_count(k, "k")
+        place, row = self.layer_index(layer), self.row_index(query)
         scores = (self.merge_heads() if head is None else self.head(head)).scores[place, row]
         visible = self.visible()[place, row].nonzero().flatten()
         best = visible[torch.sort(scores[visible], descending=True, stable=True).indices[:k]].tolist()
@@ -338,13 +430,15 @@ class MixingMap:
             threshold: only edges whose absolute weight is above this.
 
         Raises:
-            ValueError: None on an input map or on a map with key_tokens, whose layers do not chain.
+            ValueError: None on an input map, on a map with key_tokens, whose layers do not chain, or on
+                one that holds some rows only.
         """
         single = self.merge_heads() if head is None else self.head(head)
         if layer is not None:
             return exchange.layer_graph(self, single.scores[self.layer_index(layer)], threshold)
         if self.kind == "input" or self.key_tokens is not None:
             raise ValueError("layer: expected one layer for a map whose layers do not chain, got None")
+        self.require_every_row("the graph of all layers")
         return exchange.stack_graph(self, single.scores, threshold)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -365,7 +459,7 @@ class MixingMap:
         """
         return cls(**exchange.load_map(path, device))
 
-    def show(self, **options: Any) -> Any:
+    def show(self, **options: Any) -> Figure:
         """A matplotlib figure of the maps; `options` go to `lens_mix.view.figures.layer_maps`."""
         from lens_mix.view import figures
 

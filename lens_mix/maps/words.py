@@ -7,7 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
+
+from lens_mix.maps.positions import shortened
 
 _SPACE_MARKS = (" ", "\u00a0", "Ġ", "▁")
 _LINE_MARKS = ("\n", "\r", "\t", "Ċ")
@@ -132,8 +135,8 @@ def resolve_groups(
         ValueError: positions that are not each named exactly once; words that do not spell the tokens.
     """
     if groups is None:
-        found = word_groups(tokens)
-        return found, [_join([tokens[position] for position in group]) for group in found]
+        marked = word_groups(tokens)
+        return marked, [_join([tokens[position] for position in group]) for group in marked]
     listed = isinstance(groups, Sequence) and all(isinstance(group, Sequence) for group in groups)
     if isinstance(groups, str) or not listed or not groups:
         raise TypeError(f"{argument}: expected a list of words or of lists of positions, got {groups!r}")
@@ -160,6 +163,35 @@ def in_order(groups: Sequence[Sequence[int]]) -> bool:
     return all(max(left) < min(right) for left, right in itertools.pairwise(groups))
 
 
+def rows_of_words(
+    groups: Sequence[Sequence[int]], queries: Sequence[int], how: str
+) -> tuple[list[int], list[list[int]]]:
+    """The words whose rows can be merged, and the places of their rows among `queries`, those that are held.
+
+    Raises:
+        ValueError: no such word.
+    """
+    place_of = {position: place for place, position in enumerate(queries)}
+    needed = {"first": slice(0, 1), "last": slice(-1, None)}.get(how, slice(None))
+    numbers = [i for i, word in enumerate(groups) if all(position in place_of for position in word[needed])]
+    if not numbers:
+        raise ValueError(
+            f"queries: expected all rows of a word to be held, got the rows {shortened(queries)}; ask for "
+            "its other rows with lm.run(..., queries=...), or merge with queries='last' if the last is held"
+        )
+    return numbers, [[place_of[i] for i in groups[number] if i in place_of] for number in numbers]
+
+
+def left_out_note(
+    groups: Sequence[Sequence[int]], names: Sequence[str], queries: Sequence[int], numbers: Sequence[int]
+) -> tuple[str, ...]:
+    """A note that names the words of which only some rows are held; none where there is no such word."""
+    held = set(queries)
+    partly = [i for i in range(len(groups)) if i not in numbers and held & set(groups[i])]
+    texts = [f"{names[i]!r} (rows {shortened(groups[i])})" for i in partly]
+    return (f"words without a row, because not all their rows are held: {', '.join(texts)}",) if texts else ()
+
+
 def reduction(name: str, argument: str) -> Reduction:
     """The reduction of that name.
 
@@ -180,10 +212,8 @@ def merge_axis(scores: Tensor, groups: Sequence[Sequence[int]], axis: int, reduc
     return torch.stack(merged, dim=axis)
 
 
-def merge_mask(mask: Tensor, queries: Sequence[Sequence[int]], keys: Sequence[Sequence[int]]) -> Tensor:
+def merge_mask(
+    mask: Bool[Tensor, "*layer query key"], queries: Sequence[Sequence[int]], keys: Sequence[Sequence[int]]
+) -> Bool[Tensor, "*layer word word_seen"]:
     """A word could see another if any of its pieces could see any of the other's."""
-
-    def anyone(pieces: Tensor, axis: int) -> Tensor:
-        return pieces.any(axis)
-
-    return merge_axis(merge_axis(mask, keys, -1, anyone), queries, -2, anyone)
+    return merge_axis(merge_axis(mask, keys, -1, torch.any), queries, -2, torch.any)

@@ -41,7 +41,7 @@ class Alti(Method):
     name: ClassVar[str] = "alti"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = """@inproceedings{ferrando-etal-2022-measuring,
   title = {Measuring the Mixing of Contextual Information in the Transformer},

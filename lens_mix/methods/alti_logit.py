@@ -49,8 +49,9 @@ class AltiLogit(Method):
     name: ClassVar[str] = "alti_logit"
     residual: ClassVar[float] = 0.0
     kind: ClassVar[Literal["layer", "input"]] = "input"
+    reads_last_residual: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = (*ATTENTION_PARTS, HEAD)
     citation: ClassVar[str] = """@inproceedings{ferrando-etal-2023-explaining,
   title = {Explaining How Transformers Use Context to Build Predictions},
@@ -79,7 +80,7 @@ class AltiLogit(Method):
             return "expected a block without cross-attention: the other stack's tokens have no place here"
         return None
 
-    def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer query key"]:
+    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         last = blocks[-1]
         directions = self._directions(last)
         below: Tensor | None = None
@@ -93,7 +94,7 @@ class AltiLogit(Method):
                 # Padded rows may hold anything; they feed nothing but themselves.
                 alti = alti.masked_fill_(~block.real[:, :, None], 0)
                 below = alti if below is None else alti @ below
-        return torch.stack(maps, dim=1)
+        return maps
 
     def _directions(self, last: Block) -> Float[Tensor, "batch query d_model"]:
         """Per asked position, the vector whose product with a share of the residual stream is its logit."""

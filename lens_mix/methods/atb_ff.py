@@ -48,7 +48,7 @@ class AtbFf(Method):
     name: ClassVar[str] = "atb_ff"
     residual: ClassVar[float] = 0.5
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     citation: ClassVar[str] = _CITATION
 
     biases: Variant = "on_path"

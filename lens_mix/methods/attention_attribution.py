@@ -67,7 +67,7 @@ class AttentionAttribution(Method):
     name: ClassVar[str] = "attention_attribution"
     residual: ClassVar[float] = 0.5
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
-    needs: ClassVar[frozenset[str]] = frozenset({"pattern"})
+    records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = """@inproceedings{hao-etal-2021-self,
   title = {Self-Attention Attribution: Interpreting Information Interactions Inside Transformer},
   author = {Hao, Yaru and Dong, Li and Wei, Furu and Xu, Ke},

@@ -40,7 +40,7 @@ class AttnRes(Method):
     name: ClassVar[str] = "attn_res"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = _CITATION
 
@@ -68,7 +68,7 @@ class AttnResLn(Method):
     name: ClassVar[str] = "attn_res_ln"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = _CITATION
 
@@ -98,7 +98,7 @@ class AttnResWeights(Method):
     name: ClassVar[str] = "attn_res_w"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("recorded",)
-    needs: ClassVar[frozenset[str]] = frozenset({"pattern"})
+    records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = _CITATION
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:

@@ -63,7 +63,7 @@ class DecompX(Method):
     residual: ClassVar[float] = 0.0
     kind: ClassVar[Literal["layer", "input"]] = "input"
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     citation: ClassVar[str] = """@inproceedings{modarressi-etal-2023-decompx,
   title = {{D}ecomp{X}: Explaining Transformers Decisions by Propagating Token Decomposition},
   author = {Modarressi, Ali and Fayyaz, Mohsen and Aghazadeh, Ehsan and Yaghoobzadeh, Yadollah and

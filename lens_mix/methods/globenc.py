@@ -37,7 +37,7 @@ class GlobEnc(Method):
     name: ClassVar[str] = "globenc"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = """@inproceedings{modarressi-etal-2022-globenc,
   title = {{G}lob{E}nc: Quantifying Global Token Attribution by Incorporating the Whole Encoder Layer in

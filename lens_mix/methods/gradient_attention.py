@@ -10,10 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.hooks import must_fire
-
-# The only hook that adds to a pattern without knowing it: the running pass's own pattern stays in the graph.
-from lens_mix.hooks._shared import AttentionHook, HookPair, mix
+from lens_mix.hooks import add_to_pattern, must_fire
 from lens_mix.methods import target_passes
 from lens_mix.methods.base import Method
 from lens_mix.methods.target_passes import BoundTarget
@@ -46,7 +43,7 @@ class GradientAttention(Method):
     name: ClassVar[str] = "gradient_attention"
     residual: ClassVar[float] = 0.5
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
-    needs: ClassVar[frozenset[str]] = frozenset({"pattern"})
+    records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = """@inproceedings{chefer-etal-2021-generic,
   title = {Generic Attention-Model Explainability for Interpreting
            Bi-Modal and Encoder-Decoder Transformers},
@@ -102,25 +99,10 @@ def _gradients(
 ) -> Float[Tensor, "row layer head query key"]:
     leaves = [torch.zeros_like(block.recorded("pattern")[rows]).requires_grad_(True) for block in blocks]
     pairs = [
-        _add_to_pattern(block.layer, leaf, block.attention_template)
+        add_to_pattern(block.layer, leaf, attention=block.attention_template)
         for block, leaf in zip(blocks, leaves, strict=True)
     ]
     with must_fire(*pairs) as hooks:
         value = target_passes.values(blocks[0], bound, hooks, rows, gradients=True)
     found = target_passes.gradients_of(value, leaves)
     return torch.stack(found, dim=1).to(torch.promote_types(found[0].dtype, torch.float32))
-
-
-def _add_to_pattern(layer: int, addition: Float[Tensor, "batch head query key"], attention: str) -> HookPair:
-    hook = _AddToPattern(layer, attention)
-    hook.addition = addition
-    return hook.matches, hook
-
-
-class _AddToPattern(AttentionHook):
-    points = ("values", "mixed")
-    addition: Tensor
-
-    def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
-        self.calls += 1
-        return mixed + mix(self.addition, values).to(mixed.dtype)

@@ -41,7 +41,7 @@ class ValueNorms(Method):
     name: ClassVar[str] = "value_norm"
     residual: ClassVar[float] = 0.5
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = """@inproceedings{kobayashi-etal-2020-attention,
   title = {Attention is Not Only a Weight: Analyzing Transformers with Vector Norms},

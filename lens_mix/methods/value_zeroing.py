@@ -50,9 +50,8 @@ class ValueZeroing(Method):
     name: ClassVar[str] = "value_zeroing"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("algebra", "hooks")
-    needs: ClassVar[frozenset[str]] = frozenset({"pattern", "value"})
-    wants: ClassVar[frozenset[str]] = frozenset({"pre", "pre_linear"})
-    checks_parts: ClassVar[bool] = True
+    records: ClassVar[frozenset[str]] = frozenset({"pattern", "value"})
+
     citation: ClassVar[str] = """@inproceedings{mohebbi-etal-2023-quantifying,
   title = {Quantifying Context Mixing in Transformers},
   author = {Mohebbi, Hosein and Zuidema, Willem and Chrupa{\\l}a, Grzegorz and Alishahi, Afra},

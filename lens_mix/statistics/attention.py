@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.maps import MixingMap
+from lens_mix.maps.positions import as_position, is_whole
 from lens_mix.statistics.heads import Head, TokenGroup, each_map, members, refuse_other_heads, with_heads
 
 if TYPE_CHECKING:
@@ -71,13 +72,13 @@ class AttentionStatistics:
 
     def fixed_offset_heads(self, threshold: float = 0.5) -> list[OffsetHead]:
         """Heads that put more than `threshold` of their attention on one relative position, most first."""
-        found = [
+        heads = [
             OffsetHead(*place, offset, share)
             for offset, shares in self.offsets.items()
             for place, share in self._entries(shares)
             if share > threshold
         ]
-        return sorted(found, key=lambda head: -head.share)
+        return sorted(heads, key=lambda head: -head.share)
 
     def group_heads(self, group: str, threshold: float = 0.5) -> list[Head]:
         """Heads that put more than `threshold` of their attention on a group of tokens, most first.
@@ -119,8 +120,8 @@ class AttentionStatistics:
             yield from (((layer, head), value) for head, value in enumerate(row))
 
     def _above(self, values: Tensor, threshold: float) -> list[Head]:
-        found = [Head(*place, value) for place, value in self._entries(values) if value > threshold]
-        return sorted(found, key=lambda head: -head.value)
+        heads = [Head(*place, value) for place, value in self._entries(values) if value > threshold]
+        return sorted(heads, key=lambda head: -head.value)
 
 
 def attention_statistics(
@@ -146,16 +147,17 @@ def attention_statistics(
     Raises:
         TypeError: maps that are none; offsets that are no whole numbers.
         ValueError: no maps; maps of different layers or heads; keys that are not the tokens; negative scores;
-            a query that a prompt does not have.
+            a query that a prompt does not have; maps without the rows of all positions.
     """
     steps = list(offsets)
-    if any(isinstance(step, bool) or not isinstance(step, int) for step in steps):
+    if not all(is_whole(step) for step in steps):
         raise TypeError(f"offsets: expected whole numbers, got {steps}")
     chosen = {name: _reusable(group) for name, group in (GROUPS if groups is None else groups).items()}
     every, single = _Totals(steps, list(chosen)), _Totals(steps, list(chosen))
     first: MixingMap | None = None
     for mixing_map in each_map(maps):
         first = mixing_map if first is None else first
+        mixing_map.require_every_row("means over all queries", "maps")
         refuse_other_heads(mixing_map, first)
         belongs = {name: members(mixing_map.tokens, group) for name, group in chosen.items()}
         every.add(mixing_map, list(range(len(mixing_map.tokens))), belongs)
@@ -233,8 +235,4 @@ def _query(mixing_map: MixingMap, query: Literal["first", "last"] | int | None) 
         query = "last" if mixing_map.causal else "first"
     if query in ("first", "last"):
         return 0 if query == "first" else count - 1
-    if isinstance(query, bool) or not isinstance(query, int) or not -count <= query < count:
-        raise ValueError(
-            f"query: expected 'first', 'last' or a position from {-count} to {count - 1}, got {query!r}"
-        )
-    return query % count
+    return as_position(query, count, "query", also="'first', 'last' or ")

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.maps import MixingMap
+from lens_mix.maps.positions import as_count
 from lens_mix.statistics.ranks import spearman
 
 if TYPE_CHECKING:
@@ -35,9 +36,10 @@ def change(before: MixingMap, after: MixingMap) -> Float[Tensor, " layer"]:
         before, after: maps of the same prompt and shape, without heads.
 
     Raises:
-        ValueError: maps that don't go together.
+        ValueError: maps that don't go together, or without the rows of all positions.
     """
     _check_pair(before, after)
+    before.require_every_row("the order of all pairs", "before")
     visible = before.visible()
     values = [
         1 - spearman(x[seen].numpy(), y[seen].numpy())
@@ -71,7 +73,7 @@ def amplification(before: MixingMap, after: MixingMap) -> MixingMap:
     """FF-amp: map after minus map before, of either sign (Kobayashi et al., 2024, section 5.2).
 
     Args:
-        before, after: maps of the same prompt and shape; `normalized()` first to compare shares of rows.
+        before, after: maps of the same prompt, shape and rows; `normalized()` first to compare shares.
 
     Raises:
         ValueError: maps that don't go together.
@@ -98,13 +100,10 @@ def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> 
     Raises:
         ValueError: count below 1.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"count: expected a whole number, 1 or more, got {count!r}")
+    as_count(count, "count")
     table = amplified.to_dataframe()
-    visible = amplified.visible().cpu()
-    layer_of = {label: place for place, label in enumerate(amplified.layer_labels)}
-    places = table["layer"].map(layer_of).tolist()
-    kept = visible[places, table["query"].tolist(), table["key"].tolist()].numpy()
+    # the table has the order of the scores
+    kept = amplified.visible().cpu().numpy().ravel()
     table = table[kept & (diagonal | (table["query"] != table["key"]))]
     table = table.nlargest(count, "score").rename(columns={"score": "amplification"})
     names = ["layer", "query", "key", "query_token", "key_token", "amplification"]
@@ -112,9 +111,10 @@ def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> 
 
 
 def _check_pair(before: MixingMap, after: MixingMap) -> None:
-    if before.scores.shape != after.scores.shape or before.tokens != after.tokens:
+    places = [(each.scores.shape, each.tokens, each.query_positions) for each in (before, after)]
+    if places[0] != places[1]:
         raise ValueError(
-            "after: expected a map of the same prompt and shape as before, got shapes "
+            "after: expected a map of the same prompt and shape, with the same rows, as before, got shapes "
             f"{list(before.scores.shape)} and {list(after.scores.shape)}"
         )
     if before.scores.ndim != 3:

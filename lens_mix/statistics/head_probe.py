@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.maps import MixingMap
+from lens_mix.maps.positions import is_whole
 from lens_mix.statistics.heads import Head, TokenGroup, each_map, members, refuse_other_heads, with_heads
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ def probe_heads(
     Raises:
         TypeError: maps that are none; pairs that are no pairs of whole numbers.
         ValueError: no maps or no pairs; another number of lists than maps; a position that a prompt does not
-            have; maps of different layers or heads; keys that are not the tokens; negative scores.
+            have, or whose row its map does not hold; maps of different layers or heads; keys that are not
+            the tokens; negative scores.
     """
     if direction not in ("forward", "backward"):
         raise ValueError(f"direction: expected 'forward' or 'backward', got {direction!r}")
@@ -119,8 +121,8 @@ def probe_heads(
         asked = [_pair(pair, number, len(mixing_map.tokens), direction) for pair in pairs]
         if not asked:
             continue
-        found, visible = _answers(mixing_map, asked, ignore)
-        correct = found if correct is None else correct + found
+        right, visible = _answers(mixing_map, asked, ignore)
+        correct = right if correct is None else correct + right
         seen += visible
         total += len(asked)
         for offset in hits:
@@ -136,14 +138,15 @@ def _answers(
 ) -> tuple[Float[Tensor, "layer head"], float]:
     """Right answers per head, and how many targets could be seen (mean over layers)."""
     starts, ends = (torch.tensor(side) for side in zip(*pairs, strict=True))
-    rows = with_heads(mixing_map)[:, :, starts]
+    places = torch.tensor([mixing_map.row_index(start, "relations") for start, _ in pairs])
+    rows = with_heads(mixing_map)[:, :, places]
     rows[:, :, torch.arange(len(starts)), starts] = 0.0
     if ignore is not None:
         rows[..., members(mixing_map.tokens, ignore)] = 0.0
     best, answer = rows.max(-1)
     # Of equals the first: `max` promises none in particular.
     answer = (rows == best[..., None]).to(torch.uint8).argmax(-1)
-    visible = mixing_map.visible().cpu()[:, starts, ends].sum(-1).double().mean().item()
+    visible = mixing_map.visible().cpu()[:, places, ends].sum(-1).double().mean().item()
     return ((answer == ends) & (best > 0)).sum(-1).double(), visible
 
 
@@ -151,7 +154,7 @@ def _pair(pair: object, number: int, count: int, direction: str) -> tuple[int, i
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"relations: expected pairs (from, to), got {pair!r} for map {number}")
     for position in pair:
-        if isinstance(position, bool) or not isinstance(position, int):
+        if not is_whole(position):
             raise TypeError(f"relations: expected positions as whole numbers, got {pair!r} for map {number}")
         if not 0 <= position < count:
             raise ValueError(

@@ -23,6 +23,7 @@ class Head(NamedTuple):
 
 
 def each_map(maps: MixingMap | Iterable[MixingMap]) -> Iterable[MixingMap]:
+    """The maps one after the other, each with the tokens as keys."""
     if not isinstance(maps, MixingMap) and not isinstance(maps, Iterable):
         raise TypeError(f"maps: expected a MixingMap or several, got {type(maps).__name__}")
     for mixing_map in [maps] if isinstance(maps, MixingMap) else maps:
@@ -38,13 +39,9 @@ def each_map(maps: MixingMap | Iterable[MixingMap]) -> Iterable[MixingMap]:
 
 def with_heads(mixing_map: MixingMap) -> Float[Tensor, "layer head query key"]:
     """Rows that sum to 1, float64, on the CPU."""
-    wide = mixing_map.replace(scores=mixing_map.scores.cpu().to(torch.float64), mask=_on_cpu(mixing_map.mask))
-    scores = wide.normalized().scores
+    mask = None if mixing_map.mask is None else mixing_map.mask.cpu()
+    scores = mixing_map.replace(scores=mixing_map.scores.cpu().double(), mask=mask).normalized().scores
     return scores if mixing_map.has_heads else scores[:, None]
-
-
-def _on_cpu(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.cpu()
 
 
 def refuse_other_heads(mixing_map: MixingMap, first: MixingMap) -> None:
@@ -53,12 +50,12 @@ def refuse_other_heads(mixing_map: MixingMap, first: MixingMap) -> None:
     Raises:
         ValueError: with both.
     """
-    found, expected = (
+    got, expected = (
         (each.layer_labels, each.scores.shape[1] if each.has_heads else 1) for each in (mixing_map, first)
     )
-    if found != expected:
+    if got != expected:
         raise ValueError(
-            f"maps: expected the same layers and heads in all, got layers {found[0]} with {found[1]} heads "
+            f"maps: expected the same layers and heads in all, got layers {got[0]} with {got[1]} heads "
             f"after layers {expected[0]} with {expected[1]}"
         )
 

@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.maps import MixingMap
+from lens_mix.maps.positions import as_count, as_position
 from lens_mix.view.bars import BarFrame, draw_bars, label_bars
 from lens_mix.view.heat_maps import Grid, colour_limits, default_title, draw_panel, finish
 from lens_mix.view.labels import INK, NAME_FONT, TITLE_FONT, visible_token
@@ -41,8 +42,8 @@ def layer_maps(
 ) -> Figure:
     """One heat map per layer, query × key, on a common colour scale.
 
-    Keys that a query could not see are grey. Tokens are written at the left and at the bottom, and thinned
-    where there is no room for all.
+    A map that holds only some rows is drawn with these. Keys that a query could not see are grey. Tokens
+    are written at the left and at the bottom, and thinned where there is no room for all.
 
     Args:
         mixing_map: its scores are `[layer, query, key]` or `[layer, head, query, key]`.
@@ -60,7 +61,7 @@ def layer_maps(
     """
     picture_class = _need_matplotlib()
     _check_is_map("mixing_map", mixing_map)
-    _check_columns(columns)
+    as_count(columns, "columns")
     if layers is not None and not len(layers):
         raise ValueError("layers: expected at least one layer, got none")
     shown = mixing_map if layers is None else mixing_map.select_layers(list(layers))
@@ -68,7 +69,7 @@ def layer_maps(
     before = "" if shown.kind == "layer" else "up to "
     names = [f"{before}layer {label}" for label in shown.layer_labels]
     title = default_title(mixing_map, head) if title is None else title
-    grid = Grid.of(names, columns, _visible(shown.tokens), _visible(shown.key_labels), title)
+    grid = Grid.of(names, columns, _visible(shown.query_labels), _visible(shown.key_labels), title)
     picture = picture_class(grid.width, grid.height)
     limits, visible = colour_limits([shown.scores]), shown.visible()
     for place, scores in enumerate(shown.scores):
@@ -88,7 +89,7 @@ def query_maps(
 
     Args:
         maps: label to map, all over the same tokens; of maps with heads, the mean over heads.
-        query: position (negative: from the end).
+        query: position (negative: from the end); each map has to hold its row.
         columns: heat maps side by side, 1 or more.
         normalize: rows divided by their sum (0 to 1); False: the scores as they are.
         title: above the figure; None: the query's position and token.
@@ -100,7 +101,7 @@ def query_maps(
         ImportError: matplotlib is not installed.
     """
     picture_class = _need_matplotlib()
-    _check_columns(columns)
+    as_count(columns, "columns")
     if not maps:
         raise ValueError("maps: expected at least one map, got none")
     shown = {name: _merged(f"maps[{name!r}]", each, normalize) for name, each in maps.items()}
@@ -108,18 +109,17 @@ def query_maps(
     for name, each in shown.items():
         if (each.tokens, each.key_labels, each.layers) != (first.tokens, first.key_labels, first.layers):
             raise ValueError(f"maps[{name!r}]: expected the tokens and layers of the first map, got others")
-    count = len(first.tokens)
-    if isinstance(query, bool) or not isinstance(query, int) or not -count <= query < count:
-        raise ValueError(f"query: expected a position from {-count} to {count - 1}, got {query!r}")
-    place = query % count
+    position = as_position(query, len(first.tokens))
+    # Each map may hold other rows.
+    rows = [(each, each.row_index(position)) for each in shown.values()]
     if title is None:
-        title = f"what position {place}, “{visible_token(first.tokens[place])}”, used"
+        title = f"what position {position}, “{visible_token(first.tokens[position])}”, used"
     labels = [str(label) for label in first.layer_labels]
     grid = Grid.of(list(shown), columns, labels, _visible(first.key_labels), title)
     picture = picture_class(grid.width, grid.height)
-    limits = colour_limits(each.scores[:, query] for each in shown.values())
-    for number, each in enumerate(shown.values()):
-        image = draw_panel(picture, grid, number, each.scores[:, query], each.visible()[:, query], limits)
+    limits = colour_limits(each.scores[:, row] for each, row in rows)
+    for number, (each, row) in enumerate(rows):
+        image = draw_panel(picture, grid, number, each.scores[:, row], each.visible()[:, row], limits)
     finish(picture, grid, image, "layer", "share" if normalize else "score")
     return picture
 
@@ -199,9 +199,10 @@ def _row_of_map(
             f"{keys[:4]} … for {len(tokens)} tokens {tokens[:4]} …"
         )
     # A position counts in `tokens`; a map without the first ones counts from where it starts.
-    place = query if query < 0 else query - left_out
-    if not -len(row.tokens) <= place < len(row.tokens) or (query >= 0 and place < 0):
+    position = query if query < 0 else query - left_out
+    if not -len(row.tokens) <= position < len(row.tokens) or (query >= 0 and position < 0):
         raise ValueError(f"query: expected a position that {name!r} has, got {query}")
+    place = row.row_index(position)
     scores = row.merge_heads().scores[row.layer_index(layer), place].detach().to("cpu", torch.float64)
     return torch.cat([torch.full((left_out,), torch.nan, dtype=torch.float64), scores])
 
@@ -217,11 +218,6 @@ def _need_matplotlib() -> Any:
 def _check_is_map(name: str, value: Any) -> None:
     if not isinstance(value, MixingMap):
         raise TypeError(f"{name}: expected a MixingMap, got {type(value).__name__}")
-
-
-def _check_columns(columns: int) -> None:
-    if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
-        raise ValueError(f"columns: expected a whole number, 1 or more, got {columns!r}")
 
 
 def _merged(name: str, value: MixingMap, normalize: bool) -> MixingMap:

@@ -25,12 +25,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.algebra.sketch import sketch, sketched_error
 from lens_mix.algebra.value_zeroing_old.first_matrix import FirstMatrix
 from lens_mix.algebra.value_zeroing_old.neurons import CleanInput, Neurons, clean_neurons, through_norms
 from lens_mix.algebra.value_zeroing_old.norms import ChangedNorm, NormChange
 from lens_mix.algebra.workspace import Rows, Workspace, of_rows
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
+from lens_mix.lens.proof.sketch import sketch, sketched_error
 from lens_mix.lens.replay import relative_error
 
 # Below this share of a change, what lies across the clean vector has lost digits as a difference of squares.

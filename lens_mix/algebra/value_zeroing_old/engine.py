@@ -16,7 +16,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.algebra.folded_weights import folded
-from lens_mix.algebra.sketch import sketch
 from lens_mix.algebra.value_zeroing_old.clean_block import CleanBlock, product
 from lens_mix.algebra.value_zeroing_old.lot import Lot, Pairs
 from lens_mix.algebra.value_zeroing_old.memory import Cost, fitting
@@ -25,9 +24,10 @@ from lens_mix.algebra.value_zeroing_old.rotation import Rotation, rotated
 from lens_mix.algebra.value_zeroing_old.second_matrix import SecondMatrix
 from lens_mix.algebra.value_zeroing_old.sent import Senders
 from lens_mix.algebra.workspace import Workspace
-from lens_mix.lens.anatomy import Norm, ValuePath, mix
-from lens_mix.lens.model import TOLERANCES
-from lens_mix.lens.model_classes import NotRebuiltError
+from lens_mix.hooks.mixing import TOLERANCES, mix
+from lens_mix.lens.anatomy import Norm, ValuePath
+from lens_mix.lens.model_classes import UnsupportedModelError as NotRebuiltError
+from lens_mix.lens.proof.sketch import sketch
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block

@@ -11,9 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from lens_mix.algebra.sketch import sketch, sketched_error
 from lens_mix.algebra.workspace import Workspace
 from lens_mix.lens.anatomy import ACTIVATIONS, FeedForward
+from lens_mix.lens.proof.sketch import sketch, sketched_error
 
 # gelu_tanh(x) = x sigmoid(x (GELU_LINEAR + GELU_CUBIC x²)): torch's own costs twice as much on a CPU.
 GELU_LINEAR = 2 * (2 / math.pi) ** 0.5

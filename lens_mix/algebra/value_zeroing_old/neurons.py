@@ -13,7 +13,7 @@ from lens_mix.algebra.value_zeroing_old.first_matrix import FirstMatrix
 from lens_mix.algebra.value_zeroing_old.norms import NormChange
 from lens_mix.algebra.value_zeroing_old.silu import CleanSilu
 from lens_mix.algebra.workspace import Workspace, even
-from lens_mix.lens.model import TOLERANCES
+from lens_mix.hooks.mixing import TOLERANCES
 
 # One tensor per first matrix.
 _PerMatrix = Sequence[Float[Tensor, "row d_mlp"]]
