@@ -79,7 +79,8 @@ def _map_blocks(passed: Passed, progress: bool) -> dict[str, _Mapped]:
             for label, method in methods.items():
                 if not method.carries and layer in blocks[label]:
                     bar.set_description(label)
-                    maps[label][layer] = method(blocks[label][layer])
+                    block = blocks[label][layer]
+                    maps[label][layer] = _checked_shape(method(block), method, block)
                     bar.update()
             # What methods share about a block goes with it.
             passed.clean.kept.pop(layer, None)
@@ -88,10 +89,28 @@ def _map_blocks(passed: Passed, progress: bool) -> dict[str, _Mapped]:
                 bar.set_description(label)
                 stacked = method.of_stack(list(blocks[label].values()))
                 stacked = list(stacked.unbind(1)) if isinstance(stacked, Tensor) else stacked
-                maps[label] = dict(zip(blocks[label], stacked, strict=True))
+                last = list(blocks[label].values())[-1]
+                checked = [_checked_shape(scores, method, last) for scores in stacked]
+                maps[label] = dict(zip(blocks[label], checked, strict=True))
                 passed.clean.kept.clear()
                 bar.update(len(stacked))
     return {label: _Mapped(maps[label], blocks[label]) for label in methods}
+
+
+def _checked_shape(scores: Tensor, method: AskedMethod, block: Block) -> Tensor:
+    """A method's map, with the rows that it was asked for.
+
+    Raises:
+        ValueError: it has other rows.
+    """
+    batch, rows = block.queries.shape
+    if scores.ndim not in (3, 4) or (scores.shape[0], scores.shape[-2]) != (batch, rows):
+        raise ValueError(
+            f"{method.name}: expected a map [batch, (head,) query, key] with batch {batch} and {rows} "
+            f"queries for block {block.layer}, got {list(scores.shape)}; a method that makes whole maps "
+            "only says so: takes_rows returns False"
+        )
+    return scores
 
 
 class _Record:
@@ -125,7 +144,7 @@ class _Record:
             causal=causal and groups is None,
             mask=mask if groups is None else None,
             key_tokens=spans,
-            **({} if queries is None else {"queries": queries}),
+            queries=queries,
             layers=layers,
             parameters=method.parameters(),
             residual=method.residual,
@@ -142,10 +161,12 @@ class _Record:
     ) -> Float[Tensor, "layer *head query key"]:
         """The asked layers and rows of one prompt, padding cut away."""
         mapped, maps = self._mapped[label], []
+        # An input map has the rows of the last block in every layer.
+        every_query = mapped.blocks[max(mapped.blocks)].every_query
         places = self._row_positions(index, keys)
         for layer in self._passed.session.layers:
             scores = mapped.layers[layer][index]
-            if mapped.blocks[layer].every_query:
+            if every_query:
                 maps.append(scores.index_select(-2, places))
             else:
                 maps.append(scores[..., : len(places), :])

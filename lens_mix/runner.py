@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from lens_mix.lens import masks
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.prompts import PaddingSide, Prompt
 from lens_mix.lens.proof.support import Support, support_table
 from lens_mix.lens.rows import Selection
@@ -24,11 +24,13 @@ MethodLike = str | Method
 
 
 @overload
-def run(model: Any, prompt: Any, methods: MethodLike, **options: Any) -> MixingMap: ...
+def run(model: TransformerLensModel, prompt: Any, methods: MethodLike, **options: Any) -> MixingMap: ...
 @overload
-def run(model: Any, prompt: Any, methods: Sequence[MethodLike], **options: Any) -> dict[str, MixingMap]: ...
 def run(
-    model: Any,
+    model: TransformerLensModel, prompt: Any, methods: Sequence[MethodLike], **options: Any
+) -> dict[str, MixingMap]: ...
+def run(
+    model: TransformerLensModel,
     prompt: Any,
     methods: MethodLike | Sequence[MethodLike],
     *,
@@ -79,14 +81,14 @@ def run(
 
 @overload
 def run_many(
-    model: Any, prompts: Iterable[Any], methods: MethodLike, **options: Any
+    model: TransformerLensModel, prompts: Iterable[Any], methods: MethodLike, **options: Any
 ) -> Iterator[MixingMap]: ...
 @overload
 def run_many(
-    model: Any, prompts: Iterable[Any], methods: Sequence[MethodLike], **options: Any
+    model: TransformerLensModel, prompts: Iterable[Any], methods: Sequence[MethodLike], **options: Any
 ) -> Iterator[dict[str, MixingMap]]: ...
 def run_many(
-    model: Any,
+    model: TransformerLensModel,
     prompts: Iterable[Any],
     methods: MethodLike | Sequence[MethodLike],
     *,
@@ -207,7 +209,7 @@ def _row(values: Any, number: int, name: str) -> Any:
     return values[number]
 
 
-def support(model: Any, *, stack: str | None = None) -> Support:
+def support(model: TransformerLensModel, *, stack: str | None = None) -> Support:
     """Table method x model: ok with the engine that "auto" would take, or the reason why not.
 
     Args:

@@ -20,7 +20,7 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.masks import AllowedKeys, allowed_keys
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.prompts import Batch, PaddingSide, Prompt, pad, pad_token, read_prompt, token_strings
 from lens_mix.lens.proof.check import refuted_here
 from lens_mix.lens.proof.engines import choose_engine, logits_refusal, needs_head
@@ -39,7 +39,7 @@ class AskedMethod(Protocol):
     kind: ClassVar[Literal["layer", "input"]]
     records: ClassVar[frozenset[str]]
     parts: ClassVar[tuple[str, ...]]
-    whole_stack: ClassVar[bool]
+    reads_last_residual: ClassVar[bool]
 
     @property
     def carries(self) -> bool: ...
@@ -85,7 +85,7 @@ class Session:
 
     def __init__(
         self,
-        model: Any,
+        model: TransformerLensModel,
         methods: Mapping[str, AskedMethod],
         *,
         stack: str | None = None,
@@ -127,8 +127,6 @@ class Session:
 
     def layers_of(self, method: AskedMethod) -> list[int]:
         """The blocks that a method needs for the layers that are asked for, ascending."""
-        if method.whole_stack:
-            return list(range(self.lens.n_layers))
         return list(range(max(self.layers) + 1)) if method.kind == "input" else sorted(self.layers)
 
     @contextlib.contextmanager
@@ -207,9 +205,11 @@ class Session:
             fwd_hooks += record_attention(
                 layer, store, sorted(checked), queries=positions, attention=template
             )
+        reads_end = any(method.reads_last_residual for method in self.methods.values())
+        last = lens.n_layers - 1 if reads_end else layers[-1]
         # Padding may leak in any block that runs.
         padded = not bool(batch.real_positions(lens.stack.name).all())
-        watched = range(layers[-1] + 1) if padded else layers
+        watched = range(last + 1) if padded else layers
         return clean_pass(
             lens,
             batch,
@@ -217,7 +217,7 @@ class Session:
             store,
             required=required,
             watched=watched,
-            stop_after=layers[-1],
+            stop_after=last,
             rows=rows,
             kept_of_run=self.kept_of_run,
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix import targets as targets_module
-from lens_mix.evaluation.pruning import pruned
+from lens_mix.evaluation.pruned import pruned
 from lens_mix.lens.model import Lens
 from lens_mix.methods import AttentionAttribution, AttentionWeights, GradientAttention, Method
 from lens_mix.runner import run

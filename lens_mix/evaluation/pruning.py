@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,43 +12,14 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from lens_mix.hooks import must_fire, prune_heads
+from lens_mix.evaluation.head_importance import HeadImportance
+from lens_mix.evaluation.pruned import Head, pruned
 from lens_mix.lens.model import Lens
 
 if TYPE_CHECKING:
     import pandas
 
-    from lens_mix.evaluation.head_importance import HeadImportance
-
-Head = tuple[int, int]
 FRACTIONS = tuple(step / 10 for step in range(11))
-
-
-@contextlib.contextmanager
-def pruned(model: Any, heads: Iterable[Head], *, stack: str | None = None) -> Iterator[Any]:
-    """The model without some heads, inside a `with` block: their patterns count as zero.
-
-    Args:
-        heads: (layer, head) pairs.
-        stack: "encoder" or "decoder" of an encoder-decoder.
-
-    Raises:
-        ValueError: a layer or head that the model does not have.
-        RuntimeError: at the end, when nothing ran the model inside.
-    """
-    lens = Lens(model, stack)
-    by_layer: dict[int, list[int]] = {}
-    for layer, head in heads:
-        if not 0 <= layer < lens.n_layers or not 0 <= head < lens.n_heads:
-            raise ValueError(
-                f"heads: expected layers 0..{lens.n_layers - 1} and heads 0..{lens.n_heads - 1}, "
-                f"got ({layer}, {head})"
-            )
-        by_layer.setdefault(layer, []).append(head)
-    template = lens.stack.attention_template
-    pairs = [prune_heads(layer, chosen, attention=template) for layer, chosen in by_layer.items()]
-    with lens.undisturbed(), must_fire(*pairs) as hooks, lens.hooked(hooks):
-        yield model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,8 +153,6 @@ def _check_fractions(fractions: Sequence[float]) -> None:
 def _orders(
     rankings: Mapping[str, HeadImportance | Tensor], lens: Lens, remove: str, random: int, seed: int
 ) -> dict[str, list[list[Head]]]:
-    from lens_mix.evaluation.head_importance import HeadImportance
-
     if not rankings and random < 1:
         raise ValueError("rankings: expected at least one, got none (and random=0)")
     if "random" in rankings:

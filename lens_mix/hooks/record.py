@@ -22,7 +22,7 @@ def record(
     """Keep one activation of a pass in a dict, under the name it was asked by.
 
     Names are those of TransformerLens's `run_with_cache`; which of them holds what on which class is in
-    docs/hooks.md. A name may be an alias (`hook_resid_pre`): the store keeps the alias. The tensor is not
+    hooks/README.md. A name may be an alias (`hook_resid_pre`): the store keeps the alias. The tensor is not
     copied, as in TransformerLens's own cache: a hook that edits it in place edits what was recorded.
 
     Args:
@@ -30,8 +30,8 @@ def record(
         name: the hook point, as `"blocks.0.hook_resid_pre"`.
         detach: cut the tensor off from its gradient; False keeps the graph, to differentiate by it.
         select: what is kept of the tensor, as `lambda pattern: pattern[:, :, -1]` for the last query's row.
-            It is copied, so that the whole tensor can be freed; the pass does not go on from the copy, so to
-            differentiate BY an activation record all of it. None: the whole tensor.
+            A view is copied, so that the whole tensor can be freed. The pass does not go on from the part: to
+            differentiate BY an activation, record all of it. None: the whole tensor.
 
     Returns:
         `(name, hook_function)` for `fwd_hooks=`. `hook_function.calls` counts the recordings; it stays 0
@@ -144,8 +144,10 @@ class _Record(HookFunction):
         kept = self._checked("a tensor to record", tensor)
         kept = kept.detach() if self._detach else kept
         if self._select is not None:
-            # a copy: a view of some rows would hold on to the memory of all of them
-            kept = self._checked("select to give a tensor", self._select(kept)).clone()
+            part = self._checked("select to give a tensor", self._select(kept))
+            # a view of some rows would hold on to the memory of all of them
+            is_view = part.untyped_storage().data_ptr() == kept.untyped_storage().data_ptr()
+            kept = part.clone() if is_view else part
         self._store[self._name] = kept
         self.calls += 1
         # where TransformerBridge shows a rearranged copy, the pass must go on from it to give it a gradient

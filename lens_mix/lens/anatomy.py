@@ -170,12 +170,16 @@ class BlockAnatomy:
         branch = _apply(self.feed_forward_branch, feed_forward_out) * self.residual_multiplier
         return _apply(self.feed_forward_residual, mid + branch)
 
-    def after(self, x: Tensor, attention_out: Tensor) -> Tensor:
-        """The block's output, of a block without cross-attention whose feed-forward is written down."""
-        mid = self.after_attention(x, attention_out)
-        feed_forward = self.feed_forward
+    @property
+    def is_written_down(self) -> bool:
+        """Whether the whole block is known: its feed-forward is plain, gated, or absent."""
+        return self.feed_forward is not None or self.feed_forward_kind == "none"
+
+    def after(self, x: Tensor, attention_out: Tensor, cross_out: Tensor | None = None) -> Tensor:
+        """The block's output, of a block that is written down."""
+        mid = self.after_attention(x, attention_out, cross_out)
         read = self.feed_forward_in(x, mid)
-        return self.after_feed_forward(mid, None if feed_forward is None else feed_forward(read))
+        return self.after_feed_forward(mid, None if self.feed_forward is None else self.feed_forward(read))
 
 
 def _apply(norm: Norm | None, x: Tensor) -> Tensor:

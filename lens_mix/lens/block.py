@@ -192,6 +192,11 @@ class Block:
         """The residual stream leaving the block, at the asked rows."""
         return self.rows_of(self._clean.calls[self.layer].resid_post)
 
+    @property
+    def final_residual(self) -> Float[Tensor, "batch query d_model"]:
+        """The residual stream leaving the stack's last block, at the asked rows."""
+        return self.rows_of(self._clean.calls[self._lens.n_layers - 1].resid_post)
+
     def recorded(self, role: str) -> Tensor:
         """A tensor the method named in `needs`: "pattern", "value" or "z".
 
@@ -251,9 +256,14 @@ class Block:
         """The norm that reads the block's output: the next block's first one, after the last the final one.
 
         Raises:
+            ValueError: the block above was not given.
             UnsupportedModelError: the final norm's parts don't give what the model's own norm gives.
         """
-        return self.final_norm() if self._next_anatomy is None else self._next_anatomy.attention_input
+        if self.is_last:
+            return self.final_norm()
+        if self._next_anatomy is None:
+            raise ValueError(f"next_norm: expected the anatomy of block {self.layer + 1}, got none")
+        return self._next_anatomy.attention_input
 
     def final_norm(self) -> Norm | None:
         """The model's final norm as its parts, proven on this block's output; None where there is none.
@@ -280,17 +290,14 @@ class Block:
         return norm
 
     def head(self) -> Head:
-        """The model's head, proven on this prompt; of the last block only.
+        """The model's head, proven on this prompt.
 
         Raises:
-            ValueError: another block than the last.
             UnsupportedModelError: the logits are not final norm, then unembedding.
         """
-        if not self.is_last:
-            raise ValueError(f"head: expected the last block, got block {self.layer}")
         if self._lens.stack.name == "encoder":
             raise UnsupportedModelError("head: the encoder of an encoder-decoder has no logits")
-        resid = self._clean.calls[self.layer].resid_post[self.real]
+        resid = self._clean.calls[self._lens.n_layers - 1].resid_post[self.real]
         resid = resid.to(torch.promote_types(resid.dtype, torch.float32))
         logits = self.logits()[self.real].to(resid.dtype)
         return proven_head(self._lens.model, self.final_norm(), resid, logits, self._lens.tolerance)

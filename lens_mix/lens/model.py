@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from lens_mix.hooks import HookName, HookPair
 from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens.model_classes import (
     ModelClass,
+    TransformerLensModel,
     UnsupportedModelError,
     model_class_of,
     transformer_lens_version,
@@ -39,13 +40,14 @@ class Lens:
         UnsupportedModelError: the model has no attention, or its outputs are known to be wrong.
     """
 
-    def __init__(self, model: Any, stack: str | None = None) -> None:
+    def __init__(self, model: TransformerLensModel, stack: str | None = None) -> None:
         self.model_class = model_class_of(model)
-        self.model = model
+        # Each class has attributes of its own besides, which are asked for where they are needed.
+        self.model = cast(Any, model)
         for sense in ("visual", "audio"):
             if getattr(model.cfg, f"is_{sense}_model", False):
                 raise UnsupportedModelError(f"model: expected a model that reads tokens, got a {sense} model")
-        stacks = stacks_of(model)
+        stacks = stacks_of(self.model)
         name = next(iter(stacks)) if stack is None else stack
         if name not in stacks:
             raise ValueError(

@@ -6,8 +6,11 @@ import enum
 import functools
 import importlib.metadata
 import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 from torch import nn
+from transformer_lens.hook_points import HookPoint
 
 
 class ModelClass(enum.Enum):
@@ -17,6 +20,24 @@ class ModelClass(enum.Enum):
     HOOKED_ENCODER = "HookedEncoder"
     HOOKED_ENCODER_DECODER = "HookedEncoderDecoder"
     BRIDGE = "TransformerBridge"
+
+
+class TransformerLensModel(Protocol):
+    """What the classes of TransformerLens model have in common, as far as lens_mix asks for it."""
+
+    @property
+    def cfg(self) -> Any:
+        """The configuration."""
+
+    @property
+    def hook_dict(self) -> Mapping[str, HookPoint]:
+        """The hook points by name."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """As of any torch module."""
 
 
 class UnsupportedModelError(ValueError):

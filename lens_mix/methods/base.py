@@ -31,7 +31,7 @@ class Method:
         kind: "layer" for maps of one block, "input" for maps from the stack down to the tokens.
         records: what the clean pass must record of each attention module ("pattern", "value", "z").
         parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof`).
-        whole_stack: whether it reads blocks above the layers that are asked for.
+        reads_last_residual: whether the clean pass has to run to the last block, whatever layers are asked.
         citation: the paper, in BibTeX.
     """
 
@@ -41,7 +41,7 @@ class Method:
     kind: ClassVar[Literal["layer", "input"]] = "layer"
     records: ClassVar[frozenset[str]] = frozenset()
     parts: ClassVar[tuple[str, ...]] = ALGEBRA_PARTS
-    whole_stack: ClassVar[bool] = False
+    reads_last_residual: ClassVar[bool] = False
     citation: ClassVar[str]
 
     def hooks(
@@ -71,9 +71,10 @@ class Method:
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
-        """The maps of several blocks, each with the rows that its block holds.
+        """The maps of several blocks, from below, with the rows that the last of them holds.
 
-        Methods that carry something from block to block define this instead of the call.
+        Methods that carry something from block to block define this instead of the call. Those of kind
+        "input" get all blocks below the last one asked for, with all rows.
         """
         return [self(block) for block in blocks]
 

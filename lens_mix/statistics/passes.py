@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lens_mix.lens.block import Block
+from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.methods.base import Method
 from lens_mix.session import Session
 
@@ -31,7 +32,7 @@ class PromptBlocks:
 
 
 def prompt_blocks(
-    model: Any,
+    model: TransformerLensModel,
     prompt: Any,
     methods: Method | Sequence[Method],
     *,
@@ -57,7 +58,7 @@ def prompt_blocks(
 
 
 def each_prompt(
-    model: Any, prompts: Any, methods: Method | Sequence[Method], **options: Any
+    model: TransformerLensModel, prompts: Any, methods: Method | Sequence[Method], **options: Any
 ) -> Iterator[PromptBlocks]:
     """`prompt_blocks` of one prompt or of several, one after another, without gradients.
 

@@ -88,7 +88,7 @@ def test_padding_is_cut_and_the_rest_stays_a_triangle():
 def mask_of(allowed, layers=1):
     """What one prompt may see, without padding, in so many layers that are alike."""
     places = torch.arange(len(allowed))
-    by_layer = {layer: allowed[None] for layer in range(layers)}
+    by_layer = dict.fromkeys(range(layers), allowed[None])
     return AllowedKeys(by_layer, places[None], True, 1e-7).of_prompt(0, places, places, range(layers))
 
 

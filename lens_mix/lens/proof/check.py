@@ -87,7 +87,7 @@ def _output_error(
     clean: CleanPass, layer: int, anatomy: BlockAnatomy, path: ValuePath, samples: Int[Tensor, "batch place"]
 ) -> float:
     """Largest relative error of the block's output at some rows; 0 where no output can be rebuilt."""
-    if anatomy.cross or (anatomy.feed_forward is None and anatomy.feed_forward_kind != "none"):
+    if anatomy.cross or not anatomy.is_written_down:
         return 0.0
     wide, call = clean.lens.wide_dtype, clean.calls[layer]
     pattern, value = _recorded(clean, "pattern", layer), _recorded(clean, "value", layer).to(wide)

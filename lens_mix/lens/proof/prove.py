@@ -132,7 +132,7 @@ def _output_points(lens: Lens, layer: int) -> dict[str, list[str]]:
     """Role -> hook points of a Bridge, the best first; the hooked classes' modules are watched instead."""
     if lens.model_class is not ModelClass.BRIDGE:
         return {}
-    known = lens.model.hook_dict
+    known = lens.hook_points
     block = lens.where(layer)
     attention = lens.stack.attention_template.format(layer=layer)
     wanted = {
@@ -169,8 +169,8 @@ def _read_block(
     best: tuple[float, BlockAnatomy, list[PartError]] | None = None
     block, attention = lens.stack.blocks[layer], lens.stack.self_attention(layer)
     for anatomy in candidates(block, attention, lens.model.cfg, multiplier):
-        anatomy = _with_activation(anatomy, recorded, below, lens.tolerance)
-        errors = _part_errors(anatomy, recorded, layer, lens.tolerance)
+        anatomy, feed_forward_error = _with_activation(anatomy, recorded, below, lens.tolerance)
+        errors = _part_errors(anatomy, recorded, layer, lens.tolerance, feed_forward_error)
         known = [entry.error for entry in errors if entry.error is not None]
         worst = max(known, default=0.0)
         if best is None or worst < best[0]:
@@ -184,11 +184,11 @@ def _read_block(
 
 def _with_activation(
     anatomy: BlockAnatomy, recorded: _Recorded, below: BlockAnatomy | None, tolerance: float
-) -> BlockAnatomy:
-    """The activation that gives the recorded output; cfg.act_fn is wrong on several architectures."""
+) -> tuple[BlockAnatomy, float | None]:
+    """The activation that gives the recorded output, and its error; cfg.act_fn is wrong on several models."""
     feed_forward, out = anatomy.feed_forward, recorded.feed_forward_out
     if feed_forward is None or out is None or recorded.attention_out is None:
-        return anatomy
+        return anatomy, 0.0 if anatomy.feed_forward_kind == "none" else None
     mid = anatomy.after_attention(recorded.resid_pre, recorded.attention_out, recorded.cross_out)
     x = anatomy.feed_forward_in(recorded.resid_pre, mid)
     likely = below.feed_forward.activation if below is not None and below.feed_forward is not None else "gelu"
@@ -201,14 +201,24 @@ def _with_activation(
     # Two that fit alike (float32 can't tell BLOOM's rounded tanh from the plain one): the one named first.
     good = max(1.5 * min(errors.values()), 4 * torch.finfo(x.dtype).eps)
     best = next(name for name, error in errors.items() if error <= good)
-    return dataclasses.replace(anatomy, feed_forward=dataclasses.replace(feed_forward, activation=best))
+    feed_forward = dataclasses.replace(feed_forward, activation=best)
+    return dataclasses.replace(anatomy, feed_forward=feed_forward), errors[best]
 
 
-def _part_errors(anatomy: BlockAnatomy, recorded: _Recorded, layer: int, tolerance: float) -> list[PartError]:
+def _part_errors(
+    anatomy: BlockAnatomy,
+    recorded: _Recorded,
+    layer: int,
+    tolerance: float,
+    feed_forward_error: float | None,
+) -> list[PartError]:
     x, path = recorded.resid_pre, anatomy.value_path
     errors: dict[str, float | None] = dict.fromkeys(ALGEBRA_PARTS)
+    errors["feed_forward"] = feed_forward_error
     mixed = None
     note = ""
+    if anatomy.feed_forward is None and anatomy.feed_forward_kind != "none":
+        note = f"{anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
     if path is not None:
         normed = x if anatomy.attention_input is None else anatomy.attention_input(x)
         values = path.values(normed)
@@ -224,29 +234,15 @@ def _part_errors(anatomy: BlockAnatomy, recorded: _Recorded, layer: int, toleran
         if anatomy.feed_forward_kind == "none" or out is not None:
             post = anatomy.after_feed_forward(mid, None if anatomy.feed_forward_kind == "none" else out)
             errors["residual"] = relative_error(post, recorded.resid_post)
-        rebuilt, note = _rebuilt_feed_forward(anatomy, x, mid)
-        if anatomy.feed_forward_kind == "none":
-            errors["feed_forward"] = 0.0
-        elif rebuilt is not None and out is not None:
-            errors["feed_forward"] = relative_error(rebuilt, out)
-    if mixed is not None:
-        mid = anatomy.after_attention(x, mixed, recorded.cross_out)
-        rebuilt, note = _rebuilt_feed_forward(anatomy, x, mid)
-        if rebuilt is not None or anatomy.feed_forward_kind == "none":
-            errors["block"] = relative_error(anatomy.after_feed_forward(mid, rebuilt), recorded.resid_post)
+    if mixed is not None and anatomy.is_written_down:
+        rebuilt_output = anatomy.after(x, mixed, recorded.cross_out)
+        errors["block"] = relative_error(rebuilt_output, recorded.resid_post)
     parts = [_mixing(recorded, layer, tolerance)]
     parts += [
         PartError(layer, part, error, tolerance, note if error is None else "")
         for part, error in errors.items()
     ]
     return parts
-
-
-def _rebuilt_feed_forward(anatomy: BlockAnatomy, x: Tensor, mid: Tensor) -> tuple[Tensor | None, str]:
-    if anatomy.feed_forward is None:
-        kind = anatomy.feed_forward_kind
-        return None, "" if kind == "none" else f"{kind} feed-forward: run as a whole, not rebuilt"
-    return anatomy.feed_forward(anatomy.feed_forward_in(x, mid)), ""
 
 
 def _fits(recorded: _Recorded) -> bool:

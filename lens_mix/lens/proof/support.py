@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.prompts import device_of, read_prompt
 from lens_mix.lens.proof.engines import HasEngines, choose_engine, logits_refusal, needs_head
 from lens_mix.lens.proof.proofs import proof_of
@@ -111,7 +111,7 @@ def _cell(error: float | None, ok: bool) -> str:
 
 
 def check(
-    model: Any,
+    model: TransformerLensModel,
     prompt: Any = None,
     *,
     stack: str | None = None,
@@ -137,7 +137,9 @@ def check(
     return Check(model_name(model), proof_of(lens, read, head=True, padding=True, again=True))
 
 
-def support_table(model: Any, methods: Iterable[HasEngines], stack: str | None = None) -> Support:
+def support_table(
+    model: TransformerLensModel, methods: Iterable[HasEngines], stack: str | None = None
+) -> Support:
     """Which of the methods can run on the model (see `lens_mix.support`)."""
     rows: list[tuple[str, str | None, str]] = []
     methods = list(methods)
@@ -159,13 +161,13 @@ def support_table(model: Any, methods: Iterable[HasEngines], stack: str | None =
     return Support(model_name(model), tuple(rows))
 
 
-def model_name(model: Any) -> str:
+def model_name(model: TransformerLensModel) -> str:
     """What the model calls itself."""
     name = getattr(getattr(model, "cfg", None), "model_name", None)
     config = getattr(getattr(model, "original_model", None), "config", None)
     return str(name or getattr(config, "_name_or_path", None) or type(model).__name__)
 
 
-def _any_tokens(model: Any) -> torch.Tensor:
+def _any_tokens(model: TransformerLensModel) -> torch.Tensor:
     d_vocab = int(model.cfg.d_vocab)
     return (torch.arange(8, device=device_of(model)) * 7 + d_vocab // 2) % d_vocab
