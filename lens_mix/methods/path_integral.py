@@ -73,8 +73,9 @@ class Integral:
     """The integral of the gradient along a path, per prompt, by the first rules of a nested family.
 
     With every rule the points of the smaller ones are used again, so that one sum per rule is kept, and no
-    gradient. F at the baseline needs no gradient, but goes along with the first points all the same: in the middle
-    of SmolLM2 that takes 66 ms where a forward pass of its own takes 157 (20 tokens), or 360 and 280 (64).
+    gradient. F at the baseline needs no gradient, but goes along with the first points all the same: in the
+    middle of SmolLM2 that takes 66 ms where a forward pass of its own takes 157 (20 tokens), or 360 and 280
+    (64 tokens).
 
     Attributes:
         rule: per prompt, the rule that is reached.
