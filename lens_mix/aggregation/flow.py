@@ -192,7 +192,9 @@ def _normalise_by_null(
     work: dict[str, Any],
 ) -> Float[Tensor, "level asked key"]:
     """flows · B0 / F0, each row scaled back to its sum (docs/flow.md)."""
-    null = torch.from_numpy(all_flows(null_maps(visible, weight).numpy(), levels, queries, **work))
+    null = torch.from_numpy(
+        all_flows(null_maps(visible, weight).contiguous().numpy(), levels, queries, **work)
+    )
     reached = reachable(visible, weight)
     if weight > 0:
         reached = reached | torch.eye(reached.shape[-1], dtype=torch.bool)
@@ -212,7 +214,9 @@ def _normalise_by_null(
 def even_flow(depth: int, size: int, weight: float) -> tuple[float, float]:
     """Flow of even attention over `size` tokens that all see each other: to oneself, and to another."""
     everything = torch.ones(depth, size, size, dtype=torch.bool)
-    row = all_flows(null_maps(everything, weight).numpy(), [depth], [0], keys=range(min(size, 2)))[0, 0]
+    row = all_flows(
+        null_maps(everything, weight).contiguous().numpy(), [depth], [0], keys=range(min(size, 2))
+    )[0, 0]
     return float(row[0]), float(row[1]) if size > 1 else 0.0
 
 
