@@ -27,8 +27,7 @@ import torch
 from benchmarks.common import MODELS, gemm, interleaved, random_tokens
 from lens_mix.algebra.feed_forward import feed_forward_maps, feed_forward_shares
 from lens_mix.algebra.vectors import Vectors, attention_vectors
-from lens_mix.methods import Alti, AtbFfResLn, AttnResLn, Method
-from lens_mix.methods.value_norms import head_norms
+from lens_mix.methods import Alti, AtbFfResLn, AttnResLn, Method, ValueNorms
 from lens_mix.statistics.mixing_ratio import block_mixing_ratios
 from lens_mix.statistics.passes import prompt_blocks
 
@@ -71,7 +70,7 @@ def seven(model: Any, tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
             vectors = attention_vectors(block)
             outputs.append(
                 {
-                    "heads": head_norms(block, vectors.attention.pairs),
+                    "heads": ValueNorms(per_head=True)(block),
                     "attn_n": vectors.attention.norms(),
                     "attn_res": vectors.residual.norms(),
                     "attn_res_ln": vectors.normed.norms(),
@@ -86,7 +85,8 @@ def seven_written_out(model: Any, tokens: torch.Tensor) -> None:
     with torch.no_grad():
         for block in prompt_blocks(model, tokens, AttnResLn()).blocks:
             vectors = attention_vectors(block)
-            length = torch.linalg.vector_norm(vectors.attention.pairs.vectors, dim=-1)
+            sent = vectors.pairs.heads.times(vectors.pairs.heads.matrices)
+            length = torch.linalg.vector_norm(sent, dim=-1)
             _ = block.recorded("pattern") * length.transpose(1, 2)[:, :, None]
             for stage in (vectors.attention, vectors.residual, vectors.normed):
                 written_out_outputs(stage)
@@ -177,9 +177,7 @@ def after_feed_forward(model: Any, positions: int, repeats: int) -> None:
     rows = min(pairs, 1536)
 
     def maps() -> None:
-        from lens_mix.algebra import feed_forward as module
-
-        module._shared.clear()
+        block.kept.clear()
         with torch.no_grad():
             feed_forward_maps(block, "on_path")
 
@@ -187,10 +185,11 @@ def after_feed_forward(model: Any, positions: int, repeats: int) -> None:
         with torch.no_grad():
             vectors = attention_vectors(block)
             shares = feed_forward_shares(block, vectors, "on_path")
+            sent = vectors.pairs.heads.times(vectors.pairs.heads.after(vectors.normed.pairs.chain))
             for query in range(positions):
                 # One query at a time: the hidden layers of all pairs at once do not fit.
                 weights = vectors.normed.pairs.pattern[0, :, query]
-                dense = torch.einsum("hk,khd->kd", weights, vectors.normed.pairs.vectors[0])
+                dense = torch.einsum("hk,khd->kd", weights, sent[0])
                 hidden = sum((dense @ W) * m[0, query] for W, m in shares.multipliers)
                 torch.linalg.vector_norm(hidden @ shares.W_out, dim=-1)
 
@@ -214,6 +213,7 @@ def l1_distances(model: Any, positions: int, repeats: int) -> None:
     def factors() -> None:
         with torch.no_grad():
             for block in blocks:
+                block.kept.clear()
                 Alti()(block)
 
     def by_heads() -> None:
@@ -233,7 +233,8 @@ def written_out_distances(block: Any, positions: int) -> torch.Tensor:
     """L1 distances from vectors that are all in memory at once."""
     vectors = attention_vectors(block)
     pattern = block.recorded("pattern")[0]
-    per_head = torch.einsum("hqk,khd->hqkd", pattern, vectors.attention.pairs.vectors[0])
+    sent = vectors.pairs.heads.times(vectors.pairs.heads.matrices)
+    per_head = torch.einsum("hqk,khd->hqkd", pattern, sent[0])
     dense = per_head.sum(0)
     index = torch.arange(positions)
     dense[index, index] += vectors.resid_pre[0]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import lens_mix as lm
-from benchmarks import attribution, common, flow, precision, value_zeroing
+from benchmarks import attribution, common, flow, precision, rows, value_zeroing
 from lens_mix.methods import METHODS
 
 HERE = Path(__file__).resolve().parent
@@ -126,7 +126,7 @@ def networkx(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield flow.against_networkx(layers, 32, causal, options.repeats, sample=6)
 
 
-TABLES = ("compared", "long", "digits", "captum", "networkx", "methods")
+TABLES = ("compared", "long", "rows", "digits", "captum", "networkx", "methods")
 
 
 def tables(options: argparse.Namespace) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
@@ -135,6 +135,11 @@ def tables(options: argparse.Namespace) -> Iterator[tuple[str, Iterator[dict[str
         yield "Value Zeroing compared", compared(options)
     if "long" in options.tables:
         yield "Value Zeroing, 1024 positions", long_prompt(options)
+    if "rows" in options.tables:
+        yield "What a run costs beside the forward pass", rows.overheads()
+        yield "The last row alone", rows.last_rows()
+        if options.full:
+            yield "The last row alone, long prompts", rows.long_prompts()
     if "digits" in options.tables:
         yield "Digits of float32", digits(options)
     if "captum" in options.tables:
@@ -186,10 +191,10 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "results.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    for title, rows in tables(options):
+    for title, found_rows in tables(options):
         table: dict[str, Any] = {"machine": common.machine(), **common.gemm_rates()}
         table |= {"note": options.note, "rows": []}
-        for row in rows:
+        for row in found_rows:
             print(title, row, flush=True)
             table["rows"].append(row)
             found[title] = table

@@ -1,28 +1,41 @@
-"""The runner: what was asked of a model, read, and mapped batch by batch."""
+"""The runner: what was asked of a model, mapped prompt by prompt or batch by batch."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, overload
 
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix.lens import masks
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.prompts import PaddingSide, Prompt, read_prompt
-from lens_mix.lens.proof.support import Support, logits_refusal, proof_of, support_table
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.prompts import PaddingSide, Prompt
+from lens_mix.lens.proof.support import Support, support_table
+from lens_mix.lens.rows import Selection
+from lens_mix.map_prompts import map_prompts
+from lens_mix.maps import MixingMap
 from lens_mix.methods import METHODS, Method
-from lens_mix.session import Options, run_batch
+from lens_mix.session import Session
+
+MethodLike = str | Method
 
 
+@overload
+def run(model: TransformerLensModel, prompt: Any, methods: MethodLike, **options: Any) -> MixingMap: ...
+@overload
 def run(
-    model: Any,
+    model: TransformerLensModel, prompt: Any, methods: Sequence[MethodLike], **options: Any
+) -> dict[str, MixingMap]: ...
+def run(
+    model: TransformerLensModel,
     prompt: Any,
-    methods: str | Method | Sequence[str | Method],
+    methods: MethodLike | Sequence[MethodLike],
     *,
+    queries: Selection | None = None,
+    layers: Selection | None = None,
     stack: str | None = None,
     engine: str = "auto",
     max_memory: int | None = None,
@@ -30,7 +43,7 @@ def run(
     prepend_bos: bool | None = None,
     attention_mask: Tensor | None = None,
     **inputs: Any,
-) -> Any:
+) -> MixingMap | dict[str, MixingMap]:
     """Map one prompt with one method or several, from one clean pass.
 
     Args:
@@ -38,6 +51,9 @@ def run(
         prompt: a string, tokens [pos] or [1, pos]; (source, target) for an encoder-decoder.
         methods: a name ("attention", "value_zeroing"), a method (`lm.ValueZeroing(metric="euclidean")`),
             or several of these.
+        queries: positions of the rows to make and keep, as a number, numbers or a slice; negative numbers
+            count from the prompt's end. None: all.
+        layers: the layers to make and keep, likewise.
         stack: "encoder" (default) or "decoder" of an encoder-decoder.
         engine: "auto", or "hooks" / "algebra" for methods that have both.
         max_memory: bytes for the temporary tensors of one step.
@@ -54,21 +70,31 @@ def run(
         TypeError, ValueError: bad input, naming what was expected and what was got.
         UnsupportedModelError: the model or the method on it can't be trusted, with the reason.
     """
-    lens = Lens(model, stack)
-    options = _read_options(lens, methods, engine, max_memory, progress, prepend_bos)
-    read = read_prompt(
-        model, lens.model_class, prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs
+    labelled, single = read_methods(methods)
+    session = Session(
+        model, labelled, stack=stack, engine=engine, max_memory=max_memory, queries=queries, layers=layers
     )
-    maps = run_batch(lens, [read], options, "right")[0]
-    return next(iter(maps.values())) if options.single else maps
+    read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
+    maps = map_prompts(session, [read], prepend_bos=prepend_bos, progress=progress)[0]
+    return next(iter(maps.values())) if single else maps
 
 
+@overload
 def run_many(
-    model: Any,
+    model: TransformerLensModel, prompts: Iterable[Any], methods: MethodLike, **options: Any
+) -> Iterator[MixingMap]: ...
+@overload
+def run_many(
+    model: TransformerLensModel, prompts: Iterable[Any], methods: Sequence[MethodLike], **options: Any
+) -> Iterator[dict[str, MixingMap]]: ...
+def run_many(
+    model: TransformerLensModel,
     prompts: Iterable[Any],
-    methods: str | Method | Sequence[str | Method],
+    methods: MethodLike | Sequence[MethodLike],
     *,
     batch_size: int = 16,
+    queries: Selection | None = None,
+    layers: Selection | None = None,
     stack: str | None = None,
     engine: str = "auto",
     max_memory: int | None = None,
@@ -84,9 +110,10 @@ def run_many(
     gets its prompts one by one.
 
     Args:
-        model, methods, stack, engine, max_memory, progress, prepend_bos: as in `run`.
+        model, methods, queries, layers, stack, engine, max_memory, prepend_bos: as in `run`.
         prompts: strings, token tensors, or one padded tensor [batch, pos] with `attention_mask`.
         batch_size: prompts per clean pass.
+        progress: show a bar over the prompts.
         attention_mask: [batch, pos] for a padded tensor of prompts.
         padding_side: where the runner pads; "right" is right for every model.
         inputs: further model inputs by name, one row per prompt.
@@ -102,73 +129,73 @@ def run_many(
         raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
     if padding_side not in ("left", "right"):
         raise ValueError(f"padding_side: expected 'left' or 'right', got {padding_side!r}")
-    lens = Lens(model, stack)
+    labelled, single = read_methods(methods)
+    session = Session(
+        model, labelled, stack=stack, engine=engine, max_memory=max_memory, queries=queries, layers=layers
+    )
     if padding_side == "left":
-        _refuse_left_padding(lens)
-    options = _read_options(lens, methods, engine, max_memory, False, prepend_bos)
-    return _stream(lens, prompts, options, batch_size, padding_side, attention_mask, inputs, progress)
+        _refuse_left_padding(session.lens)
+    reader = _PromptReader(session, prepend_bos, attention_mask, inputs)
+    maps = _stream(session, reader, prompts, batch_size, padding_side, prepend_bos, progress)
+    return (next(iter(each.values())) for each in maps) if single else maps
 
 
 def _stream(
-    lens: Lens,
+    session: Session,
+    reader: _PromptReader,
     prompts: Iterable[Any],
-    options: Options,
     batch_size: int,
     side: PaddingSide,
-    attention_mask: Tensor | None,
-    inputs: dict[str, Any],
+    prepend_bos: bool | None,
     progress: bool,
-) -> Iterator[Any]:
+) -> Iterator[dict[str, MixingMap]]:
     numbered = enumerate(prompts)
     problem: Exception | None = None
     total = len(prompts) if isinstance(prompts, Sized) else None
     with tqdm(total=total, disable=not progress, desc="prompts") as bar:
         while problem is None:
-            read, problem = _read_some(lens, numbered, batch_size, options, attention_mask, inputs)
+            read, problem = reader.next_prompts(numbered, batch_size)
             if not read:
                 break
-            one_by_one = len(read) > 1 and not proof_of(lens, read[0]).masks_padding
-            for group in [[prompt] for prompt in read] if one_by_one else [read]:
-                for maps in run_batch(lens, group, options, side):
+            for batch in session.batches(read):
+                for maps in map_prompts(session, batch, side, prepend_bos=prepend_bos):
                     bar.update()
-                    yield next(iter(maps.values())) if options.single else maps
+                    yield maps
     if problem is not None:
         raise problem
 
 
-def _read_some(
-    lens: Lens,
-    numbered: Iterator[tuple[int, Any]],
-    count: int,
-    options: Options,
-    mask: Tensor | None,
-    inputs: dict[str, Any],
-) -> tuple[list[Prompt], Exception | None]:
-    """The next prompts, up to `count` or to the first that can't be read, and why it can't."""
-    read: list[Prompt] = []
-    try:
-        for number, prompt in itertools.islice(numbered, count):
-            read.append(_read_numbered(lens, number, prompt, options, mask, inputs))
-    except Exception as problem:
-        # Whatever it is, the maps of the prompts before it are finished first.
-        return read, problem
-    return read, None
+class _PromptReader:
+    """Reads prompts with their rows of the mask and of the model's inputs."""
 
+    def __init__(
+        self, session: Session, prepend_bos: bool | None, mask: Tensor | None, inputs: Mapping[str, Any]
+    ) -> None:
+        self._session, self._prepend_bos, self._mask, self._inputs = session, prepend_bos, mask, inputs
 
-def _read_numbered(
-    lens: Lens, number: int, prompt: Any, options: Options, mask: Tensor | None, inputs: dict[str, Any]
-) -> Prompt:
-    try:
-        return read_prompt(
-            lens.model,
-            lens.model_class,
-            prompt,
-            prepend_bos=options.prepend_bos,
-            attention_mask=None if mask is None else _row(mask, number, "attention_mask"),
-            inputs={name: _row(value, number, name) for name, value in inputs.items()},
-        )
-    except (TypeError, ValueError) as problem:
-        raise type(problem)(f"prompt {number}: {problem}") from problem
+    def next_prompts(
+        self, numbered: Iterator[tuple[int, Any]], count: int
+    ) -> tuple[list[Prompt], Exception | None]:
+        """The next prompts, up to `count` or to the first that can't be read, and why it can't."""
+        read: list[Prompt] = []
+        try:
+            for number, prompt in itertools.islice(numbered, count):
+                read.append(self._read(number, prompt))
+        except Exception as problem:
+            # Whatever it is, the maps of the prompts before it are finished first.
+            return read, problem
+        return read, None
+
+    def _read(self, number: int, prompt: Any) -> Prompt:
+        try:
+            return self._session.read(
+                prompt,
+                prepend_bos=self._prepend_bos,
+                attention_mask=None if self._mask is None else _row(self._mask, number, "attention_mask"),
+                inputs={name: _row(value, number, name) for name, value in self._inputs.items()},
+            )
+        except (TypeError, ValueError) as problem:
+            raise type(problem)(f"prompt {number}: {problem}") from problem
 
 
 def _row(values: Any, number: int, name: str) -> Any:
@@ -182,7 +209,7 @@ def _row(values: Any, number: int, name: str) -> Any:
     return values[number]
 
 
-def support(model: Any, *, stack: str | None = None) -> Support:
+def support(model: TransformerLensModel, *, stack: str | None = None) -> Support:
     """Table method x model: ok with the engine that "auto" would take, or the reason why not.
 
     Args:
@@ -192,19 +219,12 @@ def support(model: Any, *, stack: str | None = None) -> Support:
     return support_table(model, [method() for method in METHODS.values()], stack)
 
 
-# ------------------------------------------------------------------ reading what was asked
+def read_methods(methods: MethodLike | Sequence[MethodLike]) -> tuple[dict[str, Method], bool]:
+    """The methods by their labels, and whether a single one was asked for.
 
-
-def _read_options(
-    lens: Lens,
-    methods: str | Method | Sequence[str | Method],
-    engine: str,
-    max_memory: int | None,
-    progress: bool,
-    prepend_bos: bool | None,
-) -> Options:
-    if max_memory is not None and (isinstance(max_memory, bool) or max_memory < 1):
-        raise ValueError(f"max_memory: expected a positive number of bytes, got {max_memory}")
+    Raises:
+        TypeError, ValueError: neither names nor methods; none; one twice.
+    """
     single = isinstance(methods, (str, Method))
     if not single and (isinstance(methods, type) or not isinstance(methods, Iterable)):
         got = f"the class {methods.__name__}" if isinstance(methods, type) else type(methods).__name__
@@ -213,16 +233,11 @@ def _read_options(
     if not asked:
         raise ValueError("methods: expected at least one method, got none")
     read = [_read_method(method) for method in asked]
-    for method in read:
-        method.check(lens.n_heads, lens.n_layers)
-        reason = logits_refusal(lens, method)
-        if reason is not None:
-            raise UnsupportedModelError(reason)
     names = [method.name for method in read]
     labels = [_label(method) if names.count(method.name) > 1 else method.name for method in read]
     if len(set(labels)) != len(labels):
         raise ValueError(f"methods: expected different methods, got one twice: {labels}")
-    return Options(dict(zip(labels, read, strict=True)), single, engine, max_memory, progress, prepend_bos)
+    return dict(zip(labels, read, strict=True)), single
 
 
 def _read_method(method: object) -> Method:

@@ -1,227 +1,268 @@
-"""What the methods of one run make of one batch: a clean pass, proven engines, and a map per prompt."""
+"""One way from prompts to blocks: the clean pass, its proof, and the check on these very prompts.
+
+The runner, statistics and whatever else reads blocks comes through here, so that none of them can forget a
+check. A session also holds what is kept during one run.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol
 
-from jaxtyping import Bool
+from jaxtyping import Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from lens_mix.algebra import large_product
-from lens_mix.lens import masks, provenance
+from lens_mix.hooks import HookPair, record_attention
 from lens_mix.lens.block import Block
-from lens_mix.lens.model import CleanPass, Lens
-from lens_mix.lens.model_classes import NotRebuiltError, UnsupportedModelError
-from lens_mix.lens.prompts import Batch, PaddingSide, Prompt, pad, pad_token, token_strings
-from lens_mix.lens.proof.prove import holds_here
+from lens_mix.lens.clean_pass import CleanPass, clean_pass
+from lens_mix.lens.masks import AllowedKeys, allowed_keys
+from lens_mix.lens.model import Lens
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.prompts import Batch, PaddingSide, Prompt, pad, pad_token, read_prompt, token_strings
+from lens_mix.lens.proof.check import refuted_here
+from lens_mix.lens.proof.engines import choose_engine, logits_refusal, needs_head
+from lens_mix.lens.proof.proofs import proof_of
+from lens_mix.lens.proof.prove import padding_leaks
 from lens_mix.lens.proof.record import Proof
-from lens_mix.lens.proof.support import choose_engine, needs_head, proof_of
-from lens_mix.maps import MixingMap
-from lens_mix.methods import Method
-
-# Bytes of tensors that a clean pass records only to spare work.
-_WANTED_BYTES = 1 << 26
+from lens_mix.lens.rows import Rows, Selection, read_selection
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What was asked of a run, read once."""
+class AskedMethod(Protocol):
+    """What a session needs to know of a method (`lens_mix.methods.base.Method` has it)."""
 
-    methods: dict[str, Method]
-    single: bool
-    engine: str
-    max_memory: int | None
-    progress: bool
-    prepend_bos: bool | None
+    name: ClassVar[str]
+    engines: ClassVar[tuple[str, ...]]
+    residual: ClassVar[float]
+    kind: ClassVar[Literal["layer", "input"]]
+    records: ClassVar[frozenset[str]]
+    parts: ClassVar[tuple[str, ...]]
+    reads_last_residual: ClassVar[bool]
+
+    @property
+    def carries(self) -> bool: ...
+
+    def takes_rows(self, engine: str) -> bool: ...
+
+    def check(self, n_heads: int, n_layers: int) -> None: ...
+
+    def key_groups(self, positions: int) -> list[list[int]] | None: ...
+
+    def parameters(self) -> dict[str, object]: ...
+
+    def __call__(self, block: Block) -> Tensor: ...
+
+    def of_stack(self, blocks: Sequence[Block]) -> list[Tensor]: ...
+
+    def hooks(
+        self,
+        layer: int,
+        store: MutableMapping[str, Tensor],
+        *,
+        queries: Int[Tensor, "batch query"] | None = None,
+        attention: str = ...,
+    ) -> list[HookPair]: ...
 
 
-def run_batch(
-    lens: Lens, prompts: list[Prompt], options: Options, side: PaddingSide
-) -> list[dict[str, MixingMap]]:
-    """The maps of each prompt by their labels, padding cut away.
+class Session:
+    """What is asked of a model, read once.
+
+    Args:
+        model: any TransformerLens model.
+        methods: by their labels; at least one.
+        stack: "encoder" or "decoder" of an encoder-decoder.
+        engine: "auto", "hooks" or "algebra".
+        max_memory: bytes for the temporaries of one step; None: no bound.
+        queries: the rows that are asked for; None: all.
+        layers: the layers that are asked for; None: all.
 
     Raises:
-        UnsupportedModelError: the model or a method on it can't be trusted, with the reason.
+        TypeError, ValueError: an option that is none, or that this model can't have.
+        UnsupportedModelError: the model, or a method on it, can't be trusted.
     """
-    proof = proof_of(lens, prompts[0], head=needs_head(options.methods.values()))
-    groups = [
-        {label: method.key_groups(_own_length(lens, prompt)) for label, method in options.methods.items()}
-        for prompt in prompts
-    ]
-    roles = sorted(set().union(*(method.needs for method in options.methods.values())))
-    names = [lens.stack.hook_name(role, layer) for role in roles for layer in range(lens.n_layers)]
-    batch, engines = pad(prompts, pad_token(lens.model), side), _engines(options, proof)
-    wanted, checked = _wanted(lens, batch, engines, options), _is_checked_first(engines, options)
-    if "algebra" in engines.values():
-        large_product.decide(batch.tokens.device)
-    clean = lens.clean_pass(batch, names, optional=wanted, to_be_checked=checked)
-    _require_masked_padding(lens, clean)
-    mapped, engines = _map_proven(lens, clean, proof, engines, options)
-    allowed = masks.allowed_keys(lens, clean)
-    return [
-        _prompt_maps(lens, clean, index, mapped, engines, groups[index], allowed, options)
-        for index in range(len(prompts))
-    ]
 
+    def __init__(
+        self,
+        model: TransformerLensModel,
+        methods: Mapping[str, AskedMethod],
+        *,
+        stack: str | None = None,
+        engine: str = "auto",
+        max_memory: int | None = None,
+        queries: Selection | None = None,
+        layers: Selection | None = None,
+    ) -> None:
+        lens = Lens(model, stack)
+        if max_memory is not None and (isinstance(max_memory, bool) or max_memory < 1):
+            raise ValueError(f"max_memory: expected a positive number of bytes, got {max_memory}")
+        for method in methods.values():
+            method.check(lens.n_heads, lens.n_layers)
+            reason = logits_refusal(lens, method)
+            if reason is not None:
+                raise UnsupportedModelError(reason)
+        self.lens, self.methods = lens, dict(methods)
+        self.engine, self.max_memory, self.queries = engine, max_memory, queries
+        self.layers = read_selection(layers, lens.n_layers, "layers") or list(range(lens.n_layers))
+        self.kept_of_run: dict[Any, Any] = {}
 
-def _wanted(lens: Lens, batch: Batch, engines: dict[str, str], options: Options) -> list[str]:
-    """The hook points that spare work, where they are few enough to keep."""
-    by_algebra = [method for label, method in options.methods.items() if engines[label] == "algebra"]
-    roles = set().union(*(method.wants for method in by_algebra))
-    if not roles or options.max_memory is not None:
-        return []
-    known = lens.model.hook_dict
-    names = [lens.stack.hook_name(role, layer) for role in sorted(roles) for layer in range(lens.n_layers)]
-    names = [name for name in names if name in known]
-    cfg = lens.model.cfg
-    width = int(getattr(cfg, "d_mlp", None) or 4 * cfg.d_model)
-    size = batch.real_positions(lens.stack.name).numel() * width * lens.dtype.itemsize
-    return names if size * len(names) <= _WANTED_BYTES else []
+    def read(self, prompt: Any, **options: Any) -> Prompt:
+        """One prompt as the user gave it (`lens_mix.lens.prompts.read_prompt`)."""
+        return read_prompt(self.lens.model, self.lens.model_class, prompt, **options)
 
+    def batches(self, prompts: list[Prompt]) -> list[list[Prompt]]:
+        """The prompts as one batch; one by one where lengths differ and the model does not mask padding."""
+        lengths = {len(self.mapped_tokens(prompt)) for prompt in prompts}
+        lengths |= {len(prompt.tokens) for prompt in prompts}
+        alike = len(lengths) == 1 or len(prompts) == 1
+        if alike or proof_of(self.lens, prompts[0], padding=True).masks_padding:
+            return [prompts]
+        return [[prompt] for prompt in prompts]
 
-def _engines(options: Options, proof: Proof, no_algebra: str | None = None) -> dict[str, str]:
-    return {
-        label: choose_engine(method, proof, options.engine, no_algebra)
-        for label, method in options.methods.items()
-    }
+    def mapped_tokens(self, prompt: Prompt) -> Int[Tensor, " pos"]:
+        """The tokens that the mapped stack reads."""
+        target = prompt.target
+        return target if self.lens.stack.name == "decoder" and target is not None else prompt.tokens
 
+    def layers_of(self, method: AskedMethod) -> list[int]:
+        """The blocks that a method needs for the layers that are asked for, ascending."""
+        return list(range(max(self.layers) + 1)) if method.kind == "input" else sorted(self.layers)
 
-def _map_proven(
-    lens: Lens, clean: CleanPass, proof: Proof, engines: dict[str, str], options: Options
-) -> tuple[dict[str, _Mapped], dict[str, str]]:
-    """The maps and their engines; algebra only where the proven parts give these prompts' own outputs.
+    @contextlib.contextmanager
+    def passed(self, prompts: Sequence[Prompt], side: PaddingSide = "right") -> Iterator[Passed]:
+        """The prompts after one clean pass, proven and checked; the model is opened once, and left as it was.
 
-    If they don't, the proof may be from before a change that leaves no trace: a fresh one decides. What that
-    can't explain either (a hook that acts on one position, say) is left to hooks.
-    """
-    if not _is_checked_first(engines, options) or holds_here(lens, clean, proof) is None:
-        with contextlib.suppress(NotRebuiltError):
-            return _map_stack(lens, clean, proof, engines, options), engines
-    needs = needs_head(options.methods.values())
-    proof = proof_of(lens, clean.batch.prompts[0], head=needs, again=True)
-    engines = _engines(options, proof, holds_here(lens, clean, proof))
-    try:
-        return _map_stack(lens, clean, proof, engines, options), engines
-    except NotRebuiltError as problem:
-        engines = _engines(options, proof, str(problem))
-        return _map_stack(lens, clean, proof, engines, options), engines
+        Raises:
+            UnsupportedModelError: the model, or a method on it, can't be trusted on these prompts.
+        """
+        # A lens of its own: modules may have come and gone since the last batch.
+        self.lens = lens = Lens(self.lens.model, self.lens.stack.name)
+        with lens.undisturbed():
+            proof = proof_of(lens, prompts[0], head=needs_head(self.methods.values()))
+            engines = self._engines(proof)
+            by_algebra = "algebra" in engines.values()
+            if by_algebra:
+                large_product.decide(lens.device)
+            batch = pad(prompts, pad_token(lens.model), side)
+            real = batch.real_positions(lens.stack.name)
+            rows = None if self.queries is None else Rows.of(self.queries, real)
+            clean = self._clean_pass(batch, rows, engines)
+            leaks = padding_leaks(clean)
+            if leaks:
+                raise UnsupportedModelError(
+                    f"{lens.where(leaks[0])}: the attention mask was ignored (padding got attention weight); "
+                    "run prompts of one length, or one by one"
+                )
+            if by_algebra:
+                proof, engines = self._checked(clean, proof, engines)
+            yield Passed(self, clean, proof, engines, rows)
 
+    def _engines(self, proof: Proof, no_algebra: str | None = None) -> dict[str, str]:
+        return {
+            label: choose_engine(method, proof, self.engine, no_algebra)
+            for label, method in self.methods.items()
+        }
 
-def _is_checked_first(engines: dict[str, str], options: Options) -> bool:
-    """Whether the proven parts are held against the clean pass before any map is made.
+    def _checked(
+        self, clean: CleanPass, proof: Proof, engines: dict[str, str]
+    ) -> tuple[Proof, dict[str, str]]:
+        """The proof and the engines that hold on these prompts.
 
-    A method that checks itself does so on the way: too late where others wait for it, or memory is bound.
-    """
-    alone = options.max_memory is None and all(method.checks_parts for method in options.methods.values())
-    return "algebra" in engines.values() and not alone
+        If proven parts don't give these prompts' outputs, the proof may be from before a change that leaves
+        no trace: a fresh one decides. What that can't explain either (a hook that acts on one position, say)
+        is left to hooks.
+        """
+        layers = self._recorded_layers()
+        if refuted_here(clean, proof, layers) is None:
+            return proof, engines
+        head = needs_head(self.methods.values())
+        proof = proof_of(clean.lens, clean.batch.prompts[0], head=head, again=True)
+        return proof, self._engines(proof, refuted_here(clean, proof, layers))
 
+    def _recorded_layers(self) -> list[int]:
+        return sorted(set().union(*map(self.layers_of, self.methods.values())))
 
-def _own_length(lens: Lens, prompt: Prompt) -> int:
-    target = prompt.target
-    return len(target) if lens.stack.name == "decoder" and target is not None else len(prompt.tokens)
+    def _clean_pass(self, batch: Batch, rows: Rows | None, engines: Mapping[str, str]) -> CleanPass:
+        """One pass that records what the methods and the check of the prompts need, and no more rows."""
+        lens, layers = self.lens, self._recorded_layers()
+        for label, method in self.methods.items():
+            if method.kind == "input" or not method.takes_rows(engines[label]):
+                rows = None
+        positions = None if rows is None else rows.positions
+        store: dict[str, Tensor] = {}
+        fwd_hooks: list[HookPair] = []
+        required: list[str] = []
+        # The check reads these, whatever the methods record.
+        checked = {"pattern", "value"} if "algebra" in engines.values() else set()
+        template = lens.stack.attention_template
+        for method in self.methods.values():
+            for layer in self.layers_of(method):
+                fwd_hooks += method.hooks(layer, store, queries=positions, attention=template)
+                required += [lens.stack.hook_name(role, layer) for role in method.records]
+            checked -= method.records
+        for layer in layers:
+            fwd_hooks += record_attention(
+                layer, store, sorted(checked), queries=positions, attention=template
+            )
+        reads_end = any(method.reads_last_residual for method in self.methods.values())
+        last = lens.n_layers - 1 if reads_end else layers[-1]
+        # Padding may leak in any block that runs.
+        padded = not bool(batch.real_positions(lens.stack.name).all())
+        watched = range(last + 1) if padded else layers
+        return clean_pass(
+            lens,
+            batch,
+            fwd_hooks,
+            store,
+            required=required,
+            watched=watched,
+            stop_after=last,
+            rows=rows,
+            kept_of_run=self.kept_of_run,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mapped:
-    """What one method made of a batch, [batch, layer, (head,) query, key] with padding in, and its blocks."""
+class Passed:
+    """Prompts after a clean pass, proven and checked.
 
-    scores: Tensor
-    blocks: list[Block]
+    Attributes:
+        session: what was asked.
+        clean: the clean pass.
+        proof: what every block was found to be.
+        engines: by the methods' labels.
+        rows: the rows that are asked for; None: all.
+    """
 
+    session: Session
+    clean: CleanPass
+    proof: Proof
+    engines: Mapping[str, str]
+    rows: Rows | None
 
-def _map_stack(
-    lens: Lens, clean: CleanPass, proof: Proof, engines: dict[str, str], options: Options
-) -> dict[str, _Mapped]:
-    mapped = {}
-    with tqdm(total=lens.n_layers * len(options.methods), disable=not options.progress, leave=False) as bar:
-        for label, method in options.methods.items():
-            bar.set_description(label)
-            blocks = [
-                Block(lens, clean, layer, proof.anatomy[layer], engines[label], options.max_memory)
-                for layer in range(lens.n_layers)
-            ]
-            with lens.undisturbed():
-                scores = method.of_stack(_Watched(blocks, bar))
-            mapped[label] = _Mapped(scores, blocks)
-    return mapped
+    def blocks(self, label: str) -> list[Block]:
+        """The blocks of a method, with the rows that it is to make."""
+        method, engine = self.session.methods[label], self.engines[label]
+        layers = self.session.layers_of(method)
+        makes_rows = self.rows is not None and method.takes_rows(engine)
+        cut = set(layers[-1:] if method.kind == "input" else layers) if makes_rows else set()
+        return [self._block(layer, engine, layer in cut) for layer in layers]
 
+    def _block(self, layer: int, engine: str, cut: bool) -> Block:
+        queries = self.rows.positions if cut and self.rows is not None else None
+        anatomies = self.proof.anatomy
+        above = anatomies[layer + 1] if layer + 1 < len(anatomies) else None
+        return Block(self.clean, layer, anatomies[layer], engine, self.session.max_memory, queries, above)
 
-class _Watched(Sequence[Block]):
-    """Blocks that move a progress bar when they are gone through."""
+    def allowed_keys(self) -> AllowedKeys:
+        """Which keys the recorded rows may see, in every watched layer."""
+        return allowed_keys(self.clean, self.proof.causal)
 
-    def __init__(self, blocks: list[Block], bar: Any) -> None:
-        self._blocks, self._bar = blocks, bar
+    def token_ids(self, index: int) -> Int[Tensor, " pos"]:
+        """The tokens of one prompt that the mapped stack reads."""
+        return self.session.mapped_tokens(self.clean.batch.prompts[index])
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._blocks[index]
-
-    def __iter__(self) -> Iterator[Block]:
-        for block in self._blocks:
-            yield block
-            self._bar.update()
-
-
-def _prompt_maps(
-    lens: Lens,
-    clean: CleanPass,
-    index: int,
-    mapped: dict[str, _Mapped],
-    engines: dict[str, str],
-    groups: dict[str, list[list[int]] | None],
-    allowed: masks.AllowedKeys,
-    options: Options,
-) -> dict[str, MixingMap]:
-    own = clean.batch.real_positions(lens.stack.name)[index].nonzero()[:, 0]
-    prompt = clean.batch.prompts[index]
-    read = prompt.target if lens.stack.name == "decoder" and prompt.target is not None else prompt.tokens
-    tokens = token_strings(lens.model, read)
-    maps = {}
-    for label, method in options.methods.items():
-        seen = allowed.reaching() if method.kind == "input" else allowed
-        causal, mask = seen.of_prompt(index, own)
-        scores = mapped[label].scores[index].index_select(-2, own)
-        spans = groups[label]
-        key_tokens = None
-        if spans is None:
-            scores = scores.index_select(-1, own)
-        else:
-            key_tokens = ["".join(tokens[position] for position in span) for span in spans]
-        scores = seen.without_rounding(scores, index, own, spans)
-        maps[label] = MixingMap(
-            scores=scores.clone(),
-            tokens=tokens,
-            method=method.name,
-            causal=causal and spans is None,
-            mask=None if spans is not None else mask,
-            key_tokens=key_tokens,
-            parameters=method.parameters(),
-            residual=method.residual,
-            kind=method.kind,
-            provenance=provenance.provenance(lens, engines[label], options.prepend_bos)
-            | provenance.details(mapped[label].blocks, index),
-            notes=(
-                *provenance.notes(scores),
-                *(text for block in mapped[label].blocks for text in block.warnings[index]),
-            ),
-        )
-    return maps
-
-
-def _require_masked_padding(lens: Lens, clean: CleanPass) -> None:
-    """A padded key that got weight would be mixed into real positions: refuse."""
-    real: Bool[Tensor, "batch pos"] = clean.batch.real_positions(lens.stack.name)
-    if bool(real.all()):
-        return
-    for layer, seen in clean.seen.items():
-        if bool((seen & real[:, :, None] & ~real[:, None, :]).any()):
-            raise UnsupportedModelError(
-                f"{lens.where(layer)}: the attention mask was ignored (padding got attention weight); "
-                "run prompts of one length, or one by one"
-            )
+    def tokens(self, index: int) -> list[str]:
+        """The same as strings."""
+        return token_strings(self.session.lens.model, self.token_ids(index))

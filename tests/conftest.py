@@ -7,4 +7,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import torch
 
+import tests.shape_checks  # noqa: F401  the type checker that pyproject.toml names has to be importable
+
 torch.set_num_threads(1)

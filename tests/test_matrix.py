@@ -69,7 +69,7 @@ def attention_oracle(model, case, prompt):
     names = [lens.stack.hook_name("pattern", layer) for layer in range(lens.n_layers)]
     hooks = [(name, functools.partial(keep, name=name)) for name in names]
     with lens.undisturbed(), model.hooks(fwd_hooks=hooks):
-        lens._forward(batch)
+        lens.forward(batch)
     return torch.stack([store[name][0].mean(dim=0) for name in names])
 
 
@@ -106,7 +106,7 @@ def _block_output(lens, batch, layer, fwd_hooks):
     handle = lens.stack.blocks[layer].register_forward_hook(keep)
     try:
         with lens.undisturbed(), lens.model.hooks(fwd_hooks=fwd_hooks):
-            lens._forward(batch)
+            lens.forward(batch)
     finally:
         handle.remove()
     return kept[0]

@@ -1,95 +1,26 @@
-"""The package: its names, its floors, what importing it costs."""
+"""The package: its names, what importing it costs. (Its floors: tests/test_floors.py.)"""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import lens_mix as lm
-
-ROOT = Path(__file__).parents[1]
-# Who may import whom (docs/development.md): a file imports from its own floor or lower.
-FLOORS = {
-    "hooks": 0,
-    "lens": 1,
-    "maps": 1,
-    "targets": 1,
-    "methods": 2,
-    "aggregation": 2,
-    "statistics": 2,
-    "graphs": 2,
-    "citations": 3,
-    "batches": 3,
-    "runner": 3,
-    "evaluation": 4,
-    "view": 4,
-    "cli": 5,
-}
-# Conveniences of the record that hand over to a higher floor, imported when called.
-UPWARD = {("maps", "view"), ("maps", "graphs")}
-
-
-def floor_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else module
-
-
-def imports_of(path: Path) -> set[tuple[str, bool]]:
-    """(module of lens_mix, whether it is imported only for type checking)."""
-    found = set()
-    tree = ast.parse(path.read_text())
-    guarded = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lens_mix"):
-            names = [node.module] if node.module != "lens_mix" else [f"lens_mix.{a.name}" for a in node.names]
-            found |= {(name, id(node) in guarded) for name in names}
-        elif isinstance(node, ast.Import):
-            found |= {(a.name, id(node) in guarded) for a in node.names if a.name.startswith("lens_mix.")}
-    return found
-
-
-def test_no_file_imports_from_a_higher_floor():
-    broken = []
-    for path in sorted((ROOT / "lens_mix").rglob("*.py")):
-        own = path.relative_to(ROOT / "lens_mix").parts[0].removesuffix(".py")
-        if own == "__init__":
-            continue
-        assert own in FLOORS, f"{own}: on no floor"
-        for module, for_types in imports_of(path):
-            other = floor_of(module)
-            if for_types or (own, other) in UPWARD:
-                continue
-            if FLOORS[other] > FLOORS[own]:
-                broken.append(
-                    f"{path.relative_to(ROOT)} (floor {FLOORS[own]}) imports {module} ({FLOORS[other]})"
-                )
-    assert not broken, "\n".join(broken)
-
-
-def test_hooks_need_nothing_else_of_lens_mix():
-    for path in (ROOT / "lens_mix" / "hooks").glob("*.py"):
-        assert all(module.startswith("lens_mix.hooks") for module, _ in imports_of(path)), path
-
-
-def test_the_top_level_hooks_are_a_link():
-    link = ROOT / "hooks"
-    assert link.is_symlink()
-    assert link.resolve() == (ROOT / "lens_mix" / "hooks").resolve()
+from lens_mix import _HOME, _MODULES
+from tests.source_tree import ROOT
 
 
 def test_every_public_name_is_there_and_documented():
     for name in lm.__all__:
         thing = getattr(lm, name)
         assert thing.__doc__ or isinstance(thing, dict), name
-    assert set(lm.__all__) <= set(dir(lm))
+
+
+def test_dir_shows_what_is_public():
+    assert dir(lm) == sorted([*lm.__all__, "__version__"])
+    assert set(lm.__all__) == {*_HOME, *_MODULES}
 
 
 @pytest.mark.parametrize("name", sorted(lm.METHODS))

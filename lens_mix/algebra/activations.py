@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.workspace import even
+from lens_mix.algebra.budget import chunks
 from lens_mix.lens.anatomy import ACTIVATIONS
 
 Activation = Callable[[Tensor], Tensor]
@@ -101,8 +101,8 @@ def mean_on_path(
         ends, starts = end[near].flatten(), start[near].flatten()
         out = torch.empty_like(ends)
         # On a processor some at a time: what stays in its caches, and few long paths make few others wait.
-        for some in even(0, len(ends), IN_CACHE if end.device.type == "cpu" else len(ends)):
-            out[some] = _mean(activation, starts[some], ends[some])
+        for chunk in chunks(0, len(ends), IN_CACHE if end.device.type == "cpu" else len(ends)):
+            out[chunk] = _mean(activation, starts[chunk], ends[chunk])
         return out.view(end[near].shape)
 
     primitive = _PRIMITIVES.get(activation)

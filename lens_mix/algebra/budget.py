@@ -1,115 +1,161 @@
-"""What the norm-based maps cost in memory, and what a bound leaves for their pieces.
+"""What the norm-based maps cost in bytes, and the chunks that a budget of bytes leaves room for.
 
-All numbers are upper bounds of the temporaries of one block's map, the map itself not counted; the tests
+All costs are upper bounds of the temporaries of one block's map, the map itself not counted; the tests
 measure them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
-from lens_mix.algebra.head_vectors import Chain, HeadVectors
-from lens_mix.algebra.pair_norms import SlabCost
-
 if TYPE_CHECKING:
+    from lens_mix.algebra.head_vectors import HeadVectors
     from lens_mix.lens.block import Block
 
-# Neurons of one product with the feed-forward's second matrix, as many as the caches like.
+# Temporaries of one chunk: this many bytes stay in a processor's second-level cache.
+CACHED_BYTES = 1 << 21
+# What one product with W_O may make: enough rows for a product at full speed.
+PRODUCT_BYTES = 1 << 24
+# Both on a GPU.
+GPU_BYTES = 1 << 28
+# Neurons of one product with W_out.
 NEURONS = 512
 
 
-def room_beside(block: Block, fixed: int, least: int, what: str) -> int | None:
-    """Bytes that the block's `max_memory` leaves for pieces; None where memory is not bound.
+# ------------------------------------------------------------------ chunks
+
+
+def chunks(start: int, stop: int, size: int) -> Iterator[slice]:
+    """Slices of even length that cover start..stop, none longer than `size`."""
+    if start >= stop:
+        return
+    width = -(-(stop - start) // -(-(stop - start) // size))
+    for begin in range(start, stop, width):
+        yield slice(begin, min(begin + width, stop))
+
+
+def chunk_size(row: int, device: torch.device, budget: int | None, suitable: int = CACHED_BYTES) -> int:
+    """How many rows a chunk has; at least one.
+
+    Args:
+        row: bytes of each row's temporaries.
+        device: where they are.
+        budget: bytes for one chunk where memory is bound, else None.
+        suitable: bytes that suit a processor.
+    """
+    size = suitable if device.type == "cpu" else GPU_BYTES
+    return max(1, (size if budget is None else min(size, budget)) // max(1, row))
+
+
+def budget_beside(block: Block, fixed: int, least: int, what: str) -> int | None:
+    """Bytes that the block's `max_memory` leaves for chunks; None where memory is not bound.
 
     Args:
         block: the block.
-        fixed: bytes that don't depend on the size of the pieces.
-        least: bytes that the smallest pieces need.
+        fixed: bytes that don't depend on the size of the chunks.
+        least: bytes that the smallest chunks need.
         what: the map, for the error.
 
     Raises:
-        ValueError: the smallest pieces don't fit.
+        ValueError: the smallest chunks don't fit.
     """
     if block.max_memory is None:
         return None
     if block.max_memory < fixed + least:
-        batch, positions = block.resid_pre.shape[:2]
+        batch, queries = block.resid_pre.shape[:2]
         raise ValueError(
             f"max_memory: expected at least {fixed + least} bytes (the smallest step of {what}, {batch} "
-            f"prompt(s) of {positions} positions), got {block.max_memory}"
+            f"prompt(s), {queries} of {block.real.shape[1]} positions), got {block.max_memory}"
         )
     return block.max_memory - fixed
 
 
+# ------------------------------------------------------------------ costs
+
+
 def state_bytes(block: Block, heads: HeadVectors) -> int:
-    """Bytes of a block's states up to the feed-forward, of copies in other dtypes, and of norms of pairs."""
-    batch, positions, d_model = block.resid_pre.shape
-    size, pattern = heads.dtype.itemsize, block.recorded("pattern")
-    vectors = 13 * d_model + 3 * heads.heads * heads.d_head
-    pairs = 3 * size
-    if pattern.dtype != heads.dtype:
-        pairs += heads.heads * size
-    return batch * positions * (vectors * size + positions * pairs) + heads.copied
+    """States up to the feed-forward, copies in other dtypes, and norms of pairs."""
+    batch, queries, d_model = block.resid_pre.shape
+    keys, size, pattern = heads.value.shape[1], heads.dtype.itemsize, block.recorded("pattern")
+    states = 13 * d_model * queries + 3 * heads.heads * heads.d_head * max(queries, keys)
+    pairs = 3 * queries * keys * size
+    if pattern.dtype != heads.dtype or not block.every_query:
+        pairs += heads.heads * queries * keys * size
+    # W_O after norms is a copy, and made through another.
+    return batch * (states * size + pairs) + heads.copied + 2 * heads.matrices.nbytes
+
+
+def vector_bytes(heads: HeadVectors) -> int:
+    """A key's vectors from all heads, in two dtypes, and their factors."""
+    float64 = 2 if heads.dtype != torch.float64 else 3
+    vectors = heads.heads * (heads.d_model * (heads.dtype.itemsize + 8 * float64) + 24 * heads.heads)
+    return vectors + (2 * heads.d_model + 3 * heads.heads * heads.d_head) * heads.dtype.itemsize
+
+
+def weight_bytes(heads: HeadVectors, queries: int) -> int:
+    """All queries' weights on one key and their products with its factor, in float64."""
+    return 8 * queries * (2 * heads.heads + 3)
+
+
+def written_out_bytes(heads: HeadVectors) -> int:
+    """One pair's vector, the weighted values it is made of, and copies that norms make."""
+    return (2 * heads.heads * heads.d_head + 6 * heads.d_model) * heads.dtype.itemsize
+
+
+def least_attention_bytes(block: Block, heads: HeadVectors) -> int:
+    """The norms of one key's pairs."""
+    batch, queries = block.resid_pre.shape[:2]
+    chunk = vector_bytes(heads) + weight_bytes(heads, queries)
+    return 2 * batch * max(chunk, queries * written_out_bytes(heads))
+
+
+def attention_budget(block: Block, heads: HeadVectors) -> int | None:
+    """Bytes for the chunks of a map of the attention's pairs.
+
+    Raises:
+        ValueError: the smallest chunks don't fit.
+    """
+    fixed, least = state_bytes(block, heads), least_attention_bytes(block, heads)
+    return budget_beside(block, fixed, least, "a norm-based map")
 
 
 def distance_bytes(block: Block, heads: HeadVectors) -> int:
-    """Bytes of `Pairs.ranges`, of distances and of W_O after norms, beside the states."""
-    batch, positions, d_model = block.resid_pre.shape
-    size = heads.dtype.itemsize
-    pairs = batch * (3 * size + heads.heads) + 26
-    return positions * (positions * pairs + 4 * batch * d_model * size) + 3 * heads.matrices.nbytes
-
-
-def least_attention_room(block: Block, heads: HeadVectors) -> int:
-    """Bytes that the norms of one key's pairs need, after any two norms."""
-    batch, queries = block.resid_pre.shape[:2]
-    anatomy = block.anatomy
-    norms = (anatomy.attention_branch, anatomy.attention_residual, anatomy.feed_forward_residual)
-    longest: Chain = tuple(norm for norm in norms if norm is not None)
-    if len(longest) < 2 and anatomy.feed_forward_input is not None:
-        longest = (*longest, anatomy.feed_forward_input)
-    return SlabCost(heads, queries, [longest]).least(batch)
-
-
-def attention_room(block: Block, heads: HeadVectors) -> int | None:
-    """Bytes for the pieces of a map of the attention's pairs.
-
-    Raises:
-        ValueError: the smallest pieces don't fit.
-    """
-    least = least_attention_room(block, heads)
-    return room_beside(block, state_bytes(block, heads), least, "a norm-based map")
+    """Distances of all pairs, which queries see which key, and copies of states, beside the states."""
+    batch, queries, d_model = block.resid_pre.shape
+    pairs = batch * (3 * heads.dtype.itemsize + heads.heads) + 26
+    return queries * (heads.value.shape[1] * pairs + 4 * batch * d_model * heads.dtype.itemsize)
 
 
 def second_norm_bytes(block: Block, heads: HeadVectors) -> int:
-    """Bytes of the true state that the norm after the feed-forward reads."""
+    """The true state that the norm after the feed-forward reads."""
     feed_forward = block.anatomy.feed_forward
-    batch, positions, d_model = block.resid_pre.shape
+    batch, queries, d_model = block.resid_pre.shape
     width = 6 * d_model
     if feed_forward is not None and block.anatomy.feed_forward_residual is not None:
         width += 5 * feed_forward.W_in.shape[1]
-    return batch * positions * width * heads.dtype.itemsize
+    return batch * queries * width * heads.dtype.itemsize
 
 
 def feed_forward_bytes(block: Block, heads: HeadVectors, folds: bool) -> int:
-    """Bytes of a feed-forward's states, of copies of its weights, and of the maps behind it."""
+    """A feed-forward's states, copies of its weights, and the maps behind it."""
     feed_forward = block.anatomy.feed_forward
     if feed_forward is None:
         return 0
-    batch, positions, d_model = block.resid_pre.shape
-    size, (_, d_mlp) = heads.dtype.itemsize, feed_forward.W_in.shape
+    batch, queries, d_model = block.resid_pre.shape
+    size, d_mlp = heads.dtype.itemsize, feed_forward.W_in.shape[1]
     matrices = 1 if feed_forward.W_gate is None else 2
-    states = batch * positions * (matrices * d_mlp * (6 * 8 + 3 * size) + 8 * d_model * size)
+    states = batch * queries * (matrices * d_mlp * (6 * 8 + 3 * size) + 8 * d_model * size)
     weights = 0 if feed_forward.W_in.dtype == heads.dtype else 2 * (matrices + 1) * d_model * d_mlp * size
     if folds:
         weights += heads.heads * heads.d_head * (4 * d_model + matrices * d_mlp) * size
     return states + weights + distance_bytes(block, heads)
 
 
-def hidden_width(block: Block, heads: HeadVectors) -> int:
-    """Bytes that each pair of a chunk needs on its way through the feed-forward."""
+def hidden_bytes(block: Block, heads: HeadVectors) -> int:
+    """One pair's way through the feed-forward, with its share of what is made once per key."""
     feed_forward = block.anatomy.feed_forward
     if feed_forward is None:
         return 0
@@ -117,19 +163,5 @@ def hidden_width(block: Block, heads: HeadVectors) -> int:
     matrices = 1 if feed_forward.W_gate is None else 2
     # What oneDNN makes is added to what is there.
     per_pair = (matrices + 1) * min(d_mlp, NEURONS) + 9 * d_model + 2 * heads.heads
-    # What is made once per key and head is spread over the queries.
     per_key = heads.heads * (5 * d_model + 2 * d_mlp + 2 * heads.d_head)
     return (per_pair + -(-per_key // block.resid_pre.shape[1])) * heads.dtype.itemsize
-
-
-def decomposition_bytes(block: Block) -> tuple[int, int]:
-    """Bytes of a block's step of DecompX beside a chunk of its feed-forward, and of each query in a chunk."""
-    batch, positions, d_model = block.resid_pre.shape
-    dtype = torch.promote_types(block.resid_pre.dtype, torch.float32)
-    pairs = batch * positions**2 * d_model * dtype.itemsize
-    feed_forward, row = block.anatomy.feed_forward, 0
-    if feed_forward is not None:
-        matrices = 1 if feed_forward.W_gate is None else 2
-        width = 8 * d_model + (4 * matrices + 4) * feed_forward.W_in.shape[1]
-        row = batch * positions * width * dtype.itemsize
-    return 9 * pairs, row

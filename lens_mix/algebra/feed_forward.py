@@ -6,44 +6,45 @@ of what it reads,
     share(v) = ((n(v) W_in) ⊙ m_i) W_out                                plain
     share(v) = ((n(v) W_gate) ⊙ m_gate_i + (n(v) W_in) ⊙ m_up_i) W_out   gated
 
-with n the linear part of the norm before it. The first matrix is applied once per key and head, the second
-once per pair: 2 · pairs · d_mlp · d_model operations are the floor.
+with n the linear part of the norm before it: `FeedForwardShares.share`, the definition. For many queries
+W_in is applied once per key and head (`ByHead`), and W_out, as it must be, once per pair.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lens_mix.algebra.activations import gated_multipliers, plain_multiplier
 from lens_mix.algebra.budget import (
     NEURONS,
+    PRODUCT_BYTES,
+    budget_beside,
+    chunk_size,
+    chunks,
     feed_forward_bytes,
-    hidden_width,
-    least_attention_room,
-    room_beside,
+    hidden_bytes,
+    least_attention_bytes,
     state_bytes,
 )
 from lens_mix.algebra.folded_weights import folded, pays
-from lens_mix.algebra.head_vectors import HeadVectors
+from lens_mix.algebra.head_vectors import HeadVectors, linear_part
 from lens_mix.algebra.large_product import add_product, as_right_factor, copy_bytes
-from lens_mix.algebra.pair_norms import workspace
+from lens_mix.algebra.pair_norms import by_key
 from lens_mix.algebra.vectors import (
     AttentionVectors,
     Vectors,
     attention_vectors,
     head_vectors,
-    linear_part,
+    shared,
     value_path,
 )
-from lens_mix.algebra.workspace import Workspace, even
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 
 if TYPE_CHECKING:
@@ -51,12 +52,11 @@ if TYPE_CHECKING:
 
 Variant = Literal["on_path", "fixed"]
 
-# Pairs of one step times neurons: enough rows for a matrix product at full speed.
-HIDDEN_ELEMENTS = 4 << 20
-# What the first matrix makes of one slab of keys, per head: numbers.
-SLAB_ELEMENTS = 4 << 20
+# Pairs of one step: enough rows for a product at full speed.
+PAIRS = 1400
 
-_shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+# ------------------------------------------------------------------ the feed-forward as a linear map
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,54 +66,64 @@ class FeedForwardShares:
     Attributes:
         anatomy: the block's.
         input_scale: what the norm before the feed-forward divides by, 1 without one.
-        multipliers: (first matrix, m) once for a plain feed-forward, twice for a gated one.
-        W_out: the second matrix.
+        multipliers: (W_in, m) for a plain feed-forward; (W_gate, m_gate) and (W_in, m_up) for a gated one.
+        W_out: of the feed-forward.
         read: what the feed-forward truly reads.
         mid: the true middle of the block.
     """
 
     anatomy: BlockAnatomy
-    input_scale: Float[Tensor, "batch pos 1"]
-    multipliers: tuple[tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]], ...]
+    input_scale: Float[Tensor, "batch query 1"]
+    multipliers: tuple[tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch query d_mlp"]], ...]
     W_out: Float[Tensor, "d_mlp d_model"]
-    read: Float[Tensor, "batch pos d_model"]
-    mid: Float[Tensor, "batch pos d_model"]
+    read: Float[Tensor, "batch query d_model"]
+    mid: Float[Tensor, "batch query d_model"]
 
     @functools.cached_property
-    def output(self) -> Float[Tensor, "batch pos d_model"]:
+    def output(self) -> Float[Tensor, "batch query d_model"]:
         """The true output of the feed-forward, biases included; only a norm behind it asks for it."""
         if self.anatomy.feed_forward is None:
             raise RuntimeError("the output of a feed-forward was asked of a block that has none")
         return self.anatomy.feed_forward(self.read)
 
     @functools.cached_property
-    def summed(self) -> Float[Tensor, "batch pos d_model"]:
+    def summed(self) -> Float[Tensor, "batch query d_model"]:
         """The true sum of residual stream and branch."""
         norm = self.anatomy.feed_forward_branch
         branch = self.output if norm is None else norm(self.output)
         return self.mid + branch * self.anatomy.residual_multiplier
 
-    def share(self, vectors: Float[Tensor, "*batch pos d_model"]) -> Float[Tensor, "*batch pos d_model"]:
+    def share(
+        self, vectors: Float[Tensor, "batch query *key d_model"]
+    ) -> Float[Tensor, "batch query *key d_model"]:
         """What the feed-forward makes of shares of what it reads (before its norm)."""
-        read = linear_part(self.anatomy.feed_forward_input, vectors) / self.input_scale
+        read = linear_part(self.anatomy.feed_forward_input, vectors) / _beside(self.input_scale, vectors)
         (W, m), *others = self.multipliers
-        hidden = (read @ W).mul_(m)
+        hidden = (read @ W).mul_(_beside(m, vectors))
         for W, m in others:
-            hidden.addcmul_(read @ W, m)
+            hidden.addcmul_(read @ W, _beside(m, vectors))
         return hidden @ self.W_out
 
-    def joined(self, shares: Float[Tensor, "*batch pos d_model"]) -> Float[Tensor, "*batch pos d_model"]:
-        """What shares of the feed-forward's output add to the residual stream."""
+    def joined(
+        self, shares: Float[Tensor, "batch row *key d_model"], rows: slice = slice(None)
+    ) -> Float[Tensor, "batch row *key d_model"]:
+        """What shares of the feed-forward's output, those of some rows, add to the residual stream."""
         norm = self.anatomy.feed_forward_branch
         if norm is not None:
-            shares = linear_part(norm, shares) / norm.scale(self.output)
-        return shares * self.anatomy.residual_multiplier
+            shares = linear_part(norm, shares) / _beside(norm.scale(self.output)[:, rows], shares)
+        multiplier = self.anatomy.residual_multiplier
+        return shares if multiplier == 1 else shares * multiplier
 
-    def after(self, vectors: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+    def after(self, vectors: Float[Tensor, "batch query d_model"]) -> Float[Tensor, "batch query d_model"]:
         """Shares of the middle of the block -> shares of its output, one vector per query."""
         out = vectors if self.anatomy.parallel else vectors + self.joined(self.share(vectors))
         norm = self.anatomy.feed_forward_residual
         return out if norm is None else linear_part(norm, out) / norm.scale(self.summed)
+
+
+def _beside(of_query: Float[Tensor, "batch query width"], vectors: Tensor) -> Tensor:
+    """A number or vector per query, to be multiplied with vectors per query, or per query and key."""
+    return of_query if vectors.ndim == 3 else of_query[:, :, None]
 
 
 def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant) -> FeedForwardShares:
@@ -131,26 +141,29 @@ def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant
             f"block {block.layer}: expected a plain or gated feed-forward, got {anatomy.feed_forward_kind!r}"
         )
     state = vectors.resid_pre if anatomy.parallel else vectors.mid
-    shares = vectors.resid_pre if anatomy.parallel else vectors.normed.total
     norm = anatomy.feed_forward_input
     scale = torch.ones_like(state[..., :1]) if norm is None else norm.scale(state)
     read = state if norm is None else norm(state)
-    multipliers = _multipliers(feed_forward, read, linear_part(norm, shares) / scale, biases)
+    without_biases = None
+    if biases == "fixed":
+        shares = vectors.resid_pre if anatomy.parallel else vectors.normed.total
+        without_biases = linear_part(norm, shares) / scale
+    multipliers = _multipliers(feed_forward, read, without_biases)
     W_out = feed_forward.W_out.to(state.dtype)
     return FeedForwardShares(anatomy, scale, multipliers, W_out, read, vectors.mid)
 
 
 def _multipliers(
-    feed_forward: FeedForward, read: Tensor, shares: Tensor, biases: Variant
+    feed_forward: FeedForward, read: Tensor, shares: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """(first matrix, m) pairs; `shares` is the sum of all vectors' shares of `read`."""
+    """(matrix, m) pairs; `shares` is the sum of all vectors' shares of `read`, None for paths from zero."""
     dtype = read.dtype
 
     def ends(W: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         end = (read @ W).double()
         if bias is not None:
             end = end + bias.double()
-        return end, None if biases == "on_path" else end - (shares @ W).double()
+        return end, None if shares is None else end - (shares @ W).double()
 
     W_in = feed_forward.W_in.to(dtype)
     if feed_forward.W_gate is None:
@@ -161,6 +174,9 @@ def _multipliers(
         feed_forward.activation, *ends(W_gate, feed_forward.b_gate), *ends(W_in, feed_forward.b_in)
     )
     return ((W_gate, gate.to(dtype)), (W_in, up.to(dtype)))
+
+
+# ------------------------------------------------------------------ the maps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,177 +197,156 @@ def feed_forward_maps(block: Block, biases: Variant, reading: Norm | None = None
         reading: a norm to apply last where the block has none there (it reads the block's output).
 
     Raises:
-        ValueError: the smallest pieces don't fit into the block's `max_memory`.
+        ValueError: the smallest chunks don't fit into the block's `max_memory`.
     """
-    if block.max_memory is not None:
-        return _maps(block, biases, reading)
-    kept = _shared.setdefault(block.recorded("pattern"), {})
-    key = (biases, reading is None)
-    if key not in kept:
-        kept[key] = _maps(block, biases, reading)
-    return kept[key]
+    return shared(block, ("feed-forward", biases, reading is None), lambda: _maps(block, biases, reading))
 
 
 def _maps(block: Block, biases: Variant, reading: Norm | None) -> FeedForwardMaps:
-    heads = head_vectors(block)
+    heads, anatomy = head_vectors(block), block.anatomy
     fixed = state_bytes(block, heads) + feed_forward_bytes(block, heads, folds(heads))
-    if block.anatomy.feed_forward is not None:
-        fixed += copy_bytes(block.anatomy.feed_forward.W_out, heads.dtype.itemsize)
-    least = least_attention_room(block, heads)
-    if block.anatomy.parallel:
-        heads.room = room_beside(block, fixed, least, "a map behind the feed-forward")
-        vectors = attention_vectors(block, heads)
-        return _parallel(vectors, feed_forward_shares(block, vectors, biases), reading)
-    batch, queries = block.resid_pre.shape[:2]
-    width = hidden_width(block, heads)
-    heads.room = room_beside(block, fixed, batch * queries * width, "a map behind the feed-forward")
+    if anatomy.feed_forward is not None:
+        fixed += copy_bytes(anatomy.feed_forward.W_out, heads.dtype.itemsize)
+    least = least_attention_bytes(block, heads)
+    if not anatomy.parallel:
+        batch, queries = block.resid_pre.shape[:2]
+        least = max(least, batch * queries * hidden_bytes(block, heads))
+    heads.budget = budget_beside(block, fixed, least, "a map behind the feed-forward")
     vectors = attention_vectors(block, heads)
-    return _sequential(block, vectors.normed, feed_forward_shares(block, vectors, biases), reading)
+    shares = feed_forward_shares(block, vectors, biases)
+    norm = reading if anatomy.feed_forward_residual is None else anatomy.feed_forward_residual
+    if anatomy.parallel:
+        return _parallel(vectors, shares, norm)
+    return _sequential(block, vectors.normed, shares, norm)
 
 
-def _last_norm(shares: FeedForwardShares, reading: Norm | None) -> Norm | None:
-    own = shares.anatomy.feed_forward_residual
-    return reading if own is None else own
-
-
-def _parallel(vectors: AttentionVectors, shares: FeedForwardShares, reading: Norm | None) -> FeedForwardMaps:
+def _parallel(vectors: AttentionVectors, shares: FeedForwardShares, norm: Norm | None) -> FeedForwardMaps:
     """The feed-forward reads the block's input: all it adds belongs to the diagonal."""
     own = shares.share(vectors.resid_pre)
     residual = vectors.normed.plus_own(shares.joined(own))
-    output = torch.diag_embed(torch.linalg.vector_norm(own, dim=-1))
-    normed = residual.through(_last_norm(shares, reading), shares.summed)
+    output = torch.zeros_like(residual.pairs.norms)
+    residual.pairs.put_own(output, torch.linalg.vector_norm(own, dim=-1))
+    normed = residual if norm is None else residual.through(norm, shares.summed)
     return FeedForwardMaps(output, residual.norms(), normed.norms())
 
 
 def _sequential(
-    block: Block, vectors: Vectors, shares: FeedForwardShares, reading: Norm | None
+    block: Block, vectors: Vectors, shares: FeedForwardShares, norm: Norm | None
 ) -> FeedForwardMaps:
-    norm = _last_norm(shares, reading)
     batch, _, queries, keys = vectors.pairs.pattern.shape
-    maps = [vectors.total.new_zeros((batch, keys, queries)) for _ in range(3)]
-    heads = vectors.pairs.heads
-    memory, room = workspace(heads), heads.room
-    first = FirstLayer(block, vectors, shares, memory)
-    if room is None:
-        room, width = HIDDEN_ELEMENTS, shares.W_out.shape[0] * len(shares.multipliers)
-        slab = max(1, SLAB_ELEMENTS // (batch * heads.heads * width))
-    else:
-        width = hidden_width(block, heads)
-        slab = max(1, room // (batch * queries * width))
-    matrices = heads.matrices_after(vectors.pairs.chain, memory)
-    W_out = as_right_factor(shares.W_out, batch * queries * keys)
-    for some in even(0, keys, slab):
-        # Once per key and head, for as many keys as suits a product.
-        slab_vectors, slab_hidden = heads.lying_in(memory, "vectors", matrices, some), first.by_head(some)
-        for chunk, seen in vectors.pairs.chunks(width, room, some):
-            here = slice(chunk.start - some.start, chunk.stop - some.start)
-            weights = vectors.pairs.weights_of(chunk)[:, :, seen]
-            output = first.through(W_out, [part[:, here] for part in slab_hidden], seen, weights)
-            maps[0][:, chunk, seen] = torch.linalg.vector_norm(output, dim=-1)
-            part = memory.like("pairs", output, output.shape, output.dtype)
-            torch.bmm(weights.flatten(0, 1), slab_vectors[:, here].flatten(0, 1), out=part.flatten(0, 1))
-            torch.addcmul(_joined(shares, output, seen), part, vectors.scale[:, None, seen], out=part)
-            maps[1][:, chunk, seen] = torch.linalg.vector_norm(part, dim=-1)
-            if norm is not None:
-                maps[2][:, chunk, seen] = torch.linalg.vector_norm(linear_part(norm, part), dim=-1)
-    own = vectors.diagonal()
+    maps = [vectors.scale.new_zeros((batch, keys, queries)) for _ in range(3)]
+    steps = _written_out(vectors, shares) if vectors.pairs.few else ByHead(block, vectors, shares).steps()
+    for part, rows, residual, output in steps:
+        maps[0][:, part, rows] = torch.linalg.vector_norm(output, dim=-1)
+        maps[1][:, part, rows] = torch.linalg.vector_norm(residual, dim=-1)
+        if norm is not None:
+            maps[2][:, part, rows] = torch.linalg.vector_norm(linear_part(norm, residual), dim=-1)
+    own = vectors.diagonal
     output = shares.share(own)
     residual = own + shares.joined(output)
-    results = [found.transpose(1, 2) for found in maps]
-    for found, explicit in zip(results, (output, residual, linear_part(norm, residual)), strict=True):
-        found.diagonal(dim1=1, dim2=2).copy_(torch.linalg.vector_norm(explicit, dim=-1))
+    results = [scores.transpose(1, 2) for scores in maps]
+    for result, explicit in zip(results, (output, residual, linear_part(norm, residual)), strict=True):
+        vectors.pairs.put_own(result, torch.linalg.vector_norm(explicit, dim=-1))
     normed = results[1] if norm is None else results[2] / norm.scale(shares.summed)
     return FeedForwardMaps(results[0], results[1], normed)
 
 
-def _joined(shares: FeedForwardShares, output: Tensor, seen: slice) -> Tensor:
-    norm = shares.anatomy.feed_forward_branch
-    if norm is not None:
-        output = linear_part(norm, output) / norm.scale(shares.output)[:, None, seen]
-    multiplier = shares.anatomy.residual_multiplier
-    return output if multiplier == 1 else output * multiplier
+# Keys, rows, the pairs' vectors with what the feed-forward adds to them, and its output alone.
+Step = tuple[slice, slice, Float[Tensor, "batch key row d_model"], Float[Tensor, "batch key row d_model"]]
+
+
+def _written_out(vectors: Vectors, shares: FeedForwardShares) -> Iterator[Step]:
+    """By the definition: every pair's vector through W_in and W_out."""
+    width = 3 * sum(m.shape[-1] for _, m in shares.multipliers)
+    for chunk, pairs in vectors.pairs.written_out_chunks(more=width * vectors.scale.dtype.itemsize):
+        pairs = pairs.mul_(vectors.scale[..., None])
+        output = shares.share(pairs)
+        residual = pairs + shares.joined(output)
+        yield chunk, slice(None), residual.transpose(1, 2), output.transpose(1, 2)
 
 
 def folds(heads: HeadVectors) -> bool:
-    """Whether W_O and the first matrix are folded even where they can't be kept."""
+    """Whether W_O and W_in are folded even where they can't be kept."""
     return pays(heads.value.shape[0] * heads.value.shape[1], heads.heads, heads.d_head)
 
 
-class FirstLayer:
-    """The hidden layer's shares of all pairs, from the first matrix applied once per key and head.
+class ByHead:
+    """W_in applied once per key and head; for each pair, H vectors of the hidden layer are mixed.
 
     Args:
         block: the block.
         vectors: what the feed-forward reads, before its norm.
         shares: the feed-forward.
-        memory: what a chunk's pairs lie in.
     """
 
-    def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares, memory: Workspace) -> None:
-        self._vectors, self._shares, self._memory = vectors, shares, memory
-        self._norm = shares.anatomy.feed_forward_input
-        scale = vectors.scale / shares.input_scale
-        self._multipliers = [m * scale for _, m in shares.multipliers]
+    def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares) -> None:
+        self._pairs, self._scale, self._shares = vectors.pairs, vectors.scale, shares
+        self._multipliers = [m * (vectors.scale / shares.input_scale) for _, m in shares.multipliers]
         heads = vectors.pairs.heads
         self._folded = folded(
             block.anatomy,
             value_path(block),
             list(range(heads.heads)),
             heads.value.shape[0] * heads.value.shape[1],
-            vectors.total.dtype,
+            heads.dtype,
             keep=block.max_memory is None,
             matrices=[matrix for matrix, _ in shares.multipliers],
         )
+        self._pair_bytes = hidden_bytes(block, heads)
 
-    def by_head(self, keys: slice) -> list[Float[Tensor, "batch key head d_mlp"]]:
-        """The first matrix, or both, applied once per key and head."""
-        return [self._by_head(index, keys) for index in range(len(self._multipliers))]
+    def steps(self) -> Iterator[Step]:
+        """All pairs, some keys at a time, with the rows from the first to the last that see one of them."""
+        pairs, heads, (batch, _, queries, keys) = self._pairs, self._pairs.heads, self._pairs.pattern.shape
+        ranges, matrices = pairs.ranges(), heads.after(pairs.chain)
+        W_out = as_right_factor(self._shares.W_out, batch * queries * keys)
+        for chunk, parts in self._chunks(batch, queries, keys):
+            sent, hidden = heads.times(matrices, chunk), self._hidden_by_head(chunk)
+            for part in parts:
+                seen = [ranges[key] for key in range(part.start, part.stop) if ranges[key][1]]
+                if seen:
+                    rows = slice(min(first for first, _ in seen), max(stop for _, stop in seen))
+                    here = slice(part.start - chunk.start, part.stop - chunk.start)
+                    weights = by_key(pairs.pattern[:, :, rows, part], heads.dtype).mT
+                    output = self._output(W_out, rows, weights, [vectors[:, here] for vectors in hidden])
+                    # Pairs in the order batch, query, key, as everywhere else.
+                    joined = self._shares.joined(output.transpose(1, 2), rows).transpose(1, 2)
+                    residual = (weights @ sent[:, here]).mul_(self._scale[:, None, rows]).add_(joined)
+                    yield part, rows, residual, output
 
-    def through(
+    def _chunks(self, batch: int, queries: int, keys: int) -> Iterator[tuple[slice, Iterator[slice]]]:
+        """Keys that W_in is applied to at once, and in how many steps their pairs go through W_out."""
+        heads, row = self._pairs.heads, batch * queries * self._pair_bytes
+        width = self._shares.W_out.shape[0] * len(self._multipliers)
+        most = chunk_size(row, heads.value.device, heads.budget, PAIRS * self._pair_bytes)
+        at_once = most
+        if heads.budget is None:
+            row = batch * heads.heads * width * heads.dtype.itemsize
+            at_once = chunk_size(row, heads.value.device, None, PRODUCT_BYTES)
+        for chunk in chunks(0, keys, at_once):
+            yield chunk, chunks(chunk.start, chunk.stop, most)
+
+    def _hidden_by_head(self, keys: slice) -> list[Float[Tensor, "batch key head d_mlp"]]:
+        """W_in (W_gate and W_in) applied once per key and head."""
+        heads = self._pairs.heads
+        if self._folded is not None:
+            return [heads.times(matrices, keys) for matrices in self._folded]
+        read = linear_part(
+            self._shares.anatomy.feed_forward_input, heads.times(heads.after(self._pairs.chain), keys)
+        )
+        return [read @ W for W, _ in self._shares.multipliers]
+
+    def _output(
         self,
         W_out: Float[Tensor, "d_mlp d_model"],
-        by_head: Sequence[Float[Tensor, "batch key head d_mlp"]],
-        seen: slice,
-        weights: Float[Tensor, "batch key query head"],
-    ) -> Float[Tensor, "batch key query d_model"]:
-        """What the second matrix makes of a chunk's pairs, some neurons at a time, as the caches like."""
-        shape = (*weights.shape[:-1], W_out.shape[1])
-        output = self._memory.like("feed-forward output", weights, shape, weights.dtype).zero_()
-        for columns in even(0, len(W_out), NEURONS):
-            hidden = self._hidden(columns, seen, weights, by_head)
-            add_product(output.flatten(0, 2), hidden.flatten(0, 2), W_out[columns])
+        rows: slice,
+        weights: Float[Tensor, "batch key row head"],
+        hidden: list[Float[Tensor, "batch key head d_mlp"]],
+    ) -> Float[Tensor, "batch key row d_model"]:
+        """Σ_h a_ijh (w_jh W_in) ⊙ m_i through W_out, some neurons at a time, as the caches like."""
+        output = weights.new_zeros((*weights.shape[:-1], W_out.shape[1]))
+        for neurons in chunks(0, len(W_out), NEURONS):
+            mixed = (weights @ hidden[0][..., neurons]).mul_(self._multipliers[0][:, None, rows, neurons])
+            for vectors, m in zip(hidden[1:], self._multipliers[1:], strict=True):
+                mixed.addcmul_(weights @ vectors[..., neurons], m[:, None, rows, neurons])
+            add_product(output.flatten(0, 2), mixed.flatten(0, 2), W_out[neurons])
         return output
-
-    def _by_head(self, index: int, keys: slice) -> Float[Tensor, "batch key head d_mlp"]:
-        """One first matrix, applied once per key and head."""
-        pairs = self._vectors.pairs
-        if self._folded is None:
-            W, _ = self._shares.multipliers[index]
-            return linear_part(self._norm, pairs.vectors_of(keys)) @ W
-        return pairs.heads.lying_in(self._memory, f"first matrix {index}", self._folded[index], keys)
-
-    def _hidden(
-        self,
-        columns: slice,
-        seen: slice,
-        weights: Float[Tensor, "batch key query head"],
-        by_head: Sequence[Float[Tensor, "batch key head d_mlp"]],
-    ) -> Float[Tensor, "batch key query column"]:
-        """Σ_h a_ijh (w_jh W) ⊙ m_i of some neurons, both matrices of a gated feed-forward added."""
-        shape = (*weights.shape[:-1], columns.stop - columns.start)
-        total: Tensor | None = None
-        for index, (vectors, m) in enumerate(zip(by_head, self._multipliers, strict=True)):
-            out = self._memory.like(f"hidden {index}", weights, shape, weights.dtype)
-            torch.bmm(weights.flatten(0, 1), vectors[..., columns].flatten(0, 1), out=out.flatten(0, 1))
-            of_queries = m[:, None, seen, columns]
-            total = out.mul_(of_queries) if total is None else total.addcmul_(out, of_queries)
-        if total is None:
-            raise RuntimeError("multipliers: expected at least one first matrix, got none")
-        return total
-
-
-def next_norm(blocks: Sequence[Block], layer: int) -> Norm | None:
-    """The norm that reads a block's output: the next block's first one, after the last the final one."""
-    if layer + 1 < len(blocks):
-        return blocks[layer + 1].anatomy.attention_input
-    return blocks[layer].final_norm()

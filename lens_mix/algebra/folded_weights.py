@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lens_mix.algebra import weight_cache
 from lens_mix.algebra.head_vectors import through
-from lens_mix.algebra.sketch import random_vectors, sketch
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, ValuePath
+from lens_mix.lens.proof.sketch import random_vectors, sketch
 
 
 def folded(

@@ -7,46 +7,40 @@ Before the feed-forward, the vector that query i got from key j is, at every sta
 where a is the pattern, w one vector per key and head, and scale one number per query. It starts with
 w_jh = u_jh = v_jh W_O^h (b_V in, b_O never; Kobayashi et al., EMNLP 2020, eq. 3), scale 1 and own 0. Adding
 the residual stream changes own; a norm's linear part γ ⊙ (v - mean v) / s_i, s_i taken from the true state,
-changes w, own and scale. So ‖F_ij‖ needs an H × H factor per key (`lens_mix.algebra.head_vectors`), the norm
-of Σ_j F_ij no pair at all.
+changes w, own and scale. `Vectors.dense` writes all of it out; norms need no pair's vector
+(`lens_mix.algebra.pair_norms`), and the norm of Σ_j F_ij no pair at all.
+
+The rows are the queries that are asked for; a query's own key is its position.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from lens_mix.algebra.budget import attention_room
-from lens_mix.algebra.head_vectors import (
-    SLAB_BYTES,
-    Chain,
-    HeadVectors,
-    by_key,
-    chunk_bytes,
-    linear_part,
-    through,
+from lens_mix.algebra.budget import (
+    PRODUCT_BYTES,
+    attention_budget,
+    chunk_size,
+    chunks,
+    written_out_bytes,
 )
-from lens_mix.algebra.pair_norms import PairNorms, workspace
-from lens_mix.algebra.workspace import even
-from lens_mix.lens.anatomy import Norm, ValuePath
+from lens_mix.algebra.head_vectors import Chain, HeadVectors, linear_part, through
+from lens_mix.algebra.pair_norms import norms_by_factors
+from lens_mix.lens.anatomy import BlockAnatomy, Norm, ValuePath
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-# Bytes of one block's norms that are kept while the clean pass lives, so that the methods of one run share
-# them. What is larger, and every state and vector, is kept for the block that was read last: fresh memory for
-# each block would cost more time than the states do.
-SHARED_BYTES = 1 << 23
+T = TypeVar("T")
 
-_shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_last: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# So few rows are written out, a product with W_O per pair, which costs no more than one per key and head.
+FEW_QUERIES = 2
 
 
 class Pairs:
@@ -55,126 +49,128 @@ class Pairs:
     Args:
         pattern: a.
         heads: u, one vector per key and head.
+        queries: the positions of the rows; None: all positions, in order.
         chain: norms that made w of u.
-        before: the same without the last of these norms.
-        together: norms of these pairs that another run of the same block made.
     """
 
     def __init__(
         self,
         pattern: Float[Tensor, "batch head query key"],
         heads: HeadVectors,
+        queries: Int[Tensor, "batch query"] | None = None,
         chain: Chain = (),
-        before: Pairs | None = None,
-        together: PairNorms | None = None,
     ) -> None:
-        self.pattern, self.heads, self.chain = pattern, heads, chain
-        self._before = before
-        self.together = PairNorms(pattern, heads) if together is None else together
-        self.together.expect(chain)
-        self._vectors: Tensor | None = None
-        self._ranges: list[tuple[int, int]] | None = None
-
-    def weights_of(self, keys: slice) -> Float[Tensor, "batch key query head"]:
-        """a for some keys, the key first and the heads last, made anew: what products with w need."""
-        pattern = self.pattern[..., keys]
-        batch, heads, queries, count = pattern.shape
-        out = pattern.new_empty((batch, count, heads, queries), dtype=self.heads.dtype)
-        return by_key(pattern, out).transpose(2, 3)
-
-    @property
-    def vectors(self) -> Float[Tensor, "batch key head d_model"]:
-        """All w, one vector per key and head; made when first asked for (see also `vectors_of`)."""
-        if self._vectors is None:
-            self._vectors = self.vectors_of(slice(None))
-        return self._vectors
-
-    def vectors_of(self, keys: slice) -> Float[Tensor, "batch key head d_model"]:
-        """w of some keys, made anew."""
-        return self.heads.of(self.chain, keys)
+        self.pattern, self.heads, self.queries, self.chain = pattern, heads, queries, chain
+        self._own: Tensor | None = None
 
     def through(self, norm: Norm | None) -> Pairs:
         """The same after a norm's linear part."""
-        return (
-            self
-            if norm is None
-            else Pairs(self.pattern, self.heads, (*self.chain, norm), self, self.together)
-        )
+        return self if norm is None else Pairs(self.pattern, self.heads, self.queries, (*self.chain, norm))
 
+    @property
+    def few(self) -> bool:
+        """Whether the pairs are so few that they are written out."""
+        return self.pattern.shape[2] <= FEW_QUERIES
+
+    def written_out(self, keys: slice = slice(None)) -> Float[Tensor, "batch query key d_model"]:
+        """Some keys' pairs as vectors: the definition."""
+        weights = self.pattern[..., keys].permute(0, 2, 3, 1).to(self.heads.dtype)
+        return through(self.chain, self.heads.weighted(weights, keys))
+
+    def written_out_chunks(
+        self, more: int = 0
+    ) -> Iterator[tuple[slice, Float[Tensor, "batch query key d_model"]]]:
+        """All pairs as vectors, some keys at a time; `more` bytes per pair are needed for what follows."""
+        row = self.pattern[:, 0, :, 0].numel() * (written_out_bytes(self.heads) + more)
+        size = chunk_size(row, self.pattern.device, self.heads.budget, PRODUCT_BYTES)
+        for chunk in chunks(0, self.pattern.shape[-1], size):
+            yield chunk, self.written_out(chunk)
+
+    @functools.cached_property
     def norms(self) -> Float[Tensor, "batch query key"]:
-        """Euclidean norms of all pairs; computed once, for all stages of the block together."""
-        return self.together.norms(self.chain)
+        """Euclidean norms of all pairs."""
+        if not self.few:
+            own_weights = None if self.queries is not None else self._own_weights()
+            norms, self._own = norms_by_factors(self.pattern, self.heads, self.chain, own_weights)
+            return norms
+        norms = self.heads.value.new_empty(self.pattern[:, 0].shape)
+        for chunk, vectors in self.written_out_chunks():
+            norms[..., chunk] = torch.linalg.vector_norm(vectors, dim=-1)
+        return norms
 
     def own(self) -> Float[Tensor, "batch query d_model"]:
-        """The pairs of each position with itself, as vectors."""
-        return through(self.chain, self.together.own())
+        """The pairs of each position with itself, as vectors; the norms of all pairs may have given them."""
+        if self._own is None:
+            self._own = through(self.chain, self.heads.own(self._own_weights(), self.queries))
+        return self._own
 
-    def head_norms(self) -> Float[Tensor, "batch key head"]:
-        """Euclidean norms of the vectors w."""
-        return self.together.head_norms(self.chain)
+    def _own_weights(self) -> Float[Tensor, "batch query head"]:
+        if self.queries is None:
+            weights = self.pattern.diagonal(dim1=2, dim2=3)
+        else:
+            index = self.queries[:, None, :, None].expand(-1, self.pattern.shape[1], -1, 1)
+            weights = self.pattern.gather(3, index)[..., 0]
+        return weights.mT.to(self.heads.dtype).contiguous()
+
+    def put_own(self, into: Float[Tensor, "batch query key"], values: Float[Tensor, "batch query"]) -> Tensor:
+        """A map with these values for each position's pair with itself."""
+        if self.queries is None:
+            into.diagonal(dim1=1, dim2=2).copy_(values)
+            return into
+        return into.scatter_(2, self.queries[..., None], values[..., None])
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Per key the first query that gives it any weight, and the one after the last; (0, 0) for none."""
-        if self._before is not None:
-            return self._before.ranges()
-        if self._ranges is None:
-            # As numbers: the position of every query that gives weight, 0 where none does.
-            seen = (self.pattern != 0).flatten(0, 1).any(0)
-            queries = torch.arange(1, len(seen) + 1, device=seen.device)[:, None]
-            last = (seen * queries).amax(0)
-            first = len(seen) - (seen * queries.flip(0)).amax(0)
-            first = torch.where(last > 0, first, torch.zeros_like(first))
-            self._ranges = list(zip(first.tolist(), last.tolist(), strict=True))
-        return self._ranges
-
-    def chunks(self, width: int, room: int, keys: slice) -> Iterator[tuple[slice, slice]]:
-        """Chunks of some keys, each with the range of queries that give them any weight.
-
-        Args:
-            width: bytes that one pair needs.
-            room: bytes for the temporaries of one chunk.
-            keys: which keys.
-        """
-        ranges, (batch, _, queries, _) = self.ranges(), self.pattern.shape
-        for chunk in even(keys.start, keys.stop, max(1, room // max(1, batch * queries * width))):
-            seen = [(first, stop) for first, stop in ranges[chunk] if stop]
-            if seen:
-                yield chunk, slice(min(first for first, _ in seen), max(stop for _, stop in seen))
+        """Per key the first row that gives it any weight, and the one after the last; (0, 0) for none."""
+        seen = (self.pattern != 0).flatten(0, 1).any(0)
+        none, numbers = ~seen.any(0), seen.to(torch.uint8)
+        first = numbers.argmax(0).masked_fill(none, 0)
+        last = (len(seen) - numbers.flip(0).argmax(0)).masked_fill(none, 0)
+        return list(zip(first.tolist(), last.tolist(), strict=True))
 
 
-@dataclasses.dataclass(frozen=True)
 class Vectors:
     """F_ij = scale_i Σ_h a_ijh w_jh + δ_ij own_i for all pairs of a block.
 
-    Attributes:
+    Args:
         pairs: Σ_h a_ijh w_jh.
         scale: one number per query.
-        total: Σ_j F_ij.
-        diagonal: F_ii; computed once, when first called.
+        total: gives Σ_j F_ij, once it is asked for.
+        own: what each position adds to itself; None for nothing.
     """
 
-    pairs: Pairs
-    scale: Float[Tensor, "batch query 1"]
-    total: Float[Tensor, "batch query d_model"]
-    diagonal: Callable[[], Float[Tensor, "batch query d_model"]]
+    def __init__(
+        self,
+        pairs: Pairs,
+        scale: Float[Tensor, "batch query 1"],
+        total: Callable[[], Float[Tensor, "batch query d_model"]],
+        own: Float[Tensor, "batch query d_model"] | None = None,
+    ) -> None:
+        self.pairs, self.scale, self._total, self.own = pairs, scale, total, own
+
+    @functools.cached_property
+    def total(self) -> Float[Tensor, "batch query d_model"]:
+        """Σ_j F_ij."""
+        return self._total()
+
+    @functools.cached_property
+    def diagonal(self) -> Float[Tensor, "batch query d_model"]:
+        """F_ii."""
+        pairs = self.pairs.own() * self.scale
+        return pairs if self.own is None else pairs + self.own
 
     def times(self, factor: float) -> Vectors:
         """All vectors times a positive number."""
         if factor == 1:
             return self
-        diagonal = functools.cache(lambda: self.diagonal() * factor)
-        return Vectors(self.pairs, self.scale * factor, self.total * factor, diagonal)
+        own = None if self.own is None else self.own * factor
+        return Vectors(self.pairs, self.scale * factor, lambda: self.total * factor, own)
 
     def plus_own(self, vectors: Float[Tensor, "batch query d_model"]) -> Vectors:
         """With what each position adds to itself, e.g. the residual stream."""
-        diagonal = functools.cache(lambda: self.diagonal() + vectors)
-        return Vectors(self.pairs, self.scale, self.total + vectors, diagonal)
+        own = vectors if self.own is None else self.own + vectors
+        return Vectors(self.pairs, self.scale, lambda: self.total + vectors, own)
 
-    def through(
-        self,
-        norm: Norm | None,
-        state: Float[Tensor, "batch query d_model"],
-    ) -> Vectors:
+    def through(self, norm: Norm | None, state: Float[Tensor, "batch query d_model"]) -> Vectors:
         """After a norm, held linear at the true state: γ ⊙ (F_ij - mean F_ij) / s_i; β is in no vector.
 
         Args:
@@ -184,208 +180,98 @@ class Vectors:
         if norm is None:
             return self
         divisor = norm.scale(state)
+        own = None if self.own is None else linear_part(norm, self.own) / divisor
         return Vectors(
             self.pairs.through(norm),
             self.scale / divisor,
-            _over(norm, self.total, divisor),
-            functools.cache(lambda: _over(norm, self.diagonal(), divisor)),
+            lambda: linear_part(norm, self.total) / divisor,
+            own,
         )
 
     def norms(self) -> Float[Tensor, "batch query key"]:
         """‖F_ij‖."""
-        norms = self.pairs.norms() * self.scale
-        norms.diagonal(dim1=1, dim2=2).copy_(torch.linalg.vector_norm(self.diagonal(), dim=-1))
-        return norms
+        norms = self.pairs.norms * self.scale
+        return self.pairs.put_own(norms, torch.linalg.vector_norm(self.diagonal, dim=-1))
 
     def mixing_ratio(self) -> Float[Tensor, "batch query"]:
         """‖Σ_{j≠i} F_ij‖ / (‖Σ_{j≠i} F_ij‖ + ‖F_ii‖) in 0..1 (Kobayashi et al., EMNLP 2021, eq. 13)."""
-        kept = self.diagonal()
-        mixed = torch.linalg.vector_norm(self.total - kept, dim=-1)
-        return mixed / (mixed + torch.linalg.vector_norm(kept, dim=-1))
-
-    def distances(
-        self, state: Float[Tensor, "batch query d_model"], order: int
-    ) -> Float[Tensor, "batch query key"]:
-        """‖state_i - F_ij‖ for all pairs, in the L1 or L2 norm (`order` 1 or 2).
-
-        A key that got no weight has the distance ‖state_i‖. L1 has no factors: the pairs are made one key
-        at a time, with Σ|p - r| = 2 Σ max(p, r) - Σ p - Σ r, as the last two need no pair.
-        """
-        pairs, heads = self.pairs, self.pairs.heads
-        batch, _, queries, keys = pairs.pattern.shape
-        reduced, scale = state / self.scale, self.scale[..., 0].abs()
-        out = torch.empty(batch, keys, queries, dtype=reduced.dtype, device=state.device)
-        room = chunk_bytes(state.device, heads.room, SLAB_BYTES)
-        step = max(1, room // (batch * heads.row_bytes(queries)))
-        memory = workspace(heads)
-        matrices = heads.matrices_after(pairs.chain, memory)
-        row_sums, state_sums = matrices.sum(-1, keepdim=True), reduced.sum(-1)[:, None]
-        # One key at a time into one piece of memory that stays in the processor's caches.
-        apart = memory.like("apart", reduced, reduced.shape, reduced.dtype)
-        for start in range(0, keys, step):
-            chunk = slice(start, start + step)
-            vectors = heads.lying_in(memory, "vectors", matrices, chunk)
-            pattern = pairs.pattern[..., chunk]
-            shape = (batch, pattern.shape[-1], heads.heads, queries)
-            weights = by_key(pattern, memory.like("key weights", pattern, shape, heads.dtype))
-            pieces = zip(
-                pairs.ranges()[chunk],
-                weights.transpose(2, 3).unbind(1),
-                vectors.unbind(1),
-                out[:, chunk].unbind(1),
-                strict=True,
-            )
-            # Many small steps, of which autograd need not note anything.
-            with torch.inference_mode():
-                for (first, stop), some, one, found in pieces:
-                    part, own = apart, reduced
-                    if (first, stop) != (0, queries):
-                        seen = slice(first, stop)
-                        part, own, some, found = part[:, seen], own[:, seen], some[:, seen], found[:, seen]
-                    # Not baddbmm: it copies the state first, which costs more than the difference.
-                    torch.bmm(some, one, out=part)
-                    if order == 1:
-                        torch.sum(torch.maximum(part, own, out=part), -1, out=found)
-                    else:
-                        torch.linalg.vector_norm(part.sub_(own), dim=-1, out=found)
-                if order == 1:
-                    sums = heads.lying_in(memory, "sums", row_sums, chunk)
-                    out[:, chunk].mul_(2).sub_((sums.transpose(2, 3) @ weights)[:, :, 0]).sub_(state_sums)
-        out.mul_(scale[:, None])
-        far = lengths(state, order)
-        for key, (first, stop) in enumerate(pairs.ranges()):
-            if (first, stop) != (0, queries):
-                out[:, key, :first] = far[:, :first]
-                out[:, key, stop:] = far[:, stop:]
-        out = out.transpose(1, 2)
-        out.diagonal(dim1=1, dim2=2).copy_(lengths(state - self.diagonal(), order))
-        return out
+        mixed = torch.linalg.vector_norm(self.total - self.diagonal, dim=-1)
+        return mixed / (mixed + torch.linalg.vector_norm(self.diagonal, dim=-1))
 
     def dense(self) -> Float[Tensor, "batch query key d_model"]:
         """All vectors, written out: query × key × d_model numbers."""
-        pattern = self.pairs.pattern.to(self.pairs.heads.dtype)
-        out = torch.einsum("bhqk,bkhd->bqkd", pattern, self.pairs.vectors) * self.scale[..., None]
-        index = torch.arange(out.shape[1], device=out.device)
-        out[:, index, index] = self.diagonal()
+        out = self.pairs.written_out() * self.scale[..., None]
+        batch, queries = out.shape[:2]
+        keys = torch.arange(queries, device=out.device) if self.pairs.queries is None else self.pairs.queries
+        rows = torch.arange(batch, device=out.device)[:, None], torch.arange(queries, device=out.device)
+        out[(*rows, keys)] = self.diagonal
         return out
 
 
-@dataclasses.dataclass(frozen=True)
 class AttentionVectors:
     """One block's vectors up to the feed-forward, with the true states they are part of.
 
-    Attributes:
-        attention: Σ_h a_ijh u_jh, shares of the attention's output (AttnN).
-        residual: what the attention branch adds, and the residual stream on the diagonal (AttnRes).
-        normed: after the norm on the residual stream, where the block has one (AttnResLn; post-norm).
-        resid_pre: the residual stream entering the block.
-        summed: the true sum that `residual` are shares of.
-        b_O: the bias of the attention's output, in the states' dtype.
-        residual_norm: the norm on the residual stream, where the block has one.
-    """
-
-    attention: Vectors
-    residual: Vectors
-    normed: Vectors
-    resid_pre: Float[Tensor, "batch pos d_model"]
-    summed: Float[Tensor, "batch pos d_model"]
-    b_O: Float[Tensor, " d_model"] | None
-    residual_norm: Norm | None
-
-    # Not all maps need these, and fresh memory for them would cost more than to compute them.
-    @functools.cached_property
-    def attention_out(self) -> Float[Tensor, "batch pos d_model"]:
-        """The attention's output, with b_O."""
-        return self.attention.total if self.b_O is None else self.attention.total + self.b_O
-
-    @functools.cached_property
-    def mid(self) -> Float[Tensor, "batch pos d_model"]:
-        """The true state that `normed` are shares of."""
-        return _after_norm(self.residual_norm, self.summed)
-
-
-def _forget_others(key: Tensor) -> None:
-    """Before a block's vectors are kept."""
-    _last.clear()
-    for other, kept in list(_shared.items()):
-        if other is not key and kept.nbytes > SHARED_BYTES:
-            del _shared[other]
-
-
-def head_vectors(block: Block) -> HeadVectors:
-    """u of a block; needs "value", and the attention's parts proven."""
-    dtype = torch.promote_types(block.resid_pre.dtype, torch.float32)
-    # Detached, for what is shared must not keep alive the tensor that it is kept for.
-    return HeadVectors(value_path(block), block.recorded("value").detach().to(dtype))
-
-
-def attention_vectors(block: Block, heads: HeadVectors | None = None) -> AttentionVectors:
-    """The block's vectors; needs "pattern", "value" and "z", and the attention's parts proven.
-
-    The methods of one run share their norms, except under a memory bound.
+    All is made when first asked for, at the asked rows.
 
     Args:
-        block: the block.
-        heads: `head_vectors` of the block, with the room that the map's other temporaries leave; None:
-            there are no others.
-
-    Raises:
-        ValueError: the smallest pieces don't fit into the block's `max_memory`.
+        anatomy: the block's.
+        pairs: Σ_h a_ijh u_jh.
+        resid_pre: the residual stream entering the block.
+        z: the values mixed by the pattern.
     """
-    key = block.recorded("pattern")
-    if block.max_memory is not None:
-        if heads is None:
-            heads = head_vectors(block)
-            heads.room = attention_room(block, heads)
-        return _attention_vectors(Pairs(key.detach(), heads), block)
-    kept: AttentionVectors | None = _last.get(key)
-    if kept is None:
-        _forget_others(key)
-        pairs = Pairs(key.detach(), heads or head_vectors(block), together=_shared.get(key))
-        kept = _attention_vectors(pairs, block)
-        _last[key], _shared[key] = kept, pairs.together
-    return kept
 
+    def __init__(
+        self,
+        anatomy: BlockAnatomy,
+        pairs: Pairs,
+        resid_pre: Float[Tensor, "batch query d_model"],
+        z: Float[Tensor, "batch query head d_head"],
+    ) -> None:
+        self.anatomy, self.pairs = anatomy, pairs
+        self.resid_pre = resid_pre.detach().to(pairs.heads.dtype)
+        self._z = z.detach()
 
-def _attention_vectors(pairs: Pairs, block: Block) -> AttentionVectors:
-    anatomy = block.anatomy
-    dtype = pairs.heads.dtype
-    b_O = value_path(block).b_O
-    b_O = None if b_O is None else b_O.detach().to(dtype)
-    x = block.resid_pre.detach().to(dtype)
-    total = block.recorded("z").detach().to(dtype).flatten(2) @ pairs.heads.matrices.flatten(0, 1)
-    attention = Vectors(pairs, torch.ones_like(x[..., :1]), total, functools.cache(pairs.own))
-    multiplier, branch_norm = anatomy.residual_multiplier, anatomy.attention_branch
-    if branch_norm is None:
-        residual = attention.times(multiplier).plus_own(x)
-        summed = residual.total if b_O is None else residual.total + b_O * multiplier
-    else:
-        attention_out = total if b_O is None else total + b_O
-        residual = attention.through(branch_norm, attention_out).times(multiplier).plus_own(x)
-        summed = torch.add(x, _after_norm(branch_norm, attention_out), alpha=multiplier)
-    normed = residual.through(anatomy.attention_residual, summed)
-    return AttentionVectors(attention, residual, normed, x, summed, b_O, anatomy.attention_residual)
+    @functools.cached_property
+    def attention(self) -> Vectors:
+        """Σ_h a_ijh u_jh, shares of the attention's output (AttnN)."""
+        z, W_O = self._z, self.pairs.heads.matrices.flatten(0, 1)
+        one = torch.ones_like(self.resid_pre[..., :1])
+        return Vectors(self.pairs, one, lambda: z.to(W_O.dtype).flatten(2) @ W_O)
 
+    @functools.cached_property
+    def residual(self) -> Vectors:
+        """What the attention branch adds, and the residual stream on the diagonal (AttnRes)."""
+        branch, norm = self.attention, self.anatomy.attention_branch
+        if norm is not None:
+            branch = branch.through(norm, self.attention_out)
+        return branch.times(self.anatomy.residual_multiplier).plus_own(self.resid_pre)
 
-def lengths(vectors: Float[Tensor, "*batch d_model"], order: int) -> Float[Tensor, "*batch"]:
-    """L1 or L2 norms (`order` 1 or 2); torch's own L1 adds up one by one, a digit less in float32."""
-    return vectors.abs().sum(-1) if order == 1 else torch.linalg.vector_norm(vectors, dim=-1)
+    @functools.cached_property
+    def normed(self) -> Vectors:
+        """After the norm on the residual stream, where the block has one (AttnResLn; post-norm)."""
+        norm = self.anatomy.attention_residual
+        return self.residual if norm is None else self.residual.through(norm, self.summed)
 
+    @functools.cached_property
+    def attention_out(self) -> Float[Tensor, "batch query d_model"]:
+        """The attention's output, with b_O."""
+        path, total = self.anatomy.value_path, self.attention.total
+        return total if path is None or path.b_O is None else total + path.b_O.detach().to(total.dtype)
 
-def _over(norm: Norm, vectors: Tensor, divisor: Tensor) -> Tensor:
-    """A norm's linear part over its size, in no more new memory than it takes."""
-    out = linear_part(norm, vectors)
-    return out / divisor if out is vectors else out.div_(divisor)
+    @functools.cached_property
+    def summed(self) -> Float[Tensor, "batch query d_model"]:
+        """The true sum that `residual` are shares of."""
+        branch = _after_norm(self.anatomy.attention_branch, self.attention_out)
+        return torch.add(self.resid_pre, branch, alpha=self.anatomy.residual_multiplier)
+
+    @functools.cached_property
+    def mid(self) -> Float[Tensor, "batch query d_model"]:
+        """The true state that `normed` are shares of."""
+        return _after_norm(self.anatomy.attention_residual, self.summed)
 
 
 def _after_norm(norm: Norm | None, state: Tensor) -> Tensor:
-    """What a norm makes of a state."""
-    if norm is None or norm.kind != "layer":
-        return state if norm is None else norm(state)
-    weight, bias = (
-        None if part is None else part.detach().to(state.dtype) for part in (norm.weight, norm.bias)
-    )
-    return torch.nn.functional.layer_norm(state, state.shape[-1:], weight, bias, norm.eps)
+    return state if norm is None else norm(state)
 
 
 def value_path(block: Block) -> ValuePath:
@@ -397,3 +283,44 @@ def value_path(block: Block) -> ValuePath:
     if block.anatomy.value_path is None:
         raise ValueError(f"block {block.layer}: expected value and output matrices, found none")
     return block.anatomy.value_path
+
+
+def head_vectors(block: Block) -> HeadVectors:
+    """u of a block; needs "value", and the attention's parts proven."""
+    dtype = torch.promote_types(block.resid_pre.dtype, torch.float32)
+    return HeadVectors(value_path(block), block.recorded("value").detach().to(dtype))
+
+
+def attention_vectors(block: Block, heads: HeadVectors | None = None) -> AttentionVectors:
+    """The block's vectors; needs "pattern", "value" and "z", and the attention's parts proven.
+
+    The methods of one run share them, except under a memory bound.
+
+    Args:
+        block: the block.
+        heads: `head_vectors` of the block, with the budget that the map's other temporaries leave; None:
+            there are no others.
+
+    Raises:
+        ValueError: the smallest chunks don't fit into the block's `max_memory`.
+    """
+
+    def make() -> AttentionVectors:
+        sent = head_vectors(block) if heads is None else heads
+        if heads is None:
+            sent.budget = attention_budget(block, sent)
+        queries = None if block.every_query else block.queries
+        pairs = Pairs(block.recorded("pattern").detach(), sent, queries)
+        return AttentionVectors(block.anatomy, pairs, block.resid_pre, block.recorded("z"))
+
+    return shared(block, "attention vectors", make)
+
+
+def shared(block: Block, name: object, make: Callable[[], T]) -> T:
+    """What `make` gives, once for all methods that map these rows of the block; not under a memory bound."""
+    if block.max_memory is not None:
+        return make()
+    known = block.kept.get((name, block.every_query))
+    if known is None or not (block.every_query or torch.equal(known[0], block.queries)):
+        known = block.kept[name, block.every_query] = (block.queries, make())
+    return known[1]

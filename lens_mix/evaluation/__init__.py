@@ -6,7 +6,8 @@ from lens_mix.evaluation.head_importance import (
     head_importance,
     importance_correlations,
 )
-from lens_mix.evaluation.pruning import PruningCurves, pruned, pruning_curves
+from lens_mix.evaluation.pruned import pruned
+from lens_mix.evaluation.pruning import PruningCurves, pruning_curves
 from lens_mix.evaluation.triggers import (
     Example,
     Trigger,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,43 +12,14 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from lens_mix.hooks import must_fire, prune_heads
+from lens_mix.evaluation.head_importance import HeadImportance
+from lens_mix.evaluation.pruned import Head, pruned
 from lens_mix.lens.model import Lens
 
 if TYPE_CHECKING:
     import pandas
 
-    from lens_mix.evaluation.head_importance import HeadImportance
-
-Head = tuple[int, int]
 FRACTIONS = tuple(step / 10 for step in range(11))
-
-
-@contextlib.contextmanager
-def pruned(model: Any, heads: Iterable[Head], *, stack: str | None = None) -> Iterator[Any]:
-    """The model without some heads, inside a `with` block: their patterns count as zero.
-
-    Args:
-        heads: (layer, head) pairs.
-        stack: "encoder" or "decoder" of an encoder-decoder.
-
-    Raises:
-        ValueError: a layer or head that the model does not have.
-        RuntimeError: at the end, when nothing ran the model inside.
-    """
-    lens = Lens(model, stack)
-    by_layer: dict[int, list[int]] = {}
-    for layer, head in heads:
-        if not 0 <= layer < lens.n_layers or not 0 <= head < lens.n_heads:
-            raise ValueError(
-                f"heads: expected layers 0..{lens.n_layers - 1} and heads 0..{lens.n_heads - 1}, "
-                f"got ({layer}, {head})"
-            )
-        by_layer.setdefault(layer, []).append(head)
-    template = lens.stack.attention_template
-    pairs = [prune_heads(layer, chosen, attention=template) for layer, chosen in by_layer.items()]
-    with lens.undisturbed(), must_fire(*pairs) as hooks, lens.hooked(hooks):
-        yield model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,10 +111,10 @@ def pruning_curves(
     removed = tuple(round(fraction * total) for fraction in fractions)
     known: dict[frozenset[Head], float] = {}
     measured: dict[str, list[list[float]]] = {name: [] for name in orders}
-    calls = sum(len(several) for several in orders.values()) * len(removed)
+    calls = sum(map(len, orders.values())) * len(removed)
     with tqdm(total=calls, disable=not progress, desc="pruning") as bar:
-        for name, several in orders.items():
-            for order in several:
+        for name, draws in orders.items():
+            for order in draws:
                 row = []
                 for count in removed:
                     row.append(_measure(model, metric, frozenset(order[:count]), stack, known))
@@ -154,9 +124,9 @@ def pruning_curves(
     return PruningCurves(
         tuple(fractions),
         removed,
-        {name: tuple(sum(column) / len(column) for column in some) for name, some in columns.items()},
-        {name: tuple(min(column) for column in some) for name, some in columns.items()},
-        {name: tuple(max(column) for column in some) for name, some in columns.items()},
+        {name: tuple(sum(value) / len(value) for value in values) for name, values in columns.items()},
+        {name: tuple(map(min, values)) for name, values in columns.items()},
+        {name: tuple(map(max, values)) for name, values in columns.items()},
         total,
     )
 
@@ -175,7 +145,7 @@ def _measure(
 
 
 def _check_fractions(fractions: Sequence[float]) -> None:
-    ascending = all(a < b for a, b in itertools.pairwise(fractions))
+    ascending = all(lower < upper for lower, upper in itertools.pairwise(fractions))
     if len(fractions) == 0 or not ascending or not 0 <= fractions[0] <= fractions[-1] <= 1:
         raise ValueError(f"fractions: expected ascending shares from 0 to 1, got {list(fractions)}")
 
@@ -183,8 +153,6 @@ def _check_fractions(fractions: Sequence[float]) -> None:
 def _orders(
     rankings: Mapping[str, HeadImportance | Tensor], lens: Lens, remove: str, random: int, seed: int
 ) -> dict[str, list[list[Head]]]:
-    from lens_mix.evaluation.head_importance import HeadImportance
-
     if not rankings and random < 1:
         raise ValueError("rankings: expected at least one, got none (and random=0)")
     if "random" in rankings:

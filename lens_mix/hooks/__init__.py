@@ -7,23 +7,35 @@ and TransformerBridge:
     with model.hooks(fwd_hooks=[scale_pattern(0, 0.5)]):
         ...
 
-The second part of a pair counts in `calls` how often it had its effect.
+The second part of a pair counts in `calls` how often it had its effect. `AttentionHook` is the base for an
+edit of your own that needs several hook points.
 """
 
-from lens_mix.hooks._shared import HookFunction, HookPair, must_fire
-from lens_mix.hooks.patterns import freeze_pattern, prune_heads, replace_pattern, scale_pattern
-from lens_mix.hooks.record import record, record_all
+from lens_mix.hooks.attention import DEFAULT_ATTENTION, AttentionHook
+from lens_mix.hooks.function import HookFunction, HookName, HookPair, must_fire
+from lens_mix.hooks.heads import prune_heads, scale_pattern
+from lens_mix.hooks.patterns import add_to_pattern, freeze_pattern, replace_pattern
+from lens_mix.hooks.queries import zero_queries
+from lens_mix.hooks.record import record, record_all, watch_pattern
+from lens_mix.hooks.roles import record_attention
 from lens_mix.hooks.values import zero_values
 
 __all__ = [
+    "DEFAULT_ATTENTION",
+    "AttentionHook",
     "HookFunction",
+    "HookName",
     "HookPair",
+    "add_to_pattern",
     "freeze_pattern",
     "must_fire",
     "prune_heads",
     "record",
     "record_all",
+    "record_attention",
     "replace_pattern",
     "scale_pattern",
+    "watch_pattern",
+    "zero_queries",
     "zero_values",
 ]

@@ -1,78 +1,21 @@
-"""Scale, replace, freeze and prune attention patterns, on models of every kind.
+"""Replace, freeze or add to attention patterns, on models of every kind.
 
-All act on `hook_z`, the values mixed by the pattern (z = pattern @ values), and never on `hook_pattern`:
-where a TransformerBridge leaves attention to transformers, an edit of `hook_pattern` is discarded, and with a
-fused attention kernel that point does not even fire.
+All act on `hook_z`, the values mixed by the pattern (z = pattern @ values), and never on `hook_pattern`, as
+the hooks of `lens_mix.hooks.heads` do and for the same reason.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.hooks._shared import (
-    DEFAULT_ATTENTION,
-    AttentionHook,
-    HookPair,
-    as_heads,
-    check_heads,
-    check_mixing,
-    mix,
-)
-
-
-def scale_pattern(
-    layer: int,
-    factor: float | int | Float[Tensor, ""] | Float[Tensor, " head"],
-    *,
-    attention: str = DEFAULT_ATTENTION,
-) -> HookPair:
-    """Multiply one layer's attention pattern by a factor; rows then no longer sum to one.
-
-    z is linear in the pattern, so z is scaled: the same number, on every model. Twice 0.5 is 0.25.
-
-    Args:
-        layer: the layer, from 0.
-        factor: a number, or one per query head [head]. A tensor that requires grad gets its gradient. For a
-            factor per query and key use `replace_pattern`.
-        attention: name of the attention module, with `{layer}`; see `zero_values`.
-
-    Returns:
-        `(hook_name, hook_function)` for `fwd_hooks=`. `hook_function.calls` counts the edits.
-
-    Raises:
-        TypeError: `factor` is no real number and no tensor of real numbers.
-        ValueError: `factor` is not finite, or has other dimensions; in the pass: not one per query head.
-
-    Example:
-        ```python
-        from lens_mix.hooks import scale_pattern
-
-        halved = model.run_with_hooks(tokens, fwd_hooks=[scale_pattern(0, 0.5)])
-        ```
-    """
-    if isinstance(factor, bool) or not isinstance(factor, Tensor | float | int):
-        raise TypeError(f"factor: expected a number or a tensor [head]; got {factor!r}")
-    if isinstance(factor, Tensor):
-        if factor.dtype == torch.bool or factor.is_complex():
-            raise TypeError(f"factor: expected real numbers; got a tensor of {factor.dtype}")
-        if factor.ndim > 1:
-            raise ValueError(
-                f"factor: expected a number or a tensor [head]; got shape {tuple(factor.shape)} "
-                "(for a factor per query and key use replace_pattern)"
-            )
-        if factor.ndim == 1:
-            per_head = _ScalePatternPerHead(layer, attention, factor)
-            return per_head.matches, per_head
-    elif not math.isfinite(factor):
-        raise ValueError(f"factor: expected a finite number; got {factor}")
-    uniform = _ScalePattern(layer, attention, factor)
-    return f"{uniform.module}.hook_z", uniform
+from lens_mix.hooks._arguments import as_patterns
+from lens_mix.hooks.attention import DEFAULT_ATTENTION, AttentionHook, attention_module
+from lens_mix.hooks.function import HookPair
+from lens_mix.hooks.mixing import check_mixing, mix
 
 
 def replace_pattern(
@@ -112,7 +55,7 @@ def replace_pattern(
         influence = leaf.grad * leaf
         ```
     """
-    replacement = _ReplacePattern(layer, attention, _checked_pattern("pattern", pattern))
+    replacement = _ReplacePattern(layer, attention, "pattern", pattern)
     return replacement.matches, replacement
 
 
@@ -150,16 +93,13 @@ def freeze_pattern(
         frozen = model.run_with_hooks(other, fwd_hooks=[freeze_pattern(0, cache), freeze_pattern(1, cache)])
         ```
     """
-    frozen = _ReplacePattern(layer, attention, None)
     if isinstance(source, Tensor):
         pattern = source
     elif hasattr(source, "keys") and hasattr(source, "__getitem__"):
-        name = f"{frozen.module}.hook_pattern"
-        names = set(source.keys())
+        name = f"{attention_module(layer, attention)}.hook_pattern"
+        names = sorted(map(str, source.keys()))
         if name not in names:
-            held = sorted(str(one) for one in names if str(one).endswith("hook_pattern")) or sorted(
-                map(str, names)
-            )
+            held = [one for one in names if one.endswith("hook_pattern")] or names
             raise ValueError(
                 f"source: expected it to hold {name}; got {', '.join(held[:8]) or 'nothing'}. Where "
                 "attention is left to transformers, the pattern fires only with eager attention"
@@ -170,111 +110,72 @@ def freeze_pattern(
             "source: expected a tensor, a dict filled by record, or an ActivationCache; got "
             f"{type(source).__name__}"
         )
-    frozen.pattern = _checked_pattern("source", pattern).detach()
+    frozen = _ReplacePattern(layer, attention, "source", as_patterns("source", pattern).detach())
     return frozen.matches, frozen
 
 
-def prune_heads(layer: int, heads: Iterable[int] | int, *, attention: str = DEFAULT_ATTENTION) -> HookPair:
-    """Remove attention heads: their z is zero, so that they add nothing to the attention output but its bias.
+def add_to_pattern(
+    layer: int,
+    addition: Float[Tensor, "*batch head query key"],
+    *,
+    attention: str = DEFAULT_ATTENTION,
+) -> HookPair:
+    """Add to one layer's attention pattern: z + addition @ values, with z and values of the running pass.
+
+    The pattern itself need not be known, and stays a function of what lies below: with a leaf of zeros in
+    every layer, one backward pass gives the total derivative by every pattern. A negative addition takes
+    away; rows then no longer sum to one.
 
     Args:
         layer: the layer, from 0.
-        heads: the query heads to remove, from 0.
+        addition: [head query key] for every batch row, or [batch head query key]; per QUERY head.
         attention: name of the attention module, with `{layer}`; see `zero_values`.
 
     Returns:
         `(hook_name, hook_function)` for `fwd_hooks=`. `hook_function.calls` counts the edits.
 
     Raises:
-        TypeError: `heads` holds no integers.
-        ValueError: no heads given; in the pass: a head the model does not have.
+        TypeError, ValueError, RuntimeError: as `replace_pattern`, of the addition.
 
     Example:
         ```python
-        from lens_mix.hooks import prune_heads
+        import torch
 
-        logits = model.run_with_hooks(tokens, fwd_hooks=[prune_heads(0, [1, 2]), prune_heads(1, 0)])
+        from lens_mix.hooks import add_to_pattern
+
+        heads, length = model.cfg.n_heads, tokens.shape[1]
+        leaves = [torch.zeros(len(tokens), heads, length, length, requires_grad=True) for _ in range(2)]
+        hooks = [add_to_pattern(layer, leaf) for layer, leaf in enumerate(leaves)]
+        logits = model.run_with_hooks(tokens, fwd_hooks=hooks)
+        gradients = torch.autograd.grad(logits[:, -1].max(dim=-1).values.sum(), leaves)
         ```
     """
-    pruned = _PruneHeads(layer, attention, as_heads(heads))
-    return pruned.matches, pruned
-
-
-def _checked_pattern(argument: str, pattern: Tensor) -> Tensor:
-    if not isinstance(pattern, Tensor) or not pattern.is_floating_point():
-        got = f"a tensor of {pattern.dtype}" if isinstance(pattern, Tensor) else type(pattern).__name__
-        raise TypeError(f"{argument}: expected a tensor of real numbers; got {got}")
-    if pattern.ndim not in (3, 4):
-        raise ValueError(
-            f"{argument}: expected [head query key] or [batch head query key]; got shape "
-            f"{tuple(pattern.shape)}"
-        )
-    return pattern if pattern.ndim == 4 else pattern[None]
-
-
-class _ScalePattern(AttentionHook):
-    points = ("mixed",)
-
-    def __init__(self, layer: int, attention: str, factor: float | int | Tensor) -> None:
-        super().__init__(layer, attention)
-        self._factor = factor
-
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor:
-        factor = self._factor
-        self.calls += 1
-        return tensor * (factor.to(tensor) if isinstance(factor, Tensor) else factor)
-
-
-class _ScalePatternPerHead(AttentionHook):
-    points = ("values", "mixed")
-
-    def __init__(self, layer: int, attention: str, factor: Tensor) -> None:
-        super().__init__(layer, attention)
-        self._factor = factor
-
-    def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
-        if len(self._factor) != mixed.shape[2]:
-            raise ValueError(
-                f"factor: expected one number for each of {mixed.shape[2]} query heads; got "
-                f"{len(self._factor)}"
-            )
-        self.calls += 1
-        return mixed * self._factor.to(mixed)[:, None]
-
-
-class _PruneHeads(AttentionHook):
-    points = ("values", "mixed")
-
-    def __init__(self, layer: int, attention: str, heads: tuple[int, ...]) -> None:
-        super().__init__(layer, attention)
-        self._heads = heads
-
-    def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
-        check_heads(self._heads, mixed.shape[2])
-        edited = mixed.clone()
-        edited[:, :, list(self._heads)] = 0
-        self.calls += 1
-        return edited
+    added = _AddToPattern(layer, attention, "addition", addition)
+    return added.matches, added
 
 
 class _ReplacePattern(AttentionHook):
     points = ("values", "pattern", "mixed")
 
-    def __init__(self, layer: int, attention: str, pattern: Tensor | None) -> None:
+    def __init__(self, layer: int, attention: str, argument: str, pattern: Tensor) -> None:
         super().__init__(layer, attention)
-        self.pattern = pattern
+        self._argument = argument
+        self._given = as_patterns(argument, pattern)
 
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
-        if self.pattern is None:
-            raise RuntimeError(f"{self!r}: no pattern was given")
         batch, query, head = mixed.shape[:3]
         expected = (head, query, values.shape[1])
-        if tuple(self.pattern.shape[1:]) != expected or self.pattern.shape[0] not in (1, batch):
+        if tuple(self._given.shape[1:]) != expected or self._given.shape[0] not in (1, batch):
             raise ValueError(
-                f"pattern: expected [head query key] = {list(expected)}, alone or for a batch of {batch}; "
-                f"got shape {list(self.pattern.shape)}"
+                f"{self._argument}: expected [head query key] = {list(expected)}, alone or for a batch of "
+                f"{batch}; got shape {list(self._given.shape)}"
             )
         if pattern is not None:
-            check_mixing("pattern", mixed, pattern, values)
+            check_mixing(self._argument, mixed, pattern, values)
         self.calls += 1
-        return mix(self.pattern.to(values).expand(batch, -1, -1, -1), values)
+        return mix(self._given.to(values).expand(batch, -1, -1, -1), values)
+
+
+class _AddToPattern(_ReplacePattern):
+    def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
+        return mixed + super().on_mixed(mixed, values, pattern).to(mixed.dtype)

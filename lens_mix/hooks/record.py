@@ -1,33 +1,45 @@
-"""Record exactly the named activations of a pass, and nothing more."""
+"""Record exactly the named activations of a pass, and nothing more; or look at a pattern as it passes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
+from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.hooks._shared import HookFunction, HookPair
+from lens_mix.hooks.attention import DEFAULT_ATTENTION, attention_module
+from lens_mix.hooks.function import HookFunction, HookPair
 
 
-def record(store: MutableMapping[str, Tensor], name: str, *, detach: bool = True) -> HookPair:
+def record(
+    store: MutableMapping[str, Tensor],
+    name: str,
+    *,
+    detach: bool = True,
+    select: Callable[[Tensor], Tensor] | None = None,
+) -> HookPair:
     """Keep one activation of a pass in a dict, under the name it was asked by.
 
     Names are those of TransformerLens's `run_with_cache`; which of them holds what on which class is in
-    docs/hooks.md. A name may be an alias (`hook_resid_pre`): the store keeps the alias. The tensor is not
+    hooks/README.md. A name may be an alias (`hook_resid_pre`): the store keeps the alias. The tensor is not
     copied, as in TransformerLens's own cache: a hook that edits it in place edits what was recorded.
 
     Args:
         store: the dict to fill; each pass overwrites what the last one kept.
         name: the hook point, as `"blocks.0.hook_resid_pre"`.
         detach: cut the tensor off from its gradient; False keeps the graph, to differentiate by it.
+        select: what is kept of the tensor, as `lambda pattern: pattern[:, :, -1]` for the last query's row.
+            A view is copied, so that the whole tensor can be freed. The pass does not go on from the part: to
+            differentiate BY an activation, record all of it. None: the whole tensor.
 
     Returns:
         `(name, hook_function)` for `fwd_hooks=`. `hook_function.calls` counts the recordings; it stays 0
         where a TransformerBridge of TransformerLens 3 ignores an unknown name, or no pattern is computed.
 
     Raises:
-        TypeError: `store` is no dict, or `name` no string; in the pass: the activation is no tensor.
+        TypeError: `store` is no dict, or `name` no string; in the pass: the activation (or what is selected
+            of it) is no tensor.
 
     Example:
         ```python
@@ -43,7 +55,7 @@ def record(store: MutableMapping[str, Tensor], name: str, *, detach: bool = True
         raise TypeError(f"store: expected a dict to fill; got {type(store).__name__}")
     if not isinstance(name, str):
         raise TypeError(f"name: expected the name of one hook point; got {name!r}")
-    return name, _Record(store, name, detach)
+    return name, _Record(store, name, detach, select)
 
 
 def record_all(
@@ -76,20 +88,85 @@ def record_all(
     return [record(store, name, detach=detach) for name in names]
 
 
+def watch_pattern(
+    layer: int,
+    watch: Callable[[Float[Tensor, "batch head query key"]], object],
+    *,
+    attention: str = DEFAULT_ATTENTION,
+) -> HookPair:
+    """Call a function with one layer's attention pattern, to take from it what is wanted; nothing is edited.
+
+    Where `record` would keep every pattern of a long prompt, a function that reduces each one as it passes
+    keeps a number or a row.
+
+    Args:
+        layer: the layer, from 0.
+        watch: called in each pass with the pattern [batch head query key], cut off from its gradient. What it
+            returns is ignored.
+        attention: name of the attention module, with `{layer}`; see `zero_values`.
+
+    Returns:
+        `(hook_name, hook_function)` for `fwd_hooks=`. `hook_function.calls` counts the patterns; it stays 0
+        where a TransformerBridge leaves attention to a kernel that computes none.
+
+    Raises:
+        TypeError: `watch` can't be called.
+
+    Example:
+        ```python
+        from lens_mix.hooks import watch_pattern
+
+        first_token = []  # how much each head attends to the first token, on average
+        hook = watch_pattern(0, lambda pattern: first_token.append(pattern[:, :, 1:, 0].mean(dim=2)))
+        model.run_with_hooks(tokens, fwd_hooks=[hook])
+        ```
+    """
+    if not callable(watch):
+        raise TypeError(f"watch: expected a function of the pattern; got {type(watch).__name__}")
+    name = f"{attention_module(layer, attention)}.hook_pattern"
+    return name, _Watch(name, watch)
+
+
 class _Record(HookFunction):
-    def __init__(self, store: MutableMapping[str, Tensor], name: str, detach: bool) -> None:
-        self._store = store
-        self._name = name
-        self._detach = detach
+    def __init__(
+        self,
+        store: MutableMapping[str, Tensor],
+        name: str,
+        detach: bool,
+        select: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        self._store, self._name, self._detach, self._select = store, name, detach, select
 
     def __repr__(self) -> str:
         return f"record({self._name})"
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{self._name}: expected a tensor to record; got {type(tensor).__name__}")
-        self._store[self._name] = tensor.detach() if self._detach else tensor
+        kept = self._checked("a tensor to record", tensor)
+        kept = kept.detach() if self._detach else kept
+        if self._select is not None:
+            part = self._checked("select to give a tensor", self._select(kept))
+            # a view of some rows would hold on to the memory of all of them
+            is_view = part.untyped_storage().data_ptr() == kept.untyped_storage().data_ptr()
+            kept = part.clone() if is_view else part
+        self._store[self._name] = kept
         self.calls += 1
         # where TransformerBridge shows a rearranged copy, the pass must go on from it to give it a gradient
         shows_copy = getattr(hook, "hook_conversion", None) is not None
         return tensor if shows_copy and not self._detach else None
+
+    def _checked(self, expected: str, value: Any) -> Tensor:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{self._name}: expected {expected}; got {type(value).__name__}")
+        return value
+
+
+class _Watch(HookFunction):
+    def __init__(self, name: str, watch: Callable[[Tensor], object]) -> None:
+        self._name, self._watch = name, watch
+
+    def __repr__(self) -> str:
+        return f"watch({self._name})"
+
+    def __call__(self, tensor: Tensor, hook: Any) -> None:
+        self._watch(tensor.detach())
+        self.calls += 1

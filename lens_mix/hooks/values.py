@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lens_mix.hooks._shared import (
-    DEFAULT_ATTENTION,
-    AttentionHook,
-    HookPair,
-    as_heads,
-    as_index,
-    check_heads,
-    check_mixing,
-    mix,
-)
-
-Position = int | slice | Int[Tensor, "batch"] | Bool[Tensor, "batch key"] | Bool[Tensor, "key"]
+from lens_mix.hooks._arguments import as_heads, check_heads
+from lens_mix.hooks._positions import CheckedPosition, Position, as_position, position_mask
+from lens_mix.hooks.attention import DEFAULT_ATTENTION, AttentionHook
+from lens_mix.hooks.function import HookPair
+from lens_mix.hooks.mixing import check_mixing, mix
 
 
 def zero_values(
@@ -70,107 +62,12 @@ def zero_values(
         in_two_heads = model.run_with_hooks(tokens, fwd_hooks=[zero_values(1, 2, heads=[0, 3])])
         ```
     """
-    chosen = _Positions(position, positions)
+    chosen = as_position(position, positions)
     if heads is None:
         everywhere = _ZeroValues(layer, attention, chosen)
         return f"{everywhere.module}.hook_v", everywhere
     in_heads = _ZeroValuesOfHeads(layer, attention, chosen, as_heads(heads))
     return in_heads.matches, in_heads
-
-
-class _Positions:
-    """The positions asked for, and the mask they are in one batch."""
-
-    def __init__(self, position: Position | None, positions: Sequence[int] | None) -> None:
-        if (position is None) == (positions is None):
-            given = "both" if position is not None else "neither"
-            raise TypeError(f"position, positions: expected exactly one of them; got {given}")
-        self.chosen: int | slice | Tensor | tuple[int, ...]
-        if positions is not None:
-            self.chosen = self._several(positions)
-        elif isinstance(position, Tensor) and position.ndim > 0:
-            self.chosen = self._tensor(position)
-        elif isinstance(position, slice):
-            self.chosen = position
-        elif isinstance(position, list | tuple | range | set):
-            raise TypeError(
-                "position: expected an int, a slice or a tensor; got a "
-                f"{type(position).__name__}. For several positions in every row use positions=[...] or a "
-                "slice, for another position in each batch row a 1-D integer tensor"
-            )
-        else:
-            self.chosen = as_index("position", position)
-
-    @staticmethod
-    def _several(positions: Sequence[int]) -> tuple[int, ...]:
-        if isinstance(positions, str | slice) or not isinstance(positions, Iterable):
-            raise TypeError(f"positions: expected a sequence of integers; got {positions!r}")
-        listed = positions.tolist() if isinstance(positions, Tensor) else positions
-        chosen = tuple(as_index("positions", one) for one in listed)
-        if not chosen:
-            raise ValueError("positions: expected at least one position; got none")
-        return chosen
-
-    @staticmethod
-    def _tensor(position: Tensor) -> Tensor:
-        is_mask = position.dtype == torch.bool
-        if position.is_floating_point() or position.is_complex() or position.ndim > (2 if is_mask else 1):
-            raise TypeError(
-                "position: expected an integer tensor [batch], or a bool tensor [batch key] or [key]; "
-                f"got {position.dtype} of shape {tuple(position.shape)}"
-            )
-        return position.detach().cpu()
-
-    def mask(self, values: Float[Tensor, "batch key head d_head"]) -> Bool[Tensor, "#batch key"]:
-        """True where the value is to be zero; one row if all rows agree."""
-        batch, length = values.shape[:2]
-        mask = torch.zeros(1, length, dtype=torch.bool, device=values.device)
-        if isinstance(self.chosen, slice):
-            if not range(length)[self.chosen]:
-                raise ValueError(
-                    f"position: expected a slice of {length} positions; got {self.chosen}, which is empty"
-                )
-            mask[:, self.chosen] = True
-            return mask
-        if not isinstance(self.chosen, Tensor):
-            several = isinstance(self.chosen, tuple)
-            for one in self.chosen if isinstance(self.chosen, tuple) else (self.chosen,):
-                _check_range("positions" if several else "position", one, length)
-                mask[0, one] = True
-            return mask
-        if self.chosen.dtype == torch.bool:
-            return self._given_mask(self.chosen, batch, length).to(values.device)
-        return self._one_per_row(self.chosen, mask.repeat(batch, 1))
-
-    @staticmethod
-    def _one_per_row(chosen: Tensor, mask: Tensor) -> Tensor:
-        batch, length = mask.shape
-        if len(chosen) != batch:
-            raise ValueError(
-                f"position: expected one position for each of {batch} batch rows; got {len(chosen)} "
-                "(for several positions in every row use positions=)"
-            )
-        for extreme in (chosen.min(), chosen.max()):
-            _check_range("position", int(extreme), length)
-        mask[torch.arange(batch, device=mask.device), chosen.to(mask.device)] = True
-        return mask
-
-    @staticmethod
-    def _given_mask(mask: Tensor, batch: int, length: int) -> Tensor:
-        if tuple(mask.shape) not in ((length,), (batch, length)):
-            raise ValueError(
-                f"position: expected a bool tensor [{batch}, {length}] or [{length}]; got shape "
-                f"{tuple(mask.shape)}"
-            )
-        return mask if mask.ndim == 2 else mask[None]
-
-
-def _check_range(argument: str, position: int, length: int) -> None:
-    if not -length <= position < length:
-        raise ValueError(
-            f"{argument}: expected a position from {-length} to {length - 1}, as there are {length}; "
-            f"got {position}"
-        )
 
 
 def _zeroed(values: Tensor, mask: Tensor, heads: tuple[int, ...] | None = None) -> Tensor:
@@ -185,12 +82,12 @@ def _zeroed(values: Tensor, mask: Tensor, heads: tuple[int, ...] | None = None) 
 class _ZeroValues(AttentionHook):
     points = ("values",)
 
-    def __init__(self, layer: int, attention: str, positions: _Positions) -> None:
+    def __init__(self, layer: int, attention: str, position: CheckedPosition) -> None:
         super().__init__(layer, attention)
-        self._chosen = positions
+        self._position = position
 
     def on_values(self, values: Tensor, n_heads: int | None) -> Tensor:
-        edited = _zeroed(values, self._chosen.mask(values))
+        edited = _zeroed(values, position_mask(self._position, values))
         self.calls += 1
         return edited
 
@@ -198,9 +95,9 @@ class _ZeroValues(AttentionHook):
 class _ZeroValuesOfHeads(AttentionHook):
     points = ("queries", "values", "pattern", "mixed")
 
-    def __init__(self, layer: int, attention: str, positions: _Positions, heads: tuple[int, ...]) -> None:
+    def __init__(self, layer: int, attention: str, position: CheckedPosition, heads: tuple[int, ...]) -> None:
         super().__init__(layer, attention)
-        self._chosen = positions
+        self._position = position
         self._heads = heads
         self._done = False
 
@@ -210,7 +107,7 @@ class _ZeroValuesOfHeads(AttentionHook):
         if not self._done:
             return None
         check_heads(self._heads, values.shape[2])
-        edited = _zeroed(values, self._chosen.mask(values), self._heads)
+        edited = _zeroed(values, position_mask(self._position, values), self._heads)
         self.calls += 1
         return edited
 
@@ -226,7 +123,7 @@ class _ZeroValuesOfHeads(AttentionHook):
         heads = list(self._heads)
         group = [head * values.shape[2] // mixed.shape[2] for head in heads]
         check_mixing("heads", mixed[:, :, heads], pattern[:, heads], values[:, :, group])
-        zeroed = _zeroed(values, self._chosen.mask(values))
+        zeroed = _zeroed(values, position_mask(self._position, values))
         edited = mixed.clone()
         edited[:, :, heads] = mix(pattern[:, heads], zeroed[:, :, group]).to(mixed.dtype)
         self.calls += 1

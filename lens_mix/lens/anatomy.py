@@ -84,14 +84,6 @@ class ValuePath:
         return out if self.b_O is None else out + self.b_O.to(z.dtype)
 
 
-def mix(
-    pattern: Float[Tensor, "batch head query key"], value: Float[Tensor, "batch key value_head d_head"]
-) -> Float[Tensor, "batch query head d_head"]:
-    """pattern @ v; grouped values are shared by neighbouring query heads."""
-    value = value.repeat_interleave(pattern.shape[1] // value.shape[2], dim=2)
-    return einsum(pattern, value, "batch head query key, batch key head d_head -> batch query head d_head")
-
-
 @dataclasses.dataclass(frozen=True)
 class FeedForward:
     """The feed-forward, plain or gated.
@@ -177,6 +169,17 @@ class BlockAnatomy:
             return mid
         branch = _apply(self.feed_forward_branch, feed_forward_out) * self.residual_multiplier
         return _apply(self.feed_forward_residual, mid + branch)
+
+    @property
+    def is_written_down(self) -> bool:
+        """Whether the whole block is known: its feed-forward is plain, gated, or absent."""
+        return self.feed_forward is not None or self.feed_forward_kind == "none"
+
+    def after(self, x: Tensor, attention_out: Tensor, cross_out: Tensor | None = None) -> Tensor:
+        """The block's output, of a block that is written down."""
+        mid = self.after_attention(x, attention_out, cross_out)
+        read = self.feed_forward_in(x, mid)
+        return self.after_feed_forward(mid, None if self.feed_forward is None else self.feed_forward(read))
 
 
 def _apply(norm: Norm | None, x: Tensor) -> Tensor:

@@ -9,19 +9,22 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lens_mix.hooks import HookPair
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, read_norm
+from lens_mix.lens.clean_pass import CleanPass
+from lens_mix.lens.continuation import last_residual_from, logits_from
+from lens_mix.lens.copies import copies_within
 from lens_mix.lens.head import Head, proven_head
-from lens_mix.lens.model import CleanPass, HookPair, Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import Batch
 from lens_mix.lens.replay import relative_error
+from lens_mix.lens.rows import rows_at
 
 
 class Block:
     """What a method may ask for: recorded tensors, the anatomy, a replay. Never the model.
 
     Args:
-        lens: the face of the model.
         clean: the clean pass.
         layer: which block.
         anatomy: what the block was found to be.
@@ -29,21 +32,22 @@ class Block:
         max_memory: bytes for the temporaries of one step; None: no bound.
         queries: positions of the rows that are asked for; None: all of them. A prompt with fewer than another
             one repeats its last.
+        next_anatomy: of the block above; None: this is the last.
     """
 
     def __init__(
         self,
-        lens: Lens,
         clean: CleanPass,
         layer: int,
         anatomy: BlockAnatomy,
         engine: str,
         max_memory: int | None,
         queries: Int[Tensor, "batch query"] | None = None,
+        next_anatomy: BlockAnatomy | None = None,
     ) -> None:
-        self._lens, self._clean, self._queries = lens, clean, queries
+        self._lens, self._clean, self._queries = clean.lens, clean, queries
+        self._next_anatomy = next_anatomy
         self.layer, self.anatomy, self.engine, self.max_memory = layer, anatomy, engine, max_memory
-        self._replay = lens.replay(clean, layer)
         self.details: list[dict[str, Any]] = [{} for _ in clean.batch.prompts]
         self.warnings: list[list[str]] = [[] for _ in clean.batch.prompts]
 
@@ -78,10 +82,10 @@ class Block:
             gradients: build the graph.
             positions: unembed one position per row only, [row 1 d_vocab].
         """
-        return self._lens.logits(
+        return logits_from(
             self._clean,
-            fwd_hooks=fwd_hooks,
-            start_at_layer=self.layer,
+            self.layer,
+            fwd_hooks,
             resid_pre=resid_pre,
             rows=rows,
             gradients=gradients,
@@ -102,9 +106,7 @@ class Block:
             fwd_hooks, rows, gradients: as in `logits`.
             after_final_norm: the final norm applied to it, where the model has one.
         """
-        resid = self._lens.last_residual(
-            self._clean, fwd_hooks=fwd_hooks, start_at_layer=self.layer, rows=rows, gradients=gradients
-        )
+        resid = last_residual_from(self._clean, self.layer, fwd_hooks, rows=rows, gradients=gradients)
         norm = self._lens.final_norm() if after_final_norm else None
         if norm is None:
             return resid
@@ -148,15 +150,12 @@ class Block:
             tensor: the first axis is the batch.
             axis: the axis of the positions.
         """
-        if self._queries is None:
-            return tensor
-        places = torch.arange(len(tensor), device=tensor.device)[:, None]
-        return tensor.movedim(axis, 1)[places, self._queries].movedim(1, axis)
+        return rows_at(tensor, self._queries, axis)
 
     @property
     def seen(self) -> Bool[Tensor, "batch query key"]:
         """Which keys got any weight from any head in the clean pass."""
-        return self.rows_of(self._clean.seen[self.layer])
+        return self._of_recorded_rows(self._clean.seen[self.layer])
 
     @property
     def is_last(self) -> bool:
@@ -176,7 +175,7 @@ class Block:
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:
         """Which positions are the prompts' own; the rest is padding."""
-        return self._clean.batch.real_positions(self._lens.stack.name)
+        return self._clean.real
 
     @property
     def real_queries(self) -> Bool[Tensor, "batch query"]:
@@ -193,6 +192,11 @@ class Block:
         """The residual stream leaving the block, at the asked rows."""
         return self.rows_of(self._clean.calls[self.layer].resid_post)
 
+    @property
+    def final_residual(self) -> Float[Tensor, "batch query d_model"]:
+        """The residual stream leaving the stack's last block, at the asked rows."""
+        return self.rows_of(self._clean.calls[self._lens.n_layers - 1].resid_post)
+
     def recorded(self, role: str) -> Tensor:
         """A tensor the method named in `needs`: "pattern", "value" or "z".
 
@@ -206,9 +210,21 @@ class Block:
         return None if tensor is None else self._rows_of_role(role, tensor)
 
     def _rows_of_role(self, role: str, tensor: Tensor) -> Tensor:
-        if role == "value":
-            return tensor
-        return self.rows_of(tensor, axis=2 if role == "pattern" else 1)
+        return tensor if role == "value" else self._of_recorded_rows(tensor, 2 if role == "pattern" else 1)
+
+    def _of_recorded_rows(self, tensor: Tensor, axis: int = 1) -> Tensor:
+        """The asked rows of what the clean pass kept: of all positions, or of these rows already."""
+        return tensor if self._clean.rows is not None else self.rows_of(tensor, axis)
+
+    @property
+    def kept(self) -> dict[Any, Any]:
+        """What the methods of one run share about this block; emptied when the next one is mapped."""
+        return self._clean.kept.setdefault(self.layer, {})
+
+    @property
+    def kept_of_run(self) -> dict[Any, Any]:
+        """What the blocks of one run share, such as scratch memory."""
+        return self._clean.kept_of_run
 
     def replay(
         self, rows: Int[Tensor, " row"], fwd_hooks: Sequence[HookPair] = ()
@@ -223,9 +239,10 @@ class Block:
             UnsupportedModelError: the block does not give its own output when run again without hooks.
         """
         with self._lens.undisturbed():
-            self._replay.prepare()
+            replay = self._clean.replay(self.layer)
+            replay.prepare()
             with self._lens.hooked(fwd_hooks):
-                return self._replay.run(rows)
+                return replay.run(rows)
 
     def after_final_norm(self, resid: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """The residual stream after the model's final norm; unchanged where the model has none."""
@@ -234,6 +251,19 @@ class Block:
             return resid
         with self._lens.undisturbed():
             return norm(resid)
+
+    def next_norm(self) -> Norm | None:
+        """The norm that reads the block's output: the next block's first one, after the last the final one.
+
+        Raises:
+            ValueError: the block above was not given.
+            UnsupportedModelError: the final norm's parts don't give what the model's own norm gives.
+        """
+        if self.is_last:
+            return self.final_norm()
+        if self._next_anatomy is None:
+            raise ValueError(f"next_norm: expected the anatomy of block {self.layer + 1}, got none")
+        return self._next_anatomy.attention_input
 
     def final_norm(self) -> Norm | None:
         """The model's final norm as its parts, proven on this block's output; None where there is none.
@@ -260,24 +290,21 @@ class Block:
         return norm
 
     def head(self) -> Head:
-        """The model's head, proven on this prompt; of the last block only.
+        """The model's head, proven on this prompt.
 
         Raises:
-            ValueError: another block than the last.
             UnsupportedModelError: the logits are not final norm, then unembedding.
         """
-        if not self.is_last:
-            raise ValueError(f"head: expected the last block, got block {self.layer}")
         if self._lens.stack.name == "encoder":
             raise UnsupportedModelError("head: the encoder of an encoder-decoder has no logits")
-        resid = self._clean.calls[self.layer].resid_post[self.real]
+        resid = self._clean.calls[self._lens.n_layers - 1].resid_post[self.real]
         resid = resid.to(torch.promote_types(resid.dtype, torch.float32))
         logits = self.logits()[self.real].to(resid.dtype)
         return proven_head(self._lens.model, self.final_norm(), resid, logits, self._lens.tolerance)
 
     def chunks(self, copies: int) -> Iterator[slice]:
         """Slices over `copies` copies of a prompt, as many at a time as the memory bound allows."""
-        step = self._lens.copies_within(self.max_memory, self.real.shape[1])
+        step = copies_within(self._lens, self.max_memory, self.real.shape[1])
         for start in range(0, copies, step):
             yield slice(start, min(start + step, copies))
 
@@ -293,7 +320,9 @@ class Block:
         """
         outputs = self.logits_tokens.shape[1] if logits else 0
         blocks = self._lens.n_layers - self.layer
-        fitting = self._lens.copies_within(self.max_memory, self.real.shape[1], blocks=blocks, logits=outputs)
+        fitting = copies_within(
+            self._lens, self.max_memory, self.real.shape[1], blocks=blocks, logits=outputs
+        )
         return max(1, min(copies, fitting))
 
     def zeros(self, *shape: int) -> Float[Tensor, ...]:

@@ -4,79 +4,110 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lens_mix.hooks import record
-from lens_mix.lens.model import CleanPass, HookPair, Lens
+from lens_mix.hooks import record, zero_queries
+from lens_mix.lens.clean_pass import CleanPass
+from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.rows import rows_at
 
 
 @dataclasses.dataclass(frozen=True)
 class AllowedKeys:
-    """Per layer, which keys each query of the padded batch may see; `rounding`: the model's coarsest step."""
+    """Which keys each asked row of a padded batch may see, in some layers.
 
-    by_layer: tuple[Bool[Tensor, "batch query key"], ...]
+    Attributes:
+        by_layer: layer -> mask.
+        positions: of the rows, in the batch.
+        causal_model: whether the model was proven to be causal, which a few rows alone can't tell.
+        rounding: the model's coarsest step.
+    """
+
+    by_layer: dict[int, Bool[Tensor, "batch query key"]]
+    positions: Int[Tensor, "batch query"]
+    causal_model: bool
     rounding: float
 
     def reaching(self) -> AllowedKeys:
-        """The same for maps down to the input: which inputs can have reached each query by each layer."""
-        here = torch.eye(self.by_layer[0].shape[-1], device=self.by_layer[0].device)
-        reached, layers = here, []
-        for allowed in self.by_layer:
-            reached = (((allowed.float() + here) @ reached) > 0).float()
-            layers.append(reached > 0)
-        return AllowedKeys(tuple(layers), self.rounding)
+        """The same for maps down to the input: which inputs can have reached each query by each layer.
 
-    def of_prompt(self, index: int, own: Int[Tensor, " pos"]) -> tuple[bool, Tensor | None]:
-        """Whether one prompt's attention is causal, and its mask where a triangle does not say it all.
+        All layers from the first on have to be here, with all their rows.
+        """
+        first = self.by_layer[0]
+        identity = torch.eye(first.shape[-1], device=first.device)
+        reached, layers = identity, {}
+        for layer in sorted(self.by_layer):
+            reached = (((self.by_layer[layer].float() + identity) @ reached) > 0).float()
+            layers[layer] = reached > 0
+        return dataclasses.replace(self, by_layer=layers)
+
+    def of_prompt(self, index: int, rows: Tensor, keys: Tensor, layers: Sequence[int]) -> PromptMask:
+        """What one prompt's rows may see of its own keys.
 
         Args:
             index: which prompt of the batch.
-            own: its own positions.
+            rows: places of its rows among `positions`.
+            keys: its own positions in the batch.
+            layers: which layers, in the order wanted.
+        """
+        allowed = torch.stack([self.by_layer[layer][index][rows][:, keys] for layer in layers])
+        return PromptMask(allowed, self.positions[index][rows], keys, self.causal_model, self.rounding)
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptMask:
+    """Which of one prompt's keys its rows may see (see `AllowedKeys`)."""
+
+    allowed: Bool[Tensor, "layer query key"]
+    positions: Int[Tensor, " query"]
+    keys: Int[Tensor, " key"]
+    causal_model: bool
+    rounding: float
+
+    def causal_and_mask(self) -> tuple[bool, Bool[Tensor, "*layer query key"] | None]:
+        """Whether the prompt's attention is causal, and its mask where a triangle does not say it all.
 
         Returns:
             (causal, mask): mask None when every layer sees everything (not causal) or everything up to
             itself (causal); else bool [query, key], or [layer, query, key] where layers differ.
         """
-        layers = torch.stack([allowed[index][own][:, own] for allowed in self.by_layer]).cpu()
-        triangle = torch.ones_like(layers[0]).tril()
-        causal = len(own) > 1 and not bool((layers & ~triangle).any())
+        layers = self.allowed.cpu()
+        triangle = (self.keys <= self.positions[:, None]).cpu()
+        every_row = len(self.positions) == len(self.keys)
+        causal = len(self.keys) > 1 and not bool((layers & ~triangle).any())
+        causal = causal and (every_row or self.causal_model)
         if bool(layers.all()) or (causal and bool((layers == triangle).all())):
             return causal, None
         same = bool((layers == layers[0]).all())
         return causal, layers[0] if same else layers
 
     def without_rounding(
-        self,
-        scores: Float[Tensor, "layer *head query key"],
-        index: int,
-        own: Int[Tensor, " pos"],
-        groups: Sequence[Sequence[int]] | None,
+        self, scores: Float[Tensor, "layer *head query key"], groups: Sequence[Sequence[int]] | None
     ) -> Float[Tensor, "layer *head query key"]:
-        """One prompt's scores with exact zeros where the query can't see the key.
+        """The prompt's scores with exact zeros where the query can't see the key.
 
         A block that is run in copies rounds differently from the clean pass, which leaves 1e-16 where the
         definition gives 0. More than rounding there means that something else leaked: refused.
 
         Args:
             scores: the prompt's maps.
-            index: which prompt of the batch.
-            own: its own positions.
             groups: what the keys stand for; None: the positions.
 
         Raises:
             UnsupportedModelError: a key that is masked has an effect.
         """
-        hidden = ~torch.stack([allowed[index][own][:, own] for allowed in self.by_layer])
+        hidden = ~self.allowed
         if groups is not None:
             hidden = torch.stack([hidden[:, :, list(group)].all(dim=-1) for group in groups], dim=-1)
+        if not bool(hidden.any()):
+            return scores
         if scores.ndim == 4:
             hidden = hidden[:, None].expand_as(scores)
-        largest = float(scores[hidden].abs().max()) if bool(hidden.any()) else 0.0
+        largest = float(scores[hidden].abs().max())
         if largest > 100 * self.rounding * max(1.0, float(scores.abs().max())):
             raise UnsupportedModelError(
                 f"a key that the attention mask hides has a score of {largest:.1e} (expected 0): "
@@ -96,39 +127,41 @@ def is_causal_model(lens: Lens) -> bool:
     return getattr(lens.model.cfg, "attention_dir", "causal") == "causal"
 
 
-def allowed_keys(lens: Lens, clean: CleanPass) -> AllowedKeys:
-    """Per layer, the keys that can get weight.
+def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
+    """Per watched layer, the keys that can get weight.
 
     A weight other than zero proves that a key is allowed; a weight of exactly zero can also be a softmax that
     underflowed. So where the seen keys are neither everything nor everything up to the query, the block is
     run again with its queries zeroed: then no score is left but the position bias, and what gets no weight
     from any head is masked.
+
+    Args:
+        clean: the clean pass.
+        causal_model: what the proof has found.
     """
-    real = clean.batch.real_positions(lens.stack.name)
-    layers = []
-    for layer in range(lens.n_layers):
-        seen = clean.seen[layer]
-        wanted = real[:, :, None] & real[:, None, :]
-        triangle = torch.ones_like(seen).tril()
+    real = clean.real
+    batch, length = real.shape
+    places = torch.arange(length, device=real.device)
+    positions = places.expand(batch, length) if clean.rows is None else clean.rows.positions
+    wanted = rows_at(real, positions)[:, :, None] & real[:, None, :]
+    triangle = places <= positions[:, :, None]
+    layers = {}
+    for layer, seen in clean.seen.items():
         complete = bool((seen | ~wanted).all())
         causal = bool((seen | ~(wanted & triangle)).all()) and not bool((seen & wanted & ~triangle).any())
         if not (complete or causal):
-            seen = seen | _seen_without_queries(lens, clean, layer)
-        layers.append(seen)
+            seen = seen | rows_at(_seen_without_queries(clean, layer), positions)
+        layers[layer] = seen
     # Hugging Face makes some patterns and norms in float32 in any model (GPT-Neo, GPT-J).
-    step = max(torch.finfo(lens.dtype).eps, torch.finfo(torch.float32).eps)
-    return AllowedKeys(tuple(layers), step)
+    step = max(torch.finfo(clean.lens.dtype).eps, torch.finfo(torch.float32).eps)
+    return AllowedKeys(layers, positions, causal_model, step)
 
 
-def _seen_without_queries(lens: Lens, clean: CleanPass, layer: int) -> Bool[Tensor, "batch query key"]:
+def _seen_without_queries(clean: CleanPass, layer: int) -> Bool[Tensor, "batch query key"]:
+    lens, call = clean.lens, clean.calls[layer]
     store: dict[str, Tensor] = {}
     name = lens.stack.hook_name("pattern", layer)
-    call = clean.calls[layer]
-    fwd_hooks: list[HookPair] = [(lens.stack.hook_name("query", layer), _zero), record(store, name)]
+    fwd_hooks = [zero_queries(layer, attention=lens.stack.attention_template), record(store, name)]
     with lens.undisturbed(), lens.hooked(fwd_hooks):
         lens.stack.blocks[layer](*call.args, **call.kwargs)
     return (store[name] != 0).any(dim=1)
-
-
-def _zero(tensor: Tensor, hook: Any) -> Tensor:
-    return torch.zeros_like(tensor)

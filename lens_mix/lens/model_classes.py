@@ -6,8 +6,11 @@ import enum
 import functools
 import importlib.metadata
 import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 from torch import nn
+from transformer_lens.hook_points import HookPoint
 
 
 class ModelClass(enum.Enum):
@@ -19,12 +22,26 @@ class ModelClass(enum.Enum):
     BRIDGE = "TransformerBridge"
 
 
+class TransformerLensModel(Protocol):
+    """What the classes of TransformerLens model have in common, as far as lens_mix asks for it."""
+
+    @property
+    def cfg(self) -> Any:
+        """The configuration."""
+
+    @property
+    def hook_dict(self) -> Mapping[str, HookPoint]:
+        """The hook points by name."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """As of any torch module."""
+
+
 class UnsupportedModelError(ValueError):
     """This model, or this method on this model, cannot give a map that can be trusted; the text says why."""
-
-
-class NotRebuiltError(UnsupportedModelError):
-    """A block's proven parts do not give its output on these prompts."""
 
 
 def model_class_of(model: object) -> ModelClass:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,24 +22,29 @@ def details(blocks: list[Block], index: int) -> dict[str, Any]:
     return {"details": {name: [block.details[index].get(name) for block in blocks] for name in names}}
 
 
-def notes(scores: Tensor) -> tuple[str, ...]:
+def notes(scores: Tensor, layers: Sequence[int], queries: Sequence[int] | None) -> tuple[str, ...]:
     """Warnings that every map gets: rows that are all zero.
 
     Args:
         scores: [layer, (head,) query, key].
+        layers: labels of the layers.
+        queries: positions of the rows; None: all, in order.
     """
     empty = (scores == 0).all(dim=-1)
     if not bool(empty.any()):
         return ()
-    rows = empty.nonzero()
-    shown = "; ".join(str(row) for row in rows[:5].tolist())
-    axes = "[layer, query]" if rows.shape[1] == 2 else "[layer, head, query]"
+    rows = [
+        [layers[layer], *head, query if queries is None else queries[query]]
+        for layer, *head, query in empty.nonzero().tolist()
+    ]
+    shown = "; ".join(map(str, rows[:5]))
+    axes = "[layer, query]" if len(rows[0]) == 2 else "[layer, head, query]"
     more = " ..." if len(rows) > 5 else ""
     return (f"{len(rows)} all-zero rows: nothing measurable reached {axes} = {shown}{more}",)
 
 
-def provenance(lens: Lens, engine: str, prepend_bos: bool | None) -> dict[str, Any]:
-    """Where a map came from: the model, its weights' processing, versions, the engine."""
+def of_run(lens: Lens, prepend_bos: bool | None) -> dict[str, Any]:
+    """Where the maps of a run came from: the model, its weights' processing, versions."""
     model = lens.model
     value_bias = getattr(lens.stack.self_attention(0), "b_V", None)
     has_bias = torch.is_tensor(value_bias) and bool((value_bias != 0).any())
@@ -53,5 +59,4 @@ def provenance(lens: Lens, engine: str, prepend_bos: bool | None) -> dict[str, A
         "compatibility_mode": bool(getattr(model, "compatibility_mode", False)),
         "value_biases": "present" if has_bias else "none (absent, or folded into b_O)",
         "prepend_bos": prepend_bos,
-        "engine": engine,
     }

@@ -6,10 +6,9 @@ import dataclasses
 
 from torch import nn
 
+from lens_mix.hooks.roles import ATTENTION_ROLES
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError, model_class_of
 
-# role -> hook point inside the attention module
-ATTENTION_ROLES = {"query": "hook_q", "value": "hook_v", "pattern": "hook_pattern", "z": "hook_z"}
 # role -> hook point inside the feed-forward
 FEED_FORWARD_ROLES = {"pre": "hook_pre", "pre_linear": "hook_pre_linear"}
 

@@ -8,14 +8,12 @@ puts there may act on any single position.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as everywhere
 from transformer_lens.hook_points import HookPoint
-
-from lens_mix.lens.state import all_modules
 
 _OWN = frozenset({"transformer_lens", "lens_mix"})
 # Hands on what parts of a feed-forward read and give to the hook points of the whole (OPT, BERT, BART).
@@ -24,17 +22,17 @@ _MIRRORS = "transformer_lens.model_bridge.component_setup"
 _CAPTURES = "transformers.utils.output_capturing"
 
 
-def carries_users_hooks(model: nn.Module) -> bool:
+def carries_users_hooks(modules: Sequence[nn.Module]) -> bool:
     """Whether anyone but TransformerLens and lens_mix has hooked a module, or replaced its `forward`.
 
     Hooks that torch calls on every module of any model count too.
 
     Args:
-        model: any TransformerLens model.
+        modules: all modules of a TransformerLens model (`Lens.modules`).
     """
     if everywhere._global_forward_pre_hooks or everywhere._global_forward_hooks:
         return True
-    return any(_is_hooked(module) for module in all_modules(model))
+    return any(_is_hooked(module) for module in modules)
 
 
 def _is_hooked(module: nn.Module) -> bool:

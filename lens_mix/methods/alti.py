@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.budget import distance_bytes, room_beside, state_bytes
-from lens_mix.algebra.vectors import attention_vectors, head_vectors, lengths
+from lens_mix.algebra.budget import budget_beside, distance_bytes, least_attention_bytes, state_bytes
+from lens_mix.algebra.distances import distances, lengths
+from lens_mix.algebra.vectors import attention_vectors, head_vectors
 from lens_mix.methods.base import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
 
@@ -40,7 +41,7 @@ class Alti(Method):
     name: ClassVar[str] = "alti"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = """@inproceedings{ferrando-etal-2022-measuring,
   title = {Measuring the Mixing of Contextual Information in the Transformer},
@@ -61,12 +62,11 @@ class Alti(Method):
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         heads = head_vectors(block)
         fixed = state_bytes(block, heads) + distance_bytes(block, heads)
-        least = block.resid_pre.shape[0] * heads.row_bytes(block.resid_pre.shape[1])
-        heads.room = room_beside(block, fixed, least, "ALTI")
+        heads.budget = budget_beside(block, fixed, least_attention_bytes(block, heads), "ALTI")
         vectors = attention_vectors(block, heads)
         order = 1 if self.distance == "l1" else 2
         size = lengths(vectors.mid, order)[..., None]
-        nearer = (size - vectors.normed.distances(vectors.mid, order)).clamp_min(0)
+        nearer = (size - distances(vectors.normed, vectors.mid, order)).clamp_min(0)
         return shares(nearer) if self.normalize else nearer
 
 

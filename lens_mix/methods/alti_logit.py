@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.algebra.head_vectors import through
 from lens_mix.algebra.vectors import attention_vectors
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.head import Head
@@ -50,8 +49,9 @@ class AltiLogit(Method):
     name: ClassVar[str] = "alti_logit"
     residual: ClassVar[float] = 0.0
     kind: ClassVar[Literal["layer", "input"]] = "input"
+    reads_last_residual: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = (*ATTENTION_PARTS, HEAD)
     citation: ClassVar[str] = """@inproceedings{ferrando-etal-2023-explaining,
   title = {Explaining How Transformers Use Context to Build Predictions},
@@ -80,31 +80,31 @@ class AltiLogit(Method):
             return "expected a block without cross-attention: the other stack's tokens have no place here"
         return None
 
-    def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer query key"]:
+    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         last = blocks[-1]
-        head = last.head()
-        directions = self._directions(last, head)
+        directions = self._directions(last)
         below: Tensor | None = None
         maps = []
         for block in blocks:
             # First, for it needs more memory and knows how much.
-            alti = Alti(self.distance)(block).to(directions.dtype)
-            added = logit_shares(block, directions)
+            alti = None if block is last else Alti(self.distance)(block).to(directions.dtype)
+            added = logit_shares(block, directions, last)
             maps.append(added if below is None else added @ below)
-            # Padded rows may hold anything; they feed nothing but themselves.
-            alti = torch.where(block.real[:, :, None], alti, torch.zeros_like(alti))
-            below = alti if below is None else alti @ below
-        return torch.stack(maps, dim=1)
+            if alti is not None:
+                # Padded rows may hold anything; they feed nothing but themselves.
+                alti = alti.masked_fill_(~block.real[:, :, None], 0)
+                below = alti if below is None else alti @ below
+        return maps
 
-    def _directions(self, last: Block, head: Head) -> Float[Tensor, "batch query d_model"]:
-        """Per position, the vector whose product with a share of the residual stream is its logit."""
-        wanted = self._tokens(last, head)
-        columns = head.W_U.T[wanted]
+    def _directions(self, last: Block) -> Float[Tensor, "batch query d_model"]:
+        """Per asked position, the vector whose product with a share of the residual stream is its logit."""
+        head = last.head()
+        columns = head.W_U.T[last.rows_of(self._tokens(last, head))]
         if self.against is not None:
             columns = columns - head.W_U.T[self._checked(self.against, head, "against")]
-        return through_head(head, last.resid_post, columns)
+        return through_head(head, last.final_residual, columns)
 
-    def _tokens(self, last: Block, head: Head) -> Int[Tensor, "batch query"]:
+    def _tokens(self, last: Block, head: Head) -> Int[Tensor, "batch pos"]:
         if isinstance(self.token, int):
             token = self._checked(self.token, head, "token")
             return torch.full(last.real.shape, token, device=last.real.device)
@@ -145,20 +145,23 @@ def through_head(
 
 
 def logit_shares(
-    block: Block, directions: Float[Tensor, "batch query d_model"]
+    block: Block, directions: Float[Tensor, "batch query d_model"], asked: Block | None = None
 ) -> Float[Tensor, "batch query key"]:
     """What the block's attention adds to each query's logit by way of each key.
 
     Args:
         block: the block.
         directions: per query, from `through_head`.
+        asked: the block whose rows the directions belong to; None: `block`.
     """
     vectors = attention_vectors(block).residual
-    heads, pattern = vectors.pairs.heads, vectors.pairs.pattern
-    group = len(heads.matrices) // heads.value.shape[2]
+    pattern, scale, heads = vectors.pairs.pattern, vectors.scale, vectors.pairs.heads
+    if asked is not None and asked is not block:
+        pattern, scale = asked.rows_of(pattern, axis=2), asked.rows_of(scale)
     shares = directions.new_zeros((*directions.shape[:2], pattern.shape[-1]))
-    for head, matrix in enumerate(heads.matrices):
+    group = heads.heads // heads.value.shape[2]
+    for head, matrix in enumerate(heads.after(vectors.pairs.chain)):
         # From the left: d_head numbers per query and key, not d_model.
-        read = directions @ through(vectors.pairs.chain, matrix).T
-        shares += pattern[:, head] * (read @ heads.value[:, :, head // group].transpose(1, 2))
-    return shares * vectors.scale
+        value = heads.value[:, :, head // group]
+        shares += pattern[:, head] * (directions @ matrix.T @ value.mT)
+    return shares * scale

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.feed_forward import Variant, feed_forward_maps, next_norm
+from lens_mix.algebra.feed_forward import Variant, feed_forward_maps
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.methods.base import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS
@@ -50,7 +48,7 @@ class AtbFf(Method):
     name: ClassVar[str] = "atb_ff"
     residual: ClassVar[float] = 0.5
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     citation: ClassVar[str] = _CITATION
 
     biases: Variant = "on_path"
@@ -105,19 +103,9 @@ class AtbFfResLn(AtbFf):
     next_norm: bool = False
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
-        return feed_forward_maps(block, self.biases).normed
-
-    def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer query key"]:
-        if not self.next_norm:
-            return super().of_stack(blocks)
-        maps = []
-        for layer, block in enumerate(blocks):
-            if block.anatomy.feed_forward_residual is not None:
-                maps.append(self(block))
-                continue
-            norm = next_norm(blocks, layer)
-            maps.append(feed_forward_maps(block, self.biases, reading=norm).normed)
-        return torch.stack(maps, dim=1)
+        reads_next = self.next_norm and block.anatomy.feed_forward_residual is None
+        reading = block.next_norm() if reads_next else None
+        return feed_forward_maps(block, self.biases, reading).normed
 
 
 def refuses_feed_forward(anatomy: BlockAnatomy) -> str | None:

@@ -31,7 +31,7 @@ class AttentionWeights(Method):
     name: ClassVar[str] = "attention"
     residual: ClassVar[float] = 0.5
     engines: ClassVar[tuple[str, ...]] = ("recorded",)
-    needs: ClassVar[frozenset[str]] = frozenset({"pattern"})
+    records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = """@inproceedings{clark-etal-2019-bert,
   title = {What Does {BERT} Look at? An Analysis of {BERT}'s Attention},
   author = {Clark, Kevin and Khandelwal, Urvashi and Levy, Omer and Manning, Christopher D.},

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.budget import room_beside
+from lens_mix.algebra.budget import budget_beside
 from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors
 from lens_mix.methods.base import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
@@ -40,7 +40,7 @@ class AttnRes(Method):
     name: ClassVar[str] = "attn_res"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = _CITATION
 
@@ -68,7 +68,7 @@ class AttnResLn(Method):
     name: ClassVar[str] = "attn_res_ln"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = _CITATION
 
@@ -98,13 +98,16 @@ class AttnResWeights(Method):
     name: ClassVar[str] = "attn_res_w"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("recorded",)
-    needs: ClassVar[frozenset[str]] = frozenset({"pattern"})
+    records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = _CITATION
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         pattern = block.recorded("pattern")
         copied = pattern.shape[1] if pattern.dtype != block.zeros().dtype else 0
         pairs = pattern[:, 0].numel() * block.zeros().dtype.itemsize
-        room_beside(block, (5 + copied) * pairs, 0, "attn_res_w")
-        weights = pattern.to(block.zeros().dtype).mean(dim=1)
-        return 0.5 * weights + 0.5 * torch.eye(weights.shape[-1], dtype=weights.dtype, device=weights.device)
+        budget_beside(block, (5 + copied) * pairs, 0, "attn_res_w")
+        weights = 0.5 * pattern.to(block.zeros().dtype).mean(dim=1)
+        own = block.queries[..., None]
+        return weights.scatter_add_(
+            2, own, torch.full(own.shape, 0.5, dtype=weights.dtype, device=own.device)
+        )

@@ -1,15 +1,15 @@
-"""What every method is: a small frozen dataclass (its parameters) with one call."""
+"""What every method is: a small frozen dataclass (its parameters) with its hooks and one call."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, record_attention
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.proof.record import ALGEBRA_PARTS
 
@@ -29,13 +29,9 @@ class Method:
         engines: the ways it can be computed, fastest first. "recorded" reads the clean pass,
             "hooks" intervenes and runs blocks again, "algebra" needs a proven anatomy.
         kind: "layer" for maps of one block, "input" for maps from the stack down to the tokens.
-        needs: hook points whose tensors the clean pass must record ("pattern", "value", "z").
-        wants: hook points whose tensors spare the algebra engine some work, recorded where the model has them
-            and the prompts are short ("pre", "pre_linear").
-        parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof.prove`).
-        checks_parts: whether its algebra holds what it rebuilds against the prompts' own clean pass, at four
-            positions of each at least, and raises `NotRebuiltError`. The runner does that before any map if
-            not, if other methods run too, and if memory is bound.
+        records: what the clean pass must record of each attention module ("pattern", "value", "z").
+        parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof`).
+        reads_last_residual: whether the clean pass has to run to the last block, whatever layers are asked.
         citation: the paper, in BibTeX.
     """
 
@@ -43,19 +39,53 @@ class Method:
     residual: ClassVar[float]
     engines: ClassVar[tuple[str, ...]]
     kind: ClassVar[Literal["layer", "input"]] = "layer"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    wants: ClassVar[frozenset[str]] = frozenset()
+    records: ClassVar[frozenset[str]] = frozenset()
     parts: ClassVar[tuple[str, ...]] = ALGEBRA_PARTS
-    checks_parts: ClassVar[bool] = False
+    reads_last_residual: ClassVar[bool] = False
     citation: ClassVar[str]
 
+    def hooks(
+        self,
+        layer: int,
+        store: MutableMapping[str, Tensor],
+        *,
+        queries: Int[Tensor, "batch query"] | None = None,
+        attention: str = DEFAULT_ATTENTION,
+    ) -> list[HookPair]:
+        """What the method puts on one layer of a clean pass: the runner's pairs, and good in a run of yours.
+
+        Args:
+            layer: which block.
+            store: the dict that the hooks fill, by TransformerLens's names.
+            queries: positions of the rows to record of each prompt; None: all.
+            attention: name of the attention module, with `{layer}`.
+        """
+        return record_attention(layer, store, sorted(self.records), queries=queries, attention=attention)
+
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
-        """The layer map of one block, for every prompt of the batch; padding is cut later."""
+        """The layer map of one block, for every prompt of the batch; padding is cut later.
+
+        Methods that are computed from recorded tensors alone, or by algebra, give the rows that the block
+        holds (`block.queries`).
+        """
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
 
-    def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer *head query key"]:
-        """The maps of all blocks. Methods that carry something from block to block define this instead."""
-        return torch.stack([self(block) for block in blocks], dim=1)
+    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
+        """The maps of several blocks, from below, with the rows that the last of them holds.
+
+        Methods that carry something from block to block define this instead of the call. Those of kind
+        "input" get all blocks below the last one asked for, with all rows.
+        """
+        return [self(block) for block in blocks]
+
+    @property
+    def carries(self) -> bool:
+        """Whether something is carried from block to block, so that all blocks are needed at once."""
+        return type(self).of_stack is not Method.of_stack
+
+    def takes_rows(self, engine: str) -> bool:
+        """Whether an engine of it makes the asked rows only; otherwise the runner cuts them."""
+        return engine != "hooks"
 
     def parameters(self) -> dict[str, object]:
         """The parameters by name, as the record keeps them."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.budget import least_attention_room, room_beside, second_norm_bytes, state_bytes
-from lens_mix.algebra.feed_forward import next_norm
+from lens_mix.algebra.budget import budget_beside, least_attention_bytes, second_norm_bytes, state_bytes
 from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors, head_vectors
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.methods.base import Method
@@ -39,7 +37,7 @@ class GlobEnc(Method):
     name: ClassVar[str] = "globenc"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = """@inproceedings{modarressi-etal-2022-globenc,
   title = {{G}lob{E}nc: Quantifying Global Token Attribution by Incorporating the Whole Encoder Layer in
@@ -65,22 +63,18 @@ class GlobEnc(Method):
             )
         return None
 
-    def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer query key"]:
-        maps = []
-        for layer, block in enumerate(blocks):
-            heads = head_vectors(block)
-            fixed = state_bytes(block, heads) + second_norm_bytes(block, heads)
-            heads.room = room_beside(block, fixed, least_attention_room(block, heads), "globenc")
-            maps.append(self.vectors(blocks, layer, attention_vectors(block, heads)).norms())
-        return torch.stack(maps, dim=1)
+    def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
+        heads = head_vectors(block)
+        fixed = state_bytes(block, heads) + second_norm_bytes(block, heads)
+        heads.budget = budget_beside(block, fixed, least_attention_bytes(block, heads), "globenc")
+        return self.vectors(block, attention_vectors(block, heads)).norms()
 
-    def vectors(self, blocks: Sequence[Block], layer: int, attention: AttentionVectors) -> Vectors:
-        """The vectors whose norms the map of one layer holds."""
-        block = blocks[layer]
+    def vectors(self, block: Block, attention: AttentionVectors) -> Vectors:
+        """The vectors whose norms the map holds."""
         anatomy = block.anatomy
         if anatomy.feed_forward_residual is None:
-            state = block.resid_post.to(attention.mid.dtype)
-            return attention.normed.through(next_norm(blocks, layer), state)
+            state = block.resid_post.to(attention.resid_pre.dtype)
+            return attention.normed.through(block.next_norm(), state)
         state = attention.mid
         if anatomy.feed_forward is not None:
             read = anatomy.feed_forward_in(attention.resid_pre, attention.mid)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.vectors import Pairs, attention_vectors
+from lens_mix.algebra.vectors import attention_vectors
 from lens_mix.methods.base import Method
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ class ValueNorms(Method):
     name: ClassVar[str] = "value_norm"
     residual: ClassVar[float] = 0.5
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    needs: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = """@inproceedings{kobayashi-etal-2020-attention,
   title = {Attention is Not Only a Weight: Analyzing Transformers with Vector Norms},
@@ -53,13 +55,18 @@ class ValueNorms(Method):
     per_head: bool = False
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
-        pairs = attention_vectors(block).attention.pairs
+        pairs = attention_vectors(block).pairs
         if not self.per_head:
-            return pairs.norms()
-        return head_norms(block, pairs)
+            return pairs.norms
+        norms = pairs.heads.norms()
+        return pairs.pattern.to(norms.dtype) * norms.transpose(1, 2)[:, :, None]
 
 
-def head_norms(block: Block, pairs: Pairs) -> Float[Tensor, "batch head query key"]:
-    """a_ijh ‖u_jh‖: the pairs' norms of one block, head by head."""
-    norms = pairs.head_norms()
-    return block.recorded("pattern").detach().to(norms.dtype) * norms.transpose(1, 2)[:, :, None]
+def value_norms(
+    pattern: Float[Tensor, "batch head query key"], vectors: Float[Tensor, "batch key head d_model"]
+) -> Float[Tensor, "batch query key"]:
+    """The definition: ‖Σ_h a_ijh u_jh‖, every pair's vector written out."""
+    pairs = einsum(
+        pattern, vectors, "batch head query key, batch key head d_model -> batch query key d_model"
+    )
+    return torch.linalg.vector_norm(pairs, dim=-1)

@@ -33,12 +33,12 @@ def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pandas.DataFr
     for number, passed in enumerate(each_prompt(model, prompts, ValueNorms(), **options)):
         for layer, block in enumerate(passed.blocks):
             with torch.no_grad():
-                vectors = attention_vectors(block).attention.pairs
+                pairs = attention_vectors(block).pairs
+                norm = pairs.heads.norms()[0]
             # No head's weight at all: the query can't see the key, and is no witness.
-            pattern = vectors.pattern[0].to(vectors.heads.dtype)
+            pattern = pairs.pattern[0].to(norm.dtype)
             seen = (pattern > 0).any(0).sum(0).clamp_min(1)
             weight = pattern.sum(1).T / seen[:, None]
-            norm = torch.linalg.vector_norm(vectors.vectors[0], dim=-1)
             keys, heads = weight.shape
             tables.append(
                 pd.DataFrame(

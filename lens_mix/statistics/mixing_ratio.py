@@ -114,14 +114,14 @@ def block_mixing_ratios(
         elif stage == "atb_ff_res_ln":
             ratios[stage] = _after_feed_forward(block)
         else:
-            ratios[stage] = _weight_ratio(block.recorded("pattern"), residual=stage == "attn_res_w")
+            ratios[stage] = _weight_ratio(block, residual=stage == "attn_res_w")
     return ratios
 
 
 def _after_feed_forward(block: Block) -> Float[Tensor, "batch query"]:
     vectors = attention_vectors(block)
     shares = feed_forward_shares(block, vectors, "on_path")
-    total, kept = vectors.normed.total, vectors.normed.diagonal()
+    total, kept = vectors.normed.total, vectors.normed.diagonal
     if block.anatomy.parallel:
         added = shares.joined(shares.share(vectors.resid_pre))
         total, kept = total + added, kept + added
@@ -130,9 +130,10 @@ def _after_feed_forward(block: Block) -> Float[Tensor, "batch query"]:
     return mixed / (mixed + kept_norm)
 
 
-def _weight_ratio(pattern: Float[Tensor, "batch head query key"], residual: bool) -> Tensor:
+def _weight_ratio(block: Block, residual: bool) -> Float[Tensor, "batch query"]:
+    pattern = block.recorded("pattern")
     weights = pattern.to(torch.promote_types(pattern.dtype, torch.float32)).mean(dim=1)
-    kept = weights.diagonal(dim1=1, dim2=2)
+    kept = weights.gather(2, block.queries[..., None])[..., 0]
     mixed = weights.sum(-1) - kept
     return mixed / (mixed + kept + (1.0 if residual else 0.0))
 

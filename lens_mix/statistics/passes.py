@@ -11,10 +11,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lens_mix.lens.block import Block
-from lens_mix.lens.model import Lens
-from lens_mix.lens.prompts import pad, pad_token, read_prompt, token_strings
-from lens_mix.lens.proof.support import choose_engine, needs_head, proof_of
+from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.methods.base import Method
+from lens_mix.session import Session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +32,7 @@ class PromptBlocks:
 
 
 def prompt_blocks(
-    model: Any,
+    model: TransformerLensModel,
     prompt: Any,
     methods: Method | Sequence[Method],
     *,
@@ -52,24 +51,14 @@ def prompt_blocks(
         UnsupportedModelError: the model, or one of the methods on it, can't be trusted.
     """
     asked = [methods] if isinstance(methods, Method) else list(methods)
-    lens = Lens(model, stack)
-    read = read_prompt(
-        model, lens.model_class, prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs
-    )
-    proof = proof_of(lens, read, head=needs_head(asked))
-    engines = [choose_engine(method, proof, "auto") for method in asked]
-    roles = sorted(frozenset().union(*(method.needs for method in asked)))
-    names = [lens.stack.hook_name(role, layer) for role in roles for layer in range(lens.n_layers)]
-    clean = lens.clean_pass(pad([read], pad_token(model), "right"), names)
-    own = read.target if lens.stack.name == "decoder" and read.target is not None else read.tokens
-    blocks = [
-        Block(lens, clean, layer, proof.anatomy[layer], engines[-1], None) for layer in range(lens.n_layers)
-    ]
-    return PromptBlocks(token_strings(model, own), own, blocks)
+    session = Session(model, {method.name: method for method in asked}, stack=stack)
+    read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
+    with session.passed([read]) as passed:
+        return PromptBlocks(passed.tokens(0), passed.token_ids(0), passed.blocks(asked[-1].name))
 
 
 def each_prompt(
-    model: Any, prompts: Any, methods: Method | Sequence[Method], **options: Any
+    model: TransformerLensModel, prompts: Any, methods: Method | Sequence[Method], **options: Any
 ) -> Iterator[PromptBlocks]:
     """`prompt_blocks` of one prompt or of several, one after another, without gradients.
 

@@ -11,7 +11,6 @@ import torch
 
 import lens_mix as lm
 from benchmarks.common import PeakMemory
-from lens_mix.algebra import pair_norms
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods.base import Method
 from tests.methods.test_memory import model_of
@@ -91,13 +90,3 @@ def test_the_bound_holds(name: str, method: Method) -> None:
             assert peak > least / 12
         for one, other in zip(found, free, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_memory_from_inference_mode_serves_outside_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_norms, "_kept", pair_norms._Kept())
-    model = model_of(name)
-    prompt = tokens(model, 1, LENGTH, 1)[0]
-    with torch.inference_mode():
-        inside = lm.run(model, prompt, "attn_res_ln").scores.clone()
-    torch.testing.assert_close(lm.run(model, prompt, "attn_res_ln").scores, inside, rtol=0, atol=0)

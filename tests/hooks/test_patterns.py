@@ -1,4 +1,4 @@
-"""scale, replace, freeze and prune against z = pattern @ values by hand, and against each other."""
+"""scale, replace, freeze, add to and prune against z = pattern @ values by hand, and against each other."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lens_mix.hooks import (
+    add_to_pattern,
     freeze_pattern,
     must_fire,
     prune_heads,
@@ -126,6 +127,31 @@ def test_another_pattern_mixes_the_values_as_it_says(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_addition_mixes_the_values_beside_the_models_own_pattern(case: Case) -> None:
+    before = clean(case)
+    for addition in (random_pattern(case), -0.5 * before.pattern):
+        hook = add_to_pattern(LAYER, addition, attention=case.attention)
+        assert_mixed(case, [hook], before.mixed + mixed_by_hand(addition, before.values))
+    hook = add_to_pattern(LAYER, addition[1], attention=case.attention)
+    added = mixed_by_hand(addition[1:].expand_as(addition), before.values)
+    assert_mixed(case, [hook], before.mixed + added)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_leaves_of_zeros_have_the_gradient_by_the_pattern(case: Case) -> None:
+    pattern = clean(case).pattern
+    zeros = torch.zeros_like(pattern, requires_grad=True)
+    with must_fire(add_to_pattern(LAYER, zeros, attention=case.attention)) as hooks:
+        logits = run(case, hooks)
+    (gradient,) = torch.autograd.grad(score(logits), zeros)
+    leaf = pattern.clone().requires_grad_()
+    replaced = run(case, [replace_pattern(LAYER, leaf, attention=case.attention)])
+    (expected,) = torch.autograd.grad(score(replaced), leaf)
+    assert expected.abs().max() > 0
+    torch.testing.assert_close(gradient, expected, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_edits_of_the_values_come_first(case: Case) -> None:
     pattern = random_pattern(case)
     batch, heads, _, keys = pattern.shape
@@ -160,8 +186,9 @@ def test_a_gate_before_the_output_is_refused() -> None:
     def gate(tensor: torch.Tensor, hook: Any) -> torch.Tensor:
         return tensor * 0.9
 
-    with pytest.raises(RuntimeError, match="a gate"):
-        run(case, [(f"{case.prefix}.hook_z", gate), replace_pattern(LAYER, clean(case).pattern)])
+    for edit in (replace_pattern, add_to_pattern):
+        with pytest.raises(RuntimeError, match="a gate"):
+            run(case, [(f"{case.prefix}.hook_z", gate), edit(LAYER, clean(case).pattern)])
 
 
 def score(logits: torch.Tensor) -> torch.Tensor:
@@ -268,6 +295,7 @@ def test_the_dtype_stays(dtype: torch.dtype) -> None:
     pattern = torch.full((4, 7, 7), 1 / 7, dtype=torch.float64)
     for hook in (
         replace_pattern(0, pattern),
+        add_to_pattern(0, pattern),
         scale_pattern(0, torch.full((4,), 0.3, dtype=torch.float64)),
         scale_pattern(0, torch.tensor(0.3, dtype=torch.float64)),
         prune_heads(0, 1),
@@ -307,6 +335,8 @@ BAD_ARGUMENTS: list[tuple[Any, type[Exception], str]] = [
         "got a tensor of torch.int64",
     ),
     (lambda: replace_pattern(0, torch.ones(7, 7)), ValueError, "expected [head query key]"),
+    (lambda: add_to_pattern(0, [[1.0]]), TypeError, "addition: expected a tensor of real numbers; got list"),
+    (lambda: add_to_pattern(0, torch.ones(7, 7)), ValueError, "addition: expected [head query key]"),
     (lambda: freeze_pattern(0, torch.ones(7, 7)), ValueError, "source: expected [head query key]"),
     (lambda: freeze_pattern(0, 3), TypeError, "source: expected a tensor, a dict filled by record"),
     (
@@ -336,6 +366,7 @@ BAD_IN_THE_PASS: list[tuple[Any, str]] = [
         "[4, 7, 7], alone or for a batch of 2; got shape [1, 3, 7, 7]",
     ),
     (replace_pattern(LAYER, torch.ones(2, 7, 7)), "got shape [1, 2, 7, 7]"),
+    (add_to_pattern(LAYER, torch.ones(2, 7, 7)), "addition: expected [head query key] = [4, 7, 7]"),
     (replace_pattern(LAYER, torch.ones(4, 7, 6)), "got shape [1, 4, 7, 6]"),
     (replace_pattern(LAYER, torch.ones(4, 1, 7)), "got shape [1, 4, 1, 7]"),
     (replace_pattern(LAYER, torch.ones(3, 4, 7, 7)), "got shape [3, 4, 7, 7]"),
@@ -359,6 +390,7 @@ def test_without_values_nothing_can_be_mixed() -> None:
     class Point:
         name = "blocks.0.attn.hook_z"
 
-    for _, function in (prune_heads(0, 1), replace_pattern(0, torch.ones(4, 7, 7))):
+    ones = torch.ones(4, 7, 7)
+    for _, function in (prune_heads(0, 1), replace_pattern(0, ones), add_to_pattern(0, ones)):
         with pytest.raises(RuntimeError, match=r"hook_v before blocks\.0\.attn\.hook_z"):
             function(torch.zeros(1, 7, 4, 6), hook=Point())

@@ -1,4 +1,4 @@
-"""record and must_fire: exactly the names asked for, and an error where nothing happened."""
+"""record, watch_pattern and must_fire: exactly the names asked for, and an error where nothing happened."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from lens_mix.hooks import must_fire, prune_heads, record, record_all, scale_pattern, zero_values
+from lens_mix.hooks import (
+    must_fire,
+    prune_heads,
+    record,
+    record_all,
+    scale_pattern,
+    watch_pattern,
+    zero_values,
+)
 from tests.hooks.cases import CASES, LAYER, Case, clean, one_case, run
 from tests.tiny_models import available, bridge, hooked_transformer, tokens
 
@@ -86,6 +94,45 @@ def test_gradients_come_only_when_asked_for(case: Case, point: str) -> None:
     assert gradient.abs().max() > 0
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_part_is_kept_and_the_memory_of_the_rest_is_not(case: Case) -> None:
+    name = f"{case.prefix}.hook_pattern"
+    store: dict[str, torch.Tensor] = {}
+    run(case, [record(store, name, select=lambda pattern: pattern[:, :, -1])])
+    expected = clean(case).pattern[:, :, -1]
+    assert torch.equal(store[name], expected)
+    assert not store[name].requires_grad
+    assert store[name].untyped_storage().nbytes() == expected.numel() * expected.element_size()
+
+
+def test_a_part_has_the_gradient_by_what_it_was_computed_from() -> None:
+    model, name = ANY.model(), "blocks.0.attn.hook_v"
+    weights = list(model.parameters())
+    gradients = []
+    for select in (None, lambda values: values[:, -1]):
+        store: dict[str, torch.Tensor] = {}
+        model.run_with_hooks(tokens(model), fwd_hooks=[record(store, name, detach=False, select=select)])
+        part = store[name][:, -1] if select is None else store[name]
+        gradients.append(torch.autograd.grad(part.sum(), weights, allow_unused=True))
+    assert [one is None for one in gradients[0]] == [one is None for one in gradients[1]]
+    pairs = [pair for pair in zip(*gradients, strict=True) if pair[0] is not None]
+    assert pairs
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_pattern_is_seen_as_it_passes_and_nothing_changes(case: Case) -> None:
+    before = clean(case)
+    seen: list[torch.Tensor] = []
+    with must_fire(watch_pattern(LAYER, seen.append, attention=case.attention)) as hooks:
+        logits = run(case, hooks)
+    assert torch.equal(logits, before.logits)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], before.pattern)
+    assert not seen[0].requires_grad
+    assert case.hooks_left() == 0
+
+
 def test_must_fire_passes_what_fired() -> None:
     model = ANY.model()
     store: dict[str, torch.Tensor] = {}
@@ -138,5 +185,9 @@ def test_bad_arguments_are_named() -> None:
         record({}, 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="names: expected several names; got the string"):
         record_all({}, "blocks.0.hook_resid_pre")
+    with pytest.raises(TypeError, match="watch: expected a function of the pattern; got Tensor"):
+        watch_pattern(0, torch.ones(1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected select to give a tensor; got float"):
+        record({}, "anything", select=lambda one: one.sum().item())[1](torch.ones(1), hook=None)
     with pytest.raises(TypeError, match="expected a tensor to record; got tuple"):
         record({}, "anything")[1]((1, 2), hook=None)  # type: ignore[arg-type]

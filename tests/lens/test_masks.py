@@ -85,26 +85,32 @@ def test_padding_is_cut_and_the_rest_stays_a_triangle():
         assert m.mask is None
 
 
+def mask_of(allowed, layers=1):
+    """What one prompt may see, without padding, in so many layers that are alike."""
+    places = torch.arange(len(allowed))
+    by_layer = dict.fromkeys(range(layers), allowed[None])
+    return AllowedKeys(by_layer, places[None], True, 1e-7).of_prompt(0, places, places, range(layers))
+
+
 def test_a_prefix_mask():
     """Three positions that all see each other, the rest causal."""
     allowed = torch.ones(6, 6).tril().bool()
     allowed[:3, :3] = True
-    causal, mask = AllowedKeys((allowed[None], allowed[None]), 1e-7).of_prompt(0, torch.arange(6))
+    causal, mask = mask_of(allowed, layers=2).causal_and_mask()
     assert not causal
     assert torch.equal(mask, allowed)
 
 
 def test_an_effect_of_a_hidden_key_is_refused():
-    allowed = AllowedKeys((torch.ones(4, 4).tril().bool()[None],), 1e-7)
+    mask = mask_of(torch.ones(4, 4).tril().bool())
     scores = torch.rand(1, 4, 4)
     with pytest.raises(lm.UnsupportedModelError, match="a key that the attention mask hides has a score of"):
-        allowed.without_rounding(scores, 0, torch.arange(4), None)
+        mask.without_rounding(scores, None)
     small = scores.tril() + 1e-8 * scores.triu(1)
-    assert torch.equal(allowed.without_rounding(small, 0, torch.arange(4), None), scores.tril())
+    assert torch.equal(mask.without_rounding(small, None), scores.tril())
 
 
 def test_spans_are_hidden_only_where_all_their_positions_are():
-    allowed = AllowedKeys((torch.ones(4, 4).tril().bool()[None],), 1e-7)
-    scores = torch.full((1, 4, 2), 1e-9)
-    out = allowed.without_rounding(scores, 0, torch.arange(4), [[0, 1], [2, 3]])
+    mask = mask_of(torch.ones(4, 4).tril().bool())
+    out = mask.without_rounding(torch.full((1, 4, 2), 1e-9), [[0, 1], [2, 3]])
     assert (out > 0).int().tolist() == [[[1, 0], [1, 0], [1, 1], [1, 1]]]

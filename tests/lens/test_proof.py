@@ -236,7 +236,7 @@ def test_the_proof_is_kept_until_something_changes(monkeypatch):
     model = any_model()
     made = []
     original = proofs.prove
-    monkeypatch.setattr("lens_mix.lens.proof.support.prove", lambda *a: made.append(1) or original(*a))
+    monkeypatch.setattr("lens_mix.lens.proof.proofs.prove", lambda *a: made.append(1) or original(*a))
     prompt = prompt_of(model)
     lm.run(model, prompt, "attention")
     lm.run(model, prompt, "attention")

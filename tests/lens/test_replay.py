@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.lens.clean_pass import clean_pass
+from lens_mix.lens.continuation import logits_from
 from lens_mix.lens.prompts import pad, read_prompt
 from tests.matrix import cases, prompt_of
 from tests.tiny_models import Unavailable, bridge
@@ -22,9 +24,9 @@ def lens_and_clean(label, lengths=(7, 5)):
     lens = lm.Lens(model, case.stack)
     prompts = [read_prompt(model, lens.model_class, prompt_of(model, seq, seq)) for seq in lengths]
     try:
-        return lens, lens.clean_pass(pad(prompts, 0, "right"))
+        return lens, clean_pass(lens, pad(prompts, 0, "right"))
     except ValueError:  # a float64 sliding window over padding is NaN on the Bridge: see lens/proof.py
-        return lens, lens.clean_pass(pad([prompts[0], prompts[0]], 0, "right"))
+        return lens, clean_pass(lens, pad([prompts[0], prompts[0]], 0, "right"))
 
 
 @pytest.mark.parametrize("label", CASES)
@@ -32,7 +34,7 @@ def test_replay_gives_each_copy_its_own_prompt(label):
     lens, clean = lens_and_clean(label)
     rows = torch.tensor([1, 0, 0, 1, 1])
     for layer in range(lens.n_layers):
-        replay = lens.replay(clean, layer)
+        replay = clean.replay(layer)
         with lens.undisturbed():
             replay.prepare()
             out = replay.run(rows)
@@ -46,7 +48,7 @@ def test_replay_gives_each_copy_its_own_prompt(label):
 def test_starting_at_a_block_gives_the_logits_of_the_whole_model(label):
     lens, clean = lens_and_clean(label)
     with lens.undisturbed():
-        whole = lens._forward(clean.batch, return_type="logits")
+        whole = lens.forward(clean.batch, return_type="logits")
     side = "decoder" if clean.batch.target is not None else lens.stack.name
     real = clean.batch.real_positions(side)
     for layer in range(lens.n_layers):
@@ -56,25 +58,25 @@ def test_starting_at_a_block_gives_the_logits_of_the_whole_model(label):
             for index, block in enumerate(lens.stack.blocks)
             if hasattr(block, "attn")
         ]
-        logits = lens.logits(clean, start_at_layer=layer)
+        logits = logits_from(clean, layer)
         for handle in handles:
             handle.remove()
         torch.testing.assert_close(logits[real], whole[real], atol=1e-9, rtol=1e-9)
         if handles:
             assert sorted(set(ran)) == list(range(layer, lens.n_layers)), "blocks below must not run again"
     rows = torch.tensor([1, 0, 1])
-    logits = lens.logits(clean, start_at_layer=lens.n_layers - 1, rows=rows)
+    logits = logits_from(clean, lens.n_layers - 1, rows=rows)
     torch.testing.assert_close(logits[real[rows]], whole[rows][real[rows]], atol=1e-9, rtol=1e-9)
 
 
 def test_starting_at_a_block_with_another_residual_stream_and_hooks():
     lens, clean = lens_and_clean("bridge llama")
     resid = clean.calls[1].resid_pre
-    other = lens.logits(clean, start_at_layer=1, resid_pre=resid * 1.5)
-    same = lens.logits(clean, start_at_layer=1, resid_pre=resid.clone())
+    other = logits_from(clean, 1, resid_pre=resid * 1.5)
+    same = logits_from(clean, 1, resid_pre=resid.clone())
     assert (other - same).abs().max() > 1e-3
     zero = (lens.stack.hook_name("value", 1), lambda t, hook: t * 0)
-    assert (lens.logits(clean, start_at_layer=1, fwd_hooks=[zero]) - same).abs().max() > 1e-3
+    assert (logits_from(clean, 1, fwd_hooks=[zero]) - same).abs().max() > 1e-3
 
 
 def test_stop_after_a_block():
@@ -83,7 +85,7 @@ def test_stop_after_a_block():
     handles = [
         b.register_forward_hook(lambda *_, i=i: ran.append(i)) for i, b in enumerate(lens.stack.blocks)
     ]
-    short = lens.clean_pass(clean.batch, stop_after=0)
+    short = clean_pass(lens, clean.batch, stop_after=0)
     for handle in handles:
         handle.remove()
     assert ran == [0]
@@ -95,7 +97,7 @@ def test_batch_equal_to_heads_is_no_trap():
     """MPT's position bias is [head, 1, ctx]: with as many prompts as heads it looks like a batch."""
     lens, clean = lens_and_clean("bridge mpt", lengths=(7, 6, 5, 4))
     assert len(clean.batch) == lens.n_heads
-    replay = lens.replay(clean, 1)
+    replay = clean.replay(1)
     rows = torch.tensor([3, 3, 1, 0, 2])
     with lens.undisturbed():
         replay.prepare()
@@ -129,6 +131,6 @@ def test_a_forward_that_somebody_put_on_a_block_stays():
         return own(*arguments, **keywords)
 
     block.__dict__["forward"] = mine
-    lens.logits(clean, start_at_layer=1)
+    logits_from(clean, 1)
     assert block.__dict__["forward"] is mine
     del block.__dict__["forward"]

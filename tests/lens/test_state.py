@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.lens.clean_pass import clean_pass
+from lens_mix.lens.continuation import logits_from
 from lens_mix.methods import Method
 from tests.matrix import Case, cases, prompt_of
 from tests.tiny_models import inputs
@@ -133,21 +135,21 @@ def test_after_an_exception_in_the_clean_pass(label):
 def test_after_an_exception_while_starting_at_a_block(label):
     case, model = build(label)
     lens = lm.Lens(model, case.stack)
-    clean = clean_pass(lens, model)
+    clean = pass_of(lens, model)
     before = state_of(model)
 
     def fail(tensor, hook):
         raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError, match="in the middle"):
-        lens.logits(clean, start_at_layer=1, fwd_hooks=[(lens.stack.hook_name("value", 1), fail)])
+        logits_from(clean, 1, fwd_hooks=[(lens.stack.hook_name("value", 1), fail)])
     assert_same(before, state_of(model))
 
 
-def clean_pass(lens, model):
+def pass_of(lens, model):
     from lens_mix.lens.prompts import pad, read_prompt
 
-    return lens.clean_pass(pad([read_prompt(model, lens.model_class, prompt_of(model))], 0, "right"))
+    return clean_pass(lens, pad([read_prompt(model, lens.model_class, prompt_of(model))], 0, "right"))
 
 
 def test_dropout_of_a_training_model_is_off():

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 
 import pytest
-import torch
 from torch.nn.modules import module as everywhere
 
 import lens_mix as lm
 from lens_mix import hooks
-from lens_mix.lens import sampled_patterns
+from lens_mix.lens.state import all_modules
 from lens_mix.lens.users_hooks import carries_users_hooks
 from tests.matrix import build_or_skip, cases, prompt_of
 from tests.tiny_models import bridge, hooked_encoder, hooked_transformer, is_encoder_decoder
@@ -25,13 +24,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_a_model_as_it_is_carries_none(case):
     """Bridges get hooks in their first forward pass; T5, Falcon, OPT and BERT carry some before."""
     model = case.build()
-    assert not carries_users_hooks(model)
+    assert not carries_users_hooks(all_modules(model))
     if case.refusal is None:
         lm.run(model, prompt_of(model), "attention")
-        assert not carries_users_hooks(model)
+        assert not carries_users_hooks(all_modules(model))
         if not is_encoder_decoder(model):
             model.run_with_cache(prompt_of(model))
-            assert not carries_users_hooks(model)
+            assert not carries_users_hooks(all_modules(model))
 
 
 def test_the_bridge_puts_hooks_of_its_own():
@@ -167,58 +166,7 @@ def test_what_a_user_puts_is_seen_until_it_is_gone(factory, arguments, put):
     lm.run(model, prompt_of(model), "attention")
     remove = put(model)
     try:
-        assert carries_users_hooks(model)
+        assert carries_users_hooks(all_modules(model))
     finally:
         remove()
-    assert not carries_users_hooks(model)
-
-
-# ------------------------------------------------------------------ what is kept for it
-
-
-@pytest.mark.parametrize(
-    ("methods", "options", "everywhere_where_hooked"),
-    [
-        ("attention", {}, False),
-        ("value_zeroing", {}, False),
-        ("value_zeroing", {"max_memory": 1 << 26}, True),
-        ("attn_res", {}, True),
-        (["value_zeroing", "attn_res"], {}, True),
-        ("value_zeroing", {"engine": "hooks"}, False),
-    ],
-)
-@pytest.mark.parametrize(("factory", "name"), [(bridge, "llama"), (hooked_transformer, "LN")])
-def test_all_patterns_are_kept_only_where_they_will_be_read(
-    factory, name, methods, options, everywhere_where_hooked, monkeypatch
-):
-    model = build_or_skip(factory, name)
-    asked = []
-    original = sampled_patterns.SampledPatterns.at
-    monkeypatch.setattr(
-        "lens_mix.lens.model.SampledPatterns.at",
-        lambda real, whole: asked.append(whole) or original(real, whole),
-    )
-    lm.run(model, prompt_of(model), methods, **options)
-    assert not any(asked)
-    model.add_hook("blocks.0.hook_mlp_out", unchanged)
-    lm.run(model, prompt_of(model), methods, **options)
-    assert any(asked) == everywhere_where_hooked
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_glimpses_come_in_pieces_of_bounded_size(whole):
-    real = torch.ones(3, 11, dtype=torch.bool)
-    real[1, :4] = real[2, 6:] = False
-    pattern = torch.rand(3, 2, 11, 11)
-    kept = sampled_patterns.SampledPatterns.at(real, whole)
-    kept.keep(0, pattern)
-    pieces = list(kept.pieces(0, rows=7))
-    assert torch.equal(torch.cat([places for places, _ in pieces], dim=1), kept.places)
-    for places, patterns in pieces:
-        assert places.numel() <= 7
-        for row, at in enumerate(places):
-            assert torch.equal(patterns[row], pattern[row][:, at])
-    for row, at in zip(real, kept.places, strict=True):
-        assert bool(row[at].all())
-        assert int(at.max()) == int(row.nonzero().max())
-        assert not whole or torch.equal(at.unique(), row.nonzero()[:, 0])
+    assert not carries_users_hooks(all_modules(model))

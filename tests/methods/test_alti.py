@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.algebra.vectors import attention_vectors, lengths
+from lens_mix.algebra.distances import distances, lengths
+from lens_mix.algebra.vectors import attention_vectors
 from lens_mix.methods.alti_logit import logit_shares, through_head
 from lens_mix.statistics.passes import prompt_blocks
 from tests.norm_cases import CASES, blocks_of, largest
@@ -54,7 +55,7 @@ def test_distances_equal_alti_to_the_last_digit_with_its_quirk(bert, order, name
     blocks = prompt_blocks(model, methods=lm.Alti(), **inputs).blocks
     for layer, block in enumerate(blocks):
         vectors = attention_vectors(block)
-        found = vectors.normed.distances(vectors.mid - QUIRK, order)[0]
+        found = distances(vectors.normed, vectors.mid - QUIRK, order)[0]
         assert largest(-found, reference("alti_tiny_f64")[name][layer]) < 1e-10
 
 
@@ -64,7 +65,7 @@ def test_contributions_equal_alti_logit(gpt2):
     for layer, block in enumerate(blocks):
         vectors = attention_vectors(block)
         assert largest(vectors.mid[0], known["attn_res_outputs"][layer]) < 1e-10
-        found = -vectors.normed.distances(vectors.mid - QUIRK, 1)[0]
+        found = -distances(vectors.normed, vectors.mid - QUIRK, 1)[0]
         assert largest(found, known["contrib_l1"][layer]) < 1e-10
         nearer = (found + vectors.mid[0].abs().sum(-1, keepdim=True)).clamp_min(0)
         assert largest(nearer / nearer.sum(-1, keepdim=True), known["alti_norm"][layer]) < 1e-10

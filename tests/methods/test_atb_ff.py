@@ -6,7 +6,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.algebra.activations import gated_multipliers, mean_on_path, plain_multiplier
-from lens_mix.algebra.feed_forward import feed_forward_maps, next_norm
+from lens_mix.algebra.feed_forward import feed_forward_maps
 from lens_mix.lens.anatomy import ACTIVATIONS
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import norms, oracle, through_norm
@@ -60,7 +60,7 @@ def test_next_norm_is_the_one_that_reads_the_output(case):
     maps = method.of_stack(blocks)[0]
     for layer, block in enumerate(blocks):
         written_out = oracle(block)
-        norm = None if block.anatomy.feed_forward_residual is not None else next_norm(blocks, layer)
+        norm = None if block.anatomy.feed_forward_residual is not None else block.next_norm()
         expected = norms(through_norm(norm, written_out.output, block.resid_post[0]))
         assert largest(maps[layer], expected) < 1e-10
 
@@ -84,7 +84,7 @@ def test_folding_the_first_matrix_changes_nothing(monkeypatch, count):
         patch.setattr(feed_forward, "folded", lambda *arguments, **options: None)
         assert largest(plain.scores, lm.run(model, tokens, "atb_ff").scores) < 1e-12
     weight_cache.forget()
-    monkeypatch.setattr(kept, "KEPT_BYTES", 0)
+    monkeypatch.setattr(weight_cache, "KEPT_BYTES", 0)
     assert largest(plain.scores, lm.run(model, tokens, "atb_ff").scores) < 1e-12
     again = lm.run(model, tokens, "value_zeroing", engine="algebra")
     assert largest(zeroing.scores, again.scores) < 1e-12

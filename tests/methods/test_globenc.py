@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.algebra.feed_forward import next_norm
 from lens_mix.methods.globenc import rollout
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import norms, oracle, through_norm
@@ -32,7 +31,7 @@ def test_equals_the_vectors_written_out(case):
         own = block.anatomy.feed_forward_residual
         written_out = oracle(block, feed_forward=own is not None)
         if own is None:
-            norm, state = next_norm(blocks, layer), block.resid_post[0]
+            norm, state = block.next_norm(), block.resid_post[0]
         else:
             norm, state = own, written_out.feed_forward_residual.sum(1)
         assert largest(maps[layer], norms(through_norm(norm, written_out.normed, state))) < 1e-10

@@ -25,13 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lens_mix.hooks import record, zero_values
-from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates, mix
-from lens_mix.lens.model import CleanPass, Lens
+from lens_mix.hooks import record, record_all, zero_values
+from lens_mix.hooks.mixing import mix
+from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates
+from lens_mix.lens.clean_pass import CleanPass, clean_pass
+from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import Batch, Prompt, pad, pad_token
 from lens_mix.lens.proof.record import ALGEBRA_PARTS, PartError, Proof
 from lens_mix.lens.replay import captured_outputs, relative_error
+from lens_mix.lens.rows import rows_at
 
 SHORTEST, LONGEST = 8, 16
 
@@ -50,14 +53,15 @@ def proof_prompt(prompt: Prompt, n_ctx: int) -> Prompt:
 
 def prove(lens: Lens, prompt: Prompt) -> Proof:
     """Prove every block of the lens's stack on a short piece of `prompt`."""
-    short, batch = short_batch(lens, prompt)
+    batch = short_batch(lens, prompt)
     layers = range(lens.n_layers)
     names = [lens.stack.hook_name(role, layer) for layer in layers for role in ("value", "pattern", "z")]
     points = {layer: _output_points(lens, layer) for layer in layers}
     optional = [name for roles in points.values() for options in roles.values() for name in options]
     outputs: dict[tuple[int, str], Tensor] = {}
     with captured_outputs(_output_modules(lens), outputs):
-        clean = lens.clean_pass(batch, names, optional=optional)
+        store: dict[str, Tensor] = {}
+        clean = clean_pass(lens, batch, record_all(store, [*names, *optional]), store, required=names)
     parts: list[PartError] = []
     anatomies: list[BlockAnatomy] = []
     for layer in layers:
@@ -66,57 +70,18 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
         anatomies.append(anatomy)
         parts += errors
         parts.append(_zero_value(lens, clean, layer, recorded))
-    return Proof(tuple(parts), tuple(anatomies), _masks_padding(lens, short))
+    return Proof(tuple(parts), tuple(anatomies), _is_causal(clean))
 
 
-def short_batch(lens: Lens, prompt: Prompt) -> tuple[Prompt, Batch]:
-    """What a proof runs on: `proof_prompt`, alone and as a batch of one."""
+def short_batch(lens: Lens, prompt: Prompt) -> Batch:
+    """What a proof runs on: `proof_prompt` as a batch of one."""
     short = proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
-    return short, pad([short], pad_token(lens.model), "right")
+    return pad([short], pad_token(lens.model), "right")
 
 
-def holds_here(lens: Lens, clean: CleanPass, proof: Proof) -> str | None:
-    """Why the proven parts do not give the blocks' outputs on these prompts; None when they do.
-
-    The proof was made on a short prompt, maybe some time ago. A hook that acts from position 20 on, or a
-    weight edited behind torch's back, shows only here: some positions of every prompt (`CleanPass.sampled`)
-    are rebuilt from the clean pass, as many at a time as one prompt has. Blocks whose feed-forward can't be
-    written down are left out.
-
-    Args:
-        lens: the face of the model.
-        clean: the clean pass.
-        proof: the proof that is to be relied on.
-    """
-    wide = torch.float64 if lens.dtype == torch.float64 else torch.float32
-    for layer, anatomy in enumerate(proof.anatomy):
-        path = anatomy.value_path
-        if (
-            path is None
-            or anatomy.cross
-            or (anatomy.feed_forward is None and anatomy.feed_forward_kind != "none")
-        ):
-            continue
-        call = clean.calls[layer]
-        x = call.resid_pre.to(wide)
-        values = path.values(x if anatomy.attention_input is None else anatomy.attention_input(x))
-        rows = torch.arange(len(x), device=x.device)[:, None]
-        for places, pattern in clean.sampled.pieces(layer, x.shape[1]):
-            out = path.project(mix(pattern.to(wide), values))
-            rebuilt = _rebuilt_block(anatomy, x[rows, places], out)
-            error = relative_error(rebuilt, call.resid_post[rows, places])
-            if not error <= lens.tolerance:
-                return (
-                    f"block {layer}: expected its parts to give its output on this prompt within "
-                    f"{lens.tolerance:.0e}, got a relative error of {error:.1e}"
-                )
-    return None
-
-
-def _rebuilt_block(anatomy: BlockAnatomy, x: Tensor, attention_out: Tensor) -> Tensor:
-    mid = anatomy.after_attention(x, attention_out)
-    feed_forward, _ = _rebuilt_feed_forward(anatomy, x, mid)
-    return anatomy.after_feed_forward(mid, feed_forward)
+def _is_causal(clean: CleanPass) -> bool:
+    """Whether no query of the short prompt saw a later key in any block."""
+    return not any(bool(seen.triu(diagonal=1).any()) for seen in clean.seen.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +105,7 @@ class _Recorded:
         points: Mapping[str, Sequence[str]],
         outputs: Mapping[tuple[int, str], Tensor],
     ) -> _Recorded:
-        wide = torch.float64 if lens.dtype == torch.float64 else torch.float32
+        wide = lens.wide_dtype
 
         def hooked(role: str) -> Tensor:
             return clean.recorded[lens.stack.hook_name(role, layer)].to(wide)
@@ -167,7 +132,7 @@ def _output_points(lens: Lens, layer: int) -> dict[str, list[str]]:
     """Role -> hook points of a Bridge, the best first; the hooked classes' modules are watched instead."""
     if lens.model_class is not ModelClass.BRIDGE:
         return {}
-    known = lens.model.hook_dict
+    known = lens.hook_points
     block = lens.where(layer)
     attention = lens.stack.attention_template.format(layer=layer)
     wanted = {
@@ -204,8 +169,8 @@ def _read_block(
     best: tuple[float, BlockAnatomy, list[PartError]] | None = None
     block, attention = lens.stack.blocks[layer], lens.stack.self_attention(layer)
     for anatomy in candidates(block, attention, lens.model.cfg, multiplier):
-        anatomy = _with_activation(anatomy, recorded, below, lens.tolerance)
-        errors = _part_errors(anatomy, recorded, layer, lens.tolerance)
+        anatomy, feed_forward_error = _with_activation(anatomy, recorded, below, lens.tolerance)
+        errors = _part_errors(anatomy, recorded, layer, lens.tolerance, feed_forward_error)
         known = [entry.error for entry in errors if entry.error is not None]
         worst = max(known, default=0.0)
         if best is None or worst < best[0]:
@@ -219,11 +184,11 @@ def _read_block(
 
 def _with_activation(
     anatomy: BlockAnatomy, recorded: _Recorded, below: BlockAnatomy | None, tolerance: float
-) -> BlockAnatomy:
-    """The activation that gives the recorded output; cfg.act_fn is wrong on several architectures."""
+) -> tuple[BlockAnatomy, float | None]:
+    """The activation that gives the recorded output, and its error; cfg.act_fn is wrong on several models."""
     feed_forward, out = anatomy.feed_forward, recorded.feed_forward_out
     if feed_forward is None or out is None or recorded.attention_out is None:
-        return anatomy
+        return anatomy, 0.0 if anatomy.feed_forward_kind == "none" else None
     mid = anatomy.after_attention(recorded.resid_pre, recorded.attention_out, recorded.cross_out)
     x = anatomy.feed_forward_in(recorded.resid_pre, mid)
     likely = below.feed_forward.activation if below is not None and below.feed_forward is not None else "gelu"
@@ -236,14 +201,24 @@ def _with_activation(
     # Two that fit alike (float32 can't tell BLOOM's rounded tanh from the plain one): the one named first.
     good = max(1.5 * min(errors.values()), 4 * torch.finfo(x.dtype).eps)
     best = next(name for name, error in errors.items() if error <= good)
-    return dataclasses.replace(anatomy, feed_forward=dataclasses.replace(feed_forward, activation=best))
+    feed_forward = dataclasses.replace(feed_forward, activation=best)
+    return dataclasses.replace(anatomy, feed_forward=feed_forward), errors[best]
 
 
-def _part_errors(anatomy: BlockAnatomy, recorded: _Recorded, layer: int, tolerance: float) -> list[PartError]:
+def _part_errors(
+    anatomy: BlockAnatomy,
+    recorded: _Recorded,
+    layer: int,
+    tolerance: float,
+    feed_forward_error: float | None,
+) -> list[PartError]:
     x, path = recorded.resid_pre, anatomy.value_path
     errors: dict[str, float | None] = dict.fromkeys(ALGEBRA_PARTS)
+    errors["feed_forward"] = feed_forward_error
     mixed = None
     note = ""
+    if anatomy.feed_forward is None and anatomy.feed_forward_kind != "none":
+        note = f"{anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
     if path is not None:
         normed = x if anatomy.attention_input is None else anatomy.attention_input(x)
         values = path.values(normed)
@@ -259,29 +234,15 @@ def _part_errors(anatomy: BlockAnatomy, recorded: _Recorded, layer: int, toleran
         if anatomy.feed_forward_kind == "none" or out is not None:
             post = anatomy.after_feed_forward(mid, None if anatomy.feed_forward_kind == "none" else out)
             errors["residual"] = relative_error(post, recorded.resid_post)
-        rebuilt, note = _rebuilt_feed_forward(anatomy, x, mid)
-        if anatomy.feed_forward_kind == "none":
-            errors["feed_forward"] = 0.0
-        elif rebuilt is not None and out is not None:
-            errors["feed_forward"] = relative_error(rebuilt, out)
-    if mixed is not None:
-        mid = anatomy.after_attention(x, mixed, recorded.cross_out)
-        rebuilt, note = _rebuilt_feed_forward(anatomy, x, mid)
-        if rebuilt is not None or anatomy.feed_forward_kind == "none":
-            errors["block"] = relative_error(anatomy.after_feed_forward(mid, rebuilt), recorded.resid_post)
+    if mixed is not None and anatomy.is_written_down:
+        rebuilt_output = anatomy.after(x, mixed, recorded.cross_out)
+        errors["block"] = relative_error(rebuilt_output, recorded.resid_post)
     parts = [_mixing(recorded, layer, tolerance)]
     parts += [
         PartError(layer, part, error, tolerance, note if error is None else "")
         for part, error in errors.items()
     ]
     return parts
-
-
-def _rebuilt_feed_forward(anatomy: BlockAnatomy, x: Tensor, mid: Tensor) -> tuple[Tensor | None, str]:
-    if anatomy.feed_forward is None:
-        kind = anatomy.feed_forward_kind
-        return None, "" if kind == "none" else f"{kind} feed-forward: run as a whole, not rebuilt"
-    return anatomy.feed_forward(anatomy.feed_forward_in(x, mid)), ""
 
 
 def _fits(recorded: _Recorded) -> bool:
@@ -317,7 +278,7 @@ def _zero_value(lens: Lens, clean: CleanPass, layer: int, recorded: _Recorded) -
     store: dict[str, Tensor] = {}
     z_name = lens.stack.hook_name("z", layer)
     fwd_hooks = [zero_values(layer, 0, attention=lens.stack.attention_template), record(store, z_name)]
-    replay = lens.replay(clean, layer)
+    replay = clean.replay(layer)
     with lens.undisturbed(), lens.hooked(fwd_hooks):
         out = replay.module(*clean.calls[layer].args, **clean.calls[layer].kwargs)
     value = recorded.value.clone()
@@ -350,20 +311,28 @@ def _without_effect(out: Any, expected: Tensor, recorded: _Recorded) -> bool:
     return changes_z and writes
 
 
-def _masks_padding(lens: Lens, prompt: Prompt) -> bool:
+def masks_padding(lens: Lens, prompt: Prompt) -> bool:
     """Whether padded keys stay out of every pattern when a shorter prompt is padded.
 
     Padding can also make NaN: in float64, a sliding window that holds nothing but padding does on the Bridge.
+
+    Args:
+        lens: the face of the model.
+        prompt: what to try it on; a short piece is used.
     """
-    half = max(1, len(prompt.tokens) // 2)
-    shorter = Prompt(
-        prompt.tokens[:half], prompt.target, {name: v[:half] for name, v in prompt.inputs.items()}
-    )
-    batch: Batch = pad([prompt, shorter], pad_token(lens.model), "right")
-    real = batch.real_positions(lens.stack.name)
+    short = proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
+    half = max(1, len(short.tokens) // 2)
+    shorter = Prompt(short.tokens[:half], short.target, {name: v[:half] for name, v in short.inputs.items()})
+    batch = pad([short, shorter], pad_token(lens.model), "right")
     try:
-        clean = lens.clean_pass(batch)
+        return not padding_leaks(clean_pass(lens, batch))
     except ValueError:
         return False
-    leaks = [bool((seen & real[:, :, None] & ~real[:, None, :]).any()) for seen in clean.seen.values()]
-    return not any(leaks)
+
+
+def padding_leaks(clean: CleanPass) -> list[int]:
+    """The watched blocks in which a padded key got weight from a prompt's own position."""
+    real = clean.real
+    queries = real if clean.rows is None else rows_at(real, clean.rows.positions)
+    hidden = queries[:, :, None] & ~real[:, None, :]
+    return [layer for layer, seen in clean.seen.items() if bool((seen & hidden).any())]

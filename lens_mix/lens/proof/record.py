@@ -43,13 +43,15 @@ class Proof:
     Attributes:
         parts: one entry per block and part.
         anatomy: what each block was found to be.
-        masks_padding: whether padding tokens are kept out of attention in a padded batch.
+        causal: whether no query saw a later key in any block.
+        masks_padding: whether padding tokens are kept out of attention in a padded batch; None: not tried.
         head_refusal: why the logits can't be computed from the last residual stream; None when they can.
     """
 
     parts: tuple[PartError, ...]
     anatomy: tuple[BlockAnatomy, ...]
-    masks_padding: bool
+    causal: bool
+    masks_padding: bool | None = None
     head_refusal: str | None = HEAD_UNPROVEN
 
     def failure(self, names: tuple[str, ...]) -> str | None:

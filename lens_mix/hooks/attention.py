@@ -1,0 +1,128 @@
+"""Hooks on one attention module: its name, its hook points, and an edit that is spread over several of them.
+
+Subclass `AttentionHook` for an edit of your own; docs and examples are in the cookbook, `hooks/README.md`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.hooks._arguments import as_index
+from lens_mix.hooks._layouts import positions_first, restore_layout, split_heads
+from lens_mix.hooks.function import HookFunction
+
+DEFAULT_ATTENTION = "blocks.{layer}.attn"
+
+# TransformerBridge hands a hook its own name for the point, the other classes (and its compatibility mode)
+# the name of HookedTransformer.
+_SUFFIXES = {
+    "queries": ("hook_q", "q.hook_out"),
+    "values": ("hook_v", "v.hook_out"),
+    "pattern": ("hook_pattern",),
+    "mixed": ("hook_z", "o.hook_in"),
+}
+
+
+class AttentionHook(HookFunction):
+    """Edits inside one attention module, spread over the hook points one pass goes through.
+
+    A pass visits queries, values, pattern, and the mixed values (`hook_z`), in this order. What is kept on
+    the way is dropped at the last of them, so that one hook serves many passes.
+
+    Subclasses name the points they need in `points` and implement `on_values` and `on_mixed`. The pair for
+    `fwd_hooks=` is `(hook.matches, hook)`.
+    """
+
+    points: tuple[str, ...] = ()
+
+    def __init__(self, layer: int, attention: str = DEFAULT_ATTENTION) -> None:
+        self.module = attention_module(layer, attention)
+        self._roles = {
+            f"{self.module}.{suffix}": point for point in self.points for suffix in _SUFFIXES[point]
+        }
+        self._n_heads: int | None = None
+        self._values: Tensor | None = None
+        self._pattern: Tensor | None = None
+
+    def __repr__(self) -> str:
+        # TransformerLens keeps this as the hook's name; the repr of a tensor would cost more than the hook
+        return f"{type(self).__name__}({self.module})"
+
+    def matches(self, name: str) -> bool:
+        """The filter of hook names that goes with this hook."""
+        return name in self._roles
+
+    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+        point = self._roles.get(hook.name)
+        if point is None:
+            raise ValueError(f"hook: expected one of {', '.join(self._roles)}; got {hook.name}")
+        if point == "queries":
+            self._n_heads = positions_first(tensor, hook).shape[2]
+            return None
+        if point == "values":
+            return self._call_values(tensor, hook)
+        if point == "pattern":
+            # models that leave attention to transformers show their pattern after the mixing, or never
+            if self._values is not None:
+                self._pattern = tensor
+            return None
+        return self._call_mixed(tensor, hook)
+
+    def _call_values(self, tensor: Tensor, hook: Any) -> Tensor | None:
+        n_heads = self._n_heads
+        self._forget()
+        values = positions_first(tensor, hook)
+        edited = self.on_values(values, n_heads)
+        if "mixed" in self.points:
+            self._values = values
+        return None if edited is None else restore_layout(edited, tensor, hook)
+
+    def _call_mixed(self, tensor: Tensor, hook: Any) -> Tensor | None:
+        values, pattern = self._values, self._pattern
+        self._forget()
+        if values is None:
+            raise RuntimeError(
+                f"{self!r}: expected {self.module}.hook_v before {hook.name} in each pass; it did not fire, "
+                "or fwd_hooks holds the same pair twice"
+            )
+        edited = self.on_mixed(split_heads(tensor, values), values, pattern)
+        return None if edited is None else edited.to(tensor.dtype).reshape(tensor.shape)
+
+    def _forget(self) -> None:
+        self._n_heads = self._values = self._pattern = None
+
+    def on_values(
+        self, values: Float[Tensor, "batch key value_head d_head"], n_heads: int | None
+    ) -> Tensor | None:
+        """Edit the values (one per value head), or return None; `n_heads` is None if queries did not fire."""
+        return None
+
+    def on_mixed(
+        self,
+        mixed: Float[Tensor, "batch query head d_head"],
+        values: Float[Tensor, "batch key value_head d_head"],
+        pattern: Float[Tensor, "batch head query key"] | None,
+    ) -> Tensor | None:
+        """Edit the mixed values of all query heads, or return None; `pattern` is None if it did not fire."""
+        return None
+
+
+def attention_module(layer: int, attention: str) -> str:
+    """The name of one attention module, from the template and the number of the layer."""
+    if not isinstance(attention, str):
+        raise TypeError(
+            f"attention: expected the name of a module, as {DEFAULT_ATTENTION!r}; got {attention!r}"
+        )
+    index = as_index("layer", layer)
+    if index < 0:
+        raise ValueError(f"layer: expected a layer counted from 0; got {index}")
+    try:
+        return attention.format(layer=index)
+    except (IndexError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"attention: expected a name whose only placeholder is {{layer}}, as {DEFAULT_ATTENTION!r}; "
+            f"got {attention!r}"
+        ) from error

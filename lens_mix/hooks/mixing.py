@@ -1,0 +1,66 @@
+"""z = pattern @ values: how attention mixes, and how closely a tensor that is computed anew must agree."""
+
+from __future__ import annotations
+
+import torch
+from einops import einsum, repeat
+from jaxtyping import Float
+from torch import Tensor
+
+# Largest accepted error of a tensor that is computed anew, relative to its largest entry (or, for the lens's
+# proof, to the length of each vector). A wrong reading of a block is off by 1e-2 or more. Hugging Face's
+# RMSNorms compute in float32 even in a float64 model: 1e-7 is the best they can agree.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The largest accepted relative error in a dtype; float32's for a dtype that is not in the table."""
+    return TOLERANCES.get(dtype, TOLERANCES[torch.float32])
+
+
+def mix(
+    pattern: Float[Tensor, "batch head query key"], values: Float[Tensor, "batch key value_head d_head"]
+) -> Float[Tensor, "batch query head d_head"]:
+    """`pattern @ values` in the dtype of the values; each value head serves neighbouring query heads."""
+    repeats = pattern.shape[1] // values.shape[2]
+    expanded = repeat(
+        values, "batch key value_head d_head -> batch key (value_head repeats) d_head", repeats=repeats
+    )
+    return einsum(
+        pattern.to(values.dtype),
+        expanded,
+        "batch head query key, batch key head d_head -> batch query head d_head",
+    )
+
+
+def check_mixing(
+    argument: str,
+    mixed: Float[Tensor, "batch query head d_head"],
+    pattern: Float[Tensor, "batch head query key"],
+    values: Float[Tensor, "batch key value_head d_head"],
+) -> None:
+    """Raise unless the mixed values are what the pattern and the values of this pass say.
+
+    Args:
+        argument: what the user gave that makes this necessary, for the error.
+        mixed, pattern, values: what the pass showed at hook_z, hook_pattern and hook_v.
+
+    Raises:
+        RuntimeError: `mixed` is not `pattern @ values` within the tolerance of its dtype.
+    """
+    reason = ""
+    if pattern.shape[3] != values.shape[1] or pattern.shape[1] != mixed.shape[2]:
+        reason = f"the pattern has shape {tuple(pattern.shape)}, the values have {tuple(values.shape)}"
+    else:
+        with torch.no_grad():
+            expected = mix(pattern, values).to(mixed.dtype)
+            bound = tolerance(mixed.dtype) * max(expected.nan_to_num().abs().max().item(), 1e-6)
+            if not torch.allclose(mixed, expected, rtol=0.0, atol=bound, equal_nan=True):
+                reason = f"they differ by up to {(mixed - expected).abs().max().item():.3g}"
+    if reason:
+        raise RuntimeError(
+            f"{argument}: expected hook_z = pattern @ values, as it is to be computed anew; got {reason}. "
+            "Either the model does more there (a gate, a norm, dropout, cached keys), or another hook edits "
+            "the values or the pattern of this layer after this one, or its hook_z before it. List edits of "
+            "the values first, and give all positions and heads of one edit in one call"
+        )

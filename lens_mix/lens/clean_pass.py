@@ -1,0 +1,152 @@
+"""One forward pass without interventions, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from lens_mix.hooks import HookPair, watch_pattern
+from lens_mix.lens.model import Lens
+from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.prompts import Batch
+from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls
+from lens_mix.lens.rows import Rows, rows_at
+
+
+class StopForward(Exception):
+    """Ends a forward pass once the last wanted block has run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CleanPass:
+    """What one forward pass without interventions left behind.
+
+    Attributes:
+        lens: the face of the model.
+        batch: the prompts.
+        calls: per block, its arguments and output, at all positions.
+        recorded: hook name -> tensor, for the hooks that were asked.
+        seen: per watched layer, which keys got any weight from any head.
+        rows: the rows that `recorded` patterns, z and `seen` hold; None: all positions.
+        replays: per block, the way it is run again, once that has been proven.
+        kept: per block, what the methods of one run share about it, for as long as it is being mapped.
+        kept_of_run: what the blocks of one run share, such as scratch memory.
+    """
+
+    lens: Lens
+    batch: Batch
+    calls: dict[int, BlockCall]
+    recorded: dict[str, Tensor]
+    seen: dict[int, Bool[Tensor, "batch query key"]]
+    rows: Rows | None = None
+    replays: dict[int, BlockReplay] = dataclasses.field(default_factory=dict)
+    kept: dict[int, dict[Any, Any]] = dataclasses.field(default_factory=dict)
+    kept_of_run: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def real(self) -> Bool[Tensor, "batch pos"]:
+        """Which positions of the lens's stack are the prompts' own."""
+        return self.batch.real_positions(self.lens.stack.name)
+
+    def replay(self, layer: int) -> BlockReplay:
+        """Block `layer`, ready to run again in any number of copies."""
+        if layer not in self.replays:
+            lens, call = self.lens, self.calls[layer]
+            block, where = lens.stack.blocks[layer], lens.where(layer)
+            self.replays[layer] = BlockReplay(block, call, self.real, lens.n_heads, lens.tolerance, where)
+        return self.replays[layer]
+
+
+def clean_pass(
+    lens: Lens,
+    batch: Batch,
+    fwd_hooks: Sequence[HookPair] = (),
+    recorded: dict[str, Tensor] | None = None,
+    *,
+    required: Sequence[str] = (),
+    watched: Sequence[int] | None = None,
+    stop_after: int = -1,
+    rows: Rows | None = None,
+    kept_of_run: dict[Any, Any] | None = None,
+) -> CleanPass:
+    """One forward pass that captures the blocks' calls and what the hooks record.
+
+    Args:
+        lens: the face of the model.
+        batch: the prompts.
+        fwd_hooks: TransformerLens hooks that record, into `recorded`.
+        recorded: what they fill.
+        required: names that have to be in it afterwards.
+        watched: layers of which it is kept which keys got weight; None: all that run.
+        stop_after: last block to run; the pass ends there.
+        rows: the rows that the hooks record, and that are watched; None: all positions.
+        kept_of_run: what the passes of one run share.
+
+    Raises:
+        ValueError: a hook name that the model does not have, or a block output that is not finite.
+        UnsupportedModelError: a hook that the model has but that never fired.
+    """
+    last = lens.layer_index(stop_after)
+    recorded = {} if recorded is None else recorded
+    layers = list(range(last + 1) if watched is None else watched)
+    kept_of_run = {} if kept_of_run is None else kept_of_run
+    clean = CleanPass(lens, batch, {}, recorded, {}, rows, kept_of_run=kept_of_run)
+    template = lens.stack.attention_template
+    watching = [watch_pattern(layer, _see_keys(layer, clean), attention=template) for layer in layers]
+    with lens.undisturbed(), lens.hooked([*fwd_hooks, *watching]), contextlib.ExitStack() as handles:
+        for handle in captured_calls(lens.stack.blocks[: last + 1], clean.calls):
+            handles.callback(handle.remove)
+        handles.callback(lens.stack.blocks[last].register_forward_hook(_stop).remove)
+        with contextlib.suppress(StopForward):
+            lens.forward(batch)
+    _require_complete(clean, required, layers, last)
+    return clean
+
+
+def _see_keys(layer: int, clean: CleanPass) -> Callable[[Tensor], None]:
+    positions = None if clean.rows is None else clean.rows.positions
+
+    def see(pattern: Tensor) -> None:
+        pattern = rows_at(pattern, positions, axis=2)
+        # A quarter of the time that `(pattern != 0).any(dim=1)` takes.
+        clean.seen[layer] = (pattern.amax(dim=1) != 0) | (pattern.amin(dim=1) != 0)
+
+    return see
+
+
+def _require_complete(clean: CleanPass, required: Sequence[str], watched: Sequence[int], last: int) -> None:
+    lens = clean.lens
+    missing = [layer for layer in range(last + 1) if layer not in clean.calls]
+    if missing:
+        raise UnsupportedModelError(f"blocks {missing} of {lens.stack.name!r} never ran in a forward pass")
+    silent = [name for name in required if name not in clean.recorded]
+    silent += [lens.stack.hook_name("pattern", layer) for layer in watched if layer not in clean.seen]
+    if silent:
+        raise UnsupportedModelError(
+            f"hooks that never fired: {silent}; expected each to fire once in a forward pass "
+            "(an attention kernel that keeps no pattern, or a module the model does not call)"
+        )
+    real = clean.real
+    whole = bool(real.all())
+    for layer, call in clean.calls.items():
+        if not bool(torch.isfinite(call.resid_post if whole else call.resid_post[real]).all()):
+            raise ValueError(
+                f"{lens.where(layer)}: expected finite outputs, got NaN or infinity{_bad_weight(lens)}"
+            )
+
+
+def _bad_weight(lens: Lens) -> str:
+    for name, parameter in lens.model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            return f"; the weight {name!r} holds NaN or infinity"
+    return "; all weights are finite, so the activations overflow (dtype?)"
+
+
+def _stop(module: nn.Module, args: Any, output: Any) -> None:
+    raise StopForward

@@ -1,0 +1,116 @@
+"""The rest of the model, run from a block on, from the residual stream that a clean pass left there.
+
+The blocks below are not run: each gives back what it gave in the clean pass. This holds on every class alike,
+where TransformerLens's own `start_at_layer` is missing or wrong on several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from lens_mix.hooks import HookPair
+from lens_mix.lens.clean_pass import CleanPass, StopForward
+from lens_mix.lens.replay import enter_with, first_tensor
+from lens_mix.lens.unembedding import row_at, unembedding_at
+
+
+def logits_from(
+    clean: CleanPass,
+    layer: int,
+    fwd_hooks: Sequence[HookPair] = (),
+    *,
+    resid_pre: Float[Tensor, "row pos d_model"] | None = None,
+    rows: Int[Tensor, " row"] | None = None,
+    gradients: bool = False,
+    positions: Int[Tensor, " row"] | None = None,
+) -> Float[Tensor, "row pos d_vocab"]:
+    """The model's logits, with hooks, from a block on.
+
+    Args:
+        clean: the clean pass to start from.
+        layer: first block to run.
+        fwd_hooks: TransformerLens hooks for this pass, which see `[row, ...]` tensors.
+        resid_pre: the residual stream to enter that block; the clean one by default.
+        rows: which prompt of the clean batch each row is (repeats allowed); all, once, by default.
+        gradients: build the graph.
+        positions: unembed one position per row only, [row 1 d_vocab].
+
+    Raises:
+        UnsupportedModelError: the block does not give its own output when run again.
+    """
+    with unembedding_at(clean.lens.model, positions) as narrowed:
+        out = _run_from(clean, layer, fwd_hooks, resid_pre, rows, gradients)
+    logits = out if torch.is_tensor(out) else out.logits
+    return logits if positions is None or narrowed else row_at(logits, positions)
+
+
+def last_residual_from(
+    clean: CleanPass,
+    layer: int,
+    fwd_hooks: Sequence[HookPair] = (),
+    *,
+    rows: Int[Tensor, " row"] | None = None,
+    gradients: bool = False,
+) -> Float[Tensor, "row pos d_model"]:
+    """What the stack's last block gives, before any final norm; else as `logits_from`. No head is run."""
+    outputs: list[Tensor] = []
+    with contextlib.suppress(StopForward):
+        _run_from(clean, layer, fwd_hooks, None, rows, gradients, outputs)
+    return outputs[0]
+
+
+def _run_from(
+    clean: CleanPass,
+    layer: int,
+    fwd_hooks: Sequence[HookPair],
+    resid_pre: Tensor | None,
+    rows: Tensor | None,
+    gradients: bool,
+    last_outputs: list[Tensor] | None = None,
+) -> Any:
+    """The model's output; with `last_outputs` to fill, the pass ends after the last block."""
+    lens = clean.lens
+    start, blocks = lens.layer_index(layer), lens.stack.blocks
+    whole = rows is None
+    rows = torch.arange(len(clean.batch), device=clean.batch.tokens.device) if rows is None else rows
+    replay = clean.replay(start)
+    with lens.undisturbed():
+        replay.prepare()
+    entering = clean.calls[start].resid_pre.index_select(0, rows) if resid_pre is None else resid_pre
+    with lens.undisturbed(gradients), lens.hooked(fwd_hooks), contextlib.ExitStack() as stack:
+        for below in range(start):
+            output = clean.calls[below].output
+            stack.enter_context(_skipped(blocks[below], output if whole else replay.expand(output, rows)))
+        enter = blocks[start].register_forward_pre_hook(enter_with(entering), with_kwargs=True)
+        stack.callback(enter.remove)
+        if last_outputs is not None:
+            stack.callback(blocks[-1].register_forward_hook(_keep_and_stop(last_outputs)).remove)
+        return lens.forward(clean.batch if whole else clean.batch.select(rows), return_type="logits")
+
+
+def _keep_and_stop(outputs: list[Tensor]) -> Callable[..., None]:
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append(first_tensor(output))
+        raise StopForward
+
+    return keep
+
+
+@contextlib.contextmanager
+def _skipped(block: nn.Module, output: Any) -> Iterator[None]:
+    """The block gives back a recorded output instead of running."""
+    replaced = block.__dict__.get("forward")  # a forward that somebody else put on this block
+    try:
+        block.__dict__["forward"] = lambda *args, **kwargs: output
+        yield
+    finally:
+        if replaced is None:
+            block.__dict__.pop("forward", None)
+        else:
+            block.__dict__["forward"] = replaced

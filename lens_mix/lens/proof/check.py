@@ -1,0 +1,101 @@
+"""The check of a run's own prompts: whether the proven parts give what this clean pass recorded.
+
+The proof was made on a short prompt, maybe some time ago. A hook that acts from position 20 on, or a weight
+edited behind torch's back, shows only here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from einops import einsum
+from jaxtyping import Int
+from torch import Tensor
+
+from lens_mix.hooks.mixing import mix
+from lens_mix.lens.anatomy import BlockAnatomy, ValuePath
+from lens_mix.lens.clean_pass import CleanPass
+from lens_mix.lens.proof.record import Proof
+from lens_mix.lens.proof.sketch import random_vectors, sketched_error
+from lens_mix.lens.replay import relative_error
+from lens_mix.lens.rows import rows_at, spread
+from lens_mix.lens.users_hooks import carries_users_hooks
+
+# Rows rebuilt per batch, and per prompt at least one: without hooks a model treats all positions alike.
+_SAMPLED_ROWS = 4
+# Rows rebuilt at once where all of them are.
+_CHUNK_ROWS = 512
+
+
+def refuted_here(clean: CleanPass, proof: Proof, layers: Sequence[int]) -> str | None:
+    """Why the proven parts do not give the blocks' outputs on these prompts; None when they do.
+
+    The recorded values of every key are compared along random vectors, and some rows of every prompt are
+    rebuilt from them; all asked rows where the user's hooks are on the model, since a hook may act on any
+    one position. Blocks whose feed-forward can't be written down are left out.
+
+    Args:
+        clean: the clean pass; it recorded "pattern" and "value" in these layers.
+        proof: the proof that is to be relied on.
+        layers: the blocks that will be relied on.
+    """
+    lens = clean.lens
+    samples = _sampled_rows(clean)
+    for layer in layers:
+        path = proof.anatomy[layer].value_path
+        if path is None:
+            continue
+        error = _value_error(clean, layer, proof.anatomy[layer], path)
+        if error <= lens.tolerance:
+            error = _output_error(clean, layer, proof.anatomy[layer], path, samples)
+        if not error <= lens.tolerance:
+            return (
+                f"block {layer}: expected its parts to give its output on this prompt within "
+                f"{lens.tolerance:.0e}, got a relative error of {error:.1e}"
+            )
+    return None
+
+
+def _sampled_rows(clean: CleanPass) -> Int[Tensor, "batch place"]:
+    """Places among the rows that the clean pass recorded."""
+    real = clean.real if clean.rows is None else rows_at(clean.real, clean.rows.positions)
+    places = [row.nonzero()[:, 0] for row in real]
+    if carries_users_hooks(clean.lens.modules):
+        return spread(places, max(map(len, places)))
+    return spread(places, max(1, _SAMPLED_ROWS // len(places)))
+
+
+def _recorded(clean: CleanPass, role: str, layer: int) -> Tensor:
+    return clean.recorded[clean.lens.stack.hook_name(role, layer)]
+
+
+def _value_error(clean: CleanPass, layer: int, anatomy: BlockAnatomy, path: ValuePath) -> float:
+    """Largest relative error of a value, of all keys, along random vectors: no value is made again."""
+    wide = clean.lens.wide_dtype
+    value = _recorded(clean, "value", layer).to(wide).flatten(2)
+    x = clean.calls[layer].resid_pre.to(wide)
+    x = x if anatomy.attention_input is None else anatomy.attention_input(x)
+    vectors = random_vectors(value.shape[-1], wide, value.device).unflatten(-1, (len(path.W_V), -1))
+    rebuilt = x @ einsum(path.W_V.to(wide), vectors, "head d_model d_head, v head d_head -> d_model v")
+    if path.b_V is not None:
+        rebuilt = rebuilt + einsum(path.b_V.to(wide), vectors, "head d_head, v head d_head -> v")
+    return sketched_error(rebuilt.flatten(0, 1), value.flatten(0, 1), clean.real.flatten())
+
+
+def _output_error(
+    clean: CleanPass, layer: int, anatomy: BlockAnatomy, path: ValuePath, samples: Int[Tensor, "batch place"]
+) -> float:
+    """Largest relative error of the block's output at some rows; 0 where no output can be rebuilt."""
+    if anatomy.cross or not anatomy.is_written_down:
+        return 0.0
+    wide, call = clean.lens.wide_dtype, clean.calls[layer]
+    pattern, value = _recorded(clean, "pattern", layer), _recorded(clean, "value", layer).to(wide)
+    errors = []
+    for places in samples.split(max(1, _CHUNK_ROWS // len(samples)), dim=1):
+        positions = places if clean.rows is None else rows_at(clean.rows.positions, places)
+        attention_out = path.project(mix(rows_at(pattern, places, axis=2).to(wide), value))
+        rebuilt = anatomy.after(rows_at(call.resid_pre, positions).to(wide), attention_out)
+        errors.append(relative_error(rebuilt, rows_at(call.resid_post, positions)))
+    # Python's own max may lose a NaN.
+    return float(torch.tensor(errors).max())

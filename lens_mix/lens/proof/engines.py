@@ -1,0 +1,83 @@
+"""Which engine a method runs with on a proven model, and why not with another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar, Protocol, runtime_checkable
+
+from lens_mix.lens.model import Lens
+from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
+from lens_mix.lens.proof import known_faults
+from lens_mix.lens.proof.record import ALGEBRA_PARTS, HEAD, Proof
+
+
+@runtime_checkable
+class HasEngines(Protocol):
+    """What support needs to know of a method."""
+
+    name: ClassVar[str]
+    engines: ClassVar[tuple[str, ...]]
+
+
+def needs_head(methods: Iterable[object]) -> bool:
+    """Whether one of the methods takes logits apart, so that the head has to be proven."""
+    return any(HEAD in getattr(method, "parts", ()) for method in methods)
+
+
+def refusal(proof: Proof, engine: str, method: HasEngines | None = None) -> str | None:
+    """Why an engine can't run on a proven model; None when it can.
+
+    Args:
+        proof: the model's proof.
+        engine: which engine.
+        method: whose algebra: it may need fewer parts than all (`parts`), and may know blocks that its
+            formulas don't speak of (`refuses`).
+    """
+    if engine != "algebra":
+        return proof.hooks_refusal
+    parts = getattr(method, "parts", ALGEBRA_PARTS)
+    reason = proof.hooks_refusal or proof.failure(parts)
+    if reason is None and method is not None and hasattr(method, "refuses"):
+        told = ((layer, method.refuses(anatomy)) for layer, anatomy in enumerate(proof.anatomy))
+        reason = next((f"block {layer}: {why}" for layer, why in told if why is not None), None)
+    return proof.head_refusal if reason is None and HEAD in parts else reason
+
+
+def logits_refusal(lens: Lens, method: HasEngines) -> str | None:
+    """Why a method with a target can't run on a model whose logits are wrong; None when it can."""
+    wrong = (
+        known_faults.wrong_logits(lens.model_class, transformer_lens_version())
+        if hasattr(method, "target")
+        else None
+    )
+    return None if wrong is None else f"{method.name} can't run on this model: {wrong}"
+
+
+def choose_engine(method: HasEngines, proof: Proof, engine: str, no_algebra: str | None = None) -> str:
+    """The engine a method will run with.
+
+    Args:
+        method: the method.
+        proof: the model's proof.
+        engine: "auto" for the first of the method's engines that the proof allows, or one by name.
+        no_algebra: why algebra can't run on this prompt, though the proof allows it.
+
+    Raises:
+        ValueError: an unknown engine, or one that the method does not have.
+        UnsupportedModelError: the proof forbids it.
+    """
+    if engine not in ("auto", "hooks", "algebra"):
+        raise ValueError(f"engine: expected 'auto', 'hooks' or 'algebra', got {engine!r}")
+    if engine == "auto" or method.engines == ("recorded",):
+        options: tuple[str, ...] = method.engines
+    elif engine in method.engines:
+        options = (engine,)
+    else:
+        raise ValueError(f"engine: {method.name} has the engines {list(method.engines)}, got {engine!r}")
+    reasons = []
+    for option in options:
+        reason = refusal(proof, option, method) or (no_algebra if option == "algebra" else None)
+        if reason is None:
+            return option
+        reasons.append(f"{option}: {reason}")
+    raise UnsupportedModelError(f"{method.name} can't run on this model: {'; '.join(reasons)}")

@@ -1,0 +1,71 @@
+"""The proof of a model, kept until its weights or hooks change."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any
+
+from lens_mix.lens.block import Block
+from lens_mix.lens.clean_pass import clean_pass
+from lens_mix.lens.model import Lens
+from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.prompts import Prompt
+from lens_mix.lens.proof.prove import masks_padding, prove, short_batch
+from lens_mix.lens.proof.record import HEAD_UNPROVEN, Proof
+
+_proofs: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Proof]]] = weakref.WeakKeyDictionary()
+
+
+def proof_of(
+    lens: Lens, prompt: Prompt, *, head: bool = False, padding: bool = False, again: bool = False
+) -> Proof:
+    """The proof of the lens's stack: made on the first call, and again when weights or hooks have changed.
+
+    Args:
+        lens: the face of the model.
+        prompt: what to prove it on.
+        head: whether the head has to be proven too (`needs_head`).
+        padding: whether it has to be tried if padding is masked.
+        again: make it anew whatever is kept.
+    """
+    kept = _proofs.setdefault(lens.model, {}).get(lens.stack.name)
+    proof = kept[1] if not again and kept is not None and kept[0] == _state(lens) else None
+    additions: dict[str, Any] = {}
+    with lens.undisturbed():
+        complete = prove(lens, prompt) if proof is None else proof
+        if head and complete.head_refusal == HEAD_UNPROVEN:
+            additions["head_refusal"] = _head_refusal(lens, prompt, complete)
+        if padding and complete.masks_padding is None:
+            additions["masks_padding"] = masks_padding(lens, prompt)
+    if complete is proof and not additions:
+        return proof
+    complete = dataclasses.replace(complete, **additions)
+    # Taken afterwards: the Bridge puts hooks of its own on norms in the first forward pass.
+    _proofs[lens.model][lens.stack.name] = (_state(lens), complete)
+    return complete
+
+
+def _head_refusal(lens: Lens, prompt: Prompt, proof: Proof) -> str | None:
+    clean = clean_pass(lens, short_batch(lens, prompt), watched=())
+    last = lens.n_layers - 1
+    try:
+        Block(clean, last, proof.anatomy[last], "algebra", None).head()
+    except UnsupportedModelError as problem:
+        return str(problem)
+    return None
+
+
+def _state(lens: Lens) -> tuple[Any, ...]:
+    """Changes whenever weights are edited in place, replaced, moved or cast, or hooks come or go."""
+    parameters = {id(p): p for module in lens.modules for p in module._parameters.values() if p is not None}
+    weights = tuple(
+        (p.data_ptr(), None if p.is_inference() else p._version, p.dtype) for p in parameters.values()
+    )
+    # The keys are numbers that torch gives out once, so a hook that took another's place is seen.
+    hooks = tuple(
+        (*m._forward_hooks, *m._forward_pre_hooks)
+        for m in lens.modules
+        if m._forward_hooks or m._forward_pre_hooks
+    )
+    return weights, hooks

@@ -1,0 +1,190 @@
+"""From one clean pass to a map per prompt and method."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from lens_mix.lens import provenance
+from lens_mix.lens.block import Block
+from lens_mix.lens.masks import AllowedKeys, PromptMask
+from lens_mix.lens.prompts import PaddingSide, Prompt
+from lens_mix.maps import MixingMap
+from lens_mix.session import AskedMethod, Passed, Session
+
+
+def map_prompts(
+    session: Session,
+    prompts: list[Prompt],
+    side: PaddingSide = "right",
+    *,
+    prepend_bos: bool | None = None,
+    progress: bool = False,
+) -> list[dict[str, MixingMap]]:
+    """The maps of each prompt by their labels, padding cut away.
+
+    Args:
+        session: what was asked.
+        prompts: one batch.
+        side: where to pad.
+        prepend_bos: for the record.
+        progress: show a bar over the blocks.
+
+    Raises:
+        UnsupportedModelError: the model or a method on it can't be trusted, with the reason.
+    """
+    # Before the pass: a span that a prompt does not have needs no clean pass to be refused.
+    groups = [
+        {
+            label: method.key_groups(len(session.mapped_tokens(prompt)))
+            for label, method in session.methods.items()
+        }
+        for prompt in prompts
+    ]
+    with session.passed(prompts, side) as passed:
+        mapped = _map_blocks(passed, progress)
+        allowed = passed.allowed_keys()
+    record = _Record(passed, mapped, allowed, prepend_bos)
+    return [
+        {label: record.map_of(label, index, groups[index][label]) for label in session.methods}
+        for index in range(len(prompts))
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
+    """What one method made of a batch, padding in.
+
+    Attributes:
+        layers: per layer, [batch, (head,) query, key].
+        blocks: its blocks, with what they noted; by layer.
+    """
+
+    layers: dict[int, Tensor]
+    blocks: dict[int, Block]
+
+
+def _map_blocks(passed: Passed, progress: bool) -> dict[str, _Mapped]:
+    """Block by block, all methods; then those that carry something from block to block."""
+    methods = passed.session.methods
+    blocks = {label: {block.layer: block for block in passed.blocks(label)} for label in methods}
+    maps: dict[str, dict[int, Tensor]] = {label: {} for label in methods}
+    total = sum(map(len, blocks.values()))
+    with tqdm(total=total, disable=not progress, leave=False) as bar:
+        for layer in passed.clean.calls:
+            for label, method in methods.items():
+                if not method.carries and layer in blocks[label]:
+                    bar.set_description(label)
+                    block = blocks[label][layer]
+                    maps[label][layer] = _checked_shape(method(block), method, block)
+                    bar.update()
+            # What methods share about a block goes with it.
+            passed.clean.kept.pop(layer, None)
+        for label, method in methods.items():
+            if method.carries:
+                bar.set_description(label)
+                stacked = method.of_stack(list(blocks[label].values()))
+                stacked = list(stacked.unbind(1)) if isinstance(stacked, Tensor) else stacked
+                last = list(blocks[label].values())[-1]
+                checked = [_checked_shape(scores, method, last) for scores in stacked]
+                maps[label] = dict(zip(blocks[label], checked, strict=True))
+                passed.clean.kept.clear()
+                bar.update(len(stacked))
+    return {label: _Mapped(maps[label], blocks[label]) for label in methods}
+
+
+def _checked_shape(scores: Tensor, method: AskedMethod, block: Block) -> Tensor:
+    """A method's map, with the rows that it was asked for.
+
+    Raises:
+        ValueError: it has other rows.
+    """
+    batch, rows = block.queries.shape
+    if scores.ndim not in (3, 4) or (scores.shape[0], scores.shape[-2]) != (batch, rows):
+        raise ValueError(
+            f"{method.name}: expected a map [batch, (head,) query, key] with batch {batch} and {rows} "
+            f"queries for block {block.layer}, got {list(scores.shape)}; a method that makes whole maps "
+            "only says so: takes_rows returns False"
+        )
+    return scores
+
+
+class _Record:
+    """Makes the records of one batch."""
+
+    def __init__(
+        self, passed: Passed, mapped: dict[str, _Mapped], allowed: AllowedKeys, prepend_bos: bool | None
+    ) -> None:
+        self._passed, self._mapped, self._allowed = passed, mapped, allowed
+        self._reaching: AllowedKeys | None = None
+        self._provenance = provenance.of_run(passed.clean.lens, prepend_bos)
+
+    def map_of(self, label: str, index: int, groups: list[list[int]] | None) -> MixingMap:
+        """One prompt's map by one method."""
+        session, engine = self._passed.session, self._passed.engines[label]
+        method = session.methods[label]
+        layers, rows = session.layers, self._passed.rows
+        keys = self._passed.clean.real[index].nonzero()[:, 0]
+        queries = None if rows is None else list(rows.by_prompt[index])
+        scores = self._scores(label, index, keys, groups)
+        prompt_mask = self._visible(method, index, keys)
+        causal, mask = prompt_mask.causal_and_mask()
+        scores = prompt_mask.without_rounding(scores, groups)
+        tokens = self._passed.tokens(index)
+        blocks = [self._mapped[label].blocks[layer] for layer in layers]
+        spans = None if groups is None else ["".join(tokens[p] for p in group) for group in groups]
+        return MixingMap(
+            scores=scores.clone(),
+            tokens=tokens,
+            method=method.name,
+            causal=causal and groups is None,
+            mask=mask if groups is None else None,
+            key_tokens=spans,
+            queries=queries,
+            layers=layers,
+            parameters=method.parameters(),
+            residual=method.residual,
+            kind=method.kind,
+            provenance={**self._provenance, "engine": engine, **provenance.details(blocks, index)},
+            notes=(
+                *provenance.notes(scores, layers, queries),
+                *(text for block in blocks for text in block.warnings[index]),
+            ),
+        )
+
+    def _scores(
+        self, label: str, index: int, keys: Tensor, groups: list[list[int]] | None
+    ) -> Float[Tensor, "layer *head query key"]:
+        """The asked layers and rows of one prompt, padding cut away."""
+        mapped, maps = self._mapped[label], []
+        # An input map has the rows of the last block in every layer.
+        every_query = mapped.blocks[max(mapped.blocks)].every_query
+        places = self._row_positions(index, keys)
+        for layer in self._passed.session.layers:
+            scores = mapped.layers[layer][index]
+            if every_query:
+                maps.append(scores.index_select(-2, places))
+            else:
+                maps.append(scores[..., : len(places), :])
+        stacked = torch.stack(maps)
+        return stacked if groups is not None else stacked.index_select(-1, keys)
+
+    def _row_positions(self, index: int, keys: Tensor) -> Int[Tensor, " query"]:
+        """Positions of one prompt's rows in the padded batch."""
+        rows = self._passed.rows
+        return keys if rows is None else rows.positions[index, : len(rows.by_prompt[index])]
+
+    def _visible(self, method: AskedMethod, index: int, keys: Tensor) -> PromptMask:
+        """Which of its keys one prompt's rows may see."""
+        allowed = self._allowed
+        if method.kind == "input":
+            self._reaching = self._reaching or allowed.reaching()
+            allowed = self._reaching
+        rows = self._row_positions(index, keys)
+        if self._passed.clean.rows is not None:
+            rows = torch.arange(len(rows), device=rows.device)
+        return allowed.of_prompt(index, rows, keys, self._passed.session.layers)

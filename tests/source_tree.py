@@ -1,0 +1,128 @@
+"""The library's files as `ast` sees them: what imports what, and what a file keeps at module level."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = ROOT / "lens_mix"
+
+# when the file is imported; when the function is called; for type checkers only
+When = Literal["module", "function", "types"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    """One file of the library imports another; both as module names below lens_mix ("lens.proof.prove")."""
+
+    importer: str
+    imported: str
+    when: When
+    function: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.importer} -> {self.imported}" + (f" in {self.function}()" if self.function else "")
+
+
+def module_name(path: Path) -> str:
+    """ "lens.proof.prove"; a package's `__init__.py` by the package's name, lens_mix's own as ""."""
+    parts = path.relative_to(LIBRARY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Module name to its parsed file."""
+    return {module_name(path): ast.parse(path.read_text()) for path in sorted(LIBRARY.rglob("*.py"))}
+
+
+@functools.cache
+def imports() -> tuple[Import, ...]:
+    """All imports between files of the library."""
+    return tuple(
+        Import(importer, imported, when, function)
+        for importer, tree in trees().items()
+        for node, when, function in _import_statements(tree, "module", "")
+        for imported in _files_of(node)
+    )
+
+
+def _import_statements(
+    parent: ast.AST, when: When, function: str
+) -> Iterator[tuple[ast.Import | ast.ImportFrom, When, str]]:
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node, when, function
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and when == "module":
+            yield from _import_statements(node, "function", node.name)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from _import_statements(node, "types", function)
+        else:
+            yield from _import_statements(node, when, function)
+
+
+def _files_of(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """The files that one statement names: algebra.budget for `from lens_mix.algebra import budget`."""
+    if isinstance(node, ast.Import):
+        modules = [alias.name for alias in node.names]
+    else:
+        modules = [
+            f"{node.module}.{alias.name}" if _below(f"{node.module}.{alias.name}") in trees() else node.module
+            for alias in node.names
+            if node.module
+        ]
+    for module in dict.fromkeys(modules):
+        if module.split(".")[0] == "lens_mix":
+            yield _below(module)
+
+
+def _below(module: str) -> str:
+    return module.removeprefix("lens_mix").removeprefix(".")
+
+
+_MUTATORS = frozenset(
+    "add append appendleft clear discard extend insert pop popitem remove setdefault update".split()
+)
+
+
+def module_level_stores(tree: ast.Module) -> list[str]:
+    """Names assigned at module level that the file's own code changes later: what outlives a call."""
+    names = {name for statement in tree.body for name in _assigned(statement)}
+    changed = {name for name, value in _assignments(tree.body) if _is_weak(value)}
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Global):
+                changed |= set(node.names)
+            elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                changed |= {ast.unparse(node.value)}
+            elif (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in _MUTATORS
+            ):
+                changed |= {ast.unparse(node.func.value)}
+    return sorted(names & changed)
+
+
+def _assigned(statement: ast.stmt) -> list[str]:
+    return [name for name, _ in _assignments([statement])]
+
+
+def _assignments(statements: list[ast.stmt]) -> Iterator[tuple[str, ast.expr | None]]:
+    for statement in statements:
+        if isinstance(statement, ast.Assign):
+            for target in statement.targets:
+                if isinstance(target, ast.Name):
+                    yield target.id, statement.value
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id, statement.value
+
+
+def _is_weak(value: ast.expr | None) -> bool:
+    """A weak store is there to be filled, by whoever."""
+    return isinstance(value, ast.Call) and "Weak" in ast.unparse(value.func)

@@ -1,0 +1,143 @@
+"""Rows and layers that are asked for equal the cut of the whole map, for every method on every model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.methods import METHODS, Method
+from tests.matrix import build_or_skip, cases, prompt_of
+from tests.tiny_models import Unavailable, bridge, hooked_transformer, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CASES = {case.label: case for case in cases()}
+
+
+def supported(model, stack):
+    """The methods that run on a model; those that make their rows alone, and all of them."""
+    names = [name for name, engine, _ in lm.support(model, stack=stack) if engine is not None]
+    alone = [name for name in names if METHODS[name].kind == "layer" and METHODS[name].engines[0] != "hooks"]
+    return alone, names
+
+
+def assert_cut(part, whole, queries, layers):
+    """`part` holds what is left of `whole`, and nothing else."""
+    cut = whole.select_layers(layers).select_queries(queries)
+    assert (part.queries, part.layers, part.tokens) == (cut.queries, cut.layers, cut.tokens)
+    assert part.causal == cut.causal
+    assert torch.equal(part.visible(), cut.visible())
+    torch.testing.assert_close(
+        part.scores, cut.scores, atol=1e-10, rtol=0, msg=lambda text: f"{part.method}: {text}"
+    )
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_rows_and_layers_equal_the_cut_of_the_whole_map(label):
+    case = CASES[label]
+    model = case.build(torch.float64)
+    if case.refusal is not None:
+        pytest.skip("refused altogether: tested with the matrix")
+    prompt = prompt_of(model, 9)
+    alone, every = supported(model, case.stack)
+    whole = lm.run(model, prompt, every, stack=case.stack)
+    # Alone the pass records these rows only; with the others it records all, and each block is cut.
+    for names, queries, layers in (
+        (alone, [-1], [1]),
+        (every, [5, 2], [0]),
+        (every, slice(-3, None), [1, 0]),
+    ):
+        parts = lm.run(model, prompt, names, stack=case.stack, queries=queries, layers=layers)
+        for name in names:
+            assert_cut(parts[name], whole[name], queries, layers)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(
+    ("factory", "name"), [(bridge, "llama"), (bridge, "gemma2"), (hooked_transformer, "LN")]
+)
+def test_the_last_row_of_padded_prompts_is_each_prompts_own(factory, name, side):
+    model = build_or_skip(factory, name)
+    prompts = [tokens(model, 1, size, seed=size)[0] for size in (7, 4, 6)]
+    alone, _ = supported(model, None)
+    many = lm.run_many(model, prompts, alone, queries=[-1, 0], layers=-1, padding_side=side)
+    for prompt, parts in zip(prompts, many, strict=True):
+        single = lm.run(model, prompt, alone, queries=[-1, 0], layers=-1)
+        for method in alone:
+            assert parts[method].queries == [len(prompt) - 1, 0]
+            torch.testing.assert_close(parts[method].scores, single[method].scores, atol=1e-5, rtol=1e-4)
+
+
+def test_prompts_with_fewer_rows_than_others():
+    model = any_decoder()
+    prompts = [tokens(model, 1, size, seed=size)[0] for size in (7, 2, 5)]
+    for prompt, part in zip(
+        prompts, lm.run_many(model, prompts, "attn_res", queries=slice(-4, None)), strict=True
+    ):
+        whole = lm.run(model, prompt, "attn_res").select_queries(slice(-4, None))
+        assert part.queries == whole.queries
+        torch.testing.assert_close(part.scores, whole.scores, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"queries": 9}, r"queries: expected -6\.\.5, got 9"),
+        ({"queries": []}, r"queries: expected at least one of 0\.\.5, got none"),
+        ({"queries": [1, 1]}, r"queries: expected each one once, got \[1, 1\]"),
+        ({"queries": "last"}, "queries: expected whole numbers or a slice, got str"),
+        ({"queries": 1.5}, "queries: expected whole numbers or a slice, got 1.5"),
+        ({"queries": True}, "queries: expected whole numbers or a slice, got True"),
+        ({"layers": [2]}, r"layers: expected -2\.\.1, got 2"),
+        ({"layers": slice(5, 9)}, r"layers: expected at least one of 0\.\.1, got none"),
+    ],
+)
+def test_rows_and_layers_that_are_not_there_are_refused(options, message):
+    model = any_decoder()
+    with pytest.raises((TypeError, ValueError), match=message):
+        lm.run(model, tokens(model, 1, 6), "attention", **options)
+
+
+def any_decoder():
+    try:
+        return bridge("gpt2")
+    except Unavailable:
+        return hooked_transformer("LN")
+
+
+def test_a_method_that_ignores_the_rows_is_refused_in_words():
+    class Whole(Method):
+        name = "whole"
+        residual = 0.0
+        engines = ("recorded",)
+        citation = "none"
+
+        def __call__(self, block):
+            positions = block.real.shape[1]
+            return torch.ones(len(block.real), positions, positions).tril()
+
+    class Cut(Whole):
+        def takes_rows(self, engine):
+            return False
+
+    model = any_decoder()
+    prompt = tokens(model, 1, 6)
+    assert lm.run(model, prompt, Whole()).scores.shape == (2, 6, 6)
+    with pytest.raises(ValueError, match=r"whole: expected a map .* 1 queries for block 0, got"):
+        lm.run(model, prompt, Whole(), queries=-1)
+    assert lm.run(model, prompt, Cut(), queries=-1).scores.shape == (2, 1, 6)
+
+
+def test_a_user_can_put_a_methods_hooks_on_a_run_of_their_own():
+    model = any_decoder()
+    prompt = tokens(model, 1, 6)
+    store = {}
+    with torch.no_grad():
+        model.run_with_hooks(prompt, fwd_hooks=lm.AttnRes().hooks(0, store))
+    roles = {name.rsplit("hook_", 1)[1]: tensor.shape for name, tensor in store.items()}
+    assert sorted(roles) == ["pattern", "v", "z"]
+    store.clear()
+    with torch.no_grad():
+        model.run_with_hooks(prompt, fwd_hooks=lm.AttnRes().hooks(1, store, queries=torch.tensor([[-1, 2]])))
+    assert store["blocks.1.attn.hook_pattern"].shape[2] == 2
+    assert store["blocks.1.attn.hook_v"].shape[1] == 6

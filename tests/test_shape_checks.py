@@ -1,0 +1,75 @@
+"""The type checker of the suite finds what it is there for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from jaxtyping import Float, TypeCheckError, jaxtyped
+from torch import Tensor
+
+import lens_mix as lm
+from tests.shape_checks import shapes
+
+checked = jaxtyped(typechecker=shapes)
+
+
+@checked
+def total(
+    x: Float[Tensor, "row column"], y: Float[Tensor, "row column"] | None = None
+) -> Float[Tensor, "row column"]:
+    if y is not None and len(x) != len(y):
+        raise ValueError("y: expected as many rows as x has")
+    return x if y is None else x + y
+
+
+@checked
+def turned(x: Float[Tensor, "row column"], times: int) -> tuple[Float[Tensor, "column row"], int]:
+    return x.T if times % 2 else x, int(times)
+
+
+@checked
+@dataclasses.dataclass
+class Pair:
+    rows: int
+    x: Float[Tensor, "row column"]
+    y: Float[Tensor, "row column"]
+
+
+def test_right_shapes_pass():
+    assert total(torch.ones(2, 3), torch.ones(2, 3)).shape == total(torch.ones(2, 3)).shape
+    assert turned(torch.ones(2, 3), 1)[0].shape == (3, 2)
+    Pair(2, torch.ones(2, 3), torch.ones(2, 3))
+
+
+def test_what_is_no_shape_is_left_to_mypy():
+    assert turned(torch.ones(2, 3), 1.0)[1] == 1
+    Pair("two", torch.ones(2, 3), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: total(torch.ones(2, 3, dtype=torch.bool)),
+        lambda: total(torch.ones(2, 2, 3)),
+        lambda: total(torch.ones(2, 3), torch.ones(2, 1)),
+        lambda: turned(torch.ones(2, 3), 2),
+        lambda: Pair(2, torch.ones(2, 3), torch.ones(3, 2)),
+    ],
+    ids=["dtype", "axes", "size", "result", "field"],
+)
+def test_wrong_shapes_are_found(call):
+    with pytest.raises(TypeCheckError):
+        call()
+
+
+def test_a_functions_own_words_come_first():
+    with pytest.raises(ValueError, match="y: expected as many rows as x has"):
+        total(torch.ones(2, 3), torch.ones(3, 3))
+
+
+def test_the_library_is_checked(request):
+    if not request.config.getoption("--jaxtyping-packages"):
+        pytest.skip("run without --jaxtyping-packages")
+    assert hasattr(lm.run, "__wrapped__")
