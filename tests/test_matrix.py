@@ -11,7 +11,7 @@ import lens_mix as lm
 from lens_mix.lens.model import Lens
 from lens_mix.lens.prompts import pad, pad_token, read_prompt
 from lens_mix.methods import METHODS
-from tests.matrix import Case, cases, prompt_of
+from tests.matrix import Case, cases, prompt_of, slow
 
 CASES = {case.label: case for case in cases()}
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -135,11 +135,7 @@ def test_agrees_with_an_oracle_that_shares_no_code(label, name):
         torch.testing.assert_close(m.scores, ORACLES[name](model, case, prompt), atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64],
-    ids=["float32", "float64"],
-)
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("label", CASES)
 def test_every_method_gives_a_sound_map_or_the_reason_that_support_gives(label, dtype):
     case = CASES[label]
