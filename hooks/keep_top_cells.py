@@ -1,4 +1,4 @@
-"""Keep the top k % of a map's cells and remove the rest: do the cells that a method ranks first carry the run?
+"""Keep the top k % of a map's cells and remove the rest: do the cells that rank first carry the run?
 
 A removed cell passes nothing on from its key to its query, in any head of its layer. The kept ones have their
 clean weights, so that keeping everything changes nothing.

@@ -27,11 +27,10 @@ def main() -> None:
     clean = knock_out(model, tokens, position, [])
     print(f"KL at the last position when position {position} passes on nothing in layers first..last")
     for first in range(n_layers):
-        row = [
-            f"{first}..{last}: {divergence(clean, knock_out(model, tokens, position, range(first, last + 1))):.4f}"
-            for last in range(first, n_layers)
-        ]
-        print("  ".join(row))
+        for last in range(first, n_layers):
+            without = knock_out(model, tokens, position, range(first, last + 1))
+            print(f"{first}..{last}: {divergence(clean, without):.4f}", end="  ")
+        print()
 
 
 if __name__ == "__main__":

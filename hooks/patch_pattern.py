@@ -1,7 +1,7 @@
 """Patch a pattern from another prompt: does a layer matter for WHERE it looks, or for what it finds there?
 
-The pattern of one layer is taken from a run on another prompt of the same length; the values stay the prompt's
-own. What changes in the prediction is due to where the layer looked.
+The pattern of one layer is taken from a run on another prompt of the same length; the values stay the
+prompt's own. What changes in the prediction is due to where the layer looked.
 """
 
 from __future__ import annotations

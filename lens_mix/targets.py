@@ -68,10 +68,10 @@ class Context:
             )
         ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if len(ids) != 1:
-            pieces = self.tokenizer.convert_ids_to_tokens(ids)
+            read_as = self.tokenizer.convert_ids_to_tokens(ids)
             raise ValueError(
                 f"{name}: expected the text of one token (mind the leading space), got {text!r}, "
-                f"which is {len(ids)} tokens: {pieces}"
+                f"which is {len(ids)} tokens: {read_as}"
             )
         return int(ids[0])
 
@@ -221,8 +221,10 @@ class _Loss(Target):
         following = context.tokens[1:]
 
         def loss(logits: Tensor) -> Tensor:
-            chosen = _wide(logits)[:, :-1].log_softmax(-1)
-            return -chosen.gather(-1, following.expand(len(logits), -1)[..., None])[..., 0].mean(-1)
+            log_probabilities = _wide(logits)[:, :-1].log_softmax(-1)
+            return -log_probabilities.gather(-1, following.expand(len(logits), -1)[..., None])[..., 0].mean(
+                -1
+            )
 
         return loss
 

@@ -7,7 +7,6 @@ deep stacks.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,17 +18,18 @@ from torch import Tensor
 from lens_mix.aggregation.flow_bounds import first_layer_bound
 from lens_mix.aggregation.flow_rows import all_flows
 from lens_mix.aggregation.max_flow import Solver
-from lens_mix.aggregation.products import add_residual
 from lens_mix.aggregation.receptive_field import null_maps, reachable
 from lens_mix.aggregation.rollout import (
     layers_between,
+    looks_causal_note,
+    mixed_layers,
     reached_keys,
     refuse_unstackable,
     residual_weight,
-    to_float64,
 )
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import normalise_rows
+from lens_mix.maps.positions import as_count, as_positions
 
 # Two flows that differ by less are one: what rounding to whole numbers can do to a flow is below it.
 EQUAL = 1e-7
@@ -87,7 +87,7 @@ def flow(
     """
     stack, visible, weight = capacity_stack(mixing_map, residual, to_layer=layer, drop_bos=drop_bos)
     _check_options(solver, processes)
-    chosen = _queries(queries, len(stack.tokens))
+    chosen = as_positions(slice(None) if queries is None else queries, len(stack.tokens))
     depth = len(stack.layer_labels)
     levels = list(range(1, depth + 1)) if layer is None else [depth]
     work: dict[str, Any] = {"solver": solver, "processes": processes, "progress": progress}
@@ -139,32 +139,18 @@ def capacity_stack(
     chosen = layers_between(mixing_map, None, to_layer)
     if drop_bos:
         chosen = chosen.drop_bos()
-    merged = chosen.replace(scores=to_float64(chosen.scores)).merge_heads().normalized()
-    visible = merged.visible()
+    maps, notes = mixed_layers(chosen, weight)
+    visible = chosen.visible()
     identity = torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
     # A mask that hides the diagonal says what attention could see; the residual passes all the same.
-    mask = merged.mask if weight == 0 or merged.mask is None else visible | identity
-    return Stack(merged.replace(scores=add_residual(merged.scores, weight), mask=mask), visible, weight)
+    mask = chosen.mask if weight == 0 or chosen.mask is None else visible | identity
+    return Stack(chosen.replace(scores=maps, mask=mask, notes=notes), visible, weight)
 
 
 def _check_options(solver: str, processes: int) -> None:
     if solver not in ("scipy", "networkx"):
         raise ValueError(f"solver: expected 'scipy' or 'networkx', got {solver!r}")
-    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
-        raise ValueError(f"processes: expected a whole number, 1 or more, got {processes!r}")
-
-
-def _queries(queries: Sequence[int] | int | None, count: int) -> list[int]:
-    if queries is None:
-        return list(range(count))
-    asked = [queries] if isinstance(queries, int) else list(queries)
-    for query in asked:
-        if isinstance(query, bool) or not isinstance(query, int) or not -count <= query < count:
-            raise ValueError(f"queries: expected positions from {-count} to {count - 1}, got {query!r}")
-    found = [query % count for query in asked]
-    if not found or len(set(found)) != len(found):
-        raise ValueError(f"queries: expected at least one position, none twice, got {asked}")
-    return found
+    as_count(processes, "processes")
 
 
 def _all_rows(scores: Tensor, chosen: list[int], count: int) -> Tensor:
@@ -214,9 +200,9 @@ def _normalise_by_null(
     for place, level in enumerate(levels):
         for number, query in enumerate(queries):
             keys = reached[level - 1, query]
-            own, other = even_flow(level, max(1, int(keys.sum())), weight)
-            target[place, number, keys] = other
-            target[place, number, query] = own if keys[query] else 0.0
+            to_itself, to_another = even_flow(level, max(1, int(keys.sum())), weight)
+            target[place, number, keys] = to_another
+            target[place, number, query] = to_itself if keys[query] else 0.0
     weighted = torch.where(null > 0, flows * target / null, 0.0)
     total = weighted.sum(-1, keepdim=True)
     return weighted * flows.sum(-1, keepdim=True) / total.masked_fill(total == 0, 1)
@@ -246,17 +232,6 @@ def _notes(
             "the key, min(1, column sum over the positions that the query reaches): there the deeper layers, "
             "and what the query attends to, do not show; rollout does not have this limit"
         )
-    if receptive_field and _looks_causal(stack):
-        text = (
-            "receptive_field changed nothing, because the map says that every query could see every key; "
-            "no query used a later key, so if the model is causal make the map with causal=True"
-        )
-        warnings.warn(text, stacklevel=3)
-        notes.append(text)
+    if receptive_field:
+        notes += looks_causal_note(stack)
     return tuple(notes)
-
-
-def _looks_causal(stack: MixingMap) -> bool:
-    if stack.causal or stack.mask is not None or len(stack.tokens) == 1:
-        return False
-    return not bool(stack.scores.triu(diagonal=1).any())

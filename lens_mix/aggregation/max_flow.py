@@ -142,20 +142,20 @@ class LayeredFlow:
                 raise ValueError(f"pairs: expected positions from 0 to {size - 1}, got {pair}")
         if self.solver == "networkx":
             return np.array([self._by_networkx(level, *pair) for pair in pairs])
-        found = np.zeros(len(pairs))
+        values = np.zeros(len(pairs))
         unsolved = []
         for number, (query, key) in enumerate(pairs):
             if level == 1:
-                found[number] = self.capacities[0, query, key]
+                values[number] = self.capacities[0, query, key]
             elif level == 2:
-                found[number] = np.minimum(self.capacities[1, query], self.capacities[0, :, key]).sum()
+                values[number] = np.minimum(self.capacities[1, query], self.capacities[0, :, key]).sum()
             elif self.causal and key == query:
-                found[number] = self.capacities[:level, key, key].min()
+                values[number] = self.capacities[:level, key, key].min()
             elif not self.causal or key < query:
                 unsolved.append(number)
         for batch in self._batches(level, pairs, unsolved):
-            found[batch] = self._solve(level, [self._part(level, *pairs[number]) for number in batch])
-        return found
+            values[batch] = self._solve(level, [self._part(level, *pairs[number]) for number in batch])
+        return values
 
     def _batches(
         self, level: int, pairs: Sequence[tuple[int, int]], numbers: list[int]
@@ -183,14 +183,14 @@ class LayeredFlow:
     def _wiring(self, inner: int, window: slice) -> Wiring:
         size = window.stop - window.start
         shared = self._filled or size == len(self._pattern)
-        found = self._wirings.get((inner, size)) if shared else None
-        if found is None:
-            found = Wiring.of(self._pattern[window, window], inner)
+        wiring = self._wirings.get((inner, size)) if shared else None
+        if wiring is None:
+            wiring = Wiring.of(self._pattern[window, window], inner)
             if shared:
                 # Levels are asked for one after the other: those of another depth are not needed again.
-                self._wirings = {name: kept for name, kept in self._wirings.items() if name[0] == inner}
-                self._wirings[inner, size] = found
-        return found
+                self._wirings = {name: each for name, each in self._wirings.items() if name[0] == inner}
+                self._wirings[inner, size] = wiring
+        return wiring
 
     def _inner(self, level: int, window: slice, wiring: Wiring) -> Int[np.ndarray, " edge"]:
         """The capacities of the layers between; without windows those of the last call serve the next."""

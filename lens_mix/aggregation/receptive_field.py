@@ -13,12 +13,13 @@ allows, and R the rollout of L layers:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.aggregation.products import add_residual, compose, cumulative, log_matmul
+from lens_mix.aggregation.products import Product, add_residual, compose, cumulative, log_matmul
 
 
 def normalise_rollout(
@@ -27,6 +28,7 @@ def normalise_rollout(
     residual: float,
     heads: Float[Tensor, "layer head query key"] | None = None,
     arithmetic: str = "auto",
+    product: Product = torch.matmul,
 ) -> Float[Tensor, "layer *head query key"]:
     """The cumulative rollout of `maps`, each layer normalised against the null model of its depth.
 
@@ -38,6 +40,7 @@ def normalise_rollout(
         heads: float64, the same per head; the result then has a head axis.
         arithmetic: "float64", "log", or "auto": float64 where a bound shows that nothing
             underflows, logarithms elsewhere.
+        product: of two maps in float64.
 
     Returns:
         float64; every row has the sum it has in the plain rollout: 1, less what all-zero rows lost.
@@ -50,7 +53,7 @@ def normalise_rollout(
     null = null_maps(visible, residual)
     reached = reachable(visible, residual)
     if arithmetic == "float64" or (arithmetic == "auto" and float64_suffices(null, residual)):
-        return _in_float64(maps, null, reached, residual, heads)
+        return _in_float64(maps, null, reached, residual, heads, product)
     return _in_logarithms(maps, null, reached, residual, heads)
 
 
@@ -62,6 +65,8 @@ def even_attention(visible: Bool[Tensor, "*axes query key"]) -> Float[Tensor, "*
 
 def null_maps(visible: Bool[Tensor, "layer query key"], residual: float) -> Float[Tensor, "layer query key"]:
     """The null model's layers: even attention with the residual mixed in, float64."""
+    if len(visible) > 1 and bool((visible == visible[:1]).all()):
+        return null_maps(visible[:1], residual).expand(visible.shape)
     return add_residual(even_attention(visible), residual)
 
 
@@ -73,31 +78,31 @@ def reachable(visible: Bool[Tensor, "layer query key"], residual: float) -> Bool
     """
     identity = torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
     results = [visible[0]]
-    for mask in visible[1:]:
-        below = results[-1]
-        reached = compose(mask, below | identity if residual > 0 else below)
-        results.append(reached | below if residual > 0 else reached)
+    for place in range(1, len(visible)):
+        mask, below = visible[place], results[-1]
+        settled = place > 1 and torch.equal(below, results[-2]) and torch.equal(mask, visible[place - 1])
+        if not settled:
+            reached = compose(mask, below | identity if residual > 0 else below)
+            below = reached | below if residual > 0 else reached
+        results.append(below)
     return torch.stack(results)
 
 
-def target_share(depth: int, residual: float) -> tuple[float, float]:
-    """log w^depth and log(1 − w^depth), exact at both ends."""
-    if residual == 0:
-        return -math.inf, 0.0
-    if residual == 1:
-        return 0.0, -math.inf
-    stayed = depth * math.log(residual)
-    return stayed, math.log(-math.expm1(stayed))
-
-
-def log_target(reached: Bool[Tensor, "query key"], depth: int, residual: float) -> Float[Tensor, "query key"]:
-    """log B0 at one depth. A position that reaches nothing by attention keeps itself where w > 0."""
-    stayed, moved = target_share(depth, residual)
-    even = add_residual(even_attention(reached), 0.0)
-    identity = torch.eye(len(reached), dtype=torch.float64, device=reached.device)
-    if residual > 0:
-        even = torch.where(reached.any(-1, keepdim=True), even, identity)
-    return torch.logaddexp(identity.log() + stayed, even.log() + moved)
+def even_targets(
+    reached: Bool[Tensor, "layer query key"], residual: float
+) -> Iterator[Float[Tensor, "query key"]]:
+    """B0 at each depth. A position that reaches nothing by attention keeps itself where w > 0."""
+    identity = torch.eye(reached.shape[-1], dtype=torch.float64, device=reached.device)
+    for place, keys in enumerate(reached):
+        if place == 0 or not torch.equal(keys, reached[place - 1]):
+            even = even_attention(keys)
+            if residual > 0:
+                even = torch.where(keys.any(-1, keepdim=True), even, identity)
+        depth = place + 1
+        moved = 1.0 if residual == 0 else 0.0 if residual == 1 else -math.expm1(depth * math.log(residual))
+        target = moved * even
+        target.diagonal().add_(residual**depth)
+        yield target
 
 
 def float64_suffices(null: Float[Tensor, "layer query key"], residual: float) -> bool:
@@ -114,37 +119,37 @@ def float64_suffices(null: Float[Tensor, "layer query key"], residual: float) ->
     if residual == 1:
         return True
     layers, size = null.shape[0], null.shape[-1]
-    smallest = torch.where(null > 0, null, 1.0).flatten(1).amin(1).log().sum().item()
+    # One matrix stands for all layers where they share it.
+    different = null[:1] if null.stride(0) == 0 else null
+    smallest = torch.where(different > 0, different, 1.0).flatten(1).amin(1).log().mean().item() * layers
     needed = math.log(torch.finfo(torch.float64).tiny) + math.log(layers * size**2 * 1e16)
     return smallest > needed - math.log1p(-residual)
 
 
-def _in_float64(maps: Tensor, null: Tensor, reached: Tensor, residual: float, heads: Tensor | None) -> Tensor:
-    rolled, expected = cumulative(maps, heads), cumulative(null)
-    results = []
-    for place, plain in enumerate(rolled):
-        target = log_target(reached[place], place + 1, residual).exp()
-        factor = torch.where(expected[place] > 0, target / expected[place], 0.0)
-        weighted = plain * factor
-        total = weighted.sum(-1, keepdim=True)
-        scale = plain.sum(-1, keepdim=True) / total.masked_fill(total == 0, 1)
-        results.append(weighted * scale)
-    return torch.stack(results)
+def _in_float64(
+    maps: Tensor, null: Tensor, reached: Tensor, residual: float, heads: Tensor | None, product: Product
+) -> Float[Tensor, "layer *head query key"]:
+    rolled = cumulative(maps, heads, product)
+    expected: Tensor | None = None
+    for plain, matrix, target in zip(rolled, null, even_targets(reached, residual), strict=True):
+        expected = matrix if expected is None else product(matrix, expected)
+        factor = target.div_(expected).masked_fill_(expected == 0, 0.0)
+        before = plain.sum(-1, keepdim=True)
+        total = plain.mul_(factor).sum(-1, keepdim=True)
+        plain.mul_(before / total.masked_fill(total == 0, 1))
+    return rolled
 
 
 def _in_logarithms(
     maps: Tensor, null: Tensor, reached: Tensor, residual: float, heads: Tensor | None
-) -> Tensor:
-    log_heads = None if heads is None else heads.log()
-    rolled = cumulative(maps.log(), log_heads, product=log_matmul)
-    expected = cumulative(null.log(), product=log_matmul)
-    results = []
-    for place, plain in enumerate(rolled):
-        target = log_target(reached[place], place + 1, residual)
+) -> Float[Tensor, "layer *head query key"]:
+    rolled = cumulative(maps.log(), None if heads is None else heads.log(), product=log_matmul)
+    expected: Tensor | None = None
+    for plain, matrix, target in zip(rolled, null.log(), even_targets(reached, residual), strict=True):
+        expected = matrix if expected is None else log_matmul(matrix, expected)
         # Where the null model is zero the rollout is too; −inf − (−inf) would be NaN.
-        weighted = torch.where(expected[place] > -math.inf, plain + target - expected[place], -math.inf)
+        weighted = torch.where(expected > -math.inf, plain + target.log() - expected, -math.inf)
         total = torch.logsumexp(weighted, dim=-1, keepdim=True)
-        wanted = torch.logsumexp(plain, dim=-1, keepdim=True)
-        scale = torch.where(total > -math.inf, wanted - total, 0.0)
-        results.append((weighted + scale).exp())
-    return torch.stack(results)
+        before = torch.logsumexp(plain, dim=-1, keepdim=True)
+        plain.copy_((weighted + torch.where(total > -math.inf, before - total, 0.0)).exp())
+    return rolled

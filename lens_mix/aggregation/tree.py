@@ -150,21 +150,21 @@ def _grow(
             candidates.sort(key=lambda edge: -shares[edge.layer, edge.query, edge.key].item())
         # only the root is in the tree above the top layer
         parents = inside if within_layer and layer != top else set(inside)
-        found = _take_in(candidates, parents, inside)
-        while found:
-            edges += found
-            found = _take_in(candidates, parents, inside) if order == "score" and within_layer else []
+        taken = _take_in(candidates, parents, inside)
+        while taken:
+            edges += taken
+            taken = _take_in(candidates, parents, inside) if order == "score" and within_layer else []
     return edges
 
 
 def _take_in(candidates: list[_Edge], parents: set[int], inside: set[int]) -> list[_Edge]:
     """One pass over the candidates; `inside` grows, and `parents` with it where they are the same set."""
-    found = []
+    taken = []
     for edge in candidates:
         if edge.query in parents and edge.key not in inside:
             inside.add(edge.key)
-            found.append(edge)
-    return found
+            taken.append(edge)
+    return taken
 
 
 def _cut(

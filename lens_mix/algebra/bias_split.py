@@ -16,7 +16,10 @@ SPLITS: tuple[str, ...] = ("absdot", "abssim", "norm", "equal", "first", "dot", 
 
 
 def split_bias(
-    vectors: Float[Tensor, "*batch source d"], bias: Float[Tensor, "*batch d"], rule: Split
+    vectors: Float[Tensor, "*batch source d"],
+    bias: Float[Tensor, "*batch d"],
+    rule: Split,
+    out: Float[Tensor, "*batch source d"] | None = None,
 ) -> Float[Tensor, "*batch source d"]:
     """The vectors with shares of a bias added; the shares add up to it (Modarressi et al., 2023, eq. 8-9).
 
@@ -26,6 +29,7 @@ def split_bias(
         rule: shares in proportion to |v · b| ("absdot", the paper's), |cos(v, b)| ("abssim"), ‖v‖
             ("norm"), v · b ("dot"); the same for every vector that is not zero ("equal"); all to the first
             source ("first", the released code's `cls`); nobody gets any ("drop").
+        out: memory for the result, which may be that of `vectors`.
     """
     if rule == "drop":
         return vectors
@@ -33,19 +37,18 @@ def split_bias(
     total = weights.sum(-1, keepdim=True)
     # Where no source has a claim, nobody gets any; the released code divides by total + 1e-12 instead.
     weights = torch.where(total != 0, weights / total, torch.zeros_like(weights))
-    return vectors + weights[..., None] * bias[..., None, :]
+    return torch.addcmul(vectors, weights[..., None], bias[..., None, :], out=out)
 
 
-def _weights(vectors: Tensor, bias: Tensor, rule: str) -> Tensor:
-    size = torch.linalg.vector_norm(vectors, dim=-1)
-    if rule == "norm":
-        return size
-    if rule == "equal":
-        return (size != 0).to(vectors.dtype)
+def _weights(vectors: Tensor, bias: Tensor, rule: str) -> Float[Tensor, "*batch source"]:
     if rule == "first":
-        first = torch.zeros_like(size)
+        first = torch.zeros_like(vectors[..., 0])
         first[..., 0] = 1
         return first
+    if rule == "norm":
+        return torch.linalg.vector_norm(vectors, dim=-1)
+    if rule == "equal":
+        return (torch.linalg.vector_norm(vectors, dim=-1) != 0).to(vectors.dtype)
     product = (vectors @ bias[..., None])[..., 0]
     if rule == "dot":
         return product
@@ -53,8 +56,8 @@ def _weights(vectors: Tensor, bias: Tensor, rule: str) -> Tensor:
         return product.abs()
     if rule != "abssim":
         raise ValueError(f"rule: expected one of {SPLITS}, got {rule!r}")
-    apart = size * torch.linalg.vector_norm(bias, dim=-1, keepdim=True)
-    return torch.where(apart > 0, product.abs() / apart, torch.zeros_like(apart))
+    sizes = torch.linalg.vector_norm(vectors, dim=-1) * torch.linalg.vector_norm(bias, dim=-1, keepdim=True)
+    return torch.where(sizes > 0, product.abs() / sizes, torch.zeros_like(sizes))
 
 
 def through_norm(
@@ -66,17 +69,18 @@ def through_norm(
     """Shares of a state -> shares of the norm's output, β handed out.
 
     Args:
-        norm: None for none.
+        norm: None for none; then the result is `vectors` itself.
         vectors: shares of the state.
         state: what the norm really reads.
         rule: as in `split_bias`.
     """
     if norm is None:
         return vectors
-    out = linear_part(norm, vectors) / norm.scale(state)[..., None, :]
+    out, scale = linear_part(norm, vectors), norm.scale(state)[..., None, :]
+    out = out / scale if out is vectors else out.div_(scale)
     if norm.bias is None:
         return out
-    return split_bias(out, norm.bias.to(out.dtype).expand(state.shape), rule)
+    return split_bias(out, norm.bias.to(out.dtype).expand(state.shape), rule, out)
 
 
 def through_linear(
@@ -89,5 +93,4 @@ def through_linear(
     out = vectors @ weight.to(vectors.dtype)
     if bias is None:
         return out
-    whole = bias.to(out.dtype).expand(*out.shape[:-2], out.shape[-1])
-    return split_bias(out, whole, rule)
+    return split_bias(out, bias.to(out.dtype).expand(*out.shape[:-2], out.shape[-1]), rule, out)

@@ -165,16 +165,3 @@ def hidden_bytes(block: Block, heads: HeadVectors) -> int:
     per_pair = (matrices + 1) * min(d_mlp, NEURONS) + 9 * d_model + 2 * heads.heads
     per_key = heads.heads * (5 * d_model + 2 * d_mlp + 2 * heads.d_head)
     return (per_pair + -(-per_key // block.resid_pre.shape[1])) * heads.dtype.itemsize
-
-
-def decomposition_bytes(block: Block) -> tuple[int, int]:
-    """A block's step of DecompX beside a chunk of its feed-forward, and each query in a chunk."""
-    batch, positions, d_model = block.resid_pre.shape
-    dtype = torch.promote_types(block.resid_pre.dtype, torch.float32)
-    pairs = batch * positions**2 * d_model * dtype.itemsize
-    feed_forward, row = block.anatomy.feed_forward, 0
-    if feed_forward is not None:
-        matrices = 1 if feed_forward.W_gate is None else 2
-        width = 8 * d_model + (4 * matrices + 4) * feed_forward.W_in.shape[1]
-        row = batch * positions * width * dtype.itemsize
-    return 9 * pairs, row

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Literal
 
+import numpy
 import torch
 from jaxtyping import Float
+from numpy.polynomial import legendre
 from torch import Tensor
 
 Rule = Literal["gauss_legendre", "riemann_left", "riemann_right", "riemann_middle", "trapezoid"]
@@ -43,9 +47,7 @@ def quadrature(method: str, n_steps: int) -> tuple[Float[Tensor, " point"], Floa
     if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < least:
         raise ValueError(f"n_steps: expected a whole number, {least} or more for {name!r}, got {n_steps!r}")
     if name == "gauss_legendre":
-        import numpy
-
-        points, weights = numpy.polynomial.legendre.leggauss(n_steps)
+        points, weights = legendre.leggauss(n_steps)
         return torch.from_numpy((points + 1) / 2), torch.from_numpy(weights / 2)
     count = torch.arange(n_steps, dtype=torch.float64)
     if name == "trapezoid":
@@ -54,3 +56,81 @@ def quadrature(method: str, n_steps: int) -> tuple[Float[Tensor, " point"], Floa
         return count / (n_steps - 1), even
     shift = {"riemann_left": 0.0, "riemann_middle": 0.5, "riemann_right": 1.0}[name]
     return (count + shift) / n_steps, torch.full((n_steps,), 1 / n_steps, dtype=torch.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class NestedRules:
+    """Rules of growing size over 0..1, each with all points of the one before it.
+
+    Attributes:
+        points: in the order in which the rules need them.
+        weights: of every rule; 0 for the points that only larger rules have. Each row sums to 1.
+        counts: how many points each rule has.
+        degrees: the largest degree of polynomials for which each rule is exact.
+    """
+
+    points: Float[Tensor, " point"]
+    weights: Float[Tensor, "rule point"]
+    counts: tuple[int, ...]
+    degrees: tuple[int, ...]
+
+
+def one_rule(method: str, n_steps: int) -> NestedRules:
+    """A rule of `quadrature` alone."""
+    points, weights = quadrature(method, n_steps)
+    return NestedRules(points, weights[None], (n_steps,), (0,))
+
+
+# Beyond it, float64 no longer finds the points to full precision.
+LARGEST_NESTED = 63
+
+
+@functools.cache
+def nested_rules(largest: int) -> NestedRules:
+    """Gauss-Legendre's 1 and 3 points, then Patterson's 7, 15, 31 and 63 (Math. Comp. 22, 1968).
+
+    Patterson adds n + 1 points to n so that the degree of exactness is the highest possible: 3n/2 for the n
+    points that result, where Gauss-Legendre, which shares no points between sizes, has 2n. No end of the
+    interval is a point.
+
+    Args:
+        largest: rules with more points are left out.
+    """
+    nodes, counts = numpy.zeros(1), [1]
+    while 2 * len(nodes) + 1 <= min(largest, LARGEST_NESTED):
+        nodes = numpy.concatenate([nodes, _further_nodes(nodes)])
+        counts.append(len(nodes))
+    weights = numpy.zeros((len(counts), len(nodes)))
+    for rule, count in enumerate(counts):
+        weights[rule, :count] = _interpolatory_weights(nodes[:count])
+    degrees = (1, *((3 * count + 1) // 2 for count in counts[1:]))
+    return NestedRules(
+        torch.from_numpy((nodes + 1) / 2), torch.from_numpy(weights / 2), tuple(counts), degrees
+    )
+
+
+def _further_nodes(nodes: numpy.ndarray) -> numpy.ndarray:
+    """Patterson's n + 1 further nodes in -1..1 for n given ones.
+
+    They are the roots of the polynomial E of degree n + 1 for which ∫ Π(x - node) E(x) P_k(x) dx = 0 for all
+    Legendre polynomials P_k of degree k <= n.
+    """
+    count = len(nodes)
+    x, measure = legendre.leggauss(2 * count + 2)
+    given = numpy.prod([2 * (x - node) for node in nodes], axis=0)
+    basis = legendre.legvander(x, count + 1)
+    products = (basis[:, :-1] * (measure * given / abs(given).max())[:, None]).T @ basis
+    # of the two parities, one is 0 = 0: least squares
+    below = numpy.linalg.lstsq(products[:, :-1], -products[:, -1], rcond=None)[0]
+    coefficients = numpy.append(below, 1.0)
+    roots = numpy.sort(legendre.legroots(coefficients).real)
+    for _ in range(3):
+        roots -= legendre.legval(roots, coefficients) / legendre.legval(roots, legendre.legder(coefficients))
+    return (roots - roots[::-1]) / 2
+
+
+def _interpolatory_weights(nodes: numpy.ndarray) -> numpy.ndarray:
+    """Weights over -1..1 that integrate every polynomial of degree below the number of nodes."""
+    integrals = numpy.zeros(len(nodes))
+    integrals[0] = 2
+    return numpy.linalg.solve(legendre.legvander(nodes, len(nodes) - 1).T, integrals)

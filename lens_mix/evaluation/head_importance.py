@@ -120,25 +120,25 @@ def head_importance(
     Raises:
         ValueError: no prompts; an unknown option; another number of targets than of prompts.
     """
-    chosen = _methods(by, len(prompts), targets, method)
+    methods = _methods(by, len(prompts), targets, method)
     if statistic not in ("max", "mean"):
         raise ValueError(f"statistic: expected 'max' or 'mean', got {statistic!r}")
     total: Tensor | None = None
     warned: collections.Counter[str] = collections.Counter()
-    for prompt, one in zip(tqdm(prompts, disable=not progress, desc=by), chosen, strict=True):
-        found = run(model, prompt, one, stack=stack, **options)
-        scores = found.scores.to("cpu", torch.float64)
-        warned.update(note.split(":")[0] for note in found.notes if "completeness" in note)
+    for prompt, chosen in zip(tqdm(prompts, disable=not progress, desc=by), methods, strict=True):
+        mixing = run(model, prompt, chosen, stack=stack, **options)
+        scores = mixing.scores.to("cpu", torch.float64)
+        warned.update(note.split(":")[0] for note in mixing.notes if "completeness" in note)
         if by == "attention":
             # a query that sees one key gives it 1 in every head: in causal models always the first
-            alone = (found.visible().sum(-1) < 2).cpu()
+            alone = (mixing.visible().sum(-1) < 2).cpu()
             scores = scores.masked_fill(alone[:, None, :, None], 0)
         if by == "taylor":
             value = scores.sum((-2, -1)).abs()
         elif statistic == "max":
             value = scores.amax((-2, -1))
         else:
-            visible = found.visible().sum((-2, -1)).cpu()
+            visible = mixing.visible().sum((-2, -1)).cpu()
             value = scores.sum((-2, -1)) / visible[:, None]
         total = value if total is None else total + value
     if total is None:
@@ -185,7 +185,7 @@ def importance_correlations(
     if len(importances) < 2:
         raise ValueError(f"importances: expected at least two, got {len(importances)}")
     names = list(importances)
-    table = [[_correlation(importances[a], importances[b], how) for b in names] for a in names]
+    table = [[_correlation(importances[row], importances[column], how) for column in names] for row in names]
     return pd.DataFrame(table, index=names, columns=names)
 
 
@@ -201,10 +201,10 @@ def _methods(
         raise ValueError(f"method: applies to by='attribution' only, got by={by!r}")
     if count == 0:
         raise ValueError("prompts: expected at least one, got none")
-    several = list(targets) if isinstance(targets, (list, tuple)) else [targets] * count
-    if len(several) != count:
-        raise ValueError(f"targets: expected one, or one for each of {count} prompts, got {len(several)}")
-    return [_method(by, target, method) for target in several]
+    by_prompt = list(targets) if isinstance(targets, (list, tuple)) else [targets] * count
+    if len(by_prompt) != count:
+        raise ValueError(f"targets: expected one, or one for each of {count} prompts, got {len(by_prompt)}")
+    return [_method(by, target, method) for target in by_prompt]
 
 
 def _method(by: str, target: TargetLike | None, method: AttentionAttribution | None) -> Method:
@@ -219,14 +219,14 @@ def _method(by: str, target: TargetLike | None, method: AttentionAttribution | N
     return dataclasses.replace(AttentionAttribution() if method is None else method, **changes)
 
 
-def _correlation(one: HeadImportance, other: HeadImportance, how: str) -> float:
+def _correlation(first: HeadImportance, other: HeadImportance, how: str) -> float:
     if how not in ("pearson", "spearman"):
         raise ValueError(f"how: expected 'pearson' or 'spearman', got {how!r}")
-    if one.scores.shape != other.scores.shape:
+    if first.scores.shape != other.scores.shape:
         raise ValueError(
-            f"other: expected scores of shape {list(one.scores.shape)}, got {list(other.scores.shape)}"
+            f"other: expected scores of shape {list(first.scores.shape)}, got {list(other.scores.shape)}"
         )
-    pair = [importance.scores.flatten().numpy() for importance in (one, other)]
+    pair = [importance.scores.flatten().numpy() for importance in (first, other)]
     if any(float(values.max()) == float(values.min()) for values in pair):
         raise ValueError("scores: expected some to differ, got constant importance (no correlation)")
     import scipy.stats

@@ -111,10 +111,10 @@ def pruning_curves(
     removed = tuple(round(fraction * total) for fraction in fractions)
     known: dict[frozenset[Head], float] = {}
     measured: dict[str, list[list[float]]] = {name: [] for name in orders}
-    calls = sum(len(several) for several in orders.values()) * len(removed)
+    calls = sum(map(len, orders.values())) * len(removed)
     with tqdm(total=calls, disable=not progress, desc="pruning") as bar:
-        for name, several in orders.items():
-            for order in several:
+        for name, draws in orders.items():
+            for order in draws:
                 row = []
                 for count in removed:
                     row.append(_measure(model, metric, frozenset(order[:count]), stack, known))
@@ -124,9 +124,9 @@ def pruning_curves(
     return PruningCurves(
         tuple(fractions),
         removed,
-        {name: tuple(sum(column) / len(column) for column in some) for name, some in columns.items()},
-        {name: tuple(min(column) for column in some) for name, some in columns.items()},
-        {name: tuple(max(column) for column in some) for name, some in columns.items()},
+        {name: tuple(sum(value) / len(value) for value in values) for name, values in columns.items()},
+        {name: tuple(map(min, values)) for name, values in columns.items()},
+        {name: tuple(map(max, values)) for name, values in columns.items()},
         total,
     )
 
@@ -145,7 +145,7 @@ def _measure(
 
 
 def _check_fractions(fractions: Sequence[float]) -> None:
-    ascending = all(a < b for a, b in itertools.pairwise(fractions))
+    ascending = all(lower < upper for lower, upper in itertools.pairwise(fractions))
     if len(fractions) == 0 or not ascending or not 0 <= fractions[0] <= fractions[-1] <= 1:
         raise ValueError(f"fractions: expected ascending shares from 0 to 1, got {list(fractions)}")
 

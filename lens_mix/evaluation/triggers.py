@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,7 @@ def extract_triggers(
         targets: one for all examples, or one each; None: the method's own.
         method: the attribution to use; None: the default one (probability of what the model predicts).
         special: token numbers that are never part of a trigger and end a segment ([CLS], [SEP], BOS).
-        least, second: as told above; the entries are in the target's unit.
+        least, second: thresholds, as above; the entries are in the target's unit.
         stack, options: as in `lm.run`.
 
     Raises:
@@ -112,21 +113,23 @@ def extract_triggers(
     """
     if not examples:
         raise ValueError("examples: expected at least one, got none")
-    several = list(targets) if isinstance(targets, (list, tuple)) else [targets] * len(examples)
-    if len(several) != len(examples):
+    by_example = list(targets) if isinstance(targets, (list, tuple)) else [targets] * len(examples)
+    if len(by_example) != len(examples):
         raise ValueError(
-            f"targets: expected one, or one for each of {len(examples)} examples, got {len(several)}"
+            f"targets: expected one, or one for each of {len(examples)} examples, got {len(by_example)}"
         )
     base = dataclasses.replace(method or AttentionAttribution(), per_head=True)
-    found = []
-    for target, example in zip(several, tqdm(examples, disable=not progress, desc="triggers"), strict=True):
+    triggers = []
+    for target, example in zip(
+        by_example, tqdm(examples, disable=not progress, desc="triggers"), strict=True
+    ):
         chosen = base if target is None else dataclasses.replace(base, target=target)
         tokens = torch.tensor(example.tokens, device=device_of(model))
         scores = run(model, tokens, chosen, stack=stack, **options).scores
         trigger = _trigger(model, scores, example, frozenset(special), second)
         if trigger.pieces and sum(trigger.strength) >= least:
-            found.append(trigger)
-    return sorted(found, key=lambda trigger: -sum(trigger.strength))
+            triggers.append(trigger)
+    return sorted(triggers, key=lambda trigger: -sum(trigger.strength))
 
 
 def insert_trigger(trigger: Trigger, example: Example, special: Collection[int] = ()) -> Example:
@@ -209,12 +212,13 @@ def trigger_report(
         changed = [insert_trigger(trigger, examples[place], special) for place in others]
         after = dict(zip(others, _predictions(predict, changed), strict=True))
         for label in labels:
-            own = [place for place in others if examples[place].label == label]
-            if own:
-                right = [label] * len(own)
-                one = measure(right, [before[place] for place in own])
-                two = measure(right, [after[place] for place in own])
-                rows.append((trigger, label, len(own), one, two))
+            places = [place for place in others if examples[place].label == label]
+            if places:
+                values = [
+                    measure([label] * len(places), [predicted[place] for place in places])
+                    for predicted in (before, after)
+                ]
+                rows.append((trigger, label, len(places), values[0], values[1]))
     return TriggerReport(tuple(rows))
 
 
@@ -232,16 +236,18 @@ def predict_by_token(
     """
     if len(choices) < 2:
         raise ValueError(f"choices: expected two classes or more, got {len(choices)}")
-    tokens = {label: [some] if isinstance(some, int) else list(some) for label, some in choices.items()}
+    tokens = {
+        label: [choice] if isinstance(choice, int) else list(choice) for label, choice in choices.items()
+    }
     lens = Lens(model)
 
     def predict(examples: Sequence[Example]) -> list[Hashable]:
-        found: list[Hashable] = []
+        classes: list[Hashable] = []
         with lens.undisturbed():
             for example in examples:
                 logits = model(torch.tensor([example.tokens], device=device_of(model)))[0, position]
-                found.append(max(tokens, key=lambda label: float(logits[tokens[label]].max())))
-        return found
+                classes.append(max(tokens, key=lambda label: float(logits[tokens[label]].max())))
+        return classes
 
     return predict
 
@@ -289,11 +295,11 @@ def _segments(example: Example, special: frozenset[int]) -> list[Span]:
 
 
 def _predictions(predict: Predict, examples: Sequence[Example]) -> list[Hashable]:
-    found = list(predict(examples))
-    if len(found) != len(examples):
-        raise ValueError(f"predict: expected {len(examples)} classes, one per example, got {len(found)}")
-    return found
+    classes = list(predict(examples))
+    if len(classes) != len(examples):
+        raise ValueError(f"predict: expected {len(examples)} classes, one per example, got {len(classes)}")
+    return classes
 
 
 def _accuracy(right: Sequence[Hashable], predicted: Sequence[Hashable]) -> float:
-    return sum(a == b for a, b in zip(right, predicted, strict=True)) / len(right)
+    return sum(map(operator.eq, right, predicted)) / len(right)

@@ -90,8 +90,8 @@ def information_flow_graph(
         nodes of each level sum to 1.
 
     Raises:
-        ValueError: no such query or key; no path left above the threshold (below which one is left, is
-            told); nothing flows from key to query.
+        ValueError: no such query or key; no path left above the threshold (the message says
+            below which one is left); nothing flows from key to query.
     """
     if by not in ("rollout", "flow", "weight"):
         raise ValueError(f"by: expected 'rollout', 'flow' or 'weight', got {by!r}")

@@ -22,7 +22,7 @@ def record(
     """Keep one activation of a pass in a dict, under the name it was asked by.
 
     Names are those of TransformerLens's `run_with_cache`; which of them holds what on which class is in
-    docs/hooks.md. A name may be an alias (`hook_resid_pre`): the store keeps the alias. The tensor is not
+    hooks/README.md. A name may be an alias (`hook_resid_pre`): the store keeps the alias. The tensor is not
     copied, as in TransformerLens's own cache: a hook that edits it in place edits what was recorded.
 
     Args:

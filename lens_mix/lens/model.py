@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class Lens:
     def __init__(self, model: TransformerLensModel, stack: str | None = None) -> None:
         self.model_class = model_class_of(model)
         # Each class has attributes of its own besides, which are asked for where they are needed.
-        self.model: Any = model
+        self.model = cast(Any, model)
         for sense in ("visual", "audio"):
             if getattr(model.cfg, f"is_{sense}_model", False):
                 raise UnsupportedModelError(f"model: expected a model that reads tokens, got a {sense} model")

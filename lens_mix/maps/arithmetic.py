@@ -32,11 +32,8 @@ def normalise_rows(
         scores = scores.clamp(min=0)
     elif negative == "absolute":
         scores = scores.abs()
-    elif bool((scores < 0).any()):
-        raise ValueError(
-            f"scores: expected none below 0 to make rows sum to 1, got {scores.min().item():.6g}; "
-            "normalise first with .normalized(negative='clip') or .normalized(negative='absolute')"
-        )
+    else:
+        refuse_negative(scores)
     # Apple's GPU backend has no float64; everywhere else it keeps sums of tiny or huge rows exact.
     wide = scores.dtype if scores.device.type == "mps" else torch.float64
     shares = torch.empty_like(scores)
@@ -46,6 +43,20 @@ def normalise_rows(
         empty[place] = (totals == 0).squeeze(-1)
         shares[place] = matrix / totals.masked_fill(totals == 0, 1)
     return shares, empty
+
+
+def refuse_negative(scores: Float[Tensor, "*axes query key"]) -> None:
+    """Refuse scores below 0.
+
+    Raises:
+        ValueError: with the smallest of them.
+    """
+    smallest = scores.min().item()
+    if smallest < 0:
+        raise ValueError(
+            f"scores: expected none below 0 to make rows sum to 1, got {smallest:.6g}; "
+            "normalise first with .normalized(negative='clip') or .normalized(negative='absolute')"
+        )
 
 
 def empty_rows_note(

@@ -222,6 +222,8 @@ class MixingMap:
     def select_layers(self, layers: Sequence[int]) -> MixingMap:
         """The maps of some layers, in the order given."""
         index = [self.layer_index(layer) for layer in layers]
+        if index == list(range(len(self.scores))):
+            return self
         mask = self.mask[index] if self.mask is not None and self.mask.ndim == 3 else self.mask
         labels = [self.layer_labels[place] for place in index]
         return self.replace(scores=self.scores[index], mask=mask, layers=labels)

@@ -3,33 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.quadrature import quadrature, rule_name
-from lens_mix.hooks import must_fire, replace_pattern
+from lens_mix.algebra.quadrature import NestedRules, nested_rules, one_rule, rule_name
+from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, replace_pattern
 from lens_mix.methods import target_passes
 from lens_mix.methods.base import Method
+from lens_mix.methods.baselines import baseline_of, check_baseline, describe_baseline
+from lens_mix.methods.path_integral import Integral, Path
 from lens_mix.methods.target_passes import BoundTarget
 from lens_mix.targets import TargetLike, as_target, describe, predicted
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-Baseline = (
-    Literal["zero", "uniform"]
-    | Float[Tensor, "layer head query key"]
-    | Callable[[Float[Tensor, "batch head query key"], int], Float[Tensor, "batch head query key"]]
-)
-
-# Where a norm hides the scale, the terms of dF/dα were seen to cancel to 1e-4 of their sizes or less;
-# elsewhere they kept 2 % and more.
-_INVISIBLE = 2e-3
 _LARGE_GAP = 0.1
+
+
+def integrated_gradients(
+    target: Callable[[Float[Tensor, "batch head query key"]], Float[Tensor, " batch"]],
+    pattern: Float[Tensor, "batch head query key"],
+    baseline: Float[Tensor, "batch head query key"],
+    points: Float[Tensor, " point"],
+    weights: Float[Tensor, " point"],
+) -> Float[Tensor, "batch head query key"]:
+    """The paper's equation 4 as it stands: (A - B) ⊙ Σ_k w_k ∂F(B + α_k (A - B)) / ∂A, point by point.
+
+    Args:
+        target: F, as a function of one layer's pattern.
+        pattern, baseline: A and B.
+        points, weights: of a rule of quadrature over 0..1.
+    """
+    total = torch.zeros_like(pattern)
+    for point, weight in zip(points.tolist(), weights.tolist(), strict=True):
+        leaf = (baseline + point * (pattern - baseline)).detach().requires_grad_(True)
+        (gradient,) = torch.autograd.grad(target(leaf).sum(), leaf)
+        total += weight * gradient
+    return (pattern - baseline) * total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +55,14 @@ class AttentionAttribution(Method):
     of the layer move together from the baseline B, and the layers above run again. F is the target. Shape
     [layer, query, key], the sum over heads, or [layer, head, query, key] with `per_head`; signed, in the
     target's unit. The entries of one layer sum to F(A) - F(B) (completeness), up to the error of the
-    quadrature: `provenance["details"]` holds the gap per layer, with F(A), F(B) and the steps taken.
+    quadrature.
+
+    Each layer takes as many points as it needs: 3, then 7, 15 and 31 (Patterson's rules, each with the points
+    of the one before), until the estimated error is accepted. The error is the completeness gap, or the
+    scores' own error, estimated from two rules and summed over the entries, whichever is larger
+    (`path_integral.Integral.error`). A note names the layers where it was not reached, and
+    `provenance["details"]` holds per layer completeness_gap, target_value F(A), baseline_value F(B), steps,
+    estimated_error and visible_share.
 
     Where a norm follows attention directly (Gemma 2 and 3, OLMo 2), F does not see the scale of the
     pattern except next to α = 0: the entries still rank, but their sum says nothing, and a note tells so.
@@ -48,16 +70,18 @@ class AttentionAttribution(Method):
     Args:
         target: what is explained (`lens_mix.targets`, or any callable logits -> [copy]); by default the
             probability of what the model predicts last, as in the paper.
-        n_steps: points of the quadrature.
-        method: "gauss_legendre", "riemann_left" (the paper's code, with 20 steps), "riemann_right" (the
-            paper's formula), "riemann_middle" or "trapezoid".
+        n_steps: exactly so many points, in every layer; None: as many as each layer needs.
+        method: how `n_steps` points are placed: "gauss_legendre", "riemann_left" (the paper's code, with 20
+            steps), "riemann_right" (the paper's formula), "riemann_middle" or "trapezoid".
         baseline: B: "zero" (the paper), "uniform" (even over the keys that a query could see), a tensor
             [layer, head, query, key] for a single prompt, or a function (pattern, layer) -> B.
         per_head: keep the heads apart.
         internal_batch_size: most rows (prompts x points) in one pass; None: what `max_memory` allows.
-        tolerance: largest accepted |gap|, in the target's unit; the number of steps is doubled until it is
-            met or `max_steps` is reached, and a note says where it was not. None: no check.
-        max_steps: see `tolerance`.
+        tolerance: largest accepted error, in the target's unit. None: 1 % of the sum of the layer's absolute
+            scores, for a probability at most 0.01. With `n_steps` it only decides what is noted: a gap above
+            it, or with None a gap above 10 % of F(A) - F(B).
+        max_steps: most points that a layer may take, 3 or more; rules end at 63. The last rule, half of all
+            points, is only taken where it promises to do.
 
     Raises:
         TypeError, ValueError: an unknown option; a target or baseline that does not fit.
@@ -79,232 +103,118 @@ class AttentionAttribution(Method):
 }"""
 
     target: TargetLike = dataclasses.field(default_factory=predicted)
-    n_steps: int = 8
+    n_steps: int | None = None
     method: str = "gauss_legendre"
     baseline: Any = "zero"
     per_head: bool = False
     internal_batch_size: int | None = None
     tolerance: float | None = None
-    max_steps: int = 256
+    max_steps: int = 31
 
     def __post_init__(self) -> None:
         as_target(self.target)
-        quadrature(self.method, self.n_steps)
-        if isinstance(self.baseline, str) and self.baseline not in ("zero", "uniform"):
+        name = rule_name(self.method)
+        if self.n_steps is None and name != "gauss_legendre":
             raise ValueError(
-                f"baseline: expected 'zero', 'uniform', a tensor or a function, got {self.baseline!r}"
+                f"method: {name!r} needs n_steps, got n_steps=None (as many as each layer needs)"
             )
-        if not (isinstance(self.baseline, (str, Tensor)) or callable(self.baseline)):
-            got = type(self.baseline).__name__
-            raise TypeError(f"baseline: expected 'zero', 'uniform', a tensor or a function, got {got}")
+        if isinstance(self.max_steps, bool) or not isinstance(self.max_steps, int) or self.max_steps < 3:
+            raise ValueError(f"max_steps: expected a whole number, 3 or more, got {self.max_steps!r}")
+        self._rules()
+        check_baseline(self.baseline)
         if self.internal_batch_size is not None and not self.internal_batch_size >= 1:
             raise ValueError(
                 f"internal_batch_size: expected None or 1 and more, got {self.internal_batch_size}"
             )
         if self.tolerance is not None and not self.tolerance > 0:
             raise ValueError(f"tolerance: expected None or a number above 0, got {self.tolerance}")
-        if self.max_steps < self.n_steps:
-            raise ValueError(f"max_steps: expected n_steps={self.n_steps} or more, got {self.max_steps}")
 
     def parameters(self) -> dict[str, object]:
-        baseline = self.baseline
-        if isinstance(baseline, Tensor):
-            baseline = f"a tensor of shape {list(baseline.shape)}"
-        elif callable(baseline):
-            baseline = getattr(baseline, "__qualname__", type(baseline).__name__)
         given = {
             "target": describe(as_target(self.target)),
-            "baseline": baseline,
+            "baseline": describe_baseline(self.baseline),
             "method": rule_name(self.method),
         }
         return {**super().parameters(), **given}
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
-        return self.of_stack([block])[:, 0]
+        return self.of_stack([block])[0]
 
-    def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer *head query key"]:
+    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
         bound = target_passes.bind(blocks[-1], self.target)
-        maps = [self._layer(block, bound) for block in blocks]
-        return torch.stack(maps, dim=1)
+        return [self._layer(block, bound) for block in blocks]
+
+    def edits(
+        self,
+        layer: int,
+        pattern: Float[Tensor, "row head query key"],
+        *,
+        attention: str = DEFAULT_ATTENTION,
+    ) -> list[HookPair]:
+        """The hooks that put a point of the path into a pass: one layer's pattern is replaced.
+
+        F, as a function of this pattern, is what is integrated; on a run of your own:
+
+            pattern = baseline + alpha * (clean_pattern - baseline)
+            logits = model.run_with_hooks(tokens, fwd_hooks=method.edits(layer, pattern))
+
+        Args:
+            layer: the layer, from 0.
+            pattern: one per row of the pass; a leaf gets its gradient.
+            attention: name of the attention module; see `lens_mix.hooks.replace_pattern`.
+        """
+        return [replace_pattern(layer, pattern, attention=attention)]
+
+    def _rules(self) -> NestedRules:
+        return nested_rules(self.max_steps) if self.n_steps is None else one_rule(self.method, self.n_steps)
 
     def _layer(self, block: Block, bound: BoundTarget) -> Float[Tensor, "batch *head query key"]:
         pattern = block.recorded("pattern")
-        baseline = self._baseline_of(block, pattern)
-        path = _Path(block, bound, pattern, baseline, self.internal_batch_size)
-        everything = torch.arange(len(pattern), device=pattern.device)
-        integral = _Integral.empty(path)
-        todo, steps = everything, self.n_steps
-        while True:
-            integral.update(path, todo, *quadrature(self.method, steps))
-            gaps = integral.sums() - (bound.clean.double() - integral.at_baseline.double())
-            if self.tolerance is None:
-                break
-            todo = (gaps.abs() > self.tolerance).nonzero()[:, 0]
-            if len(todo) == 0 or 2 * steps > self.max_steps:
-                break
-            steps *= 2
-        self._tell(block, bound, integral, gaps)
-        return integral.scores if self.per_head else integral.scores.sum(dim=1)
+        baseline = baseline_of(self.baseline, block, pattern)
 
-    def _baseline_of(self, block: Block, pattern: Tensor) -> Float[Tensor, "batch head query key"]:
-        if isinstance(self.baseline, str):
-            if self.baseline == "zero":
-                return torch.zeros_like(pattern)
-            seen = block.seen[:, None].to(pattern.dtype).expand_as(pattern)
-            return seen / seen.sum(-1, keepdim=True).clamp_min(1)
-        if isinstance(self.baseline, Tensor):
-            given = self._baseline_tensor(block, pattern)
-        else:
-            given = self.baseline(pattern, block.layer)
-        if not torch.is_tensor(given) or given.shape != pattern.shape:
-            got = list(given.shape) if torch.is_tensor(given) else type(given).__name__
-            raise ValueError(
-                f"baseline: expected shape {list(pattern.shape)} in layer {block.layer}, got {got}"
-            )
-        given = given.detach().to(pattern)
-        hidden = ~block.seen[:, None] & block.real[:, None, :, None]
-        if bool((given.masked_select(hidden.expand_as(given)) != 0).any()):
-            raise ValueError(
-                f"baseline: expected 0 where a query gives no weight to a key (layer {block.layer}), "
-                "got weight there: the attention mask would be broken"
-            )
-        return given
+        def edits(point: Tensor) -> list[HookPair]:
+            return self.edits(block.layer, point, attention=block.attention_template)
 
-    def _baseline_tensor(self, block: Block, pattern: Tensor) -> Tensor:
-        if self.baseline.ndim != 4 or len(self.baseline) <= block.layer:
-            raise ValueError(
-                "baseline: expected a tensor [layer, head, query, key], "
-                f"got shape {list(self.baseline.shape)} in layer {block.layer}"
-            )
-        if len(pattern) != 1:
-            raise ValueError(
-                f"baseline: a tensor is for one prompt, got a batch of {len(pattern)}; give a function "
-                "(pattern, layer) -> baseline"
-            )
-        return self.baseline[block.layer][None]
+        integral = Integral(
+            Path(block, bound, pattern, baseline, edits, self.internal_batch_size), self._rules()
+        )
+        integral.refine(self.tolerance)
+        for prompt in range(len(pattern)):
+            self._report(block, integral, prompt)
+        scores = torch.stack([integral.scores(prompt) for prompt in range(len(pattern))])
+        return scores if self.per_head else scores.sum(dim=1)
 
-    def _tell(self, block: Block, bound: BoundTarget, integral: _Integral, gaps: Tensor) -> None:
-        for index in range(len(gaps)):
-            whole, gap = bound.clean[index].item(), gaps[index].item()
-            base = integral.at_baseline[index].item()
-            block.detail(index, "completeness_gap", gap)
-            block.detail(index, "target_value", whole)
-            block.detail(index, "baseline_value", base)
-            block.detail(index, "steps", integral.steps[index])
-            kept = integral.kept(index)
-            block.detail(index, "visible_share", kept)
-            text = self._warning(whole - base, gap, integral.steps[index], kept)
-            if text:
-                block.warn(index, text)
+    def _report(self, block: Block, integral: Integral, prompt: int) -> None:
+        clean, baseline = integral.path.bound.clean[prompt].item(), integral.at_baseline[prompt].item()
+        facts = {
+            "completeness_gap": integral.gap(prompt),
+            "target_value": clean,
+            "baseline_value": baseline,
+            "steps": integral.steps(prompt),
+            "visible_share": integral.visible(prompt),
+        }
+        if self.n_steps is None:
+            facts["estimated_error"] = integral.error(prompt)
+        for name, value in facts.items():
+            block.detail(prompt, name, value)
+        text = self._warning(integral, prompt, clean - baseline)
+        if text:
+            block.warn(prompt, text)
 
-    def _warning(self, difference: float, gap: float, steps: int, kept: float) -> str:
-        unmet = self.tolerance is not None and abs(gap) > self.tolerance
-        large = abs(gap) > _LARGE_GAP * abs(difference) and abs(gap) > 1e-6
+    def _warning(self, integral: Integral, prompt: int, difference: float) -> str:
+        gap, steps = integral.gap(prompt), integral.steps(prompt)
         size = f"completeness gap {gap:.2g} with {steps} points, where F(A) - F(baseline) is {difference:.2g}"
-        if kept < _INVISIBLE:
+        if integral.is_degenerate(prompt):
             return (
                 "completeness is degenerate: along most of the path the target does not see the scale of "
-                f"this pattern (a norm follows attention), the signed terms cancel to {kept:.1e} of their "
-                f"absolute sum; {size}"
+                "this pattern (a norm follows attention), the signed terms cancel to "
+                f"{integral.visible(prompt):.1e} of their absolute sum; {size}"
             )
-        if unmet:
-            return f"tolerance {self.tolerance:.2g} was not met: {size} (max_steps={self.max_steps})"
-        return f"{size}: raise n_steps or set tolerance" if large else ""
-
-
-class _Path:
-    """The straight line from the baseline to the pattern of one block, and F and its gradient along it."""
-
-    def __init__(
-        self, block: Block, bound: BoundTarget, pattern: Tensor, baseline: Tensor, most: int | None
-    ) -> None:
-        self.block, self.bound, self.pattern, self.baseline = block, bound, pattern, baseline
-        self.difference = pattern - baseline
-        self.most = most
-
-    def gradients(
-        self,
-        points: Float[Tensor, " point"],
-        weights: Float[Tensor, " point"],
-        prompts: Int[Tensor, " prompt"],
-    ) -> tuple[
-        Float[Tensor, "batch head query key"], Float[Tensor, "prompt point"], Float[Tensor, "prompt point"]
-    ]:
-        """Over the points: the weighted sum of gradients, F, and the share of Σ|A g| that its sign leaves."""
-        total = self.block.zeros(*self.pattern.shape)
-        values, shares = [], []
-        for rows, alphas, scale in self._chunks(prompts, points, weights):
-            leaf = self._at(rows, alphas).requires_grad_(True)
-            value = self._value(leaf, rows)
-            gradient = target_passes.gradients_of(value, [leaf])[0].to(total.dtype)
-            values.append(value.detach())
-            shares.append(_share((gradient * self.difference[rows]).flatten(1)))
-            # a point without weight may have no gradient at all (a norm of zero)
-            counts = scale.to(total.device) != 0
-            scaled = gradient[counts] * scale.to(total)[counts, None, None, None]
-            total.index_add_(0, rows[counts], scaled)
-        shape = (len(prompts), len(points))
-        return total, torch.cat(values).reshape(shape), torch.cat(shares).reshape(shape)
-
-    def _value(self, pattern: Tensor, rows: Tensor) -> Float[Tensor, " row"]:
-        hook = replace_pattern(self.block.layer, pattern, attention=self.block.attention_template)
-        with must_fire(hook) as hooks:
-            return target_passes.values(self.block, self.bound, hooks, rows, gradients=True)
-
-    def _at(self, rows: Tensor, alphas: Tensor) -> Float[Tensor, "row head query key"]:
-        scale = alphas.to(self.pattern)[:, None, None, None]
-        return (self.baseline[rows] + scale * self.difference[rows]).detach()
-
-    def _chunks(
-        self, prompts: Tensor, points: Tensor, weights: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Rows (prompt by prompt), their points and weights, as many at a time as memory allows."""
-        rows = prompts.repeat_interleave(len(points))
-        step = self.block.gradient_rows(len(rows), logits=self.bound.reads_logits)
-        step = step if self.most is None else min(step, self.most)
-        each = (rows, points.repeat(len(prompts)), weights.repeat(len(prompts)))
-        return zip(*(tensor.split(step) for tensor in each), strict=True)
-
-
-@dataclasses.dataclass
-class _Integral:
-    """What has been integrated so far, per prompt."""
-
-    scores: Float[Tensor, "batch head query key"]
-    at_baseline: Float[Tensor, " batch"]
-    steps: list[int]
-    shares: list[Float[Tensor, " point"]]
-
-    @classmethod
-    def empty(cls, path: _Path) -> _Integral:
-        batch = len(path.pattern)
-        zeros = path.block.zeros
-        return cls(zeros(*path.pattern.shape), zeros(batch), [0] * batch, [torch.zeros(0)] * batch)
-
-    def update(self, path: _Path, prompts: Tensor, points: Tensor, weights: Tensor) -> None:
-        """Integrate again for some prompts, with these points; the baseline goes along in the same batch."""
-        first = 0 if points[0] == 0 or self.steps[int(prompts[0])] else 1
-        zero = torch.zeros(first, dtype=points.dtype)
-        total, values, shares = path.gradients(torch.cat([zero, points]), torch.cat([zero, weights]), prompts)
-        for place, prompt in enumerate(prompts.tolist()):
-            self.scores[prompt] = total[prompt] * path.difference[prompt]
-            self.shares[prompt] = shares[place, first:]
-            if not self.steps[prompt]:
-                self.at_baseline[prompt] = values[place, 0]
-            self.steps[prompt] = len(points)
-
-    def sums(self) -> Float[Tensor, " batch"]:
-        return self.scores.double().flatten(1).sum(-1)
-
-    def kept(self, index: int) -> float:
-        """The share of Σ|A g| that the signed sum keeps, at the median of the points."""
-        return self.shares[index].median().item()
-
-
-def _share(terms: Float[Tensor, "row entry"]) -> Float[Tensor, " row"]:
-    absolute = terms.abs().sum(-1)
-    return torch.where(
-        absolute > 0,
-        terms.sum(-1).abs() / absolute.clamp_min(torch.finfo(terms.dtype).tiny),
-        torch.ones_like(absolute),
-    )
+        error, accepted = integral.error(prompt), integral.accepted(prompt, self.tolerance)
+        if self.n_steps is None:
+            unmet = f"{size}; estimated error of the scores {error:.2g} (max_steps={self.max_steps})"
+            return f"tolerance {accepted:.2g} was not met: {unmet}" if error > accepted else ""
+        if self.tolerance is not None and abs(gap) > self.tolerance:
+            return f"tolerance {self.tolerance:.2g} was not met: {size}"
+        large = abs(gap) > max(_LARGE_GAP * abs(difference), 1e-6)
+        return f"{size}: raise n_steps, or leave it to each layer (n_steps=None)" if large else ""

@@ -7,32 +7,31 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
+from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.algebra.activations import derivative, gated_multipliers, plain_multiplier
-from lens_mix.algebra.bias_split import SPLITS, Split, split_bias, through_linear, through_norm
-from lens_mix.algebra.budget import (
-    budget_beside,
-    decomposition_bytes,
-    feed_forward_bytes,
-    least_attention_bytes,
-    state_bytes,
+from lens_mix.algebra.bias_split import SPLITS, Split, through_linear, through_norm
+from lens_mix.algebra.decomposition import (
+    SLOPES,
+    DecomposedBlock,
+    Decomposition,
+    Shares,
+    Slope,
+    attention_bias,
+    carried,
+    decomposed_block,
+    linear_block,
+    resid_pre,
 )
-from lens_mix.algebra.vectors import AttentionVectors, attention_vectors, head_vectors, value_path
-from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, FeedForward
+from lens_mix.algebra.vectors import value_path
+from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.methods.atb_ff import refuses_feed_forward
 from lens_mix.methods.base import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
-
-Slope = Literal["zero_origin", "tangent", "relu"]
-SLOPES: tuple[str, ...] = ("zero_origin", "tangent", "relu")
-
-# Numbers in the hidden layer of one step.
-HIDDEN_ELEMENTS = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +41,11 @@ class DecompX(Method):
     score[l, i, s] = ‖X_is‖ after block l, where X_is is input token s's share of the residual stream at
     position i. The shares go through every block, feed-forwards included, and with every bias handed out
     to the tokens they add up to the true residual stream. Shape [layer, query, key], from 0 up. Nothing is
-    left to roll out. `vectors` gives the shares themselves, `logit_shares` what they make of the logits.
+    left to roll out. `vectors` gives the shares themselves, `logit_shares` what they make of the logits;
+    where only these are wanted, see `lens_mix.methods.decompx_logits`.
 
-    Costs query × key × d_model numbers, and a product with every weight matrix for each of the pairs. A
-    `max_memory` that can't hold about nine times these numbers is refused.
+    Keeps query × key × d_model numbers, and makes a product with every weight matrix for each pair that has
+    a share. A `max_memory` that can't hold about twice these numbers and one query's chunk is refused.
 
     Args:
         biases: how a bias is handed out: "absdot" (the paper's), "abssim", "norm", "equal", "first"
@@ -92,16 +92,17 @@ class DecompX(Method):
             return f"slope: a gated feed-forward has 'zero_origin' only, got {self.slope!r}"
         return None
 
-    def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer query key"]:
-        maps = [torch.linalg.vector_norm(stages.output, dim=-1) for stages in self.vectors(blocks)]
-        return torch.stack(maps, dim=1)
+    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
+        *below, last = (lengths for lengths, _ in carried(blocks, self.biases, self.slope))
+        # The last block may hold some rows only, all of those below are read.
+        return [*(blocks[-1].rows_of(lengths) for lengths in below), last]
 
     def vectors(self, blocks: Sequence[Block]) -> Iterator[DecomposedBlock]:
-        """The shares after each block, from the first block up."""
-        shares: Tensor | None = None
+        """The shares after each block, and at the stages inside of it, from the first block up."""
+        shares: Shares | None = None
         for block in blocks:
-            stages = decompose(block, shares, self.biases, self.slope)
-            shares = stages.output
+            stages, stops = decomposed_block(block, shares, self.biases, self.slope)
+            shares = Shares(stages.output, block.resid_post.to(stages.output.dtype), stops)
             yield stages
 
 
@@ -119,163 +120,58 @@ class DecompXLocal(DecompX):
     name: ClassVar[str] = "decompx_local"
     kind: ClassVar[Literal["layer", "input"]] = "layer"
 
+    def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
+        return Decomposition(block, None, self.biases, self.slope, whole=0).lengths()
+
+    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
+        return Method.of_stack(self, blocks)
+
+    @property
+    def carries(self) -> bool:
+        return False
+
     def vectors(self, blocks: Sequence[Block]) -> Iterator[DecomposedBlock]:
         for block in blocks:
-            yield decompose(block, None, self.biases, self.slope)
-
-
-@dataclasses.dataclass(frozen=True)
-class DecomposedBlock:
-    """Shares at the stages of one block, [batch, query, source, d_model].
-
-    Attributes:
-        attention: of the attention's output, without biases.
-        mid: of the residual stream after attention (and after the norm on it, in post-norm blocks).
-        feed_forward: of the feed-forward's output; None where there is none.
-        output: of the block's output.
-    """
-
-    attention: Float[Tensor, "batch query source d_model"]
-    mid: Float[Tensor, "batch query source d_model"]
-    feed_forward: Float[Tensor, "batch query source d_model"] | None
-    output: Float[Tensor, "batch query source d_model"]
+            yield decomposed_block(block, None, self.biases, self.slope)[0]
 
 
 def decompose(
     block: Block,
-    shares: Float[Tensor, "batch query source d_model"] | None,
+    shares: Float[Tensor, "batch key source d_model"] | None,
+    state: Float[Tensor, "batch key d_model"] | None,
     biases: Split,
     slope: Slope,
 ) -> DecomposedBlock:
-    """One block's step.
+    """One block's step as it is defined, for all pairs at once: slow, the oracle of the fast way.
 
     Args:
         block: the block.
-        shares: of the residual stream entering it; None: every position's whole vector is its own.
+        shares: of the residual stream entering it, at all positions; None: every position's whole vector is
+            its own, and so is its whole value, b_V included.
+        state: the residual stream entering the block, at all positions; None where `shares` is.
         biases, slope: as in `DecompX`.
     """
-    anatomy = block.anatomy
-    heads = head_vectors(block)
-    fixed, row = decomposition_bytes(block)
-    fixed += state_bytes(block, heads) + feed_forward_bytes(block, heads, folds=False)
-    least = max(row, least_attention_bytes(block, heads))
-    heads.budget = budget_beside(block, fixed, least, "DecompX, all shares kept")
-    step = None if heads.budget is None or row == 0 else heads.budget // row
-    states = attention_vectors(block, heads)
-    real = block.real[:, :, None, None]
-    entering = _own(states.resid_pre) if shares is None else shares
-    attention = _attention(block, states, shares, biases)
-    attention = torch.where(real, attention, torch.zeros_like(attention))
-    bias = _attention_bias(block, states, alone=shares is None)
-    if anatomy.attention_branch is None:
-        s = anatomy.residual_multiplier
-        mid = split_bias(attention * s + entering, bias * s, biases)
+    path, x = value_path(block), resid_pre(block)
+    if shares is None or state is None:
+        own = torch.eye(block.real.shape[1], dtype=x.dtype, device=x.device)
+        axes = "batch query source, batch query d_model -> batch query source d_model"
+        entering = einsum(own[block.queries], x, axes)
+        axes = "key source, batch key head d_head -> batch key source head d_head"
+        value = einsum(own, block.recorded("value").to(x.dtype), axes)
     else:
-        branch = split_bias(attention, bias, biases)
-        branch = through_norm(anatomy.attention_branch, branch, states.attention_out, biases)
-        mid = branch * anatomy.residual_multiplier + entering
-    mid = through_norm(anatomy.attention_residual, mid, states.summed, biases)
-    mid = torch.where(real, mid, torch.zeros_like(mid))
-    if anatomy.feed_forward is None:
-        return DecomposedBlock(attention, mid, None, mid)
-    reading, state = (entering, states.resid_pre) if anatomy.parallel else (mid, states.mid)
-    output, whole = _feed_forward(anatomy, anatomy.feed_forward, reading, state, biases, slope, step)
-    branch = through_norm(anatomy.feed_forward_branch, output, whole, biases) * anatomy.residual_multiplier
-    joined = whole if anatomy.feed_forward_branch is None else anatomy.feed_forward_branch(whole)
-    summed = states.mid + joined * anatomy.residual_multiplier
-    out = through_norm(anatomy.feed_forward_residual, mid + branch, summed, biases)
-    return DecomposedBlock(attention, mid, output, torch.where(real, out, torch.zeros_like(out)))
-
-
-def _own(x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos pos_ d_model"]:
-    return torch.diag_embed(x.transpose(1, 2)).permute(0, 2, 3, 1)
-
-
-def _attention(
-    block: Block, states: AttentionVectors, shares: Tensor | None, biases: Split
-) -> Float[Tensor, "batch query source d_model"]:
-    """Shares of the attention's output without b_O: what query i got of token s by way of all keys."""
-    if shares is None:
-        return states.attention.dense()
-    path, norm = value_path(block), block.anatomy.attention_input
-    read = through_norm(norm, shares, states.resid_pre, biases)
-    pattern = block.recorded("pattern").to(read.dtype)
-    total = torch.zeros_like(read)
-    group = pattern.shape[1] // path.W_V.shape[0]
-    for head in range(pattern.shape[1]):
-        value = read @ path.W_V[head // group].to(read.dtype)
-        mixed = pattern[:, head] @ value.flatten(2)
-        total += mixed.unflatten(2, value.shape[2:]) @ path.W_O[head].to(read.dtype)
-    return total
-
-
-def _attention_bias(
-    block: Block, states: AttentionVectors, alone: bool
-) -> Float[Tensor, "batch query d_model"]:
-    """The biases in the attention's output: b_O, and b_V where the shares went through W_V without it."""
-    path = value_path(block)
-    bias = torch.zeros_like(states.attention_out)
-    if path.b_O is not None:
-        bias += path.b_O.to(bias.dtype)
-    if alone or path.b_V is None:
-        return bias
-    # A pattern's rows don't sum to 1 where there are attention sinks.
-    mass = block.recorded("pattern").to(bias.dtype).sum(-1)
-    b_V = path.b_V.to(bias.dtype).repeat_interleave(mass.shape[1] // len(path.b_V), dim=0)
-    by_head = torch.einsum("he,hed->hd", b_V, path.W_O.to(bias.dtype))
-    return bias + torch.einsum("bhq,hd->bqd", mass, by_head)
-
-
-def _feed_forward(
-    anatomy: BlockAnatomy,
-    feed_forward: FeedForward,
-    shares: Float[Tensor, "batch query source d_model"],
-    state: Float[Tensor, "batch query d_model"],
-    biases: Split,
-    slope: Slope,
-    step: int | None,
-) -> tuple[Float[Tensor, "batch query source d_model"], Float[Tensor, "batch query d_model"]]:
-    """Shares of the feed-forward's output, and the whole."""
-    norm = anatomy.feed_forward_input
-    read = state if norm is None else norm(state)
-    out = torch.empty_like(shares)
-    width = shares.shape[0] * shares.shape[2] * feed_forward.W_in.shape[1]
-    step = max(1, HIDDEN_ELEMENTS // width) if step is None else step
-    for start in range(0, shares.shape[1], step):
-        rows = slice(start, start + step)
-        part = through_norm(norm, shares[:, rows], state[:, rows], biases)
-        hidden = _hidden(feed_forward, part, read[:, rows], biases, slope)
-        if feed_forward.b_hidden is not None:
-            b_hidden = feed_forward.b_hidden.to(hidden.dtype)
-            hidden = split_bias(hidden, b_hidden.expand(*hidden.shape[:2], -1), biases)
-        out[:, rows] = through_linear(feed_forward.W_out, feed_forward.b_out, hidden, biases)
-    return out, feed_forward(read)
-
-
-def _hidden(
-    feed_forward: FeedForward, shares: Tensor, read: Tensor, biases: Split, slope: Slope
-) -> Float[Tensor, "batch query source d_mlp"]:
-    """Shares of the hidden layer after the activation."""
-    name, dtype = feed_forward.activation, read.dtype
-    up = through_linear(feed_forward.W_in, feed_forward.b_in, shares, biases)
-    up_state = _whole(feed_forward.W_in, feed_forward.b_in, read)
-    if feed_forward.W_gate is not None:
-        gate = through_linear(feed_forward.W_gate, feed_forward.b_gate, shares, biases)
-        gate_state = _whole(feed_forward.W_gate, feed_forward.b_gate, read)
-        m_gate, m_up = gated_multipliers(name, gate_state.double(), None, up_state.double(), None)
-        return gate * m_gate.to(dtype)[..., None, :] + up * m_up.to(dtype)[..., None, :]
-    if slope == "relu":
-        return up * (up_state > 0)[..., None, :]
-    if slope == "zero_origin":
-        return up * plain_multiplier(name, up_state.double(), None).to(dtype)[..., None, :]
-    activation = ACTIVATIONS[name]
-    tangent = derivative(activation, up_state)
-    return split_bias(up * tangent[..., None, :], activation(up_state) - tangent * up_state, biases)
-
-
-def _whole(weight: Tensor, bias: Tensor | None, read: Tensor) -> Tensor:
-    out = read @ weight.to(read.dtype)
-    return out if bias is None else out + bias.to(read.dtype)
+        entering, read = (
+            block.rows_of(shares),
+            through_norm(block.anatomy.attention_input, shares, state, biases),
+        )
+        axes = "batch key source d_model, head d_model d_head -> batch key source head d_head"
+        value = einsum(read, path.W_V.to(x.dtype), axes)
+    pattern, W_O = block.recorded("pattern").to(x.dtype), path.W_O.to(x.dtype)
+    value = value.repeat_interleave(len(W_O) // value.shape[3], dim=3)
+    axes = "batch head query key, batch key source head d_head -> batch query source head d_head"
+    mixed = einsum(pattern, value, axes)
+    axes = "batch query source head d_head, head d_head d_model -> batch query source d_model"
+    bias = attention_bias(block, alone=shares is None)
+    return linear_block(block, slope).carry(entering, einsum(mixed, W_O, axes), bias, biases)
 
 
 def logit_shares(
@@ -296,11 +192,8 @@ def logit_shares(
         ValueError: another block than the last.
         UnsupportedModelError: the logits are not final norm, then unembedding.
     """
-    if not block.is_last:
-        raise ValueError(f"head: expected the last block, got block {block.layer}")
     head = block.head()
-    state = block.resid_post.to(shares.dtype)
-    read = through_norm(head.norm, shares, state, biases)
+    read = through_norm(head.norm, shares, block.resid_post.to(shares.dtype), biases)
     W_U, b_U = head.W_U, head.b_U
     if tokens is not None:
         W_U, b_U = W_U[:, tokens], None if b_U is None else b_U[tokens]

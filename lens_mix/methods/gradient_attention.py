@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.hooks import add_to_pattern, must_fire
+from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, add_to_pattern, must_fire
 from lens_mix.methods import target_passes
 from lens_mix.methods.base import Method
 from lens_mix.methods.target_passes import BoundTarget
@@ -18,6 +19,16 @@ from lens_mix.targets import TargetLike, as_target, describe, predicted
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
+
+
+def weighted_by_gradient(
+    target: Callable[[Float[Tensor, "batch head query key"]], Float[Tensor, " batch"]],
+    pattern: Float[Tensor, "batch head query key"],
+) -> Float[Tensor, "batch query key"]:
+    """The paper's equation 5 as it stands, layer by layer: mean_h (∂F/∂A_h ⊙ A_h)⁺, F a function of A."""
+    leaf = pattern.detach().requires_grad_(True)
+    (gradient,) = torch.autograd.grad(target(leaf).sum(), leaf)
+    return reduce((gradient * pattern).clamp_min(0), "batch head query key -> batch query key", "mean")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,45 +75,56 @@ class GradientAttention(Method):
         return {**super().parameters(), "target": describe(as_target(self.target))}
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
-        return self.of_stack([block])[:, 0]
+        return self.of_stack([block])[0]
 
-    def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer *head query key"]:
+    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
         bound = target_passes.bind(blocks[-1], self.target)
-        gradients = pattern_gradients(blocks, bound)
-        maps = []
-        for place, block in enumerate(blocks):
-            pattern = block.recorded("pattern").to(gradients.dtype)
-            weighted = gradients[:, place] * pattern
-            weighted = weighted.clamp_min(0) if self.rectify else weighted
-            maps.append(weighted if self.per_head else weighted.mean(dim=1))
-            for index, value in enumerate(bound.clean.tolist()):
-                block.detail(index, "target_value", value)
-        return torch.stack(maps, dim=1)
+        gradients = self._pattern_gradients(blocks, bound)
+        for block in blocks:
+            for prompt, value in enumerate(bound.clean.tolist()):
+                block.detail(prompt, "target_value", value)
+        maps = [
+            gradients[:, place] * block.recorded("pattern").to(gradients.dtype)
+            for place, block in enumerate(blocks)
+        ]
+        maps = [scores.clamp_min(0) for scores in maps] if self.rectify else maps
+        return maps if self.per_head else [scores.mean(dim=1) for scores in maps]
 
+    def edits(
+        self, layer: int, addition: Float[Tensor, "row head query key"], *, attention: str = DEFAULT_ATTENTION
+    ) -> list[HookPair]:
+        """The hooks that make a pass differentiable by one layer's pattern: a leaf of zeros is added to it.
 
-def pattern_gradients(
-    blocks: Sequence[Block], bound: BoundTarget
-) -> Float[Tensor, "batch layer head query key"]:
-    """The total derivative of the target by each block's pattern, of all blocks in one backward pass.
+        The patterns above still depend on what lies below: the derivative by the leaf is total. On your run:
 
-    A leaf of zeros is added to every pattern, by way of hook_z: patterns above are computed from what the
-    leaves below do, as they are in the model.
-    """
-    first = blocks[0]
-    rows = torch.arange(len(first.batch), device=first.resid_pre.device)
-    chunks = rows.split(first.gradient_rows(len(rows), logits=bound.reads_logits))
-    return torch.cat([_gradients(blocks, bound, chunk) for chunk in chunks])
+            leaf = torch.zeros(batch, head, query, key, requires_grad=True)
+            logits = model.run_with_hooks(tokens, fwd_hooks=method.edits(layer, leaf))
+            (gradient,) = torch.autograd.grad(target(logits).sum(), leaf)
 
+        Args:
+            layer, addition, attention: as in `lens_mix.hooks.add_to_pattern`.
+        """
+        return [add_to_pattern(layer, addition, attention=attention)]
 
-def _gradients(
-    blocks: Sequence[Block], bound: BoundTarget, rows: Tensor
-) -> Float[Tensor, "row layer head query key"]:
-    leaves = [torch.zeros_like(block.recorded("pattern")[rows]).requires_grad_(True) for block in blocks]
-    pairs = [
-        add_to_pattern(block.layer, leaf, attention=block.attention_template)
-        for block, leaf in zip(blocks, leaves, strict=True)
-    ]
-    with must_fire(*pairs) as hooks:
-        value = target_passes.values(blocks[0], bound, hooks, rows, gradients=True)
-    found = target_passes.gradients_of(value, leaves)
-    return torch.stack(found, dim=1).to(torch.promote_types(found[0].dtype, torch.float32))
+    def _pattern_gradients(
+        self, blocks: Sequence[Block], bound: BoundTarget
+    ) -> Float[Tensor, "batch layer head query key"]:
+        lowest = min(blocks, key=lambda block: block.layer)
+        rows = torch.arange(len(lowest.batch), device=lowest.resid_pre.device)
+        chunks = rows.split(lowest.gradient_rows(len(rows), logits=bound.reads_logits))
+        return torch.cat([self._gradients(blocks, lowest, bound, chunk) for chunk in chunks])
+
+    def _gradients(
+        self, blocks: Sequence[Block], lowest: Block, bound: BoundTarget, rows: Tensor
+    ) -> Float[Tensor, "row layer head query key"]:
+        """The total derivative of the target by each block's pattern, of all blocks in one backward pass."""
+        leaves = [torch.zeros_like(block.recorded("pattern")[rows]).requires_grad_(True) for block in blocks]
+        pairs = [
+            pair
+            for block, leaf in zip(blocks, leaves, strict=True)
+            for pair in self.edits(block.layer, leaf, attention=block.attention_template)
+        ]
+        with must_fire(*pairs) as hooks:
+            value = target_passes.values(lowest, bound, hooks, rows, gradients=True)
+        gradients = target_passes.gradients_of(value, leaves)
+        return torch.stack(gradients, dim=1).to(torch.promote_types(gradients[0].dtype, torch.float32))

@@ -38,9 +38,14 @@ class BoundTarget:
         """Whether it needs the model's logits (else the last residual)."""
         return self.target.reads == "logits"
 
+    @property
+    def is_probability(self) -> bool:
+        """Whether it is known to lie in 0..1."""
+        return getattr(self.target, "of", None) == "probability"
+
 
 def bind(block: Block, target: object) -> BoundTarget:
-    """Bind a target to the prompts of a clean pass, running the model from `block` on (the last one will do).
+    """Bind a target to the prompts of a clean pass, running the model from `block` on (any block will do).
 
     Raises:
         TypeError, ValueError: the target does not fit a prompt.
@@ -56,14 +61,14 @@ def bind(block: Block, target: object) -> BoundTarget:
         output = _output(block, read, (), None, False)
         functions, clean, places = [], [], []
         for prompt, part in _parts(block, read, output, range(len(output))):
-            context = Context(_own_tokens(block, read, prompt), part, block.tokenizer)
+            context = Context(_prompt_tokens(block, read, prompt), part, block.tokenizer)
             function = read.of_prompt(context)
             functions.append(function)
             clean.append(evaluate(function, part))
             place = read.reads_position(context)
-            places.append(None if place is None else place + _own(block, read, prompt).start)
-    alone = [place for place in places if place is not None]
-    positions = torch.tensor(alone, device=output.device) if len(alone) == len(places) else None
+            places.append(None if place is None else place + _span(block, read, prompt).start)
+    single = [place for place in places if place is not None]
+    positions = torch.tensor(single, device=output.device) if len(single) == len(places) else None
     return BoundTarget(read, tuple(functions), torch.cat(clean), positions)
 
 
@@ -95,15 +100,15 @@ def gradients_of(values: Float[Tensor, " row"], leaves: Sequence[Tensor]) -> lis
     Raises:
         ValueError: the target does not depend differentiably on the output.
     """
-    found: Sequence[Tensor | None] = [None]
+    gradients: Sequence[Tensor | None] = [None]
     if values.requires_grad:
-        found = torch.autograd.grad(values, list(leaves), torch.ones_like(values), allow_unused=True)
-    if any(gradient is None for gradient in found):
+        gradients = torch.autograd.grad(values, list(leaves), torch.ones_like(values), allow_unused=True)
+    if any(gradient is None for gradient in gradients):
         raise ValueError(
             "target: expected a differentiable function of the output, got values without a gradient "
             "(a detach, an argmax or a no_grad inside?)"
         )
-    return [gradient for gradient in found if gradient is not None]
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def evaluate(function: Explained, output: Float[Tensor, copy * axes]) -> Float[Tensor, " copy"]:
@@ -145,17 +150,17 @@ def _parts(block: Block, target: Target, output: Tensor, rows: Sequence[int]) ->
     for prompt, copies in itertools.groupby(rows):
         stop = start + len(list(copies))
         part = output[start:stop]
-        yield prompt, part[:, _own(block, target, prompt)] if output.ndim == 3 else part
+        yield prompt, part[:, _span(block, target, prompt)] if output.ndim == 3 else part
         start = stop
 
 
-def _own(block: Block, target: Target, prompt: int) -> slice:
+def _span(block: Block, target: Target, prompt: int) -> slice:
     real = block.logits_real if target.reads == "logits" else block.real
     places = real[prompt].nonzero()[:, 0]
     return slice(int(places[0]), int(places[-1]) + 1)
 
 
-def _own_tokens(block: Block, target: Target, prompt: int) -> Int[Tensor, " pos"]:
+def _prompt_tokens(block: Block, target: Target, prompt: int) -> Int[Tensor, " pos"]:
     if target.reads == "logits":
-        return block.logits_tokens[prompt, _own(block, target, prompt)]
+        return block.logits_tokens[prompt, _span(block, target, prompt)]
     return torch.arange(int(block.real[prompt].sum()), device=block.real.device)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.algebra.value_zeroing_old.engine import Shared, value_zeroing_maps
+from lens_mix.algebra.value_zeroing import value_zeroing_maps
 from lens_mix.hooks import zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.methods.base import Method
@@ -51,7 +51,6 @@ class ValueZeroing(Method):
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("algebra", "hooks")
     records: ClassVar[frozenset[str]] = frozenset({"pattern", "value"})
-
     citation: ClassVar[str] = """@inproceedings{mohebbi-etal-2023-quantifying,
   title = {Quantifying Context Mixing in Transformers},
   author = {Mohebbi, Hosein and Zuidema, Willem and Chrupa{\\l}a, Grzegorz and Alishahi, Afra},
@@ -122,16 +121,9 @@ class ValueZeroing(Method):
         return None
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
-        return self._scores(block, Shared())
-
-    def of_stack(self, blocks: Sequence[Block]) -> Float[Tensor, "batch layer *head query key"]:
-        shared = Shared()
-        return torch.stack([self._scores(block, shared) for block in blocks], dim=1)
-
-    def _scores(self, block: Block, shared: Shared) -> Float[Tensor, "batch *head query key"]:
         heads = self._heads(block.layer)
         if block.engine == "algebra":
-            scores = self._by_algebra(block, heads, shared)
+            scores = self._by_algebra(block, heads)
         elif self.per_head:
             scores = torch.stack([self._map(block, [head]) for head in heads or range(block.n_heads)], dim=1)
         else:
@@ -140,15 +132,13 @@ class ValueZeroing(Method):
             scores = torch.where(scores < self.threshold, torch.zeros_like(scores), scores)
         return scores
 
-    def _by_algebra(
-        self, block: Block, heads: Sequence[int] | None, shared: Shared
-    ) -> Float[Tensor, "batch *head query key"]:
+    def _by_algebra(self, block: Block, heads: Sequence[int] | None) -> Float[Tensor, "batch *head query key"]:
         chosen = list(range(block.n_heads)) if heads is None else list(heads)
         groups = [[head] for head in chosen] if self.per_head else [chosen]
         spans = None if self.spans is None else [list(span) for span in self.spans]
         final = self.last_layer == "after_final_norm" and block.is_last
         norm = block.final_norm() if final else None
-        scores = value_zeroing_maps(block, groups, spans, self.metric, norm, shared)
+        scores = value_zeroing_maps(block, groups, spans, self.metric, norm)
         return scores if self.per_head else scores[:, 0]
 
     def _heads(self, layer: int) -> Sequence[int] | None:

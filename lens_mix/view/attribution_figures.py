@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lens_mix.view.labels import FONT, INK, QUIET, room_for, shown_positions, visible_token
+from lens_mix.view.lazy import need_canvas
 
 if TYPE_CHECKING:
     import networkx
@@ -30,16 +31,14 @@ def tree_figure(tree: networkx.DiGraph, title: str | None = None) -> Figure:
     """
     if "root" not in tree.graph:
         raise ValueError("tree: expected a graph of attribution_tree (with a root), got one without")
-    picture_class = _need_matplotlib()
-    from lens_mix.view.canvas import label_ticks, longest
-
+    canvas = need_canvas()
     tokens = [visible_token(token) for token in tree.graph["tokens"]]
     levels = sorted({level for level, _ in tree.nodes})
     height_of = {level: place for place, level in enumerate(levels)}
-    bottom = 0.25 + longest(tokens, FONT)
+    bottom = 0.25 + canvas.longest(tokens, FONT)
     inner = (max(0.34 * len(tokens), 3.0), max(0.34 * len(levels), 1.0))
     left, top = 1.05, 0.45
-    picture = picture_class(left + inner[0] + 0.2, bottom + inner[1] + top)
+    picture = canvas.Picture(left + inner[0] + 0.2, bottom + inner[1] + top)
     axes = picture.add_box(left, bottom, *inner)
     axes.set(xlim=(-0.6, len(tokens) - 0.4), ylim=(-0.6, len(levels) - 0.4))
     _draw_edges(axes, tree, height_of)
@@ -59,11 +58,13 @@ def tree_figure(tree: networkx.DiGraph, title: str | None = None) -> Figure:
         )
     names = {level: values["layer"] for (level, _), values in tree.nodes(data=True)}
     rows = [f"after layer {names[level]}" if level else "input" for level in levels]
-    label_ticks(axes.yaxis, range(len(levels)), rows, size=FONT, color=QUIET)
-    label_ticks(axes.xaxis, range(len(tokens)), tokens, size=FONT, color=INK, rotation=90)
-    _bare(axes)
-    if title:
-        _write_title(picture, title)
+    canvas.label_ticks(axes.yaxis, range(len(levels)), rows, size=FONT, color=QUIET)
+    canvas.label_ticks(axes.xaxis, range(len(tokens)), tokens, size=FONT, color=INK, rotation=90)
+    canvas.thin_frame(axes, ticks=0)
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    axes.grid(axis="y", color="#eeeeee", lw=0.6)
+    axes.set_axisbelow(True)
+    picture.write_title(title, size=10)
     return picture
 
 
@@ -100,12 +101,10 @@ def head_map(importance: HeadImportance, title: str | None = None, highest: floa
     """
     if highest is not None and not highest > 0:
         raise ValueError(f"highest: expected a positive number, got {highest!r}")
-    picture_class = _need_matplotlib()
-    from lens_mix.view.canvas import colours, label_ticks
-
+    canvas = need_canvas()
     layers, heads = importance.scores.shape
     inner = (min(max(0.22 * heads, 1.6), 7.0), min(max(0.16 * layers, 1.2), 6.0))
-    picture = picture_class(max(0.6 + inner[0] + 0.9, 3.2), 0.55 + inner[1] + 0.65)
+    picture = canvas.Picture(max(0.6 + inner[0] + 0.9, 3.2), 0.55 + inner[1] + 0.65)
     axes = picture.add_box(0.6, 0.55, *inner)
     low, high = float(importance.scores.min()), float(importance.scores.max())
     signed = low < 0
@@ -114,27 +113,22 @@ def head_map(importance: HeadImportance, title: str | None = None, highest: floa
         importance.scores.numpy(),
         origin="lower",
         aspect="auto",
-        cmap=colours(signed=signed),
+        cmap=canvas.colours(signed=signed),
         vmin=-bound if signed else 0.0,
         vmax=bound,
         interpolation="nearest",
     )
     for axis, count, inches in ((axes.xaxis, heads, inner[0]), (axes.yaxis, layers, inner[1])):
         places = shown_positions(count, room_for(inches, FONT + 3))
-        label_ticks(axis, places, [str(place) for place in places], size=FONT, color=INK)
+        canvas.label_ticks(axis, places, [str(place) for place in places], size=FONT, color=INK)
     axes.set_xlabel("head", size=FONT + 1, color=QUIET)
     axes.set_ylabel("layer", size=FONT + 1, color=QUIET)
-    for spine in axes.spines.values():
-        spine.set(color="#cccccc", linewidth=0.6)
-    axes.tick_params(length=2, width=0.5, color=QUIET)
+    canvas.thin_frame(axes, ticks=2)
     cut = {(False, False): "neither", (True, False): "max", (False, True): "min", (True, True): "both"}
     extend = cut[high > bound, low < -bound]
-    box = picture.add_box(0.6 + inner[0] + 0.1, 0.55, 0.1, inner[1])
-    bar = picture.colorbar(image, cax=box, extend=extend, extendfrac=0.03)
-    bar.outline.set(edgecolor="#cccccc", linewidth=0.6)
-    bar.ax.tick_params(labelsize=FONT, length=1.5, width=0.5, color=QUIET, labelcolor=INK)
+    picture.add_colour_bar(image, 0.6 + inner[0] + 0.1, 0.55, inner[1], extend)
     name = f"Head importance by {importance.name},\n{importance.examples} examples"
-    _write_title(picture, name if title is None else title)
+    picture.write_title(name if title is None else title, size=10)
     return picture
 
 
@@ -149,8 +143,8 @@ def pruning_figure(curves: PruningCurves, title: str | None = None, metric: str 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    picture_class = _need_matplotlib()
-    picture = picture_class(6.0, 3.6)
+    canvas = need_canvas()
+    picture = canvas.Picture(6.0, 3.6)
     axes = picture.add_box(0.65, 0.5, 3.9, 2.65)
     shares = [100 * fraction for fraction in curves.fractions]
     for place, (name, values) in enumerate(curves.values.items()):
@@ -162,7 +156,8 @@ def pruning_figure(curves: PruningCurves, title: str | None = None, metric: str 
             axes.fill_between(shares, curves.lowest[name], curves.highest[name], color=hue, alpha=0.15, lw=0)
     axes.set_xlabel(f"heads removed, % of {curves.total}", size=FONT + 1, color=QUIET)
     axes.set_ylabel(metric, size=FONT + 1, color=QUIET)
-    axes.tick_params(labelsize=FONT, length=2, width=0.5, color=QUIET, labelcolor=INK)
+    canvas.thin_frame(axes, ticks=2)
+    axes.tick_params(labelsize=FONT, labelcolor=INK)
     axes.grid(color="#eeeeee", lw=0.6)
     axes.set_axisbelow(True)
     legend = axes.legend(
@@ -170,29 +165,5 @@ def pruning_figure(curves: PruningCurves, title: str | None = None, metric: str 
     )
     for text in legend.get_texts():
         text.set(color=INK, parse_math=False)
-    for spine in axes.spines.values():
-        spine.set(color="#cccccc", linewidth=0.6)
-    _write_title(picture, title or "pruning curves")
+    picture.write_title(title or "pruning curves", size=10)
     return picture
-
-
-def _bare(axes: Any) -> None:
-    for name, spine in axes.spines.items():
-        spine.set_visible(name == "bottom")
-        spine.set(color="#cccccc", linewidth=0.6)
-    axes.tick_params(length=0)
-    axes.grid(axis="y", color="#eeeeee", lw=0.6)
-    axes.set_axisbelow(True)
-
-
-def _write_title(picture: Any, title: str) -> None:
-    height = picture.get_size_inches()[1]
-    picture.write(0.12, height - 0.12, title, size=10, color=INK, va="top", weight="bold")
-
-
-def _need_matplotlib() -> Any:
-    try:
-        from lens_mix.view.canvas import Picture
-    except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install 'lens_mix[plots]'") from error
-    return Picture

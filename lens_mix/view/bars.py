@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, room_for, shown_positions
+from lens_mix.view.lazy import need_canvas
 
 BAR = "#a9c3dd"
 BAR_OF_THE_LARGEST = "#2c5f8a"
@@ -34,8 +35,7 @@ class BarFrame:
 
     @classmethod
     def of(cls, names: list[str], labels: list[str], title: str | None) -> BarFrame:
-        from lens_mix.view.canvas import longest
-
+        longest = need_canvas().longest
         inner = min(max(0.3 * len(labels), 5.0), 14.0)
         turned = longest(labels, FONT) > inner / len(labels)
         return cls(
@@ -78,9 +78,9 @@ def draw_bars(axes: Any, values: Float[Tensor, " key"], labels: list[str]) -> No
         axes.text(i, 0.03 * reach, "–", ha="center", va="bottom", size=FONT, color=QUIET)
     axes.set_xticks([])
     axes.set_yticks([0.0, high or low or 1.0], ["0", _number(high or low or 1.0)], size=6, color=QUIET)
-    axes.tick_params(length=1.5, width=0.5, pad=1.5, color=QUIET)
+    need_canvas().thin_frame(axes, ticks=1.5)
+    axes.tick_params(pad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set(color="#cccccc", linewidth=0.6)
     _say_if_one_takes_it_all(axes, known, labels)
 
 
@@ -110,12 +110,12 @@ def _say_if_one_takes_it_all(axes: Any, values: Float[Tensor, " key"], labels: l
 
 
 def label_bars(axes: Any, labels: list[str], frame: BarFrame) -> None:
-    from lens_mix.view.canvas import label_ticks
-
-    room = room_for(frame.inner, FONT) if frame.turned else len(labels)
-    places = shown_positions(len(labels), room)
+    fitting = room_for(frame.inner, FONT) if frame.turned else len(labels)
+    places = shown_positions(len(labels), fitting)
     names = [labels[place] for place in places]
-    label_ticks(axes.xaxis, places, names, size=FONT, color=INK, rotation=90 if frame.turned else 0)
+    need_canvas().label_ticks(
+        axes.xaxis, places, names, size=FONT, color=INK, rotation=90 if frame.turned else 0
+    )
 
 
 def _number(value: float) -> str:

@@ -11,12 +11,15 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.textpath import TextPath
 
+from lens_mix.view.labels import FONT, INK, QUIET, TITLE_FONT
+
 # From almost white to almost black through one hue, at equal distances in CIELAB: equal steps of a score
 # look equal, and the order holds for colour-blind readers and in grey.
 BLUES = """f9fbfd e3f3fb cce9f7 b4def3 9ed1ed 89c3e6 73b4de 5ca6d6 4296cb
 2985bc 1c75ad 19659f 155690 094680 09376d 0e2b5a 111f47"""
 SIGNED = "PuOr"
 HIDDEN = "#e9e9e9"
+LINE = "#cccccc"
 
 
 class Picture(Figure):
@@ -37,10 +40,32 @@ class Picture(Figure):
         whole_width, whole_height = self.get_size_inches()
         return self.text(left / whole_width, bottom / whole_height, text, parse_math=False, **options)
 
+    def write_title(self, title: str | None, size: float = TITLE_FONT) -> None:
+        """The title in the upper left corner, if there is one."""
+        if title:
+            top = self.get_size_inches()[1] - 0.12
+            self.write(0.12, top, title, size=size, color=INK, va="top", weight="bold")
+
+    def add_colour_bar(
+        self, image: Any, left: float, bottom: float, height: float, extend: str = "neither"
+    ) -> Any:
+        """A narrow colour bar at a place given in inches."""
+        box = self.add_box(left, bottom, 0.1, height)
+        bar = self.colorbar(image, cax=box, extend=extend, extendfrac=0.03)
+        bar.outline.set(edgecolor=LINE, linewidth=0.6)
+        bar.ax.tick_params(labelsize=FONT, length=1.5, width=0.5, color=QUIET, labelcolor=INK)
+        return bar
+
     def _repr_png_(self) -> bytes:
         drawn = io.BytesIO()
         self.savefig(drawn, format="png")
         return drawn.getvalue()
+
+
+def thin_frame(axes: Any, ticks: float) -> None:
+    """Thin grey spines, and ticks of this length in points."""
+    axes.spines[:].set(color=LINE, linewidth=0.6)
+    axes.tick_params(length=ticks, width=0.5, color=QUIET)
 
 
 def colours(signed: bool) -> Colormap:

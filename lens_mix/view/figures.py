@@ -23,7 +23,8 @@ from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import as_count, as_position
 from lens_mix.view.bars import BarFrame, draw_bars, label_bars
 from lens_mix.view.heat_maps import Grid, colour_limits, default_title, draw_panel, finish
-from lens_mix.view.labels import INK, NAME_FONT, TITLE_FONT, visible_token
+from lens_mix.view.labels import INK, NAME_FONT, visible_token
+from lens_mix.view.lazy import need_canvas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,7 +60,7 @@ def layer_maps(
             `normalize=True`.
         ImportError: matplotlib is not installed.
     """
-    picture_class = _need_matplotlib()
+    canvas = need_canvas()
     _check_is_map("mixing_map", mixing_map)
     as_count(columns, "columns")
     if layers is not None and not len(layers):
@@ -70,7 +71,7 @@ def layer_maps(
     names = [f"{before}layer {label}" for label in shown.layer_labels]
     title = default_title(mixing_map, head) if title is None else title
     grid = Grid.of(names, columns, _visible(shown.query_labels), _visible(shown.key_labels), title)
-    picture = picture_class(grid.width, grid.height)
+    picture = canvas.Picture(grid.width, grid.height)
     limits, visible = colour_limits([shown.scores]), shown.visible()
     for place, scores in enumerate(shown.scores):
         image = draw_panel(picture, grid, place, scores, visible[place], limits)
@@ -100,7 +101,7 @@ def query_maps(
             scores with `normalize=True`.
         ImportError: matplotlib is not installed.
     """
-    picture_class = _need_matplotlib()
+    canvas = need_canvas()
     as_count(columns, "columns")
     if not maps:
         raise ValueError("maps: expected at least one map, got none")
@@ -116,7 +117,7 @@ def query_maps(
         title = f"what position {position}, “{visible_token(first.tokens[position])}”, used"
     labels = [str(label) for label in first.layer_labels]
     grid = Grid.of(list(shown), columns, labels, _visible(first.key_labels), title)
-    picture = picture_class(grid.width, grid.height)
+    picture = canvas.Picture(grid.width, grid.height)
     limits = colour_limits(each.scores[:, row] for each, row in rows)
     for number, (each, row) in enumerate(rows):
         image = draw_panel(picture, grid, number, each.scores[:, row], each.visible()[:, row], limits)
@@ -150,7 +151,7 @@ def token_bars(
         ValueError: no rows; a row of another length than `tokens`; an infinite score.
         ImportError: matplotlib is not installed.
     """
-    picture_class = _need_matplotlib()
+    canvas = need_canvas()
     if not rows:
         raise ValueError("rows: expected at least one row, got none")
     tokens = list(tokens)
@@ -158,7 +159,7 @@ def token_bars(
     labels = _visible(tokens)
     names = [_in_lines(name) for name in vectors]
     frame = BarFrame.of(names, labels, title)
-    picture = picture_class(frame.width, frame.height)
+    picture = canvas.Picture(frame.width, frame.height)
     for place, (name, values) in enumerate(zip(names, vectors.values(), strict=True)):
         bottom = frame.height - frame.top - (place + 1) * frame.row + frame.gap
         axes = picture.add_box(frame.left, bottom, frame.inner, frame.row - frame.gap)
@@ -167,8 +168,7 @@ def token_bars(
         picture.write(frame.left - 0.42, middle, name, size=NAME_FONT, color=INK, ha="right", va="center")
         if place == len(vectors) - 1:
             label_bars(axes, labels, frame)
-    if title:
-        picture.write(0.12, frame.height - 0.12, title, size=TITLE_FONT, color=INK, va="top", weight="bold")
+    picture.write_title(title)
     return picture
 
 
@@ -205,14 +205,6 @@ def _row_of_map(
     place = row.row_index(position)
     scores = row.merge_heads().scores[row.layer_index(layer), place].detach().to("cpu", torch.float64)
     return torch.cat([torch.full((left_out,), torch.nan, dtype=torch.float64), scores])
-
-
-def _need_matplotlib() -> Any:
-    try:
-        from lens_mix.view.canvas import Picture
-    except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install 'lens_mix[plots]'") from error
-    return Picture
 
 
 def _check_is_map(name: str, value: Any) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from lens_mix.view.labels import FONT, INK, QUIET, room_for, shown_positions, visible_token
+from lens_mix.view.lazy import need_canvas
 
 if TYPE_CHECKING:
     import networkx
@@ -40,19 +41,18 @@ def information_flow(
             with a negative or non-finite one; a layer_height that is not above 0.
         ImportError: matplotlib is not installed.
     """
-    picture_class = _need_matplotlib()
+    canvas = need_canvas()
     _check_graph(graph)
     if not 0 < layer_height < float("inf"):
         raise ValueError(f"layer_height: expected inches above 0, got {layer_height!r}")
     widths = _widths(graph, by)
     frame = Frame.of(graph, title, layer_height)
-    picture = picture_class(frame.width, frame.height)
+    picture = canvas.Picture(frame.width, frame.height)
     axes = picture.add_box(frame.left, frame.bottom, frame.inner, frame.rows)
     _draw_edges(axes, frame, widths)
     _draw_nodes(axes, frame, graph)
     _label(axes, frame)
-    if title:
-        picture.write(0.12, frame.height - 0.12, title, size=11, color=INK, va="top", weight="bold")
+    picture.write_title(title)
     return picture
 
 
@@ -73,8 +73,7 @@ class Frame:
 
     @classmethod
     def of(cls, graph: networkx.DiGraph, title: str | None, layer_height: float) -> Frame:
-        from lens_mix.view.canvas import longest
-
+        longest = need_canvas().longest
         positions, tokens = _tokens(graph)
         levels = sorted({level for level, _ in graph.nodes})
         names = _level_names(graph, levels)
@@ -181,14 +180,13 @@ def _draw_nodes(axes: Any, frame: Frame, graph: networkx.DiGraph) -> None:
 
 
 def _label(axes: Any, frame: Frame) -> None:
-    from lens_mix.view.canvas import label_ticks
-
+    label_ticks = need_canvas().label_ticks
     axes.set_xlim(-0.6, len(frame.columns) - 0.4)
     axes.set_ylim(-0.5, len(frame.lines) - 0.5)
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
     axes.tick_params(length=0, pad=2)
-    room = room_for(frame.inner, FONT) if frame.turned else len(frame.tokens)
-    places = shown_positions(len(frame.tokens), room)
+    fitting = room_for(frame.inner, FONT) if frame.turned else len(frame.tokens)
+    places = shown_positions(len(frame.tokens), fitting)
     rotation = 90 if frame.turned else 0
     tokens = [frame.tokens[i] for i in places]
     label_ticks(axes.xaxis, places, tokens, size=FONT, color=INK, rotation=rotation)
@@ -207,11 +205,3 @@ def _check_graph(graph: Any) -> None:
         whole = isinstance(node, tuple) and len(node) == 2
         if not whole or not all(isinstance(part, int) and not isinstance(part, bool) for part in node):
             raise ValueError(f"graph: expected nodes (level, position), got {node!r}")
-
-
-def _need_matplotlib() -> Any:
-    try:
-        from lens_mix.view.canvas import Picture
-    except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install 'lens_mix[plots]'") from error
-    return Picture

@@ -7,12 +7,14 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.maps import MixingMap
 from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, room_for, shown_positions
+from lens_mix.view.lazy import need_canvas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +38,7 @@ class Grid:
 
     @classmethod
     def of(cls, names: list[str], columns: int, rows: list[str], keys: list[str], title: str) -> Grid:
-        from lens_mix.view.canvas import longest
-
+        longest = need_canvas().longest
         columns = min(columns, len(names))
         # A single row of few heat maps has the room to be read token by token.
         widest_panel = 2.2 if columns > 3 else 5.4
@@ -93,29 +94,25 @@ def draw_panel(
     limits: tuple[float, float],
 ) -> Any:
     """One heat map; entries that are not visible are grey. Labels only where no other heat map stands."""
-    import numpy
-
-    from lens_mix.view.canvas import colours, label_ticks
-
+    canvas = need_canvas()
     axes = picture.add_box(*grid.corner(place), grid.panel_width, grid.panel_height)
     image = axes.imshow(
-        numpy.ma.masked_array(scores.detach().to("cpu", torch.float64).numpy(), ~visible.cpu().numpy()),
-        cmap=colours(signed=limits[0] < 0),
+        np.ma.masked_array(scores.detach().to("cpu", torch.float64).numpy(), ~visible.cpu().numpy()),
+        cmap=canvas.colours(signed=limits[0] < 0),
         vmin=limits[0],
         vmax=limits[1],
         aspect="auto",
         interpolation="nearest",
     )
-    for spine in axes.spines.values():
-        spine.set(color="#cccccc", linewidth=0.6)
+    canvas.thin_frame(axes, ticks=1.5)
     axes.set_title(grid.names[place], size=NAME_FONT, color=INK, pad=3)
-    axes.tick_params(length=1.5, width=0.5, pad=1.5, color=QUIET)
+    axes.tick_params(pad=1.5)
     for axis, names, inches, wanted, rotation in (
         (axes.yaxis, grid.row_labels, grid.panel_height, place % grid.columns == 0, 0),
         (axes.xaxis, grid.key_labels, grid.panel_width, place + grid.columns >= grid.count, 90),
     ):
         places = shown_positions(len(names), room_for(inches, FONT)) if wanted else []
-        label_ticks(axis, places, [names[i] for i in places], size=FONT, color=INK, rotation=rotation)
+        canvas.label_ticks(axis, places, [names[i] for i in places], size=FONT, color=INK, rotation=rotation)
     return image
 
 
@@ -125,9 +122,10 @@ def finish(picture: Any, grid: Grid, image: Any, rows: str, scale: str) -> None:
     look = {"size": FONT + 1, "color": QUIET}
     picture.write(0.1, grid.bottom + up / 2, rows, rotation=90, ha="left", va="center", **look)
     picture.write((grid.left + grid.right) / 2, 0.08, "key", ha="center", va="bottom", **look)
-    _draw_colour_bar(picture, grid, image, scale)
-    look = {"size": TITLE_FONT, "color": INK, "weight": "bold"}
-    picture.write(0.12, grid.height - 0.12, grid.title, va="top", **look)
+    top, height = grid.height - grid.top - grid.heading, min(up, 2.6)
+    bar = picture.add_colour_bar(image, grid.right + grid.gap + 0.06, top - height, height)
+    bar.set_label(scale, size=FONT, color=QUIET)
+    picture.write_title(grid.title)
 
 
 def colour_limits(scores: Iterable[Tensor]) -> tuple[float, float]:
@@ -139,21 +137,9 @@ def colour_limits(scores: Iterable[Tensor]) -> tuple[float, float]:
     return 0.0, high or 1.0
 
 
-def _draw_colour_bar(picture: Any, grid: Grid, image: Any, name: str) -> None:
-    left = grid.right + grid.gap + 0.06
-    height = min(grid.height - grid.top - grid.heading - grid.bottom, 2.6)
-    box = picture.add_box(left, grid.height - grid.top - grid.heading - height, 0.1, height)
-    bar = picture.colorbar(image, cax=box)
-    bar.outline.set(edgecolor="#cccccc", linewidth=0.6)
-    bar.ax.tick_params(labelsize=FONT, length=1.5, width=0.5, color=QUIET, labelcolor=INK)
-    bar.set_label(name, size=FONT, color=QUIET)
-
-
 def default_title(mixing_map: MixingMap, head: int | None) -> str:
     aggregation = mixing_map.provenance.get("aggregation")
-    name = (
-        f"{mixing_map.method}, {aggregation['name']}" if isinstance(aggregation, dict) else mixing_map.method
-    )
+    name = mixing_map.method + (f", {aggregation['name']}" if isinstance(aggregation, dict) else "")
     if mixing_map.has_heads:
         name += ", mean over heads" if head is None else f", head {head}"
     return name

@@ -8,7 +8,8 @@
 | `expansion_rates` | expansion rate, layer × head |
 | `contextualisation` | contextualisation change per layer, one line per part of the block |
 
-Maps of amplification are `MixingMap`s: `lens_mix.view.layer_maps(..., normalize=False)` draws them.
+`title` is written above the figure. Each raises a ValueError where the table lacks a column, and an
+ImportError where matplotlib is not installed. Maps of amplification are `MixingMap`s: `lens_mix.view.layer_maps(..., normalize=False)` draws them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lens_mix.statistics.mixing_ratio import STAGES, by_kind, by_layer
 from lens_mix.statistics.token_kinds import TokenKind, token_kind
 from lens_mix.view.labels import FONT, INK, NAME_FONT, TITLE_FONT, visible_token
+from lens_mix.view.lazy import need_canvas
 
 if TYPE_CHECKING:
     import pandas
@@ -44,11 +46,6 @@ def mixing_by_layer(table: pandas.DataFrame, title: str = "Mixing ratio by layer
 
     Args:
         table: from `lens_mix.statistics.mixing_ratio.mixing_ratios`.
-        title: above the figure.
-
-    Raises:
-        ValueError: columns are missing.
-        ImportError: matplotlib is not installed.
     """
     _check_columns("table", table, ("layer", "stage", "ratio"))
     means = by_layer(table).drop(index="mean")
@@ -92,11 +89,6 @@ def mixing_by_kind(
     Args:
         table: from `lens_mix.statistics.mixing_ratio.mixing_ratios`.
         kind: a function token -> name of its kind.
-        title: above the figure.
-
-    Raises:
-        ValueError: columns are missing.
-        ImportError: matplotlib is not installed.
     """
     _check_columns("table", table, ("layer", "stage", "ratio", "token"))
     means = by_kind(table, kind)
@@ -126,17 +118,12 @@ def weights_against_norms(
         kind: a function token -> name of its kind, for the colours.
         named: how many of the dots with most weight get a ring and their token and layer written; dots of
             one token share what is written.
-        title: above the figure.
-
-    Raises:
-        ValueError: columns are missing.
-        ImportError: matplotlib is not installed.
     """
     _check_columns("table", table, ("layer", "token", "weight", "norm"))
     dots = table.groupby(["layer", "token"])[["weight", "norm"]].mean().reset_index()
     picture, axes = _axes(5.6, 4.0, title)
     kinds = dots["token"].map(kind)
-    # The many lie under the few.
+    # Kinds with fewer dots are drawn later, above the others.
     for name in kinds.value_counts().index:
         part = dots[kinds == name]
         axes.scatter(part["norm"], part["weight"], s=9, color=KINDS.get(name, "#3182bd"), label=name)
@@ -166,18 +153,11 @@ def expansion_rates(table: pandas.DataFrame, title: str = "Expansion rate of the
 
     Args:
         table: from `lens_mix.statistics.expansion_rate.expansion_rates`.
-        title: above the figure.
-
-    Raises:
-        ValueError: columns are missing.
-        ImportError: matplotlib is not installed.
     """
     _check_columns("table", table, ("layer", "head", "rate"))
     grid = table[table["head"] != "all"].pivot(index="layer", columns="head", values="rate")
     picture, axes = _axes(1.6 + 0.3 * grid.shape[1], 1.2 + 0.22 * grid.shape[0], title)
-    from lens_mix.view.canvas import colours
-
-    image = axes.imshow(grid.to_numpy(dtype=float), cmap=colours(False), aspect="auto", vmin=0)
+    image = axes.imshow(grid.to_numpy(dtype=float), cmap=need_canvas().colours(False), aspect="auto", vmin=0)
     axes.locator_params(axis="y", integer=True)
     axes.set_xlabel("head", fontsize=NAME_FONT)
     axes.set_ylabel("layer", fontsize=NAME_FONT)
@@ -190,11 +170,6 @@ def contextualisation(table: pandas.DataFrame, title: str = "Contextualisation c
 
     Args:
         table: from `lens_mix.statistics.contextualisation.changes`.
-        title: above the figure.
-
-    Raises:
-        ValueError: columns are missing.
-        ImportError: matplotlib is not installed.
     """
     _check_columns("table", table, ("feed_forward", "residual", "norm", "whole"))
     picture, axes = _axes(6.4, 3.4, title)
@@ -208,18 +183,13 @@ def contextualisation(table: pandas.DataFrame, title: str = "Contextualisation c
 
 
 def _axes(width: float, height: float, title: str) -> tuple[Any, Any]:
-    try:
-        from lens_mix.view.canvas import Picture
-    except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install 'lens_mix[plots]'") from error
-    picture = Picture(width, height)
+    picture = need_canvas().Picture(width, height)
     picture.set_layout_engine("constrained")
     axes = picture.subplots()
     axes.set_title(title, fontsize=TITLE_FONT, color=INK, loc="left", parse_math=False)
     axes.tick_params(labelsize=FONT)
     axes.locator_params(axis="x", integer=True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     return picture, axes
 
 

@@ -1,4 +1,4 @@
-"""The examples of the docstrings and of docs/hooks.md run as they stand."""
+"""The examples of the docstrings and of hooks/README.md run as they stand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tiny_models import (
     tokens,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "hooks.md"
+PAGE = Path(__file__).parents[2] / "hooks" / "README.md"
 FUNCTIONS = [name for name in lens_mix.hooks.__all__ if inspect.isfunction(getattr(lens_mix.hooks, name))]
 MODELS: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
     (hooked_transformer, ("LN",)),

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
 
 import lens_mix as lm
-from lens_mix.algebra.quadrature import RULES, quadrature
+from lens_mix.algebra.quadrature import nested_rules, quadrature
+from lens_mix.hooks import record
+from lens_mix.methods.attention_attribution import integrated_gradients
 from tests import tiny_models
 from tests.methods import attribution_reference as hao
 from tests.tiny_models import available, bridge, hooked_transformer
@@ -26,18 +26,13 @@ def naive(model, tokens: Tensor, layer: int, function, points: Tensor, weights: 
     """The definition, one whole forward pass per point, writing hook_pattern itself: [head, query, key]."""
     name = f"blocks.{layer}.attn.hook_pattern"
     store = {}
+    model.run_with_hooks(tokens[None], fwd_hooks=[record(store, name)])
+    pattern = store[name]
 
-    def keep(tensor, hook):
-        store["pattern"] = tensor.detach().clone()
+    def value(given: Tensor) -> Tensor:
+        return function(model.run_with_hooks(tokens[None], fwd_hooks=[(name, lambda t, hook: given)]))
 
-    model.run_with_hooks(tokens[None], fwd_hooks=[(name, keep)])
-    pattern = store["pattern"]
-    total = torch.zeros_like(pattern)
-    for point, weight in zip(points.tolist(), weights.tolist(), strict=True):
-        leaf = (point * pattern).requires_grad_(True)
-        out = model.run_with_hooks(tokens[None], fwd_hooks=[(name, lambda t, hook, leaf=leaf: leaf)])
-        total += weight * torch.autograd.grad(function(out).sum(), leaf)[0]
-    return (total * pattern)[0]
+    return integrated_gradients(value, pattern, torch.zeros_like(pattern), points, weights)[0]
 
 
 # ------------------------------------------------------------------ peers
@@ -109,6 +104,39 @@ def test_whole_forward_passes(name):
         expected = naive(model, tokens, layer, function, points, weights)
         assert expected.abs().max() > 1e-3 or layer == 1
         assert (found.scores[layer] - expected).abs().max() <= 1e-10 * max(1, expected.abs().max())
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_hooks_on_a_run_of_your_own(layer):
+    model = any_gpt2()
+    tokens = tiny_models.tokens(model, 1)[0]
+    method = lm.AttentionAttribution(target=lm.targets.logit(7), n_steps=3, per_head=True)
+    found = lm.run(model, tokens, method)
+    details = found.provenance["details"]
+    pattern = lm.run(model, tokens, lm.AttentionWeights(per_head=True)).scores[layer][None]
+
+    def value(given: Tensor) -> Tensor:
+        return model.run_with_hooks(tokens[None], fwd_hooks=method.edits(layer, given))[:, -1, 7]
+
+    assert value(pattern).item() == pytest.approx(details["target_value"][layer], abs=1e-12)
+    assert value(0 * pattern).item() == pytest.approx(details["baseline_value"][layer], abs=1e-12)
+    points, weights = quadrature("gauss_legendre", 3)
+    expected = integrated_gradients(value, pattern, torch.zeros_like(pattern), points, weights)
+    assert expected.abs().max() > 1e-3
+    assert (found.scores[layer] - expected[0]).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("layers", [[0], [1], [1, 0]])
+def test_layers_alone_are_the_cut_of_the_whole(layers):
+    model = any_gpt2()
+    tokens = tiny_models.tokens(model, 1)[0]
+    for method in ("attention_attribution", "gradient_attention"):
+        whole = lm.run(model, tokens, method)
+        part = lm.run(model, tokens, method, layers=layers, queries=[-1, 2])
+        assert whole.scores[layers][:, [6, 2]].abs().max() > 0
+        assert (part.scores - whole.scores[layers][:, [6, 2]]).abs().max() <= 1e-12
+        for name, values in whole.provenance["details"].items():
+            assert part.provenance["details"][name] == pytest.approx([values[layer] for layer in layers])
 
 
 @needs_bridge
@@ -198,31 +226,72 @@ def test_a_baseline_may_not_break_the_mask():
 # ------------------------------------------------------------------ steps and memory
 
 
-def test_tolerance_raises_the_steps_until_it_is_met():
+def test_each_layer_takes_the_points_it_needs():
     model = any_gpt2()
     tokens = tiny_models.tokens(model, 1)[0]
-    few = lm.run(model, tokens, lm.AttentionAttribution(n_steps=2)).provenance["details"]
-    tolerance = 1e-9
-    assert max(map(abs, few["completeness_gap"])) > tolerance
-    found = lm.run(model, tokens, lm.AttentionAttribution(n_steps=2, tolerance=tolerance))
-    details = found.provenance["details"]
-    assert max(map(abs, details["completeness_gap"])) <= tolerance
-    assert max(details["steps"]) > 2
-    assert not [note for note in found.notes if "tolerance" in note]
+    exact = lm.run(model, tokens, lm.AttentionAttribution(n_steps=100, per_head=True)).scores
+    steps = []
+    for tolerance in (1e-2, 1e-4, 1e-7):
+        found = lm.run(
+            model, tokens, lm.AttentionAttribution(tolerance=tolerance, max_steps=63, per_head=True)
+        )
+        details = found.provenance["details"]
+        assert max(map(abs, details["completeness_gap"])) <= tolerance
+        assert max(details["estimated_error"]) <= tolerance
+        # the estimate is of all entries together, and was right within a factor of 10
+        assert (found.scores - exact).abs().sum((1, 2, 3)).max() <= 10 * tolerance
+        assert not [note for note in found.notes if "tolerance" in note]
+        steps.append(details["steps"])
+    assert len(set(steps[0])) > 1
+    assert steps[0] < steps[1] < steps[2]
 
 
-def test_tolerance_that_is_not_met_is_told():
+@pytest.mark.parametrize("count", [3, 7, 15])
+def test_points_of_a_nested_rule_are_those_of_the_definition(count):
     model = any_gpt2()
     tokens = tiny_models.tokens(model, 1)[0]
-    found = lm.run(model, tokens, lm.AttentionAttribution(n_steps=2, max_steps=4, tolerance=1e-14))
-    assert [note for note in found.notes if "tolerance 1e-14 was not met" in note and "max_steps=4" in note]
+    method = lm.AttentionAttribution(
+        target=lm.targets.logit(7), tolerance=1e-12, max_steps=count, per_head=True
+    )
+    found = lm.run(model, tokens, method)
+    rules = nested_rules(count)
+    for layer in range(2):
+        points = found.provenance["details"]["steps"][layer]
+        weights = rules.weights[rules.counts.index(points)]
+        expected = naive(model, tokens, layer, lambda logits: logits[:, -1, 7], rules.points, weights)
+        assert (found.scores[layer] - expected).abs().max() <= 1e-10
+    assert any("tolerance 1e-12 was not met" in note for note in found.notes)
 
 
-def test_only_the_prompts_that_need_more_steps_get_them():
+def test_by_default_what_a_target_is_measured_in_does_not_matter():
+    model = any_gpt2()
+    tokens = tiny_models.tokens(model, 1)[0]
+    maps = [
+        lm.run(
+            model, tokens, lm.AttentionAttribution(target=lambda logits, unit=unit: unit * logits[:, -1, 7])
+        )
+        for unit in (1.0, 1e-6, 1e6)
+    ]
+    first, *others = [found.provenance["details"]["steps"] for found in maps]
+    assert max(first) > 3
+    assert all(steps == first for steps in others)
+
+
+def test_a_tolerance_that_is_not_met_is_noted():
+    model = any_gpt2()
+    tokens = tiny_models.tokens(model, 1)[0]
+    found = lm.run(model, tokens, lm.AttentionAttribution(max_steps=7, tolerance=1e-14))
+    assert [note for note in found.notes if "tolerance 1e-14 was not met" in note and "max_steps=7" in note]
+    exactly = lm.run(model, tokens, lm.AttentionAttribution(n_steps=2, tolerance=1e-14))
+    assert exactly.provenance["details"]["steps"] == [2, 2]
+    assert [note for note in exactly.notes if "tolerance 1e-14 was not met" in note]
+
+
+def test_only_the_prompts_that_need_more_points_get_them():
     model = any_gpt2()
     prompts = [tiny_models.tokens(model, 1, seed=seed)[0] for seed in range(4)]
-    single = [lm.run(model, p, lm.AttentionAttribution(n_steps=4, tolerance=1e-6)) for p in prompts]
-    batch = list(lm.run_many(model, prompts, lm.AttentionAttribution(n_steps=4, tolerance=1e-6)))
+    single = [lm.run(model, p, lm.AttentionAttribution(tolerance=1e-4)) for p in prompts]
+    batch = list(lm.run_many(model, prompts, lm.AttentionAttribution(tolerance=1e-4)))
     steps = [m.provenance["details"]["steps"] for m in batch]
     assert steps == [m.provenance["details"]["steps"] for m in single]
     assert len({tuple(s) for s in steps}) > 1
@@ -290,6 +359,8 @@ def test_invisible_scale_is_told(name):
         assert details["visible_share"][layer] < 2e-3
         difference = details["target_value"][layer] - details["baseline_value"][layer]
         assert abs(details["completeness_gap"][layer]) > 0.5 * abs(difference)
+    # more points would be for nothing
+    assert details["steps"] == [3, 3]
 
 
 @needs_bridge
@@ -388,7 +459,8 @@ def test_targets_without_a_gradient_are_refused():
         ({"baseline": 0.0}, TypeError, "baseline: expected"),
         ({"internal_batch_size": 0}, ValueError, "internal_batch_size"),
         ({"tolerance": -1.0}, ValueError, "tolerance"),
-        ({"max_steps": 4}, ValueError, "max_steps"),
+        ({"max_steps": 2}, ValueError, "max_steps: expected a whole number, 3 or more"),
+        ({"method": "riemann_left"}, ValueError, "'riemann_left' needs n_steps"),
         ({"target": "Paris"}, TypeError, "target: expected one of lens_mix.targets"),
     ],
 )
@@ -415,23 +487,3 @@ def test_saved_and_loaded(tmp_path):
     assert torch.equal(again.scores, found.scores)
     assert again.provenance["details"] == found.provenance["details"]
     assert again.parameters["target"]["of"] == "probability"
-
-
-# ------------------------------------------------------------------ quadrature
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_rules_integrate(rule):
-    points, weights = quadrature(rule, 64)
-    assert weights.sum().item() == pytest.approx(1, abs=1e-14)
-    assert 0 <= points.min() <= points.max() <= 1
-    error = abs((weights * points.exp()).sum().item() - (math.e - 1))
-    assert error <= {"gauss_legendre": 1e-14, "riemann_middle": 1e-4, "trapezoid": 1e-4}.get(rule, 2e-2)
-    assert (error > 1e-3) == (rule in ("riemann_left", "riemann_right"))
-
-
-def test_left_and_right_points():
-    assert quadrature("riemann_left", 4)[0].tolist() == [0, 0.25, 0.5, 0.75]
-    assert quadrature("riemann_right", 4)[0].tolist() == [0.25, 0.5, 0.75, 1]
-    assert quadrature("trapezoid", 3)[1].tolist() == [0.25, 0.5, 0.25]
-    assert torch.equal(quadrature("gausslegendre", 5)[0], quadrature("gauss_legendre", 5)[0])

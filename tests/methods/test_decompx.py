@@ -4,13 +4,21 @@ import pytest
 import torch
 
 import lens_mix as lm
+from benchmarks.common import PeakMemory
 from lens_mix.algebra.bias_split import SPLITS, split_bias, through_linear
-from lens_mix.methods.decompx import logit_shares
+from lens_mix.algebra.decomposition import SLOPES
+from lens_mix.lens.block import Block
+from lens_mix.lens.model import Lens
+from lens_mix.lens.prompts import pad, pad_token, read_prompt
+from lens_mix.lens.proof.support import proof_of
+from lens_mix.methods.decompx import decompose, logit_shares
+from lens_mix.methods.decompx_logits import input_shares_of_logits
 from lens_mix.statistics.passes import prompt_blocks
+from tests.matrix import prompt_of
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import norms, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_gpt2, reference_inputs
-from tests.tiny_models import available, bridge
+from tests.tiny_models import available, bridge, hooked_transformer, tokens
 
 STAGES = {"attention": "attention", "mid": "LN1", "feed_forward": "FFN", "output": "encoder"}
 # Key in the reference -> what it was made with.
@@ -77,6 +85,129 @@ def test_shares_add_up_to_the_residual_stream(case):
     for method in (lm.DecompX(), lm.DecompX("norm"), lm.DecompXLocal("equal")):
         for block, found in zip(blocks, method.vectors(blocks), strict=True):
             assert largest(found.output.sum(2), block.resid_post) < 1e-9
+
+
+def plain_vectors(method, blocks):
+    """The output's shares after each block by the formula as it stands, all pairs at once."""
+    shares = state = None
+    for block in blocks:
+        shares = decompose(block, shares, state, method.biases, method.slope).output
+        state = block.resid_post
+        yield shares
+        if method.kind == "layer":
+            shares = state = None
+
+
+@CASES
+def test_maps_are_those_of_the_plain_formula(case):
+    blocks = blocks_of(case, lm.DecompX())
+    for method in (lm.DecompX(), lm.DecompX("first"), lm.DecompX("drop"), lm.DecompXLocal("equal")):
+        maps = method.of_stack(blocks)
+        for layer, shares in enumerate(plain_vectors(method, blocks)):
+            assert largest(maps[:, layer], shares.norm(dim=-1)) < 1e-10
+
+
+def at_rows(block, queries):
+    """The same block with these rows only."""
+    return Block(
+        block._lens, block._clean, block.layer, block.anatomy, block.engine, block.max_memory, queries
+    )
+
+
+def padded_blocks(model, lengths, side):
+    """Blocks of prompts of these lengths, padded on one side."""
+    lens = Lens(model)
+    prompts = [read_prompt(model, lens.model_class, tokens(model, 1, n, seed=n)[0]) for n in lengths]
+    layers = range(lens.n_layers)
+    names = [lens.stack.hook_name(role, layer) for role in lm.DecompX.needs for layer in layers]
+    clean = lens.clean_pass(pad(prompts, pad_token(model), side), names)
+    anatomy = proof_of(lens, prompts[0]).anatomy
+    return [Block(lens, clean, layer, anatomy[layer], "algebra", None) for layer in layers]
+
+
+def expect_rows_to_be_cut(blocks, queries):
+    """Maps and shares of these rows equal those rows of the whole."""
+    few = [*blocks[:-1], at_rows(blocks[-1], queries)]
+    for method in (lm.DecompX(), lm.DecompX("drop"), lm.DecompX("first")):
+        whole = method.of_stack(blocks)
+        for layer, found in enumerate(method.of_stack(few).unbind(1)):
+            assert largest(found, few[-1].rows_of(whole[:, layer])) < 1e-10
+        *_, shares = plain_vectors(method, few)
+        assert largest(shares.norm(dim=-1), few[-1].rows_of(whole[:, -1])) < 1e-10
+    for method in (lm.DecompXLocal(), lm.DecompXLocal("equal")):
+        whole = method.of_stack(blocks)
+        found = method.of_stack([at_rows(block, queries) for block in blocks])
+        assert largest(found, few[-1].rows_of(whole, axis=2)) < 1e-10
+
+
+@CASES
+def test_asked_rows_are_those_of_the_whole_map(case):
+    blocks = blocks_of(case, lm.DecompX())
+    last = blocks[0].real.shape[1] - 1
+    for queries in ([last], [last, 0, 3]):
+        expect_rows_to_be_cut(blocks, torch.tensor([queries]))
+
+
+PADDED = [("gpt2", "left"), ("gpt2", "right"), ("llama", "right"), ("phi", "right"), ("bert", "right")]
+
+
+@pytest.mark.parametrize(("name", "side"), PADDED)
+def test_rows_of_padded_prompts_are_those_of_each_prompt_alone(name, side):
+    if not available(bridge, name, torch.float64):
+        pytest.skip("no such bridge")
+    model, lengths = bridge(name, torch.float64), (7, 10, 4)
+    blocks = padded_blocks(model, lengths, side)
+    ends = [9, 9, 9] if side == "left" else [n - 1 for n in lengths]
+    expect_rows_to_be_cut(blocks, torch.tensor([[end, end - 2] for end in ends]))
+    maps = lm.DecompX().of_stack(blocks)
+    for index, length in enumerate(lengths):
+        alone = lm.DecompX().of_stack(padded_blocks(model, [length], side))
+        own = blocks[0].real[index]
+        assert largest(maps[index][:, own][:, :, own], alone[0]) < 1e-10
+        assert largest(maps[index][:, :, ~own], 0) == 0 if length < 10 else True
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "phi", "gemma", "olmo2", "mistral", "granite"])
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_logits_read_backwards_are_those_of_the_shares(name, chunk, monkeypatch):
+    if chunk is not None:
+        monkeypatch.setattr("lens_mix.methods.decompx_logits._at_once", lambda block: chunk)
+    if available(bridge, name, torch.float64):
+        model = bridge(name, torch.float64)
+    elif name == "gpt2":
+        model = hooked_transformer("LN", torch.float64)
+    else:
+        pytest.skip("no such bridge")
+    wanted = torch.tensor([3, 17, 4])
+    slopes = ("zero_origin",) if name in ("llama", "gemma", "olmo2", "mistral", "granite") else SLOPES
+    blocks = prompt_blocks(model, prompt_of(model), lm.DecompX()).blocks
+    last = torch.tensor([[blocks[0].real.shape[1] - 1, 2]])
+    few = [*blocks[:-1], at_rows(blocks[-1], last)]
+    for slope in slopes:
+        method = lm.DecompX("drop", slope)
+        *_, shares = method.vectors(blocks)
+        forward = logit_shares(blocks[-1], shares.output, wanted, "drop")
+        assert largest(input_shares_of_logits(method, blocks, wanted), forward) < 1e-10
+        found = input_shares_of_logits(method, few, wanted)
+        assert largest(found, few[-1].rows_of(forward)) < 1e-10
+    with torch.inference_mode():
+        inside = input_shares_of_logits(lm.DecompX("drop"), few, wanted).clone()
+    assert largest(inside, input_shares_of_logits(lm.DecompX("drop"), few, wanted)) == 0
+    with_biases = input_shares_of_logits(lm.DecompX("norm"), few, wanted)
+    assert largest(with_biases.sum(2), few[-1].rows_of(blocks[-1].logits())[..., wanted]) < 1e-9
+
+
+def test_logits_read_backwards_have_no_tensor_of_all_pairs():
+    """No larger than the forward pass's: the shares of one block would take 32 × 32 × 24 numbers."""
+    model = hooked_transformer("LN") if not available(bridge, "gpt2") else bridge("gpt2")
+    blocks = prompt_blocks(model, tokens(model, 1, 32)[0], lm.DecompX()).blocks
+    few = [*blocks[:-1], at_rows(blocks[-1], torch.tensor([[31]]))]
+    blocks[-1].head()
+    with PeakMemory() as backwards:
+        input_shares_of_logits(lm.DecompX("drop"), few, torch.tensor([5]))
+    with PeakMemory() as carried:
+        input_shares_of_logits(lm.DecompX("norm"), few, torch.tensor([5]))
+    assert backwards.peak < 0.6 * carried.peak
 
 
 @CASES

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.hooks import record
+from lens_mix.hooks import record, replace_pattern
 from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix.methods.gradient_attention import weighted_by_gradient
 from tests import tiny_models
 from tests.methods import attribution_reference as hao
 from tests.tiny_models import available, bridge, hooked_encoder, hooked_encoder_decoder, hooked_transformer
@@ -91,6 +92,30 @@ def test_gradients_of_the_untouched_model(name):
         # parts of some of these models compute in float32, whatever the dtype
         assert (signed.scores[layer] - expected).abs().max() <= 1e-6 * max(1, expected.abs().max())
         assert expected.abs().max() > 1e-4
+
+
+def test_the_hooks_on_a_run_of_your_own():
+    model = any_gpt2()
+    tokens = tiny_models.tokens(model, 1)[0]
+    methods = [lm.GradientAttention(), lm.GradientAttention(per_head=True, rectify=False)]
+    merged, signed = lm.run(model, tokens, methods).values()
+    pattern = lm.run(model, tokens, lm.AttentionWeights(per_head=True)).scores
+    leaves = torch.zeros(2, 1, *pattern.shape[1:], dtype=pattern.dtype).unbind()
+    leaves = [leaf.clone().requires_grad_(True) for leaf in leaves]
+    hooks = [pair for layer in (0, 1) for pair in methods[0].edits(layer, leaves[layer])]
+    logits = model.run_with_hooks(tokens[None], fwd_hooks=hooks)
+    value = logits[0, -1].max()
+    assert value.item() == pytest.approx(merged.provenance["details"]["target_value"][0], abs=1e-12)
+    for layer, gradient in enumerate(torch.autograd.grad(value, leaves)):
+        assert (signed.scores[layer] - gradient[0] * pattern[layer]).abs().max() <= 1e-12
+
+        def logit(given, layer=layer):
+            hooks = [replace_pattern(layer, given)]
+            return model.run_with_hooks(tokens[None], fwd_hooks=hooks)[:, -1, int(logits[0, -1].argmax())]
+
+        expected = weighted_by_gradient(logit, pattern[layer][None])[0]
+        assert expected.abs().max() > 0
+        assert (merged.scores[layer] - expected).abs().max() <= 1e-12
 
 
 def test_first_layer_differs_from_frozen_patterns_above():

@@ -1,1 +1,0 @@
-"""How Value Zeroing is computed by algebra: changes carried through a block, piece by piece."""

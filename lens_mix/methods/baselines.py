@@ -1,0 +1,86 @@
+"""Baselines of attention patterns: where a path to the pattern starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+Baseline = (
+    Literal["zero", "uniform"]
+    | Float[Tensor, "layer head query key"]
+    | Callable[[Float[Tensor, "batch head query key"], int], Float[Tensor, "batch head query key"]]
+)
+
+
+def check_baseline(baseline: object) -> None:
+    """Refuse what is no baseline.
+
+    Raises:
+        TypeError, ValueError: neither a known name, a tensor nor a function.
+    """
+    if isinstance(baseline, str) and baseline not in ("zero", "uniform"):
+        raise ValueError(f"baseline: expected 'zero', 'uniform', a tensor or a function, got {baseline!r}")
+    if not (isinstance(baseline, (str, Tensor)) or callable(baseline)):
+        got = type(baseline).__name__
+        raise TypeError(f"baseline: expected 'zero', 'uniform', a tensor or a function, got {got}")
+
+
+def describe_baseline(baseline: Any) -> str:
+    """The baseline in words, for records."""
+    if isinstance(baseline, Tensor):
+        return f"a tensor of shape {list(baseline.shape)}"
+    return (
+        baseline if isinstance(baseline, str) else getattr(baseline, "__qualname__", type(baseline).__name__)
+    )
+
+
+def baseline_of(
+    baseline: Baseline, block: Block, pattern: Float[Tensor, "batch head query key"]
+) -> Float[Tensor, "batch head query key"]:
+    """The baseline of one block's pattern.
+
+    Raises:
+        ValueError: another shape than the pattern's, or weight where the mask allows none.
+    """
+    if isinstance(baseline, str):
+        if baseline == "zero":
+            return torch.zeros_like(pattern)
+        seen = block.seen[:, None].to(pattern.dtype).expand_as(pattern)
+        return seen / seen.sum(-1, keepdim=True).clamp_min(1)
+    given = (
+        _of_layer(baseline, block, pattern)
+        if isinstance(baseline, Tensor)
+        else baseline(pattern, block.layer)
+    )
+    if not torch.is_tensor(given) or given.shape != pattern.shape:
+        got = list(given.shape) if torch.is_tensor(given) else type(given).__name__
+        raise ValueError(f"baseline: expected shape {list(pattern.shape)} in layer {block.layer}, got {got}")
+    given = given.detach().to(pattern)
+    hidden = ~block.seen[:, None] & block.real[:, None, :, None]
+    if bool((given.masked_select(hidden.expand_as(given)) != 0).any()):
+        raise ValueError(
+            f"baseline: expected 0 where a query gives no weight to a key (layer {block.layer}), "
+            "got weight there: the attention mask would be broken"
+        )
+    return given
+
+
+def _of_layer(baseline: Tensor, block: Block, pattern: Tensor) -> Tensor:
+    if baseline.ndim != 4 or len(baseline) <= block.layer:
+        raise ValueError(
+            "baseline: expected a tensor [layer, head, query, key], "
+            f"got shape {list(baseline.shape)} in layer {block.layer}"
+        )
+    if len(pattern) != 1:
+        raise ValueError(
+            f"baseline: a tensor is for one prompt, got a batch of {len(pattern)}; give a function "
+            "(pattern, layer) -> baseline"
+        )
+    return baseline[block.layer][None]

@@ -1,0 +1,211 @@
+"""Integrated gradients along the line from a baseline pattern to a block's, with an error estimate."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from einops import einsum
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lens_mix.algebra.quadrature import NestedRules
+from lens_mix.hooks import HookPair, must_fire
+from lens_mix.methods import target_passes
+from lens_mix.methods.target_passes import BoundTarget
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+# Where a norm hides the scale, the terms of dF/dα were seen to cancel to 1e-4 of their sizes or less;
+# elsewhere they kept 2 % and more.
+_INVISIBLE = 2e-3
+# By default: of the sum of a layer's absolute scores.
+_TOLERANCE = 0.01
+# What rounding leaves of F(A) - F(B), in units of the last place of F.
+_ROUNDING = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Path:
+    """The straight line B + α (A - B) from the baseline B to the pattern A of one block.
+
+    Attributes:
+        block, bound: where it is, and the target F that is explained.
+        pattern, baseline: its ends.
+        edits: the hooks that put a pattern into a pass.
+        largest_chunk: most rows (prompts x points) of one pass; None: what memory allows.
+    """
+
+    block: Block
+    bound: BoundTarget
+    pattern: Float[Tensor, "batch head query key"]
+    baseline: Float[Tensor, "batch head query key"]
+    edits: Callable[[Float[Tensor, "row head query key"]], list[HookPair]]
+    largest_chunk: int | None = None
+
+    @functools.cached_property
+    def difference(self) -> Float[Tensor, "batch head query key"]:
+        """A - B."""
+        return self.pattern - self.baseline
+
+    def gradients(
+        self, prompts: Int[Tensor, " row"], alphas: Float[Tensor, " row"]
+    ) -> tuple[Float[Tensor, " row"], Float[Tensor, "row head query key"]]:
+        """F and its gradient at one point of the path per row."""
+        scale = alphas.to(self.pattern)[:, None, None, None]
+        leaf = (self.baseline[prompts] + scale * self.difference[prompts]).detach().requires_grad_(True)
+        with must_fire(*self.edits(leaf)) as hooks:
+            values = target_passes.values(self.block, self.bound, hooks, prompts, gradients=True)
+        return values.detach(), target_passes.gradients_of(values, [leaf])[0]
+
+    def chunks(self, rows: int) -> Iterator[slice]:
+        """Slices of `rows`, as many at a time as memory allows."""
+        step = self.block.gradient_rows(rows, logits=self.bound.reads_logits)
+        step = step if self.largest_chunk is None else min(step, self.largest_chunk)
+        return (slice(start, start + step) for start in range(0, rows, step))
+
+
+class Integral:
+    """The integral of the gradient along a path, per prompt, by the first rules of a nested family.
+
+    With every rule the points of the smaller ones are used again, so that one sum per rule is kept, and no
+    gradient. F at the baseline goes along with the first points: as a row more in a pass with gradients it
+    takes 0.2 (20 tokens) to 1 times (64 tokens) what a forward pass of its own takes on SmolLM2.
+
+    Attributes:
+        rule: per prompt, the rule that is reached.
+        at_baseline: F(B).
+    """
+
+    def __init__(self, path: Path, rules: NestedRules) -> None:
+        batch = len(path.pattern)
+        self.path, self.rules = path, rules
+        self.rule = [0] * batch
+        self.at_baseline = path.block.zeros(batch)
+        self._sums = path.block.zeros(len(rules.counts), *path.pattern.shape)
+        self._shares: list[list[float]] = [[] for _ in range(batch)]
+
+    def advance(self, prompts: list[int], rule: int) -> None:
+        """Bring some prompts to a rule, by the points that it adds."""
+        start = self.rules.counts[self.rule[prompts[0]]] if self._shares[prompts[0]] else 0
+        points = self.rules.points[start : self.rules.counts[rule]]
+        weights = self.rules.weights[:, start : self.rules.counts[rule]]
+        if start == 0 and points[0] != 0:
+            points = torch.cat([points.new_zeros(1), points])
+            weights = torch.nn.functional.pad(weights, (1, 0))
+        device = self._sums.device
+        rows = torch.tensor(prompts, device=device).repeat_interleave(len(points))
+        alphas, weights = points.repeat(len(prompts)), weights.repeat(1, len(prompts)).to(self._sums)
+        for part in self.path.chunks(len(rows)):
+            self._add(rows[part], alphas[part], weights[:, part])
+        for prompt in prompts:
+            self.rule[prompt] = rule
+
+    def _add(
+        self, prompts: Int[Tensor, " row"], alphas: Float[Tensor, " row"], weights: Float[Tensor, "rule row"]
+    ) -> None:
+        values, gradients = self.path.gradients(prompts, alphas)
+        gradients = gradients.to(self._sums.dtype)
+        shares = _share((gradients * self.path.difference[prompts]).flatten(1)).tolist()
+        # a point without weight may have no gradient at all (a norm of zero)
+        counts = (weights != 0).any(0)
+        for prompt in prompts.unique().tolist():
+            here = counts & (prompts == prompt)
+            self._sums[:, prompt] += einsum(
+                weights[:, here], gradients[here], "rule row, row head query key -> rule head query key"
+            )
+        for row, (prompt, alpha) in enumerate(zip(prompts.tolist(), alphas.tolist(), strict=True)):
+            if alpha == 0:
+                self.at_baseline[prompt] = values[row]
+            if counts[row]:
+                self._shares[prompt].append(shares[row])
+
+    def scores(self, prompt: int, rule: int | None = None) -> Float[Tensor, "head query key"]:
+        """The attribution (A - B) ⊙ ∫ ∂F/∂A dα, by the rule that is reached or another one."""
+        rule = self.rule[prompt] if rule is None else rule
+        return self._sums[rule, prompt] * self.path.difference[prompt]
+
+    def steps(self, prompt: int) -> int:
+        """How many points were taken."""
+        return self.rules.counts[self.rule[prompt]]
+
+    def gap(self, prompt: int) -> float:
+        """The completeness gap Σ scores - (F(A) - F(B))."""
+        difference = self.path.bound.clean[prompt].double() - self.at_baseline[prompt].double()
+        return (self.scores(prompt).double().sum() - difference).item()
+
+    def size(self, prompt: int) -> float:
+        """The sum of the absolute scores."""
+        return self.scores(prompt).double().abs().sum().item()
+
+    def error(self, prompt: int) -> float:
+        """The larger of the completeness gap and the estimated error of the scores, summed over the entries.
+
+        A gap of 0 may be an accident, since errors of two signs cancel in it. So the scores are held against
+        those of the rule before: that they differ by the share δ of their absolute sum is the error of the
+        smaller rule. A rule that is exact up to degree d errs as the (d + 1)-th power of the distance of its
+        points, so that the larger one, exact up to D, errs by the share δ^((D + 1) / (d + 1)): the cube for 3
+        points after 1, the square from then on. Seen on SmolLM2: right within a factor of 2 for most layers.
+        """
+        rule, size = self.rule[prompt], self.size(prompt)
+        if rule == 0 or size == 0:
+            return abs(self.gap(prompt))
+        change = (self.scores(prompt) - self.scores(prompt, rule - 1)).double().abs().sum().item() / size
+        larger, smaller = self.rules.degrees[rule], self.rules.degrees[rule - 1]
+        share = change ** ((larger + 1) / (smaller + 1)) if change < 1 else change
+        return max(abs(self.gap(prompt)), size * share)
+
+    def visible(self, prompt: int) -> float:
+        """The share of Σ|A g| that the signed sum keeps, at the median of the points."""
+        return torch.tensor(self._shares[prompt]).median().item()
+
+    def is_degenerate(self, prompt: int) -> bool:
+        """Whether F does not see the scale of the pattern on most of the path."""
+        return self.visible(prompt) < _INVISIBLE
+
+    def accepted(self, prompt: int, tolerance: float | None) -> float:
+        """The largest accepted error: the tolerance, or by default 1 % of the sum of the absolute scores.
+
+        By default a probability may never be wrong by more than 0.01, and what rounding leaves of F is
+        accepted.
+        """
+        if tolerance is not None:
+            return tolerance
+        bound = self.path.bound
+        largest = max(abs(bound.clean[prompt].item()), abs(self.at_baseline[prompt].item()))
+        size = min(1.0, self.size(prompt)) if bound.is_probability else self.size(prompt)
+        return max(_TOLERANCE * size, _ROUNDING * torch.finfo(self.path.pattern.dtype).eps * largest)
+
+    def refine(self, tolerance: float | None) -> None:
+        """Take the rules one after the other until each prompt's error is accepted.
+
+        A degenerate path is left after its first points. The last rule takes half of all points: it is taken
+        only where it can do, if the share of the error is squared once more.
+        """
+        todo, last = list(range(len(self.rule))), len(self.rules.counts) - 1
+        for rule in range(min(1, last), last + 1):
+            self.advance(todo, rule)
+            todo = [
+                prompt for prompt in todo if self._needs_more(prompt, tolerance, before_last=rule + 1 == last)
+            ]
+            if not todo:
+                return
+
+    def _needs_more(self, prompt: int, tolerance: float | None, before_last: bool) -> bool:
+        error, accepted = self.error(prompt), self.accepted(prompt, tolerance)
+        if error <= accepted or self.is_degenerate(prompt):
+            return False
+        return not before_last or error**2 <= accepted * self.size(prompt)
+
+
+def _share(terms: Float[Tensor, "row entry"]) -> Float[Tensor, " row"]:
+    absolute = terms.abs().sum(-1)
+    return torch.where(
+        absolute > 0,
+        terms.sum(-1).abs() / absolute.clamp_min(torch.finfo(terms.dtype).tiny),
+        torch.ones_like(absolute),
+    )
