@@ -13,6 +13,7 @@ import lens_mix as lm
 from benchmarks.common import PeakMemory
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods.base import Method
+from tests.matrix import slow
 from tests.methods.test_memory import model_of
 from tests.tiny_models import tokens
 
@@ -76,7 +77,7 @@ def least_of(model: Any, method: Method) -> int:
     return int(str(refused.value).split("at least ")[1].split()[0])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "bert", "phi"])
+@pytest.mark.parametrize("name", ["gpt2", *(slow(name) for name in ("llama", "gemma2", "bert", "phi"))])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_the_bound_holds(name: str, method: Method) -> None:
     model = model_of(name)
