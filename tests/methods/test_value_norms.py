@@ -134,4 +134,5 @@ def test_folded_value_biases_change_the_map_and_the_record_says_so():
 @pytest.mark.parametrize("queries", [1, 150])
 def test_a_pattern_by_key_is_the_pattern_turned_round(queries: int) -> None:
     pattern = torch.rand(2, 3, queries, 5)
-    assert torch.equal(by_key(pattern, torch.float64), pattern.permute(0, 3, 1, 2).double())
+    turned = by_key(pattern, torch.empty(2, 5, 3, queries, dtype=torch.float64))
+    assert torch.equal(turned, pattern.permute(0, 3, 1, 2).double())
