@@ -11,7 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.budget import PRODUCT_BYTES, chunk_size, chunks, vector_bytes, weight_bytes
+from lens_mix.algebra.budget import (
+    PRODUCT_BYTES,
+    chunk_size,
+    chunks,
+    factor_bytes,
+    vector_bytes,
+    weight_bytes,
+)
 from lens_mix.algebra.head_vectors import Chain, HeadVectors
 
 
@@ -71,9 +78,9 @@ def norms_by_factors(
     """
     value, (batch, count, queries, keys) = heads.value, pattern.shape
     half = None if heads.budget is None else heads.budget // 2
-    at_once = chunk_size(batch * vector_bytes(heads), value.device, half, PRODUCT_BYTES)
     row = vector_bytes(heads) + weight_bytes(heads, queries)
-    most = chunk_size(batch * row, value.device, half)
+    at_once = chunk_size(batch * row, value.device, half, PRODUCT_BYTES)
+    most = chunk_size(factor_bytes(heads, queries), value.device, half)
     matrices, exact = heads.after(chain), heads.dtype == torch.float64
     norms = value.new_empty((batch, keys, queries))
     own = None if own_weights is None else value.new_empty((batch, keys, heads.d_model))
@@ -82,18 +89,17 @@ def norms_by_factors(
         return heads.workspace.like(name, value, shape, torch.float64)
 
     for chunk in chunks(0, keys, at_once):
-        vectors = heads.times(matrices, chunk)
+        vectors = heads.times(matrices, chunk).flatten(0, 1)
         if own is not None and own_weights is not None:
-            own[:, chunk] = (own_weights[:, chunk, None] @ vectors)[:, :, 0]
-        for part in chunks(chunk.start, chunk.stop, most):
-            rows = batch * (part.stop - part.start)
-            wide = memory("wide", batch, part.stop - part.start, count, heads.d_model)
-            wide.copy_(vectors[:, part.start - chunk.start : part.stop - chunk.start])
+            mixed = torch.bmm(own_weights[:, chunk].flatten(0, 1)[:, None], vectors)
+            own[:, chunk] = mixed.unflatten(0, (batch, -1))[:, :, 0]
+        turned = memory("weights", batch, chunk.stop - chunk.start, count, queries)
+        weights = by_key(pattern[..., chunk], turned).flatten(0, 1)
+        parts = []
+        for part in chunks(0, len(weights), most):
+            wide = memory("wide", part.stop - part.start, count, heads.d_model).copy_(vectors[part])
             factors = qr_factor(wide) if exact else gram(wide)
-            weights = by_key(
-                pattern[..., part], memory("weights", batch, part.stop - part.start, count, queries)
-            )
-            products = memory("products", rows, factors.shape[2], queries)
-            part_norms = factor_norms(factors.flatten(0, 1), weights.flatten(0, 1), exact, products)
-            norms[:, part] = part_norms.unflatten(0, (batch, -1))
+            products = memory("products", *factors.shape[:2], queries)
+            parts.append(factor_norms(factors, weights[part], exact, products))
+        norms[:, chunk] = torch.cat(parts).unflatten(0, (batch, -1))
     return norms.transpose(1, 2), own
