@@ -7,7 +7,7 @@ value vectors times other matrices.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.budget import PRODUCT_BYTES, chunk_size, chunks, vector_bytes
@@ -88,7 +88,7 @@ class HeadVectors:
         return (weights[..., None] * value[:, None]).flatten(3) @ self.matrices.flatten(0, 1)
 
     def own(
-        self, weights: Float[Tensor, "batch query head"], keys: Float[Tensor, "batch query"] | None
+        self, weights: Float[Tensor, "batch query head"], keys: Int[Tensor, "batch query"] | None
     ) -> Float[Tensor, "batch query d_model"]:
         """Σ_h weights_ih u_kh with one key k per query; None: each position's own."""
         value = self.value

@@ -163,7 +163,9 @@ class _Maps:
         filled_up = torch.tensor(filled, device=device, dtype=self._wide).reshape(-1, longest)
         self._factors = filled_up * -multiplier
 
-    def _fold(self, path: ValuePath, pairs: int) -> Sequence[Float[Tensor, "head d_head d_mlp"]] | None:
+    def _fold(
+        self, path: ValuePath, pairs: int
+    ) -> Float[Tensor, "matrix head d_head d_mlp"] | Sequence[Tensor] | None:
         """W_O, norms and first matrices as one matrix per head, none where there are no first matrices.
 
         None instead where it costs less to apply W_O and the first matrices to each pair.

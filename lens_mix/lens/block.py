@@ -72,7 +72,7 @@ class Block:
         resid_pre: Float[Tensor, "row pos d_model"] | None = None,
         gradients: bool = False,
         positions: Int[Tensor, " row"] | None = None,
-    ) -> Float[Tensor, "row pos d_vocab"]:
+    ) -> Float[Tensor, "row *pos d_vocab"]:
         """The model's logits when run from this block on with hooks; the blocks below are not run again.
 
         Args:
