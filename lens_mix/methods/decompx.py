@@ -159,10 +159,8 @@ def decompose(
         axes = "key source, batch key head d_head -> batch key source head d_head"
         value = einsum(own, block.recorded("value").to(x.dtype), axes)
     else:
-        entering, read = (
-            block.rows_of(shares),
-            through_norm(block.anatomy.attention_input, shares, state, biases),
-        )
+        entering = block.rows_of(shares)
+        read = through_norm(block.anatomy.attention_input, shares, state, biases)
         axes = "batch key source d_model, head d_model d_head -> batch key source head d_head"
         value = einsum(read, path.W_V.to(x.dtype), axes)
     pattern, W_O = block.recorded("pattern").to(x.dtype), path.W_O.to(x.dtype)

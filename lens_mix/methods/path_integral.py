@@ -73,8 +73,9 @@ class Integral:
     """The integral of the gradient along a path, per prompt, by the first rules of a nested family.
 
     With every rule the points of the smaller ones are used again, so that one sum per rule is kept, and no
-    gradient. F at the baseline goes along with the first points: as a row more in a pass with gradients it
-    takes 0.2 (20 tokens) to 1 times (64 tokens) what a forward pass of its own takes on SmolLM2.
+    gradient. F at the baseline needs no gradient, but goes along with the first points all the same: in the
+    middle of SmolLM2 that takes 66 ms where a forward pass of its own takes 157 (20 tokens), or 360 and 280
+    (64 tokens).
 
     Attributes:
         rule: per prompt, the rule that is reached.
@@ -149,7 +150,8 @@ class Integral:
         those of the rule before: that they differ by the share δ of their absolute sum is the error of the
         smaller rule. A rule that is exact up to degree d errs as the (d + 1)-th power of the distance of its
         points, so that the larger one, exact up to D, errs by the share δ^((D + 1) / (d + 1)): the cube for 3
-        points after 1, the square from then on. Seen on SmolLM2: right within a factor of 2 for most layers.
+        points after 1, the square from then on. On most layers of SmolLM2 it is right
+        within a factor of 2.
         """
         rule, size = self.rule[prompt], self.size(prompt)
         if rule == 0 or size == 0:

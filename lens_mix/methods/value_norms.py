@@ -10,7 +10,8 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.vectors import attention_vectors
+from lens_mix.algebra.budget import budget_beside, vector_bytes
+from lens_mix.algebra.vectors import attention_vectors, head_vectors
 from lens_mix.methods.base import Method
 
 if TYPE_CHECKING:
@@ -55,11 +56,13 @@ class ValueNorms(Method):
     per_head: bool = False
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
-        pairs = attention_vectors(block).pairs
         if not self.per_head:
-            return pairs.norms
-        norms = pairs.heads.norms()
-        return pairs.pattern.to(norms.dtype) * norms.transpose(1, 2)[:, :, None]
+            return attention_vectors(block).pairs.norms
+        heads, pattern = head_vectors(block), block.recorded("pattern").detach()
+        fixed = heads.copied + (0 if pattern.dtype == heads.dtype else pattern.numel() * heads.dtype.itemsize)
+        least = 2 * len(pattern) * vector_bytes(heads)
+        heads.budget = budget_beside(block, fixed, least, "value_norm, by head")
+        return pattern.to(heads.dtype) * heads.norms().transpose(1, 2)[:, :, None]
 
 
 def value_norms(

@@ -132,7 +132,9 @@ class ValueZeroing(Method):
             scores = torch.where(scores < self.threshold, torch.zeros_like(scores), scores)
         return scores
 
-    def _by_algebra(self, block: Block, heads: Sequence[int] | None) -> Float[Tensor, "batch *head query key"]:
+    def _by_algebra(
+        self, block: Block, heads: Sequence[int] | None
+    ) -> Float[Tensor, "batch *head query key"]:
         chosen = list(range(block.n_heads)) if heads is None else list(heads)
         groups = [[head] for head in chosen] if self.per_head else [chosen]
         spans = None if self.spans is None else [list(span) for span in self.spans]

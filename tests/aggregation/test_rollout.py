@@ -73,7 +73,8 @@ def test_a_residual_outside_0_to_1_is_refused(wrong):
 )
 def test_rows_sum_to_one_and_stay_causal(layers, heads, size, weight, causal, seed):
     result = rollout(
-        map_of(random_attention(layers, heads, size, causal=causal, seed=seed), causal=causal), residual=weight
+        map_of(random_attention(layers, heads, size, causal=causal, seed=seed), causal=causal),
+        residual=weight,
     )
     scores = result.scores
     assert scores.shape == (layers, size, size)

@@ -119,7 +119,7 @@ def padded_blocks(model, lengths, side):
     lens = Lens(model)
     prompts = [read_prompt(model, lens.model_class, tokens(model, 1, n, seed=n)[0]) for n in lengths]
     layers = range(lens.n_layers)
-    names = [lens.stack.hook_name(role, layer) for role in lm.DecompX.needs for layer in layers]
+    names = [lens.stack.hook_name(role, layer) for role in lm.DecompX.records for layer in layers]
     clean = lens.clean_pass(pad(prompts, pad_token(model), side), names)
     anatomy = proof_of(lens, prompts[0]).anatomy
     return [Block(lens, clean, layer, anatomy[layer], "algebra", None) for layer in layers]

@@ -93,5 +93,3 @@ def test_algebra_is_hooks_on_every_model(case: Case) -> None:
         size = max(1.0, float(hooks.scores.max()))
         torch.testing.assert_close(algebra.scores, hooks.scores, rtol=0, atol=exactness(case) * size)
     assert float(auto.scores.abs().max()) > 1e-3
-
-
