@@ -87,7 +87,7 @@ def test_chunks_of_any_size_and_rows_give_the_same(budget, dtype, asked):
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=dtype)  # noqa: E731
     pattern, value, matrices = draw(2, 4, 7, 7).softmax(-1), draw(2, 7, 2, 3), draw(4, 3, 12)
     layers = (Norm("layer", draw(12), None, 1e-5), Norm("rms", draw(12), None, 1e-5))
-    heads = HeadVectors(ValuePath(matrices, None, matrices, None), value, budget)
+    heads = HeadVectors(ValuePath(matrices.mT, None, matrices, None), value, budget)
     rows = list(range(7)) if asked is None else asked
     queries = None if asked is None else torch.tensor([asked, asked])
     root = Pairs(pattern[:, :, rows], heads, queries)
