@@ -145,7 +145,7 @@ class _Maps:
 
     def _fold(
         self, block: Block, path: ValuePath, heads: list[int], pairs: int
-    ) -> Sequence[Float[Tensor, "head d_head d_mlp"]] | None:
+    ) -> Float[Tensor, "matrix head d_head d_mlp"] | Sequence[Tensor] | None:
         """W_O, norms and first matrices as one matrix per head, none where nothing goes through a first matrix.
 
         None instead where it costs less to apply W_O and the first matrices to each pair.

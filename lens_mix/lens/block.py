@@ -64,7 +64,7 @@ class Block:
         """The prompts, padded."""
         return self._clean.batch
 
-    def logits(self, fwd_hooks: Sequence[HookPair] = (), **options: Any) -> Float[Tensor, "row pos d_vocab"]:
+    def logits(self, fwd_hooks: Sequence[HookPair] = (), **options: Any) -> Float[Tensor, "row *pos d_vocab"]:
         """The model's logits when run from this block on with hooks; `options` as in `logits_from`."""
         return logits_from(self._clean, self.layer, fwd_hooks, **options)
 
