@@ -115,7 +115,9 @@ class FeedForwardChange:
 
     def output(self) -> Float[Tensor, "row d_model"]:
         """The feed-forward's clean output."""
-        out = -sum(neurons.minus_hidden @ neurons.W_out for neurons in self.parts)
+        out = self._W_out.new_zeros(())
+        for neurons in self.parts:
+            out = out - neurons.minus_hidden @ neurons.W_out
         b_hidden, b_out = self._feed_forward.b_hidden, self._feed_forward.b_out
         out = out if b_hidden is None else out + b_hidden.to(out.dtype) @ self._W_out
         return out if b_out is None else out + b_out.to(out.dtype)
