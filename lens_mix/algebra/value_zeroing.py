@@ -1,7 +1,7 @@
 """Value Zeroing by algebra: what intervening gives, without running the block again.
 
-Without key j's values the attention's output at query i changes by c_ij = -Σ_h a_ijh v_jh W_O^h, as the pattern
-stays. That change is carried through the block's parts; outputs are never subtracted:
+Without key j's values the attention's output at query i changes by c_ij = -Σ_h a_ijh v_jh W_O^h, as the
+pattern stays. That change is carried through the block's parts; outputs are never subtracted:
 
     norm          a change to a change (`NormChange`)
     W_in          linear, so W_O, the norms' linear parts and W_in are folded into one matrix per head and
