@@ -32,11 +32,12 @@ def fitting(sizes: Sizes, block: Block, span: int, narrow: torch.dtype, wide: to
     while (needed := _bytes(sizes, block, span, narrow.itemsize, wide.itemsize)) > block.max_memory:
         if sizes == smallest:
             raise ValueError(
-                f"max_memory: expected at least {needed} bytes (the smallest step of value zeroing by algebra at "
-                f"{length} positions), got {block.max_memory}; engine='hooks' may need less"
+                f"max_memory: expected at least {needed} bytes (the smallest step of value zeroing "
+                f"by algebra at {length} positions), got {block.max_memory}; engine='hooks' may need less"
             )
-        halves = (max(least, int(size) // 2) for size, least in zip(sizes[:-1], smallest[:-1], strict=True))
-        sizes = Sizes(*halves, spare=sizes.spare)
+        names = ("rectangle", "together", "chunk", "columns", "keys", "positions")
+        halves = {name: max(getattr(smallest, name), getattr(sizes, name) // 2) for name in names}
+        sizes = sizes._replace(**halves)
     return sizes
 
 
