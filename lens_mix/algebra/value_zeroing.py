@@ -62,7 +62,8 @@ def value_zeroing_maps(
     if sizes is None:
         sizes = CPU if block.resid_pre.device.type == "cpu" else GPU
     narrow, wide = _dtypes(block)
-    sizes = fitting(sizes, block, 1 if spans is None else max(map(len, spans)), narrow, wide)
+    span = 1 if spans is None else max(map(len, spans))
+    sizes = fitting(sizes, block, span, len(groups), narrow, wide)
     batch, queries, keys = block.seen.shape
     scores = block.zeros(batch, len(groups), queries, keys if spans is None else len(spans))
     step = max(1, sizes.positions // keys)
