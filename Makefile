@@ -1,5 +1,5 @@
 # make demo     the main job on a real model: prints the result and the path of the picture
-# make test     the whole suite on TransformerLens 4.x and on 3.9
+# make test     the suite on TransformerLens 4.x and on 3.9, without its slowest cases (.ci/run has all of them)
 # make bench    benchmarks on this machine: tables in benchmarks/RESULTS.md (BENCH=--full for all of them)
 # Each target makes the environment that it needs; see docs/development.md.
 
@@ -10,14 +10,19 @@ TL3 := $(ENVIRONMENTS)/tl3
 TL2 := $(ENVIRONMENTS)/tl2
 # Arguments for pytest: make test-tl4 PYTEST="tests/view -x"
 PYTEST ?=
-# pytest under one thread: the tests' tensors are too small to gain from more.
-RUN_TESTS = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest $(PYTEST)
+# Which tests: CASES= for all of them, slow ones included.
+CASES ?= -m "not slow"
+# Processes side by side; each takes about 1 GB. A worker that is done takes over tests of another.
+WORKERS ?= 2
+# One thread each: the tests' tensors are too small to gain from more.
+RUN_TESTS = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(CASES) $(PYTEST)
 
 .PHONY: help demo test test-tl4 test-tl3 test-tl2 lint format types wheel clean bench peers
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
-	@echo 'make test-tl4 | test-tl3 | test-tl2   the suite on one release; PYTEST="..." passes arguments'
+	@echo 'make test-tl4 | test-tl3 | test-tl2   the suite on one release; PYTEST="..." passes arguments to pytest,'
+	@echo '    CASES= adds the slow cases, WORKERS=8 runs eight processes'
 	@echo 'make lint | format | types | wheel | clean'
 
 demo: $(TL4)/.ready

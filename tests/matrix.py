@@ -96,6 +96,11 @@ def prompt_of(model: Any, seq: int = 7, seed: int = 1) -> Any:
     return (first, tokens(model, 1, max(2, seq - 2), seed + 50)) if is_encoder_decoder(model) else first
 
 
+def slow(*values: Any) -> Any:
+    """A case for `.ci/run`, not for `make test`: in the list that `pytest.mark.parametrize` takes."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def build_or_skip(factory: Any, *arguments: Any, **keywords: Any) -> Any:
     """The model, or a skip where this TransformerLens does not have the class."""
     try:

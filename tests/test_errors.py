@@ -12,6 +12,7 @@ from tests.matrix import build_or_skip
 from tests.tiny_models import (
     Unavailable,
     bridge,
+    gpt2_like,
     hooked_encoder_decoder,
     hooked_transformer,
     tokens,
@@ -24,10 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module")
 def model():
-    try:
-        return bridge("gpt2")
-    except Unavailable:
-        return hooked_transformer("LN")
+    return gpt2_like()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import lens_mix as lm
 from lens_mix.lens.model import Lens
 from lens_mix.lens.prompts import pad, pad_token, read_prompt
 from lens_mix.methods import METHODS
-from tests.matrix import Case, cases, prompt_of
+from tests.matrix import Case, cases, prompt_of, slow
 
 CASES = {case.label: case for case in cases()}
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -135,7 +135,7 @@ def test_agrees_with_an_oracle_that_shares_no_code(label, name):
         torch.testing.assert_close(m.scores, ORACLES[name](model, case, prompt), atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("label", CASES)
 def test_every_method_gives_a_sound_map_or_the_reason_that_support_gives(label, dtype):
     case = CASES[label]
@@ -155,6 +155,17 @@ def test_every_method_gives_a_sound_map_or_the_reason_that_support_gives(label, 
         assert float(m.scores.abs().amax(dim=(-2, -1)).min()) > 1e-8, f"{name}: a layer's map is all zeros"
 
 
+@functools.cache
+def each_alone(label):
+    """(prompts, methods that run, a dict of maps per prompt); prompts of three lengths."""
+    case = CASES[label]
+    model = model_of(label, torch.float32)
+    prompts = [prompt_of(model, seq, seed) for seq, seed in ((7, 1), (4, 2), (6, 3))]
+    methods = [default_method(name) for name, engine, _ in lm.support(model, stack=case.stack) if engine]
+    return prompts, methods, [lm.run(model, prompt, methods, stack=case.stack) for prompt in prompts]
+
+
+# The first decorator's values change fastest: both sides of a model are one worker's.
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("label", CASES)
 def test_padded_prompts_give_what_each_gives_alone(label, side):
@@ -162,11 +173,7 @@ def test_padded_prompts_give_what_each_gives_alone(label, side):
     model = model_of(label, torch.float32)
     if case.refusal is not None:
         pytest.skip("refused altogether: tested above")
-    prompts = [prompt_of(model, seq, seed) for seq, seed in ((7, 1), (4, 2), (6, 3))]
-    names = [
-        name for name in METHODS if run_or_reason(model, case, default_method(name), prompts[0])[1] is None
-    ]
-    methods = [default_method(name) for name in names]
+    prompts, methods, all_alone = each_alone(label)
     try:
         batched = list(lm.run_many(model, prompts, methods, stack=case.stack, padding_side=side))
     except lm.UnsupportedModelError as refusal:
@@ -174,9 +181,9 @@ def test_padded_prompts_give_what_each_gives_alone(label, side):
         assert "padding_side='left'" in str(refusal)
         return
     assert len(batched) == 3
-    for prompt, maps in zip(prompts, batched, strict=True):
-        alone = lm.run(model, prompt, methods, stack=case.stack)
-        for name in names:
+    for maps, alone in zip(batched, all_alone, strict=True):
+        assert maps.keys() == alone.keys()
+        for name in alone:
             assert maps[name].tokens == alone[name].tokens
             torch.testing.assert_close(maps[name].scores, alone[name].scores, atol=1e-5, rtol=1e-4)
 

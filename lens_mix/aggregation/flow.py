@@ -18,12 +18,12 @@ from torch import Tensor
 from lens_mix.aggregation.flow_bounds import first_layer_bound
 from lens_mix.aggregation.flow_rows import all_flows
 from lens_mix.aggregation.max_flow import Solver
-from lens_mix.aggregation.receptive_field import null_maps, reachable
+from lens_mix.aggregation.receptive_field import null_maps
 from lens_mix.aggregation.rollout import (
     layers_between,
     looks_causal_note,
     mixed_layers,
-    reached_keys,
+    reached_inputs,
     refuse_unstackable,
     residual_weight,
 )
@@ -105,17 +105,21 @@ def flow(
         **{"residual": weight, "normalize": normalize, "layer": layer, "receptive_field": receptive_field},
         **{"drop_bos": drop_bos, "solver": solver, "first_layer_share": shares},
     }
-    reached = reached_keys(stack, weight)
+    reached = None if stack.mask is None else reached_inputs(stack.visible(), weight)
     result = stack.replace(
-        scores=_all_rows(scores, chosen, len(stack.tokens)).to(stack.scores.device),
-        mask=None if reached is None else reached[[level - 1 for level in levels]],
+        scores=scores.to(stack.scores.device),
+        queries=chosen,
+        mask=None if reached is None else reached[[level - 1 for level in levels]][:, chosen],
         layers=[stack.layer_labels[level - 1] for level in levels],
         residual=weight,
         kind="input",
         provenance={**stack.provenance, "aggregation": {"name": "flow", **options}},
         notes=_notes(stack, levels, shares, receptive_field),
     )
-    return result if queries is None else _only(result, chosen)
+    if queries is None:
+        return result
+    rows = {"tokens": result.query_labels, "key_tokens": result.tokens, "queries": None}
+    return result.replace(mask=result.visible(), causal=False, **rows)
 
 
 class Stack(NamedTuple):
@@ -153,22 +157,6 @@ def _check_options(solver: str, processes: int) -> None:
     as_count(processes, "processes")
 
 
-def _all_rows(scores: Tensor, chosen: list[int], count: int) -> Tensor:
-    full = torch.zeros(len(scores), count, count, dtype=scores.dtype)
-    full[:, chosen] = scores
-    return full
-
-
-def _only(result: MixingMap, chosen: list[int]) -> MixingMap:
-    return result.replace(
-        scores=result.scores[:, chosen],
-        mask=result.visible()[:, chosen],
-        tokens=[result.tokens[query] for query in chosen],
-        key_tokens=result.tokens,
-        causal=False,
-    )
-
-
 def _first_layer_share(
     capacities: Float[np.ndarray, "layer query key"],
     level: int,
@@ -192,10 +180,10 @@ def _normalise_by_null(
     work: dict[str, Any],
 ) -> Float[Tensor, "level asked key"]:
     """flows · B0 / F0, each row scaled back to its sum (docs/flow.md)."""
-    null = torch.from_numpy(all_flows(null_maps(visible, weight).numpy(), levels, queries, **work))
-    reached = reachable(visible, weight)
-    if weight > 0:
-        reached = reached | torch.eye(reached.shape[-1], dtype=torch.bool)
+    null = torch.from_numpy(
+        all_flows(null_maps(visible, weight).contiguous().numpy(), levels, queries, **work)
+    )
+    reached = reached_inputs(visible, weight)
     target = torch.zeros_like(flows)
     for place, level in enumerate(levels):
         for number, query in enumerate(queries):
@@ -212,7 +200,9 @@ def _normalise_by_null(
 def even_flow(depth: int, size: int, weight: float) -> tuple[float, float]:
     """Flow of even attention over `size` tokens that all see each other: to oneself, and to another."""
     everything = torch.ones(depth, size, size, dtype=torch.bool)
-    row = all_flows(null_maps(everything, weight).numpy(), [depth], [0], keys=range(min(size, 2)))[0, 0]
+    row = all_flows(
+        null_maps(everything, weight).contiguous().numpy(), [depth], [0], keys=range(min(size, 2))
+    )[0, 0]
     return float(row[0]), float(row[1]) if size > 1 else 0.0
 
 

@@ -83,7 +83,7 @@ def rollout(
     options = {"receptive_field": receptive_field, "per_head": per_head, "drop_bos": drop_bos}
     return chosen.replace(
         scores=scores,
-        mask=reached_keys(chosen, weight),
+        mask=None if chosen.mask is None else reached_inputs(chosen.visible(), weight),
         residual=weight,
         kind="input",
         provenance={**chosen.provenance, "aggregation": {"name": "rollout", "residual": weight, **options}},
@@ -193,13 +193,13 @@ def layers_between(mixing_map: MixingMap, from_layer: int | None, to_layer: int 
     return mixing_map.select_layers(chosen)
 
 
-def reached_keys(merged: MixingMap, weight: float) -> Bool[Tensor, "layer query key"] | None:
-    """Which inputs each position reaches at each depth, `[layer, query, key]`; None without a mask."""
-    if merged.mask is None:
-        return None
-    reached = reachable(merged.visible(), weight)
+def reached_inputs(
+    visible: Bool[Tensor, "layer query key"], weight: float
+) -> Bool[Tensor, "layer query key"]:
+    """Which inputs each position reaches at each depth, by attention or (weight above 0) by staying."""
+    reached = reachable(visible, weight)
     if weight > 0:
-        reached = reached | torch.eye(reached.shape[-1], dtype=torch.bool, device=reached.device)
+        reached.diagonal(dim1=-2, dim2=-1).fill_(True)
     return reached
 
 

@@ -392,7 +392,7 @@ def _chunk_pairs(block: Block, whole: int) -> int:
     Raises:
         ValueError: `max_memory` doesn't hold one query's.
     """
-    fixed, pair = decomposition_bytes(block, whole)
+    fixed, pair = _bytes(block, whole)
     room = budget_beside(block, fixed, block.real.numel() * pair, "DecompX")
     feed_forward = block.anatomy.feed_forward
     pairs = HIDDEN_ELEMENTS // (
@@ -401,7 +401,7 @@ def _chunk_pairs(block: Block, whole: int) -> int:
     return pairs if room is None else min(pairs, room // pair)
 
 
-def decomposition_bytes(block: Block, whole: int) -> tuple[int, int]:
+def _bytes(block: Block, whole: int) -> tuple[int, int]:
     """Bytes of a block's step beside its chunks, and of each pair of query and source in a chunk.
 
     Args:
@@ -411,7 +411,9 @@ def decomposition_bytes(block: Block, whole: int) -> tuple[int, int]:
     (batch, queries, d_model), positions = block.resid_pre.shape, block.real.shape[1]
     path, feed_forward, size = value_path(block), block.anatomy.feed_forward, resid_pre(block).dtype.itemsize
     (value_heads, _, d_head), heads = path.W_V.shape, len(path.W_O)
-    values = max(positions * value_heads * d_head, heads * d_model + 2 * heads * d_head)
+    # Where no shares are kept, none are read.
+    read_values = positions * value_heads * d_head if whole else 0
+    values = max(read_values, heads * d_model + 2 * heads * d_head)
     shares = batch * positions * (positions * whole * d_model + values) * size
     states = batch * queries * (12 * d_model + 3 * heads * d_head + 3 * positions) * size
     weights, pair = 2 * heads * d_head * d_model, 9 * d_model + 2 * heads * d_head

@@ -5,18 +5,19 @@ With C the centring (of LayerNorm; RMSNorm has none), s the size of C x and s' t
     N(x + c) - N(x) = γ ⊙ (C c / s' + C x (1/s' - 1/s)).
 
 The difference of two outputs would leave float32 with few digits where the change is small. Here 1/s' - 1/s
-comes from s'² - s² = mean(C c ⊙ (2 C x + C c)), in which nothing cancels.
+comes from s'² - s² = (2 C x · C c + ‖C c‖²) / d_model.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import Norm
+
+# C c, 1/s' and 1/s' - 1/s.
+Changed = tuple[Float[Tensor, "key row d_model"], Float[Tensor, "key row 1"], Float[Tensor, "key row 1"]]
 
 
 class NormChange:
@@ -29,61 +30,51 @@ class NormChange:
 
     def __init__(self, norm: Norm, clean: Float[Tensor, "row d_model"]) -> None:
         self.norm = norm
-        self.weight = None if norm.weight is None else norm.weight.to(clean.dtype)
-        self.centred = self._centre(clean)
-        self._square = self.centred.square().mean(-1, keepdim=True) + norm.eps
+        self._weight = None if norm.weight is None else norm.weight.to(clean.dtype)
+        self._centred = self._centre(clean)
+        self._square = self._centred.square().mean(-1, keepdim=True) + norm.eps
         self.size: Float[Tensor, "row 1"] = self._square.sqrt()
 
-    @property
     def numerator(self) -> Float[Tensor, "row d_model"]:
-        """γ ⊙ C x, the clean output before it is divided by the size and the bias is added."""
-        return self.centred if self.weight is None else self.centred * self.weight
+        """γ ⊙ C x: the clean output before it is divided by the size and the bias is added."""
+        return self._centred if self._weight is None else self._centred * self._weight
 
     def linear(self, vectors: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """The norm's linear part, γ ⊙ C v."""
         centred = self._centre(vectors)
-        return centred if self.weight is None else centred * self.weight.to(vectors.dtype)
+        return centred if self._weight is None else centred * self._weight
 
-    def change(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> ChangedNorm:
-        """What changes of some rows' inputs do."""
-        clean, centred = self.centred[rows], self._centre(change)
-        growth = torch.add(centred, clean, alpha=2).mul_(centred).mean(-1, keepdim=True)
-        # Where all that was read is taken away, only eps is left; without eps, rounding could leave less than 0.
+    def sizes(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> Changed:
+        """What changes of some rows' inputs do to the sizes."""
+        centred, size = self._centre(change), self.size[rows]
+        growth = (
+            products(centred, self._centred[rows]).mul_(2) + torch.linalg.vector_norm(centred, dim=-1) ** 2
+        )
+        growth = (growth / centred.shape[-1])[..., None]
+        # Where all that was read is taken away, eps is left; without eps, rounding could leave less than 0.
         smallest = max(self.norm.eps, torch.finfo(growth.dtype).tiny)
-        size, changed = self.size[rows], (self._square[rows] + growth).clamp_min_(smallest).sqrt_()
+        changed = (self._square[rows] + growth).clamp_min_(smallest).sqrt_()
         # 1/s' - 1/s = -(s'² - s²) / (s s' (s + s'))
         inverse_change = growth.neg_().div_((size + changed).mul_(changed).mul_(size))
-        return ChangedNorm(clean, self.weight, centred, changed.reciprocal_(), inverse_change)
+        return centred, changed.reciprocal_(), inverse_change
+
+    def output(self, rows: slice, changed: Changed) -> Float[Tensor, "key row d_model"]:
+        """The change of some rows' outputs."""
+        centred, inverse, inverse_change = changed
+        out = torch.addcmul(centred * inverse, self._centred[rows], inverse_change)
+        return out if self._weight is None else out.mul_(self._weight)
 
     def _centre(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         return x - x.mean(-1, keepdim=True) if self.norm.kind == "layer" else x
 
 
-@dataclasses.dataclass(frozen=True)
-class ChangedNorm:
-    """A norm whose input has changed.
-
-    Attributes:
-        clean: C x.
-        weight: γ, where the norm has one.
-        centred: C c.
-        inverse: 1/s'.
-        inverse_change: 1/s' - 1/s.
-    """
-
-    clean: Float[Tensor, "row d_model"]
-    weight: Float[Tensor, " d_model"] | None
-    centred: Float[Tensor, "key row d_model"]
-    inverse: Float[Tensor, "key row 1"]
-    inverse_change: Float[Tensor, "key row 1"]
-
-    def output(self) -> Float[Tensor, "key row d_model"]:
-        """The change of the norm's output."""
-        out = self.centred * self.inverse
-        out.addcmul_(self.clean, self.inverse_change)
-        return out if self.weight is None else out.mul_(self.weight)
-
-
 def norm_change(norm: Norm | None, clean: Float[Tensor, "row d_model"]) -> NormChange | None:
     """A norm at its clean vectors; None where there is no norm."""
     return None if norm is None else NormChange(norm, clean)
+
+
+def products(
+    change: Float[Tensor, "key row d_model"], clean: Float[Tensor, "row d_model"]
+) -> Float[Tensor, "key row"]:
+    """Scalar products with the clean rows, by one batched product: it reads what is changed once."""
+    return torch.bmm(clean[:, None], change.permute(1, 2, 0))[:, 0].T

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
 
 import numpy
 import torch
@@ -12,19 +11,15 @@ from jaxtyping import Float
 from numpy.polynomial import legendre
 from torch import Tensor
 
-Rule = Literal["gauss_legendre", "riemann_left", "riemann_right", "riemann_middle", "trapezoid"]
-
+RULES = ("gauss_legendre", "riemann_left", "riemann_right", "riemann_middle", "trapezoid")
 # captum's names for two of them
 _ALIASES = {"gausslegendre": "gauss_legendre", "riemann_trapezoid": "trapezoid"}
-RULES = ("gauss_legendre", "riemann_left", "riemann_right", "riemann_middle", "trapezoid")
+# Beyond it, float64 no longer finds the points of nested rules to full precision.
+_LARGEST_NESTED = 63
 
 
 def rule_name(method: str) -> str:
-    """The rule's name here; captum's spellings are known too.
-
-    Raises:
-        ValueError: no such rule.
-    """
+    """The rule's name here; captum's spellings are known too. Raises ValueError: no such rule."""
     name = _ALIASES.get(method, method)
     if name not in RULES:
         raise ValueError(f"method: expected one of {list(RULES)}, got {method!r}")
@@ -49,13 +44,12 @@ def quadrature(method: str, n_steps: int) -> tuple[Float[Tensor, " point"], Floa
     if name == "gauss_legendre":
         points, weights = legendre.leggauss(n_steps)
         return torch.from_numpy((points + 1) / 2), torch.from_numpy(weights / 2)
-    count = torch.arange(n_steps, dtype=torch.float64)
+    intervals = n_steps - 1 if name == "trapezoid" else n_steps
+    weights = torch.full((n_steps,), 1 / intervals, dtype=torch.float64)
     if name == "trapezoid":
-        even = torch.full((n_steps,), 1 / (n_steps - 1), dtype=torch.float64)
-        even[0] = even[-1] = even[0] / 2
-        return count / (n_steps - 1), even
-    shift = {"riemann_left": 0.0, "riemann_middle": 0.5, "riemann_right": 1.0}[name]
-    return (count + shift) / n_steps, torch.full((n_steps,), 1 / n_steps, dtype=torch.float64)
+        weights[[0, -1]] /= 2
+    shift = {"riemann_middle": 0.5, "riemann_right": 1.0}.get(name, 0.0)
+    return (torch.arange(n_steps, dtype=torch.float64) + shift) / intervals, weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,32 +75,26 @@ def one_rule(method: str, n_steps: int) -> NestedRules:
     return NestedRules(points, weights[None], (n_steps,), (0,))
 
 
-# Beyond it, float64 no longer finds the points to full precision.
-LARGEST_NESTED = 63
-
-
 @functools.cache
 def nested_rules(largest: int) -> NestedRules:
     """Gauss-Legendre's 1 and 3 points, then Patterson's 7, 15, 31 and 63 (Math. Comp. 22, 1968).
 
     Patterson adds n + 1 points to n so that the degree of exactness is the highest possible: 3n/2 for the n
     points that result, where Gauss-Legendre, which shares no points between sizes, has 2n. No end of the
-    interval is a point.
-
-    Args:
-        largest: rules with more points are left out.
+    interval is a point. Rules with more than `largest` points are left out.
     """
     nodes, counts = numpy.zeros(1), [1]
-    while 2 * len(nodes) + 1 <= min(largest, LARGEST_NESTED):
+    while 2 * len(nodes) + 1 <= min(largest, _LARGEST_NESTED):
         nodes = numpy.concatenate([nodes, _further_nodes(nodes)])
         counts.append(len(nodes))
     weights = numpy.zeros((len(counts), len(nodes)))
     for rule, count in enumerate(counts):
-        weights[rule, :count] = _interpolatory_weights(nodes[:count])
+        # the weights over -1..1 that integrate the Legendre polynomials of degree 0..count - 1
+        polynomials, integrals = legendre.legvander(nodes[:count], count - 1), 2 * numpy.eye(count)[0]
+        weights[rule, :count] = numpy.linalg.solve(polynomials.T, integrals)
     degrees = (1, *((3 * count + 1) // 2 for count in counts[1:]))
-    return NestedRules(
-        torch.from_numpy((nodes + 1) / 2), torch.from_numpy(weights / 2), tuple(counts), degrees
-    )
+    points, weights = torch.from_numpy((nodes + 1) / 2), torch.from_numpy(weights / 2)
+    return NestedRules(points, weights, tuple(counts), degrees)
 
 
 def _further_nodes(nodes: numpy.ndarray) -> numpy.ndarray:
@@ -127,10 +115,3 @@ def _further_nodes(nodes: numpy.ndarray) -> numpy.ndarray:
     for _ in range(3):
         roots -= legendre.legval(roots, coefficients) / legendre.legval(roots, legendre.legder(coefficients))
     return (roots - roots[::-1]) / 2
-
-
-def _interpolatory_weights(nodes: numpy.ndarray) -> numpy.ndarray:
-    """Weights over -1..1 that integrate every polynomial of degree below the number of nodes."""
-    integrals = numpy.zeros(len(nodes))
-    integrals[0] = 2
-    return numpy.linalg.solve(legendre.legvander(nodes, len(nodes) - 1).T, integrals)

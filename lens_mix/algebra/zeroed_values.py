@@ -1,134 +1,75 @@
-"""Zeroed values on their way through the linear parts of a block: W_O, and from it to the pre-activations.
-
-`FoldedValues` applies W_O, the norms' linear parts and W_in, folded into one matrix per head, once per key; a
-pair costs a sum over heads. `PlainValues` sums a pair's weighted values and applies W_O and W_in to each pair:
-that is less work where each key reaches few rows.
-"""
+"""Zeroed values on their way to the attention's output and to the pre-activations."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.algebra.feed_forward_change import AddChange
 from lens_mix.algebra.large_product import add_product
 from lens_mix.algebra.value_zeroing_pairs import Rectangle
 
 
-@dataclasses.dataclass(frozen=True)
-class ZeroedValues:
-    """The values of some sources and heads.
+class ZeroedValues(NamedTuple):
+    """The values of some sources and heads; `Rectangle.sources` count from the first of them.
+
+    Folded ones have gone through the matrices, once per key and head, and a pair costs a sum over heads. Of
+    plain ones each pair's sum goes through the matrices: less work where keys reach few rows.
 
     Attributes:
-        start: number of the first source.
-        positions: the zeroed positions of each source; a shorter span is filled up.
-        factors: -1 times what the branch is multiplied by; 0 where a shorter span is filled up.
+        positions: of each source; a short span is filled up.
+        factors: -1 times what the branch is multiplied by; 0 where a span is filled up or nothing is sent.
         pattern: of these heads.
-        vectors: v, spans before heads.
+        vectors: v; folded, v W_O (spans before heads).
+        W_O: of these heads; None where folded.
+        first: of folded values, what the first matrices make of them; else the first matrices. W_gate first.
     """
 
-    start: int
     positions: Int[Tensor, "source span"]
-    factors: Float[Tensor, "source span"]
+    factors: Float[Tensor, "source span head"]
     pattern: Float[Tensor, "batch head query key"]
-    vectors: Float[Tensor, "source span head d_head"]
-
-    def among(self, rectangle: Rectangle) -> slice:
-        """The rectangle's sources among these."""
-        return slice(rectangle.sources.start - self.start, rectangle.sources.stop - self.start)
+    vectors: Float[Tensor, "source span head d_head"] | Float[Tensor, "source rank d_model"]
+    W_O: Float[Tensor, "head d_head d_model"] | None
+    first: Sequence[Float[Tensor, "source rank d_mlp"]] | Sequence[Float[Tensor, "d_model d_mlp"]]
 
     def weights(self, rectangle: Rectangle) -> Float[Tensor, "key row span head"]:
-        """Factors of the vectors in each pair's change."""
-        sources = self.among(rectangle)
+        """Factors of the values in each pair's change."""
+        sources = rectangle.sources
         pattern = self.pattern[rectangle.prompt, :, rectangle.rows][..., self.positions[sources]]
         # In memory of their own order: a product of strided factors would be made one by one.
-        return pattern.permute(2, 1, 3, 0).contiguous() * self.factors[sources][:, None, :, None]
+        return pattern.permute(2, 1, 3, 0).contiguous() * self.factors[sources][:, None]
 
     def change(
-        self, rectangle: Rectangle, weights: Float[Tensor, "key row span head"]
-    ) -> Float[Tensor, "key row d_model"]:
-        """The change of the attention's output."""
-        raise NotImplementedError
-
-    def add_first(
         self,
-        rectangle: Rectangle,
+        sources: slice,
         weights: Float[Tensor, "key row span head"],
-        read: Float[Tensor, "key row d_model"],
-    ) -> AddChange:
-        """What adds the values' share of the pre-activations.
-
-        Args:
-            rectangle: the pairs.
-            weights: factors of the vectors, divided by the sizes of all norms on the way.
-            read: the change of what the first matrices read; `FoldedValues` don't look at it.
-        """
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class FoldedValues(ZeroedValues):
-    """Values that have gone through the matrices.
-
-    Attributes:
-        outer: v W_O.
-        inner: v through the folded matrices, W_gate's before W_in's.
-    """
-
-    outer: Float[Tensor, "source rank d_model"]
-    inner: Sequence[Float[Tensor, "source rank d_mlp"]]
-
-    def change(
-        self, rectangle: Rectangle, weights: Float[Tensor, "key row span head"]
+        out: Float[Tensor, "key row d_model"],
     ) -> Float[Tensor, "key row d_model"]:
-        return torch.bmm(weights.flatten(2), self.outer[self.among(rectangle)])
-
-    def add_first(
-        self,
-        rectangle: Rectangle,
-        weights: Float[Tensor, "key row span head"],
-        read: Float[Tensor, "key row d_model"],
-    ) -> AddChange:
-        sources, by_rank = self.among(rectangle), weights.flatten(2)
-
-        def add(matrix: int, columns: slice, into: Tensor) -> None:
-            torch.baddbmm(into, by_rank, self.inner[matrix][sources, :, columns], out=into)
-
-        return add
-
-
-@dataclasses.dataclass(frozen=True)
-class PlainValues(ZeroedValues):
-    """Values of which each pair's weighted sum goes through the matrices.
-
-    Attributes:
-        W_O: of these heads, in one line.
-        first: the first matrices, W_gate before W_in.
-    """
-
-    W_O: Float[Tensor, "inner d_model"]
-    first: Sequence[Float[Tensor, "d_model d_mlp"]]
-
-    def change(
-        self, rectangle: Rectangle, weights: Float[Tensor, "key row span head"]
-    ) -> Float[Tensor, "key row d_model"]:
-        vectors = self.vectors[self.among(rectangle)]
+        """The change of the attention's output; in `out` where that has its dtype."""
+        vectors = self.vectors[sources]
+        out = out if out.dtype == vectors.dtype else torch.empty_like(out, dtype=vectors.dtype)
+        if self.W_O is None:
+            return torch.bmm(weights.flatten(2), vectors, out=out)
         total = weights[:, :, 0, :, None] * vectors[:, None, 0]
         for place in range(1, vectors.shape[1]):
             total.addcmul_(weights[:, :, place, :, None], vectors[:, None, place])
-        return total.flatten(2) @ self.W_O
+        torch.mm(total.flatten(0, 1).flatten(1), self.W_O.flatten(0, 1), out=out.flatten(0, 1))
+        return out
 
     def add_first(
         self,
-        rectangle: Rectangle,
+        sources: slice,
         weights: Float[Tensor, "key row span head"],
         read: Float[Tensor, "key row d_model"],
-    ) -> AddChange:
-        def add(matrix: int, columns: slice, into: Tensor) -> None:
-            add_product(into.flatten(0, 1), read.flatten(0, 1), self.first[matrix][:, columns])
-
-        return add
+        matrix: int,
+        columns: slice,
+        into: Float[Tensor, "key row column"],
+    ) -> None:
+        """Add to some neurons' pre-activations what folded values change, or what of plain ones is `read`."""
+        if self.W_O is None:
+            torch.baddbmm(into, weights.flatten(2), self.first[matrix][sources, :, columns], out=into)
+        else:
+            add_product(into.flatten(0, 1), read.flatten(0, 1).to(into.dtype), self.first[matrix][:, columns])

@@ -1,23 +1,22 @@
 """Mixing maps as networkx graphs: the layered graph, and the information-flow graph of one query.
 
-Nodes are `(level, position)`: level 0 is the input of the first layer, level l the output of the l-th
-layer. Edges go the way the information went, from (l − 1, key) to (l, query). Nodes carry `level`,
-`position`, `token` and `layer` (the label of the layer whose output they are; for the input one less
-than the first); edges carry `weight` and `layer`. `MixingMap.to_networkx(layer)` is the graph of one
-layer. `prune_graph` takes any graph of this form, attribution trees too.
+Nodes are `(level, position)`: level 0 is the input of the first layer, level l the output of the l-th layer.
+Edges go the way the information went, from (l − 1, key) to (l, query). Nodes carry `level`, `position`,
+`token` and `layer` (the label of the layer whose output they are; for the input one less than the first);
+edges carry `weight` and `layer`. `MixingMap.to_networkx(layer)` is the graph of one layer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
+
+import networkx as nx
 
 from lens_mix.aggregation.flow import capacity_stack
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import query_position
-
-if TYPE_CHECKING:
-    import networkx
 
 
 def layered_graph(
@@ -27,7 +26,7 @@ def layered_graph(
     layer: int | None = None,
     drop_bos: bool = False,
     threshold: float = 0.0,
-) -> networkx.DiGraph:
+) -> nx.DiGraph:
     """The graph that rollout and flow go through: all layers, rows to 1, heads averaged, residual mixed in.
 
     The edge from (l − 1, key) to (l, query) has `capacity` = `weight` = Â_l[query, key], 0 to 1. Rollout
@@ -45,7 +44,7 @@ def layered_graph(
     """
     _check_threshold(threshold)
     stack = capacity_stack(mixing_map, residual, to_layer=layer, drop_bos=drop_bos).capacities
-    graph: networkx.DiGraph = stack.to_networkx(threshold=threshold)
+    graph: nx.DiGraph = stack.to_networkx(threshold=threshold)
     labels = [stack.layer_labels[0] - 1, *stack.layer_labels]
     for _, values in graph.nodes(data=True):
         values["layer"] = labels[values["level"]]
@@ -65,11 +64,11 @@ def information_flow_graph(
     layer: int | None = None,
     residual: float | None = None,
     drop_bos: bool = False,
-) -> networkx.DiGraph:
+) -> nx.DiGraph:
     """The edges that carry the information of one query, the others cut off, renormalised.
 
-    The layered graph without the edges whose amount is not above `threshold`, and without the nodes
-    that are then on no path from an input to the query (`prune_graph`). What an edge's amount is:
+    The layered graph without the edges whose amount is not above `threshold`, and without the nodes that are
+    then on no path from an input to the query (`prune_graph`). What an edge's amount is:
 
     | `by` | amount of an edge |
     |---|---|
@@ -85,13 +84,12 @@ def information_flow_graph(
         layer, residual, drop_bos: as in `layered_graph`.
 
     Returns:
-        Edges with `weight` (those into a node sum to 1), `share` (of the query's information, in the
-        pruned graph), `amount` (before pruning) and `capacity`; nodes with `share`. The shares of the
-        nodes of each level sum to 1.
+        Edges with `weight` (those into a node sum to 1), `share` (of the query's information, in the pruned
+        graph), `amount` (before pruning) and `capacity`; nodes with `share`, which sums to 1 in each level.
 
     Raises:
-        ValueError: no such query or key; no path left above the threshold (the message says
-            below which one is left); nothing flows from key to query.
+        ValueError: no such query or key; no path left above the threshold (the message says below which one
+            is left); nothing flows from key to query.
     """
     if by not in ("rollout", "flow", "weight"):
         raise ValueError(f"by: expected 'rollout', 'flow' or 'weight', got {by!r}")
@@ -99,31 +97,30 @@ def information_flow_graph(
         raise ValueError(f"key: expected one with by='flow' and none otherwise, got key={key!r}, by={by!r}")
     graph = layered_graph(mixing_map, residual=residual, layer=layer, drop_bos=drop_bos)
     tokens: list[str] = graph.graph["tokens"]
-    target = (_top(graph), query_position(tokens, query))
+    target = (max(level for level, _ in graph.nodes), query_position(tokens, query))
     source = None if key is None else (0, query_position(tokens, key, "key"))
-    if by == "rollout":
-        _rollout_amounts(graph, target)
-    elif source is not None:
+    if source is not None:
         _flow_amounts(graph, source, target)
     else:
-        for _, _, values in graph.edges(data=True):
-            values["amount"] = values["weight"]
+        shares = _passed_down(graph, target) if by == "rollout" else dict.fromkeys(graph, 1.0)
+        for _, end, values in graph.edges(data=True):
+            values["amount"] = shares[end] * values["weight"]
     if threshold is None:
-        threshold = min(0.01, _widest_path(graph, target, "amount") / 2)
+        threshold = min(0.01, _widths(graph, "amount")[target] / 2)
     pruned = prune_graph(graph, target, threshold, by="amount", from_inputs=True)
     pruned.graph.update(by=by, threshold=threshold)
     return pruned
 
 
 def prune_graph(
-    graph: networkx.DiGraph,
+    graph: nx.DiGraph,
     target: Hashable = None,
     threshold: float = 0.0,
     *,
     by: str = "weight",
     renormalize: bool = True,
     from_inputs: bool = False,
-) -> networkx.DiGraph:
+) -> nx.DiGraph:
     """Only the edges above a threshold that lead to `target`; weights renormalised. The graph itself stays.
 
     Args:
@@ -140,8 +137,6 @@ def prune_graph(
         ValueError: a graph with a cycle; no such target; an edge without the attribute; a threshold below 0;
             nothing left.
     """
-    import networkx as nx
-
     _check_threshold(threshold)
     if target is None and isinstance(graph, nx.DiGraph):
         target = graph.graph.get("root", graph.graph.get("target"))
@@ -149,18 +144,14 @@ def prune_graph(
     amounts = {edge: _amount(graph, edge, by) for edge in graph.edges}
     kept = graph.edge_subgraph([edge for edge, amount in amounts.items() if amount > threshold])
     nodes = nx.ancestors(kept, target) if target in kept else set()
+    largest, where = max((amounts[edge] for edge in graph.in_edges(target)), default=0.0), ""
     if from_inputs:
-        nodes &= _above(kept, _lowest(graph))
+        widths = _widths(graph, by)
+        nodes = {node for node in nodes if widths[node] > threshold}
+        largest, where = widths[target], " from the lowest level"
     if not nodes:
-        largest = (
-            _widest_path(graph, target, by)
-            if from_inputs
-            else max((amounts[edge] for edge in graph.in_edges(target)), default=0.0)
-        )
-        raise ValueError(
-            f"threshold: expected less than {largest:.6g}, up to which something leads to {target}"
-            f"{' from the lowest level' if from_inputs else ''}, got {threshold}"
-        )
+        reason = f"up to which something leads to {target}{where}"
+        raise ValueError(f"threshold: expected less than {largest:.6g}, {reason}, got {threshold}")
     pruned = nx.DiGraph(kept.subgraph(nodes | {target}))
     pruned.graph.update(graph.graph)
     pruned.graph["target"] = target
@@ -170,17 +161,12 @@ def prune_graph(
 
 
 def _check_threshold(threshold: float) -> None:
-    if (
-        isinstance(threshold, bool)
-        or not isinstance(threshold, (int, float))
-        or not 0 <= threshold < float("inf")
-    ):
+    number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
+    if not number or not 0 <= threshold < math.inf:
         raise ValueError(f"threshold: expected a number, 0 or more, got {threshold!r}")
 
 
-def _check_graph(graph: networkx.DiGraph, target: Hashable) -> None:
-    import networkx as nx
-
+def _check_graph(graph: nx.DiGraph, target: Hashable) -> None:
     if not isinstance(graph, nx.DiGraph):
         raise TypeError(f"graph: expected a networkx DiGraph, got {type(graph).__name__}")
     if target not in graph:
@@ -189,7 +175,7 @@ def _check_graph(graph: networkx.DiGraph, target: Hashable) -> None:
         raise ValueError("graph: expected none with a cycle; a node per level and position has none")
 
 
-def _amount(graph: networkx.DiGraph, edge: tuple[Hashable, Hashable], by: str) -> float:
+def _amount(graph: nx.DiGraph, edge: tuple[Hashable, Hashable], by: str) -> float:
     values = graph.edges[edge]
     if by not in values or "weight" not in values:
         raise ValueError(
@@ -198,49 +184,21 @@ def _amount(graph: networkx.DiGraph, edge: tuple[Hashable, Hashable], by: str) -
     return float(values[by])
 
 
-def _top(graph: networkx.DiGraph) -> int:
-    return max(level for level, _ in graph.nodes)
-
-
-def _lowest(graph: networkx.DiGraph) -> set[Any]:
-    bottom = min(level for level, _ in graph.nodes)
-    return {node for node in graph.nodes if node[0] == bottom}
-
-
-def _above(graph: networkx.DiGraph, inputs: set[Any]) -> set[Any]:
-    """The inputs and all that something reaches from them."""
-    import networkx as nx
-
-    starts = inputs & set(graph)
-    return starts.union(*(nx.descendants(graph, start) for start in starts))
-
-
-def _widest_path(graph: networkx.DiGraph, target: Hashable, by: str) -> float:
-    """The smallest `by` on the path from an input to `target` where that smallest is largest; 0 if none."""
-    import networkx as nx
-
-    width = dict.fromkeys(graph, 0.0)
-    width.update(dict.fromkeys(_lowest(graph), float("inf")))
+def _widths(graph: nx.DiGraph, by: str) -> dict[Hashable, float]:
+    """Per node, the smallest `by` on the path from an input where that smallest is largest; 0 if none."""
+    lowest = min(level for level, _ in graph.nodes)
+    widths = {node: math.inf if node[0] == lowest else 0.0 for node in graph}
     for node in nx.topological_sort(graph):
         for start, _, values in graph.in_edges(node, data=True):
-            width[node] = max(width[node], min(width[start], values[by]))
-    return width[target]
+            widths[node] = max(widths[node], min(widths[start], values[by]))
+    return widths
 
 
-def _rollout_amounts(graph: networkx.DiGraph, target: tuple[int, int]) -> None:
-    mass = _passed_down(graph, target)
-    for _, end, values in graph.edges(data=True):
-        values["amount"] = mass[end] * values["weight"]
-
-
-def _flow_amounts(graph: networkx.DiGraph, source: tuple[int, int], target: tuple[int, int]) -> None:
-    import networkx as nx
-
+def _flow_amounts(graph: nx.DiGraph, source: tuple[int, int], target: tuple[int, int]) -> None:
     value, flows = nx.maximum_flow(graph, source, target)
     if value <= 0:
-        raise ValueError(
-            f"key: expected an input from which something flows to {target}, got {source}: none does"
-        )
+        expected = f"expected an input from which something flows to {target}"
+        raise ValueError(f"key: {expected}, got {source}: none does")
     into = dict.fromkeys(graph, 0.0)
     for start, ends in flows.items():
         for end, amount in ends.items():
@@ -251,9 +209,8 @@ def _flow_amounts(graph: networkx.DiGraph, source: tuple[int, int], target: tupl
         values["weight"] = values["amount"] / into[end] if into[end] > 0 else 0.0
 
 
-def _passed_down(graph: networkx.DiGraph, target: Hashable) -> dict[Hashable, float]:
-    import networkx as nx
-
+def _passed_down(graph: nx.DiGraph, target: Hashable) -> dict[Hashable, float]:
+    """What reaches each node of 1 at the target, divided by the weights on the way down."""
     mass: dict[Hashable, float] = dict.fromkeys(graph, 0.0)
     mass[target] = 1.0
     for node in reversed(list(nx.topological_sort(graph))):
@@ -262,7 +219,7 @@ def _passed_down(graph: networkx.DiGraph, target: Hashable) -> dict[Hashable, fl
     return mass
 
 
-def _renormalize(graph: networkx.DiGraph, target: Hashable) -> None:
+def _renormalize(graph: nx.DiGraph, target: Hashable) -> None:
     for node in graph:
         entering = [values for _, _, values in graph.in_edges(node, data=True)]
         total = sum(values["weight"] for values in entering)

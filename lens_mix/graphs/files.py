@@ -5,50 +5,46 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import networkx
-
+import networkx as nx
 
 # What `lens_mix.graphs` and attribution trees write on a graph that is no string and no number.
 _NODES = {"target", "root"}
 _LISTS = {"tokens", *_NODES}
+# The characters that XML 1.0 forbids, and the one that it changes when it is read (\r).
+_FORBIDDEN = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def save_graph(graph: networkx.DiGraph, path: str | os.PathLike[str]) -> None:
+def save_graph(graph: nx.DiGraph, path: str | os.PathLike[str]) -> None:
     r"""Write a graph as GraphML or JSON, by the ending of `path`: `.graphml` or `.json`.
 
-    JSON keeps everything. GraphML holds strings and numbers only: nodes are written as JSON (`[3, 0]`),
-    and so are lists; None is left out; characters that XML forbids, in tokens say, are written as in
-    Python (`\x00`).
+    JSON keeps everything. GraphML holds strings and numbers only: nodes and lists are written as JSON
+    (`[3, 0]`); None is left out; characters that XML forbids, in tokens say, are written as in Python
+    (`\x00`).
 
     Raises:
         TypeError: not a networkx graph; something that JSON cannot hold.
         ValueError: another ending.
     """
-    import networkx as nx
-
     if not isinstance(graph, nx.Graph):
         raise TypeError(f"graph: expected a networkx graph, got {type(graph).__name__}")
-    ending = _ending(path)
-    if ending == ".json":
+    if _ending(path) == ".json":
         text = json.dumps(nx.node_link_data(graph, **_edges_option()))
         Path(path).write_text(text, encoding="utf-8")
     else:
         nx.write_graphml(_for_xml(graph), os.fspath(path), encoding="utf-8")
 
 
-def load_graph(path: str | os.PathLike[str]) -> networkx.DiGraph:
+def load_graph(path: str | os.PathLike[str]) -> nx.DiGraph:
     """Read a graph that `save_graph` wrote.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: another ending; a file that holds no graph.
     """
-    import networkx as nx
-
     ending = _ending(path)
     text = Path(path).read_text(encoding="utf-8")
     try:
@@ -79,19 +75,14 @@ def _ending(path: str | os.PathLike[str]) -> str:
 
 def _edges_option() -> dict[str, str]:
     """The name of the list of edges in JSON, which older releases of networkx call `link`."""
-    import networkx as nx
-
-    known = inspect.signature(nx.node_link_data).parameters
-    return {"edges" if "edges" in known else "link": "edges"}
+    return {"edges" if "edges" in inspect.signature(nx.node_link_data).parameters else "link": "edges"}
 
 
 def _as_node(name: Any) -> Any:
     return tuple(_as_node(part) for part in name) if isinstance(name, (list, tuple)) else name
 
 
-def _for_xml(graph: networkx.DiGraph) -> networkx.DiGraph:
-    import networkx as nx
-
+def _for_xml(graph: nx.DiGraph) -> nx.DiGraph:
     plain = nx.relabel_nodes(graph, {node: _printable(json.dumps(node)) for node in graph}, copy=True)
     groups = [plain.graph, *(values for _, values in plain.nodes(data=True))]
     groups += [values for _, _, values in plain.edges(data=True)]
@@ -108,14 +99,4 @@ def _for_xml(graph: networkx.DiGraph) -> networkx.DiGraph:
 
 
 def _printable(text: str) -> str:
-    """The text with the characters escaped that XML 1.0 forbids, or changes when it is read (\\r)."""
-    return "".join(character if _allowed(ord(character)) else _escaped(character) for character in text)
-
-
-def _allowed(code: int) -> bool:
-    whitespace = code in (0x9, 0xA)
-    return whitespace or 0x20 <= code <= 0xD7FF or 0xE000 <= code <= 0xFFFD or code >= 0x10000
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+    return _FORBIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -25,28 +25,6 @@ if TYPE_CHECKING:
 _LARGE_GAP = 0.1
 
 
-def integrated_gradients(
-    target: Callable[[Float[Tensor, "batch head query key"]], Float[Tensor, " batch"]],
-    pattern: Float[Tensor, "batch head query key"],
-    baseline: Float[Tensor, "batch head query key"],
-    points: Float[Tensor, " point"],
-    weights: Float[Tensor, " point"],
-) -> Float[Tensor, "batch head query key"]:
-    """The paper's equation 4 as it stands: (A - B) ⊙ Σ_k w_k ∂F(B + α_k (A - B)) / ∂A, point by point.
-
-    Args:
-        target: F, as a function of one layer's pattern.
-        pattern, baseline: A and B.
-        points, weights: of a rule of quadrature over 0..1.
-    """
-    total = torch.zeros_like(pattern)
-    for point, weight in zip(points.tolist(), weights.tolist(), strict=True):
-        leaf = (baseline + point * (pattern - baseline)).detach().requires_grad_(True)
-        (gradient,) = torch.autograd.grad(target(leaf).sum(), leaf)
-        total += weight * gradient
-    return (pattern - baseline) * total
-
-
 @dataclasses.dataclass(frozen=True)
 class AttentionAttribution(Method):
     """Self-attention attribution (Hao et al., AAAI 2021, eq. 3-4).
@@ -54,18 +32,15 @@ class AttentionAttribution(Method):
     Attr_h(A) = (A_h - B_h) ⊙ ∫₀¹ ∂F(B + α (A - B)) / ∂A_h dα, for one layer's pattern A at a time: all heads
     of the layer move together from the baseline B, and the layers above run again. F is the target. Shape
     [layer, query, key], the sum over heads, or [layer, head, query, key] with `per_head`; signed, in the
-    target's unit. The entries of one layer sum to F(A) - F(B) (completeness), up to the error of the
-    quadrature.
+    target's unit. The entries of a layer sum to F(A) - F(B) (completeness), but for the quadrature's error.
 
     Each layer takes as many points as it needs: 3, then 7, 15 and 31 (Patterson's rules, each with the points
-    of the one before), until the estimated error is accepted. The error is the completeness gap, or the
-    scores' own error, estimated from two rules and summed over the entries, whichever is larger
-    (`path_integral.Integral.error`). A note names the layers where it was not reached, and
-    `provenance["details"]` holds per layer completeness_gap, target_value F(A), baseline_value F(B), steps,
-    estimated_error and visible_share.
+    of the one before), until the estimated error (`path_integral.Integral.error`) is accepted. A note names
+    the layers where it was not, and `provenance["details"]` holds per layer completeness_gap, target_value
+    F(A), baseline_value F(B), steps, estimated_error and visible_share.
 
-    Where a norm follows attention directly (Gemma 2 and 3, OLMo 2), F does not see the scale of the
-    pattern except next to α = 0: the entries still rank, but their sum says nothing, and a note tells so.
+    Where a norm follows attention directly (Gemma 2 and 3, OLMo 2), F sees the scale of the pattern only next
+    to α = 0: the entries still rank, but their sum says nothing, and a note tells so.
 
     Args:
         target: what is explained (`lens_mix.targets`, or any callable logits -> [copy]); by default the
@@ -92,15 +67,7 @@ class AttentionAttribution(Method):
     residual: ClassVar[float] = 0.5
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
-    citation: ClassVar[str] = """@inproceedings{hao-etal-2021-self,
-  title = {Self-Attention Attribution: Interpreting Information Interactions Inside Transformer},
-  author = {Hao, Yaru and Dong, Li and Wei, Furu and Xu, Ke},
-  booktitle = {Proceedings of the AAAI Conference on Artificial Intelligence},
-  volume = {35},
-  number = {14},
-  pages = {12963--12971},
-  year = {2021},
-}"""
+    citation: ClassVar[str] = "hao-etal-2021-self"
 
     target: TargetLike = dataclasses.field(default_factory=predicted)
     n_steps: int | None = None
@@ -113,7 +80,7 @@ class AttentionAttribution(Method):
 
     def __post_init__(self) -> None:
         as_target(self.target)
-        name = rule_name(self.method)
+        name, size = rule_name(self.method), self.internal_batch_size
         if self.n_steps is None and name != "gauss_legendre":
             raise ValueError(
                 f"method: {name!r} needs n_steps, got n_steps=None (as many as each layer needs)"
@@ -122,20 +89,15 @@ class AttentionAttribution(Method):
             raise ValueError(f"max_steps: expected a whole number, 3 or more, got {self.max_steps!r}")
         self._rules()
         check_baseline(self.baseline)
-        if self.internal_batch_size is not None and not self.internal_batch_size >= 1:
-            raise ValueError(
-                f"internal_batch_size: expected None or 1 and more, got {self.internal_batch_size}"
-            )
+        if size is not None and not size >= 1:
+            raise ValueError(f"internal_batch_size: expected None or 1 and more, got {size}")
         if self.tolerance is not None and not self.tolerance > 0:
             raise ValueError(f"tolerance: expected None or a number above 0, got {self.tolerance}")
 
     def parameters(self) -> dict[str, object]:
-        given = {
-            "target": describe(as_target(self.target)),
-            "baseline": describe_baseline(self.baseline),
-            "method": rule_name(self.method),
-        }
-        return {**super().parameters(), **given}
+        target, baseline = describe(as_target(self.target)), describe_baseline(self.baseline)
+        readable = {"target": target, "baseline": baseline, "method": rule_name(self.method)}
+        return {**super().parameters(), **readable}
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         return self.of_stack([block])[0]
@@ -145,23 +107,16 @@ class AttentionAttribution(Method):
         return [self._layer(block, bound) for block in blocks]
 
     def edits(
-        self,
-        layer: int,
-        pattern: Float[Tensor, "row head query key"],
-        *,
-        attention: str = DEFAULT_ATTENTION,
+        self, layer: int, pattern: Float[Tensor, "row head query key"], *, attention: str = DEFAULT_ATTENTION
     ) -> list[HookPair]:
         """The hooks that put a point of the path into a pass: one layer's pattern is replaced.
 
-        F, as a function of this pattern, is what is integrated; on a run of your own:
+        F, as a function of this pattern (a leaf gets its gradient), is what is integrated. On your run:
 
             pattern = baseline + alpha * (clean_pattern - baseline)
             logits = model.run_with_hooks(tokens, fwd_hooks=method.edits(layer, pattern))
 
-        Args:
-            layer: the layer, from 0.
-            pattern: one per row of the pass; a leaf gets its gradient.
-            attention: name of the attention module; see `lens_mix.hooks.replace_pattern`.
+        Args as in `lens_mix.hooks.replace_pattern`.
         """
         return [replace_pattern(layer, pattern, attention=attention)]
 
@@ -171,13 +126,8 @@ class AttentionAttribution(Method):
     def _layer(self, block: Block, bound: BoundTarget) -> Float[Tensor, "batch *head query key"]:
         pattern = block.recorded("pattern")
         baseline = baseline_of(self.baseline, block, pattern)
-
-        def edits(point: Tensor) -> list[HookPair]:
-            return self.edits(block.layer, point, attention=block.attention_template)
-
-        integral = Integral(
-            Path(block, bound, pattern, baseline, edits, self.internal_batch_size), self._rules()
-        )
+        path = Path(block, bound, pattern, baseline, self.edits, self.internal_batch_size)
+        integral = Integral(path, self._rules())
         integral.refine(self.tolerance)
         for prompt in range(len(pattern)):
             self._report(block, integral, prompt)
@@ -186,19 +136,14 @@ class AttentionAttribution(Method):
 
     def _report(self, block: Block, integral: Integral, prompt: int) -> None:
         clean, baseline = integral.path.bound.clean[prompt].item(), integral.at_baseline[prompt].item()
-        facts = {
-            "completeness_gap": integral.gap(prompt),
-            "target_value": clean,
-            "baseline_value": baseline,
-            "steps": integral.steps(prompt),
-            "visible_share": integral.visible(prompt),
-        }
+        block.detail(prompt, "completeness_gap", integral.gap(prompt))
+        block.detail(prompt, "target_value", clean)
+        block.detail(prompt, "baseline_value", baseline)
+        block.detail(prompt, "steps", integral.steps(prompt))
+        block.detail(prompt, "visible_share", integral.visible(prompt))
         if self.n_steps is None:
-            facts["estimated_error"] = integral.error(prompt)
-        for name, value in facts.items():
-            block.detail(prompt, name, value)
-        text = self._warning(integral, prompt, clean - baseline)
-        if text:
+            block.detail(prompt, "estimated_error", integral.error(prompt))
+        if text := self._warning(integral, prompt, clean - baseline):
             block.warn(prompt, text)
 
     def _warning(self, integral: Integral, prompt: int, difference: float) -> str:
@@ -210,8 +155,8 @@ class AttentionAttribution(Method):
                 "this pattern (a norm follows attention), the signed terms cancel to "
                 f"{integral.visible(prompt):.1e} of their absolute sum; {size}"
             )
-        error, accepted = integral.error(prompt), integral.accepted(prompt, self.tolerance)
         if self.n_steps is None:
+            error, accepted = integral.error(prompt), integral.accepted(prompt, self.tolerance)
             unmet = f"{size}; estimated error of the scores {error:.2g} (max_steps={self.max_steps})"
             return f"tolerance {accepted:.2g} was not met: {unmet}" if error > accepted else ""
         if self.tolerance is not None and abs(gap) > self.tolerance:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -12,53 +12,39 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-Baseline = (
-    Literal["zero", "uniform"]
-    | Float[Tensor, "layer head query key"]
-    | Callable[[Float[Tensor, "batch head query key"], int], Float[Tensor, "batch head query key"]]
-)
-
 
 def check_baseline(baseline: object) -> None:
-    """Refuse what is no baseline.
-
-    Raises:
-        TypeError, ValueError: neither a known name, a tensor nor a function.
-    """
+    """Refuse (TypeError, ValueError) what is neither a known name, a tensor nor a function."""
+    expected = "baseline: expected 'zero', 'uniform', a tensor or a function"
     if isinstance(baseline, str) and baseline not in ("zero", "uniform"):
-        raise ValueError(f"baseline: expected 'zero', 'uniform', a tensor or a function, got {baseline!r}")
+        raise ValueError(f"{expected}, got {baseline!r}")
     if not (isinstance(baseline, (str, Tensor)) or callable(baseline)):
-        got = type(baseline).__name__
-        raise TypeError(f"baseline: expected 'zero', 'uniform', a tensor or a function, got {got}")
+        raise TypeError(f"{expected}, got {type(baseline).__name__}")
 
 
 def describe_baseline(baseline: Any) -> str:
     """The baseline in words, for records."""
     if isinstance(baseline, Tensor):
         return f"a tensor of shape {list(baseline.shape)}"
-    return (
-        baseline if isinstance(baseline, str) else getattr(baseline, "__qualname__", type(baseline).__name__)
-    )
+    if isinstance(baseline, str):
+        return baseline
+    return getattr(baseline, "__qualname__", type(baseline).__name__)
 
 
 def baseline_of(
-    baseline: Baseline, block: Block, pattern: Float[Tensor, "batch head query key"]
+    baseline: Any, block: Block, pattern: Float[Tensor, "batch head query key"]
 ) -> Float[Tensor, "batch head query key"]:
-    """The baseline of one block's pattern.
+    """The baseline of one block's pattern: "zero", "uniform", a tensor or a function (pattern, layer) -> it.
 
-    Raises:
-        ValueError: another shape than the pattern's, or weight where the mask allows none.
+    Raises ValueError: another shape than the pattern's, or weight where the mask allows none.
     """
+    if isinstance(baseline, str) and baseline == "zero":
+        return torch.zeros_like(pattern)
     if isinstance(baseline, str):
-        if baseline == "zero":
-            return torch.zeros_like(pattern)
         seen = block.seen[:, None].to(pattern.dtype).expand_as(pattern)
         return seen / seen.sum(-1, keepdim=True).clamp_min(1)
-    given = (
-        _of_layer(baseline, block, pattern)
-        if isinstance(baseline, Tensor)
-        else baseline(pattern, block.layer)
-    )
+    function = functools.partial(_of_layer, baseline) if isinstance(baseline, Tensor) else baseline
+    given = function(pattern, block.layer)
     if not torch.is_tensor(given) or given.shape != pattern.shape:
         got = list(given.shape) if torch.is_tensor(given) else type(given).__name__
         raise ValueError(f"baseline: expected shape {list(pattern.shape)} in layer {block.layer}, got {got}")
@@ -72,15 +58,15 @@ def baseline_of(
     return given
 
 
-def _of_layer(baseline: Tensor, block: Block, pattern: Tensor) -> Tensor:
-    if baseline.ndim != 4 or len(baseline) <= block.layer:
+def _of_layer(baseline: Tensor, pattern: Tensor, layer: int) -> Tensor:
+    if baseline.ndim != 4 or len(baseline) <= layer:
+        shape = list(baseline.shape)
         raise ValueError(
-            "baseline: expected a tensor [layer, head, query, key], "
-            f"got shape {list(baseline.shape)} in layer {block.layer}"
+            f"baseline: expected a tensor [layer, head, query, key], got shape {shape} in layer {layer}"
         )
     if len(pattern) != 1:
         raise ValueError(
             f"baseline: a tensor is for one prompt, got a batch of {len(pattern)}; give a function "
             "(pattern, layer) -> baseline"
         )
-    return baseline[block.layer][None]
+    return baseline[layer][None]

@@ -64,15 +64,7 @@ class DecompX(Method):
     kind: ClassVar[Literal["layer", "input"]] = "input"
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
-    citation: ClassVar[str] = """@inproceedings{modarressi-etal-2023-decompx,
-  title = {{D}ecomp{X}: Explaining Transformers Decisions by Propagating Token Decomposition},
-  author = {Modarressi, Ali and Fayyaz, Mohsen and Aghazadeh, Ehsan and Yaghoobzadeh, Yadollah and
-            Pilehvar, Mohammad Taher},
-  booktitle = {Proceedings of the 61st Annual Meeting of the Association for Computational Linguistics},
-  year = {2023},
-  pages = {2649--2664},
-  url = {https://aclanthology.org/2023.acl-long.149},
-}"""
+    citation: ClassVar[str] = "modarressi-etal-2023-decompx"
 
     biases: Split = "absdot"
     slope: Slope = "zero_origin"
@@ -159,10 +151,8 @@ def decompose(
         axes = "key source, batch key head d_head -> batch key source head d_head"
         value = einsum(own, block.recorded("value").to(x.dtype), axes)
     else:
-        entering, read = (
-            block.rows_of(shares),
-            through_norm(block.anatomy.attention_input, shares, state, biases),
-        )
+        entering = block.rows_of(shares)
+        read = through_norm(block.anatomy.attention_input, shares, state, biases)
         axes = "batch key source d_model, head d_model d_head -> batch key source head d_head"
         value = einsum(read, path.W_V.to(x.dtype), axes)
     pattern, W_O = block.recorded("pattern").to(x.dtype), path.W_O.to(x.dtype)

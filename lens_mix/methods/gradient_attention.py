@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
@@ -19,16 +18,6 @@ from lens_mix.targets import TargetLike, as_target, describe, predicted
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
-
-
-def weighted_by_gradient(
-    target: Callable[[Float[Tensor, "batch head query key"]], Float[Tensor, " batch"]],
-    pattern: Float[Tensor, "batch head query key"],
-) -> Float[Tensor, "batch query key"]:
-    """The paper's equation 5 as it stands, layer by layer: mean_h (∂F/∂A_h ⊙ A_h)⁺, F a function of A."""
-    leaf = pattern.detach().requires_grad_(True)
-    (gradient,) = torch.autograd.grad(target(leaf).sum(), leaf)
-    return reduce((gradient * pattern).clamp_min(0), "batch head query key -> batch query key", "mean")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,22 +36,14 @@ class GradientAttention(Method):
         rectify: keep only what speaks for the target, (...)⁺; False: signed.
 
     Raises:
-        TypeError, ValueError: a target that does not fit.
-        RuntimeError: inside torch.inference_mode.
+        TypeError, ValueError: a target that does not fit. RuntimeError: inside torch.inference_mode.
     """
 
     name: ClassVar[str] = "gradient_attention"
     residual: ClassVar[float] = 0.5
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
-    citation: ClassVar[str] = """@inproceedings{chefer-etal-2021-generic,
-  title = {Generic Attention-Model Explainability for Interpreting
-           Bi-Modal and Encoder-Decoder Transformers},
-  author = {Chefer, Hila and Gur, Shir and Wolf, Lior},
-  booktitle = {Proceedings of the IEEE/CVF International Conference on Computer Vision},
-  year = {2021},
-  pages = {397--406},
-}"""
+    citation: ClassVar[str] = "chefer-etal-2021-generic"
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))
     per_head: bool = False
@@ -79,16 +60,18 @@ class GradientAttention(Method):
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
         bound = target_passes.bind(blocks[-1], self.target)
-        gradients = self._pattern_gradients(blocks, bound)
-        for block in blocks:
+        lowest = min(blocks, key=lambda block: block.layer)
+        rows = torch.arange(len(lowest.batch), device=lowest.resid_pre.device)
+        chunks = rows.split(lowest.gradient_rows(len(rows), logits=bound.reads_logits))
+        gradients = torch.cat([self._gradients(blocks, lowest, bound, chunk) for chunk in chunks])
+        maps = []
+        for place, block in enumerate(blocks):
             for prompt, value in enumerate(bound.clean.tolist()):
                 block.detail(prompt, "target_value", value)
-        maps = [
-            gradients[:, place] * block.recorded("pattern").to(gradients.dtype)
-            for place, block in enumerate(blocks)
-        ]
-        maps = [scores.clamp_min(0) for scores in maps] if self.rectify else maps
-        return maps if self.per_head else [scores.mean(dim=1) for scores in maps]
+            scores = gradients[:, place] * block.recorded("pattern").to(gradients.dtype)
+            scores = scores.clamp_min(0) if self.rectify else scores
+            maps.append(scores if self.per_head else scores.mean(dim=1))
+        return maps
 
     def edits(
         self, layer: int, addition: Float[Tensor, "row head query key"], *, attention: str = DEFAULT_ATTENTION
@@ -101,18 +84,9 @@ class GradientAttention(Method):
             logits = model.run_with_hooks(tokens, fwd_hooks=method.edits(layer, leaf))
             (gradient,) = torch.autograd.grad(target(logits).sum(), leaf)
 
-        Args:
-            layer, addition, attention: as in `lens_mix.hooks.add_to_pattern`.
+        Args as in `lens_mix.hooks.add_to_pattern`.
         """
         return [add_to_pattern(layer, addition, attention=attention)]
-
-    def _pattern_gradients(
-        self, blocks: Sequence[Block], bound: BoundTarget
-    ) -> Float[Tensor, "batch layer head query key"]:
-        lowest = min(blocks, key=lambda block: block.layer)
-        rows = torch.arange(len(lowest.batch), device=lowest.resid_pre.device)
-        chunks = rows.split(lowest.gradient_rows(len(rows), logits=bound.reads_logits))
-        return torch.cat([self._gradients(blocks, lowest, bound, chunk) for chunk in chunks])
 
     def _gradients(
         self, blocks: Sequence[Block], lowest: Block, bound: BoundTarget, rows: Tensor

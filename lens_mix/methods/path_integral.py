@@ -36,7 +36,7 @@ class Path:
     Attributes:
         block, bound: where it is, and the target F that is explained.
         pattern, baseline: its ends.
-        edits: the hooks that put a pattern into a pass.
+        edits: the hooks that put a pattern into a pass, as `AttentionAttribution.edits`.
         largest_chunk: most rows (prompts x points) of one pass; None: what memory allows.
     """
 
@@ -44,7 +44,7 @@ class Path:
     bound: BoundTarget
     pattern: Float[Tensor, "batch head query key"]
     baseline: Float[Tensor, "batch head query key"]
-    edits: Callable[[Float[Tensor, "row head query key"]], list[HookPair]]
+    edits: Callable[..., list[HookPair]]
     largest_chunk: int | None = None
 
     @functools.cached_property
@@ -58,7 +58,8 @@ class Path:
         """F and its gradient at one point of the path per row."""
         scale = alphas.to(self.pattern)[:, None, None, None]
         leaf = (self.baseline[prompts] + scale * self.difference[prompts]).detach().requires_grad_(True)
-        with must_fire(*self.edits(leaf)) as hooks:
+        pairs = self.edits(self.block.layer, leaf, attention=self.block.attention_template)
+        with must_fire(*pairs) as hooks:
             values = target_passes.values(self.block, self.bound, hooks, prompts, gradients=True)
         return values.detach(), target_passes.gradients_of(values, [leaf])[0]
 
@@ -75,11 +76,7 @@ class Integral:
     With every rule the points of the smaller ones are used again, so that one sum per rule is kept, and no
     gradient. F at the baseline needs no gradient, but goes along with the first points all the same: in the
     middle of SmolLM2 that takes 66 ms where a forward pass of its own takes 157 (20 tokens), or 360 and 280
-    (64 tokens).
-
-    Attributes:
-        rule: per prompt, the rule that is reached.
-        at_baseline: F(B).
+    (64 tokens). `rule` is the rule that each prompt has reached, `at_baseline` its F(B).
     """
 
     def __init__(self, path: Path, rules: NestedRules) -> None:
@@ -93,8 +90,8 @@ class Integral:
     def advance(self, prompts: list[int], rule: int) -> None:
         """Bring some prompts to a rule, by the points that it adds."""
         start = self.rules.counts[self.rule[prompts[0]]] if self._shares[prompts[0]] else 0
-        points = self.rules.points[start : self.rules.counts[rule]]
-        weights = self.rules.weights[:, start : self.rules.counts[rule]]
+        added = slice(start, self.rules.counts[rule])
+        points, weights = self.rules.points[added], self.rules.weights[:, added]
         if start == 0 and points[0] != 0:
             points = torch.cat([points.new_zeros(1), points])
             weights = torch.nn.functional.pad(weights, (1, 0))
@@ -111,14 +108,15 @@ class Integral:
     ) -> None:
         values, gradients = self.path.gradients(prompts, alphas)
         gradients = gradients.to(self._sums.dtype)
-        shares = _share((gradients * self.path.difference[prompts]).flatten(1)).tolist()
+        terms = (gradients * self.path.difference[prompts]).flatten(1)
+        # all terms 0 (0 / 0): nothing cancels
+        shares = (terms.sum(-1).abs() / terms.abs().sum(-1)).nan_to_num(1.0).tolist()
         # a point without weight may have no gradient at all (a norm of zero)
         counts = (weights != 0).any(0)
+        axes = "rule row, row head query key -> rule head query key"
         for prompt in prompts.unique().tolist():
             here = counts & (prompts == prompt)
-            self._sums[:, prompt] += einsum(
-                weights[:, here], gradients[here], "rule row, row head query key -> rule head query key"
-            )
+            self._sums[:, prompt] += einsum(weights[:, here], gradients[here], axes)
         for row, (prompt, alpha) in enumerate(zip(prompts.tolist(), alphas.tolist(), strict=True)):
             if alpha == 0:
                 self.at_baseline[prompt] = values[row]
@@ -150,8 +148,7 @@ class Integral:
         those of the rule before: that they differ by the share δ of their absolute sum is the error of the
         smaller rule. A rule that is exact up to degree d errs as the (d + 1)-th power of the distance of its
         points, so that the larger one, exact up to D, errs by the share δ^((D + 1) / (d + 1)): the cube for 3
-        points after 1, the square from then on. On most layers of SmolLM2 it is right
-        within a factor of 2.
+        points after 1, the square from then on. On most layers of SmolLM2 it is right within a factor of 2.
         """
         rule, size = self.rule[prompt], self.size(prompt)
         if rule == 0 or size == 0:
@@ -172,8 +169,7 @@ class Integral:
     def accepted(self, prompt: int, tolerance: float | None) -> float:
         """The largest accepted error: the tolerance, or by default 1 % of the sum of the absolute scores.
 
-        By default a probability may never be wrong by more than 0.01, and what rounding leaves of F is
-        accepted.
+        By default a probability may never be wrong by more than 0.01; what rounding leaves of F is accepted.
         """
         if tolerance is not None:
             return tolerance
@@ -191,23 +187,13 @@ class Integral:
         todo, last = list(range(len(self.rule))), len(self.rules.counts) - 1
         for rule in range(min(1, last), last + 1):
             self.advance(todo, rule)
-            todo = [
-                prompt for prompt in todo if self._needs_more(prompt, tolerance, before_last=rule + 1 == last)
-            ]
+            todo = [prompt for prompt in todo if self._needs_more(prompt, tolerance)]
             if not todo:
                 return
 
-    def _needs_more(self, prompt: int, tolerance: float | None, before_last: bool) -> bool:
+    def _needs_more(self, prompt: int, tolerance: float | None) -> bool:
         error, accepted = self.error(prompt), self.accepted(prompt, tolerance)
         if error <= accepted or self.is_degenerate(prompt):
             return False
+        before_last = self.rule[prompt] + 2 == len(self.rules.counts)
         return not before_last or error**2 <= accepted * self.size(prompt)
-
-
-def _share(terms: Float[Tensor, "row entry"]) -> Float[Tensor, " row"]:
-    absolute = terms.abs().sum(-1)
-    return torch.where(
-        absolute > 0,
-        terms.sum(-1).abs() / absolute.clamp_min(torch.finfo(terms.dtype).tiny),
-        torch.ones_like(absolute),
-    )

@@ -47,9 +47,7 @@ class BoundTarget:
 def bind(block: Block, target: object) -> BoundTarget:
     """Bind a target to the prompts of a clean pass, running the model from `block` on (any block will do).
 
-    Raises:
-        TypeError, ValueError: the target does not fit a prompt.
-        RuntimeError: inference mode is on.
+    Raises TypeError, ValueError: the target does not fit a prompt; RuntimeError: inference mode is on.
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
@@ -60,29 +58,25 @@ def bind(block: Block, target: object) -> BoundTarget:
     with torch.no_grad():
         output = _output(block, read, (), None, False)
         functions, clean, places = [], [], []
-        for prompt, part in _parts(block, read, output, range(len(output))):
-            context = Context(_prompt_tokens(block, read, prompt), part, block.tokenizer)
-            function = read.of_prompt(context)
-            functions.append(function)
-            clean.append(evaluate(function, part))
+        for prompt, span, part in _parts(block, read, output, range(len(output))):
+            numbers = torch.arange(span.stop - span.start, device=block.real.device)
+            tokens = block.logits_tokens[prompt, span] if read.reads == "logits" else numbers
+            context = Context(tokens, part, block.tokenizer)
+            functions.append(read.of_prompt(context))
+            clean.append(evaluate(functions[-1], part))
             place = read.reads_position(context)
-            places.append(None if place is None else place + _span(block, read, prompt).start)
-    single = [place for place in places if place is not None]
-    positions = torch.tensor(single, device=output.device) if len(single) == len(places) else None
+            places += [] if place is None else [place + span.start]
+    positions = torch.tensor(places, device=output.device) if len(places) == len(functions) else None
     return BoundTarget(read, tuple(functions), torch.cat(clean), positions)
 
 
 def values(
     block: Block, bound: BoundTarget, fwd_hooks: Sequence[Any], rows: Int[Tensor, " row"], gradients: bool
 ) -> Float[Tensor, " row"]:
-    """The target for rows of the batch when run from `block` on with hooks.
+    """The target for rows of the batch when run from `block` on with TransformerLens hooks.
 
-    Args:
-        block: the first block to run.
-        bound: the bound target.
-        fwd_hooks: TransformerLens hooks, which see `[row, ...]` tensors.
-        rows: which prompt each row is; the rows of one prompt have to stand together.
-        gradients: build the graph.
+    `rows` tells which prompt each row is (the rows of one prompt have to stand together); the hooks see
+    `[row, ...]` tensors. `gradients`: build the graph.
     """
     with torch.set_grad_enabled(gradients):
         positions = None if bound.positions is None else bound.positions[rows.to(bound.positions.device)]
@@ -91,40 +85,32 @@ def values(
             # The row that is read stands at every position, as a view: targets index as in the whole.
             output = output.expand(-1, block.logits_real.shape[1], -1)
         parts = _parts(block, bound.target, output, rows.tolist())
-        return torch.cat([evaluate(bound.functions[prompt], part) for prompt, part in parts])
+        return torch.cat([evaluate(bound.functions[prompt], part) for prompt, _, part in parts])
 
 
 def gradients_of(values: Float[Tensor, " row"], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The derivative of each row's target by that row of every leaf.
-
-    Raises:
-        ValueError: the target does not depend differentiably on the output.
-    """
+    """The derivative of each row's target by that row of every leaf. Raises ValueError: there is none."""
     gradients: Sequence[Tensor | None] = [None]
     if values.requires_grad:
         gradients = torch.autograd.grad(values, list(leaves), torch.ones_like(values), allow_unused=True)
-    if any(gradient is None for gradient in gradients):
+    present = [gradient for gradient in gradients if gradient is not None]
+    if len(present) < len(leaves):
         raise ValueError(
             "target: expected a differentiable function of the output, got values without a gradient "
             "(a detach, an argmax or a no_grad inside?)"
         )
-    return [gradient for gradient in gradients if gradient is not None]
+    return present
 
 
 def evaluate(function: Explained, output: Float[Tensor, copy * axes]) -> Float[Tensor, " copy"]:
-    """The target's value per copy, checked.
-
-    Raises:
-        TypeError, ValueError: not a tensor [copy] of finite numbers.
-    """
+    """The target's value per copy. Raises TypeError, ValueError: not a tensor [copy] of finite numbers."""
     values = function(output)
     if not torch.is_tensor(values) or not values.is_floating_point():
         got = f"a tensor of {values.dtype}" if torch.is_tensor(values) else type(values).__name__
         raise TypeError(f"target: expected a tensor [copy] of real numbers, got {got}")
     if tuple(values.shape) != (len(output),):
-        raise ValueError(
-            f"target: expected one number per copy, shape ({len(output)},), got {tuple(values.shape)}"
-        )
+        expected = f"expected one number per copy, shape ({len(output)},)"
+        raise ValueError(f"target: {expected}, got {tuple(values.shape)}")
     if not bool(torch.isfinite(values).all()):
         raise ValueError("target: expected finite values, got NaN or infinity")
     return values
@@ -144,23 +130,15 @@ def _output(
     return block.last_residual(fwd_hooks, rows=rows, gradients=gradients, after_final_norm=after)
 
 
-def _parts(block: Block, target: Target, output: Tensor, rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """The rows of each prompt, padding cut away (as views: the prompt's own positions stand together)."""
+def _parts(
+    block: Block, target: Target, output: Tensor, rows: Sequence[int]
+) -> Iterator[tuple[int, slice, Tensor]]:
+    """Each prompt, the span of its own positions (they stand together), and its rows there, as views."""
+    real = block.logits_real if target.reads == "logits" else block.real
     start = 0
     for prompt, copies in itertools.groupby(rows):
         stop = start + len(list(copies))
-        part = output[start:stop]
-        yield prompt, part[:, _span(block, target, prompt)] if output.ndim == 3 else part
+        places = real[prompt].nonzero()[:, 0]
+        span = slice(int(places[0]), int(places[-1]) + 1)
+        yield prompt, span, output[start:stop, span] if output.ndim == 3 else output[start:stop]
         start = stop
-
-
-def _span(block: Block, target: Target, prompt: int) -> slice:
-    real = block.logits_real if target.reads == "logits" else block.real
-    places = real[prompt].nonzero()[:, 0]
-    return slice(int(places[0]), int(places[-1]) + 1)
-
-
-def _prompt_tokens(block: Block, target: Target, prompt: int) -> Int[Tensor, " pos"]:
-    if target.reads == "logits":
-        return block.logits_tokens[prompt, _span(block, target, prompt)]
-    return torch.arange(int(block.real[prompt].sum()), device=block.real.device)

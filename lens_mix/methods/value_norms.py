@@ -10,7 +10,8 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.vectors import attention_vectors
+from lens_mix.algebra.budget import budget_beside, vector_bytes
+from lens_mix.algebra.vectors import attention_vectors, head_vectors
 from lens_mix.methods.base import Method
 
 if TYPE_CHECKING:
@@ -43,23 +44,18 @@ class ValueNorms(Method):
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
-    citation: ClassVar[str] = """@inproceedings{kobayashi-etal-2020-attention,
-  title = {Attention is Not Only a Weight: Analyzing Transformers with Vector Norms},
-  author = {Kobayashi, Goro and Kuribayashi, Tatsuki and Yokoi, Sho and Inui, Kentaro},
-  booktitle = {Proceedings of the 2020 Conference on Empirical Methods in Natural Language Processing},
-  year = {2020},
-  pages = {7057--7075},
-  url = {https://aclanthology.org/2020.emnlp-main.574},
-}"""
+    citation: ClassVar[str] = "kobayashi-etal-2020-attention"
 
     per_head: bool = False
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
-        pairs = attention_vectors(block).pairs
         if not self.per_head:
-            return pairs.norms
-        norms = pairs.heads.norms()
-        return pairs.pattern.to(norms.dtype) * norms.transpose(1, 2)[:, :, None]
+            return attention_vectors(block).pairs.norms
+        heads, pattern = head_vectors(block), block.recorded("pattern").detach()
+        fixed = heads.copied + (0 if pattern.dtype == heads.dtype else pattern.numel() * heads.dtype.itemsize)
+        least = 2 * len(pattern) * vector_bytes(heads)
+        heads.budget = budget_beside(block, fixed, least, "value_norm, by head")
+        return pattern.to(heads.dtype) * heads.norms().transpose(1, 2)[:, :, None]
 
 
 def value_norms(

@@ -37,7 +37,7 @@ class BarFrame:
     def of(cls, names: list[str], labels: list[str], title: str | None) -> BarFrame:
         longest = need_canvas().longest
         inner = min(max(0.3 * len(labels), 5.0), 14.0)
-        turned = longest(labels, FONT) > inner / len(labels)
+        turned = bool(longest(labels, FONT) > inner / len(labels))
         return cls(
             rows=len(names),
             left=0.6 + longest("\n".join(names).split("\n"), NAME_FONT),

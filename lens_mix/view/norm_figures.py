@@ -9,7 +9,8 @@
 | `contextualisation` | contextualisation change per layer, one line per part of the block |
 
 `title` is written above the figure. Each raises a ValueError where the table lacks a column, and an
-ImportError where matplotlib is not installed. Maps of amplification are `MixingMap`s: `lens_mix.view.layer_maps(..., normalize=False)` draws them.
+ImportError where matplotlib is not installed. Maps of amplification are `MixingMap`s:
+`lens_mix.view.layer_maps(..., normalize=False)` draws them.
 """
 
 from __future__ import annotations

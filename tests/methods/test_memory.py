@@ -10,6 +10,7 @@ import torch
 import lens_mix as lm
 from benchmarks.common import PeakMemory
 from lens_mix.methods.value_zeroing import ValueZeroing
+from tests.matrix import slow
 from tests.tiny_models import available, bridge, hooked_transformer, tokens
 
 LENGTH = 30
@@ -62,13 +63,13 @@ def peak_of(
     peaks = []
     computed = ValueZeroing.of_stack
 
-    def measured(self: ValueZeroing, blocks: Any) -> torch.Tensor:
+    def measured(self: ValueZeroing, blocks: Any) -> list[torch.Tensor]:
         maps = []
         for block in blocks:
             with PeakMemory() as counter:
                 maps.append(self(block))
             peaks.append(counter.peak - maps[-1].nbytes)
-        return torch.stack(maps, dim=1)
+        return maps
 
     with monkeypatch.context() as patched:
         patched.setattr(ValueZeroing, "of_stack", measured)
@@ -85,7 +86,7 @@ def smallest(model: Any, prompts: Any, method: ValueZeroing, engine: str) -> int
 
 
 @pytest.mark.parametrize("engine", ["algebra", "hooks"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "bert", "phi"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", *(slow(name) for name in ("llama", "gemma2", "phi"))])
 @pytest.mark.parametrize("options", [{}, {"per_head": True}, {"spans": [(0, 1, 2), (3,), (4, 5)]}], ids=str)
 def test_the_bound_holds(
     name: str, options: dict[str, Any], engine: str, monkeypatch: pytest.MonkeyPatch

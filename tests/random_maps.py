@@ -1,0 +1,39 @@
+"""Maps drawn at random, and the peers' outputs, for tests that need no model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lens_mix.maps import MixingMap
+
+REFERENCE = Path(__file__).parent / "reference"
+
+
+def random_attention(
+    layers: int = 4, heads: int | None = None, size: int = 6, *, causal: bool = True, seed: int = 0
+) -> Tensor:
+    """Attention weights [layer, query, key], or [layer, head, query, key], in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (layers, size, size) if heads is None else (layers, heads, size, size)
+    logits = 2 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    if causal:
+        logits = logits.masked_fill(~torch.ones(size, size, dtype=torch.bool).tril(), -torch.inf)
+    return logits.softmax(-1)
+
+
+def map_of(scores: Tensor | None = None, **fields: Any) -> MixingMap:
+    """A causal map of attention over the tokens " t0", " t1", ...; by default of `random_attention()`."""
+    scores = random_attention() if scores is None else scores
+    tokens = [f" t{position}" for position in range(scores.shape[-2])]
+    return MixingMap(scores=scores, tokens=tokens, **{"method": "attention", "causal": True, **fields})
+
+
+def reference_arrays(name: str) -> dict[str, Tensor]:
+    """The arrays of tests/reference/`name` as tensors; the README there says where they are from."""
+    with np.load(REFERENCE / name) as file:
+        return {key: torch.from_numpy(file[key]) for key in file.files}
