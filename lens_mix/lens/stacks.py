@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import nn
 
-from lens_mix.hooks.roles import ATTENTION_ROLES
+from lens_mix.hooks.record import ATTENTION_ROLES
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError, model_class_of
 
 
