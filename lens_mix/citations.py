@@ -1,18 +1,13 @@
-"""BibTeX of the papers behind the methods and aggregations."""
+"""BibTeX of the papers behind the methods and aggregations (`references.bib`)."""
 
 from __future__ import annotations
 
+import re
+from importlib import resources
+
 from lens_mix.methods import METHODS
 
-_ABNAR_ZUIDEMA = """@inproceedings{abnar-zuidema-2020-quantifying,
-  title = {Quantifying Attention Flow in Transformers},
-  author = {Abnar, Samira and Zuidema, Willem},
-  booktitle = {Proceedings of the 58th Annual Meeting of the Association for Computational Linguistics},
-  year = {2020},
-  pages = {4190--4197},
-  url = {https://aclanthology.org/2020.acl-main.385},
-}"""
-_AGGREGATIONS = {"flow": _ABNAR_ZUIDEMA, "rollout": _ABNAR_ZUIDEMA}
+_AGGREGATIONS = dict.fromkeys(("flow", "rollout"), "abnar-zuidema-2020-quantifying")
 
 
 def citation(name: str) -> str:
@@ -21,8 +16,8 @@ def citation(name: str) -> str:
     Raises:
         ValueError: no such method or aggregation.
     """
-    if name in METHODS:
-        return METHODS[name].citation
-    if name in _AGGREGATIONS:
-        return _AGGREGATIONS[name]
-    raise ValueError(f"name: expected one of {sorted([*METHODS, *_AGGREGATIONS])}, got {name!r}")
+    keys = {label: method.citation for label, method in METHODS.items()} | _AGGREGATIONS
+    if name not in keys:
+        raise ValueError(f"name: expected one of {sorted(keys)}, got {name!r}")
+    entries = re.split(r"\n\n(?=@)", resources.files("lens_mix").joinpath("references.bib").read_text())
+    return next(entry.strip() for entry in entries if f"{{{keys[name]}," in entry)

@@ -52,35 +52,27 @@ class Context:
         Raises:
             TypeError, ValueError: neither text nor number; text of several tokens; no such token.
         """
-        if isinstance(token, str):
-            return self._id_of_text(token, name)
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise TypeError(f"{name}: expected the text or the number of a token, got {token!r}")
-        size = self.output.shape[-1]
-        if not 0 <= token < size:
-            raise ValueError(f"{name}: expected a number in 0..{size - 1}, got {token}")
-        return token
-
-    def _id_of_text(self, text: str, name: str) -> int:
+        _check_token(name, token)
+        if isinstance(token, int):
+            size = self.output.shape[-1]
+            if not 0 <= token < size:
+                raise ValueError(f"{name}: expected a number in 0..{size - 1}, got {token}")
+            return token
         if self.tokenizer is None:
             raise ValueError(
-                f"{name}: {text!r} needs a tokenizer and this model has none; expected a token number"
+                f"{name}: {token!r} needs a tokenizer and this model has none; expected a token number"
             )
-        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = list(self.tokenizer(token, add_special_tokens=False)["input_ids"])
         if len(ids) != 1:
             read_as = self.tokenizer.convert_ids_to_tokens(ids)
             raise ValueError(
-                f"{name}: expected the text of one token (mind the leading space), got {text!r}, "
+                f"{name}: expected the text of one token (mind the leading space), got {token!r}, "
                 f"which is {len(ids)} tokens: {read_as}"
             )
         return int(ids[0])
 
     def position(self, position: int) -> int:
-        """A position of the output, negative from the end, as a number from 0.
-
-        Raises:
-            TypeError, ValueError: no integer, or out of range.
-        """
+        """A position of the output, negative from the end, as a number from 0; an error if out of range."""
         if isinstance(position, bool) or not isinstance(position, int):
             raise TypeError(f"position: expected a whole number, got {position!r}")
         count = len(self.tokens)
@@ -96,11 +88,7 @@ class Target:
     reads: ClassVar[Reads] = "logits"
 
     def of_prompt(self, context: Context) -> Explained:
-        """The function output [copy ...] -> [copy] for one prompt.
-
-        Raises:
-            TypeError, ValueError: the target does not fit the prompt or the model.
-        """
+        """The function output [copy ...] -> [copy]; TypeError, ValueError if it does not fit the prompt."""
         raise NotImplementedError(f"{type(self).__name__} defines no of_prompt")
 
     def reads_position(self, context: Context) -> int | None:
@@ -116,9 +104,6 @@ class _Token(Target):
     position: int
     of: Measure
 
-    def __post_init__(self) -> None:
-        _check_measure(self.of)
-
     def of_prompt(self, context: Context) -> Explained:
         place = _place(context, self.position)
         if self.token is None:
@@ -128,7 +113,7 @@ class _Token(Target):
         return lambda logits: _measured(_row(logits, place), self.of)[:, token]
 
     def reads_position(self, context: Context) -> int | None:
-        return _only_place(context, self.position)
+        return _place(context, self.position)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,24 +127,16 @@ class _LogitDifference(Target):
         good, bad = context.token_id(self.good, "good"), context.token_id(self.bad, "bad")
         if good == bad:
             raise ValueError(f"good, bad: expected two different tokens, got {self.good!r} and {self.bad!r}")
-
-        def difference(logits: Tensor) -> Tensor:
-            row = _row(logits, place)
-            return row[:, good] - row[:, bad]
-
-        return difference
+        return lambda logits: _row(logits, place)[:, good] - _row(logits, place)[:, bad]
 
     def reads_position(self, context: Context) -> int | None:
-        return _only_place(context, self.position)
+        return _place(context, self.position)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Class(Target):
     index: int | None
     of: Measure
-
-    def __post_init__(self) -> None:
-        _check_measure(self.of)
 
     def of_prompt(self, context: Context) -> Explained:
         if context.output.ndim != 2:
@@ -178,17 +155,15 @@ class _MaskedToken(Target):
     position: int | None
     of: Measure
 
-    def __post_init__(self) -> None:
-        _check_measure(self.of)
-
     def of_prompt(self, context: Context) -> Explained:
-        position = self._mask(context) if self.position is None else self.position
-        return _Token(self.token, position, self.of).of_prompt(context)
+        return _Token(self.token, self._position(context), self.of).of_prompt(context)
 
     def reads_position(self, context: Context) -> int | None:
-        return _only_place(context, self._mask(context) if self.position is None else self.position)
+        return _place(context, self._position(context))
 
-    def _mask(self, context: Context) -> int:
+    def _position(self, context: Context) -> int:
+        if self.position is not None:
+            return self.position
         mask = getattr(context.tokenizer, "mask_token_id", None)
         if mask is None:
             raise ValueError(
@@ -221,28 +196,14 @@ class _Loss(Target):
         following = context.tokens[1:]
 
         def loss(logits: Tensor) -> Tensor:
-            log_probabilities = _wide(logits)[:, :-1].log_softmax(-1)
-            return -log_probabilities.gather(-1, following.expand(len(logits), -1)[..., None])[..., 0].mean(
-                -1
-            )
+            log_probabilities = _measured(logits, "log_probability")[:, :-1]
+            right = following.expand(len(logits), -1)[..., None]
+            return -log_probabilities.gather(-1, right)[..., 0].mean(-1)
 
         return loss
 
     def reads_position(self, context: Context) -> int | None:
-        return None if self.label is None else _only_place(context, self.position)
-
-
-@dataclasses.dataclass(frozen=True)
-class Head(Target):
-    """A user's function of the last residual stream (see `head`)."""
-
-    reads: ClassVar[Reads] = "last_residual"
-
-    function: Explained
-    after_final_norm: bool = False
-
-    def of_prompt(self, context: Context) -> Explained:
-        return self.function
+        return None if self.label is None else _place(context, self.position)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,6 +216,15 @@ class _Custom(Target):
         return self.function
 
 
+@dataclasses.dataclass(frozen=True)
+class Head(_Custom):
+    """A user's function of the last residual stream (see `head`)."""
+
+    reads: ClassVar[Reads] = "last_residual"
+
+    after_final_norm: bool = False
+
+
 # ------------------------------------------------------------------ what users call
 
 
@@ -265,17 +235,16 @@ def predicted(position: int = -1, of: Measure = "probability") -> Target:
         position: negative from the end; ignored where the output is [batch, class].
         of: "probability" (0..1), "log_probability" or "logit" (without bound).
     """
-    return _Token(None, position, of)
+    return _Token(None, position, _checked_measure(of))
 
 
 def token(token: str | int, position: int = -1, of: Measure = "probability") -> Target:
-    """A given token: its text (one token, leading space included) or its number.
+    """A given token: its text (leading space included) or its number.
 
-    Raises (when it meets a prompt):
-        ValueError: text of several tokens, or no tokenizer to read it with.
+    ValueError where it meets a prompt: text of several tokens, or no tokenizer to read it with.
     """
     _check_token("token", token)
-    return _Token(token, position, of)
+    return _Token(token, position, _checked_measure(of))
 
 
 def probability(token: str | int | None = None, position: int = -1) -> Target:
@@ -297,7 +266,7 @@ def logit_difference(good: str | int, bad: str | int, position: int = -1) -> Tar
 
 def class_(k: int | None = None, of: Measure = "probability") -> Target:
     """Class `k` (None: the predicted one) of a model whose output is [batch, class]."""
-    return _Class(k, of)
+    return _Class(k, _checked_measure(of))
 
 
 def loss(label: str | int | None = None, position: int = -1) -> Target:
@@ -314,12 +283,8 @@ def loss(label: str | int | None = None, position: int = -1) -> Target:
 def masked_token(
     token: str | int | None = None, position: int | None = None, of: Measure = "probability"
 ) -> Target:
-    """A token at the prompt's mask (None: the one predicted there), for masked language models.
-
-    Args:
-        position: None: the prompt's only mask token.
-    """
-    return _MaskedToken(token, position, of)
+    """A token (None: the predicted one) at `position` (None: the only mask), for masked language models."""
+    return _MaskedToken(token, position, _checked_measure(of))
 
 
 def head(function: Explained, after_final_norm: bool = False) -> Target:
@@ -342,11 +307,7 @@ def head(function: Explained, after_final_norm: bool = False) -> Target:
 
 
 def as_target(target: TargetLike) -> Target:
-    """A target as it is, any other callable as a target on the logits.
-
-    Raises:
-        TypeError: neither.
-    """
+    """A target as it is, any other callable as a target on the logits; TypeError if neither."""
     if isinstance(target, Target):
         return target
     if not callable(target):
@@ -367,33 +328,26 @@ def describe(target: Target) -> dict[str, Any]:
     return {"target": type(target).__name__.lstrip("_"), **plain}
 
 
-def _place(context: Context, position: int) -> int:
-    return context.position(position) if context.output.ndim == 3 else 0
-
-
-def _only_place(context: Context, position: int) -> int | None:
+def _place(context: Context, position: int) -> int | None:
+    """A position of the output from 0; None for an output without positions."""
     return context.position(position) if context.output.ndim == 3 else None
 
 
-def _row(logits: Tensor, place: int) -> Float[Tensor, "copy d_vocab"]:
-    """The logits at one position; an output without positions as it is."""
-    return logits[:, place] if logits.ndim == 3 else logits
+def _row(logits: Tensor, place: int | None) -> Float[Tensor, "copy d_vocab"]:
+    return logits if place is None else logits[:, place]
 
 
-def _measured(row: Float[Tensor, "copy d_vocab"], of: Measure) -> Float[Tensor, "copy d_vocab"]:
-    row = _wide(row)
+def _measured(logits: Float[Tensor, "copy *pos d_vocab"], of: Measure) -> Float[Tensor, "copy *pos d_vocab"]:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if of == "logit":
-        return row
-    return row.softmax(-1) if of == "probability" else row.log_softmax(-1)
+        return logits
+    return logits.softmax(-1) if of == "probability" else logits.log_softmax(-1)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _check_measure(of: str) -> None:
+def _checked_measure(of: Measure) -> Measure:
     if of not in get_args(Measure):
         raise ValueError(f"of: expected one of {list(get_args(Measure))}, got {of!r}")
+    return of
 
 
 def _check_token(name: str, token: object) -> None:

@@ -8,17 +8,7 @@ import lens_mix as lm
 from lens_mix.aggregation.tree import attribution_tree
 from lens_mix.graphs import information_flow_graph, layered_graph, load_graph, prune_graph, save_graph
 from lens_mix.view import information_flow
-
-
-def make(layers=4, size=6, causal=True, heads=None, seed=0, **fields):
-    generator = torch.Generator().manual_seed(seed)
-    shape = (layers, size, size) if heads is None else (layers, heads, size, size)
-    logits = 2 * torch.randn(shape, generator=generator, dtype=torch.float64)
-    if causal:
-        logits = logits.masked_fill(~torch.ones(size, size, dtype=torch.bool).tril(), -torch.inf)
-    tokens = [f" t{position}" for position in range(size)]
-    fields = {"method": "attention", "causal": causal, **fields}
-    return lm.MixingMap(scores=logits.softmax(-1), tokens=tokens, **fields)
+from tests.random_maps import map_of, random_attention
 
 
 def level_shares(graph):
@@ -33,7 +23,7 @@ def level_shares(graph):
 
 
 def test_edges_are_the_capacities_of_flow():
-    mixing_map = make(heads=2)
+    mixing_map = map_of(random_attention(heads=2))
     graph = layered_graph(mixing_map)
     merged = 0.5 * mixing_map.scores.mean(1) + 0.5 * torch.eye(6)
     for (level, key), (above, query), values in graph.edges(data=True):
@@ -48,7 +38,7 @@ def test_edges_are_the_capacities_of_flow():
 
 
 def test_maximum_flow_through_it_is_flow():
-    mixing_map = make()
+    mixing_map = map_of()
     graph = layered_graph(mixing_map, layer=2)
     raw = lm.flow(mixing_map, layer=2, normalize=False).scores[0]
     for query, key in ((5, 0), (4, 2), (3, 3)):
@@ -57,7 +47,7 @@ def test_maximum_flow_through_it_is_flow():
 
 
 def test_its_paths_are_the_rollout():
-    mixing_map = make(layers=3, method="value_zeroing")
+    mixing_map = map_of(random_attention(3), method="value_zeroing")
     graph = information_flow_graph(mixing_map, threshold=0.0)
     expected = lm.rollout(mixing_map).scores[-1, -1]
     for position in range(6):
@@ -65,7 +55,7 @@ def test_its_paths_are_the_rollout():
 
 
 def test_residual_bos_and_threshold():
-    mixing_map = make()
+    mixing_map = map_of()
     assert layered_graph(mixing_map, residual=1.0).number_of_edges() == 4 * 6
     assert layered_graph(mixing_map, drop_bos=True).graph["tokens"] == mixing_map.tokens[1:]
     thick = layered_graph(mixing_map, threshold=0.2)
@@ -76,7 +66,7 @@ def test_residual_bos_and_threshold():
 
 
 def test_a_layer_map_has_its_own_graph():
-    graph = make().to_networkx(1)
+    graph = map_of().to_networkx(1)
     assert set(graph.nodes) == set(range(6))
 
 
@@ -86,7 +76,7 @@ def test_a_layer_map_has_its_own_graph():
 @pytest.mark.parametrize(("by", "key"), [("rollout", None), ("flow", 1), ("flow", " t1"), ("weight", None)])
 @pytest.mark.parametrize("query", [-1, 4, " t4"])
 def test_only_what_leads_from_the_input_to_the_query(by, key, query):
-    mixing_map = make()
+    mixing_map = map_of()
     graph = information_flow_graph(mixing_map, query, by=by, key=key, threshold=0.05)
     target = (4, 5 if query == -1 else 4)
     assert graph.graph["target"] == target
@@ -102,7 +92,7 @@ def test_only_what_leads_from_the_input_to_the_query(by, key, query):
 
 
 def test_every_edge_above_the_threshold_on_a_path_is_kept():
-    mixing_map = make(layers=2)
+    mixing_map = map_of(random_attention(2))
     whole, graph = layered_graph(mixing_map), information_flow_graph(mixing_map, threshold=0.05)
     kept = 0
     for key in range(6):
@@ -116,12 +106,12 @@ def test_every_edge_above_the_threshold_on_a_path_is_kept():
 
 
 def test_the_amounts_of_a_flow_are_a_flow():
-    graph = information_flow_graph(make(), by="flow", key=0, threshold=0.0)
+    graph = information_flow_graph(map_of(), by="flow", key=0, threshold=0.0)
     for node in graph:
         into = sum(amount for *_, amount in graph.in_edges(node, data="amount"))
         out = sum(amount for *_, amount in graph.out_edges(node, data="amount"))
         assert (into if node != (0, 0) else out) == pytest.approx(1 if node in ((0, 0), (4, 5)) else out)
-    raw = lm.flow(make(), normalize=False).scores[-1, 5, 0].item()
+    raw = lm.flow(map_of(), normalize=False).scores[-1, 5, 0].item()
     assert all(v["amount"] * raw <= v["capacity"] + 1e-8 for *_, v in graph.edges(data=True))
 
 
@@ -130,35 +120,35 @@ def test_the_threshold_by_itself_leaves_a_path():
     graph = information_flow_graph(lm.MixingMap(even[:, :40, :40], ["a"] * 40, "attention"), residual=0.0)
     assert graph.graph["threshold"] < 0.01
     assert any(node[0] == 0 for node in graph)
-    assert information_flow_graph(make()).graph["threshold"] == 0.01
+    assert information_flow_graph(map_of()).graph["threshold"] == 0.01
 
 
 def test_a_threshold_that_leaves_nothing_says_which_would():
     with pytest.raises(ValueError, match=r"threshold: expected less than (\S+), up to which") as caught:
-        information_flow_graph(make(), threshold=0.9)
+        information_flow_graph(map_of(), threshold=0.9)
     largest = float(str(caught.value).split("less than ")[1].split(",")[0])
-    assert information_flow_graph(make(), threshold=largest * 0.999)
+    assert information_flow_graph(map_of(), threshold=largest * 0.999)
     with pytest.raises(ValueError, match="threshold"):
-        information_flow_graph(make(), threshold=largest * 1.001)
+        information_flow_graph(map_of(), threshold=largest * 1.001)
 
 
 def test_wrong_questions_are_refused():
     for wrong in ({"by": "gradient"}, {"by": "flow"}, {"key": 1}):
         with pytest.raises(ValueError, match=r"by: expected 'rollout'|key: expected one with by='flow'"):
-            information_flow_graph(make(), **wrong)
+            information_flow_graph(map_of(), **wrong)
     with pytest.raises(ValueError, match="query: expected a position"):
-        information_flow_graph(make(), 6)
+        information_flow_graph(map_of(), 6)
     with pytest.raises(ValueError, match="key: expected a position"):
-        information_flow_graph(make(), by="flow", key=9)
+        information_flow_graph(map_of(), by="flow", key=9)
     with pytest.raises(ValueError, match=r"key: expected an input from which something flows to \(4, 2\)"):
-        information_flow_graph(make(), 2, by="flow", key=4)
+        information_flow_graph(map_of(), 2, by="flow", key=4)
     for threshold in (-0.1, float("nan"), float("inf"), "0.1", True):
         with pytest.raises(ValueError, match="threshold: expected a number, 0 or more"):
-            layered_graph(make(), threshold=threshold)
+            layered_graph(map_of(), threshold=threshold)
     with pytest.raises(ValueError, match="expected layer maps"):
-        layered_graph(lm.rollout(make()))
+        layered_graph(lm.rollout(map_of()))
     with pytest.raises(TypeError, match="expected a MixingMap"):
-        layered_graph(make().scores)
+        layered_graph(map_of().scores)
 
 
 # ---------------------------------------------------------------------- any graph: a tree
@@ -233,12 +223,12 @@ def test_graphs_that_cannot_be_pruned_are_refused():
 
 @pytest.mark.parametrize("ending", ["json", "graphml"])
 def test_a_graph_survives_its_file(tmp_path, ending):
-    graph = information_flow_graph(make())
+    graph = information_flow_graph(map_of())
     save_graph(graph, tmp_path / f"graph.{ending}")
     again = load_graph(tmp_path / f"graph.{ending}")
     assert isinstance(again, nx.DiGraph)
     assert nx.utils.graphs_equal(again, graph)
-    for other in (tree(), make().to_networkx(1)):
+    for other in (tree(), map_of().to_networkx(1)):
         save_graph(other, str(tmp_path / f"other.{ending}"))
         assert nx.utils.graphs_equal(load_graph(tmp_path / f"other.{ending}"), other)
 
@@ -264,7 +254,7 @@ def test_other_files_are_refused(tmp_path):
     ):
         save_graph(tree(), tmp_path / "graph.gexf")
     with pytest.raises(TypeError, match="graph: expected a networkx graph, got MixingMap"):
-        save_graph(make(), tmp_path / "graph.json")
+        save_graph(map_of(), tmp_path / "graph.json")
     with pytest.raises(FileNotFoundError):
         load_graph(tmp_path / "none.json")
     for ending, text in (("json", "[1]"), ("json", "{"), ("graphml", "<a>"), ("graphml", "")):

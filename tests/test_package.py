@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 
 import pytest
 
 import lens_mix as lm
-from lens_mix import _HOME, _MODULES
 from tests.source_tree import ROOT
 
 
@@ -19,8 +19,13 @@ def test_every_public_name_is_there_and_documented():
 
 
 def test_dir_shows_what_is_public():
-    assert dir(lm) == sorted([*lm.__all__, "__version__"])
-    assert set(lm.__all__) == {*_HOME, *_MODULES}
+    assert dir(lm) == sorted(lm.__all__)
+
+
+def test_type_checkers_see_the_same_names():
+    stub = ast.parse((ROOT / "lens_mix" / "__init__.pyi").read_text())
+    names = next(node.value for node in stub.body if isinstance(node, ast.Assign))
+    assert sorted(ast.literal_eval(names)) == sorted(lm.__all__)
 
 
 @pytest.mark.parametrize("name", sorted(lm.METHODS))

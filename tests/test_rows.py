@@ -8,7 +8,7 @@ import torch
 import lens_mix as lm
 from lens_mix.methods import METHODS, Method
 from tests.matrix import build_or_skip, cases, prompt_of
-from tests.tiny_models import Unavailable, bridge, hooked_transformer, tokens
+from tests.tiny_models import bridge, gpt2_like, hooked_transformer, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CASES = {case.label: case for case in cases()}
@@ -69,7 +69,7 @@ def test_the_last_row_of_padded_prompts_is_each_prompts_own(factory, name, side)
 
 
 def test_prompts_with_fewer_rows_than_others():
-    model = any_decoder()
+    model = gpt2_like()
     prompts = [tokens(model, 1, size, seed=size)[0] for size in (7, 2, 5)]
     for prompt, part in zip(
         prompts, lm.run_many(model, prompts, "attn_res", queries=slice(-4, None)), strict=True
@@ -93,16 +93,9 @@ def test_prompts_with_fewer_rows_than_others():
     ],
 )
 def test_rows_and_layers_that_are_not_there_are_refused(options, message):
-    model = any_decoder()
+    model = gpt2_like()
     with pytest.raises((TypeError, ValueError), match=message):
         lm.run(model, tokens(model, 1, 6), "attention", **options)
-
-
-def any_decoder():
-    try:
-        return bridge("gpt2")
-    except Unavailable:
-        return hooked_transformer("LN")
 
 
 def test_a_method_that_ignores_the_rows_is_refused_in_words():
@@ -120,7 +113,7 @@ def test_a_method_that_ignores_the_rows_is_refused_in_words():
         def takes_rows(self, engine):
             return False
 
-    model = any_decoder()
+    model = gpt2_like()
     prompt = tokens(model, 1, 6)
     assert lm.run(model, prompt, Whole()).scores.shape == (2, 6, 6)
     with pytest.raises(ValueError, match=r"whole: expected a map .* 1 queries for block 0, got"):
@@ -129,7 +122,7 @@ def test_a_method_that_ignores_the_rows_is_refused_in_words():
 
 
 def test_a_user_can_put_a_methods_hooks_on_a_run_of_their_own():
-    model = any_decoder()
+    model = gpt2_like()
     prompt = tokens(model, 1, 6)
     store = {}
     with torch.no_grad():

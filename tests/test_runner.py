@@ -15,6 +15,7 @@ from tests.reference_models import to_bridge, to_hooked
 from tests.tiny_models import (
     Unavailable,
     bridge,
+    gpt2_like,
     hooked_encoder,
     hooked_encoder_decoder,
     hooked_transformer,
@@ -28,10 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @functools.cache
 def causal_model():
-    try:
-        return bridge("gpt2", tokenizer=toy_tokenizer())
-    except Unavailable:
-        return hooked_transformer("LN", tokenizer=toy_tokenizer())
+    return gpt2_like(tokenizer=toy_tokenizer())
 
 
 def test_one_method_gives_a_map_several_give_a_dict():

@@ -9,19 +9,13 @@ from tests import tiny_models
 from tests.tiny_models import (
     available,
     bridge,
+    gpt2_like,
     hooked_encoder,
-    hooked_transformer,
     toy_tokenizer,
     wrapped_model,
 )
 
 TOKENS = torch.tensor([5, 9, 12, 7, 30, 21])
-
-
-def decoder(tokenizer=None):
-    if available(bridge, "gpt2"):
-        return bridge("gpt2", torch.float64, tokenizer=tokenizer)
-    return hooked_transformer("LN", torch.float64, tokenizer=tokenizer)
 
 
 def clean_value(model, target, tokens=TOKENS):
@@ -32,7 +26,7 @@ def clean_value(model, target, tokens=TOKENS):
 
 @pytest.fixture(scope="module")
 def model():
-    return decoder(toy_tokenizer())
+    return gpt2_like(torch.float64, tokenizer=toy_tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +109,7 @@ def test_masked_token():
     with pytest.raises(ValueError, match="one mask token, got 0"):
         clean_value(encoder, lm.targets.masked_token("w8"), TOKENS[:3])
     with pytest.raises(ValueError, match="give the masked position"):
-        clean_value(decoder(), lm.targets.masked_token(4))
+        clean_value(gpt2_like(torch.float64), lm.targets.masked_token(4))
 
 
 @pytest.mark.skipif(not available(bridge, "bert"), reason="no TransformerBridge here")
@@ -211,7 +205,7 @@ def test_targets_refuse_at_once():
 
 def test_text_needs_a_tokenizer():
     with pytest.raises(ValueError, match="needs a tokenizer"):
-        clean_value(decoder(), lm.targets.token("w17"))
+        clean_value(gpt2_like(torch.float64), lm.targets.token("w17"))
 
 
 def test_a_loss_needs_two_tokens(model):

@@ -89,15 +89,20 @@ def state_bytes(block: Block, heads: HeadVectors) -> int:
 
 
 def vector_bytes(heads: HeadVectors) -> int:
-    """A key's vectors from all heads, in two dtypes, and their factors."""
-    float64 = 2 if heads.dtype != torch.float64 else 3
-    vectors = heads.heads * (heads.d_model * (heads.dtype.itemsize + 8 * float64) + 24 * heads.heads)
-    return vectors + (2 * heads.d_model + 3 * heads.heads * heads.d_head) * heads.dtype.itemsize
+    """A key's vectors from all heads, the values that they are made of, and the own vector."""
+    return (heads.heads * (heads.d_model + 3 * heads.d_head) + 3 * heads.d_model) * heads.dtype.itemsize
 
 
 def weight_bytes(heads: HeadVectors, queries: int) -> int:
-    """All queries' weights on one key and their products with its factor, in float64."""
-    return 8 * queries * (2 * heads.heads + 3)
+    """All queries' weights on one key in float64, and the norms."""
+    return 8 * queries * (heads.heads + 3)
+
+
+def factor_bytes(heads: HeadVectors, queries: int) -> int:
+    """A key's vectors in float64, their factor, and its products with all queries' weights."""
+    # A decomposition copies what it decomposes.
+    copies = 4 if heads.dtype == torch.float64 else 1
+    return 8 * heads.heads * (copies * heads.d_model + 3 * heads.heads + queries)
 
 
 def written_out_bytes(heads: HeadVectors) -> int:
@@ -108,7 +113,7 @@ def written_out_bytes(heads: HeadVectors) -> int:
 def least_attention_bytes(block: Block, heads: HeadVectors) -> int:
     """The norms of one key's pairs."""
     batch, queries = block.resid_pre.shape[:2]
-    chunk = vector_bytes(heads) + weight_bytes(heads, queries)
+    chunk = max(vector_bytes(heads) + weight_bytes(heads, queries), factor_bytes(heads, queries))
     return 2 * batch * max(chunk, queries * written_out_bytes(heads))
 
 

@@ -52,8 +52,11 @@ def _apart_by_key(
     size = chunk_size(row, reduced.device, heads.budget, PRODUCT_BYTES)
     matrices, memory, ranges = heads.after(pairs.chain), torch.empty_like(reduced), pairs.ranges()
     for chunk in chunks(0, keys, size):
-        sent = heads.times(matrices, chunk).unbind(1)
-        weights = by_key(pairs.pattern[..., chunk], heads.dtype).mT.unbind(1)
+        sent, pattern = heads.times(matrices, chunk).unbind(1), pairs.pattern[..., chunk]
+        shape = (batch, pattern.shape[-1], heads.heads, queries)
+        weights = by_key(pattern, heads.workspace.like("key weights", pattern, shape, heads.dtype)).mT.unbind(
+            1
+        )
         for key, w, a in zip(range(chunk.start, chunk.stop), sent, weights, strict=True):
             first, stop = ranges[key]
             if stop:

@@ -306,7 +306,9 @@ class ByHead:
                 if seen:
                     rows = slice(min(first for first, _ in seen), max(stop for _, stop in seen))
                     here = slice(part.start - chunk.start, part.stop - chunk.start)
-                    weights = by_key(pairs.pattern[:, :, rows, part], heads.dtype).mT
+                    pattern = pairs.pattern[:, :, rows, part]
+                    shape = (batch, pattern.shape[3], heads.heads, pattern.shape[2])
+                    weights = by_key(pattern, heads.value.new_empty(shape)).mT
                     output = self._output(W_out, rows, weights, [vectors[:, here] for vectors in hidden])
                     # Pairs in the order batch, query, key, as everywhere else.
                     joined = self._shares.joined(output.transpose(1, 2), rows).transpose(1, 2)
@@ -329,7 +331,10 @@ class ByHead:
         """W_in (W_gate and W_in) applied once per key and head."""
         heads = self._pairs.heads
         if self._folded is not None:
-            return [heads.times(matrices, keys) for matrices in self._folded]
+            return [
+                heads.times(matrices, keys, f"hidden {number}")
+                for number, matrices in enumerate(self._folded)
+            ]
         read = linear_part(
             self._shares.anatomy.feed_forward_input, heads.times(heads.after(self._pairs.chain), keys)
         )
@@ -343,10 +348,16 @@ class ByHead:
         hidden: list[Float[Tensor, "batch key head d_mlp"]],
     ) -> Float[Tensor, "batch key row d_model"]:
         """Σ_h a_ijh (w_jh W_in) ⊙ m_i through W_out, some neurons at a time, as the caches like."""
+        memory, heads = self._pairs.heads.workspace, weights.flatten(0, 1)
         output = weights.new_zeros((*weights.shape[:-1], W_out.shape[1]))
         for neurons in chunks(0, len(W_out), NEURONS):
-            mixed = (weights @ hidden[0][..., neurons]).mul_(self._multipliers[0][:, None, rows, neurons])
-            for vectors, m in zip(hidden[1:], self._multipliers[1:], strict=True):
-                mixed.addcmul_(weights @ vectors[..., neurons], m[:, None, rows, neurons])
-            add_product(output.flatten(0, 2), mixed.flatten(0, 2), W_out[neurons])
+            mixed: Tensor | None = None
+            for number, (vectors, m) in enumerate(zip(hidden, self._multipliers, strict=True)):
+                shape = (*weights.shape[:-1], neurons.stop - neurons.start)
+                out = memory.like(f"mixed {number}", weights, shape, weights.dtype)
+                torch.bmm(heads, vectors[..., neurons].flatten(0, 1), out=out.flatten(0, 1))
+                of_rows = m[:, None, rows, neurons]
+                mixed = out.mul_(of_rows) if mixed is None else mixed.addcmul_(out, of_rows)
+            if mixed is not None:
+                add_product(output.flatten(0, 2), mixed.flatten(0, 2), W_out[neurons])
         return output

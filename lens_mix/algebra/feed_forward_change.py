@@ -7,8 +7,8 @@ W_in (and W_gate) are linear, so a change of the input is a change of the pre-ac
     gated by SiLU    (SiLU(g + c) - SiLU(g)) (u + d) + SiLU(g) d, where with t = tanh(c / 2)
                      SiLU(g + c) - SiLU(g) = σ(g + c) (c - t (2 SiLU(g) - g)) + t SiLU(g)
 
-The last one is no difference of two layers (tanh x - tanh y = tanh(x - y) (1 - tanh x tanh y)): a small change
-keeps its digits, where a difference would have those of SiLU(g) u.
+The last one is no difference of two layers (tanh x - tanh y = tanh(x - y) (1 - tanh x tanh y)): a small
+change keeps its digits, where a difference would have those of SiLU(g) u.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class FeedForwardChange:
 
     Args:
         feed_forward: the parts.
-        inputs: what the matrices are applied to: the norms' numerators, each through the linear parts of the norms
-            behind it, where changes come with factors of them; then what the feed-forward reads.
+        inputs: what the matrices are applied to: the norms' numerators, each through the linear parts of the
+            norms behind it, where changes come with factors of them; then what the feed-forward reads.
         read_by: the norm whose output is read, where its numerator stands at the end of `inputs` instead.
         dtype: of the hidden layer; the pre-activations have that of `inputs`.
         columns: neurons that are done at once, at most.
@@ -115,7 +115,9 @@ class FeedForwardChange:
 
     def output(self) -> Float[Tensor, "row d_model"]:
         """The feed-forward's clean output."""
-        out = -sum(neurons.minus_hidden @ neurons.W_out for neurons in self.parts)
+        out = self._W_out.new_zeros(())
+        for neurons in self.parts:
+            out = out - neurons.minus_hidden @ neurons.W_out
         b_hidden, b_out = self._feed_forward.b_hidden, self._feed_forward.b_out
         out = out if b_hidden is None else out + b_hidden.to(out.dtype) @ self._W_out
         return out if b_out is None else out + b_out.to(out.dtype)

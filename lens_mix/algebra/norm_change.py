@@ -47,7 +47,9 @@ class NormChange:
     def sizes(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> Changed:
         """What changes of some rows' inputs do to the sizes."""
         centred, size = self._centre(change), self.size[rows]
-        growth = products(centred, self._centred[rows]).mul_(2) + torch.linalg.vector_norm(centred, dim=-1) ** 2
+        growth = (
+            products(centred, self._centred[rows]).mul_(2) + torch.linalg.vector_norm(centred, dim=-1) ** 2
+        )
         growth = (growth / centred.shape[-1])[..., None]
         # Where all that was read is taken away, eps is left; without eps, rounding could leave less than 0.
         smallest = max(self.norm.eps, torch.finfo(growth.dtype).tiny)

@@ -11,17 +11,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.budget import PRODUCT_BYTES, chunk_size, chunks, vector_bytes, weight_bytes
+from lens_mix.algebra.budget import (
+    PRODUCT_BYTES,
+    chunk_size,
+    chunks,
+    factor_bytes,
+    vector_bytes,
+    weight_bytes,
+)
 from lens_mix.algebra.head_vectors import Chain, HeadVectors
 
 
 def by_key(
-    pattern: Float[Tensor, "batch head query key"], dtype: torch.dtype
+    pattern: Float[Tensor, "batch head query key"], out: Float[Tensor, "batch key head query"]
 ) -> Float[Tensor, "batch key head query"]:
-    """A copy with the key first; head by head, as matrices, three times as fast as in one step."""
-    batch, heads, queries, keys = pattern.shape
-    out = pattern.new_empty((batch, keys, heads, queries), dtype=dtype)
-    for head in range(heads):
+    """The pattern with the key first, into `out`; head by head, three times as fast as in one step."""
+    for head in range(pattern.shape[1]):
         out[:, :, head] = pattern[:, head].mT
     return out
 
@@ -38,12 +43,20 @@ def gram(vectors: Float[Tensor, "*batch head d_model"]) -> Float[Tensor, "*batch
 
 
 def factor_norms(
-    vectors_factor: Float[Tensor, "*batch rank head"],
-    weights: Float[Tensor, "*batch head query"],
+    factors: Float[Tensor, "row rank head"],
+    weights: Float[Tensor, "row head query"],
     exact: bool,
-) -> Float[Tensor, "*batch query"]:
-    """‖Σ_h weights_h vector_h‖ from `qr_factor` (`exact`) or `gram` of the vectors, in float64."""
-    product = vectors_factor @ weights
+    out: Float[Tensor, "row rank query"] | None = None,
+) -> Float[Tensor, "row query"]:
+    """‖Σ_h weights_h vector_h‖ in float64.
+
+    Args:
+        factors: `qr_factor` (`exact`) or `gram` of the vectors.
+        weights: any number of weights per head.
+        exact: which of the two it is.
+        out: memory for the products.
+    """
+    product = torch.bmm(factors, weights, out=out)
     if exact:
         return torch.linalg.vector_norm(product, dim=-2)
     return product.mul_(weights).sum(-2).clamp_min_(0).sqrt_()
@@ -63,20 +76,30 @@ def norms_by_factors(
         chain: norms that make w of u.
         own_weights: a weight per key and head, in the vectors' dtype.
     """
-    value, (batch, _, queries, keys) = heads.value, pattern.shape
+    value, (batch, count, queries, keys) = heads.value, pattern.shape
     half = None if heads.budget is None else heads.budget // 2
-    most_keys = chunk_size(batch * vector_bytes(heads), value.device, half, PRODUCT_BYTES)
-    most_weights = chunk_size(batch * weight_bytes(heads, queries), value.device, half)
+    row = vector_bytes(heads) + weight_bytes(heads, queries)
+    at_once = chunk_size(batch * row, value.device, half, PRODUCT_BYTES)
+    most = chunk_size(factor_bytes(heads, queries), value.device, half)
     matrices, exact = heads.after(chain), heads.dtype == torch.float64
     norms = value.new_empty((batch, keys, queries))
     own = None if own_weights is None else value.new_empty((batch, keys, heads.d_model))
-    for chunk in chunks(0, keys, most_keys):
-        vectors = heads.times(matrices, chunk)
+
+    def memory(name: str, *shape: int) -> Tensor:
+        return heads.workspace.like(name, value, shape, torch.float64)
+
+    for chunk in chunks(0, keys, at_once):
+        vectors = heads.times(matrices, chunk).flatten(0, 1)
         if own is not None and own_weights is not None:
-            own[:, chunk] = (own_weights[:, chunk, None] @ vectors)[:, :, 0]
-        factors = qr_factor(vectors) if exact else gram(vectors)
-        for part in chunks(chunk.start, chunk.stop, most_weights):
-            weights = by_key(pattern[..., part], torch.float64)
-            factor = factors[:, part.start - chunk.start : part.stop - chunk.start]
-            norms[:, part] = factor_norms(factor, weights, exact)
+            mixed = torch.bmm(own_weights[:, chunk].flatten(0, 1)[:, None], vectors)
+            own[:, chunk] = mixed.unflatten(0, (batch, -1))[:, :, 0]
+        turned = memory("weights", batch, chunk.stop - chunk.start, count, queries)
+        weights = by_key(pattern[..., chunk], turned).flatten(0, 1)
+        parts = []
+        for part in chunks(0, len(weights), most):
+            wide = memory("wide", part.stop - part.start, count, heads.d_model).copy_(vectors[part])
+            factors = qr_factor(wide) if exact else gram(wide)
+            products = memory("products", *factors.shape[:2], queries)
+            parts.append(factor_norms(factors, weights[part], exact, products))
+        norms[:, chunk] = torch.cat(parts).unflatten(0, (batch, -1))
     return norms.transpose(1, 2), own

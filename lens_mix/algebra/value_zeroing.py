@@ -1,11 +1,11 @@
 """Value Zeroing by algebra: what intervening gives, without running the block again.
 
-Without key j's values the attention's output at query i changes by c_ij = -Σ_h a_ijh v_jh W_O^h, as the pattern
-stays. That change is carried through the block's parts; outputs are never subtracted:
+Without key j's values the attention's output at query i changes by c_ij = -Σ_h a_ijh v_jh W_O^h, as the
+pattern stays. That change is carried through the block's parts; outputs are never subtracted:
 
     norm          a change to a change (`NormChange`)
-    W_in          linear, so W_O, the norms' linear parts and W_in are applied once per key and head, folded into
-                  one matrix per head; a pair then costs a sum over heads
+    W_in          linear, so W_O, the norms' linear parts and W_in are folded into one matrix per head and
+                  applied once per key and head; a pair then costs a sum over heads
     activation    per pair (`FeedForwardChange`)
     W_out         per pair: the one large product that is left
     distance      from the change's shares along and across the clean vector
@@ -62,7 +62,8 @@ def value_zeroing_maps(
     if sizes is None:
         sizes = CPU if block.resid_pre.device.type == "cpu" else GPU
     narrow, wide = _dtypes(block)
-    sizes = fitting(sizes, block, 1 if spans is None else max(map(len, spans)), narrow, wide)
+    span = 1 if spans is None else max(map(len, spans))
+    sizes = fitting(sizes, block, span, len(groups), narrow, wide)
     batch, queries, keys = block.seen.shape
     scores = block.zeros(batch, len(groups), queries, keys if spans is None else len(spans))
     step = max(1, sizes.positions // keys)
@@ -130,7 +131,7 @@ class _Maps:
         )
 
     def _place_sources(self, multiplier: float) -> None:
-        """What is zeroed, on the maps' device: each source's prompt and positions, and each value's factor."""
+        """Each source's prompt and positions, and each value's factor, on the maps' device."""
         device, sources = self._value.device, self._sources
         longest = max((len(source.keys) for source in sources), default=1)
         positions = [source.keys + [source.keys[0]] * (longest - len(source.keys)) for source in sources]
@@ -146,7 +147,7 @@ class _Maps:
     def _fold(
         self, block: Block, path: ValuePath, heads: list[int], pairs: int
     ) -> Sequence[Float[Tensor, "head d_head d_mlp"]] | None:
-        """W_O, norms and first matrices as one matrix per head, none where nothing goes through a first matrix.
+        """W_O, norms and first matrices as one matrix per head, none where nothing goes through them.
 
         None instead where it costs less to apply W_O and the first matrices to each pair.
         """
@@ -163,7 +164,8 @@ class _Maps:
             return []
         gate = [] if feed_forward.W_gate is None else [feed_forward.W_gate]
         matrices = [matrix.to(self._W_O.dtype) for matrix in (*gate, feed_forward.W_in)]
-        return folded(block.anatomy, path, heads, vectors, self._W_O.dtype, keep, matrices)
+        product = folded(block.anatomy, path, heads, vectors, self._W_O.dtype, keep, matrices)
+        return None if product is None else list(product)
 
     def fill(self, scores: Float[Tensor, "batch group query key"]) -> None:
         """The scores of every group of heads."""
@@ -222,11 +224,13 @@ class _Maps:
             add_first = functools.partial(values.add_first, rectangle.sources, weights, read)
             entered.append((rows, place, rectangle.shape, moved, factors, add_first))
         into, factor = (mid, clean.multiplier) if added is None else (added, 1.0)
-        for neurons in clean.hidden.parts if clean.hidden is not None else ():
-            hidden = mid.new_empty((len(mid), len(neurons.W_out)))
-            for rows, place, shape, _, factors, add_first in entered:
-                clean.hidden.change(neurons, rows, factors, add_first, hidden[place].unflatten(0, shape))
-            add_product(into, hidden, neurons.W_out, factor)
+        if clean.hidden is not None:
+            for neurons in clean.hidden.parts:
+                hidden = mid.new_empty((len(mid), len(neurons.W_out)))
+                for rows, place, shape, _, factors, add_first in entered:
+                    pairs = hidden[place].unflatten(0, shape)
+                    clean.hidden.change(neurons, rows, factors, add_first, pairs)
+                add_product(into, hidden, neurons.W_out, factor)
         distances = []
         for rows, place, shape, moved, _, _ in entered:
             pair_added = None if added is None else added[place].unflatten(0, shape)

@@ -32,6 +32,7 @@ from lens_mix.algebra.budget import (
 )
 from lens_mix.algebra.head_vectors import Chain, HeadVectors, linear_part, through
 from lens_mix.algebra.pair_norms import norms_by_factors
+from lens_mix.algebra.workspace import Workspace
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, ValuePath
 
 if TYPE_CHECKING:
@@ -288,7 +289,10 @@ def value_path(block: Block) -> ValuePath:
 def head_vectors(block: Block) -> HeadVectors:
     """u of a block; needs "value", and the attention's parts proven."""
     dtype = torch.promote_types(block.resid_pre.dtype, torch.float32)
-    return HeadVectors(value_path(block), block.recorded("value").detach().to(dtype))
+    value = block.recorded("value").detach().to(dtype)
+    free = block.max_memory is None
+    workspace = block.kept_of_run.setdefault("workspace", Workspace()) if free else None
+    return HeadVectors(value_path(block), value, workspace=workspace)
 
 
 def attention_vectors(block: Block, heads: HeadVectors | None = None) -> AttentionVectors:

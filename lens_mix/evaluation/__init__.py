@@ -5,8 +5,8 @@ from lens_mix.evaluation.head_importance import (
     ablation_importance,
     head_importance,
     importance_correlations,
+    pruned,
 )
-from lens_mix.evaluation.pruned import pruned
 from lens_mix.evaluation.pruning import PruningCurves, pruning_curves
 from lens_mix.evaluation.triggers import (
     Example,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix import targets as targets_module
-from lens_mix.evaluation.pruned import pruned
+from lens_mix.hooks import must_fire, prune_heads
 from lens_mix.lens.model import Lens
 from lens_mix.methods import AttentionAttribution, AttentionWeights, GradientAttention, Method
 from lens_mix.runner import run
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 By = Literal["attribution", "attention", "taylor"]
 Statistic = Literal["pearson", "spearman"]
 Metric = Callable[[Any], float]
+Head = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,15 +53,14 @@ class HeadImportance:
             raise ValueError("scores: expected finite numbers, got NaN or infinity")
         object.__setattr__(self, "scores", scores)
 
-    def ranking(self) -> list[tuple[int, int]]:
+    def ranking(self) -> list[Head]:
         """(layer, head), the least important first; ties by layer, then head."""
-        order = torch.sort(self.scores.flatten(), stable=True).indices.tolist()
+        order = self.scores.flatten().argsort(stable=True).tolist()
         return [divmod(place, self.scores.shape[1]) for place in order]
 
     def top(self, k: int = 5) -> list[tuple[int, int, float]]:
         """The `k` most important heads: (layer, head, score)."""
-        best = self.ranking()[::-1][:k]
-        return [(layer, head, self.scores[layer, head].item()) for layer, head in best]
+        return [(*place, self.scores[place].item()) for place in self.ranking()[::-1][:k]]
 
     def correlation(self, other: HeadImportance, how: Statistic = "pearson") -> float:
         """Correlation over all heads with another importance of the same model, -1 to 1.
@@ -67,15 +68,27 @@ class HeadImportance:
         Raises:
             ValueError: other shapes; an unknown statistic; constant scores.
         """
-        return _correlation(self, other, how)
+        if how not in ("pearson", "spearman"):
+            raise ValueError(f"how: expected 'pearson' or 'spearman', got {how!r}")
+        if self.scores.shape != other.scores.shape:
+            raise ValueError(
+                f"other: expected scores of shape {list(self.scores.shape)}, got {list(other.scores.shape)}"
+            )
+        pair = [importance.scores.flatten().numpy() for importance in (self, other)]
+        if any(float(values.max()) == float(values.min()) for values in pair):
+            raise ValueError("scores: expected some to differ, got constant importance (no correlation)")
+        import scipy.stats
+
+        statistic = {"pearson": scipy.stats.pearsonr, "spearman": scipy.stats.spearmanr}[how]
+        return float(statistic(*pair).statistic)
 
     def to_dataframe(self) -> pandas.DataFrame:
         """Columns layer, head, importance."""
         import pandas as pd
 
-        layers, heads = self.scores.shape
         rows = [
-            (layer, head, self.scores[layer, head].item()) for layer in range(layers) for head in range(heads)
+            (*divmod(place, self.scores.shape[1]), score)
+            for place, score in enumerate(self.scores.flatten().tolist())
         ]
         return pd.DataFrame(rows, columns=["layer", "head", "importance"])
 
@@ -120,13 +133,17 @@ def head_importance(
     Raises:
         ValueError: no prompts; an unknown option; another number of targets than of prompts.
     """
-    methods = _methods(by, len(prompts), targets, method)
+    if by not in ("attribution", "attention", "taylor"):
+        raise ValueError(f"by: expected 'attribution', 'attention' or 'taylor', got {by!r}")
+    if method is not None and by != "attribution":
+        raise ValueError(f"method: applies to by='attribution' only, got by={by!r}")
+    by_prompt = one_target_each("prompts", prompts, targets)
     if statistic not in ("max", "mean"):
         raise ValueError(f"statistic: expected 'max' or 'mean', got {statistic!r}")
-    total: Tensor | None = None
+    values = []
     warned: collections.Counter[str] = collections.Counter()
-    for prompt, chosen in zip(tqdm(prompts, disable=not progress, desc=by), methods, strict=True):
-        mixing = run(model, prompt, chosen, stack=stack, **options)
+    for prompt, target in zip(tqdm(prompts, disable=not progress, desc=by), by_prompt, strict=True):
+        mixing = run(model, prompt, _method(by, target, method), stack=stack, **options)
         scores = mixing.scores.to("cpu", torch.float64)
         warned.update(note.split(":")[0] for note in mixing.notes if "completeness" in note)
         if by == "attention":
@@ -134,17 +151,41 @@ def head_importance(
             alone = (mixing.visible().sum(-1) < 2).cpu()
             scores = scores.masked_fill(alone[:, None, :, None], 0)
         if by == "taylor":
-            value = scores.sum((-2, -1)).abs()
+            values.append(scores.sum((-2, -1)).abs())
         elif statistic == "max":
-            value = scores.amax((-2, -1))
+            values.append(scores.amax((-2, -1)))
         else:
             visible = mixing.visible().sum((-2, -1)).cpu()
-            value = scores.sum((-2, -1)) / visible[:, None]
-        total = value if total is None else total + value
-    if total is None:
-        raise ValueError("prompts: expected at least one, got none")
+            values.append(scores.sum((-2, -1)) / visible[:, None])
     notes = [f"{layer}: completeness in doubt for {count} prompts" for layer, count in warned.items()]
-    return HeadImportance(total / len(prompts), by, len(prompts), tuple(notes))
+    return HeadImportance(sum(values, torch.zeros(())) / len(prompts), by, len(prompts), tuple(notes))
+
+
+@contextlib.contextmanager
+def pruned(model: Any, heads: Iterable[Head], *, stack: str | None = None) -> Iterator[Any]:
+    """The model without some heads, inside a `with` block: their patterns count as zero.
+
+    Args:
+        heads: (layer, head) pairs.
+        stack: "encoder" or "decoder" of an encoder-decoder.
+
+    Raises:
+        ValueError: a layer or head that the model does not have.
+        RuntimeError: at the end, when nothing ran the model inside.
+    """
+    lens = Lens(model, stack)
+    by_layer: dict[int, list[int]] = {}
+    for layer, head in heads:
+        if not 0 <= layer < lens.n_layers or not 0 <= head < lens.n_heads:
+            raise ValueError(
+                f"heads: expected layers 0..{lens.n_layers - 1} and heads 0..{lens.n_heads - 1}, "
+                f"got ({layer}, {head})"
+            )
+        by_layer.setdefault(layer, []).append(head)
+    template = lens.stack.attention_template
+    pairs = [prune_heads(layer, chosen, attention=template) for layer, chosen in by_layer.items()]
+    with lens.undisturbed(), must_fire(*pairs) as hooks, lens.hooked(hooks):
+        yield model
 
 
 def ablation_importance(
@@ -185,26 +226,22 @@ def importance_correlations(
     if len(importances) < 2:
         raise ValueError(f"importances: expected at least two, got {len(importances)}")
     names = list(importances)
-    table = [[_correlation(importances[row], importances[column], how) for column in names] for row in names]
+    table = [
+        [row.correlation(column, how) for column in importances.values()] for row in importances.values()
+    ]
     return pd.DataFrame(table, index=names, columns=names)
 
 
-def _methods(
-    by: str,
-    count: int,
-    targets: TargetLike | Sequence[TargetLike] | None,
-    method: AttentionAttribution | None,
-) -> list[Method]:
-    if by not in ("attribution", "attention", "taylor"):
-        raise ValueError(f"by: expected 'attribution', 'attention' or 'taylor', got {by!r}")
-    if method is not None and by != "attribution":
-        raise ValueError(f"method: applies to by='attribution' only, got by={by!r}")
-    if count == 0:
-        raise ValueError("prompts: expected at least one, got none")
-    by_prompt = list(targets) if isinstance(targets, (list, tuple)) else [targets] * count
-    if len(by_prompt) != count:
-        raise ValueError(f"targets: expected one, or one for each of {count} prompts, got {len(by_prompt)}")
-    return [_method(by, target, method) for target in by_prompt]
+def one_target_each(
+    name: str, items: Sequence[Any], targets: TargetLike | Sequence[TargetLike] | None
+) -> list[TargetLike | None]:
+    """A target for each of the prompts or examples (`name`, for errors), of which there must be one."""
+    if len(items) == 0:
+        raise ValueError(f"{name}: expected at least one, got none")
+    each = list(targets) if isinstance(targets, (list, tuple)) else [targets] * len(items)
+    if len(each) != len(items):
+        raise ValueError(f"targets: expected one, or one for each of {len(items)} {name}, got {len(each)}")
+    return each
 
 
 def _method(by: str, target: TargetLike | None, method: AttentionAttribution | None) -> Method:
@@ -217,19 +254,3 @@ def _method(by: str, target: TargetLike | None, method: AttentionAttribution | N
     if target is not None:
         changes["target"] = target
     return dataclasses.replace(AttentionAttribution() if method is None else method, **changes)
-
-
-def _correlation(first: HeadImportance, other: HeadImportance, how: str) -> float:
-    if how not in ("pearson", "spearman"):
-        raise ValueError(f"how: expected 'pearson' or 'spearman', got {how!r}")
-    if first.scores.shape != other.scores.shape:
-        raise ValueError(
-            f"other: expected scores of shape {list(first.scores.shape)}, got {list(other.scores.shape)}"
-        )
-    pair = [importance.scores.flatten().numpy() for importance in (first, other)]
-    if any(float(values.max()) == float(values.min()) for values in pair):
-        raise ValueError("scores: expected some to differ, got constant importance (no correlation)")
-    import scipy.stats
-
-    statistic = {"pearson": scipy.stats.pearsonr, "spearman": scipy.stats.spearmanr}[how]
-    return float(statistic(*pair).statistic)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,8 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from lens_mix.evaluation.head_importance import HeadImportance
-from lens_mix.evaluation.pruned import Head, pruned
+from lens_mix.evaluation.head_importance import Head, HeadImportance, Metric, pruned
 from lens_mix.lens.model import Lens
 
 if TYPE_CHECKING:
@@ -52,21 +51,14 @@ class PruningCurves:
         """Columns ranking, fraction, heads_removed, value, lowest, highest."""
         import pandas as pd
 
+        shares = (self.fractions, self.removed)
         rows = [
-            (name, fraction, removed, *numbers)
+            (name, *numbers)
             for name in self.values
-            for fraction, removed, *numbers in zip(
-                self.fractions,
-                self.removed,
-                self.values[name],
-                self.lowest[name],
-                self.highest[name],
-                strict=True,
-            )
+            for numbers in zip(*shares, self.values[name], self.lowest[name], self.highest[name], strict=True)
         ]
-        return pd.DataFrame(
-            rows, columns=["ranking", "fraction", "heads_removed", "value", "lowest", "highest"]
-        )
+        columns = ["ranking", "fraction", "heads_removed", "value", "lowest", "highest"]
+        return pd.DataFrame(rows, columns=columns)
 
     def show(self, **options: Any) -> Any:
         """All curves in one figure; `options` go to `lens_mix.view.attribution_figures.pruning_figure`."""
@@ -77,7 +69,7 @@ class PruningCurves:
 
 def pruning_curves(
     model: Any,
-    metric: Callable[[Any], float],
+    metric: Metric,
     rankings: Mapping[str, HeadImportance | Float[Tensor, "layer head"]],
     *,
     fractions: Sequence[float] = FRACTIONS,
@@ -104,50 +96,34 @@ def pruning_curves(
     """
     lens = Lens(model, stack)
     total = lens.n_layers * lens.n_heads
-    _check_fractions(fractions)
+    ascending = all(lower < upper for lower, upper in itertools.pairwise(fractions))
+    if len(fractions) == 0 or not ascending or not 0 <= fractions[0] <= fractions[-1] <= 1:
+        raise ValueError(f"fractions: expected ascending shares from 0 to 1, got {list(fractions)}")
     if remove not in ("least", "most"):
         raise ValueError(f"remove: expected 'least' or 'most', got {remove!r}")
     orders = _orders(rankings, lens, remove, random, seed)
     removed = tuple(round(fraction * total) for fraction in fractions)
-    known: dict[frozenset[Head], float] = {}
-    measured: dict[str, list[list[float]]] = {name: [] for name in orders}
-    calls = sum(map(len, orders.values())) * len(removed)
-    with tqdm(total=calls, disable=not progress, desc="pruning") as bar:
-        for name, draws in orders.items():
-            for order in draws:
-                row = []
-                for count in removed:
-                    row.append(_measure(model, metric, frozenset(order[:count]), stack, known))
-                    bar.update()
-                measured[name].append(row)
-    columns = {name: list(zip(*rows, strict=True)) for name, rows in measured.items()}
+    # ranking -> per share -> per draw, which heads go
+    sets = {
+        name: [[frozenset(order[:count]) for order in draws] for count in removed]
+        for name, draws in orders.items()
+    }
+    measured: dict[frozenset[Head], float] = {}
+    distinct = dict.fromkeys(heads for shares in sets.values() for draws in shares for heads in draws)
+    for heads in tqdm(distinct, disable=not progress, desc="pruning"):
+        with pruned(model, sorted(heads), stack=stack):
+            measured[heads] = float(metric(model))
+    values = {
+        name: [[measured[heads] for heads in draws] for draws in shares] for name, shares in sets.items()
+    }
     return PruningCurves(
         tuple(fractions),
         removed,
-        {name: tuple(sum(value) / len(value) for value in values) for name, values in columns.items()},
-        {name: tuple(map(min, values)) for name, values in columns.items()},
-        {name: tuple(map(max, values)) for name, values in columns.items()},
+        {name: tuple(sum(draws) / len(draws) for draws in shares) for name, shares in values.items()},
+        {name: tuple(map(min, shares)) for name, shares in values.items()},
+        {name: tuple(map(max, shares)) for name, shares in values.items()},
         total,
     )
-
-
-def _measure(
-    model: Any,
-    metric: Callable[[Any], float],
-    heads: frozenset[Head],
-    stack: str | None,
-    known: dict[frozenset[Head], float],
-) -> float:
-    if heads not in known:
-        with pruned(model, sorted(heads), stack=stack):
-            known[heads] = float(metric(model))
-    return known[heads]
-
-
-def _check_fractions(fractions: Sequence[float]) -> None:
-    ascending = all(lower < upper for lower, upper in itertools.pairwise(fractions))
-    if len(fractions) == 0 or not ascending or not 0 <= fractions[0] <= fractions[-1] <= 1:
-        raise ValueError(f"fractions: expected ascending shares from 0 to 1, got {list(fractions)}")
 
 
 def _orders(

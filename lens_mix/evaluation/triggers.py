@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
+from lens_mix.evaluation.head_importance import one_target_each
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import model_class_of
 from lens_mix.lens.prompts import device_of, read_prompt, token_strings
@@ -111,17 +112,11 @@ def extract_triggers(
     Raises:
         ValueError: no examples; another number of targets than of examples.
     """
-    if not examples:
-        raise ValueError("examples: expected at least one, got none")
-    by_example = list(targets) if isinstance(targets, (list, tuple)) else [targets] * len(examples)
-    if len(by_example) != len(examples):
-        raise ValueError(
-            f"targets: expected one, or one for each of {len(examples)} examples, got {len(by_example)}"
-        )
+    by_example = one_target_each("examples", examples, targets)
     base = dataclasses.replace(method or AttentionAttribution(), per_head=True)
     triggers = []
-    for target, example in zip(
-        by_example, tqdm(examples, disable=not progress, desc="triggers"), strict=True
+    for example, target in zip(
+        tqdm(examples, disable=not progress, desc="triggers"), by_example, strict=True
     ):
         chosen = base if target is None else dataclasses.replace(base, target=target)
         tokens = torch.tensor(example.tokens, device=device_of(model))
@@ -188,9 +183,7 @@ def trigger_report(
     special: Collection[int] = (),
     progress: bool = False,
 ) -> TriggerReport:
-    """A metric before and after each trigger is inserted, per class.
-
-    The example that a trigger comes from is left out, before and after.
+    """A metric before and after each trigger is inserted, per class, without the example it comes from.
 
     Args:
         examples: those that the triggers go into.
@@ -214,11 +207,10 @@ def trigger_report(
         for label in labels:
             places = [place for place in others if examples[place].label == label]
             if places:
-                values = [
-                    measure([label] * len(places), [predicted[place] for place in places])
-                    for predicted in (before, after)
-                ]
-                rows.append((trigger, label, len(places), values[0], values[1]))
+                right = [label] * len(places)
+                value_before = measure(right, [before[place] for place in places])
+                value_after = measure(right, [after[place] for place in places])
+                rows.append((trigger, label, len(places), value_before, value_after))
     return TriggerReport(tuple(rows))
 
 

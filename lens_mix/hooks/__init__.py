@@ -13,12 +13,15 @@ edit of your own that needs several hook points.
 
 from lens_mix.hooks.attention import DEFAULT_ATTENTION, AttentionHook
 from lens_mix.hooks.function import HookFunction, HookName, HookPair, must_fire
-from lens_mix.hooks.heads import prune_heads, scale_pattern
-from lens_mix.hooks.patterns import add_to_pattern, freeze_pattern, replace_pattern
-from lens_mix.hooks.queries import zero_queries
-from lens_mix.hooks.record import record, record_all, watch_pattern
-from lens_mix.hooks.roles import record_attention
-from lens_mix.hooks.values import zero_values
+from lens_mix.hooks.patterns import (
+    add_to_pattern,
+    freeze_pattern,
+    prune_heads,
+    replace_pattern,
+    scale_pattern,
+)
+from lens_mix.hooks.record import record, record_all, record_attention, watch_pattern
+from lens_mix.hooks.vectors import zero_queries, zero_values
 
 __all__ = [
     "DEFAULT_ATTENTION",

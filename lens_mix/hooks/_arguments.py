@@ -1,35 +1,38 @@
-"""Arguments that several hook functions take, checked."""
+"""Arguments that several hook functions take, checked; positions also as the mask they are in one batch."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+Position = int | slice | Int[Tensor, "batch"] | Bool[Tensor, "batch key"] | Bool[Tensor, "key"]
+# Checked: a tuple stands for `positions`, an int for `position`, as errors name the argument that was given.
+Chosen = int | slice | Tensor | tuple[int, ...]
 
 
 def as_index(argument: str, value: Any) -> int:
     """An integer of any library, but no bool."""
-    if isinstance(value, bool) or (
-        isinstance(value, Tensor) and (value.ndim > 0 or value.dtype == torch.bool)
-    ):
-        raise TypeError(f"{argument}: expected an integer; got {value!r}")
-    try:
-        return operator.index(value)
-    except TypeError as error:
-        raise TypeError(f"{argument}: expected an integer; got {value!r}") from error
+    is_scalar = not isinstance(value, Tensor) or (value.ndim == 0 and value.dtype != torch.bool)
+    if is_scalar and not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    raise TypeError(f"{argument}: expected an integer; got {value!r}")
 
 
 def as_heads(heads: Iterable[int] | int) -> tuple[int, ...]:
     """Query heads as sorted distinct numbers; how many the model has is known only in the pass."""
     if isinstance(heads, str | dict):
         raise TypeError(f"heads: expected query heads as integers; got {heads!r}")
-    if isinstance(heads, Tensor):
-        heads = heads.tolist()
-    listed = list(heads) if isinstance(heads, Iterable) else [heads]
-    chosen = sorted({as_index("heads", head) for head in listed})
+    listed = heads.tolist() if isinstance(heads, Tensor) else heads
+    chosen = sorted(
+        {as_index("heads", head) for head in (listed if isinstance(listed, Iterable) else [listed])}
+    )
     if not chosen:
         raise ValueError("heads: expected at least one query head; got none")
     if chosen[0] < 0:
@@ -54,3 +57,67 @@ def as_patterns(argument: str, pattern: Any) -> Tensor:
             f"{tuple(pattern.shape)}"
         )
     return pattern if pattern.ndim == 4 else pattern[None]
+
+
+def as_position(position: Position | None, positions: Sequence[int] | None) -> Chosen:
+    """Exactly one of the two arguments, checked as far as that is possible without the batch."""
+    if (position is None) == (positions is None):
+        given = "both" if position is not None else "neither"
+        raise TypeError(f"position, positions: expected exactly one of them; got {given}")
+    if positions is not None:
+        if isinstance(positions, str | slice) or not isinstance(positions, Iterable):
+            raise TypeError(f"positions: expected a sequence of integers; got {positions!r}")
+        chosen = tuple(as_index("positions", one) for one in positions)
+        if not chosen:
+            raise ValueError("positions: expected at least one position; got none")
+        return chosen
+    if isinstance(position, slice):
+        return position
+    if isinstance(position, Tensor) and position.ndim > 0:
+        is_mask = position.dtype == torch.bool
+        if position.is_floating_point() or position.is_complex() or position.ndim > (2 if is_mask else 1):
+            raise TypeError(
+                "position: expected an integer tensor [batch], or a bool tensor [batch key] or [key]; "
+                f"got {position.dtype} of shape {tuple(position.shape)}"
+            )
+        return position.detach().cpu()
+    if isinstance(position, list | tuple | range | set):
+        raise TypeError(
+            f"position: expected an int, a slice or a tensor; got a {type(position).__name__}. For several "
+            "positions in every row use positions=[...] or a slice, for another position in each batch row a "
+            "1-D integer tensor"
+        )
+    return as_index("position", position)
+
+
+def position_mask(
+    chosen: Chosen, values: Float[Tensor, "batch key value_head d_head"]
+) -> Bool[Tensor, "#batch key"]:
+    """True at the chosen positions; one row if all rows agree."""
+    batch, length = values.shape[:2]
+    if isinstance(chosen, Tensor) and chosen.dtype == torch.bool:
+        if tuple(chosen.shape) not in ((length,), (batch, length)):
+            raise ValueError(
+                f"position: expected a bool tensor [{batch}, {length}] or [{length}]; got shape "
+                f"{tuple(chosen.shape)}"
+            )
+        return chosen.reshape(-1, length).to(values.device)
+    if isinstance(chosen, slice) and not range(length)[chosen]:
+        raise ValueError(f"position: expected a slice of {length} positions; got {chosen}, which is empty")
+    if isinstance(chosen, Tensor) and len(chosen) != batch:
+        raise ValueError(
+            f"position: expected one position for each of {batch} batch rows; got {len(chosen)} "
+            "(for several positions in every row use positions=)"
+        )
+    argument = "positions" if isinstance(chosen, tuple) else "position"
+    columns = torch.as_tensor(range(length)[chosen] if isinstance(chosen, slice) else chosen).reshape(-1)
+    for position in (int(columns.min()), int(columns.max())):
+        if not -length <= position < length:
+            raise ValueError(
+                f"{argument}: expected a position from {-length} to {length - 1}, as there are {length}; "
+                f"got {position}"
+            )
+    in_each_row = isinstance(chosen, Tensor)
+    mask = torch.zeros(batch if in_each_row else 1, length, dtype=torch.bool, device=values.device)
+    mask[torch.arange(batch) if in_each_row else 0, columns.long()] = True
+    return mask

@@ -1,6 +1,7 @@
 """Hooks on one attention module: its name, its hook points, and an edit that is spread over several of them.
 
 Subclass `AttentionHook` for an edit of your own; docs and examples are in the cookbook, `hooks/README.md`.
+Nothing here knows a TransformerLens release: where classes differ in a layout, all are accepted.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.hooks._arguments import as_index
-from lens_mix.hooks._layouts import positions_first, restore_layout, split_heads
-from lens_mix.hooks.function import HookFunction
+from lens_mix.hooks.function import HookFunction, HookPair
 
 DEFAULT_ATTENTION = "blocks.{layer}.attn"
 
@@ -55,30 +55,35 @@ class AttentionHook(HookFunction):
         """The filter of hook names that goes with this hook."""
         return name in self._roles
 
+    def _pair(self) -> HookPair:
+        # a name, where one is enough: TransformerLens refuses a name that the model does not have
+        return (next(iter(self._roles)) if len(self.points) == 1 else self.matches), self
+
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
         point = self._roles.get(hook.name)
         if point is None:
             raise ValueError(f"hook: expected one of {', '.join(self._roles)}; got {hook.name}")
-        if point == "queries":
-            self._n_heads = positions_first(tensor, hook).shape[2]
-            return None
         if point == "values":
             return self._call_values(tensor, hook)
-        if point == "pattern":
+        if point == "mixed":
+            return self._call_mixed(tensor, hook)
+        if point == "queries":
+            self._n_heads = _positions_first(tensor, hook).shape[2]
+        elif self._values is not None:
             # models that leave attention to transformers show their pattern after the mixing, or never
-            if self._values is not None:
-                self._pattern = tensor
-            return None
-        return self._call_mixed(tensor, hook)
+            self._pattern = tensor
+        return None
 
     def _call_values(self, tensor: Tensor, hook: Any) -> Tensor | None:
         n_heads = self._n_heads
         self._forget()
-        values = positions_first(tensor, hook)
+        values = _positions_first(tensor, hook)
         edited = self.on_values(values, n_heads)
         if "mixed" in self.points:
             self._values = values
-        return None if edited is None else restore_layout(edited, tensor, hook)
+        if edited is None:
+            return None
+        return (edited.transpose(1, 2) if _heads_come_first(hook) else edited).to(tensor.dtype)
 
     def _call_mixed(self, tensor: Tensor, hook: Any) -> Tensor | None:
         values, pattern = self._values, self._pattern
@@ -88,7 +93,7 @@ class AttentionHook(HookFunction):
                 f"{self!r}: expected {self.module}.hook_v before {hook.name} in each pass; it did not fire, "
                 "or fwd_hooks holds the same pair twice"
             )
-        edited = self.on_mixed(split_heads(tensor, values), values, pattern)
+        edited = self.on_mixed(_split_heads(tensor, values), values, pattern)
         return None if edited is None else edited.to(tensor.dtype).reshape(tensor.shape)
 
     def _forget(self) -> None:
@@ -126,3 +131,49 @@ def attention_module(layer: int, attention: str) -> str:
             f"attention: expected a name whose only placeholder is {{layer}}, as {DEFAULT_ATTENTION!r}; "
             f"got {attention!r}"
         ) from error
+
+
+def _heads_come_first(hook: Any) -> bool:
+    # latent attention (DeepSeek) shows [batch head position d_head], and says so
+    return getattr(hook, "pos_dim", None) == 2 and getattr(hook, "hook_conversion", None) is None
+
+
+def _hides_heads_first(tensor: Tensor, hook: Any) -> bool:
+    # TransformerLens 3 shows this layout without saying so: a slice of a wider, transposed tensor
+    return (
+        not hasattr(hook, "pos_dim")
+        and getattr(hook, "hook_conversion", None) is None
+        and tensor.storage_offset() > 0
+        and tensor.shape[3] < tensor.stride(1) < tensor.stride(2)
+    )
+
+
+def _positions_first(tensor: Tensor, hook: Any) -> Float[Tensor, "batch position head d_head"]:
+    """Queries or values as [batch position head d_head], whatever the hook point shows."""
+    if tensor.ndim != 4:
+        raise ValueError(
+            f"{hook.name}: expected a tensor [batch position head d_head]; got shape {tuple(tensor.shape)} "
+            "(remove_batch_dim=True is not supported)"
+        )
+    if _hides_heads_first(tensor, hook):
+        raise ValueError(
+            f"{hook.name}: expected [batch position head d_head]; got [batch head position d_head], the "
+            "layout of latent attention, which needs TransformerLens 4 or later"
+        )
+    return tensor.transpose(1, 2) if _heads_come_first(hook) else tensor
+
+
+def _split_heads(mixed: Tensor, values: Tensor) -> Float[Tensor, "batch query head d_head"]:
+    """The mixed values per query head: TransformerBridge may show them flat, or split by another size."""
+    if mixed.ndim not in (3, 4) or mixed.shape[0] != values.shape[0]:
+        raise ValueError(
+            f"hook_z: expected [batch query head d_head] or [batch query features], batch {values.shape[0]}; "
+            f"got shape {tuple(mixed.shape)}"
+        )
+    flat, d_head = mixed.flatten(2), values.shape[3]
+    if flat.shape[2] % (d_head * values.shape[2]):
+        raise ValueError(
+            f"hook_z: expected a multiple of {values.shape[2]} heads of {d_head} numbers, as in hook_v; "
+            f"got {flat.shape[2]} numbers"
+        )
+    return flat.unflatten(2, (-1, d_head))

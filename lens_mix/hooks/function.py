@@ -24,21 +24,15 @@ class HookFunction(abc.ABC):
 
 
 HookName = str | Callable[[str], bool]
-HookPair = tuple[HookName, HookFunction]
+HookPair = tuple[HookName, HookFunction]  # one entry of `fwd_hooks=`
 
 
 @contextmanager
 def must_fire(*pairs: HookPair) -> Iterator[list[HookPair]]:
-    """Raise if a hook did nothing inside the `with` block.
+    """Yield the pairs as a list for `fwd_hooks=`, and raise if one did nothing inside the `with` block.
 
     A hook point that a model does not have, or never reaches, is no error everywhere: some TransformerLens
     releases ignore unknown names, and a filter that matches nothing is always legal.
-
-    Args:
-        pairs: what the functions of `lens_mix.hooks` return.
-
-    Yields:
-        the pairs as a list, ready for `fwd_hooks=`.
 
     Raises:
         RuntimeError: at the end of the block, naming the hooks whose `calls` did not grow.

@@ -23,14 +23,9 @@ def mix(
 ) -> Float[Tensor, "batch query head d_head"]:
     """`pattern @ values` in the dtype of the values; each value head serves neighbouring query heads."""
     repeats = pattern.shape[1] // values.shape[2]
-    expanded = repeat(
-        values, "batch key value_head d_head -> batch key (value_head repeats) d_head", repeats=repeats
-    )
-    return einsum(
-        pattern.to(values.dtype),
-        expanded,
-        "batch head query key, batch key head d_head -> batch query head d_head",
-    )
+    values = repeat(values, "batch key value_head d_head -> batch key (value_head n) d_head", n=repeats)
+    axes = "batch head query key, batch key head d_head -> batch query head d_head"
+    return einsum(pattern.to(values.dtype), values, axes)
 
 
 def check_mixing(
@@ -39,14 +34,9 @@ def check_mixing(
     pattern: Float[Tensor, "batch head query key"],
     values: Float[Tensor, "batch key value_head d_head"],
 ) -> None:
-    """Raise unless the mixed values are what the pattern and the values of this pass say.
+    """Raise RuntimeError unless the mixed values are what the pattern and the values of this pass say.
 
-    Args:
-        argument: what the user gave that makes this necessary, for the error.
-        mixed, pattern, values: what the pass showed at hook_z, hook_pattern and hook_v.
-
-    Raises:
-        RuntimeError: `mixed` is not `pattern @ values` within the tolerance of its dtype.
+    `argument` is what the user gave that makes this necessary, for the error.
     """
     reason = ""
     if pattern.shape[3] != values.shape[1] or pattern.shape[1] != mixed.shape[2]:

@@ -1,28 +1,91 @@
-"""Replace, freeze or add to attention patterns, on models of every kind.
+"""Change attention patterns, or what single heads pass on, on models of every kind.
 
-All act on `hook_z`, the values mixed by the pattern (z = pattern @ values), and never on `hook_pattern`, as
-the hooks of `lens_mix.hooks.heads` do and for the same reason.
+All act on `hook_z`, the values mixed by the pattern (z = pattern @ values), and never on `hook_pattern`:
+where a TransformerBridge leaves attention to transformers, an edit of `hook_pattern` is discarded, and with a
+fused attention kernel that point does not even fire.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.hooks._arguments import as_patterns
+from lens_mix.hooks._arguments import as_heads, as_patterns, check_heads
 from lens_mix.hooks.attention import DEFAULT_ATTENTION, AttentionHook, attention_module
 from lens_mix.hooks.function import HookPair
 from lens_mix.hooks.mixing import check_mixing, mix
 
 
-def replace_pattern(
+def scale_pattern(
     layer: int,
-    pattern: Float[Tensor, "*batch head query key"],
+    factor: float | int | Float[Tensor, ""] | Float[Tensor, " head"],
     *,
     attention: str = DEFAULT_ATTENTION,
+) -> HookPair:
+    """Multiply one layer's attention pattern by a factor; rows then no longer sum to one.
+
+    z is linear in the pattern, so z is scaled: the same number, on every model. Twice 0.5 is 0.25.
+
+    Args:
+        layer, attention: as in `zero_values`.
+        factor: a number, or one per query head [head]. A tensor that requires grad gets its gradient. For a
+            factor per query and key use `replace_pattern`.
+
+    Raises:
+        TypeError: `factor` is no real number and no tensor of real numbers.
+        ValueError: `factor` is not finite, or has other dimensions; in the pass: not one per query head.
+
+    Example:
+        ```python
+        from lens_mix.hooks import scale_pattern
+
+        halved = model.run_with_hooks(tokens, fwd_hooks=[scale_pattern(0, 0.5)])
+        ```
+    """
+    if isinstance(factor, bool) or not isinstance(factor, Tensor | float | int):
+        raise TypeError(f"factor: expected a number or a tensor [head]; got {factor!r}")
+    if isinstance(factor, Tensor):
+        if factor.dtype == torch.bool or factor.is_complex():
+            raise TypeError(f"factor: expected real numbers; got a tensor of {factor.dtype}")
+        if factor.ndim > 1:
+            raise ValueError(
+                f"factor: expected a number or a tensor [head]; got shape {tuple(factor.shape)} "
+                "(for a factor per query and key use replace_pattern)"
+            )
+        if factor.ndim == 1:
+            return _ScalePatternPerHead(layer, attention, factor)._pair()
+    elif not math.isfinite(factor):
+        raise ValueError(f"factor: expected a finite number; got {factor}")
+    return _ScalePattern(layer, attention, factor)._pair()
+
+
+def prune_heads(layer: int, heads: Iterable[int] | int, *, attention: str = DEFAULT_ATTENTION) -> HookPair:
+    """Remove attention heads: their z is zero, so that they add nothing to the attention output but its bias.
+
+    Args:
+        layer, attention: as in `zero_values`.
+        heads: the query heads to remove, from 0.
+
+    Raises:
+        TypeError, ValueError: `heads` holds no integers, or none; in the pass: one the model does not have.
+
+    Example:
+        ```python
+        from lens_mix.hooks import prune_heads
+
+        logits = model.run_with_hooks(tokens, fwd_hooks=[prune_heads(0, [1, 2]), prune_heads(1, 0)])
+        ```
+    """
+    return _PruneHeads(layer, attention, as_heads(heads))._pair()
+
+
+def replace_pattern(
+    layer: int, pattern: Float[Tensor, "*batch head query key"], *, attention: str = DEFAULT_ATTENTION
 ) -> HookPair:
     """Use a given attention pattern in one layer: z = pattern @ values, with the values of the running pass.
 
@@ -30,12 +93,8 @@ def replace_pattern(
     pattern and the values, so that a leaf put in here is differentiated on every model.
 
     Args:
-        layer: the layer, from 0.
+        layer, attention: as in `zero_values`.
         pattern: [head query key] for every batch row, or [batch head query key]; one pattern per QUERY head.
-        attention: name of the attention module, with `{layer}`; see `zero_values`.
-
-    Returns:
-        `(hook_name, hook_function)` for `fwd_hooks=`. `hook_function.calls` counts the edits.
 
     Raises:
         TypeError: `pattern` is no tensor of real numbers.
@@ -55,15 +114,11 @@ def replace_pattern(
         influence = leaf.grad * leaf
         ```
     """
-    replacement = _ReplacePattern(layer, attention, "pattern", pattern)
-    return replacement.matches, replacement
+    return _ReplacePattern(layer, attention, "pattern", pattern)._pair()
 
 
 def freeze_pattern(
-    layer: int,
-    source: Mapping[str, Tensor] | Tensor | Any,
-    *,
-    attention: str = DEFAULT_ATTENTION,
+    layer: int, source: Mapping[str, Tensor] | Tensor | Any, *, attention: str = DEFAULT_ATTENTION
 ) -> HookPair:
     """Hold one layer's attention pattern at its value of an earlier pass, while the inputs change.
 
@@ -71,18 +126,13 @@ def freeze_pattern(
     constant, as the "frozen" attention of circuit analysis means it.
 
     Args:
-        layer: the layer, from 0.
+        layer, attention: as in `zero_values`.
         source: where the pattern [batch head query key] is: a dict filled by `record`, a TransformerLens
             ActivationCache, or the tensor itself.
-        attention: name of the attention module, with `{layer}`; see `zero_values`.
-
-    Returns:
-        `(hook_name, hook_function)` for `fwd_hooks=`. `hook_function.calls` counts the edits.
 
     Raises:
-        TypeError: `source` is neither a tensor nor a mapping of names.
-        ValueError: `source` does not hold this layer's `hook_pattern`; further as `replace_pattern`.
-        RuntimeError: as `replace_pattern`.
+        TypeError, ValueError: `source` is neither tensor nor mapping, or has no `hook_pattern` of this layer;
+            further as `replace_pattern`, as is RuntimeError.
 
     Example:
         ```python
@@ -93,9 +143,12 @@ def freeze_pattern(
         frozen = model.run_with_hooks(other, fwd_hooks=[freeze_pattern(0, cache), freeze_pattern(1, cache)])
         ```
     """
-    if isinstance(source, Tensor):
-        pattern = source
-    elif hasattr(source, "keys") and hasattr(source, "__getitem__"):
+    if not isinstance(source, Tensor):
+        if not (hasattr(source, "keys") and hasattr(source, "__getitem__")):
+            raise TypeError(
+                "source: expected a tensor, a dict filled by record, or an ActivationCache; got "
+                f"{type(source).__name__}"
+            )
         name = f"{attention_module(layer, attention)}.hook_pattern"
         names = sorted(map(str, source.keys()))
         if name not in names:
@@ -104,21 +157,12 @@ def freeze_pattern(
                 f"source: expected it to hold {name}; got {', '.join(held[:8]) or 'nothing'}. Where "
                 "attention is left to transformers, the pattern fires only with eager attention"
             )
-        pattern = source[name]
-    else:
-        raise TypeError(
-            "source: expected a tensor, a dict filled by record, or an ActivationCache; got "
-            f"{type(source).__name__}"
-        )
-    frozen = _ReplacePattern(layer, attention, "source", as_patterns("source", pattern).detach())
-    return frozen.matches, frozen
+        source = source[name]
+    return _ReplacePattern(layer, attention, "source", as_patterns("source", source).detach())._pair()
 
 
 def add_to_pattern(
-    layer: int,
-    addition: Float[Tensor, "*batch head query key"],
-    *,
-    attention: str = DEFAULT_ATTENTION,
+    layer: int, addition: Float[Tensor, "*batch head query key"], *, attention: str = DEFAULT_ATTENTION
 ) -> HookPair:
     """Add to one layer's attention pattern: z + addition @ values, with z and values of the running pass.
 
@@ -127,12 +171,8 @@ def add_to_pattern(
     away; rows then no longer sum to one.
 
     Args:
-        layer: the layer, from 0.
+        layer, attention: as in `zero_values`.
         addition: [head query key] for every batch row, or [batch head query key]; per QUERY head.
-        attention: name of the attention module, with `{layer}`; see `zero_values`.
-
-    Returns:
-        `(hook_name, hook_function)` for `fwd_hooks=`. `hook_function.calls` counts the edits.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `replace_pattern`, of the addition.
@@ -150,8 +190,44 @@ def add_to_pattern(
         gradients = torch.autograd.grad(logits[:, -1].max(dim=-1).values.sum(), leaves)
         ```
     """
-    added = _AddToPattern(layer, attention, "addition", addition)
-    return added.matches, added
+    return _AddToPattern(layer, attention, "addition", addition)._pair()
+
+
+class _WithArgument(AttentionHook):
+    points: tuple[str, ...] = ("values", "mixed")
+
+    def __init__(self, layer: int, attention: str, argument: Any) -> None:
+        super().__init__(layer, attention)
+        self._argument = argument
+
+
+class _ScalePattern(_WithArgument):
+    points = ("mixed",)
+
+    def __call__(self, tensor: Tensor, hook: Any) -> Tensor:
+        factor = self._argument
+        self.calls += 1
+        return tensor * (factor.to(tensor) if isinstance(factor, Tensor) else factor)
+
+
+class _ScalePatternPerHead(_WithArgument):
+    def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
+        n_heads, n_factors = mixed.shape[2], len(self._argument)
+        if n_factors != n_heads:
+            raise ValueError(
+                f"factor: expected one number for each of {n_heads} query heads; got {n_factors}"
+            )
+        self.calls += 1
+        return mixed * self._argument.to(mixed)[:, None]
+
+
+class _PruneHeads(_WithArgument):
+    def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
+        check_heads(self._argument, mixed.shape[2])
+        edited = mixed.clone()
+        edited[:, :, list(self._argument)] = 0
+        self.calls += 1
+        return edited
 
 
 class _ReplacePattern(AttentionHook):
@@ -159,19 +235,18 @@ class _ReplacePattern(AttentionHook):
 
     def __init__(self, layer: int, attention: str, argument: str, pattern: Tensor) -> None:
         super().__init__(layer, attention)
-        self._argument = argument
-        self._given = as_patterns(argument, pattern)
+        self._name, self._given = argument, as_patterns(argument, pattern)
 
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
         batch, query, head = mixed.shape[:3]
         expected = (head, query, values.shape[1])
         if tuple(self._given.shape[1:]) != expected or self._given.shape[0] not in (1, batch):
             raise ValueError(
-                f"{self._argument}: expected [head query key] = {list(expected)}, alone or for a batch of "
+                f"{self._name}: expected [head query key] = {list(expected)}, alone or for a batch of "
                 f"{batch}; got shape {list(self._given.shape)}"
             )
         if pattern is not None:
-            check_mixing(self._argument, mixed, pattern, values)
+            check_mixing(self._name, mixed, pattern, values)
         self.calls += 1
         return mix(self._given.to(values).expand(batch, -1, -1, -1), values)
 

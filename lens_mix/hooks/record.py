@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.hooks.attention import DEFAULT_ATTENTION, attention_module
 from lens_mix.hooks.function import HookFunction, HookPair
+
+# role -> TransformerLens's hook point inside the attention module
+ATTENTION_ROLES = {"query": "hook_q", "value": "hook_v", "pattern": "hook_pattern", "z": "hook_z"}
+# Where these tensors have the axis of the query positions; values stand for keys.
+_QUERY_AXIS = {"query": 1, "pattern": 2, "z": 1}
 
 
 def record(
@@ -23,7 +30,8 @@ def record(
 
     Names are those of TransformerLens's `run_with_cache`; which of them holds what on which class is in
     hooks/README.md. A name may be an alias (`hook_resid_pre`): the store keeps the alias. The tensor is not
-    copied, as in TransformerLens's own cache: a hook that edits it in place edits what was recorded.
+    copied, as in TransformerLens's own cache: a hook that edits it in place edits what was recorded. `calls`
+    stays 0 where a TransformerBridge of TransformerLens 3 ignores an unknown name, or computes no pattern.
 
     Args:
         store: the dict to fill; each pass overwrites what the last one kept.
@@ -32,10 +40,6 @@ def record(
         select: what is kept of the tensor, as `lambda pattern: pattern[:, :, -1]` for the last query's row.
             A view is copied, so that the whole tensor can be freed. The pass does not go on from the part: to
             differentiate BY an activation, record all of it. None: the whole tensor.
-
-    Returns:
-        `(name, hook_function)` for `fwd_hooks=`. `hook_function.calls` counts the recordings; it stays 0
-        where a TransformerBridge of TransformerLens 3 ignores an unknown name, or no pattern is computed.
 
     Raises:
         TypeError: `store` is no dict, or `name` no string; in the pass: the activation (or what is selected
@@ -61,18 +65,10 @@ def record(
 def record_all(
     store: MutableMapping[str, Tensor], names: Iterable[str], *, detach: bool = True
 ) -> list[HookPair]:
-    """`record` for several names, in their order.
-
-    Args:
-        store: the dict to fill.
-        names: the hook points; a single string is refused, as it would be read letter by letter.
-        detach: as in `record`.
-
-    Returns:
-        one pair per name.
+    """`record` for several names: one pair each, in their order.
 
     Raises:
-        TypeError: as `record`, or `names` is a string.
+        TypeError: as `record`, or `names` is a string, which would be read letter by letter.
 
     Example:
         ```python
@@ -88,6 +84,47 @@ def record_all(
     return [record(store, name, detach=detach) for name in names]
 
 
+def record_attention(
+    layer: int,
+    store: MutableMapping[str, Tensor],
+    roles: Iterable[str],
+    *,
+    queries: Int[Tensor, "batch query"] | None = None,
+    attention: str = DEFAULT_ATTENTION,
+) -> list[HookPair]:
+    """`record` for tensors of one attention module by what they are: one pair per role.
+
+    Args:
+        layer, attention: as in `zero_values`.
+        store: the dict to fill, by TransformerLens's names.
+        roles: some of "query", "value", "pattern", "z".
+        queries: positions of the rows to keep of each prompt; values are kept for all positions. None: all.
+
+    Raises:
+        ValueError: an unknown role.
+
+    Example:
+        ```python
+        from lens_mix.hooks import record_attention
+
+        store = {}
+        hooks = record_attention(0, store, ["pattern", "value"])
+        model.run_with_hooks(tokens, fwd_hooks=hooks)
+        pattern = store["blocks.0.attn.hook_pattern"]  # [batch head query key]
+        ```
+    """
+    pairs = []
+    for role in roles:
+        if role not in ATTENTION_ROLES:
+            raise ValueError(f"roles: expected some of {sorted(ATTENTION_ROLES)}; got {role!r}")
+        select = None
+        if queries is not None and role in _QUERY_AXIS:
+            select = functools.partial(_rows, queries=queries, axis=_QUERY_AXIS[role])
+        name = f"{attention_module(layer, attention)}.{ATTENTION_ROLES[role]}"
+        pairs.append(record(store, name, select=select))
+    return pairs
+
+
 def watch_pattern(
     layer: int,
     watch: Callable[[Float[Tensor, "batch head query key"]], object],
@@ -97,17 +134,13 @@ def watch_pattern(
     """Call a function with one layer's attention pattern, to take from it what is wanted; nothing is edited.
 
     Where `record` would keep every pattern of a long prompt, a function that reduces each one as it passes
-    keeps a number or a row.
+    keeps a number or a row. `calls` stays 0 where a TransformerBridge leaves attention to a kernel that
+    computes no pattern.
 
     Args:
-        layer: the layer, from 0.
+        layer, attention: as in `zero_values`.
         watch: called in each pass with the pattern [batch head query key], cut off from its gradient. What it
             returns is ignored.
-        attention: name of the attention module, with `{layer}`; see `zero_values`.
-
-    Returns:
-        `(hook_name, hook_function)` for `fwd_hooks=`. `hook_function.calls` counts the patterns; it stays 0
-        where a TransformerBridge leaves attention to a kernel that computes none.
 
     Raises:
         TypeError: `watch` can't be called.
@@ -125,6 +158,11 @@ def watch_pattern(
         raise TypeError(f"watch: expected a function of the pattern; got {type(watch).__name__}")
     name = f"{attention_module(layer, attention)}.hook_pattern"
     return name, _Watch(name, watch)
+
+
+def _rows(tensor: Tensor, *, queries: Int[Tensor, "batch query"], axis: int) -> Tensor:
+    batch = torch.arange(len(tensor), device=tensor.device)[:, None]
+    return tensor.movedim(axis, 1)[batch, queries].movedim(1, axis)
 
 
 class _Record(HookFunction):

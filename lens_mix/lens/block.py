@@ -64,54 +64,19 @@ class Block:
         """The prompts, padded."""
         return self._clean.batch
 
-    def logits(
-        self,
-        fwd_hooks: Sequence[HookPair] = (),
-        *,
-        rows: Int[Tensor, " row"] | None = None,
-        resid_pre: Float[Tensor, "row pos d_model"] | None = None,
-        gradients: bool = False,
-        positions: Int[Tensor, " row"] | None = None,
-    ) -> Float[Tensor, "row pos d_vocab"]:
-        """The model's logits when run from this block on with hooks; the blocks below are not run again.
-
-        Args:
-            fwd_hooks: TransformerLens hooks, which see `[row, ...]` tensors.
-            rows: which prompt of the batch each row is; all, once, by default.
-            resid_pre: the residual stream to enter this block; the clean one by default.
-            gradients: build the graph.
-            positions: unembed one position per row only, [row 1 d_vocab].
-        """
-        return logits_from(
-            self._clean,
-            self.layer,
-            fwd_hooks,
-            resid_pre=resid_pre,
-            rows=rows,
-            gradients=gradients,
-            positions=positions,
-        )
+    def logits(self, fwd_hooks: Sequence[HookPair] = (), **options: Any) -> Float[Tensor, "row *pos d_vocab"]:
+        """The model's logits when run from this block on with hooks; `options` as in `logits_from`."""
+        return logits_from(self._clean, self.layer, fwd_hooks, **options)
 
     def last_residual(
-        self,
-        fwd_hooks: Sequence[HookPair] = (),
-        *,
-        rows: Int[Tensor, " row"] | None = None,
-        gradients: bool = False,
-        after_final_norm: bool = False,
+        self, fwd_hooks: Sequence[HookPair] = (), *, after_final_norm: bool = False, **options: Any
     ) -> Float[Tensor, "row pos d_model"]:
-        """The residual stream after the stack's last block when run from this block on; else as `logits`.
+        """The residual stream after the last block when run from this one on, or after the final norm.
 
-        Args:
-            fwd_hooks, rows, gradients: as in `logits`.
-            after_final_norm: the final norm applied to it, where the model has one.
+        `options` as in `last_residual_from`.
         """
-        resid = last_residual_from(self._clean, self.layer, fwd_hooks, rows=rows, gradients=gradients)
-        norm = self._lens.final_norm() if after_final_norm else None
-        if norm is None:
-            return resid
-        with self._lens.undisturbed(gradients):
-            return norm(resid)
+        resid = last_residual_from(self._clean, self.layer, fwd_hooks, **options)
+        return self.after_final_norm(resid, options.get("gradients", False)) if after_final_norm else resid
 
     @property
     def logits_real(self) -> Bool[Tensor, "batch pos"]:
@@ -198,18 +163,8 @@ class Block:
         return self.rows_of(self._clean.calls[self._lens.n_layers - 1].resid_post)
 
     def recorded(self, role: str) -> Tensor:
-        """A tensor the method named in `needs`: "pattern", "value" or "z".
-
-        Pattern and z are those of the asked rows, value that of every key.
-        """
-        return self._rows_of_role(role, self._clean.recorded[self._lens.stack.hook_name(role, self.layer)])
-
-    def recorded_if_any(self, role: str) -> Tensor | None:
-        """A tensor the method named in `wants`, at the asked rows; None where it was not recorded."""
-        tensor = self._clean.recorded.get(self._lens.stack.hook_name(role, self.layer))
-        return None if tensor is None else self._rows_of_role(role, tensor)
-
-    def _rows_of_role(self, role: str, tensor: Tensor) -> Tensor:
+        """What the method records: "pattern" and "z" at the asked rows, "value" of every key."""
+        tensor = self._clean.recorded[self._lens.stack.hook_name(role, self.layer)]
         return tensor if role == "value" else self._of_recorded_rows(tensor, 2 if role == "pattern" else 1)
 
     def _of_recorded_rows(self, tensor: Tensor, axis: int = 1) -> Tensor:
@@ -244,12 +199,14 @@ class Block:
             with self._lens.hooked(fwd_hooks):
                 return replay.run(rows)
 
-    def after_final_norm(self, resid: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+    def after_final_norm(
+        self, resid: Float[Tensor, "*batch d_model"], gradients: bool = False
+    ) -> Float[Tensor, "*batch d_model"]:
         """The residual stream after the model's final norm; unchanged where the model has none."""
         norm = self._lens.final_norm()
         if norm is None:
             return resid
-        with self._lens.undisturbed():
+        with self._lens.undisturbed(gradients):
             return norm(resid)
 
     def next_norm(self) -> Norm | None:

@@ -29,7 +29,7 @@ def logits_from(
     rows: Int[Tensor, " row"] | None = None,
     gradients: bool = False,
     positions: Int[Tensor, " row"] | None = None,
-) -> Float[Tensor, "row pos d_vocab"]:
+) -> Float[Tensor, "row *pos d_vocab"]:
     """The model's logits, with hooks, from a block on.
 
     Args:

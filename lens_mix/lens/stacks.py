@@ -6,11 +6,8 @@ import dataclasses
 
 from torch import nn
 
-from lens_mix.hooks.roles import ATTENTION_ROLES
+from lens_mix.hooks.record import ATTENTION_ROLES
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError, model_class_of
-
-# role -> hook point inside the feed-forward
-FEED_FORWARD_ROLES = {"pre": "hook_pre", "pre_linear": "hook_pre_linear"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +35,9 @@ class Stack:
         """TransformerLens's name of the hook point that plays `role`.
 
         Args:
-            role: "query", "value", "pattern", "z"; of the feed-forward, where the model has them, "pre" and
-                "pre_linear".
+            role: "query", "value", "pattern" or "z".
             layer: which block.
         """
-        if role in FEED_FORWARD_ROLES:
-            return f"{self.template.format(layer=layer)}.mlp.{FEED_FORWARD_ROLES[role]}"
         return f"{self.attention_template.format(layer=layer)}.{ATTENTION_ROLES[role]}"
 
     def self_attention(self, layer: int) -> nn.Module:

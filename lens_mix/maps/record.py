@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from lens_mix.maps import arithmetic, checks, exchange, words
@@ -75,11 +75,12 @@ class MixingMap:
             query could not see (the entry is named).
     """
 
-    scores: Float[Tensor, "layer *head query key"]
+    # Plain tensors, because arrays and nested lists are taken too; their shapes are checked below.
+    scores: Tensor
     tokens: list[str]
     method: str = "custom"
     causal: bool = False
-    mask: Bool[Tensor, "*layer query key"] | None = None
+    mask: Tensor | None = None
     key_tokens: list[str] | None = None
     parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
     residual: float | None = None

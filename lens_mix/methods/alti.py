@@ -43,14 +43,7 @@ class Alti(Method):
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
-    citation: ClassVar[str] = """@inproceedings{ferrando-etal-2022-measuring,
-  title = {Measuring the Mixing of Contextual Information in the Transformer},
-  author = {Ferrando, Javier and G{\\'a}llego, Gerard I. and Costa-juss{\\`a}, Marta R.},
-  booktitle = {Proceedings of the 2022 Conference on Empirical Methods in Natural Language Processing},
-  year = {2022},
-  pages = {8698--8714},
-  url = {https://aclanthology.org/2022.emnlp-main.595},
-}"""
+    citation: ClassVar[str] = "ferrando-etal-2022-measuring"
 
     distance: Distance = "l1"
     normalize: bool = True

@@ -53,15 +53,7 @@ class AltiLogit(Method):
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = (*ATTENTION_PARTS, HEAD)
-    citation: ClassVar[str] = """@inproceedings{ferrando-etal-2023-explaining,
-  title = {Explaining How Transformers Use Context to Build Predictions},
-  author = {Ferrando, Javier and G{\\'a}llego, Gerard I. and Tsiamas, Ioannis and
-            Costa-juss{\\`a}, Marta R.},
-  booktitle = {Proceedings of the 61st Annual Meeting of the Association for Computational Linguistics},
-  year = {2023},
-  pages = {5486--5513},
-  url = {https://aclanthology.org/2023.acl-long.301},
-}"""
+    citation: ClassVar[str] = "ferrando-etal-2023-explaining"
 
     token: int | Literal["predicted", "next"] = "predicted"
     against: int | None = None

@@ -16,14 +16,6 @@ from lens_mix.methods.value_norms import ATTENTION_NEEDS
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-_CITATION = """@inproceedings{kobayashi-etal-2024-analyzing,
-  title = {Analyzing Feed-Forward Blocks in Transformers through the Lens of Attention Maps},
-  author = {Kobayashi, Goro and Kuribayashi, Tatsuki and Yokoi, Sho and Inui, Kentaro},
-  booktitle = {The Twelfth International Conference on Learning Representations},
-  year = {2024},
-  url = {https://openreview.net/forum?id=mYWsyTuiRp},
-}"""
-
 
 @dataclasses.dataclass(frozen=True)
 class AtbFf(Method):
@@ -49,7 +41,7 @@ class AtbFf(Method):
     residual: ClassVar[float] = 0.5
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
-    citation: ClassVar[str] = _CITATION
+    citation: ClassVar[str] = "kobayashi-etal-2024-analyzing"
 
     biases: Variant = "on_path"
 

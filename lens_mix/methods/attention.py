@@ -32,14 +32,7 @@ class AttentionWeights(Method):
     residual: ClassVar[float] = 0.5
     engines: ClassVar[tuple[str, ...]] = ("recorded",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
-    citation: ClassVar[str] = """@inproceedings{clark-etal-2019-bert,
-  title = {What Does {BERT} Look at? An Analysis of {BERT}'s Attention},
-  author = {Clark, Kevin and Khandelwal, Urvashi and Levy, Omer and Manning, Christopher D.},
-  booktitle = {Proceedings of the 2019 ACL Workshop BlackboxNLP},
-  year = {2019},
-  pages = {276--286},
-  url = {https://aclanthology.org/W19-4828},
-}"""
+    citation: ClassVar[str] = "clark-etal-2019-bert"
 
     per_head: bool = False
 

@@ -67,15 +67,7 @@ class AttentionAttribution(Method):
     residual: ClassVar[float] = 0.5
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
-    citation: ClassVar[str] = """@inproceedings{hao-etal-2021-self,
-  title = {Self-Attention Attribution: Interpreting Information Interactions Inside Transformer},
-  author = {Hao, Yaru and Dong, Li and Wei, Furu and Xu, Ke},
-  booktitle = {Proceedings of the AAAI Conference on Artificial Intelligence},
-  volume = {35},
-  number = {14},
-  pages = {12963--12971},
-  year = {2021},
-}"""
+    citation: ClassVar[str] = "hao-etal-2021-self"
 
     target: TargetLike = dataclasses.field(default_factory=predicted)
     n_steps: int | None = None

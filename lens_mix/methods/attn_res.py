@@ -17,15 +17,6 @@ from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-_CITATION = """@inproceedings{kobayashi-etal-2021-incorporating,
-  title = {Incorporating Residual and Normalization Layers into Analysis of Masked Language Models},
-  author = {Kobayashi, Goro and Kuribayashi, Tatsuki and Yokoi, Sho and Inui, Kentaro},
-  booktitle = {Proceedings of the 2021 Conference on Empirical Methods in Natural Language Processing},
-  year = {2021},
-  pages = {4547--4568},
-  url = {https://aclanthology.org/2021.emnlp-main.373},
-}"""
-
 
 @dataclasses.dataclass(frozen=True)
 class AttnRes(Method):
@@ -42,7 +33,7 @@ class AttnRes(Method):
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
-    citation: ClassVar[str] = _CITATION
+    citation: ClassVar[str] = "kobayashi-etal-2021-incorporating"
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         return attention_vectors(block).residual.norms()
@@ -70,7 +61,7 @@ class AttnResLn(Method):
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
-    citation: ClassVar[str] = _CITATION
+    citation: ClassVar[str] = "kobayashi-etal-2021-incorporating"
 
     next_norm: bool = False
 
@@ -99,7 +90,7 @@ class AttnResWeights(Method):
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("recorded",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
-    citation: ClassVar[str] = _CITATION
+    citation: ClassVar[str] = "kobayashi-etal-2021-incorporating"
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         pattern = block.recorded("pattern")

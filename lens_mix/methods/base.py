@@ -32,7 +32,7 @@ class Method:
         records: what the clean pass must record of each attention module ("pattern", "value", "z").
         parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof`).
         reads_last_residual: whether the clean pass has to run to the last block, whatever layers are asked.
-        citation: the paper, in BibTeX.
+        citation: the key of the paper in `references.bib`.
     """
 
     name: ClassVar[str]

@@ -64,15 +64,7 @@ class DecompX(Method):
     kind: ClassVar[Literal["layer", "input"]] = "input"
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
-    citation: ClassVar[str] = """@inproceedings{modarressi-etal-2023-decompx,
-  title = {{D}ecomp{X}: Explaining Transformers Decisions by Propagating Token Decomposition},
-  author = {Modarressi, Ali and Fayyaz, Mohsen and Aghazadeh, Ehsan and Yaghoobzadeh, Yadollah and
-            Pilehvar, Mohammad Taher},
-  booktitle = {Proceedings of the 61st Annual Meeting of the Association for Computational Linguistics},
-  year = {2023},
-  pages = {2649--2664},
-  url = {https://aclanthology.org/2023.acl-long.149},
-}"""
+    citation: ClassVar[str] = "modarressi-etal-2023-decompx"
 
     biases: Split = "absdot"
     slope: Slope = "zero_origin"

@@ -39,16 +39,7 @@ class GlobEnc(Method):
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
-    citation: ClassVar[str] = """@inproceedings{modarressi-etal-2022-globenc,
-  title = {{G}lob{E}nc: Quantifying Global Token Attribution by Incorporating the Whole Encoder Layer in
-           Transformers},
-  author = {Modarressi, Ali and Fayyaz, Mohsen and Yaghoobzadeh, Yadollah and Pilehvar, Mohammad Taher},
-  booktitle = {Proceedings of the 2022 Conference of the North American Chapter of the Association for
-               Computational Linguistics: Human Language Technologies},
-  year = {2022},
-  pages = {258--271},
-  url = {https://aclanthology.org/2022.naacl-main.19},
-}"""
+    citation: ClassVar[str] = "modarressi-etal-2022-globenc"
 
     def refuses(self, anatomy: BlockAnatomy) -> str | None:
         if anatomy.cross:

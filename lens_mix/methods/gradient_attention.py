@@ -43,14 +43,7 @@ class GradientAttention(Method):
     residual: ClassVar[float] = 0.5
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
-    citation: ClassVar[str] = """@inproceedings{chefer-etal-2021-generic,
-  title = {Generic Attention-Model Explainability for Interpreting
-           Bi-Modal and Encoder-Decoder Transformers},
-  author = {Chefer, Hila and Gur, Shir and Wolf, Lior},
-  booktitle = {Proceedings of the IEEE/CVF International Conference on Computer Vision},
-  year = {2021},
-  pages = {397--406},
-}"""
+    citation: ClassVar[str] = "chefer-etal-2021-generic"
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))
     per_head: bool = False

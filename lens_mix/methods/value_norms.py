@@ -44,14 +44,7 @@ class ValueNorms(Method):
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
-    citation: ClassVar[str] = """@inproceedings{kobayashi-etal-2020-attention,
-  title = {Attention is Not Only a Weight: Analyzing Transformers with Vector Norms},
-  author = {Kobayashi, Goro and Kuribayashi, Tatsuki and Yokoi, Sho and Inui, Kentaro},
-  booktitle = {Proceedings of the 2020 Conference on Empirical Methods in Natural Language Processing},
-  year = {2020},
-  pages = {7057--7075},
-  url = {https://aclanthology.org/2020.emnlp-main.574},
-}"""
+    citation: ClassVar[str] = "kobayashi-etal-2020-attention"
 
     per_head: bool = False
 

@@ -51,14 +51,7 @@ class ValueZeroing(Method):
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("algebra", "hooks")
     records: ClassVar[frozenset[str]] = frozenset({"pattern", "value"})
-    citation: ClassVar[str] = """@inproceedings{mohebbi-etal-2023-quantifying,
-  title = {Quantifying Context Mixing in Transformers},
-  author = {Mohebbi, Hosein and Zuidema, Willem and Chrupa{\\l}a, Grzegorz and Alishahi, Afra},
-  booktitle = {Proceedings of the 17th Conference of the European Chapter of the ACL},
-  year = {2023},
-  pages = {3378--3400},
-  url = {https://aclanthology.org/2023.eacl-main.245},
-}"""
+    citation: ClassVar[str] = "mohebbi-etal-2023-quantifying"
 
     metric: Metric = "cosine"
     per_head: bool = False

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Real
 
 
-def spearman(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]) -> float:
+def spearman(x: Real[np.ndarray, " n"], y: Real[np.ndarray, " n"]) -> float:
     """Spearman's rank correlation, in -1..1; NaN where one side is constant or there are fewer than two.
 
     Raises:

@@ -1,8 +1,5 @@
 """Rollout against attention_flow's own numbers, and the properties it must have."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,29 +8,9 @@ from hypothesis import strategies as st
 from lens_mix.aggregation import residual_weight, rollout
 from lens_mix.maps import MixingMap
 from lens_mix.methods import METHODS
+from tests.random_maps import REFERENCE, map_of, random_attention, reference_arrays
 
-REFERENCE = Path(__file__).parents[1] / "reference"
 FLOWS = sorted(path.name for path in REFERENCE.glob("flow_*.npz"))
-
-
-def load(name):
-    with np.load(REFERENCE / name) as file:
-        return {key: torch.from_numpy(file[key]) for key in file.files}
-
-
-def attention(layers=4, heads=None, size=6, causal=True, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shape = (layers, size, size) if heads is None else (layers, heads, size, size)
-    logits = 2 * torch.randn(shape, generator=generator, dtype=torch.float64)
-    if causal:
-        logits = logits.masked_fill(~torch.ones(size, size, dtype=torch.bool).tril(), -torch.inf)
-    return logits.softmax(-1)
-
-
-def make(scores=None, **fields):
-    scores = attention() if scores is None else scores
-    tokens = [f" t{position}" for position in range(scores.shape[-2])]
-    return MixingMap(scores=scores, tokens=tokens, **{"method": "attention", "causal": True, **fields})
 
 
 # ---------------------------------------------------------------------- the paper's own code
@@ -46,8 +23,8 @@ def test_the_reference_is_there():
 @pytest.mark.parametrize("name", FLOWS)
 @pytest.mark.parametrize("field", ["att_heads", "att_mean"])
 def test_equals_attention_flow(name, field):
-    reference = load(name)
-    mixing_map = make(reference[field], causal="causal" in name)
+    reference = reference_arrays(name)
+    mixing_map = map_of(reference[field], causal="causal" in name)
     assert torch.allclose(rollout(mixing_map).scores, reference["rollout"], rtol=0, atol=1e-12)
     plain = rollout(mixing_map, residual=0).scores
     assert torch.allclose(plain, reference["rollout_nores"], rtol=0, atol=1e-12)
@@ -55,8 +32,8 @@ def test_equals_attention_flow(name, field):
 
 @pytest.mark.parametrize("name", FLOWS)
 def test_of_maps_that_hold_the_residual(name):
-    reference = load(name)
-    mixing_map = make(reference["res"], method="value_zeroing", causal="causal" in name)
+    reference = reference_arrays(name)
+    mixing_map = map_of(reference["res"], method="value_zeroing", causal="causal" in name)
     assert torch.allclose(rollout(mixing_map).scores, reference["rollout"], rtol=0, atol=1e-12)
 
 
@@ -64,22 +41,22 @@ def test_of_maps_that_hold_the_residual(name):
 
 
 def test_the_residual_follows_the_method():
-    assert residual_weight(make(), None) == 0.5 == METHODS["attention"].residual
-    assert residual_weight(make(method="value_zeroing"), None) == 0
-    assert residual_weight(make(residual=0.2), None) == 0.2
-    assert residual_weight(make(residual=0.2), 0.7) == 0.7
-    assert residual_weight(make(method="custom"), 1) == 1.0
+    assert residual_weight(map_of(), None) == 0.5 == METHODS["attention"].residual
+    assert residual_weight(map_of(method="value_zeroing"), None) == 0
+    assert residual_weight(map_of(residual=0.2), None) == 0.2
+    assert residual_weight(map_of(residual=0.2), 0.7) == 0.7
+    assert residual_weight(map_of(method="custom"), 1) == 1.0
     with pytest.raises(ValueError, match=r"residual: expected a number .* method 'custom'.* got None"):
-        rollout(make(method="custom"))
+        rollout(map_of(method="custom"))
 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.1, float("nan"), float("inf")])
 def test_a_residual_outside_0_to_1_is_refused(wrong):
     with pytest.raises(ValueError, match="residual: expected a number from 0 to 1"):
-        rollout(make(), residual=wrong)
+        rollout(map_of(), residual=wrong)
     for no_number in ("0.5", True, [0.5]):
         with pytest.raises(TypeError, match="residual: expected a number"):
-            rollout(make(), residual=no_number)
+            rollout(map_of(), residual=no_number)
 
 
 # ---------------------------------------------------------------------- properties
@@ -95,7 +72,10 @@ def test_a_residual_outside_0_to_1_is_refused(wrong):
     st.integers(0, 10**6),
 )
 def test_rows_sum_to_one_and_stay_causal(layers, heads, size, weight, causal, seed):
-    result = rollout(make(attention(layers, heads, size, causal, seed), causal=causal), residual=weight)
+    result = rollout(
+        map_of(random_attention(layers, heads, size, causal=causal, seed=seed), causal=causal),
+        residual=weight,
+    )
     scores = result.scores
     assert scores.shape == (layers, size, size)
     assert scores.dtype == torch.float64
@@ -109,37 +89,37 @@ def test_rows_sum_to_one_and_stay_causal(layers, heads, size, weight, causal, se
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10**6), st.floats(0, 1))
 def test_raw_scores_of_any_scale_roll_out_alike(seed, weight):
-    scores = attention(seed=seed)
+    scores = random_attention(seed=seed)
     generator = torch.Generator().manual_seed(seed)
     scales = 10 ** (8 * torch.rand(4, 6, 1, generator=generator, dtype=torch.float64) - 4)
     assert torch.allclose(
-        rollout(make(scores * scales), residual=weight).scores,
-        rollout(make(scores), residual=weight).scores,
+        rollout(map_of(scores * scales), residual=weight).scores,
+        rollout(map_of(scores), residual=weight).scores,
         rtol=0,
         atol=1e-13,
     )
 
 
 def test_the_order_of_heads_does_not_matter():
-    scores = attention(heads=4)
-    permuted = rollout(make(scores[:, [2, 0, 3, 1]])).scores
-    assert torch.allclose(permuted, rollout(make(scores)).scores, rtol=0, atol=1e-15)
+    scores = random_attention(heads=4)
+    permuted = rollout(map_of(scores[:, [2, 0, 3, 1]])).scores
+    assert torch.allclose(permuted, rollout(map_of(scores)).scores, rtol=0, atol=1e-15)
 
 
 def test_only_the_residual():
-    assert torch.equal(rollout(make(), residual=1).scores[-1], torch.eye(6, dtype=torch.float64))
+    assert torch.equal(rollout(map_of(), residual=1).scores[-1], torch.eye(6, dtype=torch.float64))
 
 
 def test_half_precision_scores_are_rolled_out_in_float64():
-    scores = attention().bfloat16()
-    result = rollout(make(scores)).scores
-    assert torch.equal(result, rollout(make(scores.double())).scores)
+    scores = random_attention().bfloat16()
+    result = rollout(map_of(scores)).scores
+    assert torch.equal(result, rollout(map_of(scores.double())).scores)
 
 
 def test_the_map_given_is_unchanged():
-    scores = attention(heads=2)
+    scores = random_attention(heads=2)
     before = scores.clone()
-    rollout(make(scores), receptive_field=True, drop_bos=True, per_head=True)
+    rollout(map_of(scores), receptive_field=True, drop_bos=True, per_head=True)
     assert torch.equal(scores, before)
 
 
@@ -147,20 +127,20 @@ def test_the_map_given_is_unchanged():
 
 
 def test_per_head_is_the_head_times_the_rollout_below():
-    scores = attention(heads=3)
-    result = rollout(make(scores), per_head=True)
-    merged = rollout(make(scores)).scores
+    scores = random_attention(heads=3)
+    result = rollout(map_of(scores), per_head=True)
+    merged = rollout(map_of(scores)).scores
     identity = torch.eye(6, dtype=torch.float64)
     assert result.scores.shape == (4, 3, 6, 6)
     assert torch.allclose(result.scores[0, 1], 0.5 * scores[0, 1] + 0.5 * identity)
     assert torch.allclose(result.scores[3, 2], (0.5 * scores[3, 2] + 0.5 * identity) @ merged[2])
     assert torch.allclose(result.scores.mean(1), merged)
     with pytest.raises(ValueError, match="per_head: expected a map with heads"):
-        rollout(make(), per_head=True)
+        rollout(map_of(), per_head=True)
 
 
 def test_from_and_to_layers():
-    mixing_map = make()
+    mixing_map = map_of()
     whole = rollout(mixing_map).scores
     upto = rollout(mixing_map, to_layer=2)
     assert torch.equal(upto.scores, whole[:3])
@@ -176,10 +156,10 @@ def test_from_and_to_layers():
 
 
 def test_from_and_to_layers_are_labels():
-    mixing_map = make(layers=[5, 6, 7, 8])
+    mixing_map = map_of(layers=[5, 6, 7, 8])
     upper = rollout(mixing_map, from_layer=6, to_layer=7)
     assert upper.layers == [6, 7]
-    assert torch.equal(upper.scores, rollout(make(mixing_map.scores[1:3])).scores)
+    assert torch.equal(upper.scores, rollout(map_of(mixing_map.scores[1:3])).scores)
     with pytest.raises(ValueError, match=r"layer: expected one of \[5, 6, 7, 8\]"):
         rollout(mixing_map, from_layer=0)
     with pytest.raises(ValueError, match="from_layer: expected no later layer"):
@@ -187,19 +167,19 @@ def test_from_and_to_layers_are_labels():
 
 
 def test_drop_bos_drops_first_and_lets_rows_sum_to_one():
-    scores = attention()
-    result = rollout(make(scores), drop_bos=True)
+    scores = random_attention()
+    result = rollout(map_of(scores), drop_bos=True)
     rest = scores[:, 1:, 1:]
     rest = rest / rest.sum(-1, keepdim=True)
-    assert torch.allclose(result.scores, rollout(make(rest)).scores, rtol=0, atol=1e-14)
+    assert torch.allclose(result.scores, rollout(map_of(rest)).scores, rtol=0, atol=1e-14)
     assert result.tokens == [" t1", " t2", " t3", " t4", " t5"]
 
 
 def test_a_row_that_saw_only_the_dropped_token_keeps_itself():
-    scores = attention(layers=2)
+    scores = random_attention(layers=2)
     scores[1, 3] = torch.tensor([1.0, 0, 0, 0, 0, 0])
-    with_residual = rollout(make(scores), drop_bos=True)
-    without = rollout(make(scores), drop_bos=True, residual=0)
+    with_residual = rollout(map_of(scores), drop_bos=True)
+    without = rollout(map_of(scores), drop_bos=True, residual=0)
     below = with_residual.scores[0, 2]
     assert torch.equal(with_residual.scores[1, 2], below)
     assert without.scores[1, 2].abs().sum() == 0
@@ -208,9 +188,9 @@ def test_a_row_that_saw_only_the_dropped_token_keeps_itself():
 
 
 def test_what_an_all_zero_row_loses_is_lost_above():
-    scores = attention(layers=2)
+    scores = random_attention(layers=2)
     scores[0, 1] = 0
-    result = rollout(make(scores, method="value_zeroing"))
+    result = rollout(map_of(scores, method="value_zeroing"))
     assert torch.allclose(1 - result.scores[1].sum(-1), scores[1, :, 1])
 
 
@@ -218,7 +198,7 @@ def test_what_an_all_zero_row_loses_is_lost_above():
 
 
 def test_the_record():
-    before = make(attention(heads=2), parameters={"per_head": True}, provenance={"model": "gpt2"})
+    before = map_of(random_attention(heads=2), parameters={"per_head": True}, provenance={"model": "gpt2"})
     after = rollout(before, receptive_field=True)
     assert (after.kind, after.method, after.residual) == ("input", "attention", 0.5)
     assert after.parameters == {"per_head": True}
@@ -238,12 +218,12 @@ def test_the_record():
 
 def test_the_mask_of_the_result_is_what_can_be_reached():
     window = torch.ones(6, 6, dtype=torch.bool).tril() & ~torch.ones(6, 6, dtype=torch.bool).tril(-2)
-    result = rollout(make(attention() * window, mask=window))
+    result = rollout(map_of(random_attention() * window, mask=window))
     for place in range(4):
         reached = torch.ones(6, 6, dtype=torch.bool).tril()
         assert torch.equal(result.visible()[place], reached & ~reached.tril(-(place + 2)))
         assert torch.equal(result.scores[place] > 0, result.visible()[place])
-    assert rollout(make()).mask is None
+    assert rollout(map_of()).mask is None
 
 
 # ---------------------------------------------------------------------- refused
@@ -251,13 +231,13 @@ def test_the_mask_of_the_result_is_what_can_be_reached():
 
 def test_refused():
     with pytest.raises(TypeError, match="mixing_map: expected a MixingMap, got Tensor"):
-        rollout(attention())
+        rollout(random_attention())
     with pytest.raises(ValueError, match="got kind 'input'"):
-        rollout(rollout(make()))
+        rollout(rollout(map_of()))
     cross = MixingMap(torch.rand(2, 3, 4), ["a"] * 3, "attention", key_tokens=["b"] * 4)
     with pytest.raises(ValueError, match="4 other keys for 3 tokens"):
         rollout(cross)
     with pytest.raises(ValueError, match=r"follow one another, got layers \[0, 2, 3, 4\]"):
-        rollout(make(layers=[0, 2, 3, 4]))
+        rollout(map_of(layers=[0, 2, 3, 4]))
     with pytest.raises(ValueError, match="none below 0"):
-        rollout(make(-attention()))
+        rollout(map_of(-random_attention()))

@@ -13,15 +13,7 @@ from lens_mix.evaluation import (
 from lens_mix.hooks import prune_heads
 from lens_mix.lens.model_classes import transformer_lens_version
 from tests import tiny_models
-from tests.tiny_models import available, bridge, hooked_encoder_decoder, hooked_transformer
-
-
-def decoder():
-    return (
-        bridge("gpt2", torch.float64)
-        if available(bridge, "gpt2")
-        else hooked_transformer("LN", torch.float64)
-    )
+from tests.tiny_models import available, bridge, gpt2_like, hooked_encoder_decoder
 
 
 def prompts(model, count=3):
@@ -29,7 +21,7 @@ def prompts(model, count=3):
 
 
 def test_attribution_is_the_mean_of_the_largest_entries():
-    model = decoder()
+    model = gpt2_like(torch.float64)
     some = prompts(model)
     found = head_importance(model, some)
     maps = [lm.run(model, prompt, lm.AttentionAttribution(per_head=True)).scores for prompt in some]
@@ -39,7 +31,7 @@ def test_attribution_is_the_mean_of_the_largest_entries():
 
 
 def test_targets_one_for_each_prompt():
-    model = decoder()
+    model = gpt2_like(torch.float64)
     some = prompts(model, 2)
     targets = [lm.targets.logit(7), lm.targets.logit_difference(3, 9)]
     found = head_importance(model, some, targets=targets)
@@ -55,7 +47,7 @@ def test_targets_one_for_each_prompt():
 
 
 def test_attention():
-    model = decoder()
+    model = gpt2_like(torch.float64)
     some = prompts(model)
     found = head_importance(model, some, "attention")
     maps = [lm.run(model, prompt, lm.AttentionWeights(per_head=True)).scores for prompt in some]
@@ -68,7 +60,7 @@ def test_attention():
 
 
 def test_rough_completeness_is_told():
-    model = decoder()
+    model = gpt2_like(torch.float64)
     some = prompts(model, 2)
     rough = lm.AttentionAttribution(method="riemann_left", n_steps=1)
     found = head_importance(model, some, method=rough)
@@ -77,7 +69,7 @@ def test_rough_completeness_is_told():
 
 
 def test_taylor_is_the_slope_of_the_loss_in_a_head_mask():
-    model = decoder()
+    model = gpt2_like(torch.float64)
     (prompt,) = prompts(model, 1)
     found = head_importance(model, [prompt], "taylor")
     for layer in range(2):
@@ -97,7 +89,7 @@ def test_taylor_is_the_slope_of_the_loss_in_a_head_mask():
 
 
 def test_ablation_is_the_difference_of_the_metric():
-    model = decoder()
+    model = gpt2_like(torch.float64)
     (prompt,) = prompts(model, 1)
 
     def metric(pruned):
@@ -159,7 +151,7 @@ def test_correlation():
 
 
 def test_bad_input():
-    model = decoder()
+    model = gpt2_like(torch.float64)
     some = prompts(model, 1)
     for arguments, keywords, message in [
         ((model, []), {}, "prompts: expected at least one"),

@@ -6,16 +6,12 @@ import torch
 from lens_mix.evaluation import HeadImportance, pruned, pruning_curves
 from lens_mix.hooks import prune_heads
 from tests import tiny_models
-from tests.tiny_models import available, bridge, hooked_transformer
+from tests.tiny_models import gpt2_like
 
 
 @pytest.fixture(scope="module")
 def model():
-    return (
-        bridge("gpt2", torch.float64)
-        if available(bridge, "gpt2")
-        else hooked_transformer("LN", torch.float64)
-    )
+    return gpt2_like(torch.float64)
 
 
 @pytest.fixture(scope="module")

@@ -14,16 +14,14 @@ from lens_mix.evaluation import (
 )
 from lens_mix.evaluation.triggers import Piece
 from tests import tiny_models
-from tests.tiny_models import available, bridge, hooked_transformer, toy_tokenizer
+from tests.tiny_models import gpt2_like, toy_tokenizer
 
 CLS, SEP = 1, 2
 
 
 @pytest.fixture(scope="module")
 def model():
-    if available(bridge, "gpt2"):
-        return bridge("gpt2", torch.float64, tokenizer=toy_tokenizer())
-    return hooked_transformer("LN", torch.float64, tokenizer=toy_tokenizer())
+    return gpt2_like(torch.float64, tokenizer=toy_tokenizer())
 
 
 def trigger_of(*pieces) -> Trigger:

@@ -13,16 +13,9 @@ from lens_mix.lens.prompts import Prompt
 from lens_mix.lens.proof import prove as proofs
 from lens_mix.lens.proof import record as proof_record
 from tests.matrix import build_or_skip, prompt_of
-from tests.tiny_models import Unavailable, bridge, hooked_encoder, hooked_transformer
+from tests.tiny_models import bridge, hooked_encoder, hooked_transformer, llama_like
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def any_model(dtype=torch.float32):
-    try:
-        return bridge("llama", dtype)
-    except Unavailable:
-        return hooked_transformer("grouped", dtype)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +111,7 @@ def test_granite_multiplies_its_branches():
 
 def test_an_interpolated_attention_is_refused():
     """A model whose z is not pattern @ v: the edit of a value would not do what it says."""
-    model = any_model()
+    model = llama_like()
     name = next(n for n in model.hook_dict if n.endswith(("attn.hook_z", "attn.o.hook_in")))
     model.add_hook(name, lambda z, hook: z * 0.5 + 0.1)
     with pytest.raises(
@@ -131,7 +124,7 @@ def test_an_interpolated_attention_is_refused():
 
 def test_a_value_hook_without_effect_is_refused():
     """Values overwritten after the hook: zeroing them can't reach the output."""
-    model = any_model()
+    model = llama_like()
     kept = {}
     name = next(n for n in model.hook_dict if n.endswith("blocks.0.attn.hook_z"))
 
@@ -144,7 +137,7 @@ def test_a_value_hook_without_effect_is_refused():
 
 
 def test_a_changed_feed_forward_forbids_algebra_but_not_hooks():
-    model = any_model()
+    model = llama_like()
     name = next(n for n in model.hook_dict if n.endswith("blocks.0.hook_mlp_out"))
     before = lm.run(model, prompt_of(model), "value_zeroing")
     model.add_hook(name, lambda out, hook: out * 2)
@@ -233,7 +226,7 @@ def test_a_forward_replaced_by_hand_is_noticed(factory, name):
 
 
 def test_the_proof_is_kept_until_something_changes(monkeypatch):
-    model = any_model()
+    model = llama_like()
     made = []
     original = proofs.prove
     monkeypatch.setattr("lens_mix.lens.proof.proofs.prove", lambda *a: made.append(1) or original(*a))
@@ -253,13 +246,13 @@ def test_the_proof_is_kept_until_something_changes(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_tolerance_follows_the_dtype(dtype):
-    model = any_model(dtype)
+    model = llama_like(dtype)
     report = lm.check(model, prompt_of(model))
     assert report.ok, str(report)
     m = lm.run(model, prompt_of(model), "value_zeroing")
     assert m.scores.dtype == torch.promote_types(dtype, torch.float32)
     assert m.provenance["dtype"] == str(dtype).removeprefix("torch.")
-    single = lm.run(any_model(), prompt_of(model), "value_zeroing")
+    single = lm.run(llama_like(), prompt_of(model), "value_zeroing")
     assert (m.scores - single.scores).abs().max() < {torch.float64: 1e-5, torch.float32: 1e-6}.get(
         dtype, 0.05
     )
@@ -273,14 +266,14 @@ def test_short_prompts_are_proven_on_longer_ones():
 
 
 def test_a_prompt_of_one_token():
-    model = any_model()
+    model = llama_like()
     maps = lm.run(model, torch.tensor([7]), ["attention", "value_zeroing"])
     assert maps["attention"].scores.shape == (2, 1, 1)
     assert maps["attention"].normalized().scores.flatten().tolist() == [1, 1]
 
 
 def test_check_and_support_print_and_tabulate():
-    model = any_model()
+    model = llama_like()
     report = lm.check(model, prompt_of(model))
     text = str(report)
     assert "zero_value" in text

@@ -9,8 +9,8 @@ import lens_mix as lm
 from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.continuation import logits_from
 from lens_mix.lens.prompts import pad, read_prompt
-from tests.matrix import cases, prompt_of
-from tests.tiny_models import Unavailable, bridge
+from tests.matrix import build_or_skip, cases, prompt_of
+from tests.tiny_models import bridge
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CASES = {case.label: case for case in cases()}
@@ -107,10 +107,7 @@ def test_batch_equal_to_heads_is_no_trap():
 
 
 def test_a_block_that_changes_from_run_to_run_is_refused():
-    try:
-        model = bridge("gpt2")
-    except Unavailable as problem:
-        pytest.skip(str(problem))
+    model = build_or_skip(bridge, "gpt2")
     count = [0]
 
     def drift(module, arguments, output):

@@ -57,7 +57,7 @@ def test_equals_the_vectors_written_out(case, biases):
 def test_next_norm_is_the_one_that_reads_the_output(case):
     method = lm.AtbFfResLn(next_norm=True)
     blocks = blocks_of(case, method)
-    maps = method.of_stack(blocks)[0]
+    maps = [method(block)[0] for block in blocks]
     for layer, block in enumerate(blocks):
         written_out = oracle(block)
         norm = None if block.anatomy.feed_forward_residual is not None else block.next_norm()

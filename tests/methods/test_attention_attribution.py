@@ -9,16 +9,9 @@ from lens_mix.algebra.quadrature import nested_rules, quadrature
 from lens_mix.hooks import record
 from tests import tiny_models
 from tests.methods import attribution_reference as hao
-from tests.tiny_models import available, bridge, hooked_transformer
+from tests.tiny_models import available, bridge, gpt2_like
 
 needs_bridge = pytest.mark.skipif(not available(bridge, "gpt2"), reason="no TransformerBridge here")
-
-
-def any_gpt2(dtype: torch.dtype = torch.float64):
-    """A decoder that every TransformerLens can build."""
-    if available(bridge, "gpt2"):
-        return bridge("gpt2", dtype)
-    return hooked_transformer("LN", dtype)
 
 
 def naive(model, tokens: Tensor, layer: int, function, points: Tensor, weights: Tensor) -> Tensor:
@@ -55,7 +48,7 @@ def test_the_released_code(model_class):
 @pytest.mark.parametrize("rule", ["gauss_legendre", "riemann_left", "riemann_right", "riemann_middle"])
 def test_captum(rule):
     captum = pytest.importorskip("captum.attr")
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     method = lm.AttentionAttribution(n_steps=6, method=rule, per_head=True)
     found = lm.run(model, tokens, [method, "attention"])
@@ -107,7 +100,7 @@ def test_whole_forward_passes(name):
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_the_hooks_on_a_run_of_your_own(layer):
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     method = lm.AttentionAttribution(target=lm.targets.logit(7), n_steps=3, per_head=True)
     found = lm.run(model, tokens, method)
@@ -127,7 +120,7 @@ def test_the_hooks_on_a_run_of_your_own(layer):
 
 @pytest.mark.parametrize("layers", [[0], [1], [1, 0]])
 def test_layers_alone_are_the_cut_of_the_whole(layers):
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     for method in ("attention_attribution", "gradient_attention"):
         whole = lm.run(model, tokens, method)
@@ -162,7 +155,7 @@ def test_completeness_on_delegated_attention(name):
 
 @pytest.mark.parametrize("of", ["probability", "logit"])
 def test_completeness_on_a_smooth_model(of):
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     method = lm.AttentionAttribution(target=lm.targets.predicted(of=of), n_steps=48)
     details = lm.run(model, tokens, method).provenance["details"]
@@ -173,7 +166,7 @@ def test_completeness_on_a_smooth_model(of):
 
 
 def test_sum_over_heads_and_rows():
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     summed = lm.run(model, tokens, lm.AttentionAttribution())
     apart = lm.run(model, tokens, lm.AttentionAttribution(per_head=True))
@@ -189,7 +182,7 @@ def test_sum_over_heads_and_rows():
 
 
 def test_baselines():
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     uniform = torch.ones(7, 7, dtype=torch.float64).tril() / torch.arange(1, 8, dtype=torch.float64)[:, None]
     given = uniform.expand(2, 4, 7, 7)
@@ -208,7 +201,7 @@ def test_baselines():
 
 
 def test_a_baseline_may_not_break_the_mask():
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     for baseline, message in [
         (torch.full((2, 4, 7, 7), 1 / 7), "attention mask would be broken"),
@@ -226,7 +219,7 @@ def test_a_baseline_may_not_break_the_mask():
 
 
 def test_each_layer_takes_the_points_it_needs():
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     exact = lm.run(model, tokens, lm.AttentionAttribution(n_steps=100, per_head=True)).scores
     steps = []
@@ -247,7 +240,7 @@ def test_each_layer_takes_the_points_it_needs():
 
 @pytest.mark.parametrize("count", [3, 7, 15])
 def test_points_of_a_nested_rule_are_those_of_the_definition(count):
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     method = lm.AttentionAttribution(
         target=lm.targets.logit(7), tolerance=1e-12, max_steps=count, per_head=True
@@ -263,7 +256,7 @@ def test_points_of_a_nested_rule_are_those_of_the_definition(count):
 
 
 def test_by_default_what_a_target_is_measured_in_does_not_matter():
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     maps = [
         lm.run(
@@ -277,7 +270,7 @@ def test_by_default_what_a_target_is_measured_in_does_not_matter():
 
 
 def test_a_tolerance_that_is_not_met_is_noted():
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     found = lm.run(model, tokens, lm.AttentionAttribution(max_steps=7, tolerance=1e-14))
     assert [note for note in found.notes if "tolerance 1e-14 was not met" in note and "max_steps=7" in note]
@@ -287,7 +280,7 @@ def test_a_tolerance_that_is_not_met_is_noted():
 
 
 def test_only_the_prompts_that_need_more_points_get_them():
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     prompts = [tiny_models.tokens(model, 1, seed=seed)[0] for seed in range(4)]
     single = [lm.run(model, p, lm.AttentionAttribution(tolerance=1e-4)) for p in prompts]
     batch = list(lm.run_many(model, prompts, lm.AttentionAttribution(tolerance=1e-4)))
@@ -300,7 +293,7 @@ def test_only_the_prompts_that_need_more_points_get_them():
 
 @pytest.mark.parametrize("size", [1, 3, 5, 100])
 def test_internal_batch_size_changes_nothing(size):
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     prompts = [tiny_models.tokens(model, 1, length)[0] for length in (7, 4)]
     whole = list(lm.run_many(model, prompts, lm.AttentionAttribution()))
     rows = []
@@ -317,7 +310,7 @@ def test_internal_batch_size_changes_nothing(size):
 
 
 def test_max_memory_bounds_the_rows():
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     with pytest.raises(ValueError, match="max_memory: expected at least"):
         lm.run(model, tokens, lm.AttentionAttribution(), max_memory=1000)
@@ -327,7 +320,7 @@ def test_max_memory_bounds_the_rows():
 
 
 def test_blocks_below_are_not_run_again():
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     method = lm.AttentionAttribution(n_steps=5)
     rows: list[list[int]] = [[], []]
@@ -375,7 +368,7 @@ def test_visible_scale_is_not_called_degenerate(name):
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padded_prompts_get_what_they_get_alone(side):
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     prompts = [tiny_models.tokens(model, 1, length, seed=length)[0] for length in (7, 3, 5)]
     method = lm.AttentionAttribution(per_head=True)
     alone = [lm.run(model, prompt, method) for prompt in prompts]
@@ -398,7 +391,7 @@ def state(model):
 
 @pytest.mark.parametrize("problem", [None, RuntimeError, KeyboardInterrupt])
 def test_the_model_comes_back_as_it_was(problem):
-    model = any_gpt2().train()
+    model = gpt2_like(torch.float64).train()
     first = next(iter(model.parameters()))
     first.requires_grad_(False)
     model(tiny_models.tokens(model, 1))  # TransformerLens itself leaves hooks on in its first pass
@@ -423,7 +416,7 @@ def test_the_model_comes_back_as_it_was(problem):
 
 
 def test_no_graph_reaches_the_parameters():
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     asked = []
 
     def keep(module, args, out):
@@ -438,7 +431,7 @@ def test_no_graph_reaches_the_parameters():
 
 
 def test_targets_without_a_gradient_are_refused():
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     learned = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
     for function in (lambda logits: logits[:, -1, 4].detach(), lambda logits: learned.expand(len(logits))):
@@ -469,7 +462,7 @@ def test_bad_options(options, error, message):
 
 
 def test_inference_mode_is_refused():
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     lm.run(model, tokens, "attention")
     with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
@@ -479,7 +472,7 @@ def test_inference_mode_is_refused():
 
 
 def test_saved_and_loaded(tmp_path):
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     found = lm.run(model, tiny_models.tokens(model, 1)[0], lm.AttentionAttribution())
     found.save(tmp_path / "map.safetensors")
     again = lm.MixingMap.load(tmp_path / "map.safetensors")

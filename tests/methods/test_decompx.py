@@ -18,7 +18,7 @@ from tests.matrix import prompt_of
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import norms, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_gpt2, reference_inputs
-from tests.tiny_models import available, bridge, hooked_transformer, tokens
+from tests.tiny_models import available, bridge, gpt2_like, hooked_transformer, tokens
 
 STAGES = {"attention": "attention", "mid": "LN1", "feed_forward": "FFN", "output": "encoder"}
 # Key in the reference -> what it was made with.
@@ -199,7 +199,7 @@ def test_logits_read_backwards_are_those_of_the_shares(name, chunk, monkeypatch)
 
 def test_logits_read_backwards_have_no_tensor_of_all_pairs():
     """No larger than the forward pass's: the shares of one block would take 32 × 32 × 24 numbers."""
-    model = hooked_transformer("LN") if not available(bridge, "gpt2") else bridge("gpt2")
+    model = gpt2_like()
     blocks = prompt_blocks(model, tokens(model, 1, 32)[0], lm.DecompX()).blocks
     few = [*blocks[:-1], at_rows(blocks[-1], torch.tensor([[31]]))]
     blocks[-1].head()

@@ -26,7 +26,7 @@ def test_equals_globenc(class_name, row):
 @CASES
 def test_equals_the_vectors_written_out(case):
     blocks = blocks_of(case, lm.GlobEnc())
-    maps = lm.GlobEnc().of_stack(blocks)[0]
+    maps = [lm.GlobEnc()(block)[0] for block in blocks]
     for layer, block in enumerate(blocks):
         own = block.anatomy.feed_forward_residual
         written_out = oracle(block, feed_forward=own is not None)

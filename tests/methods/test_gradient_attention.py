@@ -8,14 +8,16 @@ from lens_mix.hooks import record, replace_pattern
 from lens_mix.lens.model_classes import transformer_lens_version
 from tests import tiny_models
 from tests.methods import attribution_reference as hao
-from tests.tiny_models import available, bridge, hooked_encoder, hooked_encoder_decoder, hooked_transformer
+from tests.tiny_models import (
+    available,
+    bridge,
+    gpt2_like,
+    hooked_encoder,
+    hooked_encoder_decoder,
+)
 
 REWRITTEN = ["gpt2", "llama", "gemma2", "gpt_neox", "bloom", "mixtral", "gpt_oss", "falcon_mqa"]
 DELEGATED = ["opt", "bert", "gpt_neo", "gptj"]
-
-
-def any_gpt2(dtype: torch.dtype = torch.float64):
-    return bridge("gpt2", dtype) if available(bridge, "gpt2") else hooked_transformer("LN", dtype)
 
 
 @pytest.fixture(params=hao.MODEL_CLASSES)
@@ -94,7 +96,7 @@ def test_gradients_of_the_untouched_model(name):
 
 
 def test_the_hooks_on_a_run_of_your_own():
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     methods = [lm.GradientAttention(), lm.GradientAttention(per_head=True, rectify=False)]
     merged, signed = lm.run(model, tokens, methods).values()
@@ -119,7 +121,7 @@ def test_the_hooks_on_a_run_of_your_own():
 
 def test_first_layer_differs_from_frozen_patterns_above():
     """The derivative is total: it goes through the patterns of the layers above, too."""
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     signed = lm.run(model, tokens, lm.GradientAttention(per_head=True, rectify=False))
     attribution = lm.run(
@@ -164,7 +166,7 @@ def test_hooked_encoder():
 
 
 def test_padded_prompts_get_what_they_get_alone():
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     prompts = [tiny_models.tokens(model, 1, length, seed=length)[0] for length in (7, 3, 5)]
     alone = [lm.run(model, prompt, "gradient_attention") for prompt in prompts]
     for side in ("right", "left"):
@@ -174,7 +176,7 @@ def test_padded_prompts_get_what_they_get_alone():
 
 
 def test_chunks_change_nothing():
-    model = any_gpt2()
+    model = gpt2_like(torch.float64)
     prompts = [tiny_models.tokens(model, 1, 7, seed=seed)[0] for seed in range(5)]
     whole = list(lm.run_many(model, prompts, "gradient_attention"))
     for a, b in zip(

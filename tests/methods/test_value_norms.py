@@ -87,7 +87,7 @@ def test_chunks_of_any_size_and_rows_give_the_same(budget, dtype, asked):
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=dtype)  # noqa: E731
     pattern, value, matrices = draw(2, 4, 7, 7).softmax(-1), draw(2, 7, 2, 3), draw(4, 3, 12)
     layers = (Norm("layer", draw(12), None, 1e-5), Norm("rms", draw(12), None, 1e-5))
-    heads = HeadVectors(ValuePath(matrices, None, matrices, None), value, budget)
+    heads = HeadVectors(ValuePath(matrices.mT, None, matrices, None), value, budget)
     rows = list(range(7)) if asked is None else asked
     queries = None if asked is None else torch.tensor([asked, asked])
     root = Pairs(pattern[:, :, rows], heads, queries)
@@ -134,4 +134,5 @@ def test_folded_value_biases_change_the_map_and_the_record_says_so():
 @pytest.mark.parametrize("queries", [1, 150])
 def test_a_pattern_by_key_is_the_pattern_turned_round(queries: int) -> None:
     pattern = torch.rand(2, 3, queries, 5)
-    assert torch.equal(by_key(pattern, torch.float64), pattern.permute(0, 3, 1, 2).double())
+    turned = by_key(pattern, torch.empty(2, 5, 3, queries, dtype=torch.float64))
+    assert torch.equal(turned, pattern.permute(0, 3, 1, 2).double())

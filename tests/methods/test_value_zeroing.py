@@ -7,39 +7,17 @@ import torch
 
 import lens_mix as lm
 from lens_mix.methods.value_zeroing import distance
+from tests.matrix import build_or_skip
 from tests.reference_models import inseq_gpt2, official_bert, reference
-from tests.tiny_models import Unavailable, bridge, hooked_transformer, tokens
+from tests.tiny_models import gpt2_like, llama_like, tokens
 
 CLASSES = ["TransformerBridge", "HookedEncoder", "HookedTransformer"]
-
-
-def built(factory, *arguments, **keywords):
-    """The model, or a skip where this TransformerLens does not have the class."""
-    try:
-        return factory(*arguments, **keywords)
-    except Unavailable as problem:
-        pytest.skip(str(problem))
-
-
-def any_causal(dtype=torch.float64):
-    """A GPT-2-like model of whichever class this TransformerLens has."""
-    try:
-        return bridge("gpt2", dtype)
-    except Unavailable:
-        return hooked_transformer("LN", dtype)
-
-
-def any_grouped(dtype=torch.float64):
-    try:
-        return bridge("llama", dtype)
-    except Unavailable:
-        return hooked_transformer("grouped", dtype)
 
 
 @pytest.mark.parametrize("n", [6, 12])
 @pytest.mark.parametrize("model_class", ["TransformerBridge", "HookedEncoder"])
 def test_official_value_zeroing(model_class, n):
-    model = built(official_bert, model_class)
+    model = build_or_skip(official_bert, model_class)
     expected = reference("official_vz_tiny_f64")
     m = lm.run(model, expected[f"n{n}_input_ids"], "value_zeroing", engine="hooks")
     assert m.scores.dtype == torch.float64
@@ -51,7 +29,7 @@ def test_official_value_zeroing(model_class, n):
 @pytest.mark.parametrize("n", [6, 12])
 @pytest.mark.parametrize("model_class", ["TransformerBridge", "HookedTransformer"])
 def test_inseq_with_its_conventions(model_class, n):
-    model = built(inseq_gpt2, model_class)
+    model = build_or_skip(inseq_gpt2, model_class)
     expected = reference("inseq_vz_gpt2_tiny")
     method = lm.ValueZeroing(last_layer="after_final_norm", threshold=1e-5)
     m = lm.run(model, expected[f"n{n}_input_ids"], method, engine="hooks")
@@ -66,7 +44,7 @@ def test_inseq_with_its_conventions(model_class, n):
 @pytest.mark.parametrize("n", [6, 12])
 @pytest.mark.parametrize("model_class", ["TransformerBridge", "HookedTransformer"])
 def test_own_slow_loop_before_and_after_the_final_norm(model_class, n):
-    model = built(inseq_gpt2, model_class)
+    model = build_or_skip(inseq_gpt2, model_class)
     expected = reference(f"own_gpt2_vz_gpt2_tiny_n{n}")
     before = lm.run(model, expected["input_ids"], "value_zeroing", engine="hooks").scores
     after = lm.run(
@@ -117,7 +95,7 @@ def zero_all(values, key):
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
 def test_equals_the_definition_by_whole_forward_passes(metric):
-    model = any_causal()
+    model = gpt2_like(torch.float64)
     prompt = tokens(model, 1, 6)
     m = lm.run(model, prompt, lm.ValueZeroing(metric=metric), engine="hooks")
     expected = slow_value_zeroing(model, prompt, zero_all, metric)
@@ -125,7 +103,7 @@ def test_equals_the_definition_by_whole_forward_passes(metric):
 
 
 def test_chosen_heads_and_per_head_equal_the_definition():
-    model = any_causal()
+    model = gpt2_like(torch.float64)
     prompt = tokens(model, 1, 5)
 
     def zero(values, key, heads):
@@ -147,7 +125,7 @@ def test_chosen_heads_and_per_head_equal_the_definition():
 
 
 def test_heads_may_differ_by_layer():
-    model = any_causal()
+    model = gpt2_like(torch.float64)
     prompt = tokens(model, 1, 5)
     by_layer = lm.run(model, prompt, lm.ValueZeroing(heads={1: [0, 2]}), engine="hooks").scores
     all_heads = lm.run(model, prompt, "value_zeroing", engine="hooks").scores
@@ -158,7 +136,7 @@ def test_heads_may_differ_by_layer():
 
 def test_grouped_query_heads_are_zeroed_one_at_a_time():
     """Heads 0 and 1 share one value head: zeroing both in turn is not zeroing the shared value twice."""
-    model = any_grouped()
+    model = llama_like(torch.float64)
     prompt = tokens(model, 1, 5)
     each = lm.run(model, prompt, lm.ValueZeroing(per_head=True), engine="hooks").scores
     assert each.shape == (2, 4, 5, 5)
@@ -174,7 +152,7 @@ def test_grouped_query_heads_are_zeroed_one_at_a_time():
 
 
 def test_spans_are_one_unit():
-    model = any_causal()
+    model = gpt2_like(torch.float64)
     prompt = tokens(model, 1, 6)
     m = lm.run(model, prompt, lm.ValueZeroing(spans=[(0, 1), (2,), (3, 4, 5)]), engine="hooks")
     assert m.scores.shape == (2, 6, 3)
@@ -194,7 +172,7 @@ def test_spans_are_one_unit():
 
 
 def test_threshold_sets_small_scores_to_zero():
-    model = any_causal()
+    model = gpt2_like(torch.float64)
     prompt = tokens(model, 1, 6)
     raw = lm.run(model, prompt, "value_zeroing").scores
     cut = float(raw.median())
@@ -250,6 +228,6 @@ def test_bad_options_are_refused(options, message):
     ],
 )
 def test_what_the_model_or_prompt_does_not_have_is_refused(options, message):
-    model = any_causal()
+    model = gpt2_like(torch.float64)
     with pytest.raises(ValueError, match=message):
         lm.run(model, tokens(model, 1, 6), lm.ValueZeroing(**options))

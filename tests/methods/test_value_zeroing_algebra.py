@@ -6,28 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lens_mix as lm
+from lens_mix.algebra import value_zeroing, weight_cache
+from lens_mix.algebra.clean_block import CleanBlock
+from lens_mix.algebra.feed_forward_change import FeedForwardChange
+from lens_mix.algebra.norm_change import NormChange
+from lens_mix.algebra.value_zeroing_pairs import CPU, GPU, Sizes, chunks, find_sources
+from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.lens.model_classes import UnsupportedModelError
 from tests.matrix import Case, cases
 from tests.tiny_models import available, bridge, hooked_transformer, is_encoder_decoder, tokens
 
 # Whose feed-forward or decoder block has no formula here.
 BY_HOOKS = ("mixtral", "gpt_oss", "mixture", "decoder")
-# Parallel blocks, norms on the attention's branch, no feed-forward: nothing to spare.
-WITHOUT_RECORDED = (
-    "gemma2",
-    "gemma3",
-    "gpt_neox",
-    "gptj",
-    "phi",
-    "falcon_mqa",
-    "olmo2",
-    "cohere",
-    "parallel",
-    "attn_only",
-    "sandwich",
-)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "euclidean": {"metric": "euclidean"},
@@ -40,7 +33,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "after the final norm": {"last_layer": "after_final_norm"},
     "threshold": {"threshold": 1e-2},
 }
-# Small enough that a map of nine positions takes several of each piece.
+# Small enough that a map of nine positions takes several of each.
+SMALL = Sizes(rectangle=6, together=2, chunk=9, columns=32, keys=4, positions=9, spare=0.1)
+WHOLE = GPU._replace(spare=10.0)
 
 
 def a_model(dtype: torch.dtype = torch.float64, name: str = "gpt2", classic: str = "LN") -> Any:
@@ -95,3 +90,273 @@ def test_algebra_is_hooks_on_every_model(case: Case) -> None:
     assert float(auto.scores.abs().max()) > 1e-3
 
 
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.label)
+def test_rows_are_the_cut_of_the_whole_map(case: Case) -> None:
+    """Few rows go through W_O and W_in pair by pair, not key by key."""
+    if case.refusal or any(name in case.label for name in BY_HOOKS):
+        pytest.skip("not by algebra")
+    model = case.build(torch.float64)
+    prompt = prompt_of(model)
+    for options in OPTIONS.values():
+        method = lm.ValueZeroing(**options)
+        whole = lm.run(model, prompt, method, stack=case.stack, engine="algebra").scores
+        size = max(1.0, float(whole.max()))
+        for queries in ([-1], [5, 2]):
+            rows = lm.run(model, prompt, method, stack=case.stack, engine="algebra", queries=queries).scores
+            expected = whole[..., queries, :]
+            torch.testing.assert_close(rows, expected, rtol=0, atol=1e-10 * size)
+
+
+@pytest.mark.parametrize("queries", [None, [-1], [0, 2]])
+def test_rows_of_a_padded_batch(queries: list[int] | None) -> None:
+    model = a_model()
+    prompts = [prompt_of(model, length, seed) for length, seed in ((9, 1), (4, 2), (3, 3), (6, 4))]
+    together = lm.run_many(model, prompts, "value_zeroing", engine="algebra", queries=queries)
+    for prompt, found in zip(prompts, together, strict=True):
+        alone = lm.run(model, prompt, "value_zeroing", engine="hooks", queries=queries)
+        torch.testing.assert_close(found.scores, alone.scores, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("sizes", [SMALL, WHOLE], ids=["small", "whole"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama", "bert", "mistral", "gpt_neox", "granite"])
+@pytest.mark.parametrize("options", ["plain", "per head", "spans per head"])
+def test_what_is_done_at_once_makes_no_difference(
+    name: str, options: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not available(bridge, name):
+        pytest.skip("no such bridge")
+    model = bridge(name, torch.float64)
+    whole = lm.run(model, prompt_of(model), lm.ValueZeroing(**OPTIONS[options]), engine="algebra")
+    monkeypatch.setattr(value_zeroing, "CPU", sizes)
+    cut = lm.run(model, prompt_of(model), lm.ValueZeroing(**OPTIONS[options]), engine="algebra")
+    torch.testing.assert_close(cut.scores, whole.scores, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama"])
+def test_weights_that_may_not_be_kept(name: str) -> None:
+    """Under a bound of memory nothing is kept, and short prompts fold nothing."""
+    if not available(bridge, name):
+        pytest.skip("no such bridge")
+    model = bridge(name, torch.float64)
+    for length in (4, 9, 30):
+        prompt = prompt_of(model, length)
+        weight_cache.forget()
+        bounded = lm.run(model, prompt, "value_zeroing", engine="algebra", max_memory=10**8).scores
+        assert weight_cache.number("folded torch.float64") == 0
+        hooks = lm.run(model, prompt, "value_zeroing", engine="hooks").scores
+        torch.testing.assert_close(bounded, hooks, rtol=0, atol=1e-10)
+
+
+def largest_error(scores: torch.Tensor, exact: torch.Tensor) -> float:
+    """Relative, where the score is above 1e-7."""
+    counted = exact > 1e-7
+    assert int(counted.sum()) > 100
+    return float(((scores.double() - exact).abs() / exact)[counted].max())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "olmo2", "bert", "bloom", "opt", "phi"])
+def test_float32_keeps_five_digits_of_the_float64_oracle(name: str) -> None:
+    if not available(bridge, name):
+        pytest.skip("no such bridge")
+    exact_model, model = bridge(name, torch.float64), bridge(name, torch.float32)
+    exact_model.load_state_dict(model.state_dict())  # the rounding of weights is not the engine's
+    prompt = prompt_of(exact_model, 16)
+    exact = lm.run(exact_model, prompt, "value_zeroing", engine="hooks").scores
+    scores = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
+    assert largest_error(scores, exact) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "granite", "bert", "gpt_neox"])
+def test_float32_adds_little_to_what_the_clean_pass_lost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # With 24 numbers per vector little averages out, and a float32 clean pass alone can cost 1e-5. What the
+    # difference of two activations costs depends on the processor's products too.
+    if not available(bridge, name):
+        pytest.skip("no such bridge")
+    model = bridge(name, torch.float32)
+    prompt = prompt_of(model, 16)
+    scores = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
+    monkeypatch.setattr(value_zeroing, "_dtypes", lambda block: (torch.float64, torch.float64))
+    exact = lm.run(model, prompt, "value_zeroing", engine="algebra").scores.double()
+    assert largest_error(scores, exact) < (1.5e-4 if name == "granite" else 3e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_accumulates_in_float32(dtype: torch.dtype) -> None:
+    model = a_model(dtype)
+    prompt = prompt_of(model)
+    scores = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
+    assert scores.dtype == torch.float32
+    wide = a_model(torch.float32)
+    exact = lm.run(wide, prompt, "value_zeroing", engine="hooks").scores
+    torch.testing.assert_close(scores, exact, rtol=0.3, atol=0.02)
+    assert torch.isfinite(scores).all()
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padded_batch_is_each_prompt_alone(side: str) -> None:
+    model = a_model()
+    prompts = [prompt_of(model, length, seed) for length, seed in ((9, 1), (4, 2), (1, 3), (6, 4))]
+    together = lm.run_many(model, prompts, "value_zeroing", engine="algebra", padding_side=side)
+    for prompt, found in zip(prompts, together, strict=True):
+        alone = lm.run(model, prompt, "value_zeroing", engine="hooks")
+        torch.testing.assert_close(found.scores, alone.scores, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_only_pairs_with_weight_are_computed(window: int | None) -> None:
+    """The triangle, or the band of a sliding window; each pair once, and few others."""
+    seen = torch.ones(1, 40, 40).tril().bool()
+    seen = seen if window is None else seen.triu(1 - window)
+    sources = find_sources(seen, torch.ones(1, 40, dtype=torch.bool), None)
+    times = torch.zeros(40, 40)
+    for chunk in chunks(sources, CPU):
+        for rectangle in chunk:
+            columns = [source.column for source in sources[rectangle.sources]]
+            times[rectangle.rows, columns[0] : columns[-1] + 1] += 1
+    assert bool((times[seen[0]] == 1).all())
+    assert int(times.max()) == 1
+    assert int(times.sum()) <= (1 + CPU.spare) * int(seen.sum())
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_a_norms_change_keeps_its_digits(kind: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.randn(5, 64, generator=generator)
+    change = 1e-6 * torch.randn(3, 5, 64, generator=generator)
+    norm = Norm(kind, torch.randn(64, generator=generator), torch.randn(64, generator=generator), 1e-6)
+    of_clean = NormChange(norm, clean)
+    found = of_clean.output(slice(0, 5), of_clean.sizes(slice(0, 5), change))
+    wide = Norm(kind, norm.weight.double(), norm.bias.double(), 1e-6)
+    exact = wide(clean.double() + change.double()) - wide(clean.double())
+    assert float((found - exact).norm() / exact.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 0.1, 1.0, 10.0, 1e2, 1e3])
+def test_a_gated_silu_layers_change_keeps_its_digits(scale: float) -> None:
+    """Relative to its two terms, number by number; up to changes far past the exponential's range."""
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.randn(2, 6, 200, generator=generator) * torch.tensor([10.0, 3.0])[:, None, None]
+    changes = torch.randn(2, 4, 6, 200, generator=generator) * scale
+    (g, u), (dg, du) = clean.double(), changes.double()
+    silu = torch.nn.functional.silu
+    exact = silu(g + dg) * (u + du) - silu(g) * u
+    terms = ((silu(g + dg) - silu(g)) * (u + du)).abs() + (silu(g) * du).abs()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        layer = FeedForward("silu", torch.eye(400)[:, 200:], torch.eye(200), torch.eye(400)[:, :200])
+        read = torch.cat(list(clean), dim=1).to(dtype)
+        hidden = FeedForwardChange(layer, [read], None, dtype, 200, 24)
+        given, rows = changes.to(dtype), slice(0, 6)
+        found.append(torch.empty(4, 6, 200, dtype=dtype))
+
+        def add(matrix: int, columns: slice, into: torch.Tensor, given: torch.Tensor = given) -> None:
+            into += given[matrix]
+
+        hidden.change(hidden.parts[0], rows, [], add, found[-1])
+    narrow, wide = found[0].double(), found[1]
+    # `exact` is a difference itself.
+    torch.testing.assert_close(wide, exact, rtol=1e-9, atol=1e-12)
+    assert float((narrow - exact).norm() / exact.norm()) < 2e-7
+    if scale <= 1:
+        least = 1e-14 * (1 + (silu(g) * u).abs())
+        assert bool(((narrow - exact).abs() <= 4e-6 * terms + least).all())
+
+
+def test_a_change_along_the_clean_vector_keeps_its_digits() -> None:
+    """Differences of squares would leave nothing of what lies across."""
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.randn(4, 64, generator=generator)
+    anatomy = BlockAnatomy("none", False, None, None, "none")
+    block = CleanBlock(anatomy, clean, torch.zeros_like(clean), clean, None, 1, True, 12)
+    change = 0.5 * clean[None] + 1e-5 * torch.randn(3, 4, 64, generator=generator)
+    found = block.distance(slice(0, 4), change, None, "cosine")
+    moved = clean[None].double() + change.double()
+    unit, other = (
+        x / torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (clean.double()[None], moved)
+    )
+    torch.testing.assert_close(found.double(), (unit - other).square().sum(-1) / 2, rtol=1e-2, atol=0)
+
+
+def test_what_sends_nothing_has_no_effect() -> None:
+    """A head without weights in W_O, and values of zero: exactly 0, no rounding."""
+    model = a_model(torch.float32)
+    prompt = prompt_of(model)
+    for block in model.blocks:
+        block.attn.W_O.data[1] = 0
+    scores = lm.run(model, prompt, lm.ValueZeroing(heads=[1]), engine="algebra").scores
+    if float(lm.run(model, prompt, lm.ValueZeroing(heads=[1]), engine="hooks").scores.abs().max()) == 0:
+        assert float(scores.abs().max()) == 0
+
+
+class _Looks(TorchDispatchMode):
+    """Counts the operations that make a GPU's numbers known to the processor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        self.count += any(
+            part in name for part in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero")
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_look_at_the_numbers_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = a_model(torch.float32)
+    prompt = prompt_of(model, 30)
+
+    def looks() -> int:
+        with _Looks() as counter:
+            lm.run(model, prompt, "value_zeroing", engine="algebra")
+        return counter.count
+
+    looks()
+    whole = looks()
+    monkeypatch.setattr(value_zeroing, "CPU", SMALL)
+    assert looks() == whole
+
+
+def test_weights_edited_through_data_are_seen() -> None:
+    model = a_model()
+    prompt = prompt_of(model)
+    before = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
+    # All matrices but the embeddings of 50 tokens and 32 positions.
+    edited = [p for p in model.parameters() if p.ndim >= 2 and not {50, 32} & set(p.shape)]
+    for weight in edited:
+        weight.data.mul_(1.5)
+    after, hooks = both(model, prompt)
+    torch.testing.assert_close(after.scores, hooks.scores, rtol=0, atol=1e-10)
+    assert edited
+    assert not torch.allclose(after.scores, before)
+
+
+def test_folded_matrices_are_kept_only_up_to_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = a_model()
+    prompt = prompt_of(model)
+    weight_cache.forget()
+    first = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
+    assert weight_cache.number("folded torch.float64") == model.cfg.n_layers
+    weight_cache.forget()
+    monkeypatch.setattr(weight_cache, "KEPT_BYTES", 0)
+    anew = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
+    assert weight_cache.number("folded torch.float64") == 0
+    torch.testing.assert_close(anew, first, rtol=0, atol=1e-12)
+
+
+def test_threshold_counts_small_scores_as_zero() -> None:
+    model = a_model()
+    prompt = prompt_of(model)
+    plain = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
+    cut = lm.run(model, prompt, lm.ValueZeroing(threshold=1e-2), engine="algebra").scores
+    assert torch.equal(cut, torch.where(plain < 1e-2, 0.0, plain))
+    assert int((cut == 0).sum()) > int((plain == 0).sum())
+
+
+def test_the_model_is_as_before() -> None:
+    model = a_model(torch.float32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    lm.run(model, prompt_of(model), "value_zeroing", engine="algebra")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name

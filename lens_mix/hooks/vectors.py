@@ -1,14 +1,14 @@
-"""Zero value vectors: what Value Zeroing intervenes with (Mohebbi et al., EACL 2023, section 3.1)."""
+"""Zero value or query vectors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lens_mix.hooks._arguments import as_heads, check_heads
-from lens_mix.hooks._positions import CheckedPosition, Position, as_position, position_mask
+from lens_mix.hooks._arguments import Chosen, Position, as_heads, as_position, check_heads, position_mask
 from lens_mix.hooks.attention import DEFAULT_ATTENTION, AttentionHook
 from lens_mix.hooks.function import HookPair
 from lens_mix.hooks.mixing import check_mixing, mix
@@ -43,9 +43,6 @@ def zero_values(
             `"encoder_blocks.{layer}.attn"`, `"decoder_blocks.{layer}.self_attn"` or
             `"decoder_blocks.{layer}.cross_attn"` on TransformerBridge.
 
-    Returns:
-        `(hook_name, hook_function)` for `fwd_hooks=`. `hook_function.calls` counts the edits.
-
     Raises:
         TypeError: an argument of the wrong kind, here.
         ValueError: here or in the pass: a position or head there is not, a tensor of another batch.
@@ -64,40 +61,61 @@ def zero_values(
     """
     chosen = as_position(position, positions)
     if heads is None:
-        everywhere = _ZeroValues(layer, attention, chosen)
-        return f"{everywhere.module}.hook_v", everywhere
-    in_heads = _ZeroValuesOfHeads(layer, attention, chosen, as_heads(heads))
-    return in_heads.matches, in_heads
+        return _ZeroValues(layer, attention, chosen)._pair()
+    return _ZeroValuesOfHeads(layer, attention, chosen, as_heads(heads))._pair()
 
 
-def _zeroed(values: Tensor, mask: Tensor, heads: tuple[int, ...] | None = None) -> Tensor:
-    everywhere = mask[:, :, None, None]
-    if heads is None:
-        return values.masked_fill(everywhere, 0)
-    chosen = torch.zeros(values.shape[2], dtype=torch.bool, device=values.device)
-    chosen[list(heads)] = True
-    return values.masked_fill(everywhere & chosen[:, None], 0)
+def zero_queries(layer: int, *, attention: str = DEFAULT_ATTENTION) -> HookPair:
+    """Replace one layer's query vectors by zeros: all scores are then 0, but for a bias of the position.
+
+    The pattern that is left depends on no token: uniform over the keys that the mask allows, or what a bias
+    by position (ALiBi, T5) makes of it. A key without any weight in any head is then masked.
+
+    Args:
+        layer, attention: as in `zero_values`.
+
+    Example:
+        ```python
+        from lens_mix.hooks import record, zero_queries
+
+        store = {}
+        hooks = [zero_queries(0), record(store, "blocks.0.attn.hook_pattern")]
+        model.run_with_hooks(tokens, fwd_hooks=hooks)
+        allowed = (store["blocks.0.attn.hook_pattern"] != 0).any(dim=1)  # [batch query key]
+        ```
+    """
+    return _ZeroQueries(layer, attention)._pair()
+
+
+class _ZeroQueries(AttentionHook):
+    points = ("queries",)
+
+    def __call__(self, tensor: Tensor, hook: Any) -> Tensor:
+        self.calls += 1
+        return torch.zeros_like(tensor)
 
 
 class _ZeroValues(AttentionHook):
-    points = ("values",)
+    points: tuple[str, ...] = ("values",)
 
-    def __init__(self, layer: int, attention: str, position: CheckedPosition) -> None:
+    def __init__(self, layer: int, attention: str, position: Chosen) -> None:
         super().__init__(layer, attention)
         self._position = position
 
-    def on_values(self, values: Tensor, n_heads: int | None) -> Tensor:
-        edited = _zeroed(values, position_mask(self._position, values))
+    def on_values(self, values: Tensor, n_heads: int | None) -> Tensor | None:
+        edited = self._zeroed(values)
         self.calls += 1
         return edited
 
+    def _zeroed(self, values: Tensor) -> Tensor:
+        return values.masked_fill(position_mask(self._position, values)[:, :, None, None], 0)
 
-class _ZeroValuesOfHeads(AttentionHook):
+
+class _ZeroValuesOfHeads(_ZeroValues):
     points = ("queries", "values", "pattern", "mixed")
 
-    def __init__(self, layer: int, attention: str, position: CheckedPosition, heads: tuple[int, ...]) -> None:
-        super().__init__(layer, attention)
-        self._position = position
+    def __init__(self, layer: int, attention: str, position: Chosen, heads: tuple[int, ...]) -> None:
+        super().__init__(layer, attention, position)
         self._heads = heads
         self._done = False
 
@@ -107,7 +125,8 @@ class _ZeroValuesOfHeads(AttentionHook):
         if not self._done:
             return None
         check_heads(self._heads, values.shape[2])
-        edited = _zeroed(values, position_mask(self._position, values), self._heads)
+        heads, edited = list(self._heads), values.clone()
+        edited[:, :, heads] = self._zeroed(values[:, :, heads])
         self.calls += 1
         return edited
 
@@ -121,10 +140,9 @@ class _ZeroValuesOfHeads(AttentionHook):
                 "them needs their patterns, and hook_pattern did not show them before hook_z in this pass"
             )
         heads = list(self._heads)
-        group = [head * values.shape[2] // mixed.shape[2] for head in heads]
-        check_mixing("heads", mixed[:, :, heads], pattern[:, heads], values[:, :, group])
-        zeroed = _zeroed(values, position_mask(self._position, values))
+        pattern, group = pattern[:, heads], [head * values.shape[2] // mixed.shape[2] for head in heads]
+        check_mixing("heads", mixed[:, :, heads], pattern, values[:, :, group])
         edited = mixed.clone()
-        edited[:, :, heads] = mix(pattern[:, heads], zeroed[:, :, group]).to(mixed.dtype)
+        edited[:, :, heads] = mix(pattern, self._zeroed(values[:, :, group])).to(mixed.dtype)
         self.calls += 1
         return edited
