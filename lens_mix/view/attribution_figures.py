@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lens_mix.view.labels import FONT, INK, QUIET, room_for, shown_positions, visible_token
+from lens_mix.view.labels import FONT, INK, QUIET, room_for, visible_token
 from lens_mix.view.lazy import need_canvas
 
 if TYPE_CHECKING:
@@ -21,13 +21,10 @@ _MARKS = "osD^vP"
 def tree_figure(tree: networkx.DiGraph, title: str | None = None) -> Figure:
     """An attribution tree over its sentence: a token stands where it joined, the root on top.
 
-    Args:
-        tree: of `lens_mix.attribution_tree`.
-        title: above the figure.
+    `title` stands above the figure, as in the figures below; all raise ImportError without matplotlib.
 
     Raises:
-        ValueError: the graph is not an attribution tree.
-        ImportError: matplotlib is not installed.
+        ValueError: the graph is not one of `lens_mix.attribution_tree`.
     """
     if "root" not in tree.graph:
         raise ValueError("tree: expected a graph of attribution_tree (with a root), got one without")
@@ -42,24 +39,17 @@ def tree_figure(tree: networkx.DiGraph, title: str | None = None) -> Figure:
     axes = picture.add_box(left, bottom, *inner)
     axes.set(xlim=(-0.6, len(tokens) - 0.4), ylim=(-0.6, len(levels) - 0.4))
     _draw_edges(axes, tree, height_of)
+    look = {"textcoords": "offset points", "size": FONT, "color": INK, "parse_math": False, "zorder": 4}
     for (level, position), values in tree.nodes(data=True):
-        axes.plot(position, height_of[level], "o", ms=5, color=INK, zorder=3)
-        axes.annotate(
-            visible_token(values["token"]),
-            (position, height_of[level]),
-            # beside the arrows, which mostly run from the lower left to the upper right
-            xytext=(-5, 4) if position else (0, 6),
-            textcoords="offset points",
-            ha="right" if position else "center",
-            size=FONT,
-            color=INK,
-            parse_math=False,
-            zorder=4,
-        )
+        place = position, height_of[level]
+        axes.plot(*place, "o", ms=5, color=INK, zorder=3)
+        # beside the arrows, which mostly run from the lower left to the upper right
+        offset, side = ((-5, 4), "right") if position else ((0, 6), "center")
+        axes.annotate(visible_token(values["token"]), place, xytext=offset, ha=side, **look)
     names = {level: values["layer"] for (level, _), values in tree.nodes(data=True)}
     rows = [f"after layer {names[level]}" if level else "input" for level in levels]
-    canvas.label_ticks(axes.yaxis, range(len(levels)), rows, size=FONT, color=QUIET)
-    canvas.label_ticks(axes.xaxis, range(len(tokens)), tokens, size=FONT, color=INK, rotation=90)
+    canvas.label_ticks(axes.yaxis, rows, colour=QUIET)
+    canvas.label_ticks(axes.xaxis, tokens, rotation=90)
     canvas.thin_frame(axes, ticks=0)
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.grid(axis="y", color="#eeeeee", lw=0.6)
@@ -71,20 +61,10 @@ def tree_figure(tree: networkx.DiGraph, title: str | None = None) -> Figure:
 def _draw_edges(axes: Any, tree: networkx.DiGraph, height_of: dict[int, int]) -> None:
     for start, end, values in tree.edges(data=True):
         strength = min(max(values.get("share", 1.0), 0.0), 1.0)
-        axes.annotate(
-            "",
-            xy=(end[1], height_of[end[0]]),
-            xytext=(start[1], height_of[start[0]]),
-            arrowprops={
-                "arrowstyle": "-|>",
-                "color": _HUES[0],
-                "alpha": 0.35 + 0.65 * strength,
-                "linewidth": 0.6 + 1.6 * strength,
-                "shrinkA": 4,
-                "shrinkB": 4,
-            },
-            zorder=2,
-        )
+        strong = {"alpha": 0.35 + 0.65 * strength, "linewidth": 0.6 + 1.6 * strength}
+        look = {"arrowstyle": "-|>", "color": _HUES[0], "shrinkA": 4, "shrinkB": 4, **strong}
+        tail, head = (start[1], height_of[start[0]]), (end[1], height_of[end[0]])
+        axes.annotate("", xy=head, xytext=tail, arrowprops=look, zorder=2)
 
 
 def head_map(importance: HeadImportance, title: str | None = None, highest: float | None = None) -> Figure:
@@ -92,12 +72,9 @@ def head_map(importance: HeadImportance, title: str | None = None, highest: floa
 
     Args:
         importance: of `lens_mix.evaluation.head_importance`.
-        title: above the figure; None: how it was measured.
+        title: None: how it was measured.
         highest: larger scores share the last colour, and the bar ends in a point; None: the largest score.
-
-    Raises:
-        ValueError: `highest` is not positive.
-        ImportError: matplotlib is not installed.
+            Raises ValueError: it is not positive.
     """
     if highest is not None and not highest > 0:
         raise ValueError(f"highest: expected a positive number, got {highest!r}")
@@ -119,8 +96,7 @@ def head_map(importance: HeadImportance, title: str | None = None, highest: floa
         interpolation="nearest",
     )
     for axis, count, inches in ((axes.xaxis, heads, inner[0]), (axes.yaxis, layers, inner[1])):
-        places = shown_positions(count, room_for(inches, FONT + 3))
-        canvas.label_ticks(axis, places, [str(place) for place in places], size=FONT, color=INK)
+        canvas.label_ticks(axis, [str(place) for place in range(count)], room_for(inches, FONT + 3))
     axes.set_xlabel("head", size=FONT + 1, color=QUIET)
     axes.set_ylabel("layer", size=FONT + 1, color=QUIET)
     canvas.thin_frame(axes, ticks=2)
@@ -133,15 +109,9 @@ def head_map(importance: HeadImportance, title: str | None = None, highest: floa
 
 
 def pruning_figure(curves: PruningCurves, title: str | None = None, metric: str = "metric") -> Figure:
-    """All pruning curves in one figure; of "random", the range of its draws is shaded.
+    """All of `lens_mix.evaluation.pruning_curves` in one figure; of "random", the range of draws is shaded.
 
-    Args:
-        curves: of `lens_mix.evaluation.pruning_curves`.
-        title: above the figure.
-        metric: name of the vertical axis.
-
-    Raises:
-        ImportError: matplotlib is not installed.
+    `metric` is the name of the vertical axis.
     """
     canvas = need_canvas()
     picture = canvas.Picture(6.0, 3.6)
@@ -160,10 +130,8 @@ def pruning_figure(curves: PruningCurves, title: str | None = None, metric: str 
     axes.tick_params(labelsize=FONT, labelcolor=INK)
     axes.grid(color="#eeeeee", lw=0.6)
     axes.set_axisbelow(True)
-    legend = axes.legend(
-        loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, fontsize=FONT, borderaxespad=0
-    )
-    for text in legend.get_texts():
+    beside = {"loc": "upper left", "bbox_to_anchor": (1.02, 1.0), "borderaxespad": 0}
+    for text in axes.legend(frameon=False, fontsize=FONT, **beside).get_texts():
         text.set(color=INK, parse_math=False)
     picture.write_title(title or "pruning curves", size=10)
     return picture

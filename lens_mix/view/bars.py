@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, room_for, shown_positions
+from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT
 from lens_mix.view.lazy import need_canvas
 
 BAR = "#a9c3dd"
@@ -19,42 +18,20 @@ ONE_TOKEN_TAKES_IT_ALL = 0.9
 SMALLEST_SEEN = 0.002
 
 
-@dataclasses.dataclass(frozen=True)
 class BarFrame:
     """Where the rows of bars stand, in inches."""
 
-    rows: int
-    left: float
-    inner: float
-    bottom: float
-    top: float
-    turned: bool
-    title_width: float
-    row: float = 0.78
-    gap: float = 0.2
+    row, gap = 0.78, 0.2
 
-    @classmethod
-    def of(cls, names: list[str], labels: list[str], title: str | None) -> BarFrame:
+    def __init__(self, names: list[str], labels: list[str], title: str | None) -> None:
         longest = need_canvas().longest
-        inner = min(max(0.3 * len(labels), 5.0), 14.0)
-        turned = bool(longest(labels, FONT) > inner / len(labels))
-        return cls(
-            rows=len(names),
-            left=0.6 + longest("\n".join(names).split("\n"), NAME_FONT),
-            inner=inner,
-            bottom=0.12 + (longest(labels, FONT) if turned else 0.15),
-            top=0.45 if title else 0.1,
-            turned=turned,
-            title_width=longest([title or ""], TITLE_FONT) * 1.15,
-        )
-
-    @property
-    def width(self) -> float:
-        return max(self.left + self.inner + 0.15, self.title_width + 0.3)
-
-    @property
-    def height(self) -> float:
-        return self.top + self.rows * self.row + self.bottom
+        self.inner = min(max(0.3 * len(labels), 5.0), 14.0)
+        self.turned = bool(longest(labels, FONT) > self.inner / len(labels))
+        self.left = 0.6 + longest("\n".join(names).split("\n"), NAME_FONT)
+        self.bottom = 0.12 + (longest(labels, FONT) if self.turned else 0.15)
+        self.top = 0.45 if title else 0.1
+        self.width = max(self.left + self.inner + 0.15, longest([title or ""], TITLE_FONT) * 1.15 + 0.3)
+        self.height = self.top + len(names) * self.row + self.bottom
 
 
 def draw_bars(axes: Any, values: Float[Tensor, " key"], labels: list[str]) -> None:
@@ -90,32 +67,15 @@ def _say_if_one_takes_it_all(axes: Any, values: Float[Tensor, " key"], labels: l
         return
     first = int(values.argmax())
     share = values[first].item() / total
-    if share > ONE_TOKEN_TAKES_IT_ALL:
-        # Rounding up to "100 %" would deny the others the little that they have.
-        alone = int((values != 0).sum()) == 1
-        shown = "more than 99.9" if share > 0.999 and not alone else f"{100 * share:.3g}"
-        on_the_left = first < len(labels) / 2
-        axes.text(
-            0.99 if on_the_left else 0.01,
-            0.8,
-            f"{labels[first]} takes {shown} %",
-            transform=axes.transAxes,
-            ha="right" if on_the_left else "left",
-            va="top",
-            size=FONT,
-            style="italic",
-            color=QUIET,
-            parse_math=False,
-        )
-
-
-def label_bars(axes: Any, labels: list[str], frame: BarFrame) -> None:
-    fitting = room_for(frame.inner, FONT) if frame.turned else len(labels)
-    places = shown_positions(len(labels), fitting)
-    names = [labels[place] for place in places]
-    need_canvas().label_ticks(
-        axes.xaxis, places, names, size=FONT, color=INK, rotation=90 if frame.turned else 0
-    )
+    if share <= ONE_TOKEN_TAKES_IT_ALL:
+        return
+    # Rounding up to "100 %" would deny the others the little that they have.
+    alone = int((values != 0).sum()) == 1
+    shown = "more than 99.9" if share > 0.999 and not alone else f"{100 * share:.3g}"
+    text = f"{labels[first]} takes {shown} %"
+    place, side = (0.99, "right") if first < len(labels) / 2 else (0.01, "left")
+    look = {"size": FONT, "style": "italic", "color": QUIET, "parse_math": False}
+    axes.text(place, 0.8, text, transform=axes.transAxes, ha=side, va="top", **look)
 
 
 def _number(value: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -11,7 +11,7 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.textpath import TextPath
 
-from lens_mix.view.labels import FONT, INK, QUIET, TITLE_FONT
+from lens_mix.view.labels import FONT, INK, QUIET, TITLE_FONT, shown_positions
 
 # From almost white to almost black through one hue, at equal distances in CIELAB: equal steps of a score
 # look equal, and the order holds for colour-blind readers and in grey.
@@ -46,9 +46,7 @@ class Picture(Figure):
             top = self.get_size_inches()[1] - 0.12
             self.write(0.12, top, title, size=size, color=INK, va="top", weight="bold")
 
-    def add_colour_bar(
-        self, image: Any, left: float, bottom: float, height: float, extend: str = "neither"
-    ) -> Any:
+    def add_colour_bar(self, image: Any, left: float, bottom: float, height: float, extend: str) -> Any:
         """A narrow colour bar at a place given in inches."""
         box = self.add_box(left, bottom, 0.1, height)
         bar = self.colorbar(image, cax=box, extend=extend, extendfrac=0.03)
@@ -85,9 +83,11 @@ def longest(labels: Iterable[str], points: float) -> float:
     return max((path.get_extents().width for path in paths), default=0.0) / 72
 
 
-def label_ticks(axis: Any, positions: Iterable[int], labels: Iterable[str], **options: Any) -> None:
-    """Tick labels that are tokens: a `$` in one is no formula."""
-    axis.set_ticks(list(positions), labels=list(labels))
+def label_ticks(
+    axis: Any, labels: Sequence[str], room: int | None = None, colour: str = INK, rotation: int = 0
+) -> None:
+    """Tokens as labels at 0, 1, …, thinned to `room` of them (None: all); a `$` in one is no formula."""
+    places = shown_positions(len(labels), len(labels) if room is None else room)
+    axis.set_ticks(places, labels=[labels[place] for place in places])
     for label in axis.get_ticklabels():
-        label.set_parse_math(False)
-        label.set(**options)
+        label.set(parse_math=False, size=FONT, color=colour, rotation=rotation)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import as_count, as_position
-from lens_mix.view.bars import BarFrame, draw_bars, label_bars
-from lens_mix.view.heat_maps import Grid, colour_limits, default_title, draw_panel, finish
-from lens_mix.view.labels import INK, NAME_FONT, visible_token
+from lens_mix.view.bars import BarFrame, draw_bars
+from lens_mix.view.heat_maps import Grid, default_title, draw_grid
+from lens_mix.view.labels import FONT, INK, NAME_FONT, room_for, visible_token
 from lens_mix.view.lazy import need_canvas
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ def layer_maps(
             `normalize=True`.
         ImportError: matplotlib is not installed.
     """
-    canvas = need_canvas()
     _check_is_map("mixing_map", mixing_map)
     as_count(columns, "columns")
     if layers is not None and not len(layers):
@@ -70,13 +69,9 @@ def layer_maps(
     before = "" if shown.kind == "layer" else "up to "
     names = [f"{before}layer {label}" for label in shown.layer_labels]
     title = default_title(mixing_map, head) if title is None else title
-    grid = Grid.of(names, columns, _visible(shown.query_labels), _visible(shown.key_labels), title)
-    picture = canvas.Picture(grid.width, grid.height)
-    limits, visible = colour_limits([shown.scores]), shown.visible()
-    for place, scores in enumerate(shown.scores):
-        image = draw_panel(picture, grid, place, scores, visible[place], limits)
-    finish(picture, grid, image, "query", "share of the row" if normalize else "score")
-    return picture
+    grid = Grid(names, columns, _visible(shown.query_labels), _visible(shown.key_labels), title)
+    panels = list(zip(shown.scores, shown.visible(), strict=True))
+    return draw_grid(grid, panels, "query", "share of the row" if normalize else "score")
 
 
 def query_maps(
@@ -101,7 +96,6 @@ def query_maps(
             scores with `normalize=True`.
         ImportError: matplotlib is not installed.
     """
-    canvas = need_canvas()
     as_count(columns, "columns")
     if not maps:
         raise ValueError("maps: expected at least one map, got none")
@@ -116,13 +110,9 @@ def query_maps(
     if title is None:
         title = f"what position {position}, “{visible_token(first.tokens[position])}”, used"
     labels = [str(label) for label in first.layer_labels]
-    grid = Grid.of(list(shown), columns, labels, _visible(first.key_labels), title)
-    picture = canvas.Picture(grid.width, grid.height)
-    limits = colour_limits(each.scores[:, row] for each, row in rows)
-    for number, (each, row) in enumerate(rows):
-        image = draw_panel(picture, grid, number, each.scores[:, row], each.visible()[:, row], limits)
-    finish(picture, grid, image, "layer", "share" if normalize else "score")
-    return picture
+    grid = Grid(list(shown), columns, labels, _visible(first.key_labels), title)
+    panels = [(each.scores[:, row], each.visible()[:, row]) for each, row in rows]
+    return draw_grid(grid, panels, "layer", "share" if normalize else "score")
 
 
 def token_bars(
@@ -158,7 +148,7 @@ def token_bars(
     vectors = {name: _row(name, row, tokens, query, layer) for name, row in rows.items()}
     labels = _visible(tokens)
     names = [_in_lines(name) for name in vectors]
-    frame = BarFrame.of(names, labels, title)
+    frame = BarFrame(names, labels, title)
     picture = canvas.Picture(frame.width, frame.height)
     for place, (name, values) in enumerate(zip(names, vectors.values(), strict=True)):
         bottom = frame.height - frame.top - (place + 1) * frame.row + frame.gap
@@ -166,8 +156,8 @@ def token_bars(
         draw_bars(axes, values, labels)
         middle = bottom + (frame.row - frame.gap) / 2
         picture.write(frame.left - 0.42, middle, name, size=NAME_FONT, color=INK, ha="right", va="center")
-        if place == len(vectors) - 1:
-            label_bars(axes, labels, frame)
+    room, rotation = (room_for(frame.inner, FONT), 90) if frame.turned else (None, 0)
+    canvas.label_ticks(axes.xaxis, labels, room, rotation=rotation)
     picture.write_title(title)
     return picture
 

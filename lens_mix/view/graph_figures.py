@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from lens_mix.view.labels import FONT, INK, QUIET, room_for, shown_positions, visible_token
+from lens_mix.view.labels import FONT, INK, QUIET, room_for, visible_token
 from lens_mix.view.lazy import need_canvas
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def information_flow(
     if not 0 < layer_height < float("inf"):
         raise ValueError(f"layer_height: expected inches above 0, got {layer_height!r}")
     widths = _widths(graph, by)
-    frame = Frame.of(graph, title, layer_height)
+    frame = Frame(graph, title, layer_height)
     picture = canvas.Picture(frame.width, frame.height)
     axes = picture.add_box(frame.left, frame.bottom, frame.inner, frame.rows)
     _draw_edges(axes, frame, widths)
@@ -56,49 +55,23 @@ def information_flow(
     return picture
 
 
-@dataclasses.dataclass(frozen=True)
 class Frame:
     """Where levels and positions stand, and how large everything is, in inches."""
 
-    columns: dict[int, int]
-    lines: dict[int, int]
-    tokens: list[str]
-    names: list[str]
-    left: float
-    bottom: float
-    inner: float
-    rows: float
-    top: float
-    turned: bool
-
-    @classmethod
-    def of(cls, graph: networkx.DiGraph, title: str | None, layer_height: float) -> Frame:
+    def __init__(self, graph: networkx.DiGraph, title: str | None, layer_height: float) -> None:
         longest = need_canvas().longest
-        positions, tokens = _tokens(graph)
+        positions, self.tokens = _tokens(graph)
         levels = sorted({level for level, _ in graph.nodes})
-        names = _level_names(graph, levels)
-        inner = min(max(0.3 * len(positions), 3.0), 14.0)
-        turned = bool(longest(tokens, FONT) > inner / len(tokens))
-        return cls(
-            columns={position: place for place, position in enumerate(positions)},
-            lines={level: place for place, level in enumerate(levels)},
-            tokens=tokens,
-            names=names,
-            left=0.3 + longest(names, FONT),
-            bottom=0.3 + (longest(tokens, FONT) if turned else 0.12),
-            inner=inner,
-            rows=max(layer_height * len(levels), 0.6),
-            top=0.42 if title else 0.12,
-            turned=turned,
-        )
-
-    @property
-    def width(self) -> float:
-        return self.left + self.inner + 0.15
-
-    @property
-    def height(self) -> float:
-        return self.top + self.rows + self.bottom
+        self.names = _level_names(graph, levels)
+        self.columns = {position: place for place, position in enumerate(positions)}
+        self.lines = {level: place for place, level in enumerate(levels)}
+        self.inner = min(max(0.3 * len(positions), 3.0), 14.0)
+        self.rows = max(layer_height * len(levels), 0.6)
+        self.turned = bool(longest(self.tokens, FONT) > self.inner / len(self.tokens))
+        self.left = 0.3 + longest(self.names, FONT)
+        self.bottom = 0.3 + (longest(self.tokens, FONT) if self.turned else 0.12)
+        self.width = self.left + self.inner + 0.15
+        self.height = (0.42 if title else 0.12) + self.rows + self.bottom
 
     def place(self, node: tuple[int, int]) -> tuple[int, int]:
         return self.columns[node[1]], self.lines[node[0]]
@@ -120,13 +93,11 @@ def _level_names(graph: networkx.DiGraph, levels: list[int]) -> list[str]:
     """What each level is: the input, or the layer whose output it is."""
     layers = {node[0]: values["layer"] for node, values in graph.nodes(data=True) if "layer" in values}
     sources = {start[0] for start, _ in graph.edges}
-    named = [layers.get(level, level) for level in levels]
+    names = [f"layer {layers.get(level, level)}" for level in levels]
     # The lowest level is called the input only where the graph says what its levels are.
-    lowest = "input" if levels[0] in sources and "level" in next(iter(graph.nodes.values())) else None
-    return [
-        lowest if lowest and place == 0 and levels[0] == 0 else f"layer {name}"
-        for place, name in enumerate(named)
-    ]
+    if levels[0] == 0 and 0 in sources and "level" in next(iter(graph.nodes.values())):
+        names[0] = "input"
+    return names
 
 
 def _widths(graph: networkx.DiGraph, by: str | None) -> dict[Any, float]:
@@ -136,10 +107,8 @@ def _widths(graph: networkx.DiGraph, by: str | None) -> dict[Any, float]:
     for start, end, values in edges:
         value = values.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-            raise ValueError(
-                f"by: expected every edge to have {name!r}, a finite number, 0 or more, got {value!r} at "
-                f"{start} -> {end}"
-            )
+            expected = f"expected every edge to have {name!r}, a finite number, 0 or more"
+            raise ValueError(f"by: {expected}, got {value!r} at {start} -> {end}")
         widths[start, end] = float(value)
     return widths
 
@@ -151,17 +120,11 @@ def _draw_edges(axes: Any, frame: Frame, widths: dict[Any, float]) -> None:
     widest = max(widths.values(), default=0.0) or 1.0
     ordered = sorted(widths, key=lambda edge: widths[edge])
     shares = [widths[edge] / widest for edge in ordered]
-    lines = LineCollection(
-        [[frame.place(start), frame.place(end)] for start, end in ordered],
-        linewidths=[THINNEST + (THICKEST - THINNEST) * share for share in shares],
-        colors=[
-            to_rgba(STAYS if start[1] == end[1] else MOVES, 0.35 + 0.65 * share)
-            for (start, end), share in zip(ordered, shares, strict=True)
-        ],
-        capstyle="round",
-        zorder=1,
-    )
-    axes.add_collection(lines)
+    places = [[frame.place(start), frame.place(end)] for start, end in ordered]
+    hues = [STAYS if start[1] == end[1] else MOVES for start, end in ordered]
+    colours = [to_rgba(hue, 0.35 + 0.65 * share) for hue, share in zip(hues, shares, strict=True)]
+    thick = [THINNEST + (THICKEST - THINNEST) * share for share in shares]
+    axes.add_collection(LineCollection(places, linewidths=thick, colors=colours, capstyle="round", zorder=1))
 
 
 def _draw_nodes(axes: Any, frame: Frame, graph: networkx.DiGraph) -> None:
@@ -169,29 +132,19 @@ def _draw_nodes(axes: Any, frame: Frame, graph: networkx.DiGraph) -> None:
     nodes = list(graph.nodes(data=True))
     across, up = zip(*(frame.place(node) for node, _ in nodes), strict=True)
     sizes = [4 + 40 * float(values.get("share", 0.0)) for _, values in nodes]
-    axes.scatter(
-        across,
-        up,
-        s=sizes,
-        c=[TARGET if node == target else INK for node, _ in nodes],
-        linewidths=0,
-        zorder=2,
-    )
+    colours = [TARGET if node == target else INK for node, _ in nodes]
+    axes.scatter(across, up, s=sizes, c=colours, linewidths=0, zorder=2)
 
 
 def _label(axes: Any, frame: Frame) -> None:
     label_ticks = need_canvas().label_ticks
     axes.set_xlim(-0.6, len(frame.columns) - 0.4)
     axes.set_ylim(-0.5, len(frame.lines) - 0.5)
-    axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    axes.spines[:].set_visible(False)
     axes.tick_params(length=0, pad=2)
-    fitting = room_for(frame.inner, FONT) if frame.turned else len(frame.tokens)
-    places = shown_positions(len(frame.tokens), fitting)
-    rotation = 90 if frame.turned else 0
-    tokens = [frame.tokens[i] for i in places]
-    label_ticks(axes.xaxis, places, tokens, size=FONT, color=INK, rotation=rotation)
-    places = shown_positions(len(frame.names), room_for(frame.rows, FONT))
-    label_ticks(axes.yaxis, places, [frame.names[i] for i in places], size=FONT, color=QUIET)
+    room, rotation = (room_for(frame.inner, FONT), 90) if frame.turned else (None, 0)
+    label_ticks(axes.xaxis, frame.tokens, room, rotation=rotation)
+    label_ticks(axes.yaxis, frame.names, room_for(frame.rows, FONT), QUIET)
 
 
 def _check_graph(graph: Any) -> None:

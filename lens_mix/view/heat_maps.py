@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,85 +12,65 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.maps import MixingMap
-from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, room_for, shown_positions
+from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, room_for
 from lens_mix.view.lazy import need_canvas
 
 
-@dataclasses.dataclass(frozen=True)
 class Grid:
-    """Where the heat maps stand, in inches."""
+    """Where the heat maps stand, in inches, and what is written at them."""
 
-    names: list[str]
-    title: str
-    columns: int
-    row_labels: list[str]
-    key_labels: list[str]
-    panel_width: float
-    panel_height: float
-    left: float
-    bottom: float
-    top: float
-    gap: float = 0.12
-    heading: float = 0.24
-    bar: float = 0.85
-    title_width: float = 0.0
+    top, gap, heading, bar = 0.42, 0.12, 0.24, 0.85
 
-    @classmethod
-    def of(cls, names: list[str], columns: int, rows: list[str], keys: list[str], title: str) -> Grid:
+    def __init__(self, names: list[str], columns: int, rows: list[str], keys: list[str], title: str) -> None:
         longest = need_canvas().longest
-        columns = min(columns, len(names))
+        self.names, self.row_labels, self.key_labels, self.title = names, rows, keys, title
+        self.columns = min(columns, len(names))
         # A single row of few heat maps has the room to be read token by token.
-        widest_panel = 2.2 if columns > 3 else 5.4
-        return cls(
-            names=names,
-            title=title,
-            title_width=longest([title], TITLE_FONT) * 1.15,
-            columns=columns,
-            row_labels=rows,
-            key_labels=keys,
-            panel_width=max(min(0.15 * len(keys), widest_panel), 1.3, longest(names, NAME_FONT) + 0.1),
-            panel_height=min(max(0.15 * len(rows), 1.3), widest_panel),
-            left=0.36 + longest(rows, FONT),
-            bottom=0.36 + longest(keys, FONT),
-            top=0.42,
-        )
-
-    @property
-    def count(self) -> int:
-        return len(self.names)
-
-    @property
-    def rows(self) -> int:
-        return math.ceil(self.count / self.columns)
-
-    @property
-    def right(self) -> float:
-        """Where the last column ends."""
-        return self.left + self.columns * (self.panel_width + self.gap) - self.gap
-
-    @property
-    def width(self) -> float:
-        return max(self.right + self.gap + self.bar, self.title_width + 0.3)
-
-    @property
-    def height(self) -> float:
-        return self.top + self.rows * (self.panel_height + self.heading) + self.bottom
+        widest_panel = 2.2 if self.columns > 3 else 5.4
+        self.panel_width = max(min(0.15 * len(keys), widest_panel), 1.3, longest(names, NAME_FONT) + 0.1)
+        self.panel_height = min(max(0.15 * len(rows), 1.3), widest_panel)
+        self.left, self.bottom = 0.36 + longest(rows, FONT), 0.36 + longest(keys, FONT)
+        # where the last column ends, and the first row begins
+        self.right = self.left + self.columns * (self.panel_width + self.gap) - self.gap
+        self.rows = math.ceil(len(names) / self.columns)
+        self.ceiling = self.bottom + self.rows * (self.panel_height + self.heading) - self.heading
+        self.width = max(self.right + self.gap + self.bar, longest([title], TITLE_FONT) * 1.15 + 0.3)
+        self.height = self.ceiling + self.heading + self.top
 
     def corner(self, place: int) -> tuple[float, float]:
         """Left and bottom of one heat map."""
         row, column = divmod(place, self.columns)
         left = self.left + column * (self.panel_width + self.gap)
-        below = self.rows - 1 - row
-        return left, self.bottom + below * (self.panel_height + self.heading)
+        return left, self.bottom + (self.rows - 1 - row) * (self.panel_height + self.heading)
 
 
-def draw_panel(
-    picture: Any,
+def draw_grid(
     grid: Grid,
-    place: int,
-    scores: Float[Tensor, "row key"],
-    visible: Bool[Tensor, "row key"],
-    limits: tuple[float, float],
+    panels: Sequence[tuple[Float[Tensor, "row key"], Bool[Tensor, "row key"]]],
+    rows: str,
+    scale: str,
+) -> Any:
+    """The figure of heat maps (scores, and which are visible) on one colour scale.
+
+    `rows` and `scale` are what the rows and the colours stand for, written once for all.
+    """
+    picture = need_canvas().Picture(grid.width, grid.height)
+    limits = _colour_limits(scores for scores, _ in panels)
+    for place, (scores, visible) in enumerate(panels):
+        image = _draw_panel(picture, grid, place, scores, visible, limits)
+    up, look = grid.ceiling - grid.bottom, {"size": FONT + 1, "color": QUIET}
+    picture.write(0.1, grid.bottom + up / 2, rows, rotation=90, ha="left", va="center", **look)
+    picture.write((grid.left + grid.right) / 2, 0.08, "key", ha="center", va="bottom", **look)
+    height = min(up, 2.6)
+    left = grid.right + grid.gap + 0.06
+    bar = picture.add_colour_bar(image, left, grid.ceiling - height, height, extend="neither")
+    bar.set_label(scale, size=FONT, color=QUIET)
+    picture.write_title(grid.title)
+    return picture
+
+
+def _draw_panel(
+    picture: Any, grid: Grid, place: int, scores: Tensor, visible: Tensor, limits: tuple[float, float]
 ) -> Any:
     """One heat map; entries that are not visible are grey. Labels only where no other heat map stands."""
     canvas = need_canvas()
@@ -107,34 +86,20 @@ def draw_panel(
     canvas.thin_frame(axes, ticks=1.5)
     axes.set_title(grid.names[place], size=NAME_FONT, color=INK, pad=3)
     axes.tick_params(pad=1.5)
-    for axis, names, inches, wanted, rotation in (
-        (axes.yaxis, grid.row_labels, grid.panel_height, place % grid.columns == 0, 0),
-        (axes.xaxis, grid.key_labels, grid.panel_width, place + grid.columns >= grid.count, 90),
-    ):
-        places = shown_positions(len(names), room_for(inches, FONT)) if wanted else []
-        canvas.label_ticks(axis, places, [names[i] for i in places], size=FONT, color=INK, rotation=rotation)
+    axes.set(xticks=[], yticks=[])
+    if place % grid.columns == 0:
+        canvas.label_ticks(axes.yaxis, grid.row_labels, room_for(grid.panel_height, FONT))
+    if place + grid.columns >= len(grid.names):
+        canvas.label_ticks(axes.xaxis, grid.key_labels, room_for(grid.panel_width, FONT), rotation=90)
     return image
 
 
-def finish(picture: Any, grid: Grid, image: Any, rows: str, scale: str) -> None:
-    """What the rows and columns of every heat map are, the colour bar and the title, once for all."""
-    up = grid.height - grid.top - grid.heading - grid.bottom
-    look = {"size": FONT + 1, "color": QUIET}
-    picture.write(0.1, grid.bottom + up / 2, rows, rotation=90, ha="left", va="center", **look)
-    picture.write((grid.left + grid.right) / 2, 0.08, "key", ha="center", va="bottom", **look)
-    top, height = grid.height - grid.top - grid.heading, min(up, 2.6)
-    bar = picture.add_colour_bar(image, grid.right + grid.gap + 0.06, top - height, height)
-    bar.set_label(scale, size=FONT, color=QUIET)
-    picture.write_title(grid.title)
-
-
-def colour_limits(scores: Iterable[Tensor]) -> tuple[float, float]:
+def _colour_limits(scores: Iterable[Tensor]) -> tuple[float, float]:
     """From 0 to the largest score of all, or as far below 0 as above where there are scores below."""
     ends = [(each.min().item(), each.max().item()) for each in scores]
     low, high = min(end[0] for end in ends), max(end[1] for end in ends)
-    if low < 0:
-        return -max(high, -low), max(high, -low)
-    return 0.0, high or 1.0
+    bound = max(high, -low) if low < 0 else high or 1.0
+    return (-bound, bound) if low < 0 else (0.0, bound)
 
 
 def default_title(mixing_map: MixingMap, head: int | None) -> str:

@@ -26,17 +26,13 @@ def visible_token(token: str, longest: int = 16) -> str:
         character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
         for character in token.translate(_VISIBLE)
     )
-    if not shown:
-        return "∅"
-    return shown if len(shown) <= longest else shown[: longest - 1] + "…"
+    return (shown if len(shown) <= longest else shown[: longest - 1] + "…") or "∅"
 
 
 def shown_positions(count: int, room: int) -> list[int]:
     """At most `room` of `count` positions, evenly spaced; the first and, with room for two, the last are in.
 
-    Args:
-        count: how many labels there are, 1 or more.
-        room: how many fit side by side, 1 or more.
+    Both are 1 or more.
     """
     if room <= 1:
         return [0]

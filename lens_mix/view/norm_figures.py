@@ -8,9 +8,9 @@
 | `expansion_rates` | expansion rate, layer × head |
 | `contextualisation` | contextualisation change per layer, one line per part of the block |
 
-`title` is written above the figure. Each raises a ValueError where the table lacks a column, and an
-ImportError where matplotlib is not installed. Maps of amplification are `MixingMap`s:
-`lens_mix.view.layer_maps(..., normalize=False)` draws them.
+`kind` is a function token -> name of its kind, `title` is written above the figure. Each raises a ValueError
+where the table lacks a column, and an ImportError where matplotlib is not installed. Maps of amplification
+are `MixingMap`s: `lens_mix.view.layer_maps(..., normalize=False)` draws them.
 """
 
 from __future__ import annotations
@@ -41,16 +41,13 @@ KINDS = {"mask": "#d94801", "special": "#6a3d9a", "punctuation": "#1b9e77", "oth
 
 
 def mixing_by_layer(table: pandas.DataFrame, title: str = "Mixing ratio by layer") -> Figure:
-    """Mean mixing ratio per layer, one line per stage; stages that are one and the same share a line.
+    """Mean of a table of `mixing_ratios` per layer, a line per stage; stages with the same numbers share one.
 
     In blocks that put no norm on the residual stream (pre-norm), AttnResLn is AttnRes.
-
-    Args:
-        table: from `lens_mix.statistics.mixing_ratio.mixing_ratios`.
     """
-    _check_columns("table", table, ("layer", "stage", "ratio"))
+    _check_columns(table, ("layer", "stage", "ratio"))
     means = by_layer(table).drop(index="mean")
-    picture, axes = _axes(7.0, 3.6, title)
+    picture, axes = _axes(7.0, 3.6, title, "layer", "share from other positions")
     for stages in _alike(means):
         place = STAGES.index(stages[0])
         axes.plot(
@@ -62,8 +59,6 @@ def mixing_by_layer(table: pandas.DataFrame, title: str = "Mixing ratio by layer
             linestyle="--" if stages[0].endswith("_w") else "-",
             label="\n= ".join(STAGE_NAMES[stage] for stage in stages),
         )
-    axes.set_xlabel("layer", fontsize=NAME_FONT)
-    axes.set_ylabel("share from other positions", fontsize=NAME_FONT)
     axes.set_ylim(0, 1)
     _legend(axes)
     return picture
@@ -71,37 +66,27 @@ def mixing_by_layer(table: pandas.DataFrame, title: str = "Mixing ratio by layer
 
 def _alike(means: pandas.DataFrame) -> list[list[str]]:
     """Stages with the same numbers (to float32's rounding), together; in the order of the stages."""
-    groups: list[list[str]] = []
+    groups: dict[str, list[str]] = {}
     for stage in means.columns:
-        same = (group for group in groups if float((means[group[0]] - means[stage]).abs().max()) < 1e-6)
-        group = next(same, None)
-        if group is None:
-            groups.append([stage])
-        else:
-            group.append(stage)
-    return groups
+        same = (first for first in groups if float((means[first] - means[stage]).abs().max()) < 1e-6)
+        groups.setdefault(next(same, stage), []).append(stage)
+    return list(groups.values())
 
 
 def mixing_by_kind(
     table: pandas.DataFrame, kind: TokenKind = token_kind, title: str = "Mixing ratio by kind of token"
 ) -> Figure:
-    """Mean mixing ratio per kind of token, one bar per stage.
-
-    Args:
-        table: from `lens_mix.statistics.mixing_ratio.mixing_ratios`.
-        kind: a function token -> name of its kind.
-    """
-    _check_columns("table", table, ("layer", "stage", "ratio", "token"))
+    """Mean of a table of `mixing_ratios` per kind of token, one bar per stage."""
+    _check_columns(table, ("layer", "stage", "ratio", "token"))
     means = by_kind(table, kind)
     stages = [stage for stage in STAGES if stage in means.columns]
-    picture, axes = _axes(7.0, 3.6, title)
+    picture, axes = _axes(7.0, 3.6, title, "", "share from other positions")
     width = 0.8 / len(stages)
     for place, stage in enumerate(stages):
         lefts = [group - 0.4 + (place + 0.5) * width for group in range(len(means))]
         axes.bar(lefts, means[stage], width, color=COLOURS[STAGES.index(stage)], label=STAGE_NAMES[stage])
     names = [f"{name} ({count})" for name, count in zip(means.index, means["tokens"], strict=True)]
     axes.set_xticks(range(len(means)), labels=names)
-    axes.set_ylabel("share from other positions", fontsize=NAME_FONT)
     _legend(axes)
     return picture
 
@@ -114,15 +99,13 @@ def weights_against_norms(
 ) -> Figure:
     """The cancel effect: one dot per token and layer, mean attention weight against mean ‖f(x)‖.
 
-    Args:
-        table: from `lens_mix.statistics.cancel_effect.weights_and_norms`.
-        kind: a function token -> name of its kind, for the colours.
-        named: how many of the dots with most weight get a ring and their token and layer written; dots of
-            one token share what is written.
+    The colours are those of `kind`. The `named` dots with most weight get a ring and their token and layer
+    written; dots of one token share what is written.
     """
-    _check_columns("table", table, ("layer", "token", "weight", "norm"))
+    _check_columns(table, ("layer", "token", "weight", "norm"))
     dots = table.groupby(["layer", "token"])[["weight", "norm"]].mean().reset_index()
-    picture, axes = _axes(5.6, 4.0, title)
+    up = "attention weight, mean over heads and queries"
+    picture, axes = _axes(5.6, 4.0, title, "‖f(x)‖, mean over heads", up)
     kinds = dots["token"].map(kind)
     # Kinds with fewer dots are drawn later, above the others.
     for name in kinds.value_counts().index:
@@ -130,64 +113,47 @@ def weights_against_norms(
         axes.scatter(part["norm"], part["weight"], s=9, color=KINDS.get(name, "#3182bd"), label=name)
     chosen = dots.nlargest(named, "weight")
     axes.scatter(chosen["norm"], chosen["weight"], s=26, facecolors="none", edgecolors=INK, linewidths=0.7)
+    beside = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
     for token, heaviest in chosen.groupby("token", sort=False):
         numbers = ", ".join(str(layer) for layer in sorted(heaviest["layer"]))
-        axes.annotate(
-            f"{visible_token(token)}, layer{'s' if len(heaviest) > 1 else ''} {numbers}",
-            (heaviest["norm"].max(), heaviest["weight"].mean()),
-            fontsize=FONT,
-            color=INK,
-            xytext=(7, 0),
-            textcoords="offset points",
-            va="center",
-            parse_math=False,
-        )
+        text = f"{visible_token(token)}, layer{'s' if len(heaviest) > 1 else ''} {numbers}"
+        place = heaviest["norm"].max(), heaviest["weight"].mean()
+        axes.annotate(text, place, fontsize=FONT, color=INK, parse_math=False, **beside)
     axes.locator_params(axis="x", integer=False)
-    axes.set_xlabel("‖f(x)‖, mean over heads", fontsize=NAME_FONT)
-    axes.set_ylabel("attention weight, mean over heads and queries", fontsize=NAME_FONT)
     _legend(axes)
     return picture
 
 
 def expansion_rates(table: pandas.DataFrame, title: str = "Expansion rate of the heads") -> Figure:
-    """Expansion rate as a heat map, layer × head.
-
-    Args:
-        table: from `lens_mix.statistics.expansion_rate.expansion_rates`.
-    """
-    _check_columns("table", table, ("layer", "head", "rate"))
+    """A table of `lens_mix.statistics.expansion_rate.expansion_rates` as a heat map, layer × head."""
+    _check_columns(table, ("layer", "head", "rate"))
     grid = table[table["head"] != "all"].pivot(index="layer", columns="head", values="rate")
-    picture, axes = _axes(1.6 + 0.3 * grid.shape[1], 1.2 + 0.22 * grid.shape[0], title)
+    layers, heads = grid.shape
+    picture, axes = _axes(1.6 + 0.3 * heads, 1.2 + 0.22 * layers, title, "head", "layer")
     image = axes.imshow(grid.to_numpy(dtype=float), cmap=need_canvas().colours(False), aspect="auto", vmin=0)
     axes.locator_params(axis="y", integer=True)
-    axes.set_xlabel("head", fontsize=NAME_FONT)
-    axes.set_ylabel("layer", fontsize=NAME_FONT)
     picture.colorbar(image, ax=axes).ax.tick_params(labelsize=FONT)
     return picture
 
 
 def contextualisation(table: pandas.DataFrame, title: str = "Contextualisation change") -> Figure:
-    """1 - Spearman per layer, one line per part of the block.
-
-    Args:
-        table: from `lens_mix.statistics.contextualisation.changes`.
-    """
-    _check_columns("table", table, ("feed_forward", "residual", "norm", "whole"))
-    picture, axes = _axes(6.4, 3.4, title)
+    """A table of `lens_mix.statistics.contextualisation.changes` by layer, one line per part of the block."""
+    _check_columns(table, ("feed_forward", "residual", "norm", "whole"))
+    picture, axes = _axes(6.4, 3.4, title, "layer", "1 − Spearman")
     for part, colour in zip(table.columns, ("#d94801", "#2171b5", "#6a3d9a", "#333333"), strict=False):
         axes.plot(table.index, table[part], marker="o", markersize=3, color=colour, label=part)
-    axes.set_xlabel("layer", fontsize=NAME_FONT)
-    axes.set_ylabel("1 − Spearman", fontsize=NAME_FONT)
     axes.set_ylim(bottom=0)
     _legend(axes)
     return picture
 
 
-def _axes(width: float, height: float, title: str) -> tuple[Any, Any]:
+def _axes(width: float, height: float, title: str, across: str, up: str) -> tuple[Any, Any]:
     picture = need_canvas().Picture(width, height)
     picture.set_layout_engine("constrained")
     axes = picture.subplots()
     axes.set_title(title, fontsize=TITLE_FONT, color=INK, loc="left", parse_math=False)
+    axes.set_xlabel(across, fontsize=NAME_FONT)
+    axes.set_ylabel(up, fontsize=NAME_FONT)
     axes.tick_params(labelsize=FONT)
     axes.locator_params(axis="x", integer=True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -198,7 +164,7 @@ def _legend(axes: Any) -> None:
     axes.legend(fontsize=FONT, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _check_columns(name: str, table: Any, columns: tuple[str, ...]) -> None:
+def _check_columns(table: Any, columns: tuple[str, ...]) -> None:
     missing = [column for column in columns if column not in getattr(table, "columns", ())]
     if missing:
-        raise ValueError(f"{name}: expected a table with the columns {list(columns)}, missing {missing}")
+        raise ValueError(f"table: expected a table with the columns {list(columns)}, missing {missing}")
