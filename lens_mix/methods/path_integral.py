@@ -33,11 +33,9 @@ _ROUNDING = 30
 class Path:
     """The straight line B + α (A - B) from the baseline B to the pattern A of one block.
 
-    Attributes:
-        block, bound: where it is, and the target F that is explained.
-        pattern, baseline: its ends.
-        edits: the hooks that put a pattern into a pass, as `AttentionAttribution.edits`.
-        largest_chunk: most rows (prompts x points) of one pass; None: what memory allows.
+    F is the target `bound`; `edits` makes the hooks that put a pattern into a pass, as
+    `AttentionAttribution.edits`; `largest_chunk`: most rows (prompts x points) of one pass, None: what memory
+    allows.
     """
 
     block: Block
@@ -87,7 +85,7 @@ class Integral:
         self._sums = path.block.zeros(len(rules.counts), *path.pattern.shape)
         self._shares: list[list[float]] = [[] for _ in range(batch)]
 
-    def advance(self, prompts: list[int], rule: int) -> None:
+    def _advance(self, prompts: list[int], rule: int) -> None:
         """Bring some prompts to a rule, by the points that it adds."""
         start = self.rules.counts[self.rule[prompts[0]]] if self._shares[prompts[0]] else 0
         added = slice(start, self.rules.counts[rule])
@@ -95,8 +93,7 @@ class Integral:
         if start == 0 and points[0] != 0:
             points = torch.cat([points.new_zeros(1), points])
             weights = torch.nn.functional.pad(weights, (1, 0))
-        device = self._sums.device
-        rows = torch.tensor(prompts, device=device).repeat_interleave(len(points))
+        rows = torch.tensor(prompts, device=self._sums.device).repeat_interleave(len(points))
         alphas, weights = points.repeat(len(prompts)), weights.repeat(1, len(prompts)).to(self._sums)
         for part in self.path.chunks(len(rows)):
             self._add(rows[part], alphas[part], weights[:, part])
@@ -110,18 +107,16 @@ class Integral:
         gradients = gradients.to(self._sums.dtype)
         terms = (gradients * self.path.difference[prompts]).flatten(1)
         # all terms 0 (0 / 0): nothing cancels
-        shares = (terms.sum(-1).abs() / terms.abs().sum(-1)).nan_to_num(1.0).tolist()
+        shares = (terms.sum(-1).abs() / terms.abs().sum(-1)).nan_to_num(1.0)
         # a point without weight may have no gradient at all (a norm of zero)
         counts = (weights != 0).any(0)
         axes = "rule row, row head query key -> rule head query key"
         for prompt in prompts.unique().tolist():
             here = counts & (prompts == prompt)
             self._sums[:, prompt] += einsum(weights[:, here], gradients[here], axes)
-        for row, (prompt, alpha) in enumerate(zip(prompts.tolist(), alphas.tolist(), strict=True)):
-            if alpha == 0:
-                self.at_baseline[prompt] = values[row]
-            if counts[row]:
-                self._shares[prompt].append(shares[row])
+            self._shares[prompt] += shares[here].tolist()
+        starts = alphas == 0
+        self.at_baseline[prompts[starts]] = values[starts].to(self.at_baseline)
 
     def scores(self, prompt: int, rule: int | None = None) -> Float[Tensor, "head query key"]:
         """The attribution (A - B) ⊙ ∫ ∂F/∂A dα, by the rule that is reached or another one."""
@@ -154,7 +149,7 @@ class Integral:
         if rule == 0 or size == 0:
             return abs(self.gap(prompt))
         change = (self.scores(prompt) - self.scores(prompt, rule - 1)).double().abs().sum().item() / size
-        larger, smaller = self.rules.degrees[rule], self.rules.degrees[rule - 1]
+        smaller, larger = self.rules.degrees[rule - 1 : rule + 1]
         share = change ** ((larger + 1) / (smaller + 1)) if change < 1 else change
         return max(abs(self.gap(prompt)), size * share)
 
@@ -167,9 +162,9 @@ class Integral:
         return self.visible(prompt) < _INVISIBLE
 
     def accepted(self, prompt: int, tolerance: float | None) -> float:
-        """The largest accepted error: the tolerance, or by default 1 % of the sum of the absolute scores.
+        """The largest accepted error: the tolerance; None: 1 % of the sum of the absolute scores.
 
-        By default a probability may never be wrong by more than 0.01; what rounding leaves of F is accepted.
+        With None a probability may never be wrong by more than 0.01; what rounding leaves of F is accepted.
         """
         if tolerance is not None:
             return tolerance
@@ -186,7 +181,7 @@ class Integral:
         """
         todo, last = list(range(len(self.rule))), len(self.rules.counts) - 1
         for rule in range(min(1, last), last + 1):
-            self.advance(todo, rule)
+            self._advance(todo, rule)
             todo = [prompt for prompt in todo if self._needs_more(prompt, tolerance)]
             if not todo:
                 return

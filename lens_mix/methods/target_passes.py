@@ -56,7 +56,7 @@ def bind(block: Block, target: object) -> BoundTarget:
         )
     read = as_target(target)
     with torch.no_grad():
-        output = _output(block, read, (), None, False)
+        output = _output(block, read, ())
         functions, clean, places = [], [], []
         for prompt, span, part in _parts(block, read, output, range(len(output))):
             numbers = torch.arange(span.stop - span.start, device=block.real.device)
@@ -79,9 +79,11 @@ def values(
     `[row, ...]` tensors. `gradients`: build the graph.
     """
     with torch.set_grad_enabled(gradients):
-        positions = None if bound.positions is None else bound.positions[rows.to(bound.positions.device)]
-        output = _output(block, bound.target, fwd_hooks, rows, gradients, positions)
-        if positions is not None:
+        if bound.positions is None:
+            output = _output(block, bound.target, fwd_hooks, rows=rows, gradients=gradients)
+        else:
+            positions = bound.positions[rows.to(bound.positions.device)]
+            output = block.logits(fwd_hooks, rows=rows, gradients=gradients, positions=positions)
             # The row that is read stands at every position, as a view: targets index as in the whole.
             output = output.expand(-1, block.logits_real.shape[1], -1)
         parts = _parts(block, bound.target, output, rows.tolist())
@@ -116,18 +118,12 @@ def evaluate(function: Explained, output: Float[Tensor, copy * axes]) -> Float[T
     return values
 
 
-def _output(
-    block: Block,
-    target: Target,
-    fwd_hooks: Sequence[Any],
-    rows: Tensor | None,
-    gradients: bool,
-    positions: Tensor | None = None,
-) -> Tensor:
+def _output(block: Block, target: Target, fwd_hooks: Sequence[Any], **options: Any) -> Tensor:
+    """What the target reads; `options` as of `Block.logits`."""
     if target.reads == "logits":
-        return block.logits(fwd_hooks, rows=rows, gradients=gradients, positions=positions)
+        return block.logits(fwd_hooks, **options)
     after = isinstance(target, Head) and target.after_final_norm
-    return block.last_residual(fwd_hooks, rows=rows, gradients=gradients, after_final_norm=after)
+    return block.last_residual(fwd_hooks, after_final_norm=after, **options)
 
 
 def _parts(

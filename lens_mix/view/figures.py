@@ -6,7 +6,8 @@
 | `query_maps` | one heat map per method, layer × key, for one query |
 | `token_bars` | one row of bars over the tokens per method |
 
-All return a matplotlib Figure that belongs to no pyplot state: `figure.savefig("maps.png")`.
+All return a matplotlib Figure that belongs to no pyplot state: `figure.savefig("maps.png")`. They raise an
+ImportError where matplotlib is not installed.
 """
 
 from __future__ import annotations
@@ -58,7 +59,6 @@ def layer_maps(
         TypeError: `mixing_map` is no MixingMap.
         ValueError: no such layer or head; no layer at all; columns below 1; negative scores with
             `normalize=True`.
-        ImportError: matplotlib is not installed.
     """
     _check_is_map("mixing_map", mixing_map)
     as_count(columns, "columns")
@@ -86,15 +86,13 @@ def query_maps(
     Args:
         maps: label to map, all over the same tokens; of maps with heads, the mean over heads.
         query: position (negative: from the end); each map has to hold its row.
-        columns: heat maps side by side, 1 or more.
-        normalize: rows divided by their sum (0 to 1); False: the scores as they are.
+        columns, normalize: as in `layer_maps`.
         title: above the figure; None: the query's position and token.
 
     Raises:
         TypeError: an entry of `maps` is no MixingMap.
         ValueError: no maps; maps over different tokens or layers; no such query; columns below 1; negative
             scores with `normalize=True`.
-        ImportError: matplotlib is not installed.
     """
     as_count(columns, "columns")
     if not maps:
@@ -133,13 +131,11 @@ def token_bars(
             over heads). A map whose tokens are the last ones of `tokens` (the first dropped) is accepted.
         tokens: one per bar.
         title: above the figure.
-        query: which row of the MixingMaps (negative: from the end).
-        layer: which layer of the MixingMaps (negative: from the end).
+        query, layer: which row and layer of the MixingMaps (negative: from the end).
 
     Raises:
         TypeError: a row that is neither a vector nor a MixingMap.
         ValueError: no rows; a row of another length than `tokens`; an infinite score.
-        ImportError: matplotlib is not installed.
     """
     canvas = need_canvas()
     if not rows:
@@ -168,9 +164,8 @@ def _row(name: str, row: Any, tokens: list[str], query: int, layer: int) -> Floa
     try:
         vector = torch.as_tensor(row).detach().to("cpu", torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"rows[{name!r}]: expected scores [key] or a MixingMap, got {type(row).__name__}"
-        ) from error
+        expected = f"rows[{name!r}]: expected scores [key] or a MixingMap"
+        raise TypeError(f"{expected}, got {type(row).__name__}") from error
     if vector.shape != (len(tokens),):
         raise ValueError(f"rows[{name!r}]: expected shape ({len(tokens)},), got {tuple(vector.shape)}")
     if bool(vector.isinf().any()):
