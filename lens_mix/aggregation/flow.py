@@ -66,7 +66,7 @@ def flow(
         normalize: divide each row by its sum, as the paper's code does; False: the flows, 0 to 1.
         layer: flow from the positions of this layer only, by label (negative: from the end); None: from
             every layer, as in rollout. The last layer alone costs a fraction of all.
-        queries: flow from these positions only (negative: from the end); the result then has these rows.
+        queries: flow from these positions only (negative: from the end).
         residual: the weight w, 0 to 1; None: what the method calls for (`rollout`).
         receptive_field: divide by the flow of even attention under the same mask. The paper gives no
             formula; ours is in docs/flow.md.
@@ -77,8 +77,8 @@ def flow(
 
     Returns:
         A map of kind "input", float64, `[layer, query, key]` with one layer or as many as the map has.
-        Zero for inputs that a query cannot reach; rows sum to 1 if `normalize`. With `queries`, keys are
-        `key_tokens` and the result is not `causal` (its mask says what could be reached).
+        Zero for inputs that a query cannot reach; rows sum to 1 if `normalize`. With `queries` it holds
+        these rows only, by position (`MixingMap.queries`).
 
     Raises:
         TypeError: not a `MixingMap`; a residual that is no number.
@@ -106,7 +106,7 @@ def flow(
         **{"drop_bos": drop_bos, "solver": solver, "first_layer_share": shares},
     }
     reached = None if stack.mask is None else reached_inputs(stack.visible(), weight)
-    result = stack.replace(
+    return stack.replace(
         scores=scores.to(stack.scores.device),
         queries=chosen,
         mask=None if reached is None else reached[[level - 1 for level in levels]][:, chosen],
@@ -116,10 +116,6 @@ def flow(
         provenance={**stack.provenance, "aggregation": {"name": "flow", **options}},
         notes=_notes(stack, levels, shares, receptive_field),
     )
-    if queries is None:
-        return result
-    rows = {"tokens": result.query_labels, "key_tokens": result.tokens, "queries": None}
-    return result.replace(mask=result.visible(), causal=False, **rows)
 
 
 class Stack(NamedTuple):
