@@ -52,16 +52,16 @@ class Norm:
 
     def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch 1"]:
         """What the (centred) vector is divided by."""
-        centred = x - x.mean(-1, keepdim=True) if self.kind == "layer" else x
         # As a length: no tensor of squares is made, and their sum would overflow float16.
-        length = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)
+        length = torch.linalg.vector_norm(self._centred(x), dim=-1, keepdim=True)
         return ((length / math.sqrt(x.shape[-1])).square() + self.eps).sqrt()
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        centred = x - x.mean(-1, keepdim=True) if self.kind == "layer" else x
-        out = centred / self.scale(x)
-        out = out if self.weight is None else out * self.weight.to(x.dtype)
-        return out if self.bias is None else out + self.bias.to(x.dtype)
+        out = self._centred(x) / self.scale(x)
+        return _plus(out if self.weight is None else out * self.weight.to(x.dtype), self.bias)
+
+    def _centred(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True) if self.kind == "layer" else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,13 +75,13 @@ class ValuePath:
 
     def values(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch value_head d_head"]:
         """Value vectors of normalised inputs."""
-        out = einsum(x, self.W_V.to(x.dtype), "... d_model, head d_model d_head -> ... head d_head")
-        return out if self.b_V is None else out + self.b_V.to(x.dtype)
+        axes = "... d_model, head d_model d_head -> ... head d_head"
+        return _plus(einsum(x, self.W_V.to(x.dtype), axes), self.b_V)
 
     def project(self, z: Float[Tensor, "*batch head d_head"]) -> Float[Tensor, "*batch d_model"]:
         """The attention output of mixed values, with b_O."""
-        out = einsum(z, self.W_O.to(z.dtype), "... head d_head, head d_head d_model -> ... d_model")
-        return out if self.b_O is None else out + self.b_O.to(z.dtype)
+        axes = "... head d_head, head d_head d_model -> ... d_model"
+        return _plus(einsum(z, self.W_O.to(z.dtype), axes), self.b_O)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +101,6 @@ class FeedForward:
     b_hidden: Float[Tensor, " d_mlp"] | None = None
     b_out: Float[Tensor, " d_model"] | None = None
 
-    @property
-    def kind(self) -> str:
-        """ "plain" or "gated"."""
-        return "plain" if self.W_gate is None else "gated"
-
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         activation = ACTIVATIONS[self.activation]
         hidden = _affine(x, self.W_in, self.b_in)
@@ -113,13 +108,15 @@ class FeedForward:
             hidden = activation(hidden)
         else:
             hidden = activation(_affine(x, self.W_gate, self.b_gate)) * hidden
-        hidden = hidden if self.b_hidden is None else hidden + self.b_hidden.to(x.dtype)
-        return _affine(hidden, self.W_out, self.b_out)
+        return _affine(_plus(hidden, self.b_hidden), self.W_out, self.b_out)
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = x @ weight.to(x.dtype)
-    return out if bias is None else out + bias.to(x.dtype)
+    return _plus(x @ weight.to(x.dtype), bias)
+
+
+def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias.to(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,9 +152,7 @@ class BlockAnatomy:
         """The residual stream after the attention branch (and the cross-attention branch)."""
         branch = _apply(self.attention_branch, attention_out) * self.residual_multiplier
         mid = _apply(self.attention_residual, x + branch)
-        if cross_out is not None:
-            mid = _apply(self.cross_residual, mid + cross_out)
-        return mid
+        return mid if cross_out is None else _apply(self.cross_residual, mid + cross_out)
 
     def feed_forward_in(self, x: Tensor, mid: Tensor) -> Tensor:
         """What the feed-forward reads."""
@@ -189,7 +184,7 @@ def _apply(norm: Norm | None, x: Tensor) -> Tensor:
 # ------------------------------------------------------------------ reading it from the model
 
 
-def _read(module: nn.Module, name: str) -> Tensor | None:
+def read_weight(module: nn.Module | None, name: str) -> Tensor | None:
     """A weight by TransformerLens's name; None where there is none (each class says so in its own way)."""
     try:
         weight = getattr(module, name)
@@ -207,10 +202,10 @@ def read_norm(module: nn.Module | None, cfg: Any) -> Norm | None:
         return None
     if inner is None:
         kind: Literal["layer", "rms"] = "rms" if "RMS" in type(module).__name__ else "layer"
-        return Norm(kind, _read(module, "w"), _read(module, "b"), float(cast(Any, module).eps))
+        return Norm(kind, read_weight(module, "w"), read_weight(module, "b"), float(cast(Any, module).eps))
     # The wrapped module is asked, not cfg: cfg.uses_rms_norm is False for T5.
     rms = "RMS" in type(inner).__name__ or type(inner).__name__ == "T5LayerNorm"
-    weight, bias = _read(inner, "weight"), _read(inner, "bias")
+    weight, bias = read_weight(inner, "weight"), read_weight(inner, "bias")
     eps = getattr(inner, "eps", getattr(inner, "variance_epsilon", None))
     if rms and weight is not None and getattr(cfg, "rmsnorm_uses_offset", False):
         weight = 1 + weight
@@ -221,10 +216,10 @@ def read_value_path(attention: nn.Module) -> ValuePath | None:
     """W_V, b_V, W_O, b_O; None where the module does not offer them."""
     # HookedTransformer can repeat grouped values before the hook: then the hook has all heads.
     ungrouped = getattr(getattr(attention, "cfg", None), "ungroup_grouped_query_attention", False)
-    grouped = None if ungrouped else _read(attention, "_W_V")
-    W_V = _read(attention, "W_V") if grouped is None else grouped
-    b_V = _read(attention, "b_V" if grouped is None else "_b_V")
-    W_O, b_O = _read(attention, "W_O"), _read(attention, "b_O")
+    grouped = None if ungrouped else read_weight(attention, "_W_V")
+    W_V = read_weight(attention, "W_V") if grouped is None else grouped
+    b_V = read_weight(attention, "b_V" if grouped is None else "_b_V")
+    W_O, b_O = read_weight(attention, "W_O"), read_weight(attention, "b_O")
     if W_V is None or W_O is None or W_V.ndim != 3 or W_O.ndim != 3:
         return None
     return ValuePath(W_V, None if b_V is None else b_V.reshape(W_V.shape[0], -1), W_O, b_O)
@@ -236,23 +231,17 @@ def read_feed_forward(mlp: nn.Module | None, activation: str) -> tuple[FeedForwa
         return None, "none"
     if "MoE" in type(mlp).__name__ or hasattr(mlp, "experts"):
         return None, "mixture"
-    W_in, W_out, W_gate = _read(mlp, "W_in"), _read(mlp, "W_out"), _read(mlp, "W_gate")
+    W_in, W_out, W_gate = read_weight(mlp, "W_in"), read_weight(mlp, "W_out"), read_weight(mlp, "W_gate")
     if W_in is None or W_out is None or W_in.ndim != 2 or W_in.shape[1] != W_out.shape[0]:
         return None, "opaque"
     bridge = hasattr(mlp, "original_component")
-    b_in = _read(mlp, "b_in")
-    feed_forward = FeedForward(
-        activation,
-        W_in,
-        W_out,
-        W_gate,
-        b_in=b_in if bridge or W_gate is None else None,
-        b_gate=_read(mlp, "b_gate") if bridge and W_gate is not None else None,
-        # The hooked classes add b_in after the product of a gated feed-forward.
-        b_hidden=b_in if not bridge and W_gate is not None else None,
-        b_out=_read(mlp, "b_out"),
-    )
-    return feed_forward, feed_forward.kind
+    b_in = read_weight(mlp, "b_in")
+    b_gate, b_out = read_weight(mlp, "b_gate"), read_weight(mlp, "b_out")
+    if W_gate is None:
+        return FeedForward(activation, W_in, W_out, b_in=b_in, b_out=b_out), "plain"
+    # The hooked classes add b_in after the product of a gated feed-forward.
+    biases = {"b_in": b_in, "b_gate": b_gate} if bridge else {"b_hidden": b_in}
+    return FeedForward(activation, W_in, W_out, W_gate, b_out=b_out, **biases), "gated"
 
 
 def candidates(block: nn.Module, attention: nn.Module, cfg: Any, multiplier: float) -> Iterator[BlockAnatomy]:
@@ -261,47 +250,27 @@ def candidates(block: nn.Module, attention: nn.Module, cfg: Any, multiplier: flo
     The same module names stand for different wirings (ln1 is before attention in GPT-2, after it in
     BERT, on the branch in OLMo 2 on TransformerLens 3.9), so each is offered and the proof decides.
     """
-    names = ("ln1", "ln2", "ln3", "ln1_post", "ln2_post")
-    norms = {name: read_norm(getattr(block, name, None), cfg) for name in names}
-    ln1, ln2, ln3 = norms["ln1"], norms["ln2"], norms["ln3"]
     cross = hasattr(block, "cross_attn")
     mlp = None if getattr(cfg, "attn_only", False) else getattr(block, "mlp", None)
     feed_forward, kind = read_feed_forward(mlp, "gelu")
-    base = BlockAnatomy(
-        "none",
-        False,
-        read_value_path(attention),
-        feed_forward,
-        kind,
-        cross=cross,
-        residual_multiplier=multiplier,
-    )
-    sequential_first = (False, True) if not getattr(cfg, "parallel_attn_mlp", False) else (True, False)
-    for parallel in (False,) if cross or mlp is None else sequential_first:
-        for wiring in _wirings(norms, ln1, ln2, ln3, cross, has_mlp=mlp is not None):
-            yield dataclasses.replace(base, parallel=parallel, **wiring)
+    base = BlockAnatomy("none", False, read_value_path(attention), feed_forward, kind, cross=cross)
+    first = bool(getattr(cfg, "parallel_attn_mlp", False))
+    for parallel in (False,) if cross or mlp is None else (first, not first):
+        for wiring in _wirings(block, cfg, cross, has_mlp=mlp is not None):
+            yield dataclasses.replace(base, parallel=parallel, residual_multiplier=multiplier, **wiring)
 
 
-def _wirings(
-    norms: dict[str, Norm | None],
-    ln1: Norm | None,
-    ln2: Norm | None,
-    ln3: Norm | None,
-    cross: bool,
-    has_mlp: bool,
-) -> Iterator[dict[str, Any]]:
-    if norms["ln1_post"] is not None:
-        branch = {"attention_branch": norms["ln1_post"], "feed_forward_branch": norms["ln2_post"]}
+def _wirings(block: nn.Module, cfg: Any, cross: bool, has_mlp: bool) -> Iterator[dict[str, Any]]:
+    names = ("ln1", "ln2", "ln3", "ln1_post", "ln2_post")
+    ln1, ln2, ln3, ln1_post, ln2_post = (read_norm(getattr(block, name, None), cfg) for name in names)
+    if ln1_post is not None:
+        branch = {"attention_branch": ln1_post, "feed_forward_branch": ln2_post}
         placement = "branch" if ln1 is None else "sandwich"
         yield {"placement": placement, "attention_input": ln1, "feed_forward_input": ln2, **branch}
     elif cross:
         yield {"placement": "pre", "attention_input": ln1, "cross_input": ln2, "feed_forward_input": ln3}
-        yield {
-            "placement": "post",
-            "attention_residual": ln1,
-            "cross_residual": ln2,
-            "feed_forward_residual": ln3,
-        }
+        residual = {"attention_residual": ln1, "cross_residual": ln2, "feed_forward_residual": ln3}
+        yield {"placement": "post", **residual}
     elif ln2 is None:
         placement = "none" if ln1 is None else "pre"
         yield {"placement": placement, "attention_input": ln1, "feed_forward_input": ln1 if has_mlp else None}

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair
 from lens_mix.lens.clean_pass import CleanPass, StopForward
+from lens_mix.lens.head import row_at, unembedding_at
 from lens_mix.lens.replay import enter_with, first_tensor
-from lens_mix.lens.unembedding import row_at, unembedding_at
 
 
 def logits_from(

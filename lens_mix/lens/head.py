@@ -1,16 +1,19 @@
-"""What turns the last residual stream into logits: the final norm and the unembedding, proven."""
+"""What turns the last residual stream into logits: the final norm and the unembedding, proven or narrowed."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from lens_mix.lens.anatomy import Norm
+from lens_mix.lens.anatomy import Norm, read_weight
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.prompts import wrapped_config
 from lens_mix.lens.replay import relative_error
 
 
@@ -34,14 +37,7 @@ def proven_head(
     logits: Float[Tensor, "pos d_vocab"],
     tolerance: float,
 ) -> Head:
-    """The model's head, if it gives the model's logits.
-
-    Args:
-        model: the model.
-        norm: its final norm.
-        resid: the last residual stream.
-        logits: the model's own logits there.
-        tolerance: largest accepted relative error.
+    """The model's head, if from the last residual stream it gives the model's logits, after its final `norm`.
 
     Raises:
         UnsupportedModelError: it doesn't: a soft cap or a dense layer lies between.
@@ -75,18 +71,35 @@ def proven_head(
 
 
 def _soft_cap(model: Any) -> float | None:
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    owners = ((model.cfg, "output_logits_soft_cap"), (config, "final_logit_softcapping"))
-    caps = [float(getattr(owner, name, None) or 0) for owner, name in owners]
-    return next((cap for cap in caps if cap > 0), None)
+    caps = (
+        getattr(model.cfg, "output_logits_soft_cap", None),
+        wrapped_config(model, "final_logit_softcapping"),
+    )
+    return next((float(cap) for cap in caps if cap and cap > 0), None)
 
 
 def _weight(model: Any, name: str) -> Tensor | None:
-    for owner in (model, getattr(model, "unembed", None)):
-        try:
-            weight = getattr(owner, name)
-        except (AttributeError, TypeError, NotImplementedError):
-            continue
-        if torch.is_tensor(weight):
-            return weight.detach()
-    return None
+    weight = read_weight(model, name)
+    return read_weight(getattr(model, "unembed", None), name) if weight is None else weight
+
+
+def row_at(tensor: Tensor, positions: Tensor) -> Tensor:
+    """One position of each row of [row pos ...], as [row 1 ...]."""
+    return tensor[torch.arange(len(tensor), device=tensor.device), positions.to(tensor.device)][:, None]
+
+
+@contextlib.contextmanager
+def unembedding_at(model: Any, positions: Tensor | None) -> Iterator[list[bool]]:
+    """The unembedding sees one position per row; the list is filled if it ran at all."""
+    narrowed: list[bool] = []
+    unembed = getattr(model, "unembed", None)
+    if positions is None or not isinstance(unembed, nn.Module):
+        yield narrowed
+        return
+
+    def narrow(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        narrowed.append(True)
+        return (row_at(args[0], positions), *args[1:])
+
+    with unembed.register_forward_pre_hook(narrow):
+        yield narrowed

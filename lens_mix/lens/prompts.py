@@ -14,7 +14,7 @@ from lens_mix.lens.model_classes import ModelClass
 
 PaddingSide = Literal["left", "right"]
 
-# These position embeddings are tables: a longer prompt has no row to read.
+# Other position embeddings are tables: a longer prompt has no row to read.
 _EXTENSIBLE_POSITIONS = {"alibi", "relative_positional_bias", "none"}
 
 
@@ -76,10 +76,12 @@ class Batch:
 
 def is_encoder_decoder(model: Any, kind: ModelClass) -> bool:
     """Whether the model takes a pair of source and target."""
-    if kind is ModelClass.HOOKED_ENCODER_DECODER:
-        return True
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    return bool(getattr(config, "is_encoder_decoder", False))
+    return kind is ModelClass.HOOKED_ENCODER_DECODER or bool(wrapped_config(model, "is_encoder_decoder"))
+
+
+def wrapped_config(model: Any, name: str) -> Any:
+    """A setting of the model of transformers that a TransformerBridge wraps; None where there is none."""
+    return getattr(getattr(getattr(model, "original_model", None), "config", None), name, None)
 
 
 def read_prompt(
@@ -94,9 +96,8 @@ def read_prompt(
     """One prompt as the user gave it: a string, tokens `[pos]` or `[1, pos]`, or a pair of these.
 
     Args:
-        model: the model whose tokenizer and limits apply.
-        kind: its class.
-        prompt: a string, tokens, or for an encoder-decoder (source, target).
+        model, kind: the model whose tokenizer and limits apply, and its class.
+        prompt: for an encoder-decoder (source, target).
         prepend_bos: as in TransformerLens; None for the model's default. Strings only.
         attention_mask: [pos] or [1, pos], 1 for the prompt's own tokens; padding is cut away.
         inputs: further model inputs by name, [pos] or [1, pos] each; `decoder_input_ids` is the target.
@@ -116,16 +117,17 @@ def read_prompt(
         if target is not None:
             raise ValueError("prompt: the target was given twice, in the pair and as decoder_input_ids")
         prompt, target = prompt
-    source = _tokens(model, kind, prompt, prepend_bos, "prompt")
-    own = _own_positions(attention_mask, source)
-    _check_tokens(model, source[own], "prompt")
-    extra = {name: _like_tokens(value, source, name)[own] for name, value in given.items()}
+    padded = _tokens(model, kind, prompt, prepend_bos, "prompt")
+    real = _real_positions(attention_mask, padded)
+    tokens = _checked_tokens(model, padded[real], "prompt")
+    extra = {name: _like_tokens(value, padded, name)[real] for name, value in given.items()}
     if isinstance(prompt, str) and kind is ModelClass.HOOKED_ENCODER and "token_type_ids" not in extra:
-        extra["token_type_ids"] = model.to_tokens(prompt)[1][0].to(source.device)
-    decoder = _target_tokens(model, kind, target) if encoder_decoder else None
-    if target is not None and not encoder_decoder:
+        extra["token_type_ids"] = model.to_tokens(prompt)[1][0].to(tokens.device)
+    if encoder_decoder:
+        return Prompt(tokens, _checked_tokens(model, _target_tokens(model, kind, target), "target"), extra)
+    if target is not None:
         raise ValueError(f"decoder_input_ids: {type(model).__name__} has no decoder side")
-    return Prompt(source[own], decoder, extra)
+    return Prompt(tokens, None, extra)
 
 
 def _tokens(
@@ -156,47 +158,43 @@ def _tokens(
 
 
 def _tokenize(model: Any, kind: ModelClass, text: str, prepend_bos: bool | None) -> Int[Tensor, " pos"]:
-    if getattr(model, "tokenizer", None) is None:
-        raise ValueError(
-            "prompt: a string needs a tokenizer and this model has none; "
-            "expected tokens [pos], or a model with model.tokenizer set"
-        )
+    _require_tokenizer(model, "prompt")
     if kind in (ModelClass.HOOKED_ENCODER, ModelClass.HOOKED_ENCODER_DECODER):
         if prepend_bos is not None:
             raise ValueError(
                 f"prepend_bos: {kind.value} adds its own special tokens; expected None, got {prepend_bos}"
             )
         tokens = model.to_tokens(text, truncate=False)[0]
-    elif prepend_bos is None:
-        tokens = model.to_tokens(text, truncate=False)
     else:
-        tokens = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)
+        options = {} if prepend_bos is None else {"prepend_bos": prepend_bos}
+        tokens = model.to_tokens(text, truncate=False, **options)
     return tokens[0].to(device_of(model))
+
+
+def _require_tokenizer(model: Any, name: str) -> None:
+    if getattr(model, "tokenizer", None) is None:
+        raise ValueError(
+            f"{name}: a string needs a tokenizer and this model has none; "
+            "expected tokens [pos], or a model with model.tokenizer set"
+        )
 
 
 def _target_tokens(model: Any, kind: ModelClass, target: object) -> Int[Tensor, " target_pos"]:
     """The decoder's input: the start token and the target's tokens; given tokens are used as they are."""
     if target is not None and not isinstance(target, str):
-        tokens = _tokens(model, kind, target, None, "target")
-        _check_tokens(model, tokens, "target")
-        return tokens
+        return _tokens(model, kind, target, None, "target")
     config = getattr(getattr(model, "original_model", None), "config", model.cfg)
     start = getattr(config, "decoder_start_token_id", None)
     if start is None:
         raise ValueError("target: the model names no decoder_start_token_id; give the decoder's tokens")
-    own: list[int] = []
+    ids = [start]
     if target:
-        if getattr(model, "tokenizer", None) is None:
-            raise ValueError(
-                "target: a string needs a tokenizer and this model has none; expected tokens [pos]"
-            )
-        own = model.tokenizer(target, add_special_tokens=False)["input_ids"]
-    tokens = torch.tensor([start, *own], dtype=torch.long, device=device_of(model))
-    _check_tokens(model, tokens, "target")
-    return tokens
+        _require_tokenizer(model, "target")
+        ids += model.tokenizer(target, add_special_tokens=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.long, device=device_of(model))
 
 
-def _own_positions(attention_mask: Tensor | None, tokens: Int[Tensor, " pos"]) -> Bool[Tensor, " pos"]:
+def _real_positions(attention_mask: Tensor | None, tokens: Int[Tensor, " pos"]) -> Bool[Tensor, " pos"]:
     if attention_mask is None:
         return torch.ones_like(tokens, dtype=torch.bool)
     mask = _like_tokens(attention_mask, tokens, "attention_mask")
@@ -204,14 +202,14 @@ def _own_positions(attention_mask: Tensor | None, tokens: Int[Tensor, " pos"]) -
         raise ValueError(
             "attention_mask: expected 1 for the prompt's own tokens and 0 for padding, got other values"
         )
-    own = mask.bool()
-    inside = own.nonzero()[:, 0]
-    if len(inside) and not bool(own[inside[0] : inside[-1] + 1].all()):
+    real = mask.bool()
+    inside = real.nonzero()[:, 0]
+    if len(inside) and not bool(real[inside[0] : inside[-1] + 1].all()):
         raise ValueError(
             "attention_mask: expected padding on the left or on the right only, "
             f"got holes inside the prompt: {mask.int().tolist()}"
         )
-    return own
+    return real
 
 
 def _like_tokens(value: Tensor, tokens: Int[Tensor, " pos"], name: str) -> Tensor:
@@ -230,7 +228,7 @@ def _like_tokens(value: Tensor, tokens: Int[Tensor, " pos"], name: str) -> Tenso
     return value.to(tokens.device)
 
 
-def _check_tokens(model: Any, tokens: Int[Tensor, " pos"], name: str) -> None:
+def _checked_tokens(model: Any, tokens: Int[Tensor, " pos"], name: str) -> Int[Tensor, " pos"]:
     if len(tokens) == 0:
         raise ValueError(f"{name}: expected at least one token, got none")
     d_vocab = _vocabulary(model, name)
@@ -238,15 +236,14 @@ def _check_tokens(model: Any, tokens: Int[Tensor, " pos"], name: str) -> None:
     if low < 0 or high >= d_vocab:
         raise ValueError(f"{name}: expected tokens in 0..{d_vocab - 1}, got tokens in {low}..{high}")
     n_ctx = getattr(model.cfg, "n_ctx", None)
-    if getattr(model.cfg, "positional_embedding_type", None) in _EXTENSIBLE_POSITIONS or not n_ctx:
-        return
-    if len(tokens) > n_ctx:
+    extensible = getattr(model.cfg, "positional_embedding_type", None) in _EXTENSIBLE_POSITIONS
+    if n_ctx and not extensible and len(tokens) > n_ctx:
         raise ValueError(f"{name}: expected at most n_ctx={n_ctx} tokens, got {len(tokens)}")
+    return tokens
 
 
 def _vocabulary(model: Any, name: str) -> int:
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    separate = getattr(config, "decoder_vocab_size", None) if name == "target" else None
+    separate = wrapped_config(model, "decoder_vocab_size") if name == "target" else None
     return int(separate or model.cfg.d_vocab)
 
 
@@ -272,7 +269,7 @@ def pad(prompts: Sequence[Prompt], pad_token: int, side: PaddingSide) -> Batch:
 def _pad(rows: Sequence[Tensor], value: int, side: PaddingSide) -> tuple[Tensor, Bool[Tensor, "batch pos"]]:
     longest = max(len(row) for row in rows)
     padded = rows[0].new_full((len(rows), longest), value)
-    real = torch.zeros((len(rows), longest), dtype=torch.bool, device=rows[0].device)
+    real = torch.zeros_like(padded, dtype=torch.bool)
     for index, row in enumerate(rows):
         span = slice(longest - len(row), longest) if side == "left" else slice(0, len(row))
         padded[index, span] = row

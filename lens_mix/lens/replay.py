@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -63,11 +64,7 @@ def _with_residual(
 
 def enter_with(residual: Float[Tensor, "batch pos d_model"]) -> Callable[..., Any]:
     """A forward pre-hook (with keyword arguments) that makes a block start from `residual`."""
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _with_residual(args, kwargs, residual)
-
-    return enter
+    return lambda module, args, kwargs: _with_residual(args, kwargs, residual)
 
 
 def _follow_batch(tensor: Tensor, rows: Tensor, batch: int, heads: int) -> Tensor:
@@ -84,9 +81,8 @@ def _follow_batch_and_heads(tensor: Tensor, rows: Tensor, batch: int, heads: int
 
 def _share_head_axis(tensor: Tensor, rows: Tensor, batch: int, heads: int) -> Tensor:
     """As the first, but a first axis that could be heads is heads (MPT's position bias, batch = heads)."""
-    if tensor.ndim == 3 and tensor.shape[0] == heads and tensor.shape[1] == 1:
-        return tensor
-    return _follow_batch(tensor, rows, batch, heads)
+    is_bias = tensor.ndim == 3 and tensor.shape[:2] == (heads, 1)
+    return tensor if is_bias else _follow_batch(tensor, rows, batch, heads)
 
 
 _EXPANSIONS: tuple[_Expansion, ...] = (_follow_batch_and_heads, _follow_batch, _share_head_axis)
@@ -102,13 +98,14 @@ def _expand(value: Any, rows: Tensor, batch: int, heads: int, expansion: _Expans
     return value
 
 
+@dataclasses.dataclass(eq=False)
 class BlockReplay:
     """One block of one clean pass, ready to run again.
 
     The captured arguments do not say which of their axes is the batch, so the ways they can be read are
     tried, and the one that reproduces the block's own output is used; if none does, the replay refuses.
 
-    Args:
+    Attributes:
         module: the block.
         call: its arguments and output in the clean pass.
         real: which positions of the batch are the prompts' own.
@@ -117,54 +114,42 @@ class BlockReplay:
         where: name of the block, for errors.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        call: BlockCall,
-        real: Bool[Tensor, "batch pos"],
-        heads: int,
-        tolerance: float,
-        where: str,
-    ) -> None:
-        self.module, self.call, self.real, self.heads = module, call, real, heads
-        self.tolerance, self.where = tolerance, where
-        self._expansion: _Expansion | None = None
+    module: nn.Module
+    call: BlockCall
+    real: Bool[Tensor, "batch pos"]
+    heads: int
+    tolerance: float
+    where: str
+    _expansion: _Expansion | None = dataclasses.field(default=None, init=False)
 
     def run(
         self, rows: Int[Tensor, " row"], resid_pre: Float[Tensor, "row pos d_model"] | None = None
     ) -> Float[Tensor, "row pos d_model"]:
-        """The block's output for the given rows of the clean batch (repeats allowed).
-
-        Args:
-            rows: which prompt of the clean batch each row of the replay is.
-            resid_pre: the residual stream to start from; the clean one by default.
-        """
-        if self._expansion is None:
-            raise RuntimeError(f"{self.where}: prepare() has to come before run(), without any hook on")
-        return self._run(self._expansion, rows, resid_pre)
+        """The output for prompts of the clean batch, from `resid_pre` or the clean residual stream."""
+        return self._run(self._proven(), rows, resid_pre)
 
     def prepare(self) -> None:
         """Prove, once, that the block run again gives its own output; to be called without any hook on.
 
-        Raises:
-            UnsupportedModelError: it does not.
+        UnsupportedModelError if it does not.
         """
         if self._expansion is None:
             self._expansion = self._prove()
 
     def expand(self, value: Any, rows: Int[Tensor, " row"]) -> Any:
         """Tensors of the clean pass (alone, or in tuples and lists) for the given rows of its batch."""
+        return _expand(value, rows, self.call.resid_pre.shape[0], self.heads, self._proven())
+
+    def _proven(self) -> _Expansion:
         if self._expansion is None:
-            raise RuntimeError(f"{self.where}: prepare() has to come before expand()")
-        return _expand(value, rows, self.call.resid_pre.shape[0], self.heads, self._expansion)
+            raise RuntimeError(f"{self.where}: prepare() has to come before, without any hook on")
+        return self._expansion
 
     def _run(self, expansion: _Expansion, rows: Tensor, resid_pre: Tensor | None) -> Tensor:
         batch = self.call.resid_pre.shape[0]
         args = _expand(self.call.args, rows, batch, self.heads, expansion)
-        kwargs = {
-            name: _expand(value, rows, batch, self.heads, expansion)
-            for name, value in self.call.kwargs.items()
-        }
+        values = _expand(list(self.call.kwargs.values()), rows, batch, self.heads, expansion)
+        kwargs = dict(zip(self.call.kwargs, values, strict=True))
         if resid_pre is not None:
             args, kwargs = _with_residual(args, kwargs, resid_pre)
         return first_tensor(self.module(*args, **kwargs))
@@ -197,16 +182,13 @@ def relative_error(
 ) -> float:
     """Largest error per position, relative to that position's own size (so no large token hides a small one).
 
-    Args:
-        got, expected: the two tensors; the last axis is the vector.
-        keep: bool over the other axes, the positions that count; all by default.
+    `keep` is a bool over all axes but the last: the positions that count.
     """
     wide = torch.float64 if expected.dtype == torch.float64 else torch.float32
     difference = torch.linalg.vector_norm((got.to(wide) - expected.to(wide)), dim=-1)
     size = torch.linalg.vector_norm(expected.to(wide), dim=-1)
-    ratio = torch.where(difference == 0, torch.zeros_like(size), difference / size)
-    if keep is not None:
-        ratio = ratio[keep]
+    ratio = torch.where(difference == 0, 0, difference / size)
+    ratio = ratio if keep is None else ratio[keep]
     return float(ratio.max()) if ratio.numel() else 0.0
 
 
@@ -214,17 +196,14 @@ def captured_calls(
     blocks: Sequence[nn.Module], calls: dict[int, BlockCall]
 ) -> list[torch.utils.hooks.RemovableHandle]:
     """Record every block's arguments and output into `calls` until the handles are removed."""
-    handles = []
-    for layer, block in enumerate(blocks):
-        handles.append(block.register_forward_hook(_keep_call(layer, calls), with_kwargs=True))
-    return handles
 
-
-def _keep_call(layer: int, calls: dict[int, BlockCall]) -> Callable[..., None]:
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def keep(layer: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         calls[layer] = BlockCall(args, dict(kwargs), output)
 
-    return keep
+    return [
+        block.register_forward_hook(functools.partial(keep, layer), with_kwargs=True)
+        for layer, block in enumerate(blocks)
+    ]
 
 
 @contextlib.contextmanager
@@ -232,14 +211,11 @@ def captured_outputs(
     modules: Mapping[tuple[int, str], nn.Module], outputs: dict[tuple[int, str], Tensor]
 ) -> Iterator[None]:
     """Keep what each module returns while a pass runs."""
-    with contextlib.ExitStack() as stack:
-        for key, module in modules.items():
-            stack.callback(module.register_forward_hook(_keep_output(key, outputs)).remove)
-        yield
 
-
-def _keep_output(key: tuple[int, str], outputs: dict[tuple[int, str], Tensor]) -> Callable[..., None]:
-    def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def keep(key: tuple[int, str], module: nn.Module, args: Any, output: Any) -> None:
         outputs[key] = first_tensor(output).detach()
 
-    return keep
+    with contextlib.ExitStack() as stack:
+        for key, module in modules.items():
+            stack.enter_context(module.register_forward_hook(functools.partial(keep, key)))
+        yield

@@ -32,12 +32,7 @@ class Stack:
         return f"{self.template}.{self.attention}"
 
     def hook_name(self, role: str, layer: int) -> str:
-        """TransformerLens's name of the hook point that plays `role`.
-
-        Args:
-            role: "query", "value", "pattern" or "z".
-            layer: which block.
-        """
+        """TransformerLens's name of the hook point that plays `role`: "query", "value", "pattern" or "z"."""
         return f"{self.attention_template.format(layer=layer)}.{ATTENTION_ROLES[role]}"
 
     def self_attention(self, layer: int) -> nn.Module:
@@ -57,7 +52,7 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
     """All stacks of the model by name: {"blocks"} or {"encoder", "decoder"}.
 
     Raises:
-        UnsupportedModelError: no block of the model has an attention module with values to look at.
+        UnsupportedModelError: a stack has no blocks, or a block no attention module.
     """
     kind = model_class_of(model)
     if kind is ModelClass.HOOKED_ENCODER_DECODER:
@@ -71,11 +66,11 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
         for name, attribute, attention in layout
     }
     for stack in stacks.values():
-        _require_attention(model, stack)
+        _require_attention(stack)
     return stacks
 
 
-def _require_attention(model: nn.Module, stack: Stack) -> None:
+def _require_attention(stack: Stack) -> None:
     if not stack.blocks:
         raise UnsupportedModelError(f"the model has no {stack.name}: expected a stack of blocks, found none")
     for layer, block in enumerate(stack.blocks):

@@ -8,7 +8,7 @@ puts there may act on any single position.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,10 +25,7 @@ _CAPTURES = "transformers.utils.output_capturing"
 def carries_users_hooks(modules: Sequence[nn.Module]) -> bool:
     """Whether anyone but TransformerLens and lens_mix has hooked a module, or replaced its `forward`.
 
-    Hooks that torch calls on every module of any model count too.
-
-    Args:
-        modules: all modules of a TransformerLens model (`Lens.modules`).
+    Hooks that torch calls on every module of any model count too. `modules` are all of one model.
     """
     if everywhere._global_forward_pre_hooks or everywhere._global_forward_hooks:
         return True
@@ -36,21 +33,14 @@ def carries_users_hooks(modules: Sequence[nn.Module]) -> bool:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    homes = map(_home, _functions_on(module))
-    if any(home.partition(".")[0] not in _OWN and home != _CAPTURES for home in homes):
+    functions = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    functions += [vars(module)["forward"]] if "forward" in vars(module) else []
+    if any(home.partition(".")[0] not in _OWN and home != _CAPTURES for home in map(_home, functions)):
         return True
     # To torch these are hooks of TransformerLens, which wraps them. All but the mirrors count, whoever wrote
     # them: TransformerLens and lens_mix have functions that are meant to be put on a model by its user.
     points = module.fwd_hooks if isinstance(module, HookPoint) else []
     return any(_home(getattr(handle, "user_hook", None)) != _MIRRORS for handle in points)
-
-
-def _functions_on(module: nn.Module) -> Iterator[Any]:
-    """What runs on a module besides its class's `forward`."""
-    yield from module._forward_pre_hooks.values()
-    yield from module._forward_hooks.values()
-    if "forward" in vars(module):
-        yield vars(module)["forward"]
 
 
 def _home(function: Callable[..., Any] | None) -> str:

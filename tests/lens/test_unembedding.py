@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.unembedding import row_at, unembedding_at
+from lens_mix.lens.head import row_at, unembedding_at
 from tests.matrix import cases, prompt_of
 
 CASES = {case.label: case for case in cases() if case.refusal is None}
