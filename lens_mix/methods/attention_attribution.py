@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -163,3 +163,23 @@ class AttentionAttribution(Method):
             return f"tolerance {self.tolerance:.2g} was not met: {size}"
         large = abs(gap) > max(_LARGE_GAP * abs(difference), 1e-6)
         return f"{size}: raise n_steps, or leave it to each layer (n_steps=None)" if large else ""
+
+
+def integrated_gradients(
+    target: Callable[[Float[Tensor, "batch head query key"]], Float[Tensor, " batch"]],
+    pattern: Float[Tensor, "batch head query key"],
+    baseline: Float[Tensor, "batch head query key"],
+    points: Float[Tensor, " point"],
+    weights: Float[Tensor, " point"],
+) -> Float[Tensor, "batch head query key"]:
+    """Equation 4 as it stands: (A - B) ⊙ Σ_k w_k ∂F(B + α_k (A - B)) / ∂A; slow, the oracle of the method.
+
+    F is the target as a function of one layer's pattern A, B the baseline; the points α_k and weights w_k are
+    those of a rule of quadrature over 0..1.
+    """
+    total = torch.zeros_like(pattern)
+    for point, weight in zip(points.tolist(), weights.tolist(), strict=True):
+        leaf = (baseline + point * (pattern - baseline)).detach().requires_grad_(True)
+        (gradient,) = torch.autograd.grad(target(leaf).sum(), leaf)
+        total += weight * gradient
+    return (pattern - baseline) * total

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
@@ -102,3 +103,13 @@ class GradientAttention(Method):
             value = target_passes.values(lowest, bound, hooks, rows, gradients=True)
         gradients = target_passes.gradients_of(value, leaves)
         return torch.stack(gradients, dim=1).to(torch.promote_types(gradients[0].dtype, torch.float32))
+
+
+def weighted_by_gradient(
+    target: Callable[[Float[Tensor, "batch head query key"]], Float[Tensor, " batch"]],
+    pattern: Float[Tensor, "batch head query key"],
+) -> Float[Tensor, "batch query key"]:
+    """Equation 5 as it stands, for one layer: mean_h (∂F/∂A_h ⊙ A_h)⁺; slow, the oracle of the method."""
+    leaf = pattern.detach().requires_grad_(True)
+    (gradient,) = torch.autograd.grad(target(leaf).sum(), leaf)
+    return reduce((gradient * pattern).clamp_min(0), "batch head query key -> batch query key", "mean")

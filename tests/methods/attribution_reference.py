@@ -1,4 +1,4 @@
-"""The attributions of peers in tests/reference, the BERT they belong to, and the papers' equations."""
+"""The attributions of peers in tests/reference, and the BERT they belong to."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from einops import reduce
-from jaxtyping import Float
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -72,33 +70,3 @@ def chefer() -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------ the papers' equations
-
-
-def integrated_gradients(
-    target: Callable[[Float[Tensor, "batch head query key"]], Float[Tensor, " batch"]],
-    pattern: Float[Tensor, "batch head query key"],
-    baseline: Float[Tensor, "batch head query key"],
-    points: Float[Tensor, " point"],
-    weights: Float[Tensor, " point"],
-) -> Float[Tensor, "batch head query key"]:
-    """The paper's equation 4 as it stands: (A - B) ⊙ Σ_k w_k ∂F(B + α_k (A - B)) / ∂A, point by point.
-
-    F is the target as a function of one layer's pattern A, B the baseline; the points α_k and weights w_k are
-    those of a rule of quadrature over 0..1.
-    """
-    total = torch.zeros_like(pattern)
-    for point, weight in zip(points.tolist(), weights.tolist(), strict=True):
-        leaf = (baseline + point * (pattern - baseline)).detach().requires_grad_(True)
-        (gradient,) = torch.autograd.grad(target(leaf).sum(), leaf)
-        total += weight * gradient
-    return (pattern - baseline) * total
-
-
-def weighted_by_gradient(
-    target: Callable[[Float[Tensor, "batch head query key"]], Float[Tensor, " batch"]],
-    pattern: Float[Tensor, "batch head query key"],
-) -> Float[Tensor, "batch query key"]:
-    """The paper's equation 5 as it stands, layer by layer: mean_h (∂F/∂A_h ⊙ A_h)⁺, F a function of A."""
-    leaf = pattern.detach().requires_grad_(True)
-    (gradient,) = torch.autograd.grad(target(leaf).sum(), leaf)
-    return reduce((gradient * pattern).clamp_min(0), "batch head query key -> batch query key", "mean")

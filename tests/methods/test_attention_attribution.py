@@ -7,6 +7,7 @@ from torch import Tensor
 import lens_mix as lm
 from lens_mix.algebra.quadrature import nested_rules, quadrature
 from lens_mix.hooks import record
+from lens_mix.methods.attention_attribution import integrated_gradients
 from tests import tiny_models
 from tests.methods import attribution_reference as hao
 from tests.tiny_models import available, bridge, gpt2_like
@@ -24,7 +25,7 @@ def naive(model, tokens: Tensor, layer: int, function, points: Tensor, weights: 
     def value(given: Tensor) -> Tensor:
         return function(model.run_with_hooks(tokens[None], fwd_hooks=[(name, lambda t, hook: given)]))
 
-    return hao.integrated_gradients(value, pattern, torch.zeros_like(pattern), points, weights)[0]
+    return integrated_gradients(value, pattern, torch.zeros_like(pattern), points, weights)[0]
 
 
 # ------------------------------------------------------------------ peers
@@ -113,7 +114,7 @@ def test_the_hooks_on_a_run_of_your_own(layer):
     assert value(pattern).item() == pytest.approx(details["target_value"][layer], abs=1e-12)
     assert value(0 * pattern).item() == pytest.approx(details["baseline_value"][layer], abs=1e-12)
     points, weights = quadrature("gauss_legendre", 3)
-    expected = hao.integrated_gradients(value, pattern, torch.zeros_like(pattern), points, weights)
+    expected = integrated_gradients(value, pattern, torch.zeros_like(pattern), points, weights)
     assert expected.abs().max() > 1e-3
     assert (found.scores[layer] - expected[0]).abs().max() <= 1e-12
 

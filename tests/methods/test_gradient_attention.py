@@ -6,6 +6,7 @@ import torch
 import lens_mix as lm
 from lens_mix.hooks import record, replace_pattern
 from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix.methods.gradient_attention import weighted_by_gradient
 from tests import tiny_models
 from tests.methods import attribution_reference as hao
 from tests.tiny_models import (
@@ -114,7 +115,7 @@ def test_the_hooks_on_a_run_of_your_own():
             hooks = [replace_pattern(layer, given)]
             return model.run_with_hooks(tokens[None], fwd_hooks=hooks)[:, -1, int(logits[0, -1].argmax())]
 
-        expected = hao.weighted_by_gradient(logit, pattern[layer][None])[0]
+        expected = weighted_by_gradient(logit, pattern[layer][None])[0]
         assert expected.abs().max() > 0
         assert (merged.scores[layer] - expected).abs().max() <= 1e-12
 
