@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -158,7 +159,7 @@ def head_importance(
             visible = mixing.visible().sum((-2, -1)).cpu()
             values.append(scores.sum((-2, -1)) / visible[:, None])
     notes = [f"{layer}: completeness in doubt for {count} prompts" for layer, count in warned.items()]
-    return HeadImportance(sum(values, torch.zeros(())) / len(prompts), by, len(prompts), tuple(notes))
+    return HeadImportance(sum(values[1:], values[0]) / len(prompts), by, len(prompts), tuple(notes))
 
 
 @contextlib.contextmanager
@@ -167,7 +168,7 @@ def pruned(model: Any, heads: Iterable[Head], *, stack: str | None = None) -> It
 
     Args:
         heads: (layer, head) pairs.
-        stack: "encoder" or "decoder" of an encoder-decoder.
+        stack: as in `lm.run`.
 
     Raises:
         ValueError: a layer or head that the model does not have.
@@ -204,12 +205,10 @@ def ablation_importance(
     lens = Lens(model, stack)
     whole = float(metric(model))
     scores = torch.zeros(lens.n_layers, lens.n_heads, dtype=torch.float64)
-    with tqdm(total=scores.numel(), disable=not progress, desc="ablation") as bar:
-        for layer in range(lens.n_layers):
-            for head in range(lens.n_heads):
-                with pruned(model, [(layer, head)], stack=stack):
-                    scores[layer, head] = whole - float(metric(model))
-                bar.update()
+    places = list(itertools.product(range(lens.n_layers), range(lens.n_heads)))
+    for place in tqdm(places, disable=not progress, desc="ablation"):
+        with pruned(model, [place], stack=stack):
+            scores[place] = whole - float(metric(model))
     return HeadImportance(scores, "ablation", examples)
 
 
@@ -219,7 +218,7 @@ def importance_correlations(
     """Correlation of head importance between tasks (or measures): a symmetric table, names on both axes.
 
     Raises:
-        ValueError: fewer than two; shapes that differ; constant scores.
+        ValueError: fewer than two; else as `HeadImportance.correlation`.
     """
     import pandas as pd
 
@@ -250,7 +249,5 @@ def _method(by: str, target: TargetLike | None, method: AttentionAttribution | N
     if by == "taylor":
         target = targets_module.loss() if target is None else target
         return GradientAttention(target=target, per_head=True, rectify=False)
-    changes: dict[str, Any] = {"per_head": True}
-    if target is not None:
-        changes["target"] = target
-    return dataclasses.replace(AttentionAttribution() if method is None else method, **changes)
+    method = dataclasses.replace(method or AttentionAttribution(), per_head=True)
+    return method if target is None else dataclasses.replace(method, target=target)
