@@ -87,10 +87,8 @@ class HeadImportance:
         """Columns layer, head, importance."""
         import pandas as pd
 
-        rows = [
-            (*divmod(place, self.scores.shape[1]), score)
-            for place, score in enumerate(self.scores.flatten().tolist())
-        ]
+        scores = self.scores.tolist()
+        rows = [(layer, head, one) for layer, row in enumerate(scores) for head, one in enumerate(row)]
         return pd.DataFrame(rows, columns=["layer", "head", "importance"])
 
     def show(self, **options: Any) -> Any:
@@ -144,7 +142,7 @@ def head_importance(
     values = []
     warned: collections.Counter[str] = collections.Counter()
     for prompt, target in zip(tqdm(prompts, disable=not progress, desc=by), by_prompt, strict=True):
-        mixing = run(model, prompt, _method(by, target, method), stack=stack, **options)
+        mixing = run(model, prompt, method_for(by, target, method), stack=stack, **options)
         scores = mixing.scores.to("cpu", torch.float64)
         warned.update(note.split(":")[0] for note in mixing.notes if "completeness" in note)
         if by == "attention":
@@ -224,11 +222,8 @@ def importance_correlations(
 
     if len(importances) < 2:
         raise ValueError(f"importances: expected at least two, got {len(importances)}")
-    names = list(importances)
-    table = [
-        [row.correlation(column, how) for column in importances.values()] for row in importances.values()
-    ]
-    return pd.DataFrame(table, index=names, columns=names)
+    table = [[one.correlation(other, how) for other in importances.values()] for one in importances.values()]
+    return pd.DataFrame(table, index=list(importances), columns=list(importances))
 
 
 def one_target_each(
@@ -243,7 +238,8 @@ def one_target_each(
     return each
 
 
-def _method(by: str, target: TargetLike | None, method: AttentionAttribution | None) -> Method:
+def method_for(by: str, target: TargetLike | None, method: AttentionAttribution | None) -> Method:
+    """What measures by "attribution", "attention" or "taylor"; a target or method of None is the default."""
     if by == "attention":
         return AttentionWeights(per_head=True)
     if by == "taylor":

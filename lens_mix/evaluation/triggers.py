@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
-from lens_mix.evaluation.head_importance import one_target_each
+from lens_mix.evaluation.head_importance import method_for, one_target_each
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import model_class_of
 from lens_mix.lens.prompts import device_of, read_prompt, token_strings
@@ -100,7 +100,6 @@ def extract_triggers(
     less than `second` of it.
 
     Args:
-        examples: the data set.
         targets: one for all examples, or one each; None: the method's own.
         method: the attribution to use; None: the default one (probability of what the model predicts).
         special: token numbers that are never part of a trigger and end a segment ([CLS], [SEP], BOS).
@@ -111,14 +110,12 @@ def extract_triggers(
         ValueError: no examples; another number of targets than of examples.
     """
     by_example = one_target_each("examples", examples, targets)
-    base = dataclasses.replace(method or AttentionAttribution(), per_head=True)
     triggers = []
-    for example, target in zip(
-        tqdm(examples, disable=not progress, desc="triggers"), by_example, strict=True
-    ):
-        chosen = base if target is None else dataclasses.replace(base, target=target)
+    bar = tqdm(examples, disable=not progress, desc="triggers")
+    for example, target in zip(bar, by_example, strict=True):
         tokens = torch.tensor(example.tokens, device=device_of(model))
-        scores = run(model, tokens, chosen, stack=stack, **options).scores
+        attribution = method_for("attribution", target, method)
+        scores = run(model, tokens, attribution, stack=stack, **options).scores
         trigger = _trigger(model, scores, example, special, second)
         if trigger.pieces and sum(trigger.strength) >= least:
             triggers.append(trigger)

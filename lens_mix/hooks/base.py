@@ -177,16 +177,6 @@ def _heads_come_first(hook: Any) -> bool:
     return getattr(hook, "pos_dim", None) == 2 and getattr(hook, "hook_conversion", None) is None
 
 
-def _hides_heads_first(tensor: Tensor, hook: Any) -> bool:
-    # TransformerLens 3 shows this layout without saying so: a slice of a wider, transposed tensor
-    return (
-        not hasattr(hook, "pos_dim")
-        and getattr(hook, "hook_conversion", None) is None
-        and tensor.storage_offset() > 0
-        and tensor.shape[3] < tensor.stride(1) < tensor.stride(2)
-    )
-
-
 def _positions_first(tensor: Tensor, hook: Any) -> Float[Tensor, "batch position head d_head"]:
     """Queries or values as [batch position head d_head], whatever the hook point shows."""
     if tensor.ndim != 4:
@@ -194,7 +184,9 @@ def _positions_first(tensor: Tensor, hook: Any) -> Float[Tensor, "batch position
             f"{hook.name}: expected a tensor [batch position head d_head]; got shape {tuple(tensor.shape)} "
             "(remove_batch_dim=True is not supported)"
         )
-    if _hides_heads_first(tensor, hook):
+    # TransformerLens 3 shows this layout without saying so: a slice of a wider, transposed tensor
+    is_slice = tensor.storage_offset() > 0 and tensor.shape[3] < tensor.stride(1) < tensor.stride(2)
+    if is_slice and not hasattr(hook, "pos_dim") and getattr(hook, "hook_conversion", None) is None:
         raise ValueError(
             f"{hook.name}: expected [batch position head d_head]; got [batch head position d_head], the "
             "layout of latent attention, which needs TransformerLens 4 or later"
