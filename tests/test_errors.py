@@ -178,7 +178,7 @@ def test_unknown_citation():
 
 
 def test_unknown_attribute_of_the_package():
-    with pytest.raises(AttributeError, match="has no attribute 'rolout'"):
+    with pytest.raises(AttributeError, match="No lens_mix attribute rolout"):
         lm.rolout  # noqa: B018
 
 

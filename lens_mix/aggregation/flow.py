@@ -20,6 +20,7 @@ from lens_mix.aggregation.flow_rows import all_flows
 from lens_mix.aggregation.max_flow import Solver
 from lens_mix.aggregation.receptive_field import null_maps
 from lens_mix.aggregation.rollout import (
+    later_start_note,
     layers_between,
     looks_causal_note,
     mixed_layers,
@@ -52,33 +53,30 @@ def flow(
 ) -> MixingMap:
     """Input maps from layer maps, by maximum flow (section 3.2 of the paper).
 
-    Heads are averaged, rows divided by their sum, and the residual mixed in, Â_l = (1 − w) A_l + w I,
-    as in rollout. Each Â_l[query, key] is the capacity of an edge from (l, query) down to (l − 1, key);
-    the score is the largest flow from a query to an input. Works on the maps of any method.
+    Heads are averaged, rows divided by their sum, and the residual mixed in, Â_l = (1 − w) A_l + w I, as in
+    `rollout`. Each Â_l[query, key] is the capacity of an edge from (l, query) down to (l − 1, key); the score
+    is the largest flow from a query to an input. Works on the maps of any method.
 
     `provenance["aggregation"]["first_layer_share"]` says for each layer of the result which share of the
-    pairs equals what the first layer alone allows (None for depths 1 and 2); a note says so where it is
-    half of them or more. In deep bidirectional stacks it is practically all: flow then says the same of
-    every query.
+    pairs equals what the first layer alone allows (None for depths 1 and 2); a note says so where it is half
+    or more. In deep bidirectional stacks it is practically all: flow then says the same of every query.
 
     Args:
-        mixing_map: layer maps `[layer, query, key]` or `[layer, head, query, key]`, none below 0.
+        mixing_map, residual, drop_bos: as in `rollout`.
         normalize: divide each row by its sum, as the paper's code does; False: the flows, 0 to 1.
         layer: flow from the positions of this layer only, by label (negative: from the end); None: from
             every layer, as in rollout. The last layer alone costs a fraction of all.
-        queries: flow from these positions only (negative: from the end); the result then has these rows.
-        residual: the weight w, 0 to 1; None: what the method calls for (`rollout`).
+        queries: flow from these positions only (negative: from the end).
         receptive_field: divide by the flow of even attention under the same mask. The paper gives no
             formula; ours is in docs/flow.md.
-        drop_bos: drop position 0, whatever its token, on both axes first.
         solver: "scipy" (exact to about 1e-8) or "networkx" (float64 throughout, far slower).
         processes: how many to use; in a script, more than 1 needs `if __name__ == "__main__":`.
         progress: show a bar.
 
     Returns:
         A map of kind "input", float64, `[layer, query, key]` with one layer or as many as the map has.
-        Zero for inputs that a query cannot reach; rows sum to 1 if `normalize`. With `queries`, keys are
-        `key_tokens` and the result is not `causal` (its mask says what could be reached).
+        Zero for inputs that a query cannot reach; rows sum to 1 if `normalize`. With `queries` it holds
+        these rows only, by position (`MixingMap.queries`).
 
     Raises:
         TypeError: not a `MixingMap`; a residual that is no number.
@@ -86,40 +84,36 @@ def flow(
             below 0; no such layer or query; an unknown solver; fewer than 1 process.
     """
     stack, visible, weight = capacity_stack(mixing_map, residual, to_layer=layer, drop_bos=drop_bos)
-    _check_options(solver, processes)
+    if solver not in ("scipy", "networkx"):
+        raise ValueError(f"solver: expected 'scipy' or 'networkx', got {solver!r}")
+    as_count(processes, "processes")
     chosen = as_positions(slice(None) if queries is None else queries, len(stack.tokens))
     depth = len(stack.layer_labels)
     levels = list(range(1, depth + 1)) if layer is None else [depth]
     work: dict[str, Any] = {"solver": solver, "processes": processes, "progress": progress}
     capacities = stack.scores.cpu().numpy()
     flows = all_flows(capacities, levels, chosen, **work)
-    shares = [
-        _first_layer_share(capacities, level, chosen, row) for level, row in zip(levels, flows, strict=True)
-    ]
+    by_level = zip(levels, flows, strict=True)
+    shares = [_first_layer_share(capacities, level, chosen, values) for level, values in by_level]
     scores = torch.from_numpy(flows)
     if receptive_field:
         scores = _normalise_by_null(scores, visible.cpu(), weight, levels, chosen, work)
     if normalize:
         scores, _ = normalise_rows(scores, "refuse")
-    options = {
-        **{"residual": weight, "normalize": normalize, "layer": layer, "receptive_field": receptive_field},
-        **{"drop_bos": drop_bos, "solver": solver, "first_layer_share": shares},
-    }
-    reached = None if stack.mask is None else reached_inputs(stack.visible(), weight)
-    result = stack.replace(
+    options = {"residual": weight, "normalize": normalize, "layer": layer, "receptive_field": receptive_field}
+    options |= {"drop_bos": drop_bos, "solver": solver, "first_layer_share": shares}
+    places = [level - 1 for level in levels]
+    reached = None if stack.mask is None else reached_inputs(stack.visible(), weight)[places]
+    return stack.replace(
         scores=scores.to(stack.scores.device),
         queries=chosen,
-        mask=None if reached is None else reached[[level - 1 for level in levels]][:, chosen],
-        layers=[stack.layer_labels[level - 1] for level in levels],
+        mask=None if reached is None else reached[:, chosen],
+        layers=[stack.layer_labels[place] for place in places],
         residual=weight,
         kind="input",
         provenance={**stack.provenance, "aggregation": {"name": "flow", **options}},
         notes=_notes(stack, levels, shares, receptive_field),
     )
-    if queries is None:
-        return result
-    rows = {"tokens": result.query_labels, "key_tokens": result.tokens, "queries": None}
-    return result.replace(mask=result.visible(), causal=False, **rows)
 
 
 class Stack(NamedTuple):
@@ -135,11 +129,10 @@ def capacity_stack(
 ) -> Stack:
     """The layers up to `to_layer`, heads averaged, rows divided by their sum, the residual mixed in.
 
-    Raises:
-        TypeError, ValueError: as `flow`.
+    Raises: as `flow`.
     """
-    weight = residual_weight(mixing_map, residual)
     refuse_unstackable(mixing_map, "flow")
+    weight = residual_weight(mixing_map, residual)
     chosen = layers_between(mixing_map, None, to_layer)
     if drop_bos:
         chosen = chosen.drop_bos()
@@ -149,12 +142,6 @@ def capacity_stack(
     # A mask that hides the diagonal says what attention could see; the residual passes all the same.
     mask = chosen.mask if weight == 0 or chosen.mask is None else visible | identity
     return Stack(chosen.replace(scores=maps, mask=mask, notes=notes), visible, weight)
-
-
-def _check_options(solver: str, processes: int) -> None:
-    if solver not in ("scipy", "networkx"):
-        raise ValueError(f"solver: expected 'scipy' or 'networkx', got {solver!r}")
-    as_count(processes, "processes")
 
 
 def _first_layer_share(
@@ -180,9 +167,7 @@ def _normalise_by_null(
     work: dict[str, Any],
 ) -> Float[Tensor, "level asked key"]:
     """flows · B0 / F0, each row scaled back to its sum (docs/flow.md)."""
-    null = torch.from_numpy(
-        all_flows(null_maps(visible, weight).contiguous().numpy(), levels, queries, **work)
-    )
+    null = torch.from_numpy(all_flows(null_maps(visible, weight).numpy(), levels, queries, **work))
     reached = reached_inputs(visible, weight)
     target = torch.zeros_like(flows)
     for place, level in enumerate(levels):
@@ -199,29 +184,20 @@ def _normalise_by_null(
 @functools.lru_cache(maxsize=4096)
 def even_flow(depth: int, size: int, weight: float) -> tuple[float, float]:
     """Flow of even attention over `size` tokens that all see each other: to oneself, and to another."""
-    everything = torch.ones(depth, size, size, dtype=torch.bool)
-    row = all_flows(
-        null_maps(everything, weight).contiguous().numpy(), [depth], [0], keys=range(min(size, 2))
-    )[0, 0]
+    even = null_maps(torch.ones(depth, size, size, dtype=torch.bool), weight).numpy()
+    row = all_flows(even, [depth], [0], keys=range(min(size, 2)))[0, 0]
     return float(row[0]), float(row[1]) if size > 1 else 0.0
 
 
 def _notes(
     stack: MixingMap, levels: list[int], shares: list[float | None], receptive_field: bool
 ) -> tuple[str, ...]:
-    notes = list(stack.notes)
-    first, last = stack.layer_labels[0], stack.layer_labels[levels[-1] - 1]
-    if first > 0:
-        notes.append(
-            f"flow from layer {first} on: keys are the inputs of that layer, not the prompt's tokens"
-        )
-    share = shares[-1]
+    notes = [*stack.notes, *later_start_note(stack, "flow")]
+    first, last, share = stack.layer_labels[0], stack.layer_labels[levels[-1] - 1], shares[-1]
     if share is not None and share >= TELL:
         notes.append(
             f"{100 * share:.4g} % of the flows from layer {last} equal what layer {first} alone lets into "
             "the key, min(1, column sum over the positions that the query reaches): there the deeper layers, "
             "and what the query attends to, do not show; rollout does not have this limit"
         )
-    if receptive_field:
-        notes += looks_causal_note(stack)
-    return tuple(notes)
+    return (*notes, *(looks_causal_note(stack) if receptive_field else ()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -41,14 +41,12 @@ def all_flows(
     """The flow from each of `queries` at each of `levels` (1 to the number of layers) to each input.
 
     Args:
-        capacities: 0 or more, finite.
-        keys: the inputs that are asked for, all others are 0; None: all.
-        solver: "scipy", or "networkx", which proves nothing beforehand.
+        capacities, solver: as in `LayeredFlow`; "networkx" proves nothing beforehand.
         processes: how many; started anew (spawn), each with its own copy of the capacities.
         progress: a tqdm bar over the pairs to solve.
+        keys: the inputs that are asked for, all others are 0; None: all.
 
     Raises:
-        TypeError, ValueError: as `LayeredFlow`.
         RuntimeError: a process ended unexpectedly.
     """
     network = LayeredFlow(capacities, solver)
@@ -105,8 +103,7 @@ def _workers(network: LayeredFlow, processes: int) -> Iterator[Solve]:
     from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 
     spawn = multiprocessing.get_context("spawn")
-    given = (network.capacities, network.solver)
-    executor = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_start, initargs=given)
+    executor = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_start, initargs=(network,))
     try:
         yield lambda chunks: executor.map(_solve, chunks)
     except BrokenProcessPool as error:
@@ -118,15 +115,13 @@ def _workers(network: LayeredFlow, processes: int) -> Iterator[Solve]:
         executor.shutdown(cancel_futures=True)
 
 
-_network: LayeredFlow | None = None
+_network: LayeredFlow
 
 
-def _start(capacities: Any, solver: Solver) -> None:
+def _start(network: LayeredFlow) -> None:
     global _network
-    _network = LayeredFlow(capacities, solver)
+    _network = network
 
 
 def _solve(chunk: Chunk) -> Float[np.ndarray, " pair"]:
-    if _network is None:
-        raise RuntimeError("a process for flows was not started with its capacities")
     return _network.flows(*chunk)

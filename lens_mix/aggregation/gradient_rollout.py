@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lens_mix.aggregation.products import cumulative
-from lens_mix.aggregation.rollout import refuse_unstackable, to_float64
+from lens_mix.aggregation.rollout import reached_inputs, refuse_unstackable, to_float64
 from lens_mix.maps import MixingMap
 
 
@@ -28,8 +28,6 @@ def gradient_rollout(mixing_map: MixingMap, *, normalize: bool = False) -> Mixin
         TypeError: not a `MixingMap`.
         ValueError: input maps; keys that are not the tokens; scores below 0.
     """
-    if not isinstance(mixing_map, MixingMap):
-        raise TypeError(f"mixing_map: expected a MixingMap, got {type(mixing_map).__name__}")
     refuse_unstackable(mixing_map, "gradient_rollout")
     if bool((mixing_map.scores < 0).any()):
         raise ValueError(
@@ -41,13 +39,10 @@ def gradient_rollout(mixing_map: MixingMap, *, normalize: bool = False) -> Mixin
     maps = merged.scores + identity
     if normalize:
         maps = maps / maps.sum(-1, keepdim=True)
-    name = {"name": "gradient_rollout", "normalize": normalize}
-    mask = None
-    if merged.mask is not None:
-        mask = cumulative((merged.visible() | identity.bool()).to(merged.scores.dtype)) > 0
+    aggregation = {"name": "gradient_rollout", "normalize": normalize}
     return merged.replace(
         scores=cumulative(maps),
-        mask=mask,
+        mask=None if merged.mask is None else reached_inputs(merged.visible(), weight=1),
         kind="input",
-        provenance={**merged.provenance, "aggregation": name},
+        provenance={**merged.provenance, "aggregation": aggregation},
     )

@@ -6,8 +6,8 @@ has the capacity `capacities[l − 1, query, key]`. scipy solves it on whole num
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -18,42 +18,8 @@ if TYPE_CHECKING:
 Solver = Literal["scipy", "networkx"]
 # scipy's solver adds up flows in 32-bit whole numbers: the largest possible flow must stay below 2^31.
 WHOLE = 2**30
-# Edges that are handed to the solver in one call: below, the call itself costs more than the edges.
+# Edges that are handed to the solver in one call, which alone costs as much as a few thousand edges.
 BATCH = 20_000
-
-
-def check_capacities(capacities: Any) -> Float[np.ndarray, "layer query key"]:
-    """Capacities as float64.
-
-    Raises:
-        TypeError: not an array of numbers.
-        ValueError: not [layer, position, position]; an empty graph; a capacity that is negative, NaN or
-            infinite (the first is named).
-    """
-    try:
-        array = np.asarray(capacities)
-    except ValueError as error:
-        raise TypeError(f"capacities: expected an array of numbers, got {error}") from error
-    if array.dtype.kind not in "fiub":
-        raise TypeError(f"capacities: expected an array of real numbers, got dtype {array.dtype}")
-    array = array.astype(np.float64)
-    if array.ndim != 3 or array.shape[1] != array.shape[2]:
-        raise ValueError(
-            f"capacities: expected shape [layer, position, position] with as many queries as keys, "
-            f"got {array.shape}"
-        )
-    if array.size == 0:
-        raise ValueError(
-            f"capacities: expected a graph with at least one layer and one token, got {array.shape}"
-        )
-    wrong = ~np.isfinite(array) | (array < 0)
-    if wrong.any():
-        layer, query, key = (int(place) for place in np.argwhere(wrong)[0])
-        raise ValueError(
-            f"capacities: expected finite numbers, 0 or more, got {array[layer, query, key]} at layer "
-            f"{layer}, query {query}, key {key} ({int(wrong.sum())} such entries)"
-        )
-    return array
 
 
 class Wiring(NamedTuple):
@@ -104,18 +70,12 @@ class LayeredFlow:
     flow from i to j runs through the positions j to i alone, and only these are handed to the solver.
 
     Args:
-        capacities: [layer, query, key], 0 or more.
+        capacities: 0 or more and finite, float64; at least one layer and one position.
         solver: "scipy" (whole numbers) or "networkx" (floats, some 100 times slower: the oracle).
-
-    Raises:
-        TypeError, ValueError: as `check_capacities`; an unknown solver.
     """
 
-    def __init__(self, capacities: Any, solver: Solver = "scipy") -> None:
-        if solver not in ("scipy", "networkx"):
-            raise ValueError(f"solver: expected 'scipy' or 'networkx', got {solver!r}")
-        self.capacities = check_capacities(capacities)
-        self.solver = solver
+    def __init__(self, capacities: Float[np.ndarray, "layer query key"], solver: Solver = "scipy") -> None:
+        self.capacities, self.solver = capacities, solver
         self.largest = float(self.capacities.sum(-1).max())
         self.rows_sum_to_1 = bool((np.abs(self.capacities.sum(-1) - 1) < 1e-12).all())
         self.causal = not np.triu(self.capacities.any(0), 1).any()
@@ -128,22 +88,13 @@ class LayeredFlow:
         self._last: tuple[tuple[int, int, int], np.ndarray] | None = None
         self._graph: networkx.DiGraph | None = None
 
-    @property
-    def layers(self) -> int:
-        return len(self.capacities)
-
     def flows(self, level: int, pairs: Sequence[tuple[int, int]]) -> Float[np.ndarray, " pair"]:
         """The flow from position `query` of a level (1 to the number of layers) to input `key`, per pair."""
-        size = self.capacities.shape[1]
-        if not 1 <= level <= self.layers:
-            raise ValueError(f"level: expected 1 to {self.layers}, got {level}")
-        for pair in pairs:
-            if not all(0 <= position < size for position in pair):
-                raise ValueError(f"pairs: expected positions from 0 to {size - 1}, got {pair}")
         if self.solver == "networkx":
             return np.array([self._by_networkx(level, *pair) for pair in pairs])
         values = np.zeros(len(pairs))
-        unsolved = []
+        parts: dict[int, Part] = {}
+        edges = 0
         for number, (query, key) in enumerate(pairs):
             if level == 1:
                 values[number] = self.capacities[0, query, key]
@@ -152,33 +103,17 @@ class LayeredFlow:
             elif self.causal and key == query:
                 values[number] = self.capacities[:level, key, key].min()
             elif not self.causal or key < query:
-                unsolved.append(number)
-        for batch in self._batches(level, pairs, unsolved):
-            values[batch] = self._solve(level, [self._part(level, *pairs[number]) for number in batch])
+                parts[number] = self._part(level, query, key)
+                edges += len(parts[number].wiring.targets)
+            if parts and (edges > BATCH or number == len(pairs) - 1):
+                values[list(parts)] = self._solve(level, list(parts.values()))
+                parts, edges = {}, 0
         return values
 
-    def _batches(
-        self, level: int, pairs: Sequence[tuple[int, int]], numbers: list[int]
-    ) -> Iterator[list[int]]:
-        """Pairs that are solved in one call, which alone costs as much as a few thousand edges."""
-        batch: list[int] = []
-        edges = 0
-        for number in numbers:
-            batch.append(number)
-            edges += len(self._wiring(level - 2, self._window(*pairs[number])).targets)
-            if edges > BATCH:
-                yield batch
-                batch, edges = [], 0
-        if batch:
-            yield batch
-
     def _part(self, level: int, query: int, key: int) -> Part:
-        window = self._window(query, key)
+        window = slice(key, query + 1) if self.causal else slice(0, self.capacities.shape[1])
         leaves, enters = self._whole[level - 1, query, window], self._whole[0, window, key]
         return Part(query, key, window, self._wiring(level - 2, window), leaves, enters)
-
-    def _window(self, query: int, key: int) -> slice:
-        return slice(key, query + 1) if self.causal else slice(0, self.capacities.shape[1])
 
     def _wiring(self, inner: int, window: slice) -> Wiring:
         size = window.stop - window.start
@@ -194,6 +129,7 @@ class LayeredFlow:
 
     def _inner(self, level: int, window: slice, wiring: Wiring) -> Int[np.ndarray, " edge"]:
         """The capacities of the layers between; without windows those of the last call serve the next."""
+        # Takes a tenth off the time of bidirectional stacks of 3 to 5 layers.
         name = (level, window.start, window.stop)
         if self._last is None or self._last[0] != name:
             layers = self._whole[level - 2 : 0 : -1, window, window]
@@ -205,12 +141,11 @@ class LayeredFlow:
         from scipy.sparse import csr_matrix
         from scipy.sparse.csgraph import maximum_flow
 
-        starts = 1 + np.cumsum([0, *(len(part.wiring.counts) for part in parts)])
-        sink = int(starts[-1])
+        *starts, sink = (1 + np.cumsum([0, *(len(part.wiring.counts) for part in parts)])).tolist()
         data = [part.leaves for part in parts]
-        targets = [start + np.arange(part.wiring.size) for start, part in zip(starts, parts, strict=False)]
+        targets = [start + np.arange(part.wiring.size) for start, part in zip(starts, parts, strict=True)]
         counts = [np.array([0, sum(part.wiring.size for part in parts)])]
-        for start, part in zip(starts, parts, strict=False):
+        for start, part in zip(starts, parts, strict=True):
             data += [self._inner(level, part.window, part.wiring), part.enters]
             targets += [start + part.wiring.targets, np.full(part.wiring.size, sink)]
             counts.append(part.wiring.counts)
@@ -221,14 +156,11 @@ class LayeredFlow:
         # The source's row says how much of the flow is whose: no 32-bit number has to hold the sum.
         through = np.zeros(sink + 1, dtype=np.int64)
         through[flow.indices[: flow.indptr[1]]] = flow.data[: flow.indptr[1]]
-        return np.array(
-            [
-                self._value(int(through[start : start + part.wiring.size].sum()), level, part)
-                for start, part in zip(starts, parts, strict=False)
-            ]
-        )
+        pairs = zip(starts, parts, strict=True)
+        return np.array([self._value(through[start:], level, part) for start, part in pairs])
 
-    def _value(self, whole: int, level: int, part: Part) -> float:
+    def _value(self, through: Int[np.ndarray, " node"], level: int, part: Part) -> float:
+        whole = int(through[: part.wiring.size].sum())
         if whole < min(int(part.leaves.sum()), int(part.enters.sum())):
             return whole * self.largest / WHOLE
         # The flow fills the edges of the query or of the key: their sum has no rounding in it.
@@ -240,8 +172,8 @@ class LayeredFlow:
 
         if self._graph is None:
             self._graph = nx.DiGraph()
-            size = self.capacities.shape[1]
-            self._graph.add_nodes_from((at, place) for at in range(self.layers + 1) for place in range(size))
+            layers, size, _ = self.capacities.shape
+            self._graph.add_nodes_from((at, place) for at in range(layers + 1) for place in range(size))
             for layer, start, end in np.argwhere(self.capacities > 0).tolist():
                 capacity = float(self.capacities[layer, start, end])
                 self._graph.add_edge((layer + 1, start), (layer, end), capacity=capacity)

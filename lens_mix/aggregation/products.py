@@ -15,16 +15,11 @@ _LOG_SAFE = -650.0
 
 
 def add_residual(maps: Float[Tensor, "*axes query key"], weight: float) -> Float[Tensor, "*axes query key"]:
-    """(1 − weight) · maps + weight · identity, for maps whose rows sum to 1 or are all zero.
+    """(1 − weight) · maps + weight · identity, written over maps whose rows sum to 1 or are all zero.
 
     An all-zero row becomes the identity's row where the weight is above 0 (nothing but the residual
     came in, as in (A + I) / rowsum) and stays zero where it is 0.
     """
-    return add_residual_in_place(maps.clone(), weight)
-
-
-def add_residual_in_place(maps: Tensor, weight: float) -> Float[Tensor, "*axes query key"]:
-    """`add_residual`, written over `maps`."""
     if weight > 0:
         empty = ~maps.any(-1)
         diagonal = maps.mul_(1 - weight).diagonal(dim1=-2, dim2=-1)
@@ -81,8 +76,9 @@ def log_matmul(
     One matrix product of rows and columns scaled to a maximum of 1 serves all entries that stay far
     from underflow; the rows with any other entry are done again by logsumexp.
     """
-    row_scale = _finite(left.amax(1, keepdim=True))
-    column_scale = _finite(right.amax(0, keepdim=True))
+    # The largest of a row or column of zeros is −inf, which would make NaN of their difference.
+    row_scale = left.amax(1, keepdim=True).nan_to_num(neginf=0.0)
+    column_scale = right.amax(0, keepdim=True).nan_to_num(neginf=0.0)
     scaled = ((left - row_scale).exp() @ (right - column_scale).exp()).log()
     result = scaled + row_scale + column_scale
     possible = compose(left > -math.inf, right > -math.inf)
@@ -91,10 +87,6 @@ def log_matmul(
     for rows in again.split(block):
         result[rows] = torch.logsumexp(left[rows][:, :, None] + right, dim=1)
     return result
-
-
-def _finite(scale: Tensor) -> Tensor:
-    return scale.masked_fill(scale == -math.inf, 0.0)
 
 
 def compose(

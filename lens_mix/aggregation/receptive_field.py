@@ -30,23 +30,18 @@ def normalise_rollout(
     arithmetic: str = "auto",
     product: Product = torch.matmul,
 ) -> Float[Tensor, "layer *head query key"]:
-    """The cumulative rollout of `maps`, each layer normalised against the null model of its depth.
+    """The cumulative rollout of `maps`, each layer normalised against the null model of its depth, float64.
+
+    Every row has the sum it has in the plain rollout: 1, less what all-zero rows lost.
 
     Args:
         maps: float64, the residual already mixed in (`add_residual`), heads merged; rows sum to 1
             or, where nothing is known, are all zero. Zero wherever not visible.
-        visible: which keys each query could see in each layer.
         residual: the residual weight w mixed into `maps`, 0 to 1.
         heads: float64, the same per head; the result then has a head axis.
         arithmetic: "float64", "log", or "auto": float64 where a bound shows that nothing
-            underflows, logarithms elsewhere.
+            underflows, logarithms elsewhere (another name is a ValueError).
         product: of two maps in float64.
-
-    Returns:
-        float64; every row has the sum it has in the plain rollout: 1, less what all-zero rows lost.
-
-    Raises:
-        ValueError: an unknown `arithmetic`.
     """
     if arithmetic not in ("auto", "float64", "log"):
         raise ValueError(f"arithmetic: expected 'auto', 'float64' or 'log', got {arithmetic!r}")
@@ -81,9 +76,10 @@ def reachable(visible: Bool[Tensor, "layer query key"], residual: float) -> Bool
     for place in range(1, len(visible)):
         mask, below = visible[place], results[-1]
         settled = place > 1 and torch.equal(below, results[-2]) and torch.equal(mask, visible[place - 1])
-        if not settled:
-            reached = compose(mask, below | identity if residual > 0 else below)
-            below = reached | below if residual > 0 else reached
+        if not settled and residual > 0:
+            below = below | compose(mask, below | identity)
+        elif not settled:
+            below = compose(mask, below)
         results.append(below)
     return torch.stack(results)
 
@@ -108,11 +104,10 @@ def even_targets(
 def float64_suffices(null: Float[Tensor, "layer query key"], residual: float) -> bool:
     """Whether R · B0 / R0 can be computed in float64 without loss.
 
-    Every entry of R0 that is not zero is at least the product over layers of the null model's
-    smallest entry that is not zero (1/n per layer, or (1 − w)/n, or w where the diagonal is hidden).
-    What an entry of R loses to underflow is at most layers · n smallest normal numbers. The row it
-    goes into sums, before it is scaled, to at least (1 − w)/n, since B0 ≥ (1 − w)/n and R0 ≤ 1. So
-    float64 keeps its 16 digits where
+    Every entry of R0 that is not zero is at least the product over layers of the null model's smallest entry
+    that is not zero (1/n per layer, or (1 − w)/n, or w where the diagonal is hidden). What an entry of R
+    loses to underflow is at most layers · n smallest normal numbers. The row it goes into sums, before it is
+    scaled, to at least (1 − w)/n, since B0 ≥ (1 − w)/n and R0 ≤ 1. So float64 keeps its 16 digits where
 
         product of smallest entries > smallest normal number · layers · n² · 1e16 / (1 − w)
     """

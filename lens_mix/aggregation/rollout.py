@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.aggregation.products import add_residual, add_residual_in_place, cumulative, lower_product
+from lens_mix.aggregation.products import add_residual, cumulative, lower_product
 from lens_mix.aggregation.receptive_field import normalise_rollout, reachable
 from lens_mix.maps import MixingMap
-from lens_mix.maps.arithmetic import added, empty_rows_note, refuse_negative
+from lens_mix.maps.arithmetic import refuse_negative, with_empty_rows
 from lens_mix.maps.checks import as_residual
 
 
@@ -28,39 +28,34 @@ def rollout(
 ) -> MixingMap:
     """Input maps from layer maps, by multiplying the layers (section 3.1 of the paper).
 
-    Heads are averaged, rows divided by their sum, and the residual mixed in,
-    Â_l = (1 − w) A_l + w I; then J_0 = Â_0 and J_l = Â_l J_{l−1}. The arithmetic is float64, and so
-    is the result (on the CPU where the device has no float64).
-
-    An all-zero row has no shares: with w > 0 the position keeps itself; with w = 0 it stays zero,
-    and rows above that used it sum to less than 1. A note names it.
+    Heads are averaged, rows divided by their sum, and the residual mixed in, Â_l = (1 − w) A_l + w I; then
+    J_0 = Â_0 and J_l = Â_l J_{l−1}. The arithmetic is float64, and so is the result (on the CPU where the
+    device has no float64). An all-zero row has no shares: with w > 0 the position keeps itself; with w = 0
+    it stays zero, and rows above that used it sum to less than 1. A note names it.
 
     Args:
         mixing_map: layer maps `[layer, query, key]` or `[layer, head, query, key]`, none below 0.
-        residual: the weight w, 0 to 1. None: what the method calls for, 0.5 for attention (equal to
-            the paper's (A + I) / rowsum) and 0 where the map already holds the residual.
-        receptive_field: normalise against the rollout of even attention, so that keys are not
-            preferred for being reachable on many paths (causal maps: for being early). The paper
-            gives no formula; ours is derived in docs/receptive_field.md.
-        per_head: the paper's appendix variant: each head of layer l times the rollout, heads merged,
-            of the layers below.
-        drop_bos: drop position 0, whatever its token, on both axes first, and let the rows sum to 1
-            without it.
-        from_layer, to_layer: roll out these layers and those between, by label (negative: from the
-            end). None: the first, the last.
+        residual: the weight w, 0 to 1. None: what the method calls for, 0.5 for attention (equal to the
+            paper's (A + I) / rowsum) and 0 where the map already holds the residual.
+        receptive_field: normalise against the rollout of even attention, so that keys are not preferred for
+            being reachable on many paths (causal maps: for being early). The paper gives no formula; ours
+            is derived in docs/receptive_field.md.
+        per_head: the appendix variant: each head of layer l times the rollout, heads merged, of those below.
+        drop_bos: drop position 0, whatever its token, on both axes first; rows sum to 1 without it.
+        from_layer, to_layer: roll out these layers and those between, by label (negative: from the end).
+            None: the first, the last.
 
     Returns:
-        A map of kind "input": `[layer, query, key]`, cumulative (its last layer is the rollout of
-        all), or `[layer, head, query, key]` with `per_head`. Rows sum to 1.
+        A map of kind "input": `[layer, query, key]`, cumulative (its last layer is the rollout of all), or
+        `[layer, head, query, key]` with `per_head`. Rows sum to 1.
 
     Raises:
         TypeError: not a `MixingMap`; a residual that is no number.
-        ValueError: input maps; keys that are not the tokens; layers that do not follow one another;
-            a residual outside 0 to 1, or None where the method has none; scores below 0; `per_head`
-            without heads.
+        ValueError: input maps; keys that are not the tokens; layers that do not follow one another; a
+            residual outside 0 to 1, or None where the method has none; scores below 0; no heads for `per_head`.
     """
-    weight = residual_weight(mixing_map, residual)
     refuse_unstackable(mixing_map, "rollout")
+    weight = residual_weight(mixing_map, residual)
     chosen = layers_between(mixing_map, from_layer, to_layer)
     if per_head and not chosen.has_heads:
         raise ValueError(
@@ -96,14 +91,9 @@ def mixed_layers(
 ) -> tuple[Float[Tensor, "layer query key"], tuple[str, ...]]:
     """Â_l = (1 − w) A_l + w I of every layer, float64: heads averaged and rows divided by their sum first.
 
-    One layer at a time, because a pass over a whole stack costs as much as a tenth of its rollout.
-
-    Returns:
-        The maps, and the notes of `chosen` with one more where rows are all zero.
-
-    Raises:
-        ValueError: scores below 0.
+    Also the notes of `chosen`, with one more where rows are all zero. Scores below 0 are a ValueError.
     """
+    # One layer at a time, because a pass over a whole stack costs as much as a tenth of its rollout.
     shape = chosen.scores.shape
     maps = to_float64(chosen.scores.new_empty(shape[0], *shape[-2:]))
     empty = torch.empty(maps.shape[:-1], dtype=torch.bool, device=maps.device)
@@ -113,22 +103,17 @@ def mixed_layers(
         totals = maps[place].sum(-1, keepdim=True)
         empty[place] = (totals == 0).squeeze(-1)
         maps[place].div_(totals.masked_fill(totals == 0, 1))
-        add_residual_in_place(maps[place], weight)
-    notes = chosen.notes
-    if bool(empty.any()):
-        notes = added(notes, empty_rows_note(empty, chosen.layer_labels, chosen.query_positions))
-    return maps, notes
+        add_residual(maps[place], weight)
+    return maps, with_empty_rows(chosen.notes, empty, chosen.layer_labels, chosen.query_positions)
 
 
 def residual_weight(mixing_map: MixingMap, residual: float | None) -> float:
     """The residual weight to mix in: as given, or the map's own, or its method's.
 
     Raises:
-        TypeError: not a `MixingMap`, or a residual that is no number.
+        TypeError: a residual that is no number.
         ValueError: outside 0 to 1; None where neither the map nor its method has one.
     """
-    if not isinstance(mixing_map, MixingMap):
-        raise TypeError(f"mixing_map: expected a MixingMap, got {type(mixing_map).__name__}")
     if residual is not None:
         return as_residual(residual)
     if mixing_map.residual is not None:
@@ -149,8 +134,11 @@ def refuse_unstackable(mixing_map: MixingMap, purpose: str) -> None:
     """Refuse maps whose layers do not chain.
 
     Raises:
+        TypeError: not a `MixingMap`.
         ValueError: input maps, maps whose keys are not the tokens, maps without the rows of all positions.
     """
+    if not isinstance(mixing_map, MixingMap):
+        raise TypeError(f"mixing_map: expected a MixingMap, got {type(mixing_map).__name__}")
     if mixing_map.kind != "layer":
         raise ValueError(
             f"mixing_map: expected layer maps for {purpose}, got kind {mixing_map.kind!r}, which already "
@@ -204,20 +192,20 @@ def reached_inputs(
 
 
 def _notes(chosen: MixingMap, notes: tuple[str, ...], receptive_field: bool) -> tuple[str, ...]:
-    first = chosen.layer_labels[0]
-    extra: list[str] = []
-    if first > 0:
-        extra.append(
-            f"rolled out from layer {first} on: keys are the inputs of that layer, not the prompt's tokens"
-        )
+    extra = later_start_note(chosen, "rolled out")
     if receptive_field and "merged_words" in chosen.provenance:
         extra.append(
             "merged into words before the rollout: the receptive field was taken as even over words, "
             "not over their pieces"
         )
-    if receptive_field:
-        extra += looks_causal_note(chosen)
-    return (*notes, *extra)
+    return (*notes, *extra, *(looks_causal_note(chosen) if receptive_field else ()))
+
+
+def later_start_note(chosen: MixingMap, what: str) -> list[str]:
+    """A note where the first layer is not the model's."""
+    first = chosen.layer_labels[0]
+    text = f"{what} from layer {first} on: keys are the inputs of that layer, not the prompt's tokens"
+    return [text] if first > 0 else []
 
 
 def looks_causal_note(chosen: MixingMap) -> list[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import io
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -37,10 +35,9 @@ def attribution_tree(
     argmax over trees of Σ_(i,j) a_ij - cost · (number of edges), where an edge of layer l needs
     a_ij / max(a of layer l) > threshold; heads are summed, and each token joins once. As in the paper it is
     solved top-down: from the top layer to the lowest, a token that is in the tree takes in those that are
-    not. Then every branch that costs more than it brings is cut, which is exact for the tree found.
-
-    The released code is `special=[0], top_layer=-2, order="position", within_layer=True` (with cost 0 and
-    threshold 0.4). It skips the last layer because only the row of [CLS], its position 0, counts there.
+    not. Then every branch that costs more than it brings is cut, which is exact for the tree found. The
+    released code is `special=[0], top_layer=-2, order="position", within_layer=True`: it skips the last
+    layer because only the row of [CLS], its position 0, counts there.
 
     Args:
         mixing_map: layer maps [layer, query, key], or with heads; signed scores are fine.
@@ -68,48 +65,34 @@ def attribution_tree(
         TypeError: not a `MixingMap`.
         ValueError: input maps, keys that are not the tokens, options out of range, no positive score.
     """
-    if not isinstance(mixing_map, MixingMap):
-        raise TypeError(f"mixing_map: expected a MixingMap, got {type(mixing_map).__name__}")
     refuse_unstackable(mixing_map, "attribution_tree")
-    _check_options(threshold, cost, order)
-    scores = to_float64(mixing_map.scores)
-    scores = scores.sum(1) if mixing_map.has_heads else scores
-    ordinary = _ordinary(mixing_map, special)
-    top = len(scores) - 1 if top_layer is None else mixing_map.layer_index(top_layer)
-    start = _strongest(scores, ordinary) if root is None else query_position(mixing_map.tokens, root)
-    shares = _shares(scores, ordinary)
-    edges = _grow(shares, ordinary, start, top, threshold, order, within_layer)
-    edges, objective = _cut(edges, scores, start, cost)
-    graph = _graph(mixing_map, edges, scores, shares, start, top)
-    graph.graph.update(
-        objective=objective, threshold=threshold, cost=cost, order=order, within_layer=within_layer
-    )
-    return graph
-
-
-@dataclasses.dataclass(frozen=True)
-class _Edge:
-    """`query` takes in `key` through the layer at this place."""
-
-    layer: int
-    query: int
-    key: int
-
-
-def _check_options(threshold: float, cost: float, order: str) -> None:
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold: expected a share from 0 to 1, got {threshold}")
     if not cost >= 0:
         raise ValueError(f"cost: expected 0 or more, got {cost}")
     if order not in ("score", "position"):
         raise ValueError(f"order: expected 'score' or 'position', got {order!r}")
-
-
-def _ordinary(mixing_map: MixingMap, special: Dropped) -> Bool[Tensor, " pos"]:
-    """Which positions are not special."""
+    scores = to_float64(mixing_map.scores)
+    scores = scores.sum(1) if mixing_map.has_heads else scores
     ordinary = torch.zeros(len(mixing_map.tokens), dtype=torch.bool)
     ordinary[kept_positions(mixing_map.tokens, special)] = True
-    return ordinary
+    top = len(scores) - 1 if top_layer is None else mixing_map.layer_index(top_layer)
+    start = _strongest(scores, ordinary) if root is None else query_position(mixing_map.tokens, root)
+    shares = _shares(scores, ordinary)
+    edges = _grow(shares, ordinary, start, top, threshold, order, within_layer)
+    edges, objective = _cut(edges, scores, start, cost)
+    graph = _graph(mixing_map, edges, scores, shares, start, top)
+    options = {"threshold": threshold, "cost": cost, "order": order, "within_layer": within_layer}
+    graph.graph.update(objective=objective, **options)
+    return graph
+
+
+class _Edge(NamedTuple):
+    """`query` takes in `key` through the layer at this place."""
+
+    layer: int
+    query: int
+    key: int
 
 
 def _strongest(scores: Float[Tensor, "layer query key"], ordinary: Bool[Tensor, " pos"]) -> int:
@@ -148,23 +131,17 @@ def _grow(
         candidates = [_Edge(layer, query, key) for query, key in wanted.nonzero().tolist()]
         if order == "score":
             candidates.sort(key=lambda edge: -shares[edge.layer, edge.query, edge.key].item())
-        # only the root is in the tree above the top layer
+        # Only the root is in the tree above the top layer. Where both are one set, parents grow as well.
         parents = inside if within_layer and layer != top else set(inside)
-        taken = _take_in(candidates, parents, inside)
-        while taken:
-            edges += taken
-            taken = _take_in(candidates, parents, inside) if order == "score" and within_layer else []
+        once_more = True
+        while once_more:
+            before = len(edges)
+            for edge in candidates:
+                if edge.query in parents and edge.key not in inside:
+                    inside.add(edge.key)
+                    edges.append(edge)
+            once_more = order == "score" and within_layer and len(edges) > before
     return edges
-
-
-def _take_in(candidates: list[_Edge], parents: set[int], inside: set[int]) -> list[_Edge]:
-    """One pass over the candidates; `inside` grows, and `parents` with it where they are the same set."""
-    taken = []
-    for edge in candidates:
-        if edge.query in parents and edge.key not in inside:
-            inside.add(edge.key)
-            taken.append(edge)
-    return taken
 
 
 def _cut(
@@ -192,8 +169,7 @@ def _graph(
 ) -> networkx.DiGraph:
     import networkx as nx
 
-    labels = mixing_map.layer_labels
-    labels = [labels[0] - 1, *labels]
+    labels = [mixing_map.layer_labels[0] - 1, *mixing_map.layer_labels]
     graph = nx.DiGraph()
     levels = {root: top + 1, **{edge.key: edge.layer for edge in edges}}
     for position, level in levels.items():
@@ -211,17 +187,14 @@ def _graph(
     return graph
 
 
-# ------------------------------------------------------------------ as text
-
-
 def tree_text(tree: networkx.DiGraph) -> str:
     """The tree as lines: each token under the one that took it in, with the layer and the score."""
     import rich.console
 
-    written = io.StringIO()
-    console = rich.console.Console(file=written, width=200, color_system=None, legacy_windows=False)
-    console.print(tree_rich(tree))
-    return written.getvalue().rstrip("\n")
+    console = rich.console.Console(width=200, color_system=None, legacy_windows=False)
+    with console.capture() as written:
+        console.print(tree_rich(tree))
+    return written.get().rstrip("\n")
 
 
 def tree_rich(tree: networkx.DiGraph) -> rich.tree.Tree:
@@ -248,8 +221,7 @@ def tree_rich(tree: networkx.DiGraph) -> rich.tree.Tree:
     todo = [(root, top)]
     while todo:
         node, place = todo.pop()
-        entering = sorted(
-            tree.in_edges(node, data=True), key=lambda edge: (-edge[2]["layer"], -edge[2]["weight"])
-        )
+        entering = list(tree.in_edges(node, data=True))
+        entering.sort(key=lambda edge: (-edge[2]["layer"], -edge[2]["weight"]))
         todo += [(start, place.add(branch(start))) for start, _, _ in entering]
     return top

@@ -42,8 +42,8 @@ def quadrature(method: str, n_steps: int) -> tuple[Float[Tensor, " point"], Floa
     if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < least:
         raise ValueError(f"n_steps: expected a whole number, {least} or more for {name!r}, got {n_steps!r}")
     if name == "gauss_legendre":
-        points, weights = legendre.leggauss(n_steps)
-        return torch.from_numpy((points + 1) / 2), torch.from_numpy(weights / 2)
+        nodes, masses = legendre.leggauss(n_steps)
+        return torch.from_numpy((nodes + 1) / 2), torch.from_numpy(masses / 2)
     intervals = n_steps - 1 if name == "trapezoid" else n_steps
     weights = torch.full((n_steps,), 1 / intervals, dtype=torch.float64)
     if name == "trapezoid":
@@ -93,8 +93,8 @@ def nested_rules(largest: int) -> NestedRules:
         polynomials, integrals = legendre.legvander(nodes[:count], count - 1), 2 * numpy.eye(count)[0]
         weights[rule, :count] = numpy.linalg.solve(polynomials.T, integrals)
     degrees = (1, *((3 * count + 1) // 2 for count in counts[1:]))
-    points, weights = torch.from_numpy((nodes + 1) / 2), torch.from_numpy(weights / 2)
-    return NestedRules(points, weights, tuple(counts), degrees)
+    points = torch.from_numpy((nodes + 1) / 2)
+    return NestedRules(points, torch.from_numpy(weights / 2), tuple(counts), degrees)
 
 
 def _further_nodes(nodes: numpy.ndarray) -> numpy.ndarray:

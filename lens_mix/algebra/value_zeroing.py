@@ -62,7 +62,8 @@ def value_zeroing_maps(
     if sizes is None:
         sizes = CPU if block.resid_pre.device.type == "cpu" else GPU
     narrow, wide = _dtypes(block)
-    sizes = fitting(sizes, block, 1 if spans is None else max(map(len, spans)), narrow, wide)
+    span = 1 if spans is None else max(map(len, spans))
+    sizes = fitting(sizes, block, span, len(groups), narrow, wide)
     batch, queries, keys = block.seen.shape
     scores = block.zeros(batch, len(groups), queries, keys if spans is None else len(spans))
     step = max(1, sizes.positions // keys)
@@ -223,12 +224,13 @@ class _Maps:
             add_first = functools.partial(values.add_first, rectangle.sources, weights, read)
             entered.append((rows, place, rectangle.shape, moved, factors, add_first))
         into, factor = (mid, clean.multiplier) if added is None else (added, 1.0)
-        layer = clean.hidden
-        for neurons in () if layer is None else layer.parts:
-            hidden = mid.new_empty((len(mid), len(neurons.W_out)))
-            for rows, place, shape, _, factors, add_first in entered:
-                layer.change(neurons, rows, factors, add_first, hidden[place].unflatten(0, shape))
-            add_product(into, hidden, neurons.W_out, factor)
+        if clean.hidden is not None:
+            for neurons in clean.hidden.parts:
+                hidden = mid.new_empty((len(mid), len(neurons.W_out)))
+                for rows, place, shape, _, factors, add_first in entered:
+                    pairs = hidden[place].unflatten(0, shape)
+                    clean.hidden.change(neurons, rows, factors, add_first, pairs)
+                add_product(into, hidden, neurons.W_out, factor)
         distances = []
         for rows, place, shape, moved, _, _ in entered:
             pair_added = None if added is None else added[place].unflatten(0, shape)

@@ -13,13 +13,16 @@ if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
-def fitting(sizes: Sizes, block: Block, span: int, narrow: torch.dtype, wide: torch.dtype) -> Sizes:
+def fitting(
+    sizes: Sizes, block: Block, span: int, groups: int, narrow: torch.dtype, wide: torch.dtype
+) -> Sizes:
     """The sizes, made smaller where the block's `max_memory` asks for it.
 
     Args:
         sizes: what suits the device.
         block: the block.
         span: positions that are zeroed as one, at most.
+        groups: how many groups of heads are zeroed.
         narrow, wide: dtypes of the computation, and up to the activation.
 
     Raises:
@@ -29,7 +32,7 @@ def fitting(sizes: Sizes, block: Block, span: int, narrow: torch.dtype, wide: to
         return sizes
     length = block.seen.shape[2]
     smallest = Sizes(8, together=1, chunk=8, columns=64, keys=1, positions=length, spare=sizes.spare)
-    while (needed := _bytes(sizes, block, span, narrow.itemsize, wide.itemsize)) > block.max_memory:
+    while (needed := _bytes(sizes, block, span, groups, narrow.itemsize, wide.itemsize)) > block.max_memory:
         if sizes == smallest:
             raise ValueError(
                 f"max_memory: expected at least {needed} bytes (the smallest step of value zeroing "
@@ -41,7 +44,7 @@ def fitting(sizes: Sizes, block: Block, span: int, narrow: torch.dtype, wide: to
     return sizes
 
 
-def _bytes(sizes: Sizes, block: Block, span: int, narrow: int, wide: int) -> int:
+def _bytes(sizes: Sizes, block: Block, span: int, groups: int, narrow: int, wide: int) -> int:
     """An upper bound of the temporaries of one block's map, the map itself not counted."""
     anatomy, (batch, queries, length) = block.anatomy, block.seen.shape
     if anatomy.value_path is None:
@@ -60,7 +63,10 @@ def _bytes(sizes: Sizes, block: Block, span: int, narrow: int, wide: int) -> int
     vectors = rows * d_model * (12 * narrow + 4 * wide) + prompts * (length + queries) * inner * 4 * wide
     hidden = rows * d_mlp * (matrices * (bases + 2) * wide + (2 * matrices + 3) * narrow)
     patterns = prompts * queries * length * (heads * (wide + 1) + 8)
-    weights = inner * first * wide * (2 if matrices == 2 else 1) + 2 * inner * d_model * wide + W_out_copy
+    weights = 2 * inner * d_model * wide + W_out_copy
+    if groups * rows * length > inner:
+        # Fewer pairs are not worth folding.
+        weights += inner * first * wide * (2 if matrices == 2 else 1)
     if stored != wide:
         weights += (2 * inner * d_model + d_model * first) * wide
     weights += d_model * d_mlp * narrow if stored != narrow else 0

@@ -17,14 +17,7 @@ def at_least_float32(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]
 def normalise_rows(
     scores: Float[Tensor, "layer *head query key"], negative: str
 ) -> tuple[Float[Tensor, "layer *head query key"], Bool[Tensor, "layer *head query"]]:
-    """Rows divided by their sum, and which rows were all zero (they stay zeros).
-
-    Args:
-        negative: "refuse", "clip" or "absolute".
-
-    Raises:
-        ValueError: negative scores with "refuse"; an unknown `negative`.
-    """
+    """Rows divided by their sum, and which were all zero (they stay zeros); as `MixingMap.normalized`."""
     if negative not in ("refuse", "clip", "absolute"):
         raise ValueError(f"negative: expected 'refuse', 'clip' or 'absolute', got {negative!r}")
     scores = at_least_float32(scores)
@@ -46,11 +39,7 @@ def normalise_rows(
 
 
 def refuse_negative(scores: Float[Tensor, "*axes query key"]) -> None:
-    """Refuse scores below 0.
-
-    Raises:
-        ValueError: with the smallest of them.
-    """
+    """Raise a ValueError that names the smallest score where one is below 0."""
     smallest = scores.min().item()
     if smallest < 0:
         raise ValueError(
@@ -59,32 +48,27 @@ def refuse_negative(scores: Float[Tensor, "*axes query key"]) -> None:
         )
 
 
-def empty_rows_note(
-    empty: Bool[Tensor, "layer *head query"], layers: Sequence[int], queries: Sequence[int]
-) -> str:
-    """A note that names the all-zero rows by the labels of their layers and by their positions."""
+def with_empty_rows(
+    notes: tuple[str, ...],
+    empty: Bool[Tensor, "layer *head query"],
+    layers: Sequence[int],
+    queries: Sequence[int],
+) -> tuple[str, ...]:
+    """The notes, and one that names the all-zero rows by their layers' labels and their positions, if any."""
     rows = empty.nonzero().tolist()
     texts = []
     for layer, *head, query in rows[:10]:
         heads = f" head {head[0]}" if head else ""
         texts.append(f"layer {layers[layer]}{heads} query {queries[query]}")
     more = f"; and {len(rows) - 10} more" if len(rows) > 10 else ""
-    return f"all-zero rows, left as zeros: {'; '.join(texts)}{more}"
-
-
-def added(notes: tuple[str, ...], note: str) -> tuple[str, ...]:
-    """The notes with one more, unless it is already there."""
-    return notes if note in notes else (*notes, note)
+    note = f"all-zero rows, left as zeros: {'; '.join(texts)}{more}"
+    return (*notes, note) if rows and note not in notes else notes
 
 
 def merge_heads(
     scores: Float[Tensor, "layer head query key"], how: str, weights: Tensor | Sequence[float] | None
 ) -> Float[Tensor, "layer query key"]:
-    """Heads merged by mean, weighted mean or maximum.
-
-    Raises:
-        ValueError: weights of a wrong shape, negative, not finite, or summing to 0.
-    """
+    """Heads merged by mean, weighted mean or maximum, as `MixingMap.merge_heads`."""
     scores = at_least_float32(scores)
     if how == "max":
         return scores.amax(1)
@@ -100,5 +84,4 @@ def merge_heads(
     total = share.sum(-1, keepdim=True)
     if not bool(torch.isfinite(share).all() and (share >= 0).all() and (total > 0).all()):
         raise ValueError(f"weights: expected finite numbers, 0 or more, not all 0, got {weights}")
-    share = (share / total).expand(scores.shape[:2])
-    return torch.einsum("lhqk,lh->lqk", scores, share)
+    return torch.einsum("lhqk,lh->lqk", scores, (share / total).expand(scores.shape[:2]))

@@ -269,10 +269,7 @@ class MixingMap:
             ValueError: negative scores with `negative="refuse"`.
         """
         shares, empty = arithmetic.normalise_rows(self.scores, negative)
-        notes = self.notes
-        if bool(empty.any()):
-            note = arithmetic.empty_rows_note(empty, self.layer_labels, self.query_positions)
-            notes = arithmetic.added(notes, note)
+        notes = arithmetic.with_empty_rows(self.notes, empty, self.layer_labels, self.query_positions)
         return self.replace(scores=shares, notes=notes)
 
     def merge_heads(

@@ -8,32 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import as_position, is_whole
-from lens_mix.statistics.heads import Head, TokenGroup, each_map, members, refuse_other_heads, with_heads
-
-if TYPE_CHECKING:
-    import pandas
+from lens_mix.statistics.heads import Head, TokenGroup, each_head, each_map, members, reusable, with_heads
 
 SEPARATORS = ("[SEP]", "</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>")
 OFFSETS = (-3, -2, -1, 0, 1, 2, 3)
-
-
-def _is_separator(token: str) -> bool:
-    return token in SEPARATORS
-
-
-def _is_punctuation(token: str) -> bool:
-    return token.strip(" Ġ▁") in (".", ",")
-
-
-GROUPS: dict[str, TokenGroup] = {"first": 0, "separators": _is_separator, "punctuation": _is_punctuation}
+GROUPS: dict[str, TokenGroup] = {
+    "first": 0,
+    "separators": SEPARATORS,
+    "punctuation": lambda token: token.strip(" Ġ▁") in (".", ","),
+}
 
 
 class OffsetHead(NamedTuple):
@@ -73,18 +65,16 @@ class AttentionStatistics:
     def fixed_offset_heads(self, threshold: float = 0.5) -> list[OffsetHead]:
         """Heads that put more than `threshold` of their attention on one relative position, most first."""
         heads = [
-            OffsetHead(*place, offset, share)
+            OffsetHead(head.layer, head.head, offset, head.value)
             for offset, shares in self.offsets.items()
-            for place, share in self._entries(shares)
-            if share > threshold
+            for head in self._above(shares, threshold)
         ]
         return sorted(heads, key=lambda head: -head.share)
 
     def group_heads(self, group: str, threshold: float = 0.5) -> list[Head]:
         """Heads that put more than `threshold` of their attention on a group of tokens, most first.
 
-        Raises:
-            ValueError: no such group.
+        Raises ValueError: no such group.
         """
         if group not in self.groups:
             raise ValueError(f"group: expected one of {sorted(self.groups)}, got {group!r}")
@@ -94,33 +84,23 @@ class AttentionStatistics:
         """Heads whose evenness is above `threshold`, most even first."""
         return self._above(self.evenness, threshold)
 
-    def to_dataframe(self) -> pandas.DataFrame:
+    def to_dataframe(self) -> pd.DataFrame:
         """One row per head: layer, head, offset_-1, …, first, separators, …, entropy, evenness.
 
         What `from_query` holds comes with the prefix `query_`.
         """
-        import pandas as pd
-
-        columns: dict[str, list[float]] = {"layer": [], "head": []}
-        for (layer, head), _ in self._entries(self.entropy):
-            columns["layer"].append(layer)
-            columns["head"].append(head)
+        table = pd.DataFrame(each_head(self.layers, self.entropy))[["layer", "head"]]
         for prefix, part in (("", self), ("query_", self.from_query)):
             if part is not None:
-                columns.update({prefix + name: values.flatten().tolist() for name, values in part._columns()})
-        return pd.DataFrame(columns)
+                offsets = {f"offset_{offset}": shares for offset, shares in part.offsets.items()}
+                columns = {**offsets, **part.groups, "entropy": part.entropy, "evenness": part.evenness}
+                table = table.assign(
+                    **{prefix + name: column.flatten().tolist() for name, column in columns.items()}
+                )
+        return table
 
-    def _columns(self) -> Iterable[tuple[str, Tensor]]:
-        yield from ((f"offset_{offset}", shares) for offset, shares in self.offsets.items())
-        yield from self.groups.items()
-        yield from (("entropy", self.entropy), ("evenness", self.evenness))
-
-    def _entries(self, values: Tensor) -> Iterable[tuple[tuple[int, int], float]]:
-        for layer, row in zip(self.layers, values.tolist(), strict=True):
-            yield from (((layer, head), value) for head, value in enumerate(row))
-
-    def _above(self, values: Tensor, threshold: float) -> list[Head]:
-        heads = [Head(*place, value) for place, value in self._entries(values) if value > threshold]
+    def _above(self, values: Float[Tensor, "layer head"], threshold: float) -> list[Head]:
+        heads = [head for head in each_head(self.layers, values) if head.value > threshold]
         return sorted(heads, key=lambda head: -head.value)
 
 
@@ -152,20 +132,18 @@ def attention_statistics(
     steps = list(offsets)
     if not all(is_whole(step) for step in steps):
         raise TypeError(f"offsets: expected whole numbers, got {steps}")
-    chosen = {name: _reusable(group) for name, group in (GROUPS if groups is None else groups).items()}
+    chosen = {name: reusable(group) for name, group in (GROUPS if groups is None else groups).items()}
     every, single = _Totals(steps, list(chosen)), _Totals(steps, list(chosen))
     first: MixingMap | None = None
     for mixing_map in each_map(maps):
         first = mixing_map if first is None else first
         mixing_map.require_every_row("means over all queries", "maps")
-        refuse_other_heads(mixing_map, first)
         belongs = {name: members(mixing_map.tokens, group) for name, group in chosen.items()}
         every.add(mixing_map, list(range(len(mixing_map.tokens))), belongs)
         single.add(mixing_map, [_query(mixing_map, query)], belongs)
     if first is None:
         raise ValueError("maps: expected at least one map, got none")
-    layers = first.layer_labels
-    return every.means(layers, single.means(layers, None))
+    return every.means(first.layer_labels, single.means(first.layer_labels, None))
 
 
 class _Totals:
@@ -182,13 +160,11 @@ class _Totals:
         visible = mixing_map.visible().cpu()[:, queries]
         self.prompts += 1
         self.queries += len(queries)
-        rows = torch.tensor(queries)
         everywhere = torch.ones(visible.shape[:2], dtype=torch.bool)
         for offset in self.offsets:
-            keys = rows + offset
+            keys = torch.tensor(queries) + offset
             inside = (keys >= 0) & (keys < weights.shape[-1])
-            keys = keys.clamp(0, weights.shape[-1] - 1)
-            places = torch.arange(len(rows))
+            places, keys = torch.arange(len(queries)), keys.clamp(0, weights.shape[-1] - 1)
             self._count(offset, weights[:, :, places, keys], visible[:, places, keys] & inside)
         for name in self.groups:
             self._count(f"group {name}", weights[..., belongs[name]].sum(-1), everywhere)
@@ -198,15 +174,10 @@ class _Totals:
         self._count("evenness", entropy / seen.clamp(min=2).log()[:, None], seen > 1)
 
     def _count(
-        self,
-        name: str | int,
-        values: Float[Tensor, "layer head query"],
-        eligible: Bool[Tensor, "layer query"],
+        self, name: str | int, values: Float[Tensor, "layer head query"], counted: Bool[Tensor, "layer query"]
     ) -> None:
-        total = (values * eligible[:, None]).sum(-1)
-        count = eligible.sum(-1, keepdim=True)
-        self.sums[name] = self.sums.get(name, 0) + total
-        self.counts[name] = self.counts.get(name, 0) + count
+        self.sums[name] = self.sums.get(name, 0) + (values * counted[:, None]).sum(-1)
+        self.counts[name] = self.counts.get(name, 0) + counted.sum(-1, keepdim=True)
 
     def mean(self, name: str | int) -> Float[Tensor, "layer head"]:
         return self.sums[name] / self.counts[name].clamp(min=1)
@@ -222,11 +193,6 @@ class _Totals:
             queries=self.queries,
             from_query=from_query,
         )
-
-
-def _reusable(group: TokenGroup) -> TokenGroup:
-    """An iterator is used up after the first prompt."""
-    return group if callable(group) or isinstance(group, (int, str)) else list(group)
 
 
 def _query(mixing_map: MixingMap, query: Literal["first", "last"] | int | None) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 
 from lens_mix.algebra.vectors import attention_vectors
@@ -13,11 +14,8 @@ from lens_mix.statistics.passes import each_prompt
 from lens_mix.statistics.ranks import spearman
 from lens_mix.statistics.token_kinds import TokenKind, token_kind
 
-if TYPE_CHECKING:
-    import pandas
 
-
-def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pandas.DataFrame:
+def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pd.DataFrame:
     """Attention weight against the length of the value-output vector, by head and key.
 
     Args:
@@ -27,8 +25,6 @@ def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pandas.DataFr
         Columns prompt, layer, head, position, token, weight (mean over the queries that can see the key, in
         0..1), norm (‖f(x)‖ = ‖v W_O‖) and weighted_norm (mean of weight × norm).
     """
-    import pandas as pd
-
     tables = []
     for number, passed in enumerate(each_prompt(model, prompts, ValueNorms(), **options)):
         for layer, block in enumerate(passed.blocks):
@@ -40,56 +36,44 @@ def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pandas.DataFr
             seen = (pattern > 0).any(0).sum(0).clamp_min(1)
             weight = pattern.sum(1).T / seen[:, None]
             keys, heads = weight.shape
-            tables.append(
-                pd.DataFrame(
-                    {
-                        "prompt": number,
-                        "layer": layer,
-                        "head": list(range(heads)) * keys,
-                        "position": [key for key in range(keys) for _ in range(heads)],
-                        "token": [token for token in passed.tokens for _ in range(heads)],
-                        "weight": weight.flatten().tolist(),
-                        "norm": norm.flatten().tolist(),
-                        "weighted_norm": (weight * norm).flatten().tolist(),
-                    }
-                )
-            )
+            columns = {
+                "prompt": number,
+                "layer": layer,
+                "head": list(range(heads)) * keys,
+                "position": [key for key in range(keys) for _ in range(heads)],
+                "token": [token for token in passed.tokens for _ in range(heads)],
+                "weight": weight.flatten().tolist(),
+                "norm": norm.flatten().tolist(),
+                "weighted_norm": (weight * norm).flatten().tolist(),
+            }
+            tables.append(pd.DataFrame(columns))
     return pd.concat(tables, ignore_index=True)
 
 
-def no_op_table(table: pandas.DataFrame, kind: TokenKind = token_kind) -> pandas.DataFrame:
-    """Means of weight, norm and weighted norm by layer and kind of token (Kobayashi et al., 2020, fig. 5).
-
-    Args:
-        table: from `weights_and_norms`.
-        kind: a function token -> name of its kind.
-    """
+def no_op_table(table: pd.DataFrame, kind: TokenKind = token_kind) -> pd.DataFrame:
+    """Means of a table of `weights_and_norms` by layer and kind of token (Kobayashi et al., 2020, fig. 5)."""
     kinds = table["token"].map(kind).rename("kind")
     return table.groupby(["layer", kinds])[["weight", "norm", "weighted_norm"]].mean()
 
 
-def correlations(table: pandas.DataFrame, by: Sequence[str] = ("layer",)) -> pandas.DataFrame:
+def correlations(table: pd.DataFrame, by: Sequence[str] = ("layer",)) -> pd.DataFrame:
     """Spearman correlation of attention weight and norm; far below 0 is the cancel effect.
 
     Args:
         table: from `weights_and_norms`.
         by: the groups, e.g. ("layer",) or ("layer", "head").
     """
-    out = table.groupby(list(by))[["weight", "norm"]].apply(
-        lambda part: spearman(part["weight"].to_numpy(), part["norm"].to_numpy())
-    )
+    groups = table.groupby(list(by))[["weight", "norm"]]
+    out = groups.apply(lambda part: spearman(part["weight"].to_numpy(), part["norm"].to_numpy()))
     return out.to_frame("spearman")
 
 
-def cancelled_tokens(table: pandas.DataFrame, count: int = 5) -> pandas.DataFrame:
-    """The tokens that the cancel effect sits on, by layer: most attention for the shortest vectors.
+def cancelled_tokens(table: pd.DataFrame, count: int = 5) -> pd.DataFrame:
+    """The `count` tokens that the cancel effect sits on: most attention for the shortest vectors.
 
-    Columns layer, token, weight, norm, and others_norm, the mean norm of all other tokens of the layer;
-    sorted by weight · (1 - norm / others_norm), which is 0 or less where nothing is cancelled.
-
-    Args:
-        table: from `weights_and_norms`.
-        count: how many rows.
+    Columns layer, token, weight, norm (means of the table of `weights_and_norms`) and others_norm, the mean
+    norm of all other tokens of the layer; sorted by weight · (1 - norm / others_norm), 0 or less where
+    nothing is cancelled.
     """
     means = table.groupby(["layer", "token"])[["weight", "norm"]].mean()
     sums = table.groupby(["layer", "token"])["norm"].agg(["sum", "size"])

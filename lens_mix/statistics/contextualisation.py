@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch import Tensor
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import as_count
 from lens_mix.statistics.ranks import spearman
-
-if TYPE_CHECKING:
-    import pandas
 
 # Part of the block -> (map before it, map after it).
 PARTS = {
@@ -30,13 +27,8 @@ METHODS = ("attn_res_ln", "atb_ff", "atb_ff_res", "atb_ff_res_ln")
 def change(before: MixingMap, after: MixingMap) -> Float[Tensor, " layer"]:
     """1 - Spearman between two maps, per layer, over all pairs that can be (Kobayashi et al., 2024, eq. 10).
 
-    In 0..2: 0 where the order of the pairs is the same.
-
-    Args:
-        before, after: maps of the same prompt and shape, without heads.
-
-    Raises:
-        ValueError: maps that don't go together, or without the rows of all positions.
+    In 0..2: 0 where the order of the pairs is the same. Raises ValueError: maps with heads, of different
+    prompts or shapes, or without the rows of all positions.
     """
     _check_pair(before, after)
     before.require_every_row("the order of all pairs", "before")
@@ -48,20 +40,12 @@ def change(before: MixingMap, after: MixingMap) -> Float[Tensor, " layer"]:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def changes(maps: Mapping[str, MixingMap]) -> pandas.DataFrame:
+def changes(maps: Mapping[str, MixingMap]) -> pd.DataFrame:
     """Contextualisation change by the feed-forward, its residual connection, its norm, and all together.
 
-    Args:
-        maps: what `lens_mix.run(model, prompt, METHODS)` gives.
-
-    Returns:
-        One row per layer, one column per part.
-
-    Raises:
-        ValueError: a map is missing.
+    One row per layer, one column per part. `maps` is what `lens_mix.run(model, prompt, METHODS)` gives.
+    Raises ValueError: one is missing.
     """
-    import pandas as pd
-
     missing = [name for name in METHODS if name not in maps]
     if missing:
         raise ValueError(f"maps: expected {list(METHODS)}, missing {missing}")
@@ -72,11 +56,8 @@ def changes(maps: Mapping[str, MixingMap]) -> pandas.DataFrame:
 def amplification(before: MixingMap, after: MixingMap) -> MixingMap:
     """FF-amp: map after minus map before, of either sign (Kobayashi et al., 2024, section 5.2).
 
-    Args:
-        before, after: maps of the same prompt, shape and rows; `normalized()` first to compare shares.
-
-    Raises:
-        ValueError: maps that don't go together.
+    Take `normalized()` maps to compare shares. Raises ValueError: maps with heads, of different prompts,
+    shapes or rows.
     """
     _check_pair(before, after)
     return after.replace(
@@ -86,19 +67,15 @@ def amplification(before: MixingMap, after: MixingMap) -> MixingMap:
     )
 
 
-def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> pandas.DataFrame:
+def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> pd.DataFrame:
     """The pairs that were amplified most, over all layers.
+
+    Columns layer, query, key, query_token, key_token, amplification, largest first.
 
     Args:
         amplified: from `amplification`.
-        count: how many, 1 or more.
+        count: how many, 1 or more (else ValueError).
         diagonal: count pairs of a position with itself too.
-
-    Returns:
-        Columns layer, query, key, query_token, key_token, amplification, largest first.
-
-    Raises:
-        ValueError: count below 1.
     """
     as_count(count, "count")
     table = amplified.to_dataframe()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -11,11 +12,8 @@ from torch import Tensor
 from lens_mix.lens.anatomy import ValuePath
 from lens_mix.lens.proof.support import check
 
-if TYPE_CHECKING:
-    import pandas
 
-
-def expansion_rates(model: Any, stack: str | None = None) -> pandas.DataFrame:
+def expansion_rates(model: Any, stack: str | None = None) -> pd.DataFrame:
     """Expansion rate of each head's value and output matrices, and of all heads of a block together.
 
     ‖[[W_V, 0], [b_V, 1]] [[W_O, 0], [b_O, 1]]‖_F / √(d_model + 1): the root mean square factor by which the
@@ -27,13 +25,8 @@ def expansion_rates(model: Any, stack: str | None = None) -> pandas.DataFrame:
         stack: "encoder" or "decoder" of an encoder-decoder.
 
     Returns:
-        Columns layer, head (a number, or "all"), rate.
-
-    Raises:
-        ValueError: a block without value and output matrices.
+        Columns layer, head (a number, or "all"), rate. Raises ValueError: a block without such matrices.
     """
-    import pandas as pd
-
     rows: list[tuple[int, int | str, float]] = []
     for layer, anatomy in enumerate(check(model, stack=stack).proof.anatomy):
         if anatomy.value_path is None:
@@ -51,7 +44,7 @@ def path_rates(path: ValuePath) -> tuple[Float[Tensor, " head"], float]:
     W_V = path.W_V.double().repeat_interleave(group, dim=0)
     d_model = W_V.shape[1]
     b_V = torch.zeros_like(W_V[:, 0]) if path.b_V is None else path.b_V.double().repeat_interleave(group, 0)
-    b_O = torch.zeros(d_model, dtype=W_O.dtype, device=W_O.device) if path.b_O is None else path.b_O.double()
+    b_O = torch.zeros_like(W_O[0, 0]) if path.b_O is None else path.b_O.double()
     shift = torch.einsum("he,hed->hd", b_V, W_O)
     squares = torch.einsum("hdx,hdy,hxm,hym->h", W_V, W_V, W_O, W_O)
     heads = (squares + shift.square().sum(-1) + 1).div(d_model + 1).sqrt()

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import is_whole
-from lens_mix.statistics.heads import Head, TokenGroup, each_map, members, refuse_other_heads, with_heads
-
-if TYPE_CHECKING:
-    import pandas
+from lens_mix.statistics.heads import Head, TokenGroup, each_head, each_map, members, reusable, with_heads
 
 PROBED_OFFSETS = tuple(offset for offset in range(-10, 11) if offset)
 
@@ -41,9 +40,7 @@ class HeadProbe:
     @property
     def best(self) -> Head:
         """The head with the highest accuracy."""
-        place = int(self.accuracy.argmax())
-        layer, head = divmod(place, self.accuracy.shape[1])
-        return Head(self.layers[layer], head, self.accuracy[layer, head].item())
+        return max(each_head(self.layers, self.accuracy), key=lambda head: head.value)
 
     @property
     def best_offset(self) -> int:
@@ -55,15 +52,9 @@ class HeadProbe:
         """Accuracy of the best head less that of the best offset."""
         return self.best.value - self.baselines[self.best_offset]
 
-    def to_dataframe(self) -> pandas.DataFrame:
+    def to_dataframe(self) -> pd.DataFrame:
         """One row per head: layer, head, accuracy."""
-        import pandas as pd
-
-        heads = [
-            Head(layer, head, value)
-            for layer, row in zip(self.layers, self.accuracy.tolist(), strict=True)
-            for head, value in enumerate(row)
-        ]
+        heads = each_head(self.layers, self.accuracy)
         return pd.DataFrame(heads, columns=["layer", "head", "accuracy"])
 
     def __repr__(self) -> str:
@@ -107,30 +98,23 @@ def probe_heads(
         raise ValueError(f"direction: expected 'forward' or 'backward', got {direction!r}")
     if not list(offsets):
         raise ValueError("offsets: expected at least one, got none")
-    if ignore is not None and not callable(ignore) and not isinstance(ignore, (int, str)):
-        ignore = list(ignore)
+    ignore = None if ignore is None else reusable(ignore)
     single = isinstance(maps, MixingMap)
     every, lists = list(each_map(maps)), [relations] if single else list(relations)
     if len(every) != len(lists):
         raise ValueError(f"relations: expected {len(every)} lists of pairs, one per map, got {len(lists)}")
-    correct: Tensor | None = None
-    total, seen = 0, 0.0
-    hits = dict.fromkeys(offsets, 0)
+    answers, steps = [], Counter[int]()
     for number, (mixing_map, pairs) in enumerate(zip(every, lists, strict=True)):
-        refuse_other_heads(mixing_map, every[0])
         asked = [_pair(pair, number, len(mixing_map.tokens), direction) for pair in pairs]
-        if not asked:
-            continue
-        right, visible = _answers(mixing_map, asked, ignore)
-        correct = right if correct is None else correct + right
-        seen += visible
-        total += len(asked)
-        for offset in hits:
-            hits[offset] += sum(start + offset == end for start, end in asked)
-    if correct is None:
+        if asked:
+            answers.append(_answers(mixing_map, asked, ignore))
+            steps.update(end - start for start, end in asked)
+    if not answers:
         raise ValueError("relations: expected at least one pair, got none")
-    baselines = {offset: count / total for offset, count in hits.items()}
-    return HeadProbe(correct / total, baselines, every[0].layer_labels, total, seen / total)
+    total, (correct, visible) = steps.total(), zip(*answers, strict=True)
+    baselines = {offset: steps[offset] / total for offset in offsets}
+    accuracy = torch.stack(correct).sum(0) / total
+    return HeadProbe(accuracy, baselines, every[0].layer_labels, total, sum(visible) / total)
 
 
 def _answers(
@@ -157,7 +141,6 @@ def _pair(pair: object, number: int, count: int, direction: str) -> tuple[int, i
         if not is_whole(position):
             raise TypeError(f"relations: expected positions as whole numbers, got {pair!r} for map {number}")
         if not 0 <= position < count:
-            raise ValueError(
-                f"relations: expected positions from 0 to {count - 1}, got {tuple(pair)} for map {number}"
-            )
+            expected = f"expected positions from 0 to {count - 1}"
+            raise ValueError(f"relations: {expected}, got {tuple(pair)} for map {number}")
     return (pair[0], pair[1]) if direction == "forward" else (pair[1], pair[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,17 +22,29 @@ class Head(NamedTuple):
     value: float
 
 
+def each_head(layers: Sequence[int], values: Float[Tensor, "layer head"]) -> Iterator[Head]:
+    """Every head with its value."""
+    for layer, row in zip(layers, values.tolist(), strict=True):
+        yield from (Head(layer, head, value) for head, value in enumerate(row))
+
+
 def each_map(maps: MixingMap | Iterable[MixingMap]) -> Iterable[MixingMap]:
-    """The maps one after the other, each with the tokens as keys."""
-    if not isinstance(maps, MixingMap) and not isinstance(maps, Iterable):
+    """The maps one after the other, all with the tokens as keys and with the same layers and heads."""
+    if not isinstance(maps, (MixingMap, Iterable)):
         raise TypeError(f"maps: expected a MixingMap or several, got {type(maps).__name__}")
+    expected: tuple[list[int], int] | None = None
     for mixing_map in [maps] if isinstance(maps, MixingMap) else maps:
         if not isinstance(mixing_map, MixingMap):
             raise TypeError(f"maps: expected MixingMaps, got {type(mixing_map).__name__}")
+        keys, tokens = len(mixing_map.key_labels), len(mixing_map.tokens)
         if mixing_map.key_tokens is not None:
+            raise ValueError(f"maps: expected the tokens as keys, got {keys} other keys for {tokens} tokens")
+        got = mixing_map.layer_labels, mixing_map.scores.shape[1] if mixing_map.has_heads else 1
+        expected = expected or got
+        if got != expected:
             raise ValueError(
-                f"maps: expected the tokens as keys, got {len(mixing_map.key_labels)} other keys for "
-                f"{len(mixing_map.tokens)} tokens"
+                f"maps: expected the same layers and heads in all, got layers {got[0]} with {got[1]} heads "
+                f"after layers {expected[0]} with {expected[1]}"
             )
         yield mixing_map
 
@@ -44,20 +56,9 @@ def with_heads(mixing_map: MixingMap) -> Float[Tensor, "layer head query key"]:
     return scores if mixing_map.has_heads else scores[:, None]
 
 
-def refuse_other_heads(mixing_map: MixingMap, first: MixingMap) -> None:
-    """Refuse a map whose layers or heads are not those of the first.
-
-    Raises:
-        ValueError: with both.
-    """
-    got, expected = (
-        (each.layer_labels, each.scores.shape[1] if each.has_heads else 1) for each in (mixing_map, first)
-    )
-    if got != expected:
-        raise ValueError(
-            f"maps: expected the same layers and heads in all, got layers {got[0]} with {got[1]} heads "
-            f"after layers {expected[0]} with {expected[1]}"
-        )
+def reusable(group: TokenGroup) -> TokenGroup:
+    """The group for several prompts: an iterator is used up after the first."""
+    return group if callable(group) or isinstance(group, (int, str)) else list(group)
 
 
 def members(tokens: Sequence[str], group: TokenGroup) -> Bool[Tensor, " key"]:
@@ -68,7 +69,7 @@ def members(tokens: Sequence[str], group: TokenGroup) -> Bool[Tensor, " key"]:
     for item in items:
         if isinstance(item, bool) or not isinstance(item, (int, str)):
             raise TypeError(f"groups: expected positions, tokens or a function, got {item!r}")
-    places = {
-        item % len(tokens) for item in items if isinstance(item, int) and -len(tokens) <= item < len(tokens)
-    }
-    return torch.tensor([place in places or token in items for place, token in enumerate(tokens)])
+    count = len(tokens)
+    # what an item may call a token by: its position from either end, or the token itself
+    names = ({place, place - count, token} for place, token in enumerate(tokens))
+    return torch.tensor([not each.isdisjoint(items) for each in names])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,9 @@ from lens_mix.session import Session
 
 @dataclasses.dataclass(frozen=True)
 class PromptBlocks:
-    """One prompt after a clean pass.
+    """One prompt after a clean pass: its tokens, as strings and as numbers, and the stack's blocks in order.
 
-    Attributes:
-        tokens: as strings, one per position.
-        token_ids: the same as numbers.
-        blocks: the stack's blocks, first to last; their tensors have a batch axis of one and no padding.
+    The tensors of the blocks have a batch axis of one and no padding.
     """
 
     tokens: list[str]
@@ -41,11 +38,7 @@ def prompt_blocks(
     attention_mask: Tensor | None = None,
     **inputs: Any,
 ) -> PromptBlocks:
-    """A clean pass over one prompt, with what the methods need recorded.
-
-    Args:
-        model, prompt, stack, prepend_bos, attention_mask, inputs: as in `lens_mix.run`.
-        methods: whose tensors to record; all must be able to run on the model.
+    """A clean pass over one prompt, with what the methods need recorded; the rest as in `lens_mix.run`.
 
     Raises:
         UnsupportedModelError: the model, or one of the methods on it, can't be trusted.
@@ -62,13 +55,10 @@ def each_prompt(
 ) -> Iterator[PromptBlocks]:
     """`prompt_blocks` of one prompt or of several, one after another, without gradients.
 
-    Args:
-        prompts: a string, a pair or a token tensor is one prompt; a list of these is several.
-        model, methods, options: as in `prompt_blocks`.
+    `prompts`: a string, a pair or a token tensor is one prompt; a list of these is several.
     """
     one = not isinstance(prompts, list) or all(isinstance(token, int) for token in prompts)
-    several: Iterable[Any] = [prompts] if one else prompts
-    for prompt in several:
+    for prompt in [prompts] if one else prompts:
         with torch.no_grad():
             passed = prompt_blocks(model, prompt, methods, **options)
         yield passed

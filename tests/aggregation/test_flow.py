@@ -91,16 +91,16 @@ def test_a_chosen_layer_is_that_layer_of_all():
 
 
 def test_chosen_queries_are_those_rows():
-    mixing_map = map_of(random_attention(layers=3))
-    every = flow(mixing_map)
-    some = flow(mixing_map, queries=[-1, 2])
-    assert torch.equal(some.scores, every.scores[:, [5, 2]])
-    assert some.tokens == [" t5", " t2"]
-    assert some.key_labels == mixing_map.tokens
-    assert [source.position for source in some.top(3, query=" t5")] == [
-        source.position for source in every.top(3)
-    ]
-    assert torch.equal(flow(mixing_map, queries=-1).scores[:, 0], every.scores[:, 5])
+    window = torch.ones(6, 6, dtype=torch.bool).tril() & ~torch.ones(6, 6, dtype=torch.bool).tril(-2)
+    scores = random_attention(layers=3)
+    for mixing_map in (map_of(scores), map_of(scores * window, mask=window)):
+        every = flow(mixing_map)
+        cut = flow(mixing_map, queries=[-1, 2])
+        assert torch.equal(cut.scores, every.scores[:, [5, 2]])
+        assert torch.equal(cut.visible(), every.visible()[:, [5, 2]])
+        assert (cut.queries, cut.tokens, cut.key_tokens, cut.causal) == ([5, 2], every.tokens, None, True)
+        assert [cut.top(3, query=query) for query in (" t5", 2)] == [every.top(3), every.top(3, query=2)]
+        assert torch.equal(flow(mixing_map, queries=-1).scores[:, 0], every.scores[:, 5])
 
 
 def test_zero_above_the_diagonal_and_rows_that_sum_to_1():

@@ -1,4 +1,4 @@
-"""Maximum flow against networkx, its bounds, the proofs, and what is refused."""
+"""Maximum flow against networkx, its bounds and the proofs."""
 
 import re
 
@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from lens_mix.aggregation import max_flow
 from lens_mix.aggregation.flow_bounds import first_layer_bound, proven
 from lens_mix.aggregation.flow_rows import all_flows
-from lens_mix.aggregation.max_flow import LayeredFlow
 
 CLOSE = {"rtol": 0, "atol": 2e-8}
 
@@ -229,45 +228,7 @@ def test_progress_counts_the_pairs(capsys):
     assert int(total) > 16
 
 
-# ---------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [(-0.1, "-0.1"), (np.nan, "nan"), (np.inf, "inf"), (-np.inf, "-inf")],
-)
-@pytest.mark.parametrize("solver", ["scipy", "networkx"])
-def test_bad_capacities_are_named(wrong, text, solver):
-    capacities = stack(3, 4)
-    capacities[1, 2, 3] = wrong
-    with pytest.raises(ValueError, match=f"finite numbers, 0 or more, got {text} at layer 1, query 2, key 3"):
-        LayeredFlow(capacities, solver)
-
-
-@pytest.mark.parametrize("shape", [(0, 3, 3), (2, 0, 0)])
-def test_empty_graphs_are_refused(shape):
-    with pytest.raises(ValueError, match="at least one layer and one token"):
-        LayeredFlow(np.zeros(shape))
-
-
-def test_other_shapes_and_types_are_refused():
-    for shape in ((3, 3), (2, 3, 4), (1, 2, 3, 3)):
-        with pytest.raises(ValueError, match="shape \\[layer, position, position\\]"):
-            LayeredFlow(np.zeros(shape))
-    with pytest.raises(TypeError, match="array of real numbers"):
-        LayeredFlow(np.zeros((2, 3, 3), dtype=complex))
-    with pytest.raises(TypeError, match="array of"):
-        LayeredFlow([[["a"]]])
-    with pytest.raises(ValueError, match="solver: expected 'scipy' or 'networkx', got 'igraph'"):
-        LayeredFlow(stack(2, 3), "igraph")
-
-
-def test_pairs_that_do_not_exist_are_refused():
-    network = LayeredFlow(stack(2, 3))
-    with pytest.raises(ValueError, match="level: expected 1 to 2, got 3"):
-        network.flows(3, [(0, 0)])
-    with pytest.raises(ValueError, match=r"pairs: expected positions from 0 to 2, got \(0, 3\)"):
-        network.flows(1, [(0, 3)])
+# ---------------------------------------------------------------------- nothing flows
 
 
 def test_no_capacity_at_all_is_no_flow():

@@ -82,7 +82,7 @@ def test_cumulative_per_head():
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
 def test_add_residual(weight):
     maps = random_maps(2, 4)
-    mixed = add_residual(maps, weight)
+    mixed = add_residual(maps.clone(), weight)
     assert torch.allclose(mixed, (1 - weight) * maps + weight * torch.eye(4, dtype=torch.float64))
     assert torch.allclose(mixed.sum(-1), torch.ones(2, 4, dtype=torch.float64))
 
@@ -90,8 +90,8 @@ def test_add_residual(weight):
 def test_add_residual_to_an_empty_row():
     maps = random_maps(1, 3)
     maps[0, 1] = 0
-    assert add_residual(maps, 0.3)[0, 1].tolist() == [0, 1, 0]
-    assert add_residual(maps, 0.0)[0, 1].tolist() == [0, 0, 0]
+    assert add_residual(maps.clone(), 0.3)[0, 1].tolist() == [0, 1, 0]
+    assert add_residual(maps.clone(), 0.0)[0, 1].tolist() == [0, 0, 0]
 
 
 def test_compose():

@@ -137,7 +137,7 @@ def test_equals_the_definition_in_fractions(name, weight, arithmetic):
     counts = torch.randint(1, 50, (4, 7, 7), generator=generator) * masks
     exact = [[[Fraction(int(x), int(row.sum())) for x in row] for row in layer] for layer in counts]
     scores = counts.double() / counts.sum(-1, keepdim=True)
-    maps = receptive_field.add_residual(scores, weight)
+    maps = receptive_field.add_residual(scores.clone(), weight)
     result = receptive_field.normalise_rollout(maps, masks, weight, arithmetic=arithmetic)[-1]
     expected = by_fractions(exact, masks.int().tolist(), weight)
     assert torch.allclose(result, expected, rtol=1e-12, atol=1e-14)
@@ -344,8 +344,8 @@ def test_both_ways_agree_on_every_mask(name, weight, heads):
     mask = MASKS[name]
     scores = attention(mask, heads=heads)
     masks = mask.expand(4, 7, 7)
-    maps = receptive_field.add_residual(scores if heads is None else scores.mean(1), weight)
-    separate = None if heads is None else receptive_field.add_residual(scores, weight)
+    maps = receptive_field.add_residual(scores.clone() if heads is None else scores.mean(1), weight)
+    separate = None if heads is None else receptive_field.add_residual(scores.clone(), weight)
     numbers = receptive_field.normalise_rollout(maps, masks, weight, separate, arithmetic="float64")
     logs = receptive_field.normalise_rollout(maps, masks, weight, separate, arithmetic="log")
     assert torch.allclose(logs, numbers, rtol=1e-12, atol=1e-14)

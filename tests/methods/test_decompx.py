@@ -8,11 +8,9 @@ from benchmarks.common import PeakMemory
 from lens_mix.algebra.bias_split import SPLITS, split_bias, through_linear
 from lens_mix.algebra.decomposition import SLOPES
 from lens_mix.lens.block import Block
-from lens_mix.lens.model import Lens
-from lens_mix.lens.prompts import pad, pad_token, read_prompt
-from lens_mix.lens.proof.support import proof_of
 from lens_mix.methods.decompx import decompose, logit_shares
 from lens_mix.methods.decompx_logits import input_shares_of_logits
+from lens_mix.session import Session
 from lens_mix.statistics.passes import prompt_blocks
 from tests.matrix import prompt_of
 from tests.norm_cases import CASES, blocks_of, largest
@@ -104,25 +102,20 @@ def test_maps_are_those_of_the_plain_formula(case):
     for method in (lm.DecompX(), lm.DecompX("first"), lm.DecompX("drop"), lm.DecompXLocal("equal")):
         maps = method.of_stack(blocks)
         for layer, shares in enumerate(plain_vectors(method, blocks)):
-            assert largest(maps[:, layer], shares.norm(dim=-1)) < 1e-10
+            assert largest(maps[layer], shares.norm(dim=-1)) < 1e-10
 
 
 def at_rows(block, queries):
     """The same block with these rows only."""
-    return Block(
-        block._lens, block._clean, block.layer, block.anatomy, block.engine, block.max_memory, queries
-    )
+    return Block(block._clean, block.layer, block.anatomy, block.engine, block.max_memory, queries)
 
 
 def padded_blocks(model, lengths, side):
     """Blocks of prompts of these lengths, padded on one side."""
-    lens = Lens(model)
-    prompts = [read_prompt(model, lens.model_class, tokens(model, 1, n, seed=n)[0]) for n in lengths]
-    layers = range(lens.n_layers)
-    names = [lens.stack.hook_name(role, layer) for role in lm.DecompX.records for layer in layers]
-    clean = lens.clean_pass(pad(prompts, pad_token(model), side), names)
-    anatomy = proof_of(lens, prompts[0]).anatomy
-    return [Block(lens, clean, layer, anatomy[layer], "algebra", None) for layer in layers]
+    session = Session(model, {"decompx": lm.DecompX()})
+    prompts = [session.read(tokens(model, 1, n, seed=n)[0]) for n in lengths]
+    with session.passed(prompts, side) as passed:
+        return passed.blocks("decompx")
 
 
 def expect_rows_to_be_cut(blocks, queries):
@@ -130,14 +123,15 @@ def expect_rows_to_be_cut(blocks, queries):
     few = [*blocks[:-1], at_rows(blocks[-1], queries)]
     for method in (lm.DecompX(), lm.DecompX("drop"), lm.DecompX("first")):
         whole = method.of_stack(blocks)
-        for layer, found in enumerate(method.of_stack(few).unbind(1)):
-            assert largest(found, few[-1].rows_of(whole[:, layer])) < 1e-10
+        for layer, found in enumerate(method.of_stack(few)):
+            assert largest(found, few[-1].rows_of(whole[layer])) < 1e-10
         *_, shares = plain_vectors(method, few)
-        assert largest(shares.norm(dim=-1), few[-1].rows_of(whole[:, -1])) < 1e-10
+        assert largest(shares.norm(dim=-1), few[-1].rows_of(whole[-1])) < 1e-10
     for method in (lm.DecompXLocal(), lm.DecompXLocal("equal")):
         whole = method.of_stack(blocks)
         found = method.of_stack([at_rows(block, queries) for block in blocks])
-        assert largest(found, few[-1].rows_of(whole, axis=2)) < 1e-10
+        for rows, layer_map in zip(found, whole, strict=True):
+            assert largest(rows, few[-1].rows_of(layer_map)) < 1e-10
 
 
 @CASES
@@ -159,9 +153,9 @@ def test_rows_of_padded_prompts_are_those_of_each_prompt_alone(name, side):
     blocks = padded_blocks(model, lengths, side)
     ends = [9, 9, 9] if side == "left" else [n - 1 for n in lengths]
     expect_rows_to_be_cut(blocks, torch.tensor([[end, end - 2] for end in ends]))
-    maps = lm.DecompX().of_stack(blocks)
+    maps = torch.stack(lm.DecompX().of_stack(blocks), dim=1)
     for index, length in enumerate(lengths):
-        alone = lm.DecompX().of_stack(padded_blocks(model, [length], side))
+        alone = torch.stack(lm.DecompX().of_stack(padded_blocks(model, [length], side)), dim=1)
         own = blocks[0].real[index]
         assert largest(maps[index][:, own][:, :, own], alone[0]) < 1e-10
         assert largest(maps[index][:, :, ~own], 0) == 0 if length < 10 else True

@@ -1,0 +1,113 @@
+"""The session: whoever reads blocks comes through the same proof and the same check of the user's prompts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.lens import model as lens_model
+from lens_mix.session import Session
+from lens_mix.statistics import cancel_effect, mixing_ratio
+from tests.tiny_models import Unavailable, bridge, hooked_transformer, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NOT_ITS_PARTS = "expected its parts to give its output on this prompt"
+
+
+def any_decoder():
+    try:
+        return bridge("gpt2")
+    except Unavailable:
+        return hooked_transformer("LN")
+
+
+def triple_from(start):
+    """Triples z from a position on: beyond the proof's short prompt."""
+
+    def hook(z, hook):
+        z = z.clone()
+        z[:, start:] *= 3
+        return z
+
+    return hook
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model, prompt: lm.run(model, prompt, "attn_res"),
+        lambda model, prompt: lm.run(model, prompt, "attn_res", queries=[-1]),
+        lambda model, prompt: list(lm.run_many(model, [prompt, prompt], "alti")),
+        mixing_ratio.mixing_ratios,
+        cancel_effect.weights_and_norms,
+    ],
+    ids=["run", "last row", "run_many", "mixing ratios", "weights and norms"],
+)
+def test_a_hook_beyond_the_proofs_prompt_is_refused_whoever_reads(read):
+    model = any_decoder()
+    prompt = tokens(model, 1, 28)[0]
+    read(model, prompt)
+    with (
+        model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", triple_from(20))]),
+        pytest.raises(lm.UnsupportedModelError, match=NOT_ITS_PARTS),
+    ):
+        read(model, prompt)
+
+
+def test_a_row_that_a_hook_leaves_alone_is_mapped():
+    """Rows that were not asked for are no concern of the map: later ones change nothing here."""
+    model = any_decoder()
+    prompt = tokens(model, 1, 28)[0]
+    clean = lm.run(model, prompt, "attn_res", queries=[5])
+    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", triple_from(20))]):
+        torch.testing.assert_close(lm.run(model, prompt, "attn_res", queries=[5]).scores, clean.scores)
+
+
+def test_values_that_an_edit_changed_are_noticed_in_every_key():
+    """The last row alone, and a value that only this row reads, far from the rows that are rebuilt."""
+    model = any_decoder()
+    prompt = tokens(model, 1, 28)[0]
+
+    def edit(value, hook):
+        value = value.clone()
+        value[:, 11] *= 1.5
+        return value
+
+    with (
+        model.hooks(fwd_hooks=[("blocks.1.attn.hook_v", edit)]),
+        pytest.raises(lm.UnsupportedModelError, match="relative error"),
+    ):
+        lm.run(model, prompt, "attn_res_ln", queries=[-1])
+
+
+def test_the_model_is_gone_through_once_per_batch(monkeypatch):
+    model = any_decoder()
+    prompt = tokens(model, 1, 6)
+    lm.run(model, prompt, "attn_res")
+    walks = []
+    original = lens_model.all_modules
+    monkeypatch.setattr(lens_model, "all_modules", lambda model: walks.append(1) or original(model))
+    lm.run(model, prompt, ["attention", "attn_res", "value_zeroing"])
+    assert len(walks) == 1
+
+
+def test_what_blocks_share_goes_with_them():
+    model = any_decoder()
+    session = Session(model, {"attn_res": lm.AttnRes()})
+    with session.passed([session.read(tokens(model, 1, 6))]) as passed:
+        first, second = passed.blocks("attn_res")
+        first.kept["norms"] = 1
+        assert passed.blocks("attn_res")[0].kept == {"norms": 1}
+        assert second.kept == {}
+        second.kept_of_run["scratch"] = 2
+    assert session.kept_of_run == {"scratch": 2}
+
+
+def test_prompts_of_one_length_need_no_proof_about_padding():
+    model = any_decoder()
+    session = Session(model, {"attention": lm.AttentionWeights()})
+    alike = [session.read(tokens(model, 1, 6, seed=seed)) for seed in (1, 2)]
+    assert session.batches(alike) == [alike]
+    mixed = [*alike, session.read(tokens(model, 1, 4))]
+    assert session.batches(mixed) == [mixed]
