@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -86,10 +87,8 @@ class HeadImportance:
         """Columns layer, head, importance."""
         import pandas as pd
 
-        rows = [
-            (*divmod(place, self.scores.shape[1]), score)
-            for place, score in enumerate(self.scores.flatten().tolist())
-        ]
+        scores = self.scores.tolist()
+        rows = [(layer, head, one) for layer, row in enumerate(scores) for head, one in enumerate(row)]
         return pd.DataFrame(rows, columns=["layer", "head", "importance"])
 
     def show(self, **options: Any) -> Any:
@@ -143,7 +142,7 @@ def head_importance(
     values = []
     warned: collections.Counter[str] = collections.Counter()
     for prompt, target in zip(tqdm(prompts, disable=not progress, desc=by), by_prompt, strict=True):
-        mixing = run(model, prompt, _method(by, target, method), stack=stack, **options)
+        mixing = run(model, prompt, method_for(by, target, method), stack=stack, **options)
         scores = mixing.scores.to("cpu", torch.float64)
         warned.update(note.split(":")[0] for note in mixing.notes if "completeness" in note)
         if by == "attention":
@@ -158,7 +157,7 @@ def head_importance(
             visible = mixing.visible().sum((-2, -1)).cpu()
             values.append(scores.sum((-2, -1)) / visible[:, None])
     notes = [f"{layer}: completeness in doubt for {count} prompts" for layer, count in warned.items()]
-    return HeadImportance(sum(values, torch.zeros(())) / len(prompts), by, len(prompts), tuple(notes))
+    return HeadImportance(sum(values[1:], values[0]) / len(prompts), by, len(prompts), tuple(notes))
 
 
 @contextlib.contextmanager
@@ -167,7 +166,7 @@ def pruned(model: Any, heads: Iterable[Head], *, stack: str | None = None) -> It
 
     Args:
         heads: (layer, head) pairs.
-        stack: "encoder" or "decoder" of an encoder-decoder.
+        stack: as in `lm.run`.
 
     Raises:
         ValueError: a layer or head that the model does not have.
@@ -204,12 +203,10 @@ def ablation_importance(
     lens = Lens(model, stack)
     whole = float(metric(model))
     scores = torch.zeros(lens.n_layers, lens.n_heads, dtype=torch.float64)
-    with tqdm(total=scores.numel(), disable=not progress, desc="ablation") as bar:
-        for layer in range(lens.n_layers):
-            for head in range(lens.n_heads):
-                with pruned(model, [(layer, head)], stack=stack):
-                    scores[layer, head] = whole - float(metric(model))
-                bar.update()
+    places = list(itertools.product(range(lens.n_layers), range(lens.n_heads)))
+    for place in tqdm(places, disable=not progress, desc="ablation"):
+        with pruned(model, [place], stack=stack):
+            scores[place] = whole - float(metric(model))
     return HeadImportance(scores, "ablation", examples)
 
 
@@ -219,17 +216,14 @@ def importance_correlations(
     """Correlation of head importance between tasks (or measures): a symmetric table, names on both axes.
 
     Raises:
-        ValueError: fewer than two; shapes that differ; constant scores.
+        ValueError: fewer than two; else as `HeadImportance.correlation`.
     """
     import pandas as pd
 
     if len(importances) < 2:
         raise ValueError(f"importances: expected at least two, got {len(importances)}")
-    names = list(importances)
-    table = [
-        [row.correlation(column, how) for column in importances.values()] for row in importances.values()
-    ]
-    return pd.DataFrame(table, index=names, columns=names)
+    table = [[one.correlation(other, how) for other in importances.values()] for one in importances.values()]
+    return pd.DataFrame(table, index=list(importances), columns=list(importances))
 
 
 def one_target_each(
@@ -244,13 +238,12 @@ def one_target_each(
     return each
 
 
-def _method(by: str, target: TargetLike | None, method: AttentionAttribution | None) -> Method:
+def method_for(by: str, target: TargetLike | None, method: AttentionAttribution | None) -> Method:
+    """What measures by "attribution", "attention" or "taylor"; a target or method of None is the default."""
     if by == "attention":
         return AttentionWeights(per_head=True)
     if by == "taylor":
         target = targets_module.loss() if target is None else target
         return GradientAttention(target=target, per_head=True, rectify=False)
-    changes: dict[str, Any] = {"per_head": True}
-    if target is not None:
-        changes["target"] = target
-    return dataclasses.replace(AttentionAttribution() if method is None else method, **changes)
+    method = dataclasses.replace(method or AttentionAttribution(), per_head=True)
+    return method if target is None else dataclasses.replace(method, target=target)

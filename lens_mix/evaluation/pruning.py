@@ -136,11 +136,9 @@ def _orders(
     orders: dict[str, list[list[Head]]] = {}
     for name, given in rankings.items():
         importance = given if isinstance(given, HeadImportance) else HeadImportance(given, name, 0)
-        if tuple(importance.scores.shape) != (lens.n_layers, lens.n_heads):
-            raise ValueError(
-                f"rankings[{name!r}]: expected shape [{lens.n_layers}, {lens.n_heads}], "
-                f"got {list(importance.scores.shape)}"
-            )
+        expected, shape = [lens.n_layers, lens.n_heads], list(importance.scores.shape)
+        if shape != expected:
+            raise ValueError(f"rankings[{name!r}]: expected shape {expected}, got {shape}")
         order = importance.ranking()
         orders[name] = [order if remove == "least" else order[::-1]]
     if random > 0:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
-from lens_mix.evaluation.head_importance import one_target_each
+from lens_mix.evaluation.head_importance import method_for, one_target_each
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import model_class_of
 from lens_mix.lens.prompts import device_of, read_prompt, token_strings
@@ -63,10 +63,8 @@ class Trigger:
 
     Attributes:
         pieces: the tokens, in order.
-        strength: scores of the first and the second pair.
-        pairs: the pairs (query, key) in the example they come from.
+        strength, pairs: scores and places (query, key) of the two pairs in `source`, the example.
         layer, head: where they are.
-        source: the example.
     """
 
     pieces: tuple[Piece, ...]
@@ -102,7 +100,6 @@ def extract_triggers(
     less than `second` of it.
 
     Args:
-        examples: the data set.
         targets: one for all examples, or one each; None: the method's own.
         method: the attribution to use; None: the default one (probability of what the model predicts).
         special: token numbers that are never part of a trigger and end a segment ([CLS], [SEP], BOS).
@@ -113,15 +110,13 @@ def extract_triggers(
         ValueError: no examples; another number of targets than of examples.
     """
     by_example = one_target_each("examples", examples, targets)
-    base = dataclasses.replace(method or AttentionAttribution(), per_head=True)
     triggers = []
-    for example, target in zip(
-        tqdm(examples, disable=not progress, desc="triggers"), by_example, strict=True
-    ):
-        chosen = base if target is None else dataclasses.replace(base, target=target)
+    bar = tqdm(examples, disable=not progress, desc="triggers")
+    for example, target in zip(bar, by_example, strict=True):
         tokens = torch.tensor(example.tokens, device=device_of(model))
-        scores = run(model, tokens, chosen, stack=stack, **options).scores
-        trigger = _trigger(model, scores, example, frozenset(special), second)
+        attribution = method_for("attribution", target, method)
+        scores = run(model, tokens, attribution, stack=stack, **options).scores
+        trigger = _trigger(model, scores, example, special, second)
         if trigger.pieces and sum(trigger.strength) >= least:
             triggers.append(trigger)
     return sorted(triggers, key=lambda trigger: -sum(trigger.strength))
@@ -133,7 +128,7 @@ def insert_trigger(trigger: Trigger, example: Example, special: Collection[int] 
     Raises:
         ValueError: the example has no such segment.
     """
-    segments = _segments(example, frozenset(special))
+    segments = _segments(example, special)
     needed = max((piece.segment for piece in trigger.pieces), default=-1)
     if needed >= len(segments):
         raise ValueError(f"example: expected at least {needed + 1} segments, got {len(segments)}")
@@ -156,11 +151,7 @@ def insert_trigger(trigger: Trigger, example: Example, special: Collection[int] 
 
 @dataclasses.dataclass(frozen=True)
 class TriggerReport:
-    """What the triggers did.
-
-    Attributes:
-        rows: per trigger and class (trigger, class, examples, metric before, metric after).
-    """
+    """What the triggers did: rows (trigger, class, examples, metric before, metric after)."""
 
     rows: tuple[tuple[Trigger, Hashable, int, float, float], ...]
 
@@ -196,7 +187,7 @@ def trigger_report(
     """
     if not examples:
         raise ValueError("examples: expected at least one, got none")
-    measure = _accuracy if metric is None else metric
+    metric = _accuracy if metric is None else metric
     before = _predictions(predict, examples)
     labels = list(dict.fromkeys(example.label for example in examples))
     rows = []
@@ -208,8 +199,8 @@ def trigger_report(
             places = [place for place in others if examples[place].label == label]
             if places:
                 right = [label] * len(places)
-                value_before = measure(right, [before[place] for place in places])
-                value_after = measure(right, [after[place] for place in places])
+                value_before = metric(right, [before[place] for place in places])
+                value_after = metric(right, [after[place] for place in places])
                 rows.append((trigger, label, len(places), value_before, value_after))
     return TriggerReport(tuple(rows))
 
@@ -219,9 +210,7 @@ def predict_by_token(
 ) -> Predict:
     """Classify by the model's next token: the class whose tokens (the best of each) have the largest logit.
 
-    Args:
-        choices: class -> token number, or several.
-        position: where to read the logits.
+    `choices` is class -> token number, or several; `position` is where the logits are read.
 
     Raises:
         ValueError: fewer than two classes.
@@ -248,32 +237,25 @@ def predict_by_token(
 
 
 def _trigger(
-    model: Any, scores: torch.Tensor, example: Example, special: frozenset[int], second: float
+    model: Any, scores: torch.Tensor, example: Example, special: Collection[int], second: float
 ) -> Trigger:
     _, heads, count, _ = scores.shape
     layer, head = divmod(int(scores.flatten(2).amax(-1).argmax()), heads)
     best = torch.sort(scores[layer, head].flatten(), descending=True, stable=True)
     strength = (best.values[0].item(), best.values[1].item() if count > 1 else 0.0)
     pairs = [divmod(index, count) for index in best.indices[:2].tolist()]
-    pairs = pairs if len(pairs) == 2 else pairs * 2
     both = strength[0] <= 0 or strength[1] / strength[0] >= second
-    positions = sorted({position for pair in (pairs if both else pairs[:1]) for position in pair})
-    pieces = _pieces(model, example, positions, special)
-    return Trigger(pieces, strength, (pairs[0], pairs[1]), layer, head, example)
-
-
-def _pieces(model: Any, example: Example, positions: list[int], special: frozenset[int]) -> tuple[Piece, ...]:
     texts = token_strings(model, torch.tensor(example.tokens))
-    pieces = []
-    for position in positions:
-        for index, (start, stop) in enumerate(_segments(example, special)):
-            if start <= position < stop and example.tokens[position] not in special:
-                place = (position - start + 1) / (stop - start)
-                pieces.append(Piece(example.tokens[position], texts[position], index, place))
-    return tuple(pieces)
+    pieces = [
+        Piece(example.tokens[position], texts[position], index, (position - start + 1) / (stop - start))
+        for position in sorted({position for pair in (pairs if both else pairs[:1]) for position in pair})
+        for index, (start, stop) in enumerate(_segments(example, special))
+        if start <= position < stop and example.tokens[position] not in special
+    ]
+    return Trigger(tuple(pieces), strength, (pairs[0], pairs[-1]), layer, head, example)
 
 
-def _segments(example: Example, special: frozenset[int]) -> list[Span]:
+def _segments(example: Example, special: Collection[int]) -> list[Span]:
     """The spans given, or the runs between special tokens."""
     if example.segments is not None:
         return list(example.segments)

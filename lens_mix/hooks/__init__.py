@@ -11,15 +11,8 @@ The second part of a pair counts in `calls` how often it had its effect. `Attent
 edit of your own that needs several hook points.
 """
 
-from lens_mix.hooks.attention import DEFAULT_ATTENTION, AttentionHook
-from lens_mix.hooks.function import HookFunction, HookName, HookPair, must_fire
-from lens_mix.hooks.patterns import (
-    add_to_pattern,
-    freeze_pattern,
-    prune_heads,
-    replace_pattern,
-    scale_pattern,
-)
+from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookFunction, HookName, HookPair, must_fire
+from lens_mix.hooks.pattern import add_to_pattern, freeze_pattern, prune_heads, replace_pattern, scale_pattern
 from lens_mix.hooks.record import record, record_all, record_attention, watch_pattern
 from lens_mix.hooks.vectors import zero_queries, zero_values
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
@@ -10,8 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.hooks.attention import DEFAULT_ATTENTION, attention_module
-from lens_mix.hooks.function import HookFunction, HookPair
+from lens_mix.hooks.base import DEFAULT_ATTENTION, HookFunction, HookPair, attention_module
 
 # role -> TransformerLens's hook point inside the attention module
 ATTENTION_ROLES = {"query": "hook_q", "value": "hook_v", "pattern": "hook_pattern", "z": "hook_z"}
@@ -165,46 +165,44 @@ def _rows(tensor: Tensor, *, queries: Int[Tensor, "batch query"], axis: int) -> 
     return tensor.movedim(axis, 1)[batch, queries].movedim(1, axis)
 
 
+@dataclasses.dataclass(repr=False, eq=False)
 class _Record(HookFunction):
-    def __init__(
-        self,
-        store: MutableMapping[str, Tensor],
-        name: str,
-        detach: bool,
-        select: Callable[[Tensor], Tensor] | None,
-    ) -> None:
-        self._store, self._name, self._detach, self._select = store, name, detach, select
+    store: MutableMapping[str, Tensor]
+    name: str
+    detach: bool
+    select: Callable[[Tensor], Tensor] | None
 
     def __repr__(self) -> str:
-        return f"record({self._name})"
+        return f"record({self.name})"
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
         kept = self._checked("a tensor to record", tensor)
-        kept = kept.detach() if self._detach else kept
-        if self._select is not None:
-            part = self._checked("select to give a tensor", self._select(kept))
+        kept = kept.detach() if self.detach else kept
+        if self.select is not None:
+            part = self._checked("select to give a tensor", self.select(kept))
             # a view of some rows would hold on to the memory of all of them
             is_view = part.untyped_storage().data_ptr() == kept.untyped_storage().data_ptr()
             kept = part.clone() if is_view else part
-        self._store[self._name] = kept
+        self.store[self.name] = kept
         self.calls += 1
         # where TransformerBridge shows a rearranged copy, the pass must go on from it to give it a gradient
         shows_copy = getattr(hook, "hook_conversion", None) is not None
-        return tensor if shows_copy and not self._detach else None
+        return tensor if shows_copy and not self.detach else None
 
     def _checked(self, expected: str, value: Any) -> Tensor:
         if not isinstance(value, Tensor):
-            raise TypeError(f"{self._name}: expected {expected}; got {type(value).__name__}")
+            raise TypeError(f"{self.name}: expected {expected}; got {type(value).__name__}")
         return value
 
 
+@dataclasses.dataclass(repr=False, eq=False)
 class _Watch(HookFunction):
-    def __init__(self, name: str, watch: Callable[[Tensor], object]) -> None:
-        self._name, self._watch = name, watch
+    name: str
+    watch: Callable[[Tensor], object]
 
     def __repr__(self) -> str:
-        return f"watch({self._name})"
+        return f"watch({self.name})"
 
     def __call__(self, tensor: Tensor, hook: Any) -> None:
-        self._watch(tensor.detach())
+        self.watch(tensor.detach())
         self.calls += 1

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lens_mix.hooks._arguments import Chosen, Position, as_heads, as_position, check_heads, position_mask
-from lens_mix.hooks.attention import DEFAULT_ATTENTION, AttentionHook
-from lens_mix.hooks.function import HookPair
+from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookPair
 from lens_mix.hooks.mixing import check_mixing, mix
 
 
@@ -46,8 +45,7 @@ def zero_values(
     Raises:
         TypeError: an argument of the wrong kind, here.
         ValueError: here or in the pass: a position or head there is not, a tensor of another batch.
-        RuntimeError: in the pass, for chosen heads that share value heads: the pattern did not fire before
-            `hook_z`, or `pattern @ values` is not `hook_z`.
+        RuntimeError: in the pass, for heads that share values: as `replace_pattern`, or no pattern fired.
 
     Example:
         ```python
@@ -70,9 +68,6 @@ def zero_queries(layer: int, *, attention: str = DEFAULT_ATTENTION) -> HookPair:
 
     The pattern that is left depends on no token: uniform over the keys that the mask allows, or what a bias
     by position (ALiBi, T5) makes of it. A key without any weight in any head is then masked.
-
-    Args:
-        layer, attention: as in `zero_values`.
 
     Example:
         ```python

@@ -56,14 +56,11 @@ class Batch:
 
     def select(self, rows: Int[Tensor, " row"]) -> Batch:
         """Some of the prompts, repeats allowed, with the padding they have here."""
-        return Batch(
-            tuple(self.prompts[row] for row in rows.tolist()),
-            self.tokens[rows],
-            self.real[rows],
-            None if self.target is None else self.target[rows],
-            None if self.target_real is None else self.target_real[rows],
-            {name: value[rows] for name, value in self.inputs.items()},
-        )
+        prompts = tuple(self.prompts[row] for row in rows.tolist())
+        target = None if self.target is None else self.target[rows]
+        target_real = None if self.target_real is None else self.target_real[rows]
+        inputs = {name: value[rows] for name, value in self.inputs.items()}
+        return Batch(prompts, self.tokens[rows], self.real[rows], target, target_real, inputs)
 
     def real_positions(self, stack: str) -> Bool[Tensor, "batch pos"]:
         """Which positions of the given stack are the prompts' own."""
@@ -93,11 +90,9 @@ def read_prompt(
     attention_mask: Tensor | None = None,
     inputs: Mapping[str, Tensor] | None = None,
 ) -> Prompt:
-    """One prompt as the user gave it: a string, tokens `[pos]` or `[1, pos]`, or a pair of these.
+    """One prompt as the user gave it: a string, tokens `[pos]` or `[1, pos]`, or a pair (source, target).
 
     Args:
-        model, kind: the model whose tokenizer and limits apply, and its class.
-        prompt: for an encoder-decoder (source, target).
         prepend_bos: as in TransformerLens; None for the model's default. Strings only.
         attention_mask: [pos] or [1, pos], 1 for the prompt's own tokens; padding is cut away.
         inputs: further model inputs by name, [pos] or [1, pos] each; `decoder_input_ids` is the target.

@@ -66,18 +66,16 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
         for name, attribute, attention in layout
     }
     for stack in stacks.values():
-        _require_attention(stack)
-    return stacks
-
-
-def _require_attention(stack: Stack) -> None:
-    if not stack.blocks:
-        raise UnsupportedModelError(f"the model has no {stack.name}: expected a stack of blocks, found none")
-    for layer, block in enumerate(stack.blocks):
-        if not hasattr(block, stack.attention):
-            found = sorted(name for name, _ in block.named_children() if not name.startswith(("hook", "_")))
+        if not stack.blocks:
             raise UnsupportedModelError(
-                f"block {layer} of {stack.name!r} has no attention module "
-                f"(expected {stack.attention!r}, found {found}): without attention there are no values "
-                "or patterns, and context mixing is not defined (state-space and recurrent models)"
+                f"the model has no {stack.name}: expected a stack of blocks, found none"
             )
+        for layer, block in enumerate(stack.blocks):
+            if not hasattr(block, stack.attention):
+                names = [name for name, _ in block.named_children() if not name.startswith(("hook", "_"))]
+                raise UnsupportedModelError(
+                    f"block {layer} of {stack.name!r} has no attention module "
+                    f"(expected {stack.attention!r}, found {sorted(names)}): without attention there are no "
+                    "values or patterns, and context mixing is not defined (state-space and recurrent models)"
+                )
+    return stacks

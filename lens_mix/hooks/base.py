@@ -1,4 +1,4 @@
-"""Hooks on one attention module: its name, its hook points, and an edit that is spread over several of them.
+"""What hooks are made of: a function that counts its calls, its pair for `fwd_hooks=`, edits of attention.
 
 Subclass `AttentionHook` for an edit of your own; docs and examples are in the cookbook, `hooks/README.md`.
 Nothing here knows a TransformerLens release: where classes differ in a layout, all are accepted.
@@ -6,13 +6,15 @@ Nothing here knows a TransformerLens release: where classes differ in a layout, 
 
 from __future__ import annotations
 
+import abc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.hooks._arguments import as_index
-from lens_mix.hooks.function import HookFunction, HookPair
 
 DEFAULT_ATTENTION = "blocks.{layer}.attn"
 
@@ -24,6 +26,51 @@ _SUFFIXES = {
     "pattern": ("hook_pattern",),
     "mixed": ("hook_z", "o.hook_in"),
 }
+
+
+class HookFunction(abc.ABC):
+    """A hook for a forward pass, called by TransformerLens as `function(tensor, hook=hook_point)`.
+
+    `calls` counts how often the edit (or the recording) was done; it stays 0 while the hook has no effect.
+    """
+
+    calls: int = 0
+
+    @abc.abstractmethod
+    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+        """The edited tensor; None where nothing is changed."""
+
+
+HookName = str | Callable[[str], bool]
+HookPair = tuple[HookName, HookFunction]  # one entry of `fwd_hooks=`
+
+
+@contextmanager
+def must_fire(*pairs: HookPair) -> Iterator[list[HookPair]]:
+    """Yield the pairs as a list for `fwd_hooks=`, and raise if one did nothing inside the `with` block.
+
+    A hook point that a model does not have, or never reaches, is no error everywhere: some TransformerLens
+    releases ignore unknown names, and a filter that matches nothing is always legal.
+
+    Raises:
+        RuntimeError: at the end of the block, naming the hooks whose `calls` did not grow.
+
+    Example:
+        ```python
+        from lens_mix.hooks import must_fire, zero_values
+
+        with must_fire(zero_values(0, 3)) as hooks:
+            logits = model.run_with_hooks(tokens, fwd_hooks=hooks)
+        ```
+    """
+    before = [function.calls for _, function in pairs]
+    yield list(pairs)
+    idle = [function for (_, function), calls in zip(pairs, before, strict=True) if function.calls == calls]
+    if idle:
+        raise RuntimeError(
+            f"expected every hook to fire; got no call of {', '.join(map(repr, idle))}. Does the model have "
+            "these hook points (see model.hook_dict), and did the pass reach them?"
+        )
 
 
 class AttentionHook(HookFunction):
@@ -63,31 +110,17 @@ class AttentionHook(HookFunction):
         point = self._roles.get(hook.name)
         if point is None:
             raise ValueError(f"hook: expected one of {', '.join(self._roles)}; got {hook.name}")
-        if point == "values":
-            return self._call_values(tensor, hook)
-        if point == "mixed":
-            return self._call_mixed(tensor, hook)
         if point == "queries":
             self._n_heads = _positions_first(tensor, hook).shape[2]
-        elif self._values is not None:
-            # models that leave attention to transformers show their pattern after the mixing, or never
-            self._pattern = tensor
-        return None
-
-    def _call_values(self, tensor: Tensor, hook: Any) -> Tensor | None:
-        n_heads = self._n_heads
-        self._forget()
-        values = _positions_first(tensor, hook)
-        edited = self.on_values(values, n_heads)
-        if "mixed" in self.points:
-            self._values = values
-        if edited is None:
             return None
-        return (edited.transpose(1, 2) if _heads_come_first(hook) else edited).to(tensor.dtype)
-
-    def _call_mixed(self, tensor: Tensor, hook: Any) -> Tensor | None:
-        values, pattern = self._values, self._pattern
-        self._forget()
+        if point == "pattern":
+            # models that leave attention to transformers show their pattern after the mixing, or never
+            self._pattern = None if self._values is None else tensor
+            return None
+        n_heads, values, pattern = self._n_heads, self._values, self._pattern
+        self._n_heads = self._values = self._pattern = None
+        if point == "values":
+            return self._call_values(tensor, hook, n_heads)
         if values is None:
             raise RuntimeError(
                 f"{self!r}: expected {self.module}.hook_v before {hook.name} in each pass; it did not fire, "
@@ -96,8 +129,14 @@ class AttentionHook(HookFunction):
         edited = self.on_mixed(_split_heads(tensor, values), values, pattern)
         return None if edited is None else edited.to(tensor.dtype).reshape(tensor.shape)
 
-    def _forget(self) -> None:
-        self._n_heads = self._values = self._pattern = None
+    def _call_values(self, tensor: Tensor, hook: Any, n_heads: int | None) -> Tensor | None:
+        values = _positions_first(tensor, hook)
+        edited = self.on_values(values, n_heads)
+        if "mixed" in self.points:
+            self._values = values
+        if edited is None:
+            return None
+        return (edited.transpose(1, 2) if _heads_come_first(hook) else edited).to(tensor.dtype)
 
     def on_values(
         self, values: Float[Tensor, "batch key value_head d_head"], n_heads: int | None
@@ -138,16 +177,6 @@ def _heads_come_first(hook: Any) -> bool:
     return getattr(hook, "pos_dim", None) == 2 and getattr(hook, "hook_conversion", None) is None
 
 
-def _hides_heads_first(tensor: Tensor, hook: Any) -> bool:
-    # TransformerLens 3 shows this layout without saying so: a slice of a wider, transposed tensor
-    return (
-        not hasattr(hook, "pos_dim")
-        and getattr(hook, "hook_conversion", None) is None
-        and tensor.storage_offset() > 0
-        and tensor.shape[3] < tensor.stride(1) < tensor.stride(2)
-    )
-
-
 def _positions_first(tensor: Tensor, hook: Any) -> Float[Tensor, "batch position head d_head"]:
     """Queries or values as [batch position head d_head], whatever the hook point shows."""
     if tensor.ndim != 4:
@@ -155,7 +184,9 @@ def _positions_first(tensor: Tensor, hook: Any) -> Float[Tensor, "batch position
             f"{hook.name}: expected a tensor [batch position head d_head]; got shape {tuple(tensor.shape)} "
             "(remove_batch_dim=True is not supported)"
         )
-    if _hides_heads_first(tensor, hook):
+    # TransformerLens 3 shows this layout without saying so: a slice of a wider, transposed tensor
+    is_slice = tensor.storage_offset() > 0 and tensor.shape[3] < tensor.stride(1) < tensor.stride(2)
+    if is_slice and not hasattr(hook, "pos_dim") and getattr(hook, "hook_conversion", None) is None:
         raise ValueError(
             f"{hook.name}: expected [batch position head d_head]; got [batch head position d_head], the "
             "layout of latent attention, which needs TransformerLens 4 or later"

@@ -16,8 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.hooks._arguments import as_heads, as_patterns, check_heads
-from lens_mix.hooks.attention import DEFAULT_ATTENTION, AttentionHook, attention_module
-from lens_mix.hooks.function import HookPair
+from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookPair, attention_module
 from lens_mix.hooks.mixing import check_mixing, mix
 
 
