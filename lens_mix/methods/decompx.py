@@ -8,22 +8,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from einops import einsum
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.bias_split import SPLITS, Split, through_linear, through_norm
-from lens_mix.algebra.decomposition import (
-    SLOPES,
-    DecomposedBlock,
-    Decomposition,
-    Shares,
-    Slope,
-    attention_bias,
-    carried,
-    decomposed_block,
-    linear_block,
-    resid_pre,
-)
+from lens_mix.algebra.bias_split import SPLITS, HeldNorm, Split
+from lens_mix.algebra.decomposition import Decomposition, carried
+from lens_mix.algebra.linear_block import SLOPES, DecomposedBlock, LinearBlock, Slope
 from lens_mix.algebra.vectors import value_path
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.methods.atb_ff import refuses_feed_forward
@@ -84,10 +74,9 @@ class DecompX(Method):
             raise ValueError(f"slope: expected one of {SLOPES}, got {self.slope!r}")
 
     def refuses(self, anatomy: BlockAnatomy) -> str | None:
-        if anatomy.cross or anatomy.feed_forward_kind != "none":
-            reason = refuses_feed_forward(anatomy)
-            if reason is not None:
-                return reason
+        reason = refuses_feed_forward(anatomy)
+        if reason is not None and (anatomy.cross or anatomy.feed_forward_kind != "none"):
+            return reason
         if anatomy.feed_forward_kind == "gated" and self.slope != "zero_origin":
             return f"slope: a gated feed-forward has 'zero_origin' only, got {self.slope!r}"
         return None
@@ -98,12 +87,16 @@ class DecompX(Method):
         return [*(blocks[-1].rows_of(lengths) for lengths in below), last]
 
     def vectors(self, blocks: Sequence[Block]) -> Iterator[DecomposedBlock]:
-        """The shares after each block, and at the stages inside of it, from the first block up."""
-        shares: Shares | None = None
+        """The shares after each block, and at the stages inside of it, from the first block up.
+
+        By the formula as it stands, all pairs at once and `max_memory` not asked: the slow way.
+        """
+        shares = state = None
         for block in blocks:
-            stages, stops = decomposed_block(block, shares, self.biases, self.slope)
-            shares = Shares(stages.output, block.resid_post.to(stages.output.dtype), stops)
+            stages = decompose(block, shares, state, self.biases, self.slope)
             yield stages
+            if self.kind == "input":
+                shares, state = stages.output, block.resid_post.to(stages.output.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,20 +112,10 @@ class DecompXLocal(DecompX):
 
     name: ClassVar[str] = "decompx_local"
     kind: ClassVar[Literal["layer", "input"]] = "layer"
+    of_stack = Method.of_stack
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
-        return Decomposition(block, None, self.biases, self.slope, whole=0).lengths()
-
-    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
-        return Method.of_stack(self, blocks)
-
-    @property
-    def carries(self) -> bool:
-        return False
-
-    def vectors(self, blocks: Sequence[Block]) -> Iterator[DecomposedBlock]:
-        for block in blocks:
-            yield decomposed_block(block, None, self.biases, self.slope)[0]
+        return Decomposition(block, None, self.biases, self.slope, keeps=False).lengths()
 
 
 def decompose(
@@ -142,57 +125,33 @@ def decompose(
     biases: Split,
     slope: Slope,
 ) -> DecomposedBlock:
-    """One block's step as it is defined, for all pairs at once: slow, the oracle of the fast way.
+    """One block's step as the paper has it (eq. 5-13), all pairs at once; a gated hidden layer has two terms.
+
+        attention_is = Σ_h Σ_j a_hij LN(X_js) W_V^h W_O^h
+        mid_is       = X_is + attention_is
+        output_is    = mid_is + (m_i ⊙ (LN(mid_is) W_in)) W_out      m_i = act(p_i) / p_i, p_i the true state
+
+    LN is the norm's linear part over the scale of the true state. After each step its bias is handed out.
 
     Args:
         block: the block.
-        shares: of the residual stream entering it, at all positions; None: every position's whole vector is
-            its own, and so is its whole value, b_V included.
-        state: the residual stream entering the block, at all positions; None where `shares` is.
+        shares, state: X and the residual stream, entering at all positions; None: every position's whole
+            vector is its own, and so is its whole value, b_V included.
         biases, slope: as in `DecompX`.
     """
-    path, x = value_path(block), resid_pre(block)
+    path, linear = value_path(block), LinearBlock(block, slope, alone=shares is None)
+    pattern = block.recorded("pattern").to(linear.resid_pre.dtype)
     if shares is None or state is None:
-        own = torch.eye(block.real.shape[1], dtype=x.dtype, device=x.device)
-        axes = "batch query source, batch query d_model -> batch query source d_model"
-        entering = einsum(own[block.queries], x, axes)
-        axes = "key source, batch key head d_head -> batch key source head d_head"
-        value = einsum(own, block.recorded("value").to(x.dtype), axes)
+        identity = torch.eye(block.real.shape[1], dtype=pattern.dtype, device=pattern.device)
+        entering = identity[block.queries][..., None] * linear.resid_pre[:, :, None]
+        value = identity[:, :, None, None] * block.recorded("value").to(pattern.dtype)[:, :, None]
     else:
         entering = block.rows_of(shares)
-        read = through_norm(block.anatomy.attention_input, shares, state, biases)
+        read = HeldNorm(block.anatomy.attention_input, state).shares(shares, biases)
         axes = "batch key source d_model, head d_model d_head -> batch key source head d_head"
-        value = einsum(read, path.W_V.to(x.dtype), axes)
-    pattern, W_O = block.recorded("pattern").to(x.dtype), path.W_O.to(x.dtype)
-    value = value.repeat_interleave(len(W_O) // value.shape[3], dim=3)
+        value = einsum(read, path.W_V.to(pattern.dtype), axes)
+    value = value.repeat_interleave(len(path.W_O) // value.shape[3], dim=3)
     axes = "batch head query key, batch key source head d_head -> batch query source head d_head"
     mixed = einsum(pattern, value, axes)
     axes = "batch query source head d_head, head d_head d_model -> batch query source d_model"
-    bias = attention_bias(block, alone=shares is None)
-    return linear_block(block, slope).carry(entering, einsum(mixed, W_O, axes), bias, biases)
-
-
-def logit_shares(
-    block: Block,
-    shares: Float[Tensor, "batch query source d_model"],
-    tokens: Int[Tensor, " token"] | None = None,
-    biases: Split = "absdot",
-) -> Float[Tensor, "batch query source token"]:
-    """Every input token's share of the logits; with the biases handed out they add up to the logits.
-
-    Args:
-        block: the last block.
-        shares: of its output, `DecomposedBlock.output`.
-        tokens: vocabulary numbers; None for the whole vocabulary (query × source × vocabulary numbers).
-        biases: how the final norm's β and the unembedding's bias are handed out.
-
-    Raises:
-        ValueError: another block than the last.
-        UnsupportedModelError: the logits are not final norm, then unembedding.
-    """
-    head = block.head()
-    read = through_norm(head.norm, shares, block.resid_post.to(shares.dtype), biases)
-    W_U, b_U = head.W_U, head.b_U
-    if tokens is not None:
-        W_U, b_U = W_U[:, tokens], None if b_U is None else b_U[tokens]
-    return through_linear(W_U, b_U, read, biases)
+    return linear.shares(entering, einsum(mixed, path.W_O.to(pattern.dtype), axes), biases)

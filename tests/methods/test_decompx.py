@@ -6,10 +6,10 @@ import torch
 import lens_mix as lm
 from benchmarks.common import PeakMemory
 from lens_mix.algebra.bias_split import SPLITS, split_bias, through_linear
-from lens_mix.algebra.decomposition import SLOPES
+from lens_mix.algebra.linear_block import SLOPES
 from lens_mix.lens.block import Block
-from lens_mix.methods.decompx import decompose, logit_shares
-from lens_mix.methods.decompx_logits import input_shares_of_logits
+from lens_mix.methods.decompx import decompose
+from lens_mix.methods.decompx_logits import input_shares_of_logits, logit_shares
 from lens_mix.session import Session
 from lens_mix.statistics.passes import prompt_blocks
 from tests.matrix import prompt_of
