@@ -90,13 +90,3 @@ class HeldNorm:
         out, scale = linear_part(self.norm, vectors), self.norm.scale(self.state[:, rows])[:, :, None]
         out = out / scale if out is vectors else out.div_(scale)
         return split_bias(out, self.norm.bias, rule, out)
-
-    def backwards(
-        self, gradient: Float[Tensor, "batch logit query d"]
-    ) -> Float[Tensor, "batch logit query d"]:
-        """Gradients at the norm's output -> at its input: `shares` without β, transposed."""
-        if self.norm is None:
-            return gradient
-        gradient = gradient / self.norm.scale(self.state)[:, None]
-        gradient = gradient if self.norm.weight is None else gradient * self.norm.weight.to(gradient.dtype)
-        return gradient - gradient.mean(-1, keepdim=True) if self.norm.kind == "layer" else gradient

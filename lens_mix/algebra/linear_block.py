@@ -105,24 +105,6 @@ class LinearBlock:
         post = torch.add(mid, self._branch.shares(out, rule, rows), alpha=s)
         return DecomposedBlock(attention, mid, out, self._residual.shares(post, rule, rows))
 
-    def backwards(
-        self, gradient: Float[Tensor, "batch logit query d_model"]
-    ) -> tuple[Float[Tensor, "batch logit query d_model"], Float[Tensor, "batch logit query d_model"]]:
-        """`shares` without biases, transposed: gradients at what enters, and at the attention's output."""
-        s, feed_forward = self._multiplier, self._anatomy.feed_forward
-        to_mid = self._residual.backwards(gradient)
-        to_read = torch.zeros_like(to_mid)
-        if feed_forward is not None:
-            to_hidden = self._branch.backwards(to_mid * s) @ feed_forward.W_out.to(gradient.dtype).T
-            for W, _, slope in self._slopes:
-                to_read += (to_hidden * slope[:, None]) @ W.T
-            to_read = self._input.backwards(to_read)
-        if self._anatomy.parallel:
-            to_summed = self._attention_residual.backwards(to_mid)
-            return to_summed + to_read, self._attention_branch.backwards(to_summed * s)
-        to_summed = self._attention_residual.backwards(to_mid + to_read)
-        return to_summed, self._attention_branch.backwards(to_summed * s)
-
 
 def _attention_bias(block: Block, alone: bool, dtype: torch.dtype) -> Float[Tensor, "batch query d_model"]:
     """What of the attention's output is in no share: b_O, and b_V mixed by the pattern, unless `alone`."""

@@ -120,38 +120,42 @@ class DecompXLocal(DecompX):
 
 def decompose(
     block: Block,
-    shares: Float[Tensor, "batch key source d_model"] | None,
+    shares: Float[Tensor, "batch key source *d_model"] | None,
     state: Float[Tensor, "batch key d_model"] | None,
     biases: Split,
     slope: Slope,
 ) -> DecomposedBlock:
-    """One block's step as the paper has it (eq. 5-13), all pairs at once; a gated hidden layer has two terms.
+    """One block's step as it is defined, for all pairs at once: slow, the oracle of the fast way.
 
         attention_is = Σ_h Σ_j a_hij LN(X_js) W_V^h W_O^h
         mid_is       = X_is + attention_is
-        output_is    = mid_is + (m_i ⊙ (LN(mid_is) W_in)) W_out      m_i = act(p_i) / p_i, p_i the true state
+        output_is    = mid_is + (m_i ⊙ LN(mid_is) W_in) W_out       m = act(p) / p, p the true state
 
-    LN is the norm's linear part over the scale of the true state. After each step its bias is handed out.
+    LN is the norm's linear part over the scale of the true state. Each term's bias is handed out after it.
 
     Args:
         block: the block.
-        shares, state: X and the residual stream, entering at all positions; None: every position's whole
-            vector is its own, and so is its whole value, b_V included.
+        shares, state: X and the residual stream, entering at all positions. Without a state each position's
+            whole vector, and its whole value, b_V included, is entering: `shares` says how much of it is
+            each source's; None: all is its own.
         biases, slope: as in `DecompX`.
     """
-    path, linear = value_path(block), LinearBlock(block, slope, alone=shares is None)
-    pattern = block.recorded("pattern").to(linear.resid_pre.dtype)
-    if shares is None or state is None:
-        identity = torch.eye(block.real.shape[1], dtype=pattern.dtype, device=pattern.device)
-        entering = identity[block.queries][..., None] * linear.resid_pre[:, :, None]
-        value = identity[:, :, None, None] * block.recorded("value").to(pattern.dtype)[:, :, None]
+    path, linear = value_path(block), LinearBlock(block, slope, alone=state is None)
+    x = linear.resid_pre
+    # Copies, for `decompx_logits`: autograd keeps nothing that was recorded in inference mode.
+    pattern, value = (block.recorded(role).to(x.dtype, copy=True) for role in ("pattern", "value"))
+    if shares is None:
+        shares = torch.eye(block.real.shape[1], dtype=x.dtype, device=x.device).expand(len(x), -1, -1)
+    if state is None:
+        entering = block.rows_of(shares)[..., None] * x[:, :, None].clone()
+        value = shares[..., None, None] * value[:, :, None]
     else:
         entering = block.rows_of(shares)
         read = HeldNorm(block.anatomy.attention_input, state).shares(shares, biases)
         axes = "batch key source d_model, head d_model d_head -> batch key source head d_head"
-        value = einsum(read, path.W_V.to(pattern.dtype), axes)
+        value = einsum(read, path.W_V.to(x.dtype), axes)
     value = value.repeat_interleave(len(path.W_O) // value.shape[3], dim=3)
     axes = "batch head query key, batch key source head d_head -> batch query source head d_head"
     mixed = einsum(pattern, value, axes)
     axes = "batch query source head d_head, head d_head d_model -> batch query source d_model"
-    return linear.shares(entering, einsum(mixed, path.W_O.to(pattern.dtype), axes), biases)
+    return linear.shares(entering, einsum(mixed, path.W_O.to(x.dtype), axes), biases)

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from einops import einsum, rearrange, reduce
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.bias_split import HeldNorm, Split, through_linear
 from lens_mix.algebra.decomposition import HIDDEN_ELEMENTS, carried, hidden_width
-from lens_mix.algebra.linear_block import LinearBlock, Slope
-from lens_mix.algebra.vectors import value_path
-from lens_mix.lens.head import Head
-from lens_mix.methods.decompx import DecompX
+from lens_mix.algebra.linear_block import Slope
+from lens_mix.methods.decompx import DecompX, decompose
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -39,7 +37,9 @@ def logit_shares(
         ValueError: another block than the last.
         UnsupportedModelError: the logits are not final norm, then unembedding.
     """
-    head = _head(block)
+    if not block.is_last:
+        raise ValueError(f"head: expected the last block, got block {block.layer}")
+    head = block.head()
     read = HeldNorm(head.norm, block.resid_post.to(shares.dtype)).shares(shares, biases)
     W_U, b_U = head.W_U, head.b_U
     if tokens is not None:
@@ -66,69 +66,41 @@ def input_shares_of_logits(
         ValueError, UnsupportedModelError: as in `logit_shares`.
     """
     if method.biases == "drop":
-        return _backwards(blocks, tokens, method.slope)
+        with torch.inference_mode(False), torch.enable_grad():
+            return _backwards(blocks, tokens, method.slope)
     *_, (_, shares) = carried(blocks, method.biases, method.slope)
     return logit_shares(blocks[-1], shares, tokens, method.biases)
-
-
-def _head(block: Block) -> Head:
-    if not block.is_last:
-        raise ValueError(f"head: expected the last block, got block {block.layer}")
-    return block.head()
 
 
 def _backwards(
     blocks: Sequence[Block], tokens: Int[Tensor, " token"], slope: Slope
 ) -> Float[Tensor, "batch query source token"]:
-    """Without biases: (gradient of the logit at a source) · (what entered there)."""
-    last, head, count = blocks[-1], _head(blocks[-1]), len(tokens)
-    states = [
-        block.resid_post.to(torch.promote_types(block.resid_post.dtype, torch.float32)) for block in blocks
-    ]
-    columns = head.W_U.to(states[-1].dtype)[:, tokens].T
-    out = []
-    for logits in torch.arange(last.queries.shape[1] * count, device=columns.device).split(_at_once(last)):
-        gradient = columns.new_zeros(len(last.queries), len(logits), *states[-1].shape[1:])
-        gradient[:, torch.arange(len(logits)), logits // count] = columns[logits % count]
-        gradient = HeldNorm(head.norm, states[-1]).backwards(gradient)
-        for block, state in zip(reversed(blocks), [*states[-2::-1], None], strict=True):
-            gradient = _through_block(block, state, gradient, slope)
-        out.append(gradient)
-    axes = "batch (query token) source -> batch query source token"
-    shares = rearrange(torch.cat(out, dim=1), axes, token=count)
-    return shares.masked_fill_(~last.real_queries[:, :, None, None], 0)
+    """Without biases: the gradient of each logit by how much of each source's vector enters.
 
-
-def _through_block(
-    block: Block,
-    state: Float[Tensor, "batch key d_model"] | None,
-    gradient: Float[Tensor, "batch logit query d_model"],
-    slope: Slope,
-) -> Float[Tensor, "batch logit key *d_model"]:
-    """Gradients at a block's output -> at its input, the `state` at all positions.
-
-    Without a state, at the first block: their products with what enters, its value with b_V included.
+    Block by block from above, for each is linear at its own recorded states.
     """
-    path, linear = value_path(block), LinearBlock(block, slope, alone=state is None)
-    to_rows, to_attention = linear.backwards(gradient)
-    pattern, W_O = block.recorded("pattern").to(gradient.dtype), path.W_O.to(gradient.dtype)
-    axes = "batch logit query d_model, head d_head d_model -> batch logit query head d_head"
-    to_z = einsum(to_attention, W_O, axes)
-    axes = "batch head query key, batch logit query head d_head -> batch logit key head d_head"
-    to_values = einsum(pattern, to_z, axes)
-    axes = "batch logit key (head group) d_head -> batch logit key head d_head"
-    to_values = reduce(to_values, axes, "sum", head=len(path.W_V))
-    if state is None:
-        value = block.recorded("value").to(gradient.dtype)
-        axes = "batch logit key head d_head, batch key head d_head -> batch logit key"
-        out, to_rows = einsum(to_values, value, axes), (to_rows * linear.resid_pre[:, None]).sum(-1)
-    else:
-        axes = "batch logit key head d_head, head d_model d_head -> batch logit key d_model"
-        to_read = einsum(to_values, path.W_V.to(gradient.dtype), axes)
-        out = HeldNorm(block.anatomy.attention_input, state).backwards(to_read)
-    # The rows' own gradients join those of their positions.
-    index = block.queries[:, None].reshape(len(out), 1, -1, *[1] * (out.ndim - 3))
-    return out.scatter_add_(2, index.expand_as(to_rows), to_rows)
+    last, (batch, queries) = blocks[-1], blocks[-1].queries.shape
+    dtype = torch.promote_types(last.resid_post.dtype, torch.float32)
+    entering = [None, *(block.resid_post.to(dtype) for block in blocks[:-1])]
+    ones = torch.eye(queries * len(tokens), dtype=dtype, device=tokens.device)
+    ones = ones.view(-1, 1, queries, 1, len(tokens)).expand(-1, batch, -1, -1, -1)
+    out = []
+    for gradient in ones.split(_at_once(last)):
+        shares = last.resid_post.to(dtype)[:, :, None].clone().requires_grad_()
+        gradient = _pulled_back(logit_shares(last, shares, tokens, "drop"), shares, gradient)
+        for block, state in zip(reversed(blocks), reversed(entering), strict=True):
+            # One source: all that enters.
+            shares = ones.new_ones(*block.real.shape, 1) if state is None else state[:, :, None].clone()
+            stages = decompose(block, shares.requires_grad_(), state, "drop", slope)
+            gradient = _pulled_back(stages.output, shares, gradient)
+        out.append(gradient[..., 0])
+    axes = "(query token) batch source -> batch query source token"
+    return rearrange(torch.cat(out), axes, query=queries) * last.real_queries[:, :, None, None]
+
+
+def _pulled_back(output: Tensor, shares: Tensor, gradient: Tensor) -> Tensor:
+    """Gradients by what was put out -> by the shares it was made of, [logit, *shares]."""
+    return torch.autograd.grad(output, shares, gradient, is_grads_batched=True)[0]
 
 
 def _at_once(block: Block) -> int:
