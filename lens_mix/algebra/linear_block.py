@@ -1,4 +1,4 @@
-"""A block held linear at its true states: shares of what enters it forwards, gradients backwards (DecompX)."""
+"""A block held linear at its true states, for shares of what enters it (DecompX)."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from einops import einsum
+from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -26,13 +26,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DecompX(Method):
-    """DecompX (Modarressi et al., ACL 2023): an input map.
+    """DecompX (Modarressi et al., ACL 2023): an input map, with nothing left to roll out.
 
     score[l, i, s] = ‖X_is‖ after block l, where X_is is input token s's share of the residual stream at
-    position i. The shares go through every block, feed-forwards included, and with every bias handed out
-    to the tokens they add up to the true residual stream. Shape [layer, query, key], from 0 up. Nothing is
-    left to roll out. `vectors` gives the shares themselves, `logit_shares` what they make of the logits;
-    where only these are wanted, see `lens_mix.methods.decompx_logits`.
+    position i, carried through every block (`decompose` has the formula). With every bias handed out to the
+    tokens the shares add up to the true residual stream. Shape [layer, query, key], from 0 up. `vectors`
+    gives the shares themselves; `lens_mix.methods.decompx_logits` what they make of the logits.
 
     Keeps query × key × d_model numbers, and makes a product with every weight matrix for each pair that has
     a share. A `max_memory` that can't hold about twice these numbers and one query's chunk is refused.
@@ -42,8 +41,8 @@ class DecompX(Method):
             (the code's `cls`), "dot"; "drop" leaves all biases out, then the shares don't add up.
         slope: the line that stands for the activation: "zero_origin" through zero and the true value (the
             code's GeLU_ZO; the closed form of integrated gradients), "tangent" (GeLU_LA; what it misses is
-            handed out as a bias), "relu" (ReLU: passes what is positive; shares don't add up). Gated
-            feed-forwards, which DecompX doesn't speak of, have integrated gradients: "zero_origin" only.
+            handed out as a bias), "relu" (passes what is positive; shares don't add up). Gated feed-forwards,
+            which DecompX doesn't speak of, have integrated gradients: "zero_origin" only.
 
     Raises:
         ValueError: an unknown option.
@@ -101,13 +100,10 @@ class DecompX(Method):
 
 @dataclasses.dataclass(frozen=True)
 class DecompXLocal(DecompX):
-    """DecompX of each block alone: every block's input counts as one vector per position.
+    """DecompX of each block alone: every block's input counts as one vector per position. Arguments as there.
 
     score[l, i, j] = ‖X_ij‖, the share of position j's input to block l in position i's output. Shape
     [layer, query, key], from 0 up; holds the residual stream. With `biases="drop"` it is `atb_ff_res_ln`.
-
-    Args:
-        biases, slope: as in `decompx`.
     """
 
     name: ClassVar[str] = "decompx_local"
@@ -152,10 +148,10 @@ def decompose(
     else:
         entering = block.rows_of(shares)
         read = HeldNorm(block.anatomy.attention_input, state).shares(shares, biases)
-        axes = "batch key source d_model, head d_model d_head -> batch key source head d_head"
-        value = einsum(read, path.W_V.to(x.dtype), axes)
-    value = value.repeat_interleave(len(path.W_O) // value.shape[3], dim=3)
+        # One product for all heads: `decompx_logits` goes back through it for many logits at once.
+        W_V = rearrange(path.W_V.to(x.dtype), "head d_model d_head -> d_model (head d_head)")
+        value = (read @ W_V).unflatten(-1, (len(path.W_V), -1))
+    value = value.repeat_interleave(len(path.W_O) // len(path.W_V), dim=3)
     axes = "batch head query key, batch key source head d_head -> batch query source head d_head"
-    mixed = einsum(pattern, value, axes)
-    axes = "batch query source head d_head, head d_head d_model -> batch query source d_model"
-    return linear.shares(entering, einsum(mixed, path.W_O.to(x.dtype), axes), biases)
+    attention = einsum(pattern, value, axes).flatten(3) @ path.W_O.to(x.dtype).flatten(0, 1)
+    return linear.shares(entering, attention, biases)

@@ -52,10 +52,10 @@ def input_shares_of_logits(
 ) -> Float[Tensor, "batch query source token"]:
     """Every input token's share of some logits, at the last block's rows: `logit_shares` of the last shares.
 
-    Only `DecompX("drop")` is linear in the shares, so that a logit's can be read backwards from it: one pass
-    back through the blocks, for a few times the cost of a forward pass, and no query × source × d_model
-    numbers (`max_memory` is not asked). The other rules hand a bias out by the shares themselves, which are
-    carried up through all blocks, as for the map.
+    `DecompX("drop")` is linear in the shares, so a logit's are read backwards from it: one pass back through
+    the blocks, for a few times the cost of a forward pass, and no query × source × d_model numbers
+    (`max_memory` is not asked). The other rules hand a bias out by the shares themselves, which are carried
+    up through all blocks, as for the map.
 
     Args:
         method: the rule for biases and the line for the activation.
