@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 import torch
@@ -17,7 +18,7 @@ SPLITS: tuple[str, ...] = ("absdot", "abssim", "norm", "equal", "first", "dot", 
 
 def split_bias(
     vectors: Float[Tensor, "*batch source d"],
-    bias: Float[Tensor, "*batch d"],
+    bias: Float[Tensor, "*batch d"] | Float[Tensor, " d"] | None,
     rule: Split,
     out: Float[Tensor, "*batch source d"] | None = None,
 ) -> Float[Tensor, "*batch source d"]:
@@ -25,14 +26,15 @@ def split_bias(
 
     Args:
         vectors: one vector per source.
-        bias: what is handed out.
+        bias: what is handed out; None for nothing.
         rule: shares in proportion to |v · b| ("absdot", the paper's), |cos(v, b)| ("abssim"), ‖v‖
             ("norm"), v · b ("dot"); the same for every vector that is not zero ("equal"); all to the first
             source ("first", the released code's `cls`); nobody gets any ("drop").
         out: memory for the result, which may be that of `vectors`.
     """
-    if rule == "drop":
+    if bias is None or rule == "drop":
         return vectors
+    bias = bias.to(vectors.dtype)
     weights = _weights(vectors, bias, rule)
     total = weights.sum(-1, keepdim=True)
     # Where no source has a claim, nobody gets any; the released code divides by total + 1e-12 instead.
@@ -42,45 +44,19 @@ def split_bias(
 
 def _weights(vectors: Tensor, bias: Tensor, rule: str) -> Float[Tensor, "*batch source"]:
     if rule == "first":
-        first = torch.zeros_like(vectors[..., 0])
-        first[..., 0] = 1
-        return first
-    if rule == "norm":
-        return torch.linalg.vector_norm(vectors, dim=-1)
-    if rule == "equal":
-        return (torch.linalg.vector_norm(vectors, dim=-1) != 0).to(vectors.dtype)
+        weights = torch.zeros_like(vectors[..., 0])
+        weights[..., 0] = 1
+        return weights
+    if rule in ("norm", "equal"):
+        lengths = torch.linalg.vector_norm(vectors, dim=-1)
+        return lengths if rule == "norm" else (lengths != 0).to(vectors.dtype)
     product = (vectors @ bias[..., None])[..., 0]
-    if rule == "dot":
-        return product
-    if rule == "absdot":
-        return product.abs()
+    if rule in ("dot", "absdot"):
+        return product if rule == "dot" else product.abs()
     if rule != "abssim":
         raise ValueError(f"rule: expected one of {SPLITS}, got {rule!r}")
     sizes = torch.linalg.vector_norm(vectors, dim=-1) * torch.linalg.vector_norm(bias, dim=-1, keepdim=True)
     return torch.where(sizes > 0, product.abs() / sizes, torch.zeros_like(sizes))
-
-
-def through_norm(
-    norm: Norm | None,
-    vectors: Float[Tensor, "*batch source d"],
-    state: Float[Tensor, "*batch d"],
-    rule: Split,
-) -> Float[Tensor, "*batch source d"]:
-    """Shares of a state -> shares of the norm's output, β handed out.
-
-    Args:
-        norm: None for none; then the result is `vectors` itself.
-        vectors: shares of the state.
-        state: what the norm really reads.
-        rule: as in `split_bias`.
-    """
-    if norm is None:
-        return vectors
-    out, scale = linear_part(norm, vectors), norm.scale(state)[..., None, :]
-    out = out / scale if out is vectors else out.div_(scale)
-    if norm.bias is None:
-        return out
-    return split_bias(out, norm.bias.to(out.dtype).expand(state.shape), rule, out)
 
 
 def through_linear(
@@ -91,6 +67,26 @@ def through_linear(
 ) -> Float[Tensor, "*batch source d_out"]:
     """Shares of a state -> shares of `state @ weight + bias`, the bias handed out."""
     out = vectors @ weight.to(vectors.dtype)
-    if bias is None:
-        return out
-    return split_bias(out, bias.to(out.dtype).expand(*out.shape[:-2], out.shape[-1]), rule, out)
+    return split_bias(out, bias, rule, out)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldNorm:
+    """A norm, or None for none, held linear at the scale of the state that it really reads."""
+
+    norm: Norm | None
+    state: Float[Tensor, "batch query d"]
+
+    def output(self) -> Float[Tensor, "batch query d"]:
+        """What it makes of the state itself."""
+        return self.state if self.norm is None else self.norm(self.state)
+
+    def shares(
+        self, vectors: Float[Tensor, "batch query source d"], rule: Split, rows: slice = slice(None)
+    ) -> Float[Tensor, "batch query source d"]:
+        """Shares of these rows of the state -> shares of the norm's output, β handed out."""
+        if self.norm is None:
+            return vectors
+        out, scale = linear_part(self.norm, vectors), self.norm.scale(self.state[:, rows])[:, :, None]
+        out = out / scale if out is vectors else out.div_(scale)
+        return split_bias(out, self.norm.bias, rule, out)

@@ -1,30 +1,50 @@
-"""DecompX's shares of a logit alone, read backwards from the logit where no bias is handed out."""
+"""What DecompX's shares make of the logits; read backwards from a logit where no bias is handed out."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from einops import einsum, rearrange, reduce
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.algebra.decomposition import (
-    HIDDEN_ELEMENTS,
-    LinearBlock,
-    Slope,
-    carried,
-    linear_block,
-    resid_pre,
-)
-from lens_mix.algebra.vectors import value_path
-from lens_mix.lens.anatomy import Norm
-from lens_mix.methods.decompx import DecompX, logit_shares
+from lens_mix.algebra.bias_split import HeldNorm, Split, through_linear
+from lens_mix.algebra.decomposition import HIDDEN_ELEMENTS, carried, hidden_width
+from lens_mix.algebra.linear_block import Slope
+from lens_mix.methods.decompx import DecompX, decompose
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
+
+
+def logit_shares(
+    block: Block,
+    shares: Float[Tensor, "batch query source d_model"],
+    tokens: Int[Tensor, " token"] | None = None,
+    biases: Split = "absdot",
+) -> Float[Tensor, "batch query source token"]:
+    """Every input token's share of the logits; with the biases handed out they add up to the logits.
+
+    Args:
+        block: the last block.
+        shares: of its output, `DecomposedBlock.output`.
+        tokens: vocabulary numbers; None for the whole vocabulary (query × source × vocabulary numbers).
+        biases: how the final norm's β and the unembedding's bias are handed out.
+
+    Raises:
+        ValueError: another block than the last.
+        UnsupportedModelError: the logits are not final norm, then unembedding.
+    """
+    if not block.is_last:
+        raise ValueError(f"head: expected the last block, got block {block.layer}")
+    head = block.head()
+    read = HeldNorm(head.norm, block.resid_post.to(shares.dtype)).shares(shares, biases)
+    W_U, b_U = head.W_U, head.b_U
+    if tokens is not None:
+        W_U, b_U = W_U[:, tokens], None if b_U is None else b_U[tokens]
+    return through_linear(W_U, b_U, read, biases)
 
 
 def input_shares_of_logits(
@@ -32,10 +52,10 @@ def input_shares_of_logits(
 ) -> Float[Tensor, "batch query source token"]:
     """Every input token's share of some logits, at the last block's rows: `logit_shares` of the last shares.
 
-    Only `DecompX("drop")` is linear in the shares, so that a logit's can be read backwards from it: one pass
-    back through the blocks, for a few times the cost of a forward pass, and no query × source × d_model
-    numbers (`max_memory` is not asked). The other rules hand a bias out by the shares themselves, which are
-    carried up through all blocks, as for the map.
+    `DecompX("drop")` is linear in the shares, so a logit's are read backwards from it: one pass back through
+    the blocks, for a few times the cost of a forward pass, and no query × source × d_model numbers
+    (`max_memory` is not asked). The other rules hand a bias out by the shares themselves, which are carried
+    up through all blocks, as for the map.
 
     Args:
         method: the rule for biases and the line for the activation.
@@ -43,11 +63,11 @@ def input_shares_of_logits(
         tokens: vocabulary numbers.
 
     Raises:
-        ValueError: the last one is not the model's last block.
-        UnsupportedModelError: the logits are not final norm, then unembedding.
+        ValueError, UnsupportedModelError: as in `logit_shares`.
     """
     if method.biases == "drop":
-        return _backwards(blocks, tokens, method.slope)
+        with torch.inference_mode(False), torch.enable_grad():
+            return _backwards(blocks, tokens, method.slope)
     *_, (_, shares) = carried(blocks, method.biases, method.slope)
     return logit_shares(blocks[-1], shares, tokens, method.biases)
 
@@ -55,90 +75,34 @@ def input_shares_of_logits(
 def _backwards(
     blocks: Sequence[Block], tokens: Int[Tensor, " token"], slope: Slope
 ) -> Float[Tensor, "batch query source token"]:
-    """Without biases: (gradient of the logit at a source) · (what entered there)."""
-    first, last, count = blocks[0], blocks[-1], len(tokens)
-    head, state = last.head(), last.resid_post.to(resid_pre(last).dtype)
-    columns = head.W_U.to(state.dtype)[:, tokens].T
+    """Without biases: the gradient of each logit by how much of each source's vector enters.
+
+    Block by block from above, for each is linear at its own recorded states.
+    """
+    last, (batch, queries) = blocks[-1], blocks[-1].queries.shape
+    dtype = torch.promote_types(last.resid_post.dtype, torch.float32)
+    entering = [None, *(block.resid_post.to(dtype) for block in blocks[:-1])]
+    ones = torch.eye(queries * len(tokens), dtype=dtype, device=tokens.device)
+    ones = ones.view(-1, 1, queries, 1, len(tokens)).expand(-1, batch, -1, -1, -1)
     out = []
-    for logits in torch.arange(last.queries.shape[1] * count, device=state.device).split(_at_once(first)):
-        gradient = state.new_zeros(len(state), len(logits), *state.shape[1:])
-        gradient[:, torch.arange(len(logits)), logits // count] = columns[logits % count]
-        gradient = _through_norm(head.norm, gradient, state)
-        for below, block in reversed(list(itertools.pairwise(blocks))):
-            gradient = _through_block(block, below.resid_post.to(state.dtype), gradient, slope)
-        out.append(_shares_of_inputs(first, gradient, slope))
-    axes = "batch (query token) source -> batch query source token"
-    shares = rearrange(torch.cat(out, dim=1), axes, token=count)
-    return shares.masked_fill_(~last.real_queries[:, :, None, None], 0)
+    for gradient in ones.split(_at_once(last)):
+        shares = last.resid_post.to(dtype)[:, :, None].clone().requires_grad_()
+        gradient = _pulled_back(logit_shares(last, shares, tokens, "drop"), shares, gradient)
+        for block, state in zip(reversed(blocks), reversed(entering), strict=True):
+            # One source: all that enters.
+            shares = ones.new_ones(*block.real.shape, 1) if state is None else state[:, :, None].clone()
+            stages = decompose(block, shares.requires_grad_(), state, "drop", slope)
+            gradient = _pulled_back(stages.output, shares, gradient)
+        out.append(gradient[..., 0])
+    axes = "(query token) batch source -> batch query source token"
+    return rearrange(torch.cat(out), axes, query=queries) * last.real_queries[:, :, None, None]
 
 
-def _through_block(
-    block: Block,
-    state: Float[Tensor, "batch key d_model"],
-    gradient: Float[Tensor, "batch logit query d_model"],
-    slope: Slope,
-) -> Float[Tensor, "batch logit key d_model"]:
-    """Gradients at a block's output -> at its input, the `state` at all positions."""
-    to_rows, to_values = _to_branches(block, linear_block(block, slope), gradient)
-    W_V = value_path(block).W_V.to(gradient.dtype)
-    to_read = einsum(to_values, W_V, "batch logit key head d_head, head d d_head -> batch logit key d")
-    out = _through_norm(block.anatomy.attention_input, to_read, state)
-    return out.scatter_add_(2, block.queries[:, None, :, None].expand_as(to_rows), to_rows)
-
-
-def _shares_of_inputs(
-    block: Block, gradient: Float[Tensor, "batch logit query d_model"], slope: Slope
-) -> Float[Tensor, "batch logit source"]:
-    """Gradients at the first block's output -> the logits' shares; b_V is the key's own there."""
-    linear = linear_block(block, slope)
-    to_rows, to_values = _to_branches(block, linear, gradient)
-    value = block.recorded("value").to(gradient.dtype)
-    out = einsum(to_values, value, "batch logit key head d_head, batch key head d_head -> batch logit key")
-    of_rows = einsum(to_rows, linear.resid_pre, "batch logit query d, batch query d -> batch logit query")
-    return out.scatter_add_(2, block.queries[:, None].expand_as(of_rows), of_rows)
-
-
-def _to_branches(
-    block: Block, linear: LinearBlock, gradient: Float[Tensor, "batch logit query d_model"]
-) -> tuple[Float[Tensor, "batch logit query d_model"], Float[Tensor, "batch logit key head d_head"]]:
-    """`LinearBlock.carry` and the attention backwards: gradients at the block's rows, and at the values."""
-    anatomy, s = block.anatomy, block.anatomy.residual_multiplier
-    to_mid = _through_norm(anatomy.feed_forward_residual, gradient, linear.feed_forward_summed)
-    to_read = torch.zeros_like(to_mid)
-    if anatomy.feed_forward is not None:
-        to_output = _through_norm(anatomy.feed_forward_branch, to_mid * s, linear.feed_forward_out)
-        to_hidden = to_output @ anatomy.feed_forward.W_out.to(to_output.dtype).T
-        for W, _, slope in linear.slopes:
-            to_read += (to_hidden * slope[:, None]) @ W.T
-        to_read = _through_norm(anatomy.feed_forward_input, to_read, linear.read_from)
-    to_mid = to_mid if anatomy.parallel else to_mid + to_read
-    to_summed = _through_norm(anatomy.attention_residual, to_mid, linear.summed)
-    to_rows = to_summed + to_read if anatomy.parallel else to_summed
-    to_attention = _through_norm(anatomy.attention_branch, to_summed * s, linear.attention_out)
-    path, pattern = value_path(block), block.recorded("pattern").to(gradient.dtype)
-    W_O = path.W_O.to(gradient.dtype)
-    to_z = einsum(to_attention, W_O, "batch logit query d, head d_head d -> batch logit query head d_head")
-    axes = "batch head query key, batch logit query head d_head -> batch logit key head d_head"
-    to_values = einsum(pattern, to_z, axes)
-    axes = "batch logit key (head group) d_head -> batch logit key head d_head"
-    return to_rows, reduce(to_values, axes, "sum", head=len(path.W_V))
-
-
-def _through_norm(
-    norm: Norm | None,
-    gradient: Float[Tensor, "batch logit query d_model"],
-    state: Float[Tensor, "batch query d_model"] | None,
-) -> Float[Tensor, "batch logit query d_model"]:
-    """Gradients at a norm's output -> at its input, the norm held at the scale of its true state."""
-    if norm is None or state is None:
-        return gradient
-    gradient = gradient / norm.scale(state)[:, None]
-    gradient = gradient if norm.weight is None else gradient * norm.weight.to(gradient.dtype)
-    return gradient - gradient.mean(-1, keepdim=True) if norm.kind == "layer" else gradient
+def _pulled_back(output: Tensor, shares: Tensor, gradient: Tensor) -> Tensor:
+    """Gradients by what was put out -> by the shares it was made of, [logit, *shares]."""
+    return torch.autograd.grad(output, shares, gradient, is_grads_batched=True)[0]
 
 
 def _at_once(block: Block) -> int:
     """So many logits share the states a block is held linear at; their hidden layers take 64 MB each."""
-    feed_forward = block.anatomy.feed_forward
-    width = block.resid_pre.shape[-1] if feed_forward is None else len(feed_forward.W_out)
-    return max(1, 16 * HIDDEN_ELEMENTS // (block.real.numel() * width))
+    return max(1, 16 * HIDDEN_ELEMENTS // (block.real.numel() * hidden_width(block)))

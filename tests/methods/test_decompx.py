@@ -6,10 +6,9 @@ import torch
 import lens_mix as lm
 from benchmarks.common import PeakMemory
 from lens_mix.algebra.bias_split import SPLITS, split_bias, through_linear
-from lens_mix.algebra.decomposition import SLOPES
+from lens_mix.algebra.linear_block import SLOPES
 from lens_mix.lens.block import Block
-from lens_mix.methods.decompx import decompose, logit_shares
-from lens_mix.methods.decompx_logits import input_shares_of_logits
+from lens_mix.methods.decompx_logits import input_shares_of_logits, logit_shares
 from lens_mix.session import Session
 from lens_mix.statistics.passes import prompt_blocks
 from tests.matrix import prompt_of
@@ -85,24 +84,13 @@ def test_shares_add_up_to_the_residual_stream(case):
             assert largest(found.output.sum(2), block.resid_post) < 1e-9
 
 
-def plain_vectors(method, blocks):
-    """The output's shares after each block by the formula as it stands, all pairs at once."""
-    shares = state = None
-    for block in blocks:
-        shares = decompose(block, shares, state, method.biases, method.slope).output
-        state = block.resid_post
-        yield shares
-        if method.kind == "layer":
-            shares = state = None
-
-
 @CASES
 def test_maps_are_those_of_the_plain_formula(case):
     blocks = blocks_of(case, lm.DecompX())
     for method in (lm.DecompX(), lm.DecompX("first"), lm.DecompX("drop"), lm.DecompXLocal("equal")):
         maps = method.of_stack(blocks)
-        for layer, shares in enumerate(plain_vectors(method, blocks)):
-            assert largest(maps[layer], shares.norm(dim=-1)) < 1e-10
+        for layer, stages in enumerate(method.vectors(blocks)):
+            assert largest(maps[layer], stages.output.norm(dim=-1)) < 1e-10
 
 
 def at_rows(block, queries):
@@ -125,8 +113,8 @@ def expect_rows_to_be_cut(blocks, queries):
         whole = method.of_stack(blocks)
         for layer, found in enumerate(method.of_stack(few)):
             assert largest(found, few[-1].rows_of(whole[layer])) < 1e-10
-        *_, shares = plain_vectors(method, few)
-        assert largest(shares.norm(dim=-1), few[-1].rows_of(whole[-1])) < 1e-10
+        *_, stages = method.vectors(few)
+        assert largest(stages.output.norm(dim=-1), few[-1].rows_of(whole[-1])) < 1e-10
     for method in (lm.DecompXLocal(), lm.DecompXLocal("equal")):
         whole = method.of_stack(blocks)
         found = method.of_stack([at_rows(block, queries) for block in blocks])

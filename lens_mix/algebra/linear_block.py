@@ -1,0 +1,140 @@
+"""A block held linear at its true states, for shares of what enters it (DecompX)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.algebra.activations import derivative, gated_multipliers, plain_multiplier
+from lens_mix.algebra.bias_split import HeldNorm, Split, split_bias, through_linear
+from lens_mix.algebra.vectors import value_path
+from lens_mix.lens.anatomy import ACTIVATIONS, FeedForward
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+Slope = Literal["zero_origin", "tangent", "relu"]
+SLOPES: tuple[str, ...] = ("zero_origin", "tangent", "relu")
+# (matrix, bias, output per input) of a hidden layer: once if it is plain, twice if it is gated.
+Slopes = tuple[tuple[Tensor, Tensor | None, Float[Tensor, "batch query d_mlp"]], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class DecomposedBlock:
+    """Shares at the stages of one block.
+
+    Attributes:
+        attention: of the attention's output, without biases.
+        mid: of the residual stream after attention (and after the norm on it, in post-norm blocks).
+        feed_forward: of the feed-forward's output; None where there is none.
+        output: of the block's output.
+    """
+
+    attention: Float[Tensor, "batch query source d_model"]
+    mid: Float[Tensor, "batch query source d_model"]
+    feed_forward: Float[Tensor, "batch query source d_model"] | None
+    output: Float[Tensor, "batch query source d_model"]
+
+
+class LinearBlock:
+    """One block from the attention's output on; its norms and its activation are linear for all shares.
+
+    Args:
+        block: with "pattern", "value" and "z" recorded, and the attention's parts proven.
+        slope: the line that stands for the activation, as in `DecompX`.
+        alone: whether every position's whole vector is its own source; then b_V belongs to the key.
+
+    Attributes:
+        resid_pre: what enters the block, in the shares' dtype (at least float32).
+    """
+
+    def __init__(self, block: Block, slope: Slope, alone: bool) -> None:
+        self._anatomy = anatomy = block.anatomy
+        self._multiplier, self._slopes, self._b_hidden = anatomy.residual_multiplier, (), None
+        x = block.resid_pre.to(torch.promote_types(block.resid_pre.dtype, torch.float32))
+        self.resid_pre, self._bias = x, _attention_bias(block, alone, x.dtype)
+        attention_out = value_path(block).project(block.recorded("z").to(x.dtype))
+        self._attention_branch = HeldNorm(anatomy.attention_branch, attention_out)
+        summed = x + self._attention_branch.output() * self._multiplier
+        self._attention_residual = HeldNorm(anatomy.attention_residual, summed)
+        mid = self._attention_residual.output()
+        self._input = HeldNorm(anatomy.feed_forward_input, x if anatomy.parallel else mid)
+        self._branch = self._residual = HeldNorm(None, mid)
+        if anatomy.feed_forward is None:
+            return
+        read = self._input.output()
+        self._slopes, self._b_hidden = _slopes(anatomy.feed_forward, read, slope)
+        if anatomy.feed_forward_branch is not None or anatomy.feed_forward_residual is not None:
+            self._branch = HeldNorm(anatomy.feed_forward_branch, anatomy.feed_forward(read))
+            summed = mid + self._branch.output() * self._multiplier
+            self._residual = HeldNorm(anatomy.feed_forward_residual, summed)
+
+    def shares(
+        self,
+        entering: Float[Tensor, "batch query source d_model"],
+        attention: Float[Tensor, "batch query source d_model"],
+        rule: Split,
+        rows: slice = slice(None),
+    ) -> DecomposedBlock:
+        """From shares of what enters these rows of the block, and of their attention, to its output's."""
+        s, bias, parallel = self._multiplier, self._bias[:, rows], self._anatomy.parallel
+        if self._attention_branch.norm is None:
+            # The residual stream's shares have a claim to the bias too.
+            mid = torch.add(entering, attention, alpha=s)
+            mid = split_bias(mid, bias * s, rule, mid)
+        else:
+            branch = self._attention_branch.shares(split_bias(attention, bias, rule), rule, rows)
+            mid = torch.add(entering, branch, alpha=s)
+        mid = self._attention_residual.shares(mid, rule, rows)
+        feed_forward = self._anatomy.feed_forward
+        if feed_forward is None:
+            return DecomposedBlock(attention, mid, None, mid)
+        read = self._input.shares(entering if parallel else mid, rule, rows)
+        (W, b, slope), *gated = self._slopes
+        hidden = through_linear(W, b, read, rule).mul_(slope[:, rows, None])
+        for W, b, slope in gated:
+            hidden.addcmul_(through_linear(W, b, read, rule), slope[:, rows, None])
+        if self._b_hidden is not None:
+            hidden = split_bias(hidden, self._b_hidden[:, rows], rule, hidden)
+        out = through_linear(feed_forward.W_out, feed_forward.b_out, hidden, rule)
+        post = torch.add(mid, self._branch.shares(out, rule, rows), alpha=s)
+        return DecomposedBlock(attention, mid, out, self._residual.shares(post, rule, rows))
+
+
+def _attention_bias(block: Block, alone: bool, dtype: torch.dtype) -> Float[Tensor, "batch query d_model"]:
+    """What of the attention's output is in no share: b_O, and b_V mixed by the pattern, unless `alone`."""
+    path, pattern = value_path(block), block.recorded("pattern").to(dtype)
+    # A pattern's rows don't sum to 1 where there are attention sinks.
+    mass = pattern.sum(-1) * (not alone)
+    b_V = path.W_V.new_zeros(len(path.W_V), path.W_V.shape[2]) if path.b_V is None else path.b_V
+    b_V = b_V.to(dtype).repeat_interleave(mass.shape[1] // len(b_V), dim=0)
+    return path.project(einsum(mass, b_V, "batch head query, head d_head -> batch query head d_head"))
+
+
+def _slopes(
+    feed_forward: FeedForward, read: Float[Tensor, "batch query d_model"], slope: Slope
+) -> tuple[Slopes, Float[Tensor, "batch query d_mlp"] | None]:
+    """The hidden layer's lines, and what else is added to it."""
+    name, dtype = feed_forward.activation, read.dtype
+
+    def state(W: Tensor, b: Tensor | None) -> Tensor:
+        return read @ W if b is None else read @ W + b.to(dtype)
+
+    W_in, b_in, b_hidden = feed_forward.W_in.to(dtype), feed_forward.b_in, feed_forward.b_hidden
+    up = state(W_in, b_in)
+    b_hidden = None if b_hidden is None else b_hidden.expand_as(up)
+    if feed_forward.W_gate is not None:
+        W_gate, b_gate = feed_forward.W_gate.to(dtype), feed_forward.b_gate
+        m_gate, m_up = gated_multipliers(name, state(W_gate, b_gate).double(), None, up.double(), None)
+        return ((W_gate, b_gate, m_gate.to(dtype)), (W_in, b_in, m_up.to(dtype))), b_hidden
+    if slope == "tangent":
+        activation = ACTIVATIONS[name]
+        tangent = derivative(activation, up)
+        return ((W_in, b_in, tangent),), activation(up) - tangent * up
+    m = up > 0 if slope == "relu" else plain_multiplier(name, up.double(), None)
+    return ((W_in, b_in, m.to(dtype)),), b_hidden
