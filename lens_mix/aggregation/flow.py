@@ -21,12 +21,10 @@ from lens_mix.aggregation.max_flow import Solver
 from lens_mix.aggregation.receptive_field import null_maps
 from lens_mix.aggregation.rollout import (
     later_start_note,
-    layers_between,
+    layers_to_mix,
     looks_causal_note,
     mixed_layers,
     reached_inputs,
-    refuse_unstackable,
-    residual_weight,
 )
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import normalise_rows
@@ -79,9 +77,7 @@ def flow(
         these rows only, by position (`MixingMap.queries`).
 
     Raises:
-        TypeError: not a `MixingMap`; a residual that is no number.
-        ValueError: input maps; keys that are not the tokens; layers that do not follow one another; scores
-            below 0; no such layer or query; an unknown solver; fewer than 1 process.
+        TypeError, ValueError: as `rollout`; no such query; an unknown solver; fewer than 1 process.
     """
     stack, visible, weight = capacity_stack(mixing_map, residual, to_layer=layer, drop_bos=drop_bos)
     if solver not in ("scipy", "networkx"):
@@ -100,8 +96,8 @@ def flow(
         scores = _normalise_by_null(scores, visible.cpu(), weight, levels, chosen, work)
     if normalize:
         scores, _ = normalise_rows(scores, "refuse")
-    options = {"residual": weight, "normalize": normalize, "layer": layer, "receptive_field": receptive_field}
-    options |= {"drop_bos": drop_bos, "solver": solver, "first_layer_share": shares}
+    options = {"receptive_field": receptive_field, "drop_bos": drop_bos, "solver": solver}
+    aggregation = {"name": "flow", "residual": weight, "normalize": normalize, "layer": layer, **options}
     places = [level - 1 for level in levels]
     reached = None if stack.mask is None else reached_inputs(stack.visible(), weight)[places]
     return stack.replace(
@@ -111,7 +107,7 @@ def flow(
         layers=[stack.layer_labels[place] for place in places],
         residual=weight,
         kind="input",
-        provenance={**stack.provenance, "aggregation": {"name": "flow", **options}},
+        provenance={**stack.provenance, "aggregation": {**aggregation, "first_layer_share": shares}},
         notes=_notes(stack, levels, shares, receptive_field),
     )
 
@@ -127,15 +123,8 @@ class Stack(NamedTuple):
 def capacity_stack(
     mixing_map: MixingMap, residual: float | None, to_layer: int | None = None, drop_bos: bool = False
 ) -> Stack:
-    """The layers up to `to_layer`, heads averaged, rows divided by their sum, the residual mixed in.
-
-    Raises: as `flow`.
-    """
-    refuse_unstackable(mixing_map, "flow")
-    weight = residual_weight(mixing_map, residual)
-    chosen = layers_between(mixing_map, None, to_layer)
-    if drop_bos:
-        chosen = chosen.drop_bos()
+    """Rollout's Â_l of the layers up to `to_layer`. Args and errors: as `flow`."""
+    chosen, weight = layers_to_mix(mixing_map, "flow", residual, None, to_layer, drop_bos)
     maps, notes = mixed_layers(chosen, weight)
     visible = chosen.visible()
     identity = torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)

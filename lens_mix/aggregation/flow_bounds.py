@@ -48,19 +48,18 @@ def proven(capacities: Float[np.ndarray, "layer query key"]) -> Bool[np.ndarray,
     False says nothing. Only stacks of 3 or more layers with rows that sum to 1 have a proof.
     """
     layers, size, _ = capacities.shape
-    none = np.zeros((size, size), dtype=bool)
-    if layers < 3 or np.abs(capacities.sum(-1) - 1).max() > 1e-12:
-        return none
-    if not np.triu(capacities.any(0), 1).any():
-        # A causal position is reached by later ones only: no middle part serves every pair.
-        return none
+    shown = np.zeros((size, size), dtype=bool)
+    # A causal position is reached by later ones only: no middle part serves every pair.
+    causal = not np.triu(capacities.any(0), 1).any()
+    if layers < 3 or causal or np.abs(capacities.sum(-1) - 1).max() > 1e-12:
+        return shown
     sent = [np.eye(size)]
     for matrix in capacities[::-1]:
         sent.append(sent[-1] @ matrix)
     sent.reverse()
     enters = capacities[0].sum(0)
     needed = capacities[0] * np.minimum(1, enters) / np.where(enters > 0, enters, 1)
-    shown, possible = none, np.ones(size, dtype=bool)
+    possible = np.ones(size, dtype=bool)
     for bottom in range(1, layers - 1):
         shown = shown | (_served(capacities, sent, needed, bottom) & possible)
         if shown.all() or not possible.any():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -17,15 +16,8 @@ from lens_mix.aggregation.max_flow import LayeredFlow, Solver
 PAIRS = 64
 # A flow that is known to be no further below its bound counts as equal to it.
 NEAR = 1e-9
-
-
-class Chunk(NamedTuple):
-    """Pairs (query, key) of one level that have to be solved."""
-
-    level: int
-    pairs: list[tuple[int, int]]
-
-
+# A level, and pairs (query, key) of it that have to be solved.
+Chunk = tuple[int, list[tuple[int, int]]]
 Solve = Callable[[list[Chunk]], Iterator[Float[np.ndarray, " pair"]]]
 
 
@@ -58,10 +50,10 @@ def all_flows(
     with bar, _workers(network, processes) as solve:
         for level in sorted(set(levels)):
             flows[level], chunks = _known_flows(network, level, asked, flows.get(level - 1))
-            bar.total += sum(len(chunk.pairs) for chunk in chunks)
+            bar.total += sum(len(pairs) for _, pairs in chunks)
             bar.refresh()
-            for chunk, values in zip(chunks, solve(chunks), strict=True):
-                rows, columns = np.array(chunk.pairs).T
+            for (_, pairs), values in zip(chunks, solve(chunks), strict=True):
+                rows, columns = np.array(pairs).T
                 flows[level][rows, columns] = values
                 bar.update(len(values))
     return np.stack([flows[level][list(queries)] for level in levels])
@@ -79,7 +71,7 @@ def _known_flows(
     """
     flows = np.zeros(asked.shape)
     # Above the diagonal of a causal stack nothing flows.
-    known = ~np.tri(len(asked), dtype=bool) if network.causal else np.zeros(asked.shape, dtype=bool)
+    known = ~np.tri(len(asked), dtype=bool) if network.causal else np.zeros_like(asked)
     if network.solver == "scipy" and level > 2:
         bound = first_layer_bound(network.capacities, level)
         known |= proven(network.capacities[:level])
@@ -90,7 +82,7 @@ def _known_flows(
     pairs = [(query, key) for query, key in np.argwhere(asked & ~known).tolist()]
     # Windows of one width side by side make batches whose parts take equally long.
     pairs.sort(key=lambda pair: pair[0] - pair[1])
-    return flows, [Chunk(level, pairs[at : at + PAIRS]) for at in range(0, len(pairs), PAIRS)]
+    return flows, [(level, pairs[at : at + PAIRS]) for at in range(0, len(pairs), PAIRS)]
 
 
 @contextlib.contextmanager

@@ -28,13 +28,11 @@ class Wiring(NamedTuple):
     Between query and key stand the levels from the top down, each with the positions of the window.
 
     Attributes:
-        size: positions in the window.
         counts: edges that leave each node; the query, the key and its edges left out.
         targets: where the edges of the inner layers lead.
         rows, columns: the edges of one inner layer.
     """
 
-    size: int
     counts: Int[np.ndarray, " node"]
     targets: Int[np.ndarray, " edge"]
     rows: Int[np.ndarray, " edge_of_layer"]
@@ -47,7 +45,7 @@ class Wiring(NamedTuple):
         rows, columns = np.nonzero(pattern)
         counts = np.concatenate([np.tile(pattern.sum(1), inner), np.ones(size, dtype=np.int64)])
         below = size * np.arange(1, inner + 1)[:, None] + columns
-        return cls(size, counts, below.ravel(), rows, columns)
+        return cls(counts, below.ravel(), rows, columns)
 
 
 class Part(NamedTuple):
@@ -64,10 +62,10 @@ class Part(NamedTuple):
 class LayeredFlow:
     """Maximum flows from positions of any level down to positions of the input.
 
-    The result is exact but for the rounding to whole numbers: with rows that sum to 1 each capacity
-    moves by at most 2^-31, a flow of 12 layers × 32 tokens by some 1e-9. One and two layers are computed
-    in float64 (F = A, and F_ij = Σ_k min(A2_ik, A1_kj)). Where no layer has weight above its diagonal,
-    flow from i to j runs through the positions j to i alone, and only these are handed to the solver.
+    The result is exact but for the rounding to whole numbers: with rows that sum to 1 each capacity moves by
+    at most 2^-31, a flow of 12 layers × 32 tokens by some 1e-9. One and two layers are computed in float64
+    (F = A, and F_ij = Σ_k min(A2_ik, A1_kj)). Where no layer has weight above its diagonal, flow from i to j
+    runs through the positions j to i alone, and only these are handed to the solver.
 
     Args:
         capacities: 0 or more and finite, float64; at least one layer and one position.
@@ -143,11 +141,11 @@ class LayeredFlow:
 
         *starts, sink = (1 + np.cumsum([0, *(len(part.wiring.counts) for part in parts)])).tolist()
         data = [part.leaves for part in parts]
-        targets = [start + np.arange(part.wiring.size) for start, part in zip(starts, parts, strict=True)]
-        counts = [np.array([0, sum(part.wiring.size for part in parts)])]
+        targets = [start + np.arange(len(part.enters)) for start, part in zip(starts, parts, strict=True)]
+        counts = [np.array([0, sum(len(part.enters) for part in parts)])]
         for start, part in zip(starts, parts, strict=True):
             data += [self._inner(level, part.window, part.wiring), part.enters]
-            targets += [start + part.wiring.targets, np.full(part.wiring.size, sink)]
+            targets += [start + part.wiring.targets, np.full(len(part.enters), sink)]
             counts.append(part.wiring.counts)
         pointers = np.cumsum(np.concatenate([*counts, [0]])).astype(np.int32)
         ends = np.concatenate(targets).astype(np.int32)
@@ -160,7 +158,7 @@ class LayeredFlow:
         return np.array([self._value(through[start:], level, part) for start, part in pairs])
 
     def _value(self, through: Int[np.ndarray, " node"], level: int, part: Part) -> float:
-        whole = int(through[: part.wiring.size].sum())
+        whole = int(through[: len(part.enters)].sum())
         if whole < min(int(part.leaves.sum()), int(part.enters.sum())):
             return whole * self.largest / WHOLE
         # The flow fills the edges of the query or of the key: their sum has no rounding in it.

@@ -17,8 +17,8 @@ _LOG_SAFE = -650.0
 def add_residual(maps: Float[Tensor, "*axes query key"], weight: float) -> Float[Tensor, "*axes query key"]:
     """(1 − weight) · maps + weight · identity, written over maps whose rows sum to 1 or are all zero.
 
-    An all-zero row becomes the identity's row where the weight is above 0 (nothing but the residual
-    came in, as in (A + I) / rowsum) and stays zero where it is 0.
+    An all-zero row becomes the identity's row where the weight is above 0 (nothing but the residual came in,
+    as in (A + I) / rowsum) and stays zero where it is 0.
     """
     if weight > 0:
         empty = ~maps.any(-1)
@@ -37,8 +37,8 @@ def cumulative(
 ) -> Float[Tensor, "layer *head query key"]:
     """J_0 = maps_0, J_l = maps_l J_{l−1} (Abnar & Zuidema, ACL 2020, section 3.1).
 
-    With `heads`, layer l of the result is heads_l J_{l−1}: what one head of the layer adds on top
-    of everything below it (the paper's appendix).
+    With `heads`, layer l of the result is heads_l J_{l−1}: what one head of the layer adds on top of
+    everything below it (the paper's appendix).
     """
     result = torch.empty_like(maps if heads is None else heads)
     below: Tensor | None = None

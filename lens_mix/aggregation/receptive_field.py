@@ -35,21 +35,22 @@ def normalise_rollout(
     Every row has the sum it has in the plain rollout: 1, less what all-zero rows lost.
 
     Args:
-        maps: float64, the residual already mixed in (`add_residual`), heads merged; rows sum to 1
-            or, where nothing is known, are all zero. Zero wherever not visible.
+        maps: float64, the residual already mixed in (`add_residual`), heads merged; rows sum to 1 or, where
+            nothing is known, are all zero. Zero wherever not visible.
         residual: the residual weight w mixed into `maps`, 0 to 1.
         heads: float64, the same per head; the result then has a head axis.
-        arithmetic: "float64", "log", or "auto": float64 where a bound shows that nothing
-            underflows, logarithms elsewhere (another name is a ValueError).
+        arithmetic: "float64", "log", or "auto": float64 where a bound shows that nothing underflows,
+            logarithms elsewhere. Another name is a ValueError.
         product: of two maps in float64.
     """
     if arithmetic not in ("auto", "float64", "log"):
         raise ValueError(f"arithmetic: expected 'auto', 'float64' or 'log', got {arithmetic!r}")
     null = null_maps(visible, residual)
-    reached = reachable(visible, residual)
+    targets = even_targets(reachable(visible, residual), residual)
     if arithmetic == "float64" or (arithmetic == "auto" and float64_suffices(null, residual)):
-        return _in_float64(maps, null, reached, residual, heads, product)
-    return _in_logarithms(maps, null, reached, residual, heads)
+        return _in_float64(cumulative(maps, heads, product), null, targets, product)
+    rolled = cumulative(maps.log(), None if heads is None else heads.log(), log_matmul)
+    return _in_logarithms(rolled, null.log(), targets)
 
 
 def even_attention(visible: Bool[Tensor, "*axes query key"]) -> Float[Tensor, "*axes query key"]:
@@ -68,8 +69,8 @@ def null_maps(visible: Bool[Tensor, "layer query key"], residual: float) -> Floa
 def reachable(visible: Bool[Tensor, "layer query key"], residual: float) -> Bool[Tensor, "layer query key"]:
     """Which inputs each position reaches, at each depth, on a path with at least one attention step.
 
-    Where the residual weight is above 0 a path may also stay at its position in a layer. For one
-    mask that holds its diagonal and composes to itself (a causal mask) this is the mask.
+    Where the residual weight is above 0 a path may also stay at its position in a layer. For one mask that
+    holds its diagonal and composes to itself (a causal mask) this is the mask.
     """
     identity = torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
     results = [visible[0]]
@@ -121,12 +122,10 @@ def float64_suffices(null: Float[Tensor, "layer query key"], residual: float) ->
     return smallest > needed - math.log1p(-residual)
 
 
-def _in_float64(
-    maps: Tensor, null: Tensor, reached: Tensor, residual: float, heads: Tensor | None, product: Product
-) -> Float[Tensor, "layer *head query key"]:
-    rolled = cumulative(maps, heads, product)
+def _in_float64(rolled: Tensor, null: Tensor, targets: Iterator[Tensor], product: Product) -> Tensor:
+    """`rolled`, written over; `null` and `targets` are the null model's layers and B0 at each depth."""
     expected: Tensor | None = None
-    for plain, matrix, target in zip(rolled, null, even_targets(reached, residual), strict=True):
+    for plain, matrix, target in zip(rolled, null, targets, strict=True):
         expected = matrix if expected is None else product(matrix, expected)
         factor = target.div_(expected).masked_fill_(expected == 0, 0.0)
         before = plain.sum(-1, keepdim=True)
@@ -135,12 +134,10 @@ def _in_float64(
     return rolled
 
 
-def _in_logarithms(
-    maps: Tensor, null: Tensor, reached: Tensor, residual: float, heads: Tensor | None
-) -> Float[Tensor, "layer *head query key"]:
-    rolled = cumulative(maps.log(), None if heads is None else heads.log(), product=log_matmul)
+def _in_logarithms(rolled: Tensor, null: Tensor, targets: Iterator[Tensor]) -> Tensor:
+    """The same where `rolled` and `null` are logarithms; numbers, not logarithms, come back."""
     expected: Tensor | None = None
-    for plain, matrix, target in zip(rolled, null.log(), even_targets(reached, residual), strict=True):
+    for plain, matrix, target in zip(rolled, null, targets, strict=True):
         expected = matrix if expected is None else log_matmul(matrix, expected)
         # Where the null model is zero the rollout is too; −inf − (−inf) would be NaN.
         weighted = torch.where(expected > -math.inf, plain + target.log() - expected, -math.inf)

@@ -51,18 +51,14 @@ def rollout(
 
     Raises:
         TypeError: not a `MixingMap`; a residual that is no number.
-        ValueError: input maps; keys that are not the tokens; layers that do not follow one another; a
-            residual outside 0 to 1, or None where the method has none; scores below 0; no heads for `per_head`.
+        ValueError: input maps; keys that are not the tokens; layers that do not follow one another; scores
+            below 0; a residual outside 0 to 1, or None where the method has none; no heads for `per_head`.
     """
-    refuse_unstackable(mixing_map, "rollout")
-    weight = residual_weight(mixing_map, residual)
-    chosen = layers_between(mixing_map, from_layer, to_layer)
+    chosen, weight = layers_to_mix(mixing_map, "rollout", residual, from_layer, to_layer, drop_bos)
     if per_head and not chosen.has_heads:
         raise ValueError(
             f"per_head: expected a map with heads, got scores of shape {tuple(chosen.scores.shape)}"
         )
-    if drop_bos:
-        chosen = chosen.drop_bos()
     maps, notes = mixed_layers(chosen, weight)
     heads = None
     if per_head:
@@ -157,12 +153,17 @@ def to_float64(scores: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return (scores.cpu() if scores.device.type == "mps" else scores).to(torch.float64)
 
 
-def layers_between(mixing_map: MixingMap, from_layer: int | None, to_layer: int | None) -> MixingMap:
-    """The map of two layers and those between, by label; None: the first, the last.
-
-    Raises:
-        ValueError: `from_layer` above `to_layer`; labels that do not follow one another.
-    """
+def layers_to_mix(
+    mixing_map: MixingMap,
+    purpose: str,
+    residual: float | None,
+    from_layer: int | None,
+    to_layer: int | None,
+    drop_bos: bool,
+) -> tuple[MixingMap, float]:
+    """The map of the layers that are asked for, and the residual weight w. Args and errors: as `rollout`."""
+    refuse_unstackable(mixing_map, purpose)
+    weight = residual_weight(mixing_map, residual)
     labels = mixing_map.layer_labels
     first = 0 if from_layer is None else mixing_map.layer_index(from_layer)
     last = len(labels) - 1 if to_layer is None else mixing_map.layer_index(to_layer)
@@ -178,7 +179,8 @@ def layers_between(mixing_map: MixingMap, from_layer: int | None, to_layer: int 
             "between with lm.run(..., layers=...), or, where these do follow one another, say so with "
             ".replace(layers=None)"
         )
-    return mixing_map.select_layers(chosen)
+    layers = mixing_map.select_layers(chosen)
+    return layers.drop_bos() if drop_bos else layers, weight
 
 
 def reached_inputs(

@@ -96,9 +96,7 @@ class _Edge(NamedTuple):
 
 
 def _strongest(scores: Float[Tensor, "layer query key"], ordinary: Bool[Tensor, " pos"]) -> int:
-    total = scores.sum(0).clamp_min(0)
-    rows = (total - torch.diag(torch.diagonal(total))).sum(-1).cpu()
-    rows = torch.where(ordinary, rows, -torch.ones_like(rows))
+    rows = scores.sum(0).clamp_min(0).fill_diagonal_(0).sum(-1).cpu().masked_fill(~ordinary, -1)
     if float(rows.max()) <= 0:
         raise ValueError(
             "mixing_map: expected a positive score between two tokens, got none; no tree to grow"
@@ -110,9 +108,8 @@ def _shares(
     scores: Float[Tensor, "layer query key"], ordinary: Bool[Tensor, " pos"]
 ) -> Float[Tensor, "layer query key"]:
     """Scores as a share of the largest of the layer's ordinary rows; 0 in a layer without a positive one."""
-    largest = scores[:, ordinary.to(scores.device)].flatten(1).amax(-1)
-    shares = scores / largest.clamp_min(torch.finfo(scores.dtype).tiny)[:, None, None]
-    return torch.where(largest[:, None, None] > 0, shares, torch.zeros_like(scores)).cpu()
+    largest = scores[:, ordinary.to(scores.device)].amax((1, 2), keepdim=True)
+    return torch.where(largest > 0, scores / largest, 0.0).cpu()
 
 
 def _grow(

@@ -17,12 +17,9 @@ from lens_mix.maps.positions import as_positions, is_whole
 def as_scores(scores: object) -> Float[Tensor, "layer *head query key"]:
     """A detached floating-point tensor `[layer, query, key]` or `[layer, head, query, key]`.
 
-    Tensors keep their dtype and device and are not copied; numpy arrays and nested lists are
-    copied (Python floats become float64); whole numbers and booleans become float32.
-
-    Raises:
-        TypeError: not a tensor, array or nested list of numbers; complex numbers.
-        ValueError: ragged lists, a wrong number of axes, an empty axis.
+    Tensors keep their dtype and device and are not copied; numpy arrays and nested lists are copied
+    (Python floats become float64); whole numbers and booleans become float32. Anything but real numbers is
+    a TypeError; ragged lists, a wrong number of axes, or an empty axis a ValueError.
     """
     tensor = scores.detach() if isinstance(scores, Tensor) else _from_array(scores)
     if tensor.is_complex():
@@ -44,30 +41,25 @@ def _from_array(scores: object) -> Tensor:
         return torch.stack([item.detach() for item in scores])
     try:
         array = np.array(scores)
-        if array.dtype == object or array.dtype.kind not in "fiubc":
+        if array.dtype.kind not in "fiubc":
             raise TypeError(f"scores: expected numbers, got {type(scores).__name__} of {array.dtype}")
         return torch.from_numpy(array)
     except ValueError as error:
-        raise ValueError(
-            f"scores: expected a tensor, an array or an evenly nested list, got {error}"
-        ) from error
+        message = f"scores: expected a tensor, an array or an evenly nested list, got {error}"
+        raise ValueError(message) from error
 
 
 def refuse_non_finite(scores: Tensor, layers: Sequence[int], queries: Sequence[int]) -> None:
-    """Refuse NaN and infinity.
-
-    Raises:
-        ValueError: naming the first such entry.
-    """
+    """Raise a ValueError that names the first NaN or infinity, if any."""
     # A sum is finite only if every number in it is; it needs no tensor as large as the scores.
     if math.isfinite(scores.sum().item()):
         return
-    finite = torch.isfinite(scores)
-    if not bool(finite.all()):
-        where = (~finite).nonzero()[0].tolist()
+    wrong = ~torch.isfinite(scores)
+    if bool(wrong.any()):
+        where = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"scores: expected finite numbers, got {scores[tuple(where)].item()} at "
-            f"{_entry(where, layers, queries)} ({int((~finite).sum())} such entries)"
+            f"{_entry(where, layers, queries)} ({int(wrong.sum())} such entries)"
         )
 
 
@@ -77,21 +69,22 @@ def _entry(where: Sequence[int], layers: Sequence[int], queries: Sequence[int]) 
     return f"layer {layers[layer]},{heads} query {queries[query]}, key {key}"
 
 
+def _as_list(values: object, argument: str, items: str) -> list[Any]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{argument}: expected a list of {items}, got {type(values).__name__}")
+    return list(values)
+
+
 def as_tokens(tokens: object, count: int | None, argument: str, axis: str) -> list[str]:
     """`tokens` as a list of strings, one per place of an axis of `count` places (None: of any length).
 
-    Raises:
-        TypeError: one string, or anything that is not a sequence of strings.
-        ValueError: another number of tokens than the axis has positions.
+    Anything but strings is a TypeError, another number of them a ValueError.
     """
-    if isinstance(tokens, str) or not isinstance(tokens, Iterable):
-        raise TypeError(f"{argument}: expected a list of strings, got {type(tokens).__name__}")
-    strings = list(tokens)
+    strings = _as_list(tokens, argument, "strings")
     for position, token in enumerate(strings):
         if not isinstance(token, str):
-            raise TypeError(
-                f"{argument}: expected strings, got {type(token).__name__} at position {position}"
-            )
+            kind = type(token).__name__
+            raise TypeError(f"{argument}: expected strings, got {kind} at position {position}")
     if count is not None and len(strings) != count:
         raise ValueError(
             f"{argument}: expected {count}, one per {axis} position of scores, got {len(strings)}"
@@ -102,13 +95,9 @@ def as_tokens(tokens: object, count: int | None, argument: str, axis: str) -> li
 def as_queries(queries: object, count: int, rows: int) -> list[int] | None:
     """The positions of `rows` rows among `count` tokens; None where they are all positions in order.
 
-    Raises:
-        TypeError: not a list.
-        ValueError: no such position, one twice, or another number of them than there are rows.
+    No list is a TypeError; no such position, one twice, or another number of them a ValueError.
     """
-    if isinstance(queries, str) or not isinstance(queries, Iterable):
-        raise TypeError(f"queries: expected a list of positions, got {type(queries).__name__}")
-    positions = as_positions(queries, count)
+    positions = as_positions(_as_list(queries, "queries", "positions"), count)
     if len(positions) != rows:
         raise ValueError(f"queries: expected {rows} positions, one per row of scores, got {len(positions)}")
     return None if positions == list(range(count)) else positions
@@ -117,43 +106,33 @@ def as_queries(queries: object, count: int, rows: int) -> list[int] | None:
 def as_mask(mask: object, scores: Tensor) -> Bool[Tensor, "*layer query key"] | None:
     """`mask` as a boolean tensor `[query, key]` or `[layer, query, key]` on the device of `scores`.
 
-    Raises:
-        TypeError: neither booleans nor the numbers 0 and 1.
-        ValueError: a shape that does not fit `scores`.
+    Other numbers than 0 and 1 are a TypeError, a shape that does not fit `scores` is a ValueError.
     """
     if mask is None:
         return None
     tensor = mask.detach() if isinstance(mask, Tensor) else torch.as_tensor(np.array(mask))
-    if tensor.dtype != torch.bool:
-        if not bool(((tensor == 0) | (tensor == 1)).all()):
-            raise TypeError(
-                f"mask: expected booleans (True: the query could see the key), got {tensor.dtype}"
-            )
-        tensor = tensor.bool()
-    matrix, stack = tuple(scores.shape[-2:]), (scores.shape[0], *scores.shape[-2:])
+    if tensor.dtype != torch.bool and not bool(((tensor == 0) | (tensor == 1)).all()):
+        raise TypeError(f"mask: expected booleans (True: the query could see the key), got {tensor.dtype}")
+    matrix, stack = tuple(scores.shape[-2:]), (len(scores), *scores.shape[-2:])
     if tuple(tensor.shape) not in (matrix, stack):
         raise ValueError(
             f"mask: expected shape {matrix} [query, key] or {stack} [layer, query, key], "
             f"got {tuple(tensor.shape)}"
         )
-    return tensor.to(scores.device)
+    return tensor.to(scores.device, torch.bool)
 
 
 def as_layers(layers: object, count: int) -> list[int]:
     """Labels of the layers: `count` different whole numbers, 0 or more.
 
-    Raises:
-        TypeError: not a sequence of whole numbers.
-        ValueError: another count than scores has layers, a negative or a repeated label.
+    Anything but whole numbers is a TypeError; another count, a negative or a repeated label a ValueError.
     """
     if layers is None:
         return list(range(count))
-    if isinstance(layers, str) or not isinstance(layers, Iterable):
-        raise TypeError(f"layers: expected a list of whole numbers, got {type(layers).__name__}")
-    given = list(layers)
-    if not all(is_whole(label) for label in given):
-        raise TypeError(f"layers: expected whole numbers, got {given}")
-    labels = [int(label) for label in given]
+    labels = _as_list(layers, "layers", "whole numbers")
+    if not all(is_whole(label) for label in labels):
+        raise TypeError(f"layers: expected whole numbers, got {labels}")
+    labels = [int(label) for label in labels]
     if len(labels) != count:
         raise ValueError(f"layers: expected {count} labels, one per layer of scores, got {len(labels)}")
     if min(labels) < 0 or len(set(labels)) != len(labels):
@@ -162,12 +141,7 @@ def as_layers(layers: object, count: int) -> list[int]:
 
 
 def as_residual(residual: object, argument: str = "residual") -> float:
-    """A residual weight, 0 to 1.
-
-    Raises:
-        TypeError: not a number.
-        ValueError: outside 0 to 1, or NaN.
-    """
+    """A residual weight; no number is a TypeError, NaN or one outside 0 to 1 a ValueError."""
     if isinstance(residual, bool) or not isinstance(residual, (int, float, np.integer, np.floating)):
         raise TypeError(f"{argument}: expected a number from 0 to 1, got {type(residual).__name__}")
     if not 0.0 <= float(residual) <= 1.0:
@@ -191,12 +165,12 @@ def visible_keys(
     mask: Tensor | None, causal: bool, scores: Tensor, queries: Sequence[int]
 ) -> Bool[Tensor, "layer query key"]:
     """Which keys each query could see; `queries` are the positions of the rows."""
-    if mask is None:
-        shape = scores.shape[-2:]
-        mask = torch.ones(shape, dtype=torch.bool, device=scores.device)
-        if causal:
-            mask = ~later_keys(shape[1], queries, scores.device)
-    return mask.expand(scores.shape[0], *scores.shape[-2:])
+    rows, keys = scores.shape[-2:]
+    if mask is None and causal:
+        mask = ~later_keys(keys, queries, scores.device)
+    elif mask is None:
+        mask = torch.ones(rows, keys, dtype=torch.bool, device=scores.device)
+    return mask.expand(scores.shape[0], rows, keys)
 
 
 def later_keys(count: int, queries: Sequence[int], device: torch.device) -> Bool[Tensor, "query key"]:
@@ -206,13 +180,10 @@ def later_keys(count: int, queries: Sequence[int], device: torch.device) -> Bool
 
 
 def refuse_hidden_weight(
-    scores: Tensor, visible: Tensor, causal: bool, layers: Sequence[int], queries: Sequence[int]
+    scores: Tensor, mask: Tensor | None, causal: bool, layers: Sequence[int], queries: Sequence[int]
 ) -> None:
-    """Refuse a weight on a key that its query could not see.
-
-    Raises:
-        ValueError: naming the first such entry.
-    """
+    """Raise a ValueError that names the first weight on a key that its query could not see, if any."""
+    visible = visible_keys(mask, causal, scores, queries)
     # One layer at a time and without a comparison of numbers: four times as fast.
     for place, (matrices, seen) in enumerate(zip(scores, visible, strict=True)):
         weighted = matrices.bool()
@@ -229,20 +200,14 @@ def refuse_hidden_weight(
 
 
 def refuse_causal_contradictions(mask: Tensor | None, key_tokens: object, queries: Sequence[int]) -> None:
-    """Refuse `causal=True` where the key axis is not the tokens, or where the mask says otherwise.
-
-    Raises:
-        ValueError: with the reason.
-    """
+    """Raise a ValueError for `causal=True` where the keys are not the tokens, or the mask says otherwise."""
     if key_tokens is not None:
         raise ValueError(
             "causal: expected False where key_tokens are given (their order says nothing about the "
             "queries'); say with mask= which keys each query could see"
         )
-    if mask is None:
-        return
-    wrong = mask & later_keys(mask.shape[-1], queries, mask.device)
-    if bool(wrong.any()):
+    wrong = None if mask is None else mask & later_keys(mask.shape[-1], queries, mask.device)
+    if wrong is not None and bool(wrong.any()):
         *_, query, key = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"mask: expected no visible key above the diagonal with causal=True, got one at query "

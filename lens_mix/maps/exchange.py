@@ -1,10 +1,11 @@
-"""A `MixingMap` as a file, a table, a labelled array, a graph or a line of text."""
+"""A `MixingMap` as a file, a table, a labelled array, a graph or a line of text; most are its methods."""
 
 from __future__ import annotations
 
 import html
 import json
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,19 +22,16 @@ if TYPE_CHECKING:
     from lens_mix.maps import MixingMap
 
 FORMAT = "lens_mix.MixingMap/1"
-_FIELDS = (
-    *("tokens", "method", "causal", "key_tokens", "parameters"),
-    *("residual", "kind", "layers", "provenance", "notes"),
-)
+_FIELDS = "tokens method causal key_tokens parameters residual kind layers provenance notes".split()
 # Written since rows can be asked for; a file without it holds all rows.
 _OPTIONAL = ("queries",)
 
 
-def save_map(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
-    """Write `scores` and `mask` as safetensors, everything else as JSON in the file's metadata.
+def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
+    """Write the map to a safetensors file; `MixingMap.load` gives back the same, to the bit.
 
-    Raises:
-        TypeError: an entry of `parameters` or `provenance` that JSON cannot hold, by its name.
+    What is no tensor goes as JSON into the metadata. Something in `parameters` or `provenance` that JSON
+    cannot hold is a TypeError.
     """
     from safetensors.torch import save_file
 
@@ -47,14 +45,11 @@ def save_map(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
 
 
 def _refuse_beyond_json(value: Any, name: str) -> None:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
+    if isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(value, dict) and not isinstance(key, str):
                 raise TypeError(f"{name}: expected names as strings to save them, got {key!r}")
             _refuse_beyond_json(item, f"{name}[{key!r}]")
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _refuse_beyond_json(item, f"{name}[{index}]")
     elif value is not None and not isinstance(value, (str, int, float, bool)):
         raise TypeError(
             f"{name}: expected something JSON can hold to save it, got {type(value).__name__} {value!r}"
@@ -62,12 +57,7 @@ def _refuse_beyond_json(value: Any, name: str) -> None:
 
 
 def load_map(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> dict[str, Any]:
-    """The fields of a map written by `save_map`.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a file that holds no map, or one of another format, or a damaged one.
-    """
+    """The fields of a map written by `save`; errors as `MixingMap.load`."""
     from safetensors import SafetensorError, safe_open
 
     place, expected = os.fspath(path), f"path: expected a map that MixingMap.save wrote ({FORMAT!r})"
@@ -81,22 +71,16 @@ def load_map(path: str | os.PathLike[str], device: str | torch.device = "cpu") -
             fields: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except SafetensorError as problem:
         raise ValueError(f"{expected}, got {place}, which is no safetensors file: {problem}") from problem
-    record = _record(metadata.get("record"))
-    missing = [name for name in _FIELDS if name not in record]
-    missing += [] if "scores" in fields else ["scores"]
+    try:
+        record = json.loads(metadata.get("record", ""))
+    except json.JSONDecodeError:
+        record = None
+    if isinstance(record, dict):
+        fields |= {name: record[name] for name in (*_FIELDS, *_OPTIONAL) if name in record}
+    missing = [name for name in (*_FIELDS, "scores") if name not in fields]
     if missing:
         raise ValueError(f"{expected}, got {place}, which lacks {missing}")
-    fields.update({name: record.get(name) for name in (*_FIELDS, *_OPTIONAL)})
-    fields["notes"] = tuple(fields["notes"])
     return fields
-
-
-def _record(text: str | None) -> dict[str, Any]:
-    try:
-        record = json.loads(text or "")
-    except json.JSONDecodeError:
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def to_numpy(tensor: Tensor) -> Any:
@@ -106,51 +90,40 @@ def to_numpy(tensor: Tensor) -> Any:
     return tensor.cpu().numpy()
 
 
-def map_dataframe(mixing_map: MixingMap) -> pandas.DataFrame:
-    """Long form: one row per layer, (head,) query and key."""
+def _axes(mixing_map: MixingMap) -> dict[str, Sequence[int]]:
+    """The axes of `scores`: their names, and the label or position of each place on them."""
+    heads = {"head": range(mixing_map.scores.shape[1])} if mixing_map.has_heads else {}
+    rows = {"query": mixing_map.query_positions, "key": range(len(mixing_map.key_labels))}
+    return {"layer": mixing_map.layer_labels, **heads, **rows}
+
+
+def to_dataframe(mixing_map: MixingMap) -> pandas.DataFrame:
+    """Long form: columns layer, (head,) query, key, query_token, key_token, score."""
     import numpy as np
     import pandas as pd
 
-    scores = to_numpy(mixing_map.scores)
-    axes = [axis.ravel() for axis in np.indices(scores.shape)]
-    columns = {"layer": np.asarray(mixing_map.layer_labels)[axes[0]]}
-    if mixing_map.has_heads:
-        columns["head"] = axes[1]
-    columns["query"], columns["key"] = np.asarray(mixing_map.query_positions)[axes[-2]], axes[-1]
-    columns["query_token"] = np.asarray(mixing_map.query_labels, dtype=object)[axes[-2]]
-    columns["key_token"] = np.asarray(mixing_map.key_labels, dtype=object)[axes[-1]]
-    columns["score"] = scores.ravel()
-    return pd.DataFrame(columns)
+    axes = _axes(mixing_map)
+    table = pd.MultiIndex.from_product(list(axes.values()), names=list(axes)).to_frame(index=False)
+    table["query_token"] = np.asarray(mixing_map.tokens, dtype=object)[table["query"]]
+    table["key_token"] = np.asarray(mixing_map.key_labels, dtype=object)[table["key"]]
+    table["score"] = to_numpy(mixing_map.scores).ravel()
+    return table
 
 
-def map_xarray(mixing_map: MixingMap) -> xarray.DataArray:
-    """A labelled array with the record's other fields as attributes (nested ones as JSON)."""
+def to_xarray(mixing_map: MixingMap) -> xarray.DataArray:
+    """A labelled array: dimensions layer, (head,) query, key; tokens as coordinates, the rest as attrs."""
     try:
         import xarray
     except ImportError as error:
         raise ImportError("to_xarray needs xarray: pip install 'lens_mix[xarray]'") from error
 
-    dims = ("layer", "head", "query", "key") if mixing_map.has_heads else ("layer", "query", "key")
-    coordinates: dict[str, Any] = {
-        "layer": mixing_map.layer_labels,
-        "query": mixing_map.query_positions,
-        "key": range(len(mixing_map.key_labels)),
-        "query_token": ("query", mixing_map.query_labels),
-        "key_token": ("key", mixing_map.key_labels),
-    }
-    if mixing_map.has_heads:
-        coordinates["head"] = range(mixing_map.scores.shape[1])
-    attributes = {
-        "method": mixing_map.method,
-        "kind": mixing_map.kind,
-        "causal": int(mixing_map.causal),
-        "parameters": json.dumps(mixing_map.parameters, default=str),
-        "provenance": json.dumps(mixing_map.provenance, default=str),
-        "notes": json.dumps(mixing_map.notes),
-    }
-    return xarray.DataArray(
-        to_numpy(mixing_map.scores), dims=dims, coords=coordinates, name="score", attrs=attributes
-    )
+    axes = _axes(mixing_map)
+    tokens = {"query_token": ("query", mixing_map.query_labels), "key_token": ("key", mixing_map.key_labels)}
+    attributes = {"method": mixing_map.method, "kind": mixing_map.kind, "causal": int(mixing_map.causal)}
+    for name in ("parameters", "provenance", "notes"):
+        attributes[name] = json.dumps(getattr(mixing_map, name), default=str)
+    scores = to_numpy(mixing_map.scores)
+    return xarray.DataArray(scores, {**axes, **tokens}, list(axes), name="score", attrs=attributes)
 
 
 def layer_graph(
@@ -184,23 +157,20 @@ def stack_graph(
     for level in range(len(matrices) + 1):
         for position, token in enumerate(mixing_map.tokens):
             graph.add_node((level, position), token=token, position=position, level=level)
-    for level, matrix in enumerate(matrices):
-        label = mixing_map.layer_labels[level]
+    for level, (label, matrix) in enumerate(zip(mixing_map.layer_labels, matrices, strict=True)):
         for query, key, weight in _edges(matrix, threshold):
             graph.add_edge((level, key), (level + 1, query), weight=weight, layer=label)
     return graph
 
 
 def _edges(matrix: Float[Tensor, "query key"], threshold: float) -> list[tuple[int, int, float]]:
-    chosen = (matrix.abs() > threshold).nonzero()
-    weights = matrix[chosen[:, 0], chosen[:, 1]].tolist()
-    return [(query, key, weight) for (query, key), weight in zip(chosen.tolist(), weights, strict=True)]
+    rows, keys = (matrix.abs() > threshold).nonzero(as_tuple=True)
+    return list(zip(rows.tolist(), keys.tolist(), matrix[rows, keys].tolist(), strict=True))
 
 
 def describe(mixing_map: MixingMap) -> str:
     """One line: method, kind, shape, dtype and the first tokens."""
-    names = ("layer", "head", "query", "key") if mixing_map.has_heads else ("layer", "query", "key")
-    shape = " ".join(f"{name}={size}" for name, size in zip(names, mixing_map.scores.shape, strict=True))
+    shape = " ".join(f"{name}={len(places)}" for name, places in _axes(mixing_map).items())
     tokens = mixing_map.tokens
     shown = ", ".join(repr(token) for token in tokens[:6]) + (", …" if len(tokens) > 6 else "")
     aggregation = mixing_map.provenance.get("aggregation")

@@ -16,22 +16,14 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 def as_count(value: object, argument: str) -> int:
-    """A whole number, 1 or more.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """A whole number, 1 or more; anything else is a ValueError."""
     if not is_whole(value) or value < 1:
         raise ValueError(f"{argument}: expected a whole number, 1 or more, got {value!r}")
     return value
 
 
 def as_position(value: object, count: int, argument: str = "query", also: str = "") -> int:
-    """One of `count` positions; a negative number counts from the end.
-
-    Raises:
-        ValueError: no such position; `also` names what else the argument may be.
-    """
+    """One of `count` positions (negative: from the end), or a ValueError; `also`: what else may be given."""
     if not is_whole(value) or not -count <= value < count:
         raise ValueError(f"{argument}: expected {also}a position from {-count} to {count - 1}, got {value!r}")
     return int(value) % count
@@ -40,8 +32,7 @@ def as_position(value: object, count: int, argument: str = "query", also: str = 
 def as_positions(values: object, count: int) -> list[int]:
     """Different positions of the `queries` argument: a number, a slice, or several numbers.
 
-    Raises:
-        ValueError: no such position, none at all, or one twice.
+    No such position, none at all, or one twice is a ValueError.
     """
     if isinstance(values, slice):
         values = range(count)[values]
@@ -57,8 +48,7 @@ def as_positions(values: object, count: int) -> list[int]:
 def query_position(tokens: Sequence[str], query: int | str, argument: str = "query") -> int:
     """The position of a query given as a position (negative: from the end) or as a token.
 
-    Raises:
-        ValueError: no such position; a token that does not occur exactly once.
+    No such position, or a token that does not occur exactly once, is a ValueError.
     """
     if not isinstance(query, str):
         return as_position(query, len(tokens), argument)
@@ -74,21 +64,16 @@ def query_position(tokens: Sequence[str], query: int | str, argument: str = "que
 def kept_positions(tokens: Sequence[str], dropped: Dropped) -> list[int]:
     """The positions left when others are dropped by position, by token, or by a function of the token.
 
-    Raises:
-        TypeError: anything else.
-        ValueError: no such position or token; nothing left.
+    Anything else is a TypeError; no such position or token, or nothing left, a ValueError.
     """
-    count = len(tokens)
     if callable(dropped):
         gone = {position for position, token in enumerate(tokens) if dropped(token)}
     else:
-        if not isinstance(dropped, (numbers.Integral, Iterable)):
-            raise TypeError(f"tokens: expected positions, tokens or a function, got {dropped!r}")
-        items = [dropped] if isinstance(dropped, (numbers.Integral, str)) else list(dropped)
+        items = [dropped] if isinstance(dropped, str) or not isinstance(dropped, Iterable) else dropped
         gone = {position for item in items for position in _positions_of(tokens, item)}
-    kept = [position for position in range(count) if position not in gone]
+    kept = [position for position in range(len(tokens)) if position not in gone]
     if not kept:
-        raise ValueError(f"tokens: expected some token to be left, got all {count} dropped")
+        raise ValueError(f"tokens: expected some token to be left, got all {len(tokens)} dropped")
     return kept
 
 

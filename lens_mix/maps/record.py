@@ -24,8 +24,6 @@ from lens_mix.maps.positions import (
 
 if TYPE_CHECKING:
     import networkx
-    import pandas
-    import xarray
     from matplotlib.figure import Figure
 
 Groups = Sequence[str] | Sequence[Sequence[int]] | None
@@ -47,19 +45,19 @@ class MixingMap:
 
         >>> lm.MixingMap(scores=A, tokens=["The", " cat"], method="attention", causal=True)
 
-    Maps are never changed: every method returns a new one. A tensor given as `scores` is detached
-    and not copied. A layer is named by its label in `layers`, a row by its position in the prompt;
-    negative numbers count from the last layer that is held and from the end of the prompt.
+    Maps are never changed: every method returns a new one. A tensor given as `scores` is detached and not
+    copied. A layer is named by its label in `layers`, a row by its position in the prompt; negative numbers
+    count from the last layer that is held and from the end of the prompt.
 
     Attributes:
         scores: `[layer, query, key]` or `[layer, head, query, key]`, raw, as the method defines them.
         tokens: one string per position of the prompt.
         method: name of the method.
         causal: whether no query can see a later key.
-        mask: which keys each query could see, booleans `[query, key]` or `[layer, query, key]`;
-            None: all, or those up to its own position when `causal`.
-        key_tokens: one string per key position where the key axis is not the tokens (spans, or
-            another sequence as in cross-attention), else None.
+        mask: which keys each query could see, booleans `[query, key]` or `[layer, query, key]`; None: all,
+            or those up to its own position when `causal`.
+        key_tokens: one string per key position where the key axis is not the tokens (spans, or another
+            sequence as in cross-attention), else None.
         parameters: of the method, by name.
         residual: the residual weight, 0 to 1, that rollout uses when asked with None.
         kind: "layer" (each map speaks of one block) or "input" (of the stack down to the input).
@@ -71,8 +69,8 @@ class MixingMap:
 
     Raises:
         TypeError: scores, tokens, mask, layers, queries or residual of a wrong type.
-        ValueError: shapes that do not fit each other; NaN or infinity; weight on a key that its
-            query could not see (the entry is named).
+        ValueError: shapes that do not fit each other; NaN or infinity; weight on a key that its query could
+            not see (the entry is named).
     """
 
     # Plain tensors, because arrays and nested lists are taken too; their shapes are checked below.
@@ -93,13 +91,11 @@ class MixingMap:
     def __post_init__(self) -> None:
         scores = checks.as_scores(self.scores)
         rows, keys = scores.shape[-2:]
-        key_tokens = self.key_tokens
+        key_tokens, queries = self.key_tokens, None
         if key_tokens is not None:
             key_tokens = checks.as_tokens(key_tokens, keys, "key_tokens", "key")
-        queries = None
         if self.queries is not None:
-            count = keys if key_tokens is None else None
-            tokens = checks.as_tokens(self.tokens, count, "tokens", "key")
+            tokens = checks.as_tokens(self.tokens, keys if key_tokens is None else None, "tokens", "key")
             queries = checks.as_queries(self.queries, len(tokens), rows)
         elif key_tokens is None and rows != keys:
             raise ValueError(
@@ -119,21 +115,12 @@ class MixingMap:
         layers = checks.as_layers(self.layers, scores.shape[0])
         checks.refuse_non_finite(scores, layers, positions)
         if self.causal or mask is not None:
-            visible = checks.visible_keys(mask, self.causal, scores, positions)
-            checks.refuse_hidden_weight(scores, visible, self.causal, layers, positions)
-        values = {
-            "scores": scores,
-            "tokens": tokens,
-            "causal": bool(self.causal),
-            "mask": mask,
-            "key_tokens": key_tokens,
-            "parameters": checks.as_plain(self.parameters),
-            "residual": None if self.residual is None else checks.as_residual(self.residual),
-            "layers": layers,
-            "provenance": checks.as_plain(self.provenance),
-            "notes": (self.notes,) if isinstance(self.notes, str) else tuple(self.notes),
-            "queries": queries,
-        }
+            checks.refuse_hidden_weight(scores, mask, self.causal, layers, positions)
+        values: dict[str, Any] = {"scores": scores, "tokens": tokens, "mask": mask, "layers": layers}
+        values |= {"key_tokens": key_tokens, "queries": queries, "causal": bool(self.causal)}
+        values |= {name: checks.as_plain(getattr(self, name)) for name in ("parameters", "provenance")}
+        values["residual"] = None if self.residual is None else checks.as_residual(self.residual)
+        values["notes"] = (self.notes,) if isinstance(self.notes, str) else tuple(self.notes)
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -171,8 +158,7 @@ class MixingMap:
     def row_index(self, query: int | str, argument: str = "query") -> int:
         """Place on the query axis of a position (negative: from the end of the prompt), or of a token.
 
-        Raises:
-            ValueError: no such position; a token that does not occur exactly once; a row that is not held.
+        No such position, a token that does not occur exactly once, or a row that is not held is a ValueError.
         """
         position = query_position(self.tokens, query, argument)
         if self.queries is None:
@@ -185,11 +171,7 @@ class MixingMap:
         return self.queries.index(position)
 
     def require_every_row(self, purpose: str, argument: str = "mixing_map") -> None:
-        """Refuse a map that holds the rows of some positions only.
-
-        Raises:
-            ValueError: naming the rows that are held.
-        """
+        """Raise a ValueError that names the rows that are held, where these are not all."""
         if self.queries is not None:
             raise ValueError(
                 f"{argument}: expected the rows of all {len(self.tokens)} positions for {purpose}, got only "
@@ -199,9 +181,7 @@ class MixingMap:
     def layer_index(self, layer: int) -> int:
         """Place on the layer axis of the layer with this label (negative: from the end).
 
-        Raises:
-            TypeError: not a whole number.
-            ValueError: no such layer.
+        Anything but a whole number is a TypeError, no such layer a ValueError.
         """
         if isinstance(layer, bool) or not isinstance(layer, int):
             raise TypeError(f"layer: expected a whole number, got {type(layer).__name__}")
@@ -232,11 +212,8 @@ class MixingMap:
     def select_queries(self, queries: Queries) -> MixingMap:
         """The rows of some queries, in the order given; keys and tokens stay.
 
-        Args:
-            queries: a position, several, or a slice of the prompt's positions (negative: from the end).
-
-        Raises:
-            ValueError: no such position, none at all, one twice, or a row that is not held.
+        Queries are a position, several, or a slice of the prompt's positions (negative: from the end). No
+        such position, none at all, one twice, or a row that is not held is a ValueError.
         """
         positions = as_positions(queries, len(self.tokens))
         rows = [self.row_index(position, "queries") for position in positions]
@@ -244,11 +221,7 @@ class MixingMap:
         return self.replace(scores=self.scores[..., rows, :], mask=mask, queries=positions)
 
     def head(self, head: int) -> MixingMap:
-        """The maps of one head, `[layer, query, key]`.
-
-        Raises:
-            ValueError: no head axis, or no such head.
-        """
+        """The maps of one head, `[layer, query, key]`; no head axis or no such head is a ValueError."""
         if not self.has_heads:
             raise ValueError(f"head: expected a map with heads, got shape {tuple(self.scores.shape)}")
         count = self.scores.shape[1]
@@ -261,12 +234,8 @@ class MixingMap:
     def normalized(self, negative: Literal["refuse", "clip", "absolute"] = "refuse") -> MixingMap:
         """Rows divided by their sum (float32 or better). An all-zero row stays zeros, and a note says which.
 
-        Args:
-            negative: what to do with negative scores, whose rows have no shares to speak of: refuse,
-                set them to 0, or take the absolute value of all scores.
-
-        Raises:
-            ValueError: negative scores with `negative="refuse"`.
+        Rows with negative scores have no shares to speak of: `negative` says whether to refuse them (a
+        ValueError), to set such scores to 0, or to take the absolute value of all scores.
         """
         shares, empty = arithmetic.normalise_rows(self.scores, negative)
         notes = arithmetic.with_empty_rows(self.notes, empty, self.layer_labels, self.query_positions)
@@ -279,10 +248,8 @@ class MixingMap:
 
         Args:
             how: "mean" or "max" over heads.
-            weights: one per head, `[head]` or `[layer, head]`, 0 or more, for a weighted mean.
-
-        Raises:
-            ValueError: unknown `how`; weights of a wrong shape, negative, or summing to 0.
+            weights: one per head, `[head]` or `[layer, head]`, 0 or more and not all 0, for a weighted mean;
+                others are a ValueError.
         """
         if how not in ("mean", "max") or (weights is not None and how != "mean"):
             raise ValueError(f"how: expected 'mean' (with or without weights) or 'max', got {how!r}")
@@ -294,8 +261,7 @@ class MixingMap:
         """The map without some tokens; not renormalised.
 
         Args:
-            tokens: a position or a token, several of them, or a function token -> bool. A token is
-                dropped wherever it occurs.
+            tokens: a position or a token (dropped wherever it occurs), several, or a function token -> bool.
             axis: "both" for maps whose keys are the tokens; "query" or "key" for one axis only.
 
         Raises:
@@ -305,9 +271,8 @@ class MixingMap:
             raise ValueError(f"axis: expected 'both', 'query' or 'key', got {axis!r}")
         if axis == "both" and self.key_tokens is not None:
             raise ValueError("axis: expected 'query' or 'key' on a map with key_tokens, got 'both'")
-        every_query, every_key = range(len(self.tokens)), range(len(self.key_labels))
-        kept = list(every_query) if axis == "key" else kept_positions(self.tokens, tokens)
-        keys = list(every_key) if axis == "query" else kept_positions(self.key_labels, tokens)
+        kept = kept_positions(self.tokens, () if axis == "key" else tokens)
+        keys = kept_positions(self.key_labels, () if axis == "query" else tokens)
         place_after = {position: place for place, position in enumerate(kept)}
         held = self.query_positions
         rows = [row for row, position in enumerate(held) if position in place_after]
@@ -315,19 +280,18 @@ class MixingMap:
             raise ValueError(
                 f"tokens: expected a row to be left, got all rows that are held, {shortened(held)}, dropped"
             )
-        fields: dict[str, Any] = {"mask": self.mask, "key_tokens": None}
+        mask, key_tokens, causal = self.mask, None, self.causal
         if axis != "both":
             # The triangle is told by position, so it must be written out before one axis shrinks alone.
-            fields["mask"] = self.visible()[0] if self.mask is None and self.causal else self.mask
-            fields["key_tokens"] = [self.key_labels[key] for key in keys]
-            fields["causal"] = False
-        if fields["mask"] is not None:
-            fields["mask"] = fields["mask"][..., rows, :][..., keys]
+            mask = self.visible()[0] if mask is None and causal else mask
+            key_tokens, causal = [self.key_labels[key] for key in keys], False
         return self.replace(
             scores=self.scores[..., rows, :][..., keys],
             tokens=[self.tokens[position] for position in kept],
             queries=[place_after[held[row]] for row in rows],
-            **fields,
+            mask=None if mask is None else mask[..., rows, :][..., keys],
+            key_tokens=key_tokens,
+            causal=causal,
         )
 
     def drop_bos(self) -> MixingMap:
@@ -335,29 +299,25 @@ class MixingMap:
         return self.drop(0)
 
     def merge_words(
-        self,
-        groups: Groups = None,
-        keys: str = "sum",
-        queries: str = "mean",
-        key_groups: Groups = None,
+        self, groups: Groups = None, keys: str = "sum", queries: str = "mean", key_groups: Groups = None
     ) -> MixingMap:
         """Subword pieces merged into words, on both axes (float32 or better).
 
-        With the defaults, rows that sum to 1 still do. Roll out before merging: uniform attention
-        over pieces is not uniform over words. Of a map that holds only some rows, the words whose rows are
-        all held come back (with queries="first" or "last": whose first or last row is held); a note names
-        the words that were left out although a row of theirs is held.
+        With the defaults, rows that sum to 1 still do. Roll out before merging: uniform attention over pieces
+        is not uniform over words. Of a map that holds only some rows, the words whose rows are all held come
+        back (with queries="first" or "last": whose first or last row is held); a note names the words that
+        were left out although a row of theirs is held.
 
         Args:
-            groups: the words as text, or as lists of positions that name each position once; None:
-                found from the tokens (`lens_mix.maps.words.word_groups` has the rule).
+            groups: the words as text, or as lists of positions that name each position once; None: found from
+                the tokens (`lens_mix.maps.words.word_groups` has the rule).
             keys, queries: how columns and rows merge: "sum", "mean", "max", "min", "first", "last".
             key_groups: the same for the keys of a map with key_tokens, which are left alone by default.
 
         Raises:
             TypeError: groups that are neither.
-            ValueError: groups that do not fit the tokens; tokens without word marks; unknown names; no
-                word whose rows are held.
+            ValueError: groups that do not fit the tokens; tokens without word marks; unknown names; no word
+                whose rows are held.
         """
         reduce_keys = words.reduction(keys, "keys")
         reduce_queries = words.reduction(queries, "queries")
@@ -388,10 +348,9 @@ class MixingMap:
     def top(
         self, k: int = 5, query: int | str = -1, layer: int = -1, head: int | None = None
     ) -> list[Source]:
-        """The `k` highest-scoring keys among those the query could see, best first.
+        """The `k` (1 or more) highest-scoring keys among those the query could see, best first.
 
         Args:
-            k: how many, 1 or more (fewer come back where the query could see fewer).
             query: position (negative: from the end of the prompt), or a token that occurs once.
             layer: label (negative: from the end).
             head: one head; None: the mean over heads.
@@ -406,32 +365,26 @@ class MixingMap:
         best = visible[torch.sort(scores[visible], descending=True, stable=True).indices[:k]].tolist()
         return [Source(self.key_labels[key], key, scores[key].item()) for key in best]
 
-    def to_dataframe(self) -> pandas.DataFrame:
-        """Long form: columns layer, (head,) query, key, query_token, key_token, score."""
-        return exchange.map_dataframe(self)
-
-    def to_xarray(self) -> xarray.DataArray:
-        """A labelled array: dimensions layer, (head,) query, key; tokens as coordinates."""
-        return exchange.map_xarray(self)
+    to_dataframe = exchange.to_dataframe
+    to_xarray = exchange.to_xarray
+    save = exchange.save
+    __repr__ = exchange.describe
+    _repr_html_ = exchange.describe_html
 
     def to_networkx(
         self, layer: int | None = None, head: int | None = None, threshold: float = 0.0
     ) -> networkx.DiGraph:
         """A directed graph whose edges go key -> query, the way the information went.
 
-        With `layer`, nodes are positions (`("query", i)` and `("key", j)` on a map with key_tokens).
-        With None, all layers: nodes `(level, position)`, where level 0 is the input of the first
-        layer and level l its l-th layer's output. Nodes carry `token` and `position`, edges `weight`.
+        With `layer`, nodes are positions (`("query", i)` and `("key", j)` on a map with key_tokens). With
+        None, all layers: nodes `(level, position)`, where level 0 is the input of the first layer and level l
+        its l-th layer's output. Nodes carry `token` and `position`, edges `weight`.
 
         Args:
-            layer: label (negative: from the end), or None for all; input maps and maps with
-                key_tokens need one.
+            layer: label (negative: from the end), or None for all: a ValueError on input maps and maps with
+                key_tokens, whose layers do not chain, and on a map that holds some rows only.
             head: one head; None: the mean over heads.
             threshold: only edges whose absolute weight is above this.
-
-        Raises:
-            ValueError: None on an input map, on a map with key_tokens, whose layers do not chain, or on
-                one that holds some rows only.
         """
         single = self.merge_heads() if head is None else self.head(head)
         if layer is not None:
@@ -441,22 +394,9 @@ class MixingMap:
         self.require_every_row("the graph of all layers")
         return exchange.stack_graph(self, single.scores, threshold)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the map to a safetensors file; `MixingMap.load` gives back the same, to the bit.
-
-        Raises:
-            TypeError: something in `parameters` or `provenance` that JSON cannot hold.
-        """
-        exchange.save_map(self, path)
-
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: str | torch.device = "cpu") -> MixingMap:
-        """Read a map written by `save`.
-
-        Raises:
-            FileNotFoundError: no such file.
-            ValueError: a file that holds no map.
-        """
+        """Read a map written by `save`; a ValueError for a file that holds none, a FileNotFoundError."""
         return cls(**exchange.load_map(path, device))
 
     def show(self, **options: Any) -> Figure:
@@ -464,9 +404,3 @@ class MixingMap:
         from lens_mix.view import figures
 
         return figures.layer_maps(self, **options)
-
-    def __repr__(self) -> str:
-        return exchange.describe(self)
-
-    def _repr_html_(self) -> str:
-        return exchange.describe_html(self)

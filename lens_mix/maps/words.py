@@ -19,10 +19,7 @@ _WORDPIECE_SPECIALS = {"[CLS]", "[SEP]", "[MASK]", "[PAD]", "[UNK]"}
 
 Reduction = Callable[[Tensor, int], Tensor]
 REDUCTIONS: dict[str, Reduction] = {
-    "sum": lambda pieces, axis: pieces.sum(axis),
-    "mean": lambda pieces, axis: pieces.mean(axis),
-    "max": lambda pieces, axis: pieces.amax(axis),
-    "min": lambda pieces, axis: pieces.amin(axis),
+    **{"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin},
     "first": lambda pieces, axis: pieces.select(axis, 0),
     "last": lambda pieces, axis: pieces.select(axis, -1),
 }
@@ -37,13 +34,10 @@ def word_groups(tokens: Sequence[str]) -> list[list[int]]:
     """Positions of each word, found from the marks that tokenizers leave in their pieces.
 
     WordPiece (some piece starts with `##` and none with a space mark): `##` pieces continue a word.
-    Otherwise a piece starts a word if it starts with white space, `Ġ` or `▁`, is a special token, or
-    follows a special token or a line break. Punctuation without a space before it belongs to the
-    word before it, as in the text.
-
-    Raises:
-        ValueError: no piece carries a mark, so that words cannot be told from pieces (tokenizers of
-            the SentencePiece kind lose their marks when tokens are decoded one by one).
+    Otherwise a piece starts a word if it starts with white space, `Ġ` or `▁`, is a special token, or follows
+    a special token or a line break. Punctuation without a space before it belongs to the word before it, as
+    in the text. Where no piece carries a mark words cannot be told from pieces, which is a ValueError
+    (tokenizers of the SentencePiece kind lose their marks when tokens are decoded one by one).
     """
     marked = any(token.startswith(_SPACE_MARKS) for token in tokens)
     wordpiece = not marked and (
@@ -52,12 +46,11 @@ def word_groups(tokens: Sequence[str]) -> list[list[int]]:
     )
     groups: list[list[int]] = []
     for position, token in enumerate(tokens):
-        previous = tokens[position - 1] if position else None
-        continues = token.startswith("##") if wordpiece else not _starts_word(token, previous)
-        if groups and continues:
-            groups[-1].append(position)
-        else:
+        starts = not token.startswith("##") if wordpiece else _starts_word(token, tokens[position - 1])
+        if not groups or starts:
             groups.append([position])
+        else:
+            groups[-1].append(position)
     if not marked and not wordpiece and len(groups) < len(tokens):
         raise ValueError(
             f"groups: expected the words, because no token carries a word mark (a leading space, 'Ġ', '▁' "
@@ -66,45 +59,31 @@ def word_groups(tokens: Sequence[str]) -> list[list[int]]:
     return groups
 
 
-def _starts_word(token: str, previous: str | None) -> bool:
-    if previous is None or is_special(token) or is_special(previous):
+def _starts_word(token: str, previous: str) -> bool:
+    if is_special(token) or is_special(previous):
         return True
     return token.startswith(_SPACE_MARKS + _LINE_MARKS) or previous.endswith(_LINE_MARKS)
 
 
-def _bare(text: str, wordpiece: bool = False) -> str:
-    if wordpiece and text.startswith("##"):
-        text = text[2:]
-    for mark in ("Ġ", "▁", "Ċ"):
-        text = text.replace(mark, "")
-    return "".join(text.split()).casefold()
+def _bare(text: str) -> str:
+    return re.sub(r"[ĠĊ▁\s]", "", text).casefold()
 
 
 def align_words(tokens: Sequence[str], words: Sequence[str]) -> tuple[list[list[int]], list[str]]:
     """Positions and name of each word, for words given as text in the order of the tokens.
 
-    Case and white space do not count. Special tokens between the words stay on their own.
-
-    Raises:
-        ValueError: the words do not spell the tokens; the message says from which position on.
+    Case and white space do not count. Special tokens between the words stay on their own. Words that do not
+    spell the tokens are a ValueError, which says from which position on.
     """
     wordpiece = not any(token.startswith(_SPACE_MARKS) for token in tokens)
-    pieces = [_bare(token, wordpiece) for token in tokens]
-    groups: list[list[int]] = []
-    names: list[str] = []
+    pieces = [_bare(token.removeprefix("##") if wordpiece else token) for token in tokens]
+    placed: list[tuple[list[int], str]] = []
     position = 0
-
-    def keep_alone() -> None:
-        nonlocal position
-        groups.append([position])
-        names.append(tokens[position])
-        position += 1
-
     for index, word in enumerate(words):
-        target, text, start = _bare(word), "", position
+        target, text = _bare(word), ""
         while position < len(tokens) and is_special(tokens[position]) and pieces[position] != target:
-            keep_alone()
-            start = position
+            position += 1
+        start = position
         while text != target or not text:
             if not target or position == len(tokens) or not target.startswith(text + pieces[position]):
                 raise ValueError(
@@ -113,16 +92,16 @@ def align_words(tokens: Sequence[str], words: Sequence[str]) -> tuple[list[list[
                 )
             text += pieces[position]
             position += 1
-        groups.append(list(range(start, position)))
-        names.append(word)
-    while position < len(tokens) and (is_special(tokens[position]) or not pieces[position]):
-        keep_alone()
-    if position < len(tokens):
-        raise ValueError(
-            f"groups: expected words for all tokens, got none from position {position} "
-            f"({tokens[position]!r}) on"
-        )
-    return groups, names
+        placed.append((list(range(start, position)), word))
+    for rest in range(position, len(tokens)):
+        if pieces[rest] and not is_special(tokens[rest]):
+            raise ValueError(
+                f"groups: expected words for all tokens, got none from position {rest} ({tokens[rest]!r}) on"
+            )
+    in_words = {position for group, _ in placed for position in group}
+    alone = [([place], token) for place, token in enumerate(tokens) if place not in in_words]
+    ordered = sorted([*placed, *alone])
+    return [group for group, _ in ordered], [name for _, name in ordered]
 
 
 def resolve_groups(
@@ -130,26 +109,25 @@ def resolve_groups(
 ) -> tuple[list[list[int]], list[str]]:
     """Positions and names of the words: found (`None`), by their text, or by their positions.
 
-    Raises:
-        TypeError: neither words nor lists of positions.
-        ValueError: positions that are not each named exactly once; words that do not spell the tokens.
+    Neither words nor lists of positions is a TypeError; positions that are not each named exactly once, or
+    words that do not spell the tokens, a ValueError.
     """
     if groups is None:
-        marked = word_groups(tokens)
-        return marked, [_join([tokens[position] for position in group]) for group in marked]
-    listed = isinstance(groups, Sequence) and all(isinstance(group, Sequence) for group in groups)
-    if isinstance(groups, str) or not listed or not groups:
-        raise TypeError(f"{argument}: expected a list of words or of lists of positions, got {groups!r}")
-    words = [group for group in groups if isinstance(group, str)]
-    if len(words) == len(groups):
-        return align_words(tokens, words)
-    positions = [list(group) for group in groups if not isinstance(group, str)]
-    named = sorted(position for group in positions for position in group)
-    if words or not all(positions) or named != list(range(len(tokens))):
-        raise ValueError(
-            f"{argument}: expected each position from 0 to {len(tokens) - 1} in exactly one list, got "
-            f"{list(groups)}; drop positions first with .drop()"
-        )
+        positions = word_groups(tokens)
+    else:
+        listed = isinstance(groups, Sequence) and all(isinstance(group, Sequence) for group in groups)
+        if isinstance(groups, str) or not listed or not groups:
+            raise TypeError(f"{argument}: expected a list of words or of lists of positions, got {groups!r}")
+        words = [group for group in groups if isinstance(group, str)]
+        if len(words) == len(groups):
+            return align_words(tokens, words)
+        positions = [list(group) for group in groups if not isinstance(group, str)]
+        named = sorted(position for group in positions for position in group)
+        if words or not all(positions) or named != list(range(len(tokens))):
+            raise ValueError(
+                f"{argument}: expected each position from 0 to {len(tokens) - 1} in exactly one list, got "
+                f"{list(groups)}; drop positions first with .drop()"
+            )
     return positions, [_join([tokens[position] for position in group]) for group in positions]
 
 
@@ -168,8 +146,7 @@ def rows_of_words(
 ) -> tuple[list[int], list[list[int]]]:
     """The words whose rows can be merged, and the places of their rows among `queries`, those that are held.
 
-    Raises:
-        ValueError: no such word.
+    No such word is a ValueError.
     """
     place_of = {position: place for place, position in enumerate(queries)}
     needed = {"first": slice(0, 1), "last": slice(-1, None)}.get(how, slice(None))
@@ -193,11 +170,7 @@ def left_out_note(
 
 
 def reduction(name: str, argument: str) -> Reduction:
-    """The reduction of that name.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """The reduction of that name; an unknown one is a ValueError."""
     if name not in REDUCTIONS:
         raise ValueError(f"{argument}: expected one of {', '.join(REDUCTIONS)}, got {name!r}")
     return REDUCTIONS[name]
@@ -205,11 +178,8 @@ def reduction(name: str, argument: str) -> Reduction:
 
 def merge_axis(scores: Tensor, groups: Sequence[Sequence[int]], axis: int, reduce: Reduction) -> Tensor:
     """Merge the positions of each group along one axis."""
-    merged = []
-    for group in groups:
-        index = torch.tensor(list(group), device=scores.device)
-        merged.append(reduce(scores.index_select(axis, index), axis))
-    return torch.stack(merged, dim=axis)
+    indices = [torch.tensor(list(group), device=scores.device) for group in groups]
+    return torch.stack([reduce(scores.index_select(axis, index), axis) for index in indices], dim=axis)
 
 
 def merge_mask(
