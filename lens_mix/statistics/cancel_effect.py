@@ -27,7 +27,7 @@ def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pd.DataFrame:
     """
     tables = []
     for number, passed in enumerate(each_prompt(model, prompts, ValueNorms(), **options)):
-        for layer, block in enumerate(passed.blocks):
+        for block in passed.blocks:
             with torch.no_grad():
                 pairs = attention_vectors(block).pairs
                 norm = pairs.heads.norms()[0]
@@ -38,7 +38,7 @@ def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pd.DataFrame:
             keys, heads = weight.shape
             columns = {
                 "prompt": number,
-                "layer": layer,
+                "layer": block.layer,
                 "head": list(range(heads)) * keys,
                 "position": [key for key in range(keys) for _ in range(heads)],
                 "token": [token for token in passed.tokens for _ in range(heads)],

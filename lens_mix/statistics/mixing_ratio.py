@@ -39,7 +39,7 @@ def mixing_ratios(
         stages: some of "attn_w" (attention weights), "attn_n" (`value_norm`), "attn_res_w", "attn_res",
             "attn_res_ln", "atb_ff_res_ln" (after the feed-forward, variant A); None: all that the model's
             blocks have.
-        options: `stack`, `prepend_bos`, further model inputs, as in `lens_mix.run`.
+        options: `queries`, `layers`, `stack`, `prepend_bos`, further model inputs, as in `lens_mix.run`.
 
     Returns:
         Columns prompt, layer, position, token, token_id, stage, ratio.
@@ -54,12 +54,12 @@ def mixing_ratios(
         raise ValueError(f"stages: expected some of {list(STAGES)}, got {list(wanted)}")
     rows = []
     for number, (passed, followed) in enumerate(_passes(model, prompts, wanted, stages is None, options)):
-        places = list(zip(range(len(passed.tokens)), passed.tokens, passed.token_ids.tolist(), strict=True))
-        for layer, block in enumerate(passed.blocks):
+        places = [(row, passed.tokens[row], int(passed.token_ids[row])) for row in passed.queries]
+        for block in passed.blocks:
             with torch.no_grad():
                 ratios = block_mixing_ratios(block, followed)
             rows += [
-                (number, layer, *place, stage, value)
+                (number, block.layer, *place, stage, value)
                 for stage, ratio in ratios.items()
                 for place, value in zip(places, ratio[0].tolist(), strict=True)
             ]

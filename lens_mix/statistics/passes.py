@@ -12,19 +12,21 @@ from torch import Tensor
 
 from lens_mix.lens.block import Block
 from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.lens.rows import Selection
 from lens_mix.methods.base import Method
 from lens_mix.session import Session
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptBlocks:
-    """One prompt after a clean pass: its tokens, as strings and as numbers, and the stack's blocks in order.
+    """One prompt after a clean pass: its tokens as strings and as numbers, and the blocks asked for.
 
-    The tensors of the blocks have a batch axis of one and no padding.
+    The blocks have a batch axis of one and no padding; `queries` are the positions of their rows.
     """
 
     tokens: list[str]
     token_ids: Int[Tensor, " pos"]
+    queries: list[int]
     blocks: Sequence[Block]
 
 
@@ -33,6 +35,8 @@ def prompt_blocks(
     prompt: Any,
     methods: Method | Sequence[Method],
     *,
+    queries: Selection | None = None,
+    layers: Selection | None = None,
     stack: str | None = None,
     prepend_bos: bool | None = None,
     attention_mask: Tensor | None = None,
@@ -44,10 +48,13 @@ def prompt_blocks(
         UnsupportedModelError: the model, or one of the methods on it, can't be trusted.
     """
     asked = [methods] if isinstance(methods, Method) else list(methods)
-    session = Session(model, {method.name: method for method in asked}, stack=stack)
+    labelled = {method.name: method for method in asked}
+    session = Session(model, labelled, stack=stack, queries=queries, layers=layers)
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
     with session.passed([read]) as passed:
-        return PromptBlocks(passed.tokens(0), passed.token_ids(0), passed.blocks(asked[-1].name))
+        blocks = passed.blocks(asked[-1].name)
+        positions = blocks[0].queries[0].tolist()
+        return PromptBlocks(passed.tokens(0), passed.token_ids(0), positions, blocks)
 
 
 def each_prompt(

@@ -149,3 +149,17 @@ def test_spearman_is_scipys():
 def test_an_unknown_stage_is_refused():
     with pytest.raises(ValueError, match=r"stages: expected some of .*, got \['attn'\]"):
         ratios.mixing_ratios(None, "", ["attn"])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_rows_and_layers_that_are_asked_for_are_those_of_the_whole_table(name):
+    if not available(bridge, name, torch.float64):
+        pytest.skip("no TransformerBridge in this TransformerLens")
+    model = bridge(name, torch.float64)
+    table = ratios.mixing_ratios(model, torch.arange(3, 9))
+    part = ratios.mixing_ratios(model, torch.arange(3, 9), queries=[-1, 2], layers=[1])
+    chosen = table[(table["layer"] == 1) & table["position"].isin([5, 2])]
+    keys = ["layer", "position", "token", "token_id", "stage"]
+    both = chosen.merge(part, on=keys, suffixes=("", "_part"))
+    assert len(both) == len(chosen) == len(part)
+    assert largest(both["ratio"].to_numpy(), both["ratio_part"].to_numpy()) < 1e-10
