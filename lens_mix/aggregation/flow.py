@@ -65,8 +65,7 @@ def flow(
         layer: flow from the positions of this layer only, by label (negative: from the end); None: from
             every layer, as in rollout. The last layer alone costs a fraction of all.
         queries: flow from these positions only (negative: from the end).
-        receptive_field: divide by the flow of even attention under the same mask. The paper gives no
-            formula; ours is in docs/flow.md.
+        receptive_field: divide by the flow of even attention under the same mask (our formula: docs/flow.md).
         solver: "scipy" (exact to about 1e-8) or "networkx" (float64 throughout, far slower).
         processes: how many to use; in a script, more than 1 needs `if __name__ == "__main__":`.
         progress: show a bar.
@@ -84,13 +83,11 @@ def flow(
         raise ValueError(f"solver: expected 'scipy' or 'networkx', got {solver!r}")
     as_count(processes, "processes")
     chosen = as_positions(slice(None) if queries is None else queries, len(stack.tokens))
-    depth = len(stack.layer_labels)
-    levels = list(range(1, depth + 1)) if layer is None else [depth]
+    levels = list(range(1, len(stack.scores) + 1)) if layer is None else [len(stack.scores)]
     work: dict[str, Any] = {"solver": solver, "processes": processes, "progress": progress}
     capacities = stack.scores.cpu().numpy()
     flows = all_flows(capacities, levels, chosen, **work)
-    by_level = zip(levels, flows, strict=True)
-    shares = [_first_layer_share(capacities, level, chosen, values) for level, values in by_level]
+    shares = [_bound_share(capacities, level, chosen, row) for level, row in zip(levels, flows, strict=True)]
     scores = torch.from_numpy(flows)
     if receptive_field:
         scores = _normalise_by_null(scores, visible.cpu(), weight, levels, chosen, work)
@@ -133,7 +130,7 @@ def capacity_stack(
     return Stack(chosen.replace(scores=maps, mask=mask, notes=notes), visible, weight)
 
 
-def _first_layer_share(
+def _bound_share(
     capacities: Float[np.ndarray, "layer query key"],
     level: int,
     queries: list[int],

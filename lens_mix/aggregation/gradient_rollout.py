@@ -18,15 +18,13 @@ def gradient_rollout(mixing_map: MixingMap, *, normalize: bool = False) -> Mixin
 
     Args:
         mixing_map: layer maps [layer, query, key], or with heads, which are averaged; none below 0.
-        normalize: rows that sum to 1 in every layer.
+        normalize: rows that sum to 1 in every layer; False: to 1 and more.
 
     Returns:
-        A map of kind "input", [layer, query, key], cumulative, float64. Rows sum to 1 with `normalize`, else
-        to 1 and more.
+        A map of kind "input", [layer, query, key], cumulative, float64.
 
     Raises:
-        TypeError: not a `MixingMap`.
-        ValueError: input maps; keys that are not the tokens; scores below 0.
+        TypeError, ValueError: as `lm.rollout`.
     """
     refuse_unstackable(mixing_map, "gradient_rollout")
     if bool((mixing_map.scores < 0).any()):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 if TYPE_CHECKING:
     import networkx
@@ -37,15 +37,6 @@ class Wiring(NamedTuple):
     targets: Int[np.ndarray, " edge"]
     rows: Int[np.ndarray, " edge_of_layer"]
     columns: Int[np.ndarray, " edge_of_layer"]
-
-    @classmethod
-    def of(cls, pattern: Bool[np.ndarray, "query key"], inner: int) -> Wiring:
-        """`inner`: how many layers stand between the first and the last, 1 or more."""
-        size = len(pattern)
-        rows, columns = np.nonzero(pattern)
-        counts = np.concatenate([np.tile(pattern.sum(1), inner), np.ones(size, dtype=np.int64)])
-        below = size * np.arange(1, inner + 1)[:, None] + columns
-        return cls(counts, below.ravel(), rows, columns)
 
 
 class Part(NamedTuple):
@@ -114,11 +105,16 @@ class LayeredFlow:
         return Part(query, key, window, self._wiring(level - 2, window), leaves, enters)
 
     def _wiring(self, inner: int, window: slice) -> Wiring:
+        """`inner`: how many layers stand between the first and the last, 1 or more."""
         size = window.stop - window.start
         shared = self._filled or size == len(self._pattern)
         wiring = self._wirings.get((inner, size)) if shared else None
         if wiring is None:
-            wiring = Wiring.of(self._pattern[window, window], inner)
+            pattern = self._pattern[window, window]
+            rows, columns = np.nonzero(pattern)
+            counts = np.concatenate([np.tile(pattern.sum(1), inner), np.ones(size, dtype=np.int64)])
+            below = size * np.arange(1, inner + 1)[:, None] + columns
+            wiring = Wiring(counts, below.ravel(), rows, columns)
             if shared:
                 # Levels are asked for one after the other: those of another depth are not needed again.
                 self._wirings = {name: each for name, each in self._wirings.items() if name[0] == inner}

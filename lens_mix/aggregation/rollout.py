@@ -106,9 +106,7 @@ def mixed_layers(
 def residual_weight(mixing_map: MixingMap, residual: float | None) -> float:
     """The residual weight to mix in: as given, or the map's own, or its method's.
 
-    Raises:
-        TypeError: a residual that is no number.
-        ValueError: outside 0 to 1; None where neither the map nor its method has one.
+    No number is a TypeError; one outside 0 to 1, or None where neither has one, a ValueError.
     """
     if residual is not None:
         return as_residual(residual)
@@ -127,12 +125,7 @@ def residual_weight(mixing_map: MixingMap, residual: float | None) -> float:
 
 
 def refuse_unstackable(mixing_map: MixingMap, purpose: str) -> None:
-    """Refuse maps whose layers do not chain.
-
-    Raises:
-        TypeError: not a `MixingMap`.
-        ValueError: input maps, maps whose keys are not the tokens, maps without the rows of all positions.
-    """
+    """Raise a TypeError for what is no `MixingMap`, a ValueError for one whose layers do not chain."""
     if not isinstance(mixing_map, MixingMap):
         raise TypeError(f"mixing_map: expected a MixingMap, got {type(mixing_map).__name__}")
     if mixing_map.kind != "layer":

@@ -48,8 +48,8 @@ def attribution_tree(
         special: positions or tokens that are never the root, take nothing in, and don't count in a layer's
             largest score; they can be taken in. ([CLS] in the paper's code.)
         top_layer: label of the layer to start from (negative: from the end); None: the last.
-        order: who takes in a token that several could have: the one with the largest "score", or the first
-            by "position" (the released code).
+        order: who takes in a token that several could have: the one with the largest "score", or the first by
+            "position" (the released code).
         within_layer: a token taken in through a layer may take in others through the same layer. The
             released code allows it (where positions ascend), though information can't go that way.
 
@@ -62,8 +62,7 @@ def attribution_tree(
         `tokens` and the options.
 
     Raises:
-        TypeError: not a `MixingMap`.
-        ValueError: input maps, keys that are not the tokens, options out of range, no positive score.
+        TypeError, ValueError: as `lm.rollout`; options out of range; no positive score.
     """
     refuse_unstackable(mixing_map, "attribution_tree")
     if not 0 <= threshold <= 1:
@@ -195,11 +194,7 @@ def tree_text(tree: networkx.DiGraph) -> str:
 
 
 def tree_rich(tree: networkx.DiGraph) -> rich.tree.Tree:
-    """The tree as a `rich.tree.Tree`, to print in a terminal.
-
-    Raises:
-        ValueError: the graph is not an attribution tree.
-    """
+    """The tree as a `rich.tree.Tree`, to print in a terminal; another graph is a ValueError."""
     import rich.text
     import rich.tree
 
