@@ -55,7 +55,7 @@ class LinearBlock:
 
     def __init__(self, block: Block, slope: Slope, alone: bool) -> None:
         self._anatomy = anatomy = block.anatomy
-        self._multiplier, self._slopes, self._b_hidden = anatomy.residual_multiplier, (), None
+        self._multiplier = anatomy.residual_multiplier
         x = block.resid_pre.to(torch.promote_types(block.resid_pre.dtype, torch.float32))
         self.resid_pre, self._bias = x, _attention_bias(block, alone, x.dtype)
         attention_out = value_path(block).project(block.recorded("z").to(x.dtype))
@@ -65,6 +65,7 @@ class LinearBlock:
         mid = self._attention_residual.output()
         self._input = HeldNorm(anatomy.feed_forward_input, x if anatomy.parallel else mid)
         self._branch = self._residual = HeldNorm(None, mid)
+        self._slopes: Slopes = ()
         if anatomy.feed_forward is None:
             return
         read = self._input.output()

@@ -84,10 +84,50 @@ class DecompX(Method):
         """
         shares = state = None
         for block in blocks:
-            stages = decompose(block, shares, state, self.biases, self.slope)
+            stages = self.decompose(block, shares, state)
             yield stages
             if self.kind == "input":
                 shares, state = stages.output, block.resid_post.to(stages.output.dtype)
+
+    def decompose(
+        self,
+        block: Block,
+        shares: Float[Tensor, "batch key source *d_model"] | None,
+        state: Float[Tensor, "batch key d_model"] | None,
+    ) -> DecomposedBlock:
+        """One block's step as it is defined, for all pairs at once: slow, the oracle of the fast way.
+
+            attention_is = Σ_h Σ_j a_hij LN(X_js) W_V^h W_O^h
+            mid_is       = X_is + attention_is
+            output_is    = mid_is + (m_i ⊙ LN(mid_is) W_in) W_out       m = act(p) / p, p the true state
+
+        LN is the norm's linear part over the scale of the true state; biases are handed out after each term.
+
+        Args:
+            block: the block.
+            shares, state: X and the residual stream, entering at all positions. Without a state, each
+                position's whole vector and value (b_V included) enter, and `shares` says how much of them is
+                each source's; None: all is its own.
+        """
+        path, linear = value_path(block), LinearBlock(block, self.slope, alone=state is None)
+        x = linear.resid_pre
+        # Copies, for `decompx_logits`: autograd keeps nothing that was recorded in inference mode.
+        pattern, value = (block.recorded(role).to(x.dtype, copy=True) for role in ("pattern", "value"))
+        if shares is None:
+            shares = torch.eye(block.real.shape[1], dtype=x.dtype, device=x.device).expand(len(x), -1, -1)
+        if state is None:
+            entering = block.rows_of(shares)[..., None] * x[:, :, None].clone()
+            value = shares[..., None, None] * value[:, :, None]
+        else:
+            entering = block.rows_of(shares)
+            read = HeldNorm(block.anatomy.attention_input, state).shares(shares, self.biases)
+            # One product for all heads: `decompx_logits` goes back through it for many logits at once.
+            W_V = rearrange(path.W_V.to(x.dtype), "head d_model d_head -> d_model (head d_head)")
+            value = (read @ W_V).unflatten(-1, (len(path.W_V), -1))
+        value = value.repeat_interleave(len(path.W_O) // len(path.W_V), dim=3)
+        axes = "batch head query key, batch key source head d_head -> batch query source head d_head"
+        attention = einsum(pattern, value, axes).flatten(3) @ path.W_O.to(x.dtype).flatten(0, 1)
+        return linear.shares(entering, attention, self.biases)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,46 +144,3 @@ class DecompXLocal(DecompX):
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         return Decomposition(block, None, self.biases, self.slope, keeps=False).lengths()
-
-
-def decompose(
-    block: Block,
-    shares: Float[Tensor, "batch key source *d_model"] | None,
-    state: Float[Tensor, "batch key d_model"] | None,
-    biases: Split,
-    slope: Slope,
-) -> DecomposedBlock:
-    """One block's step as it is defined, for all pairs at once: slow, the oracle of the fast way.
-
-        attention_is = Σ_h Σ_j a_hij LN(X_js) W_V^h W_O^h
-        mid_is       = X_is + attention_is
-        output_is    = mid_is + (m_i ⊙ LN(mid_is) W_in) W_out       m = act(p) / p, p the true state
-
-    LN is the norm's linear part over the scale of the true state. Each term's bias is handed out after it.
-
-    Args:
-        block: the block.
-        shares, state: X and the residual stream, entering at all positions. Without a state each position's
-            whole vector, and its whole value, b_V included, is entering: `shares` says how much of it is
-            each source's; None: all is its own.
-        biases, slope: as in `DecompX`.
-    """
-    path, linear = value_path(block), LinearBlock(block, slope, alone=state is None)
-    x = linear.resid_pre
-    # Copies, for `decompx_logits`: autograd keeps nothing that was recorded in inference mode.
-    pattern, value = (block.recorded(role).to(x.dtype, copy=True) for role in ("pattern", "value"))
-    if shares is None:
-        shares = torch.eye(block.real.shape[1], dtype=x.dtype, device=x.device).expand(len(x), -1, -1)
-    if state is None:
-        entering = block.rows_of(shares)[..., None] * x[:, :, None].clone()
-        value = shares[..., None, None] * value[:, :, None]
-    else:
-        entering = block.rows_of(shares)
-        read = HeldNorm(block.anatomy.attention_input, state).shares(shares, biases)
-        # One product for all heads: `decompx_logits` goes back through it for many logits at once.
-        W_V = rearrange(path.W_V.to(x.dtype), "head d_model d_head -> d_model (head d_head)")
-        value = (read @ W_V).unflatten(-1, (len(path.W_V), -1))
-    value = value.repeat_interleave(len(path.W_O) // len(path.W_V), dim=3)
-    axes = "batch head query key, batch key source head d_head -> batch query source head d_head"
-    attention = einsum(pattern, value, axes).flatten(3) @ path.W_O.to(x.dtype).flatten(0, 1)
-    return linear.shares(entering, attention, biases)

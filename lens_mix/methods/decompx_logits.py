@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lens_mix.algebra.bias_split import HeldNorm, Split, through_linear
 from lens_mix.algebra.decomposition import HIDDEN_ELEMENTS, carried, hidden_width
-from lens_mix.algebra.linear_block import Slope
-from lens_mix.methods.decompx import DecompX, decompose
+from lens_mix.methods.decompx import DecompX
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -67,13 +66,13 @@ def input_shares_of_logits(
     """
     if method.biases == "drop":
         with torch.inference_mode(False), torch.enable_grad():
-            return _backwards(blocks, tokens, method.slope)
+            return _backwards(method, blocks, tokens)
     *_, (_, shares) = carried(blocks, method.biases, method.slope)
     return logit_shares(blocks[-1], shares, tokens, method.biases)
 
 
 def _backwards(
-    blocks: Sequence[Block], tokens: Int[Tensor, " token"], slope: Slope
+    method: DecompX, blocks: Sequence[Block], tokens: Int[Tensor, " token"]
 ) -> Float[Tensor, "batch query source token"]:
     """Without biases: the gradient of each logit by how much of each source's vector enters.
 
@@ -91,7 +90,7 @@ def _backwards(
         for block, state in zip(reversed(blocks), reversed(entering), strict=True):
             # One source: all that enters.
             shares = ones.new_ones(*block.real.shape, 1) if state is None else state[:, :, None].clone()
-            stages = decompose(block, shares.requires_grad_(), state, "drop", slope)
+            stages = method.decompose(block, shares.requires_grad_(), state)
             gradient = _pulled_back(stages.output, shares, gradient)
         out.append(gradient[..., 0])
     axes = "(query token) batch source -> batch query source token"
