@@ -51,9 +51,9 @@ def proven_head(
         )
     W_U, b_U = _weight(model, "W_U"), _weight(model, "b_U")
     if W_U is None or W_U.shape != (resid.shape[-1], logits.shape[-1]):
-        found = None if W_U is None else list(W_U.shape)
+        shape = None if W_U is None else list(W_U.shape)
         raise UnsupportedModelError(
-            f"head: expected an unembedding [{resid.shape[-1]}, {logits.shape[-1]}], found {found}"
+            f"head: expected an unembedding [{resid.shape[-1]}, {logits.shape[-1]}], found {shape}"
         )
     head = Head(norm, W_U, b_U)
     rebuilt = head(resid)

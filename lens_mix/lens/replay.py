@@ -161,19 +161,19 @@ class BlockReplay:
         return relative_error(self._run(expansion, rows, None), clean, self.real.index_select(0, rows))
 
     def _prove(self) -> _Expansion:
-        found: list[str] = []
+        failures: list[str] = []
         for expansion in _EXPANSIONS:
             try:
                 error = self._error(expansion)
             except (RuntimeError, ValueError, IndexError) as problem:
-                found.append(f"{type(problem).__name__}: {str(problem)[:120]}")
+                failures.append(f"{type(problem).__name__}: {str(problem)[:120]}")
                 continue
             if error <= self.tolerance:
                 return expansion
-            found.append(f"relative error {error:.1e}")
+            failures.append(f"relative error {error:.1e}")
         raise UnsupportedModelError(
             f"{self.where}: run again from its captured arguments, the block should give its own output "
-            f"(relative error <= {self.tolerance:.0e}); got {'; '.join(found)}"
+            f"(relative error <= {self.tolerance:.0e}); got {'; '.join(failures)}"
         )
 
 

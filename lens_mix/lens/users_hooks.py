@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules import module as everywhere
 from transformer_lens.hook_points import HookPoint
 
-_OWN = frozenset({"transformer_lens", "lens_mix"})
+_LIBRARIES = frozenset({"transformer_lens", "lens_mix"})
 # Hands on what parts of a feed-forward read and give to the hook points of the whole (OPT, BERT, BART).
 _MIRRORS = "transformer_lens.model_bridge.component_setup"
 # What Hugging Face leaves on a model once it was asked for patterns, as `run_with_cache` of a Bridge does.
@@ -35,7 +35,7 @@ def carries_users_hooks(modules: Sequence[nn.Module]) -> bool:
 def _is_hooked(module: nn.Module) -> bool:
     functions = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     functions += [vars(module)["forward"]] if "forward" in vars(module) else []
-    if any(home.partition(".")[0] not in _OWN and home != _CAPTURES for home in map(_home, functions)):
+    if any(home.partition(".")[0] not in _LIBRARIES and home != _CAPTURES for home in map(_home, functions)):
         return True
     # To torch these are hooks of TransformerLens, which wraps them. All but the mirrors count, whoever wrote
     # them: TransformerLens and lens_mix have functions that are meant to be put on a model by its user.

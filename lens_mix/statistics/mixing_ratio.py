@@ -106,21 +106,21 @@ def block_mixing_ratios(
 
 def _after_feed_forward(block: Block, vectors: AttentionVectors) -> Float[Tensor, "batch query"]:
     shares = feed_forward_shares(block, vectors, "on_path")
-    total, kept = vectors.normed.total, vectors.normed.diagonal
+    total, diagonal = vectors.normed.total, vectors.normed.diagonal
     if block.anatomy.parallel:
         added = shares.joined(shares.share(vectors.resid_pre))
-        total, kept = total + added, kept + added
-    kept_norm = torch.linalg.vector_norm(shares.after(kept), dim=-1)
-    mixed = torch.linalg.vector_norm(shares.after(total - kept), dim=-1)
-    return mixed / (mixed + kept_norm)
+        total, diagonal = total + added, diagonal + added
+    diagonal_norm = torch.linalg.vector_norm(shares.after(diagonal), dim=-1)
+    mixed = torch.linalg.vector_norm(shares.after(total - diagonal), dim=-1)
+    return mixed / (mixed + diagonal_norm)
 
 
 def _weight_ratio(block: Block, residual: float) -> Float[Tensor, "batch query"]:
     pattern = block.recorded("pattern")
     weights = pattern.to(torch.promote_types(pattern.dtype, torch.float32)).mean(dim=1)
-    kept = weights.gather(2, block.queries[..., None])[..., 0]
-    mixed = weights.sum(-1) - kept
-    return mixed / (mixed + kept + residual)
+    diagonal = weights.gather(2, block.queries[..., None])[..., 0]
+    mixed = weights.sum(-1) - diagonal
+    return mixed / (mixed + diagonal + residual)
 
 
 # ------------------------------------------------------------------ tables

@@ -84,10 +84,10 @@ def longest(labels: Iterable[str], points: float) -> float:
 
 
 def label_ticks(
-    axis: Any, labels: Sequence[str], room: int | None = None, colour: str = INK, rotation: int = 0
+    axis: Any, labels: Sequence[str], limit: int | None = None, colour: str = INK, rotation: int = 0
 ) -> None:
-    """Tokens as labels at 0, 1, …, thinned to `room` of them (None: all); a `$` in one is no formula."""
-    places = shown_positions(len(labels), len(labels) if room is None else room)
+    """Tokens as labels at 0, 1, …, thinned to `limit` of them (None: all); a `$` in one is no formula."""
+    places = shown_positions(len(labels), len(labels) if limit is None else limit)
     axis.set_ticks(places, labels=[labels[place] for place in places])
     for label in axis.get_ticklabels():
         label.set(parse_math=False, size=FONT, color=colour, rotation=rotation)

@@ -152,8 +152,8 @@ def token_bars(
         draw_bars(axes, values, labels)
         middle = bottom + (frame.row - frame.gap) / 2
         picture.write(frame.left - 0.42, middle, name, size=NAME_FONT, color=INK, ha="right", va="center")
-    room, rotation = (room_for(frame.inner, FONT), 90) if frame.turned else (None, 0)
-    canvas.label_ticks(axes.xaxis, labels, room, rotation=rotation)
+    limit, rotation = (room_for(frame.inner, FONT), 90) if frame.turned else (None, 0)
+    canvas.label_ticks(axes.xaxis, labels, limit, rotation=rotation)
     picture.write_title(title)
     return picture
 

@@ -142,8 +142,8 @@ def _label(axes: Any, frame: Frame) -> None:
     axes.set_ylim(-0.5, len(frame.lines) - 0.5)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, pad=2)
-    room, rotation = (room_for(frame.inner, FONT), 90) if frame.turned else (None, 0)
-    label_ticks(axes.xaxis, frame.tokens, room, rotation=rotation)
+    limit, rotation = (room_for(frame.inner, FONT), 90) if frame.turned else (None, 0)
+    label_ticks(axes.xaxis, frame.tokens, limit, rotation=rotation)
     label_ticks(axes.yaxis, frame.names, room_for(frame.rows, FONT), QUIET)
 
 

@@ -29,14 +29,14 @@ def visible_token(token: str, longest: int = 16) -> str:
     return (shown if len(shown) <= longest else shown[: longest - 1] + "…") or "∅"
 
 
-def shown_positions(count: int, room: int) -> list[int]:
-    """At most `room` of `count` positions, evenly spaced; the first and, with room for two, the last are in.
+def shown_positions(count: int, limit: int) -> list[int]:
+    """At most `limit` of `count` positions, evenly spaced; the first and, with room for two, the last are in.
 
     Both are 1 or more.
     """
-    if room <= 1:
+    if limit <= 1:
         return [0]
-    step = math.ceil(count / room)
+    step = math.ceil(count / limit)
     positions = list(range(0, count, step))
     if positions[-1] != count - 1:
         # The last label takes the place of a neighbour that would stand closer than a step.

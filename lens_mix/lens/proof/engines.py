@@ -38,8 +38,8 @@ def refusal(proof: Proof, engine: str, method: HasEngines | None = None) -> str 
     parts = getattr(method, "parts", ALGEBRA_PARTS)
     reason = proof.hooks_refusal or proof.failure(parts)
     if reason is None and method is not None and hasattr(method, "refuses"):
-        told = ((layer, method.refuses(anatomy)) for layer, anatomy in enumerate(proof.anatomy))
-        reason = next((f"block {layer}: {why}" for layer, why in told if why is not None), None)
+        refusals = ((layer, method.refuses(anatomy)) for layer, anatomy in enumerate(proof.anatomy))
+        reason = next((f"block {layer}: {why}" for layer, why in refusals if why is not None), None)
     return proof.head_refusal if reason is None and HEAD in parts else reason
 
 

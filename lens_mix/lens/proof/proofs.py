@@ -29,8 +29,8 @@ def proof_of(
         padding: whether it has to be tried if padding is masked.
         again: make it anew whatever is kept.
     """
-    kept = _proofs.setdefault(lens.model, {}).get(lens.stack.name)
-    proof = kept[1] if not again and kept is not None and kept[0] == _state(lens) else None
+    stored = _proofs.setdefault(lens.model, {}).get(lens.stack.name)
+    proof = stored[1] if not again and stored is not None and stored[0] == _state(lens) else None
     additions: dict[str, Any] = {}
     with lens.undisturbed():
         complete = prove(lens, prompt) if proof is None else proof

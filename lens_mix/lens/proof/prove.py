@@ -267,8 +267,8 @@ def _mixing(recorded: _Recorded, layer: int, tolerance: float) -> PartError:
 
 def _misfit(recorded: _Recorded) -> str:
     value, pattern, z = (list(t.shape) for t in (recorded.value, recorded.pattern, recorded.z))
-    found = f"value {value}, pattern {pattern}, z {z}"
-    return f"expected value [batch, key, head, d_head] and z [batch, query, head, d_head], got {found}"
+    shapes = f"value {value}, pattern {pattern}, z {z}"
+    return f"expected value [batch, key, head, d_head] and z [batch, query, head, d_head], got {shapes}"
 
 
 def _zero_value(lens: Lens, clean: CleanPass, layer: int, recorded: _Recorded) -> PartError:
