@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, overload
 
 from torch import Tensor
@@ -135,67 +135,46 @@ def run_many(
     )
     if padding_side == "left":
         _refuse_left_padding(session.lens)
-    reader = _PromptReader(session, prepend_bos, attention_mask, inputs)
-    maps = _stream(session, reader, prompts, batch_size, padding_side, prepend_bos, progress)
-    return (next(iter(each.values())) for each in maps) if single else maps
 
-
-def _stream(
-    session: Session,
-    reader: _PromptReader,
-    prompts: Iterable[Any],
-    batch_size: int,
-    side: PaddingSide,
-    prepend_bos: bool | None,
-    progress: bool,
-) -> Iterator[dict[str, MixingMap]]:
-    numbered = enumerate(prompts)
-    problem: Exception | None = None
-    total = len(prompts) if isinstance(prompts, Sized) else None
-    with tqdm(total=total, disable=not progress, desc="prompts") as bar:
-        while problem is None:
-            read, problem = reader.next_prompts(numbered, batch_size)
-            if not read:
-                break
-            for batch in session.batches(read):
-                for maps in map_prompts(session, batch, side, prepend_bos=prepend_bos):
-                    bar.update()
-                    yield maps
-    if problem is not None:
-        raise problem
-
-
-class _PromptReader:
-    """Reads prompts with their rows of the mask and of the model's inputs."""
-
-    def __init__(
-        self, session: Session, prepend_bos: bool | None, mask: Tensor | None, inputs: Mapping[str, Any]
-    ) -> None:
-        self._session, self._prepend_bos, self._mask, self._inputs = session, prepend_bos, mask, inputs
-
-    def next_prompts(
-        self, numbered: Iterator[tuple[int, Any]], count: int
-    ) -> tuple[list[Prompt], Exception | None]:
-        """The next prompts, up to `count` or to the first that can't be read, and why it can't."""
-        read: list[Prompt] = []
+    def read(number: int, prompt: Any) -> Prompt:
         try:
-            for number, prompt in itertools.islice(numbered, count):
-                read.append(self._read(number, prompt))
-        except Exception as problem:
-            # Whatever it is, the maps of the prompts before it are finished first.
-            return read, problem
-        return read, None
-
-    def _read(self, number: int, prompt: Any) -> Prompt:
-        try:
-            return self._session.read(
-                prompt,
-                prepend_bos=self._prepend_bos,
-                attention_mask=None if self._mask is None else _row(self._mask, number, "attention_mask"),
-                inputs={name: _row(value, number, name) for name, value in self._inputs.items()},
-            )
+            mask = None if attention_mask is None else _row(attention_mask, number, "attention_mask")
+            given = {name: _row(value, number, name) for name, value in inputs.items()}
+            return session.read(prompt, prepend_bos=prepend_bos, attention_mask=mask, inputs=given)
         except (TypeError, ValueError) as problem:
             raise type(problem)(f"prompt {number}: {problem}") from problem
+
+    def stream() -> Iterator[Any]:
+        numbered = enumerate(prompts)
+        problem: Exception | None = None
+        total = len(prompts) if isinstance(prompts, Sized) else None
+        with tqdm(total=total, disable=not progress, desc="prompts") as bar:
+            while problem is None:
+                chunk, problem = _until_problem(numbered, batch_size, read)
+                if not chunk:
+                    break
+                for batch in session.batches(chunk):
+                    for maps in map_prompts(session, batch, padding_side, prepend_bos=prepend_bos):
+                        bar.update()
+                        yield next(iter(maps.values())) if single else maps
+        if problem is not None:
+            raise problem
+
+    return stream()
+
+
+def _until_problem(
+    numbered: Iterator[tuple[int, Any]], count: int, read: Callable[[int, Any], Prompt]
+) -> tuple[list[Prompt], Exception | None]:
+    """The next prompts, up to `count` or to the first that can't be read, and why it can't."""
+    prompts: list[Prompt] = []
+    try:
+        for number, prompt in itertools.islice(numbered, count):
+            prompts.append(read(number, prompt))
+    except Exception as problem:
+        # Whatever it is, the maps of the prompts before it are finished first.
+        return prompts, problem
+    return prompts, None
 
 
 def _row(values: Any, number: int, name: str) -> Any:
