@@ -14,7 +14,8 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.masks import AllowedKeys, PromptMask
 from lens_mix.lens.prompts import PaddingSide, Prompt
 from lens_mix.maps import MixingMap
-from lens_mix.session import AskedMethod, Passed, Session
+from lens_mix.method import Method
+from lens_mix.session import Passed, Session
 
 
 def map_prompts(
@@ -88,7 +89,6 @@ def _map_blocks(passed: Passed, progress: bool) -> dict[str, _Mapped]:
             if method.carries:
                 bar.set_description(label)
                 stacked = method.of_stack(list(blocks[label].values()))
-                stacked = list(stacked.unbind(1)) if isinstance(stacked, Tensor) else stacked
                 last = list(blocks[label].values())[-1]
                 checked = [_checked_shape(scores, method, last) for scores in stacked]
                 maps[label] = dict(zip(blocks[label], checked, strict=True))
@@ -97,7 +97,7 @@ def _map_blocks(passed: Passed, progress: bool) -> dict[str, _Mapped]:
     return {label: _Mapped(maps[label], blocks[label]) for label in methods}
 
 
-def _checked_shape(scores: Tensor, method: AskedMethod, block: Block) -> Tensor:
+def _checked_shape(scores: Tensor, method: Method, block: Block) -> Tensor:
     """A method's map, with the rows that it was asked for.
 
     Raises:
@@ -178,7 +178,7 @@ class _Record:
         rows = self._passed.rows
         return keys if rows is None else rows.positions[index, : len(rows.by_prompt[index])]
 
-    def _visible(self, method: AskedMethod, index: int, keys: Tensor) -> PromptMask:
+    def _visible(self, method: Method, index: int, keys: Tensor) -> PromptMask:
         """Which of its keys one prompt's rows may see."""
         allowed = self._allowed
         if method.kind == "input":

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor
@@ -28,42 +28,7 @@ from lens_mix.lens.proof.proofs import proof_of
 from lens_mix.lens.proof.prove import padding_leaks
 from lens_mix.lens.proof.record import Proof
 from lens_mix.lens.rows import Rows, Selection, read_selection
-
-
-class AskedMethod(Protocol):
-    """What a session needs to know of a method (`lens_mix.methods.base.Method` has it)."""
-
-    name: ClassVar[str]
-    engines: ClassVar[tuple[str, ...]]
-    residual: ClassVar[float]
-    kind: ClassVar[Literal["layer", "input"]]
-    records: ClassVar[frozenset[str]]
-    parts: ClassVar[tuple[str, ...]]
-    reads_last_residual: ClassVar[bool]
-
-    @property
-    def carries(self) -> bool: ...
-
-    def takes_rows(self, engine: str) -> bool: ...
-
-    def check(self, n_heads: int, n_layers: int) -> None: ...
-
-    def key_groups(self, positions: int) -> list[list[int]] | None: ...
-
-    def parameters(self) -> dict[str, object]: ...
-
-    def __call__(self, block: Block) -> Tensor: ...
-
-    def of_stack(self, blocks: Sequence[Block]) -> list[Tensor]: ...
-
-    def hooks(
-        self,
-        layer: int,
-        store: MutableMapping[str, Tensor],
-        *,
-        queries: Int[Tensor, "batch query"] | None = None,
-        attention: str = ...,
-    ) -> list[HookPair]: ...
+from lens_mix.method import Method
 
 
 class Session:
@@ -86,7 +51,7 @@ class Session:
     def __init__(
         self,
         model: TransformerLensModel,
-        methods: Mapping[str, AskedMethod],
+        methods: Mapping[str, Method],
         *,
         stack: str | None = None,
         engine: str = "auto",
@@ -125,7 +90,7 @@ class Session:
         target = prompt.target
         return target if self.lens.stack.name == "decoder" and target is not None else prompt.tokens
 
-    def layers_of(self, method: AskedMethod) -> list[int]:
+    def layers_of(self, method: Method) -> list[int]:
         """The blocks that a method needs for the layers that are asked for, ascending."""
         return list(range(max(self.layers) + 1)) if method.kind == "input" else sorted(self.layers)
 

@@ -24,6 +24,7 @@ FLOORS = {
     "corpus": 6,
     "evaluation": 6,
     "map_prompts": 6,
+    "method": 3,
     "runner": 6,
     "view": 7,
     "citations": 8,

@@ -1,12 +1,12 @@
 """One paper, one file: each method is a small frozen dataclass with one call."""
 
+from lens_mix.method import Method
 from lens_mix.methods.alti import Alti
 from lens_mix.methods.alti_logit import AltiLogit
 from lens_mix.methods.atb_ff import AtbFf, AtbFfRes, AtbFfResLn
 from lens_mix.methods.attention import AttentionWeights
 from lens_mix.methods.attention_attribution import AttentionAttribution
 from lens_mix.methods.attn_res import AttnRes, AttnResLn, AttnResWeights
-from lens_mix.methods.base import Method
 from lens_mix.methods.decompx import DecompX, DecompXLocal
 from lens_mix.methods.globenc import GlobEnc
 from lens_mix.methods.gradient_attention import GradientAttention

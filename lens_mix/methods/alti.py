@@ -12,7 +12,7 @@ from torch import Tensor
 from lens_mix.algebra.budget import budget_beside, distance_bytes, least_attention_bytes, state_bytes
 from lens_mix.algebra.distances import distances, lengths
 from lens_mix.algebra.vectors import attention_vectors, head_vectors
-from lens_mix.methods.base import Method
+from lens_mix.method import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
 
 if TYPE_CHECKING:

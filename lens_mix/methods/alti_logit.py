@@ -14,8 +14,8 @@ from lens_mix.algebra.vectors import attention_vectors
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.head import Head
 from lens_mix.lens.proof.record import HEAD
+from lens_mix.method import Method
 from lens_mix.methods.alti import Alti, Distance
-from lens_mix.methods.base import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lens_mix.algebra.feed_forward import Variant, feed_forward_maps
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.methods.base import Method
+from lens_mix.method import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS
 
 if TYPE_CHECKING:

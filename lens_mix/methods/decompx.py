@@ -16,8 +16,8 @@ from lens_mix.algebra.decomposition import Decomposition, carried
 from lens_mix.algebra.linear_block import SLOPES, DecomposedBlock, LinearBlock, Slope
 from lens_mix.algebra.vectors import value_path
 from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.method import Method
 from lens_mix.methods.atb_ff import refuses_feed_forward
-from lens_mix.methods.base import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, add_to_pattern, must_fire
+from lens_mix.method import Method
 from lens_mix.methods import target_passes
-from lens_mix.methods.base import Method
 from lens_mix.methods.target_passes import BoundTarget
 from lens_mix.targets import TargetLike, as_target, describe, predicted
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lens_mix.algebra.budget import budget_beside, vector_bytes
 from lens_mix.algebra.vectors import attention_vectors, head_vectors
-from lens_mix.methods.base import Method
+from lens_mix.method import Method
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block

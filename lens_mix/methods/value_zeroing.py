@@ -13,7 +13,7 @@ from torch import Tensor
 from lens_mix.algebra.value_zeroing import value_zeroing_maps
 from lens_mix.hooks import zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.methods.base import Method
+from lens_mix.method import Method
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block

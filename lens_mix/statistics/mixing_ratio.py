@@ -14,9 +14,9 @@ from lens_mix.algebra.feed_forward import feed_forward_shares
 from lens_mix.algebra.vectors import AttentionVectors, attention_vectors
 from lens_mix.lens.block import Block
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.method import Method
 from lens_mix.methods.atb_ff import AtbFfResLn
 from lens_mix.methods.attn_res import AttnResLn
-from lens_mix.methods.base import Method
 from lens_mix.statistics.passes import PromptBlocks, each_prompt
 from lens_mix.statistics.ranks import spearman
 from lens_mix.statistics.token_kinds import TokenKind, token_kind

@@ -13,7 +13,7 @@ from torch import Tensor
 from lens_mix.lens.block import Block
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection
-from lens_mix.methods.base import Method
+from lens_mix.method import Method
 from lens_mix.session import Session
 
 

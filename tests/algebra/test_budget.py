@@ -12,7 +12,7 @@ import torch
 import lens_mix as lm
 from benchmarks.common import PeakMemory
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.methods.base import Method
+from lens_mix.method import Method
 from tests.matrix import slow
 from tests.methods.test_memory import model_of
 from tests.tiny_models import tokens
