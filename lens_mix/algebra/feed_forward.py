@@ -24,18 +24,15 @@ from torch import Tensor
 from lens_mix.algebra.activations import gated_multipliers, plain_multiplier
 from lens_mix.algebra.budget import (
     NEURONS,
-    PRODUCT_BYTES,
-    budget_beside,
+    attention_budget,
     chunk_size,
     chunks,
     feed_forward_bytes,
     hidden_bytes,
-    least_attention_bytes,
-    state_bytes,
 )
 from lens_mix.algebra.folded_weights import folded, pays
 from lens_mix.algebra.head_vectors import HeadVectors, linear_part
-from lens_mix.algebra.large_product import add_product, as_right_factor, copy_bytes
+from lens_mix.algebra.large_product import add_product, as_right_factor
 from lens_mix.algebra.pair_norms import by_key
 from lens_mix.algebra.vectors import (
     AttentionVectors,
@@ -135,11 +132,6 @@ def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant
         biases: "on_path" or "fixed", see `AtbFf`.
     """
     anatomy = block.anatomy
-    feed_forward = anatomy.feed_forward
-    if feed_forward is None:
-        raise ValueError(
-            f"block {block.layer}: expected a plain or gated feed-forward, got {anatomy.feed_forward_kind!r}"
-        )
     state = vectors.resid_pre if anatomy.parallel else vectors.mid
     norm = anatomy.feed_forward_input
     scale = torch.ones_like(state[..., :1]) if norm is None else norm.scale(state)
@@ -148,9 +140,17 @@ def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant
     if biases == "fixed":
         shares = vectors.resid_pre if anatomy.parallel else vectors.normed.total
         without_biases = linear_part(norm, shares) / scale
+    feed_forward = _feed_forward(block)
     multipliers = _multipliers(feed_forward, read, without_biases)
     W_out = feed_forward.W_out.to(state.dtype)
     return FeedForwardShares(anatomy, scale, multipliers, W_out, read, vectors.mid)
+
+
+def _feed_forward(block: Block) -> FeedForward:
+    if block.anatomy.feed_forward is None:
+        kind = block.anatomy.feed_forward_kind
+        raise ValueError(f"block {block.layer}: expected a plain or gated feed-forward, got {kind!r}")
+    return block.anatomy.feed_forward
 
 
 def _multipliers(
@@ -204,14 +204,12 @@ def feed_forward_maps(block: Block, biases: Variant, reading: Norm | None = None
 
 def _maps(block: Block, biases: Variant, reading: Norm | None) -> FeedForwardMaps:
     heads, anatomy = head_vectors(block), block.anatomy
-    fixed = state_bytes(block, heads) + feed_forward_bytes(block, heads, folds(heads))
-    if anatomy.feed_forward is not None:
-        fixed += copy_bytes(anatomy.feed_forward.W_out, heads.dtype.itemsize)
-    least = least_attention_bytes(block, heads)
+    feed_forward = _feed_forward(block)
+    beside, least = feed_forward_bytes(block, heads, feed_forward, _folds(heads)), 0
     if not anatomy.parallel:
         batch, queries = block.resid_pre.shape[:2]
-        least = max(least, batch * queries * hidden_bytes(block, heads))
-    heads.budget = budget_beside(block, fixed, least, "a map behind the feed-forward")
+        least = batch * queries * hidden_bytes(heads, feed_forward, queries)
+    heads.budget = attention_budget(block, heads, beside, least, "a map behind the feed-forward")
     vectors = attention_vectors(block, heads)
     shares = feed_forward_shares(block, vectors, biases)
     norm = reading if anatomy.feed_forward_residual is None else anatomy.feed_forward_residual
@@ -222,10 +220,10 @@ def _maps(block: Block, biases: Variant, reading: Norm | None) -> FeedForwardMap
 
 def _parallel(vectors: AttentionVectors, shares: FeedForwardShares, norm: Norm | None) -> FeedForwardMaps:
     """The feed-forward reads the block's input: all it adds belongs to the diagonal."""
-    own = shares.share(vectors.resid_pre)
-    residual = vectors.normed.plus_own(shares.joined(own))
+    added = shares.share(vectors.resid_pre)
+    residual = vectors.normed.plus(shares.joined(added))
     output = torch.zeros_like(residual.pairs.norms)
-    residual.pairs.put_own(output, torch.linalg.vector_norm(own, dim=-1))
+    residual.pairs.put_diagonal(output, torch.linalg.vector_norm(added, dim=-1))
     normed = residual if norm is None else residual.through(norm, shares.summed)
     return FeedForwardMaps(output, residual.norms(), normed.norms())
 
@@ -235,18 +233,19 @@ def _sequential(
 ) -> FeedForwardMaps:
     batch, _, queries, keys = vectors.pairs.pattern.shape
     maps = [vectors.scale.new_zeros((batch, keys, queries)) for _ in range(3)]
-    steps = _written_out(vectors, shares) if vectors.pairs.few else ByHead(block, vectors, shares).steps()
+    steps = (
+        _written_out(vectors, shares) if vectors.pairs.writes_out else ByHead(block, vectors, shares).steps()
+    )
     for part, rows, residual, output in steps:
         maps[0][:, part, rows] = torch.linalg.vector_norm(output, dim=-1)
         maps[1][:, part, rows] = torch.linalg.vector_norm(residual, dim=-1)
         if norm is not None:
             maps[2][:, part, rows] = torch.linalg.vector_norm(linear_part(norm, residual), dim=-1)
-    own = vectors.diagonal
-    output = shares.share(own)
-    residual = own + shares.joined(output)
+    output = shares.share(vectors.diagonal)
+    residual = vectors.diagonal + shares.joined(output)
     results = [scores.transpose(1, 2) for scores in maps]
     for result, explicit in zip(results, (output, residual, linear_part(norm, residual)), strict=True):
-        vectors.pairs.put_own(result, torch.linalg.vector_norm(explicit, dim=-1))
+        vectors.pairs.put_diagonal(result, torch.linalg.vector_norm(explicit, dim=-1))
     normed = results[1] if norm is None else results[2] / norm.scale(shares.summed)
     return FeedForwardMaps(results[0], results[1], normed)
 
@@ -265,7 +264,7 @@ def _written_out(vectors: Vectors, shares: FeedForwardShares) -> Iterator[Step]:
         yield chunk, slice(None), residual.transpose(1, 2), output.transpose(1, 2)
 
 
-def folds(heads: HeadVectors) -> bool:
+def _folds(heads: HeadVectors) -> bool:
     """Whether W_O and W_in are folded even where they can't be kept."""
     return pays(heads.value.shape[0] * heads.value.shape[1], heads.heads, heads.d_head)
 
@@ -292,7 +291,7 @@ class ByHead:
             keep=block.max_memory is None,
             matrices=[matrix for matrix, _ in shares.multipliers],
         )
-        self._pair_bytes = hidden_bytes(block, heads)
+        self._pair_bytes = hidden_bytes(heads, _feed_forward(block), block.resid_pre.shape[1])
 
     def steps(self) -> Iterator[Step]:
         """All pairs, some keys at a time, with the rows from the first to the last that see one of them."""
@@ -319,13 +318,13 @@ class ByHead:
         """Keys that W_in is applied to at once, and in how many steps their pairs go through W_out."""
         heads, row = self._pairs.heads, batch * queries * self._pair_bytes
         width = self._shares.W_out.shape[0] * len(self._multipliers)
-        most = chunk_size(row, heads.value.device, heads.budget, PAIRS * self._pair_bytes)
-        at_once = most
+        size = chunk_size(row, heads.value.device, heads.budget, PAIRS * self._pair_bytes)
+        at_once = size
         if heads.budget is None:
             row = batch * heads.heads * width * heads.dtype.itemsize
-            at_once = chunk_size(row, heads.value.device, None, PRODUCT_BYTES)
+            at_once = chunk_size(row, heads.value.device, None)
         for chunk in chunks(0, keys, at_once):
-            yield chunk, chunks(chunk.start, chunk.stop, most)
+            yield chunk, chunks(chunk.start, chunk.stop, size)
 
     def _hidden_by_head(self, keys: slice) -> list[Float[Tensor, "batch key head d_mlp"]]:
         """W_in (W_gate and W_in) applied once per key and head."""

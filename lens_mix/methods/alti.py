@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.budget import budget_beside, distance_bytes, least_attention_bytes, state_bytes
+from lens_mix.algebra.budget import attention_budget, distance_bytes
 from lens_mix.algebra.distances import distances, lengths
 from lens_mix.algebra.vectors import attention_vectors, head_vectors
 from lens_mix.methods.base import Method
@@ -54,8 +54,7 @@ class Alti(Method):
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         heads = head_vectors(block)
-        fixed = state_bytes(block, heads) + distance_bytes(block, heads)
-        heads.budget = budget_beside(block, fixed, least_attention_bytes(block, heads), "ALTI")
+        heads.budget = attention_budget(block, heads, distance_bytes(block, heads), what="ALTI")
         vectors = attention_vectors(block, heads)
         order = 1 if self.distance == "l1" else 2
         size = lengths(vectors.mid, order)[..., None]

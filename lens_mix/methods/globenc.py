@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.budget import budget_beside, least_attention_bytes, second_norm_bytes, state_bytes
+from lens_mix.algebra.budget import attention_budget, second_norm_bytes
 from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors, head_vectors
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.methods.base import Method
@@ -56,8 +56,7 @@ class GlobEnc(Method):
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         heads = head_vectors(block)
-        fixed = state_bytes(block, heads) + second_norm_bytes(block, heads)
-        heads.budget = budget_beside(block, fixed, least_attention_bytes(block, heads), "globenc")
+        heads.budget = attention_budget(block, heads, second_norm_bytes(block, heads), what="globenc")
         return self.vectors(block, attention_vectors(block, heads)).norms()
 
     def vectors(self, block: Block, attention: AttentionVectors) -> Vectors:

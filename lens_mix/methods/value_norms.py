@@ -55,7 +55,8 @@ class ValueNorms(Method):
         fixed = heads.copied + (0 if pattern.dtype == heads.dtype else pattern.numel() * heads.dtype.itemsize)
         least = 2 * len(pattern) * vector_bytes(heads)
         heads.budget = budget_beside(block, fixed, least, "value_norm, by head")
-        return pattern.to(heads.dtype) * heads.norms().transpose(1, 2)[:, :, None]
+        norms = attention_vectors(block, heads).pairs.head_norms
+        return pattern.to(heads.dtype) * norms.transpose(1, 2)[:, :, None]
 
 
 def value_norms(
