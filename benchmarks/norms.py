@@ -70,8 +70,8 @@ def seven(model: Any, tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
             vectors = attention_vectors(block)
             outputs.append(
                 {
-                    "heads": ValueNorms(per_head=True)(block),
                     "attn_n": vectors.attention.norms(),
+                    "heads": ValueNorms(per_head=True)(block),
                     "attn_res": vectors.residual.norms(),
                     "attn_res_ln": vectors.normed.norms(),
                     **block_mixing_ratios(block, NORM_STAGES),

@@ -62,6 +62,7 @@ class FeedForwardShares:
 
     Attributes:
         anatomy: the block's.
+        feed_forward: the block's.
         input_scale: what the norm before the feed-forward divides by, 1 without one.
         multipliers: (W_in, m) for a plain feed-forward; (W_gate, m_gate) and (W_in, m_up) for a gated one.
         W_out: of the feed-forward.
@@ -70,6 +71,7 @@ class FeedForwardShares:
     """
 
     anatomy: BlockAnatomy
+    feed_forward: FeedForward
     input_scale: Float[Tensor, "batch query 1"]
     multipliers: tuple[tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch query d_mlp"]], ...]
     W_out: Float[Tensor, "d_mlp d_model"]
@@ -79,16 +81,12 @@ class FeedForwardShares:
     @functools.cached_property
     def output(self) -> Float[Tensor, "batch query d_model"]:
         """The true output of the feed-forward, biases included; only a norm behind it asks for it."""
-        if self.anatomy.feed_forward is None:
-            raise RuntimeError("the output of a feed-forward was asked of a block that has none")
-        return self.anatomy.feed_forward(self.read)
+        return self.feed_forward(self.read)
 
     @functools.cached_property
     def summed(self) -> Float[Tensor, "batch query d_model"]:
         """The true sum of residual stream and branch."""
-        norm = self.anatomy.feed_forward_branch
-        branch = self.output if norm is None else norm(self.output)
-        return self.mid + branch * self.anatomy.residual_multiplier
+        return without_last_norm(self.anatomy).after_feed_forward(self.mid, self.output)
 
     def share(
         self, vectors: Float[Tensor, "batch query *key d_model"]
@@ -118,6 +116,11 @@ class FeedForwardShares:
         return out if norm is None else linear_part(norm, out) / norm.scale(self.summed)
 
 
+def without_last_norm(anatomy: BlockAnatomy) -> BlockAnatomy:
+    """A block that puts out the sum which its last norm reads."""
+    return dataclasses.replace(anatomy, feed_forward_residual=None)
+
+
 def _beside(of_query: Float[Tensor, "batch query width"], vectors: Tensor) -> Tensor:
     """A number or vector per query, to be multiplied with vectors per query, or per query and key."""
     return of_query if vectors.ndim == 3 else of_query[:, :, None]
@@ -143,7 +146,7 @@ def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant
     feed_forward = _feed_forward(block)
     multipliers = _multipliers(feed_forward, read, without_biases)
     W_out = feed_forward.W_out.to(state.dtype)
-    return FeedForwardShares(anatomy, scale, multipliers, W_out, read, vectors.mid)
+    return FeedForwardShares(anatomy, feed_forward, scale, multipliers, W_out, read, vectors.mid)
 
 
 def _feed_forward(block: Block) -> FeedForward:

@@ -62,6 +62,22 @@ class Alti(Method):
         return shares(nearer) if self.normalize else nearer
 
 
+def alti(
+    vectors: Float[Tensor, "batch query key d_model"],
+    state: Float[Tensor, "batch query d_model"],
+    order: int = 1,
+) -> Float[Tensor, "batch query key"]:
+    """The definition: c_ij = max(0, ‖y_i‖ - ‖y_i - T_ij‖).
+
+    Args:
+        vectors: T, from `residual_vectors`, after the norm where the block has one.
+        state: y, what the vectors are shares of.
+        order: of the norm, 1 or 2.
+    """
+    apart = torch.linalg.vector_norm(state[:, :, None] - vectors, ord=order, dim=-1)
+    return (torch.linalg.vector_norm(state, ord=order, dim=-1)[..., None] - apart).clamp_min(0)
+
+
 def shares(scores: Float[Tensor, "*batch key"]) -> Float[Tensor, "*batch key"]:
     """Rows divided by their sum; all-zero rows stay."""
     total = scores.sum(-1, keepdim=True)
