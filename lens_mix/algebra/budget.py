@@ -41,11 +41,8 @@ def chunks(start: int, stop: int, size: int) -> Iterator[slice]:
 def chunk_size(row: int, device: torch.device, budget: int | None, suitable: int = PRODUCT_BYTES) -> int:
     """How many rows a chunk has; at least one.
 
-    Args:
-        row: bytes of each row's temporaries.
-        device: where they are.
-        budget: bytes for one chunk where memory is bound, else None.
-        suitable: bytes that suit a processor.
+    `row` is bytes of each row's temporaries, `budget` bytes for all of them where memory is bound, `suitable`
+    the bytes that suit a processor.
     """
     size = suitable if device.type == "cpu" else GPU_BYTES
     return max(1, (size if budget is None else min(size, budget)) // max(1, row))
@@ -57,11 +54,8 @@ def budget_beside(block: Block, fixed: int, least: int, what: str) -> int | None
     Args:
         block: the block.
         fixed: bytes that don't depend on the size of the chunks.
-        least: bytes that the smallest chunks need.
+        least: bytes that the smallest chunks need; fewer are a ValueError.
         what: the map, for the error.
-
-    Raises:
-        ValueError: the smallest chunks don't fit.
     """
     if block.max_memory is None:
         return None
@@ -80,18 +74,7 @@ def budget_beside(block: Block, fixed: int, least: int, what: str) -> int | None
 def attention_budget(
     block: Block, heads: HeadVectors, beside: int = 0, least: int = 0, what: str = "a norm-based map"
 ) -> int | None:
-    """Bytes for the chunks of a map of pairs.
-
-    Args:
-        block: the block.
-        heads: the vectors of its heads.
-        beside: bytes for what follows the attention.
-        least: bytes that the smallest chunk of what follows needs.
-        what: the map, for the error.
-
-    Raises:
-        ValueError: the smallest chunks don't fit.
-    """
+    """`budget_beside` of a map of pairs; `beside` and `least` are what follows the attention in it."""
     batch, queries, d_model = block.resid_pre.shape
     keys, size, pattern = heads.value.shape[1], heads.dtype.itemsize, block.recorded("pattern")
     # States up to the feed-forward, copies in other dtypes, and norms of pairs.

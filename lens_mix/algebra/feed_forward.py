@@ -61,11 +61,8 @@ class FeedForwardShares:
     """One block's feed-forward as one linear map per query.
 
     Attributes:
-        anatomy: the block's.
-        feed_forward: the block's.
         input_scale: what the norm before the feed-forward divides by, 1 without one.
         multipliers: (W_in, m) for a plain feed-forward; (W_gate, m_gate) and (W_in, m_up) for a gated one.
-        W_out: of the feed-forward.
         read: what the feed-forward truly reads.
         mid: the true middle of the block.
     """
@@ -127,13 +124,7 @@ def _beside(of_query: Float[Tensor, "batch query width"], vectors: Tensor) -> Te
 
 
 def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant) -> FeedForwardShares:
-    """The block's feed-forward at its true states.
-
-    Args:
-        block: a block whose feed-forward is plain or gated.
-        vectors: its vectors up to the feed-forward.
-        biases: "on_path" or "fixed", see `AtbFf`.
-    """
+    """The block's feed-forward, plain or gated, at its true states; `biases` as in `AtbFf`."""
     anatomy = block.anatomy
     state = vectors.resid_pre if anatomy.parallel else vectors.mid
     norm = anatomy.feed_forward_input
@@ -164,18 +155,15 @@ def _multipliers(
 
     def ends(W: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         end = (read @ W).double()
-        if bias is not None:
-            end = end + bias.double()
+        end = end if bias is None else end + bias.double()
         return end, None if shares is None else end - (shares @ W).double()
 
-    W_in = feed_forward.W_in.to(dtype)
+    activation, W_in = feed_forward.activation, feed_forward.W_in.to(dtype)
+    of_W_in = ends(W_in, feed_forward.b_in)
     if feed_forward.W_gate is None:
-        m = plain_multiplier(feed_forward.activation, *ends(W_in, feed_forward.b_in))
-        return ((W_in, m.to(dtype)),)
+        return ((W_in, plain_multiplier(activation, *of_W_in).to(dtype)),)
     W_gate = feed_forward.W_gate.to(dtype)
-    gate, up = gated_multipliers(
-        feed_forward.activation, *ends(W_gate, feed_forward.b_gate), *ends(W_in, feed_forward.b_in)
-    )
+    gate, up = gated_multipliers(activation, *ends(W_gate, feed_forward.b_gate), *of_W_in)
     return ((W_gate, gate.to(dtype)), (W_in, up.to(dtype)))
 
 
@@ -184,7 +172,7 @@ def _multipliers(
 
 @dataclasses.dataclass(frozen=True)
 class FeedForwardMaps:
-    """Norms of all pairs: the feed-forward's output, with the residual stream, after the last norm."""
+    """Norms of all pairs: the feed-forward's output, with the residual stream, and after the last norm."""
 
     output: Float[Tensor, "batch query key"]
     residual: Float[Tensor, "batch query key"]
@@ -275,24 +263,17 @@ def _folds(heads: HeadVectors) -> bool:
 class ByHead:
     """W_in applied once per key and head; for each pair, H vectors of the hidden layer are mixed.
 
-    Args:
-        block: the block.
-        vectors: what the feed-forward reads, before its norm.
-        shares: the feed-forward.
+    `vectors` are what the feed-forward reads, before its norm.
     """
 
     def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares) -> None:
         self._pairs, self._scale, self._shares = vectors.pairs, vectors.scale, shares
         self._multipliers = [m * (vectors.scale / shares.input_scale) for _, m in shares.multipliers]
         heads = vectors.pairs.heads
+        vectors_in_all, every_head = heads.value.shape[:2].numel(), list(range(heads.heads))
+        matrices, keep = [W for W, _ in shares.multipliers], block.max_memory is None
         self._folded = folded(
-            block.anatomy,
-            value_path(block),
-            list(range(heads.heads)),
-            heads.value.shape[0] * heads.value.shape[1],
-            heads.dtype,
-            keep=block.max_memory is None,
-            matrices=[matrix for matrix, _ in shares.multipliers],
+            block.anatomy, value_path(block), every_head, vectors_in_all, heads.dtype, keep, matrices
         )
         self._pair_bytes = hidden_bytes(heads, _feed_forward(block), block.resid_pre.shape[1])
 
@@ -333,13 +314,9 @@ class ByHead:
         """W_in (W_gate and W_in) applied once per key and head."""
         heads = self._pairs.heads
         if self._folded is not None:
-            return [
-                heads.times(matrices, keys, f"hidden {number}")
-                for number, matrices in enumerate(self._folded)
-            ]
-        read = linear_part(
-            self._shares.anatomy.feed_forward_input, heads.times(heads.after(self._pairs.chain), keys)
-        )
+            return [heads.times(folds, keys, f"hidden {i}") for i, folds in enumerate(self._folded)]
+        vectors = heads.times(heads.after(self._pairs.chain), keys)
+        read = linear_part(self._shares.anatomy.feed_forward_input, vectors)
         return [read @ W for W, _ in self._shares.multipliers]
 
     def _output(

@@ -21,12 +21,7 @@ Chain = tuple[Norm, ...]
 def linear_part(
     norm: Norm | None, vectors: Float[Tensor, "*batch d_model"]
 ) -> Float[Tensor, "*batch d_model"]:
-    """What a norm does to a share of its input, before the division: centring (LayerNorm) and γ, no β.
-
-    Args:
-        norm: None for none.
-        vectors: the shares.
-    """
+    """What a norm does to a share of its input, before the division: centring (LayerNorm) and γ, no β."""
     if norm is None:
         return vectors
     weight = None if norm.weight is None else norm.weight.detach().to(vectors.dtype)

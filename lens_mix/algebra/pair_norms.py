@@ -51,14 +51,7 @@ def factor_norms(
     exact: bool,
     out: Float[Tensor, "row rank query"] | None = None,
 ) -> Float[Tensor, "row query"]:
-    """‖Σ_h weights_h vector_h‖ in float64.
-
-    Args:
-        factors: `qr_factor` (`exact`) or `gram` of the vectors.
-        weights: any number of weights per head.
-        exact: which of the two it is.
-        out: memory for the products.
-    """
+    """‖Σ_h weights_h vector_h‖ in float64 from `qr_factor` (`exact`) or `gram`; `out` is for the products."""
     product = torch.bmm(factors, weights, out=out)
     if exact:
         return torch.linalg.vector_norm(product, dim=-2)

@@ -7,14 +7,15 @@ Before the feed-forward, the vector that query i got from key j is, at every sta
 where a is the pattern, w one vector per key and head, and scale one number per query. It starts with
 w_jh = u_jh = v_jh W_O^h (b_V in, b_O never; Kobayashi et al., EMNLP 2020, eq. 3), scale 1 and nothing added.
 The residual stream is added; a norm's linear part γ ⊙ (v - mean v) / s_i, s_i taken from the true state,
-changes w, what was added, and scale. `lens_mix.algebra.definitions` and `Vectors.dense` write F out; norms
-need no pair's vector (`lens_mix.algebra.pair_norms`), and the norm of Σ_j F_ij no pair at all.
+changes w, what was added, and scale. `lens_mix.algebra.definitions` writes F out; norms need no pair's vector
+(`lens_mix.algebra.pair_norms`), and the norm of Σ_j F_ij no pair at all.
 
 The rows are the queries that are asked for. "The diagonal" is each query's pair with its own position.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
@@ -27,7 +28,7 @@ from lens_mix.algebra.budget import attention_budget, chunk_size, chunks, writte
 from lens_mix.algebra.head_vectors import Chain, HeadVectors, linear_part, through
 from lens_mix.algebra.pair_norms import PairNorms, norms_by_factors
 from lens_mix.algebra.workspace import Workspace
-from lens_mix.lens.anatomy import BlockAnatomy, Norm, ValuePath
+from lens_mix.lens.anatomy import Norm, ValuePath
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -41,11 +42,8 @@ WRITTEN_OUT_QUERIES = 2
 class Pairs:
     """Σ_h a_ijh w_jh for all pairs, as factors.
 
-    Args:
-        pattern: a.
-        heads: u, one vector per key and head.
-        queries: the positions of the rows; None: all positions, in order.
-        chain: norms that made w of u.
+    `pattern` is a, `heads` u, `chain` the norms that made w of u; `queries` are the positions of the rows,
+    None for all positions in order.
     """
 
     def __init__(
@@ -91,16 +89,15 @@ class Pairs:
 
     @property
     def head_norms(self) -> Float[Tensor, "batch key head"]:
-        """‖u_jh‖; where the norms of all pairs u are made already, from them."""
+        """‖u_jh‖; made with the norms of all pairs, where these are there already."""
         known = None if self.chain else self._by_factors
         return self.heads.norms() if known is None else known.heads
 
     @functools.cached_property
     def diagonal(self) -> Float[Tensor, "batch query d_model"]:
         """The vectors of each query's pair with its own position."""
-        known = None if self._by_factors is None else self._by_factors.diagonal
-        if known is not None:
-            return known
+        if self._by_factors is not None and self._by_factors.diagonal is not None:
+            return self._by_factors.diagonal
         return through(self.chain, self.heads.mixed(self._diagonal_weights(), self.queries))
 
     def _diagonal_weights(self) -> Float[Tensor, "batch query head"]:
@@ -130,14 +127,7 @@ class Pairs:
 
 
 class Vectors:
-    """F_ij = scale_i Σ_h a_ijh w_jh + δ_ij added_i for all pairs of a block.
-
-    Args:
-        pairs: Σ_h a_ijh w_jh.
-        scale: one number per query.
-        total: gives Σ_j F_ij, once it is asked for.
-        added: what the diagonal has beside; None for nothing.
-    """
+    """F_ij = scale_i Σ_h a_ijh w_jh + δ_ij added_i for all pairs of a block; `total()` gives Σ_j F_ij."""
 
     def __init__(
         self,
@@ -172,12 +162,7 @@ class Vectors:
         return Vectors(self.pairs, self.scale, lambda: self.total + vectors, added)
 
     def through(self, norm: Norm | None, state: Float[Tensor, "batch query d_model"]) -> Vectors:
-        """After a norm, held linear at the true state: γ ⊙ (F_ij - mean F_ij) / s_i; β is in no vector.
-
-        Args:
-            norm: None for none.
-            state: what the norm really reads, biases included.
-        """
+        """After a norm, held linear at `state`, which it really reads: γ ⊙ (F_ij - mean F_ij) / s_i."""
         if norm is None:
             return self
         divisor = norm.scale(state)
@@ -195,38 +180,18 @@ class Vectors:
         mixed = torch.linalg.vector_norm(self.total - self.diagonal, dim=-1)
         return mixed / (mixed + torch.linalg.vector_norm(self.diagonal, dim=-1))
 
-    def dense(self) -> Float[Tensor, "batch query key d_model"]:
-        """All vectors, written out: query × key × d_model numbers."""
-        out = self.pairs.written_out() * self.scale[..., None]
-        if self.pairs.queries is None:
-            out.diagonal(dim1=1, dim2=2).copy_(self.diagonal.mT)
-            return out
-        index = self.pairs.queries[..., None, None].expand(-1, -1, 1, out.shape[-1])
-        return out.scatter_(2, index, self.diagonal[:, :, None])
-
 
 class AttentionVectors:
     """One block's vectors up to the feed-forward, with the true states they are part of.
 
     All is made when first asked for, at the asked rows.
-
-    Args:
-        anatomy: the block's.
-        pairs: Σ_h a_ijh u_jh.
-        resid_pre: the residual stream entering the block.
-        z: the values mixed by the pattern.
     """
 
-    def __init__(
-        self,
-        anatomy: BlockAnatomy,
-        pairs: Pairs,
-        resid_pre: Float[Tensor, "batch query d_model"],
-        z: Float[Tensor, "batch query head d_head"],
-    ) -> None:
-        self.anatomy, self.pairs = anatomy, pairs
-        self.resid_pre = resid_pre.detach().to(pairs.heads.dtype)
-        self._z = z.detach()
+    def __init__(self, block: Block, heads: HeadVectors) -> None:
+        self.anatomy, self.resid_pre = block.anatomy, block.resid_pre.detach().to(heads.dtype)
+        queries = None if block.every_query else block.queries
+        self.pairs = Pairs(block.recorded("pattern").detach(), heads, queries)
+        self._z = block.recorded("z").detach()
 
     @functools.cached_property
     def attention(self) -> Vectors:
@@ -258,25 +223,18 @@ class AttentionVectors:
     @functools.cached_property
     def summed(self) -> Float[Tensor, "batch query d_model"]:
         """The true sum that `residual` are shares of."""
-        branch = _after_norm(self.anatomy.attention_branch, self.attention_out)
-        return torch.add(self.resid_pre, branch, alpha=self.anatomy.residual_multiplier)
+        without_norm = dataclasses.replace(self.anatomy, attention_residual=None)
+        return without_norm.after_attention(self.resid_pre, self.attention_out)
 
     @functools.cached_property
     def mid(self) -> Float[Tensor, "batch query d_model"]:
         """The true state that `normed` are shares of."""
-        return _after_norm(self.anatomy.attention_residual, self.summed)
-
-
-def _after_norm(norm: Norm | None, state: Tensor) -> Tensor:
-    return state if norm is None else norm(state)
+        norm = self.anatomy.attention_residual
+        return self.summed if norm is None else norm(self.summed)
 
 
 def value_path(block: Block) -> ValuePath:
-    """The block's value path.
-
-    Raises:
-        ValueError: it was not found (the algebra engine is never chosen on such a block).
-    """
+    """The block's value path; the algebra engine is never chosen on a block without one."""
     if block.anatomy.value_path is None:
         raise ValueError(f"block {block.layer}: expected value and output matrices, found none")
     return block.anatomy.value_path
@@ -309,9 +267,7 @@ def attention_vectors(block: Block, heads: HeadVectors | None = None) -> Attenti
         sent = head_vectors(block) if heads is None else heads
         if heads is None:
             sent.budget = attention_budget(block, sent)
-        queries = None if block.every_query else block.queries
-        pairs = Pairs(block.recorded("pattern").detach(), sent, queries)
-        return AttentionVectors(block.anatomy, pairs, block.resid_pre, block.recorded("z"))
+        return AttentionVectors(block, sent)
 
     return shared(block, "attention vectors", make)
 

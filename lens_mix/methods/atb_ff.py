@@ -27,7 +27,7 @@ class AtbFf(Method):
     feed-forwards: one integral per neuron, by quadrature; see `lens_mix.algebra.activations`). Shape
     [layer, query, key], from 0 up, in the units of the feed-forward's output.
 
-    Where the feed-forward reads the block's input (parallel blocks), only the diagonal is not zero.
+    In parallel blocks, where the feed-forward reads the block's input, only the diagonal is not zero.
 
     Args:
         biases: where the path of the integrated gradients starts. "on_path" (variant A, the default): at

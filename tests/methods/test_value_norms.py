@@ -39,7 +39,7 @@ def test_equals_the_vectors_written_out(case):
     for block in blocks_of(case, lm.ValueNorms()):
         found = lm.ValueNorms()(block)
         assert largest(found, value_norms(*heads_of(block))) < 1e-10
-        assert largest(attention_vectors(block).attention.dense(), written_out(block).attention) < 1e-10
+        assert largest(attention_vectors(block).pairs.written_out(), written_out(block).attention) < 1e-10
         # A second opinion, from the model's weights and its input alone.
         assert largest(found[0], norms(oracle(block, feed_forward=False).attention)) < 1e-10
 
