@@ -70,8 +70,8 @@ def seven(model: Any, tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
             vectors = attention_vectors(block)
             outputs.append(
                 {
-                    "heads": ValueNorms(per_head=True)(block),
                     "attn_n": vectors.attention.norms(),
+                    "heads": ValueNorms(per_head=True)(block),
                     "attn_res": vectors.residual.norms(),
                     "attn_res_ln": vectors.normed.norms(),
                     **block_mixing_ratios(block, NORM_STAGES),
@@ -93,7 +93,8 @@ def seven_written_out(model: Any, tokens: torch.Tensor) -> None:
 
 
 def written_out_outputs(stage: Vectors) -> tuple[torch.Tensor, torch.Tensor]:
-    dense = stage.dense()
+    dense = stage.pairs.written_out() * stage.scale[..., None]
+    dense.diagonal(dim1=1, dim2=2).copy_(stage.diagonal.mT)
     own = dense.diagonal(dim1=1, dim2=2).transpose(1, 2)
     mixed = torch.linalg.vector_norm(dense.sum(2) - own, dim=-1)
     return torch.linalg.vector_norm(dense, dim=-1), mixed / (mixed + torch.linalg.vector_norm(own, dim=-1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.algebra.definitions import residual_vectors, through_norm, value_vectors
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods import Method
 from lens_mix.statistics.passes import prompt_blocks
@@ -40,6 +42,40 @@ def _passed(case: Case) -> Any:
     # All methods of the family need the same tensors recorded, so one clean pass serves every test.
     model = case.build(torch.float64)
     return prompt_blocks(model, prompt_of(model), lm.AttnRes(), stack=case.stack).blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenOut:
+    """`lens_mix.algebra.definitions` on one block, `[batch query key d_model]`, and the true states."""
+
+    attention: torch.Tensor
+    branch: torch.Tensor
+    residual: torch.Tensor
+    normed: torch.Tensor
+    summed: torch.Tensor
+    mid: torch.Tensor
+
+
+def heads_of(block: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pattern, value vectors and W_O."""
+    return block.recorded("pattern"), block.recorded("value"), block.anatomy.value_path.W_O
+
+
+def written_out(block: Any) -> WrittenOut:
+    """All stages up to the feed-forward; the true states come from the model's own z and the anatomy."""
+    anatomy, x = block.anatomy, block.resid_pre
+    attention_out = anatomy.value_path.project(block.recorded("z"))
+    without_norm = dataclasses.replace(anatomy, attention_residual=None)
+    summed, mid = (one.after_attention(x, attention_out) for one in (without_norm, anatomy))
+
+    def branch(vectors: torch.Tensor) -> torch.Tensor:
+        normed = through_norm(anatomy.attention_branch, vectors, attention_out)
+        return normed * anatomy.residual_multiplier
+
+    attention = value_vectors(*heads_of(block))
+    residual = residual_vectors(*heads_of(block), x, branch)
+    normed = through_norm(anatomy.attention_residual, residual, summed)
+    return WrittenOut(attention, branch(attention), residual, normed, summed, mid)
 
 
 def largest(x: Any, y: Any) -> float:

@@ -47,22 +47,15 @@ _PRIMITIVES: dict[str, Activation] = {
 def plain_multiplier(
     activation: str, end: Float[Tensor, "*batch d_mlp"], start: Float[Tensor, "*batch d_mlp"] | None
 ) -> Float[Tensor, "*batch d_mlp"]:
-    """m of a plain neuron.
-
-    Args:
-        activation: a name in `ACTIVATIONS`.
-        end: p, what the neuron reads.
-        start: b, where the path begins; None for zero.
-    """
+    """m of a plain neuron that reads `end` (p), on the path from `start` (b; None for zero)."""
     function = ACTIVATIONS[activation]
     if start is None:
         # g(p) / p keeps all its digits down to p = 0, for every activation has g(0) = 0.
         return _ratio(function(end), end, lambda near: derivative(function, torch.zeros_like(end[near])), 0.0)
 
-    def at_middle(near: Tensor) -> Tensor:
-        return derivative(function, (end[near] + start[near]) / 2)
-
-    return _ratio(function(end) - function(start), end - start, at_middle, CLOSE)
+    middle = (end + start) / 2
+    change = function(end) - function(start)
+    return _ratio(change, end - start, lambda near: derivative(function, middle[near]), CLOSE)
 
 
 def gated_multipliers(
@@ -72,13 +65,7 @@ def gated_multipliers(
     up_end: Float[Tensor, "*batch d_mlp"],
     up_start: Float[Tensor, "*batch d_mlp"] | None,
 ) -> tuple[Float[Tensor, "*batch d_mlp"], Float[Tensor, "*batch d_mlp"]]:
-    """(m_gate, m_up) of a gated neuron.
-
-    Args:
-        activation: a name in `ACTIVATIONS`.
-        end, start: A and a; start None for zero.
-        up_end, up_start: B and b; None for zero.
-    """
+    """(m_gate, m_up) of a gated neuron; `end` and `start` are A and a, `up_end` and `up_start` B and b."""
     function = ACTIVATIONS[activation]
     a = torch.zeros_like(end) if start is None else start
     b = torch.zeros_like(up_end) if up_start is None else up_start
@@ -136,13 +123,11 @@ def derivative(function: Activation, x: Float[Tensor, "*batch"]) -> Float[Tensor
 
 def _integral(integrand: Callable[[float], Tensor], pieces: int, points: int) -> Tensor:
     nodes, weights = _nodes(points)
-    total: Tensor | None = None
-    for piece in range(pieces):
-        for node, weight in zip(nodes, weights, strict=True):
-            term, share = integrand(float((piece + (node + 1) / 2) / pieces)), float(weight / 2 / pieces)
-            total = term * share if total is None else total.add_(term, alpha=share)
-    if total is None:
-        raise ValueError(f"pieces: expected at least 1, got {pieces}")
+    places = ((np.arange(pieces)[:, None] + (nodes + 1) / 2) / pieces).flatten().tolist()
+    shares = np.tile(weights / 2 / pieces, pieces).tolist()
+    total = integrand(places[0]) * shares[0]
+    for place, share in zip(places[1:], shares[1:], strict=True):
+        total.add_(integrand(place), alpha=share)
     return total
 
 

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lens_mix.algebra.large_product import copy_bytes
+
 if TYPE_CHECKING:
     from lens_mix.algebra.head_vectors import HeadVectors
+    from lens_mix.lens.anatomy import FeedForward
     from lens_mix.lens.block import Block
 
-# Temporaries of one chunk: this many bytes stay in a processor's second-level cache.
-CACHED_BYTES = 1 << 21
-# What one product with W_O may make: enough rows for a product at full speed.
+# Temporaries of one chunk: enough rows for a product at full speed.
 PRODUCT_BYTES = 1 << 24
-# Both on a GPU.
+# On a GPU.
 GPU_BYTES = 1 << 28
 # Neurons of one product with W_out.
 NEURONS = 512
@@ -37,14 +38,11 @@ def chunks(start: int, stop: int, size: int) -> Iterator[slice]:
         yield slice(begin, min(begin + width, stop))
 
 
-def chunk_size(row: int, device: torch.device, budget: int | None, suitable: int = CACHED_BYTES) -> int:
+def chunk_size(row: int, device: torch.device, budget: int | None, suitable: int = PRODUCT_BYTES) -> int:
     """How many rows a chunk has; at least one.
 
-    Args:
-        row: bytes of each row's temporaries.
-        device: where they are.
-        budget: bytes for one chunk where memory is bound, else None.
-        suitable: bytes that suit a processor.
+    `row` is bytes of each row's temporaries, `budget` bytes for all of them where memory is bound, `suitable`
+    the bytes that suit a processor.
     """
     size = suitable if device.type == "cpu" else GPU_BYTES
     return max(1, (size if budget is None else min(size, budget)) // max(1, row))
@@ -56,11 +54,8 @@ def budget_beside(block: Block, fixed: int, least: int, what: str) -> int | None
     Args:
         block: the block.
         fixed: bytes that don't depend on the size of the chunks.
-        least: bytes that the smallest chunks need.
+        least: bytes that the smallest chunks need; fewer are a ValueError.
         what: the map, for the error.
-
-    Raises:
-        ValueError: the smallest chunks don't fit.
     """
     if block.max_memory is None:
         return None
@@ -76,33 +71,34 @@ def budget_beside(block: Block, fixed: int, least: int, what: str) -> int | None
 # ------------------------------------------------------------------ costs
 
 
-def state_bytes(block: Block, heads: HeadVectors) -> int:
-    """States up to the feed-forward, copies in other dtypes, and norms of pairs."""
+def attention_budget(
+    block: Block, heads: HeadVectors, beside: int = 0, least: int = 0, what: str = "a norm-based map"
+) -> int | None:
+    """`budget_beside` of a map of pairs; `beside` and `least` are what follows the attention in it."""
     batch, queries, d_model = block.resid_pre.shape
     keys, size, pattern = heads.value.shape[1], heads.dtype.itemsize, block.recorded("pattern")
+    # States up to the feed-forward, copies in other dtypes, and norms of pairs.
     states = 13 * d_model * queries + 3 * heads.heads * heads.d_head * max(queries, keys)
     pairs = 3 * queries * keys * size
     if pattern.dtype != heads.dtype or not block.every_query:
         pairs += heads.heads * queries * keys * size
     # W_O after norms is a copy, and made through another.
-    return batch * (states * size + pairs) + heads.copied + 2 * heads.matrices.nbytes
+    fixed = batch * (states * size + pairs) + heads.copied + 2 * heads.matrices.nbytes
+    one_key = max(factor_bytes(heads, queries), 2 * queries * written_out_bytes(heads))
+    return budget_beside(block, fixed + beside, max(batch * one_key, least), what)
 
 
 def vector_bytes(heads: HeadVectors) -> int:
-    """A key's vectors from all heads, the values that they are made of, and the own vector."""
+    """A key's vectors from all heads, the values that they are made of, and the diagonal's vector."""
     return (heads.heads * (heads.d_model + 3 * heads.d_head) + 3 * heads.d_model) * heads.dtype.itemsize
 
 
-def weight_bytes(heads: HeadVectors, queries: int) -> int:
-    """All queries' weights on one key in float64, and the norms."""
-    return 8 * queries * (heads.heads + 3)
-
-
 def factor_bytes(heads: HeadVectors, queries: int) -> int:
-    """A key's vectors in float64, their factor, and its products with all queries' weights."""
+    """A key's vectors, in float64 too, their factor, all queries' weights, its products with them, norms."""
     # A decomposition copies what it decomposes.
     copies = 4 if heads.dtype == torch.float64 else 1
-    return 8 * heads.heads * (copies * heads.d_model + 3 * heads.heads + queries)
+    wide = heads.heads * (copies * heads.d_model + 4 * heads.heads + 2 * queries) + 3 * queries
+    return vector_bytes(heads) + 8 * wide
 
 
 def written_out_bytes(heads: HeadVectors) -> int:
@@ -110,25 +106,8 @@ def written_out_bytes(heads: HeadVectors) -> int:
     return (2 * heads.heads * heads.d_head + 6 * heads.d_model) * heads.dtype.itemsize
 
 
-def least_attention_bytes(block: Block, heads: HeadVectors) -> int:
-    """The norms of one key's pairs."""
-    batch, queries = block.resid_pre.shape[:2]
-    chunk = max(vector_bytes(heads) + weight_bytes(heads, queries), factor_bytes(heads, queries))
-    return 2 * batch * max(chunk, queries * written_out_bytes(heads))
-
-
-def attention_budget(block: Block, heads: HeadVectors) -> int | None:
-    """Bytes for the chunks of a map of the attention's pairs.
-
-    Raises:
-        ValueError: the smallest chunks don't fit.
-    """
-    fixed, least = state_bytes(block, heads), least_attention_bytes(block, heads)
-    return budget_beside(block, fixed, least, "a norm-based map")
-
-
 def distance_bytes(block: Block, heads: HeadVectors) -> int:
-    """Distances of all pairs, which queries see which key, and copies of states, beside the states."""
+    """Distances of all pairs, which queries see which key, and copies of states."""
     batch, queries, d_model = block.resid_pre.shape
     pairs = batch * (3 * heads.dtype.itemsize + heads.heads) + 26
     return queries * (heads.value.shape[1] * pairs + 4 * batch * d_model * heads.dtype.itemsize)
@@ -138,35 +117,29 @@ def second_norm_bytes(block: Block, heads: HeadVectors) -> int:
     """The true state that the norm after the feed-forward reads."""
     feed_forward = block.anatomy.feed_forward
     batch, queries, d_model = block.resid_pre.shape
-    width = 6 * d_model
-    if feed_forward is not None and block.anatomy.feed_forward_residual is not None:
-        width += 5 * feed_forward.W_in.shape[1]
-    return batch * queries * width * heads.dtype.itemsize
+    hidden = 0 if feed_forward is None else 5 * feed_forward.W_in.shape[1]
+    return batch * queries * (6 * d_model + hidden) * heads.dtype.itemsize
 
 
-def feed_forward_bytes(block: Block, heads: HeadVectors, folds: bool) -> int:
+def feed_forward_bytes(block: Block, heads: HeadVectors, feed_forward: FeedForward, folds: bool) -> int:
     """A feed-forward's states, copies of its weights, and the maps behind it."""
-    feed_forward = block.anatomy.feed_forward
-    if feed_forward is None:
-        return 0
     batch, queries, d_model = block.resid_pre.shape
     size, d_mlp = heads.dtype.itemsize, feed_forward.W_in.shape[1]
     matrices = 1 if feed_forward.W_gate is None else 2
     states = batch * queries * (matrices * d_mlp * (6 * 8 + 3 * size) + 8 * d_model * size)
-    weights = 0 if feed_forward.W_in.dtype == heads.dtype else 2 * (matrices + 1) * d_model * d_mlp * size
+    weights = copy_bytes(feed_forward.W_out, size)
+    if feed_forward.W_in.dtype != heads.dtype:
+        weights += 2 * (matrices + 1) * d_model * d_mlp * size
     if folds:
         weights += heads.heads * heads.d_head * (4 * d_model + matrices * d_mlp) * size
     return states + weights + distance_bytes(block, heads)
 
 
-def hidden_bytes(block: Block, heads: HeadVectors) -> int:
+def hidden_bytes(heads: HeadVectors, feed_forward: FeedForward, queries: int) -> int:
     """One pair's way through the feed-forward, with its share of what is made once per key."""
-    feed_forward = block.anatomy.feed_forward
-    if feed_forward is None:
-        return 0
     d_model, d_mlp = feed_forward.W_in.shape
     matrices = 1 if feed_forward.W_gate is None else 2
     # What oneDNN makes is added to what is there.
     per_pair = (matrices + 1) * min(d_mlp, NEURONS) + 9 * d_model + 2 * heads.heads
     per_key = heads.heads * (5 * d_model + 2 * d_mlp + 2 * heads.d_head)
-    return (per_pair + -(-per_key // block.resid_pre.shape[1])) * heads.dtype.itemsize
+    return (per_pair + -(-per_key // queries)) * heads.dtype.itemsize

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.budget import PRODUCT_BYTES, chunk_size, chunks, vector_bytes
+from lens_mix.algebra.budget import chunk_size, chunks, vector_bytes
 from lens_mix.algebra.pair_norms import by_key
 from lens_mix.algebra.vectors import Vectors
 
@@ -27,7 +27,7 @@ def distances(
     """
     pairs = vectors.pairs
     out = state.new_empty((*state.shape[:2], pairs.pattern.shape[-1]))
-    if pairs.few:
+    if pairs.writes_out:
         for chunk, part in pairs.written_out_chunks():
             apart = part.mul_(vectors.scale[..., None]).sub_(state[:, :, None])
             out[..., chunk] = lengths(apart, order)
@@ -37,7 +37,7 @@ def distances(
         for key, rows, apart in _apart_by_key(vectors, state / vectors.scale):
             size = torch.linalg.vector_norm(apart, dim=-1) if order == 2 else apart.abs_().sum(-1)
             torch.mul(size, scale[:, rows], out=out[:, rows, key])
-    return pairs.put_own(out, lengths(state - vectors.diagonal, order))
+    return pairs.put_diagonal(out, lengths(state - vectors.diagonal, order))
 
 
 def _apart_by_key(
@@ -49,14 +49,13 @@ def _apart_by_key(
     """
     pairs, heads, (batch, _, queries, keys) = vectors.pairs, vectors.pairs.heads, vectors.pairs.pattern.shape
     row = batch * (vector_bytes(heads) + queries * heads.heads * heads.dtype.itemsize)
-    size = chunk_size(row, reduced.device, heads.budget, PRODUCT_BYTES)
+    size = chunk_size(row, reduced.device, heads.budget)
     matrices, memory, ranges = heads.after(pairs.chain), torch.empty_like(reduced), pairs.ranges()
     for chunk in chunks(0, keys, size):
         sent, pattern = heads.times(matrices, chunk).unbind(1), pairs.pattern[..., chunk]
         shape = (batch, pattern.shape[-1], heads.heads, queries)
-        weights = by_key(pattern, heads.workspace.like("key weights", pattern, shape, heads.dtype)).mT.unbind(
-            1
-        )
+        turned = by_key(pattern, heads.workspace.like("key weights", pattern, shape, heads.dtype))
+        weights = turned.mT.unbind(1)
         for key, w, a in zip(range(chunk.start, chunk.stop), sent, weights, strict=True):
             first, stop = ranges[key]
             if stop:

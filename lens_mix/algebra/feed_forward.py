@@ -24,18 +24,15 @@ from torch import Tensor
 from lens_mix.algebra.activations import gated_multipliers, plain_multiplier
 from lens_mix.algebra.budget import (
     NEURONS,
-    PRODUCT_BYTES,
-    budget_beside,
+    attention_budget,
     chunk_size,
     chunks,
     feed_forward_bytes,
     hidden_bytes,
-    least_attention_bytes,
-    state_bytes,
 )
 from lens_mix.algebra.folded_weights import folded, pays
 from lens_mix.algebra.head_vectors import HeadVectors, linear_part
-from lens_mix.algebra.large_product import add_product, as_right_factor, copy_bytes
+from lens_mix.algebra.large_product import add_product, as_right_factor
 from lens_mix.algebra.pair_norms import by_key
 from lens_mix.algebra.vectors import (
     AttentionVectors,
@@ -64,15 +61,14 @@ class FeedForwardShares:
     """One block's feed-forward as one linear map per query.
 
     Attributes:
-        anatomy: the block's.
         input_scale: what the norm before the feed-forward divides by, 1 without one.
         multipliers: (W_in, m) for a plain feed-forward; (W_gate, m_gate) and (W_in, m_up) for a gated one.
-        W_out: of the feed-forward.
         read: what the feed-forward truly reads.
         mid: the true middle of the block.
     """
 
     anatomy: BlockAnatomy
+    feed_forward: FeedForward
     input_scale: Float[Tensor, "batch query 1"]
     multipliers: tuple[tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch query d_mlp"]], ...]
     W_out: Float[Tensor, "d_mlp d_model"]
@@ -82,16 +78,12 @@ class FeedForwardShares:
     @functools.cached_property
     def output(self) -> Float[Tensor, "batch query d_model"]:
         """The true output of the feed-forward, biases included; only a norm behind it asks for it."""
-        if self.anatomy.feed_forward is None:
-            raise RuntimeError("the output of a feed-forward was asked of a block that has none")
-        return self.anatomy.feed_forward(self.read)
+        return self.feed_forward(self.read)
 
     @functools.cached_property
     def summed(self) -> Float[Tensor, "batch query d_model"]:
         """The true sum of residual stream and branch."""
-        norm = self.anatomy.feed_forward_branch
-        branch = self.output if norm is None else norm(self.output)
-        return self.mid + branch * self.anatomy.residual_multiplier
+        return without_last_norm(self.anatomy).after_feed_forward(self.mid, self.output)
 
     def share(
         self, vectors: Float[Tensor, "batch query *key d_model"]
@@ -121,25 +113,19 @@ class FeedForwardShares:
         return out if norm is None else linear_part(norm, out) / norm.scale(self.summed)
 
 
+def without_last_norm(anatomy: BlockAnatomy) -> BlockAnatomy:
+    """A block that puts out the sum which its last norm reads."""
+    return dataclasses.replace(anatomy, feed_forward_residual=None)
+
+
 def _beside(of_query: Float[Tensor, "batch query width"], vectors: Tensor) -> Tensor:
     """A number or vector per query, to be multiplied with vectors per query, or per query and key."""
     return of_query if vectors.ndim == 3 else of_query[:, :, None]
 
 
 def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant) -> FeedForwardShares:
-    """The block's feed-forward at its true states.
-
-    Args:
-        block: a block whose feed-forward is plain or gated.
-        vectors: its vectors up to the feed-forward.
-        biases: "on_path" or "fixed", see `AtbFf`.
-    """
+    """The block's feed-forward, plain or gated, at its true states; `biases` as in `AtbFf`."""
     anatomy = block.anatomy
-    feed_forward = anatomy.feed_forward
-    if feed_forward is None:
-        raise ValueError(
-            f"block {block.layer}: expected a plain or gated feed-forward, got {anatomy.feed_forward_kind!r}"
-        )
     state = vectors.resid_pre if anatomy.parallel else vectors.mid
     norm = anatomy.feed_forward_input
     scale = torch.ones_like(state[..., :1]) if norm is None else norm.scale(state)
@@ -148,9 +134,17 @@ def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant
     if biases == "fixed":
         shares = vectors.resid_pre if anatomy.parallel else vectors.normed.total
         without_biases = linear_part(norm, shares) / scale
+    feed_forward = _feed_forward(block)
     multipliers = _multipliers(feed_forward, read, without_biases)
     W_out = feed_forward.W_out.to(state.dtype)
-    return FeedForwardShares(anatomy, scale, multipliers, W_out, read, vectors.mid)
+    return FeedForwardShares(anatomy, feed_forward, scale, multipliers, W_out, read, vectors.mid)
+
+
+def _feed_forward(block: Block) -> FeedForward:
+    if block.anatomy.feed_forward is None:
+        kind = block.anatomy.feed_forward_kind
+        raise ValueError(f"block {block.layer}: expected a plain or gated feed-forward, got {kind!r}")
+    return block.anatomy.feed_forward
 
 
 def _multipliers(
@@ -161,18 +155,15 @@ def _multipliers(
 
     def ends(W: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         end = (read @ W).double()
-        if bias is not None:
-            end = end + bias.double()
+        end = end if bias is None else end + bias.double()
         return end, None if shares is None else end - (shares @ W).double()
 
-    W_in = feed_forward.W_in.to(dtype)
+    activation, W_in = feed_forward.activation, feed_forward.W_in.to(dtype)
+    of_W_in = ends(W_in, feed_forward.b_in)
     if feed_forward.W_gate is None:
-        m = plain_multiplier(feed_forward.activation, *ends(W_in, feed_forward.b_in))
-        return ((W_in, m.to(dtype)),)
+        return ((W_in, plain_multiplier(activation, *of_W_in).to(dtype)),)
     W_gate = feed_forward.W_gate.to(dtype)
-    gate, up = gated_multipliers(
-        feed_forward.activation, *ends(W_gate, feed_forward.b_gate), *ends(W_in, feed_forward.b_in)
-    )
+    gate, up = gated_multipliers(activation, *ends(W_gate, feed_forward.b_gate), *of_W_in)
     return ((W_gate, gate.to(dtype)), (W_in, up.to(dtype)))
 
 
@@ -181,7 +172,7 @@ def _multipliers(
 
 @dataclasses.dataclass(frozen=True)
 class FeedForwardMaps:
-    """Norms of all pairs: the feed-forward's output, with the residual stream, after the last norm."""
+    """Norms of all pairs: the feed-forward's output, with the residual stream, and after the last norm."""
 
     output: Float[Tensor, "batch query key"]
     residual: Float[Tensor, "batch query key"]
@@ -204,14 +195,12 @@ def feed_forward_maps(block: Block, biases: Variant, reading: Norm | None = None
 
 def _maps(block: Block, biases: Variant, reading: Norm | None) -> FeedForwardMaps:
     heads, anatomy = head_vectors(block), block.anatomy
-    fixed = state_bytes(block, heads) + feed_forward_bytes(block, heads, folds(heads))
-    if anatomy.feed_forward is not None:
-        fixed += copy_bytes(anatomy.feed_forward.W_out, heads.dtype.itemsize)
-    least = least_attention_bytes(block, heads)
+    feed_forward = _feed_forward(block)
+    beside, least = feed_forward_bytes(block, heads, feed_forward, _folds(heads)), 0
     if not anatomy.parallel:
         batch, queries = block.resid_pre.shape[:2]
-        least = max(least, batch * queries * hidden_bytes(block, heads))
-    heads.budget = budget_beside(block, fixed, least, "a map behind the feed-forward")
+        least = batch * queries * hidden_bytes(heads, feed_forward, queries)
+    heads.budget = attention_budget(block, heads, beside, least, "a map behind the feed-forward")
     vectors = attention_vectors(block, heads)
     shares = feed_forward_shares(block, vectors, biases)
     norm = reading if anatomy.feed_forward_residual is None else anatomy.feed_forward_residual
@@ -222,10 +211,10 @@ def _maps(block: Block, biases: Variant, reading: Norm | None) -> FeedForwardMap
 
 def _parallel(vectors: AttentionVectors, shares: FeedForwardShares, norm: Norm | None) -> FeedForwardMaps:
     """The feed-forward reads the block's input: all it adds belongs to the diagonal."""
-    own = shares.share(vectors.resid_pre)
-    residual = vectors.normed.plus_own(shares.joined(own))
+    added = shares.share(vectors.resid_pre)
+    residual = vectors.normed.plus(shares.joined(added))
     output = torch.zeros_like(residual.pairs.norms)
-    residual.pairs.put_own(output, torch.linalg.vector_norm(own, dim=-1))
+    residual.pairs.put_diagonal(output, torch.linalg.vector_norm(added, dim=-1))
     normed = residual if norm is None else residual.through(norm, shares.summed)
     return FeedForwardMaps(output, residual.norms(), normed.norms())
 
@@ -235,18 +224,19 @@ def _sequential(
 ) -> FeedForwardMaps:
     batch, _, queries, keys = vectors.pairs.pattern.shape
     maps = [vectors.scale.new_zeros((batch, keys, queries)) for _ in range(3)]
-    steps = _written_out(vectors, shares) if vectors.pairs.few else ByHead(block, vectors, shares).steps()
+    steps = (
+        _written_out(vectors, shares) if vectors.pairs.writes_out else ByHead(block, vectors, shares).steps()
+    )
     for part, rows, residual, output in steps:
         maps[0][:, part, rows] = torch.linalg.vector_norm(output, dim=-1)
         maps[1][:, part, rows] = torch.linalg.vector_norm(residual, dim=-1)
         if norm is not None:
             maps[2][:, part, rows] = torch.linalg.vector_norm(linear_part(norm, residual), dim=-1)
-    own = vectors.diagonal
-    output = shares.share(own)
-    residual = own + shares.joined(output)
+    output = shares.share(vectors.diagonal)
+    residual = vectors.diagonal + shares.joined(output)
     results = [scores.transpose(1, 2) for scores in maps]
     for result, explicit in zip(results, (output, residual, linear_part(norm, residual)), strict=True):
-        vectors.pairs.put_own(result, torch.linalg.vector_norm(explicit, dim=-1))
+        vectors.pairs.put_diagonal(result, torch.linalg.vector_norm(explicit, dim=-1))
     normed = results[1] if norm is None else results[2] / norm.scale(shares.summed)
     return FeedForwardMaps(results[0], results[1], normed)
 
@@ -265,7 +255,7 @@ def _written_out(vectors: Vectors, shares: FeedForwardShares) -> Iterator[Step]:
         yield chunk, slice(None), residual.transpose(1, 2), output.transpose(1, 2)
 
 
-def folds(heads: HeadVectors) -> bool:
+def _folds(heads: HeadVectors) -> bool:
     """Whether W_O and W_in are folded even where they can't be kept."""
     return pays(heads.value.shape[0] * heads.value.shape[1], heads.heads, heads.d_head)
 
@@ -273,26 +263,19 @@ def folds(heads: HeadVectors) -> bool:
 class ByHead:
     """W_in applied once per key and head; for each pair, H vectors of the hidden layer are mixed.
 
-    Args:
-        block: the block.
-        vectors: what the feed-forward reads, before its norm.
-        shares: the feed-forward.
+    `vectors` are what the feed-forward reads, before its norm.
     """
 
     def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares) -> None:
         self._pairs, self._scale, self._shares = vectors.pairs, vectors.scale, shares
         self._multipliers = [m * (vectors.scale / shares.input_scale) for _, m in shares.multipliers]
         heads = vectors.pairs.heads
+        vectors_in_all, every_head = heads.value.shape[:2].numel(), list(range(heads.heads))
+        matrices, keep = [W for W, _ in shares.multipliers], block.max_memory is None
         self._folded = folded(
-            block.anatomy,
-            value_path(block),
-            list(range(heads.heads)),
-            heads.value.shape[0] * heads.value.shape[1],
-            heads.dtype,
-            keep=block.max_memory is None,
-            matrices=[matrix for matrix, _ in shares.multipliers],
+            block.anatomy, value_path(block), every_head, vectors_in_all, heads.dtype, keep, matrices
         )
-        self._pair_bytes = hidden_bytes(block, heads)
+        self._pair_bytes = hidden_bytes(heads, _feed_forward(block), block.resid_pre.shape[1])
 
     def steps(self) -> Iterator[Step]:
         """All pairs, some keys at a time, with the rows from the first to the last that see one of them."""
@@ -319,25 +302,21 @@ class ByHead:
         """Keys that W_in is applied to at once, and in how many steps their pairs go through W_out."""
         heads, row = self._pairs.heads, batch * queries * self._pair_bytes
         width = self._shares.W_out.shape[0] * len(self._multipliers)
-        most = chunk_size(row, heads.value.device, heads.budget, PAIRS * self._pair_bytes)
-        at_once = most
+        size = chunk_size(row, heads.value.device, heads.budget, PAIRS * self._pair_bytes)
+        at_once = size
         if heads.budget is None:
             row = batch * heads.heads * width * heads.dtype.itemsize
-            at_once = chunk_size(row, heads.value.device, None, PRODUCT_BYTES)
+            at_once = chunk_size(row, heads.value.device, None)
         for chunk in chunks(0, keys, at_once):
-            yield chunk, chunks(chunk.start, chunk.stop, most)
+            yield chunk, chunks(chunk.start, chunk.stop, size)
 
     def _hidden_by_head(self, keys: slice) -> list[Float[Tensor, "batch key head d_mlp"]]:
         """W_in (W_gate and W_in) applied once per key and head."""
         heads = self._pairs.heads
         if self._folded is not None:
-            return [
-                heads.times(matrices, keys, f"hidden {number}")
-                for number, matrices in enumerate(self._folded)
-            ]
-        read = linear_part(
-            self._shares.anatomy.feed_forward_input, heads.times(heads.after(self._pairs.chain), keys)
-        )
+            return [heads.times(folds, keys, f"hidden {i}") for i, folds in enumerate(self._folded)]
+        vectors = heads.times(heads.after(self._pairs.chain), keys)
+        read = linear_part(self._shares.anatomy.feed_forward_input, vectors)
         return [read @ W for W, _ in self._shares.multipliers]
 
     def _output(

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.algebra.budget import PRODUCT_BYTES, chunk_size, chunks, vector_bytes
+from lens_mix.algebra.budget import chunk_size, chunks, vector_bytes
 from lens_mix.algebra.workspace import Workspace
 from lens_mix.lens.anatomy import Norm, ValuePath
 
@@ -21,12 +21,7 @@ Chain = tuple[Norm, ...]
 def linear_part(
     norm: Norm | None, vectors: Float[Tensor, "*batch d_model"]
 ) -> Float[Tensor, "*batch d_model"]:
-    """What a norm does to a share of its input, before the division: centring (LayerNorm) and γ, no β.
-
-    Args:
-        norm: None for none.
-        vectors: the shares.
-    """
+    """What a norm does to a share of its input, before the division: centring (LayerNorm) and γ, no β."""
     if norm is None:
         return vectors
     weight = None if norm.weight is None else norm.weight.detach().to(vectors.dtype)
@@ -96,7 +91,7 @@ class HeadVectors:
         value = self._of_query_heads(self.value[:, keys])
         return (weights[..., None] * value[:, None]).flatten(3) @ self.matrices.flatten(0, 1)
 
-    def own(
+    def mixed(
         self, weights: Float[Tensor, "batch query head"], keys: Int[Tensor, "batch query"] | None
     ) -> Float[Tensor, "batch query d_model"]:
         """Σ_h weights_ih u_kh with one key k per query; None: each position's own."""
@@ -110,7 +105,7 @@ class HeadVectors:
         """‖u_jh‖."""
         batch, keys = self.value.shape[:2]
         norms = self.value.new_empty((batch, keys, self.heads))
-        size = chunk_size(batch * vector_bytes(self), self.value.device, self.budget, PRODUCT_BYTES)
+        size = chunk_size(batch * vector_bytes(self), self.value.device, self.budget)
         for chunk in chunks(0, keys, size):
             norms[:, chunk] = torch.linalg.vector_norm(self.times(self.matrices, chunk), dim=-1)
         return norms

@@ -1,4 +1,4 @@
-"""‖Σ_h a_ijh w_jh‖ for all pairs: written out, and by one small factor per key.
+"""‖Σ_h a_ijh w_jh‖ for all pairs, by one small factor per key.
 
 The factor of the vectors that a key's heads send gives the norm of any mixture of them without the mixture:
 ‖R a‖ with R from a QR decomposition, or sqrt(aᵀ G a) with G the Gram matrix. It is R for float64 vectors and
@@ -7,19 +7,22 @@ G, accumulated in float64, for all others. A Gram matrix in float32 is off by ha
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.budget import (
-    PRODUCT_BYTES,
-    chunk_size,
-    chunks,
-    factor_bytes,
-    vector_bytes,
-    weight_bytes,
-)
+from lens_mix.algebra.budget import PRODUCT_BYTES, chunk_size, chunks, factor_bytes
 from lens_mix.algebra.head_vectors import Chain, HeadVectors
+
+
+class PairNorms(NamedTuple):
+    """‖Σ_h a_ijh w_jh‖, ‖w_jh‖, and Σ_h a_jjh w_jh where it was asked for."""
+
+    pairs: Float[Tensor, "batch query key"]
+    heads: Float[Tensor, "batch key head"]
+    diagonal: Float[Tensor, "batch key d_model"] | None
 
 
 def by_key(
@@ -48,14 +51,7 @@ def factor_norms(
     exact: bool,
     out: Float[Tensor, "row rank query"] | None = None,
 ) -> Float[Tensor, "row query"]:
-    """‖Σ_h weights_h vector_h‖ in float64.
-
-    Args:
-        factors: `qr_factor` (`exact`) or `gram` of the vectors.
-        weights: any number of weights per head.
-        exact: which of the two it is.
-        out: memory for the products.
-    """
+    """‖Σ_h weights_h vector_h‖ in float64 from `qr_factor` (`exact`) or `gram`; `out` is for the products."""
     product = torch.bmm(factors, weights, out=out)
     if exact:
         return torch.linalg.vector_norm(product, dim=-2)
@@ -67,39 +63,34 @@ def norms_by_factors(
     heads: HeadVectors,
     chain: Chain,
     own_weights: Float[Tensor, "batch key head"] | None,
-) -> tuple[Float[Tensor, "batch query key"], Float[Tensor, "batch key d_model"] | None]:
-    """The norms; and, while the vectors are at hand, Σ_h own_weights_jh w_jh where these weights are given.
+) -> PairNorms:
+    """The norms, and what else is cheap while the vectors are at hand.
 
     Args:
         pattern: a.
         heads: u, one vector per key and head.
         chain: norms that make w of u.
-        own_weights: a weight per key and head, in the vectors' dtype.
+        own_weights: a_jjh in the vectors' dtype; None where the diagonal is not asked for.
     """
     value, (batch, count, queries, keys) = heads.value, pattern.shape
-    half = None if heads.budget is None else heads.budget // 2
-    row = vector_bytes(heads) + weight_bytes(heads, queries)
-    at_once = chunk_size(batch * row, value.device, half, PRODUCT_BYTES)
-    most = chunk_size(factor_bytes(heads, queries), value.device, half)
     matrices, exact = heads.after(chain), heads.dtype == torch.float64
-    norms = value.new_empty((batch, keys, queries))
-    own = None if own_weights is None else value.new_empty((batch, keys, heads.d_model))
+    norms, head_norms = value.new_empty((batch, keys, queries)), value.new_empty((batch, keys, count))
+    diagonal = None if own_weights is None else value.new_empty((batch, keys, heads.d_model))
 
-    def memory(name: str, *shape: int) -> Tensor:
-        return heads.workspace.like(name, value, shape, torch.float64)
+    def memory(name: str, rows: int, *shape: int) -> Tensor:
+        return heads.workspace.like(name, value, (batch, rows, *shape), torch.float64)
 
-    for chunk in chunks(0, keys, at_once):
-        vectors = heads.times(matrices, chunk).flatten(0, 1)
-        if own is not None and own_weights is not None:
-            mixed = torch.bmm(own_weights[:, chunk].flatten(0, 1)[:, None], vectors)
-            own[:, chunk] = mixed.unflatten(0, (batch, -1))[:, :, 0]
-        turned = memory("weights", batch, chunk.stop - chunk.start, count, queries)
-        weights = by_key(pattern[..., chunk], turned).flatten(0, 1)
-        parts = []
-        for part in chunks(0, len(weights), most):
-            wide = memory("wide", part.stop - part.start, count, heads.d_model).copy_(vectors[part])
-            factors = qr_factor(wide) if exact else gram(wide)
-            products = memory("products", *factors.shape[:2], queries)
-            parts.append(factor_norms(factors, weights[part], exact, products))
-        norms[:, chunk] = torch.cat(parts).unflatten(0, (batch, -1))
-    return norms.transpose(1, 2), own
+    size = chunk_size(batch * factor_bytes(heads, queries), value.device, heads.budget, PRODUCT_BYTES)
+    for chunk in chunks(0, keys, size):
+        rows, vectors = chunk.stop - chunk.start, heads.times(matrices, chunk)
+        if diagonal is not None and own_weights is not None:
+            diagonal[:, chunk] = (own_weights[:, chunk, None] @ vectors)[:, :, 0]
+        weights = by_key(pattern[..., chunk], memory("weights", rows, count, queries))
+        wide = memory("wide", rows, count, heads.d_model).copy_(vectors)
+        factors = qr_factor(wide) if exact else gram(wide)
+        squares = factors.square().sum(-2) if exact else factors.diagonal(dim1=-2, dim2=-1)
+        head_norms[:, chunk] = squares.sqrt()
+        products = memory("products", rows, factors.shape[2], queries).flatten(0, 1)
+        sizes = factor_norms(factors.flatten(0, 1), weights.flatten(0, 1), exact, products)
+        norms[:, chunk] = sizes.unflatten(0, (batch, rows))
+    return PairNorms(norms.transpose(1, 2), head_norms, diagonal)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.budget import budget_beside, distance_bytes, least_attention_bytes, state_bytes
+from lens_mix.algebra.budget import attention_budget, distance_bytes
 from lens_mix.algebra.distances import distances, lengths
 from lens_mix.algebra.vectors import attention_vectors, head_vectors
 from lens_mix.method import Method
@@ -54,13 +54,28 @@ class Alti(Method):
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         heads = head_vectors(block)
-        fixed = state_bytes(block, heads) + distance_bytes(block, heads)
-        heads.budget = budget_beside(block, fixed, least_attention_bytes(block, heads), "ALTI")
+        heads.budget = attention_budget(block, heads, distance_bytes(block, heads), what="ALTI")
         vectors = attention_vectors(block, heads)
         order = 1 if self.distance == "l1" else 2
         size = lengths(vectors.mid, order)[..., None]
         nearer = (size - distances(vectors.normed, vectors.mid, order)).clamp_min(0)
         return shares(nearer) if self.normalize else nearer
+
+
+def alti(
+    vectors: Float[Tensor, "batch query key d_model"],
+    state: Float[Tensor, "batch query d_model"],
+    order: int = 1,
+) -> Float[Tensor, "batch query key"]:
+    """The definition: c_ij = max(0, ‖y_i‖ - ‖y_i - T_ij‖).
+
+    Args:
+        vectors: T, from `residual_vectors`, after the norm where the block has one.
+        state: y, what the vectors are shares of.
+        order: of the norm, 1 or 2.
+    """
+    apart = torch.linalg.vector_norm(state[:, :, None] - vectors, ord=order, dim=-1)
+    return (torch.linalg.vector_norm(state, ord=order, dim=-1)[..., None] - apart).clamp_min(0)
 
 
 def shares(scores: Float[Tensor, "*batch key"]) -> Float[Tensor, "*batch key"]:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
+from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.algebra.vectors import attention_vectors
+from lens_mix.algebra.logit_shares import logit_shares, through_head
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.head import Head
 from lens_mix.lens.proof.record import HEAD
@@ -115,45 +116,21 @@ class AltiLogit(Method):
         return token
 
 
-def through_head(
-    head: Head, resid: Float[Tensor, "batch query d_model"], columns: Float[Tensor, "batch query d_model"]
-) -> Float[Tensor, "batch query d_model"]:
-    """Directions in the residual stream whose products are logits, the final norm held at its true scale.
+def alti_logit(
+    vectors: Sequence[Float[Tensor, "batch query key d_model"]],
+    directions: Float[Tensor, "batch query d_model"],
+    maps: Sequence[Float[Tensor, "batch query key"]],
+) -> list[Float[Tensor, "batch query token"]]:
+    """The definition: score[l, i, s] = Σ_k Δ_ik M_ks, Δ_ik = (Σ_h a_ikh v_kh W_O^h) · d_i.
 
     Args:
-        head: the model's head.
-        resid: the last residual stream.
-        columns: the unembedding's column per position.
+        vectors: per block, what its attention branch brings from key k to query i (`value_vectors`).
+        directions: d, from `through_head`.
+        maps: the blocks' ALTI maps; M is the product of those below block l, the identity below the first.
     """
-    dtype = torch.promote_types(resid.dtype, torch.float32)
-    columns, resid = columns.to(dtype), resid.to(dtype)
-    if head.norm is None:
-        return columns
-    if head.norm.weight is not None:
-        columns = columns * head.norm.weight.to(dtype)
-    if head.norm.kind == "layer":
-        columns = columns - columns.mean(-1, keepdim=True)
-    return columns / head.norm.scale(resid)
-
-
-def logit_shares(
-    block: Block, directions: Float[Tensor, "batch query d_model"], asked: Block | None = None
-) -> Float[Tensor, "batch query key"]:
-    """What the block's attention adds to each query's logit by way of each key.
-
-    Args:
-        block: the block.
-        directions: per query, from `through_head`.
-        asked: the block whose rows the directions belong to; None: `block`.
-    """
-    vectors = attention_vectors(block).residual
-    pattern, scale, heads = vectors.pairs.pattern, vectors.scale, vectors.pairs.heads
-    if asked is not None and asked is not block:
-        pattern, scale = asked.rows_of(pattern, axis=2), asked.rows_of(scale)
-    shares = directions.new_zeros((*directions.shape[:2], pattern.shape[-1]))
-    group = heads.heads // heads.value.shape[2]
-    for head, matrix in enumerate(heads.after(vectors.pairs.chain)):
-        # From the left: d_head numbers per query and key, not d_model.
-        value = heads.value[:, :, head // group]
-        shares += pattern[:, head] * (directions @ matrix.T @ value.mT)
-    return shares * scale
+    scores, below = [], torch.eye(maps[0].shape[-1], dtype=directions.dtype).expand_as(maps[0])
+    for branch, alti in zip(vectors, maps, strict=True):
+        added = einsum(branch, directions, "batch query key d_model, batch query d_model -> batch query key")
+        scores.append(einsum(added, below, "batch query key, batch key token -> batch query token"))
+        below = einsum(alti, below, "batch query key, batch key token -> batch query token")
+    return scores

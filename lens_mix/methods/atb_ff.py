@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
+from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
@@ -26,7 +27,7 @@ class AtbFf(Method):
     feed-forwards: one integral per neuron, by quadrature; see `lens_mix.algebra.activations`). Shape
     [layer, query, key], from 0 up, in the units of the feed-forward's output.
 
-    Where the feed-forward reads the block's input (parallel blocks), only the diagonal is not zero.
+    In parallel blocks, where the feed-forward reads the block's input, only the diagonal is not zero.
 
     Args:
         biases: where the path of the integrated gradients starts. "on_path" (variant A, the default): at
@@ -62,10 +63,7 @@ class AtbFfRes(AtbFf):
 
     score[l, i, j] = ‖F_ij + F^FF_ij‖, with F_ij what the block held of key j before the feed-forward and
     F^FF_ij as in `atb_ff`, through the norm and the multiplier of the branch where there are any. Shape
-    [layer, query, key], from 0 up.
-
-    Args:
-        biases: as in `atb_ff`.
+    [layer, query, key], from 0 up. `biases` as in `atb_ff`.
     """
 
     name: ClassVar[str] = "atb_ff_res"
@@ -81,10 +79,9 @@ class AtbFfResLn(AtbFf):
 
     The vectors of `atb_ff_res` through the norm on the residual stream at the block's end, held linear at
     its true scale, β in no vector. Shape [layer, query, key], from 0 up. Only post-norm blocks have that
-    norm; on all others the map equals `atb_ff_res`, unless `next_norm`.
+    norm; on all others the map equals `atb_ff_res`, unless `next_norm`. `biases` as in `atb_ff`.
 
     Args:
-        biases: as in `atb_ff`.
         next_norm: where the block has no such norm, apply the one that reads its output next: the next
             block's first norm, after the last block the model's final norm.
     """
@@ -98,6 +95,18 @@ class AtbFfResLn(AtbFf):
         reads_next = self.next_norm and block.anatomy.feed_forward_residual is None
         reading = block.next_norm() if reads_next else None
         return feed_forward_maps(block, self.biases, reading).normed
+
+
+def atb_ff(
+    vectors: Float[Tensor, "batch query key d_model"],
+    W_in: Float[Tensor, "d_model d_mlp"],
+    m: Float[Tensor, "batch query d_mlp"],
+    W_out: Float[Tensor, "d_mlp d_model"],
+) -> Float[Tensor, "batch query key d_model"]:
+    """The definition: F^FF_ij = ((F_ij W_in) ⊙ m_i) W_out; a gated one adds the same of W_gate and m_gate."""
+    hidden = einsum(vectors, W_in, "batch query key d_model, d_model d_mlp -> batch query key d_mlp")
+    shares = einsum(hidden, m, "batch query key d_mlp, batch query d_mlp -> batch query key d_mlp")
+    return einsum(shares, W_out, "batch query key d_mlp, d_mlp d_model -> batch query key d_model")
 
 
 def refuses_feed_forward(anatomy: BlockAnatomy) -> str | None:

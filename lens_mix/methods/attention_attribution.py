@@ -13,8 +13,8 @@ from torch import Tensor
 from lens_mix.algebra.quadrature import NestedRules, nested_rules, one_rule, rule_name
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, replace_pattern
 from lens_mix.method import Method
-from lens_mix.methods.baselines import baseline_of, check_baseline, describe_baseline
 from lens_mix.methods import target_passes
+from lens_mix.methods.baselines import baseline_of, check_baseline, describe_baseline
 from lens_mix.methods.path_integral import Integral, Path
 from lens_mix.methods.target_passes import BoundTarget
 from lens_mix.targets import TargetLike, as_target, describe, predicted

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.budget import budget_beside
+from lens_mix.algebra.definitions import norms, residual_vectors, through_norm
 from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors
+from lens_mix.lens.anatomy import Norm
 from lens_mix.method import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
 
@@ -47,13 +48,11 @@ class AttnResLn(Method):
     deviation of the true sum (for RMSNorm: no centring, the root mean square); β is in no vector. Shape
     [layer, query, key], from 0 up.
 
-    Only post-norm blocks have a norm on the residual stream there. On all others the map ends at the
-    residual sum and equals `attn_res`, unless `next_norm`.
+    Only post-norm blocks have a norm there. On all others the map equals `attn_res`, unless `next_norm`.
 
     Args:
-        next_norm: where the block has no such norm, apply the one that reads the sum next, the norm before
-            the feed-forward. Blocks where the feed-forward reads the block's input (parallel), or reads
-            the sum as it is, have none.
+        next_norm: where the block has no such norm, apply the one that reads the sum next, before the
+            feed-forward; there is none where that reads the block's input (parallel), or the sum as it is.
     """
 
     name: ClassVar[str] = "attn_res_ln"
@@ -98,7 +97,24 @@ class AttnResWeights(Method):
         pairs = pattern[:, 0].numel() * block.zeros().dtype.itemsize
         budget_beside(block, (5 + copied) * pairs, 0, "attn_res_w")
         weights = 0.5 * pattern.to(block.zeros().dtype).mean(dim=1)
-        own = block.queries[..., None]
-        return weights.scatter_add_(
-            2, own, torch.full(own.shape, 0.5, dtype=weights.dtype, device=own.device)
-        )
+        half = weights.new_full((1, 1, 1), 0.5)
+        return weights.scatter_add_(2, block.queries[..., None], half.expand(*weights.shape[:2], 1))
+
+
+def attn_res(
+    pattern: Float[Tensor, "batch head query key"],
+    value: Float[Tensor, "batch key value_head d_head"],
+    W_O: Float[Tensor, "head d_head d_model"],
+    resid_pre: Float[Tensor, "batch query d_model"],
+) -> Float[Tensor, "batch query key"]:
+    """The definition: ‖Σ_h a_ijh v_jh W_O^h + δ_ij x_i‖."""
+    return norms(residual_vectors(pattern, value, W_O, resid_pre))
+
+
+def attn_res_ln(
+    vectors: Float[Tensor, "batch query key d_model"],
+    norm: Norm | None,
+    state: Float[Tensor, "batch query d_model"],
+) -> Float[Tensor, "batch query key"]:
+    """The definition: ‖γ ⊙ (F_ij - mean F_ij) / s_i‖ with F from `residual_vectors` and s of the true sum."""
+    return norms(through_norm(norm, vectors, state))

@@ -9,9 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.budget import budget_beside, least_attention_bytes, second_norm_bytes, state_bytes
+from lens_mix.algebra.budget import attention_budget, second_norm_bytes
+from lens_mix.algebra.definitions import norms, through_norm
+from lens_mix.algebra.feed_forward import without_last_norm
 from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors, head_vectors
-from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.method import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
 
@@ -56,8 +58,7 @@ class GlobEnc(Method):
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         heads = head_vectors(block)
-        fixed = state_bytes(block, heads) + second_norm_bytes(block, heads)
-        heads.budget = budget_beside(block, fixed, least_attention_bytes(block, heads), "globenc")
+        heads.budget = attention_budget(block, heads, second_norm_bytes(block, heads), what="globenc")
         return self.vectors(block, attention_vectors(block, heads)).norms()
 
     def vectors(self, block: Block, attention: AttentionVectors) -> Vectors:
@@ -68,12 +69,26 @@ class GlobEnc(Method):
             return attention.normed.through(block.next_norm(), state)
         state = attention.mid
         if anatomy.feed_forward is not None:
-            read = anatomy.feed_forward_in(attention.resid_pre, attention.mid)
-            branch = anatomy.feed_forward(read)
-            if anatomy.feed_forward_branch is not None:
-                branch = anatomy.feed_forward_branch(branch)
-            state = attention.mid + branch * anatomy.residual_multiplier
+            output = anatomy.feed_forward(anatomy.feed_forward_in(attention.resid_pre, attention.mid))
+            state = without_last_norm(anatomy).after_feed_forward(attention.mid, output)
         return attention.normed.through(anatomy.feed_forward_residual, state)
+
+
+def globenc(
+    vectors: Float[Tensor, "batch query key d_model"],
+    first: Norm | None,
+    mid: Float[Tensor, "batch query d_model"],
+    second: Norm | None,
+    output: Float[Tensor, "batch query d_model"],
+) -> Float[Tensor, "batch query key"]:
+    """The definition: the norms of F through both norms, each held linear.
+
+    Args:
+        vectors: F of `residual_vectors`.
+        first, mid: the norm after attention (None for none), and the true sum that it reads.
+        second, output: the block's second norm, and the true sum that it reads, feed-forward included.
+    """
+    return norms(through_norm(second, through_norm(first, vectors, mid), output))
 
 
 def rollout(scores: Float[Tensor, "layer query key"]) -> Float[Tensor, "layer query key"]:

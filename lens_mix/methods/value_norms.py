@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.budget import budget_beside, vector_bytes
+from lens_mix.algebra.definitions import norms, value_vectors
 from lens_mix.algebra.vectors import attention_vectors, head_vectors
 from lens_mix.method import Method
 
@@ -55,14 +54,14 @@ class ValueNorms(Method):
         fixed = heads.copied + (0 if pattern.dtype == heads.dtype else pattern.numel() * heads.dtype.itemsize)
         least = 2 * len(pattern) * vector_bytes(heads)
         heads.budget = budget_beside(block, fixed, least, "value_norm, by head")
-        return pattern.to(heads.dtype) * heads.norms().transpose(1, 2)[:, :, None]
+        head_norms = attention_vectors(block, heads).pairs.head_norms
+        return pattern.to(heads.dtype) * head_norms.transpose(1, 2)[:, :, None]
 
 
 def value_norms(
-    pattern: Float[Tensor, "batch head query key"], vectors: Float[Tensor, "batch key head d_model"]
+    pattern: Float[Tensor, "batch head query key"],
+    value: Float[Tensor, "batch key value_head d_head"],
+    W_O: Float[Tensor, "head d_head d_model"],
 ) -> Float[Tensor, "batch query key"]:
-    """The definition: ‖Σ_h a_ijh u_jh‖, every pair's vector written out."""
-    pairs = einsum(
-        pattern, vectors, "batch head query key, batch key head d_model -> batch query key d_model"
-    )
-    return torch.linalg.vector_norm(pairs, dim=-1)
+    """The definition: ‖Σ_h a_ijh v_jh W_O^h‖."""
+    return norms(value_vectors(pattern, value, W_O))

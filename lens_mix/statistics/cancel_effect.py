@@ -30,7 +30,7 @@ def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pd.DataFrame:
         for block in passed.blocks:
             with torch.no_grad():
                 pairs = attention_vectors(block).pairs
-                norm = pairs.heads.norms()[0]
+                norm = pairs.head_norms[0]
             # No head's weight at all: the query can't see the key, and is no witness.
             pattern = pairs.pattern[0].to(norm.dtype)
             seen = (pattern > 0).any(0).sum(0).clamp_min(1)

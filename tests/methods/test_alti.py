@@ -5,11 +5,12 @@ import torch
 
 import lens_mix as lm
 from lens_mix.algebra.distances import distances, lengths
+from lens_mix.algebra.logit_shares import logit_shares, through_head
 from lens_mix.algebra.vectors import attention_vectors
-from lens_mix.methods.alti_logit import logit_shares, through_head
+from lens_mix.methods.alti import alti
+from lens_mix.methods.alti_logit import alti_logit
 from lens_mix.statistics.passes import prompt_blocks
-from tests.norm_cases import CASES, blocks_of, largest
-from tests.norm_oracle import oracle
+from tests.norm_cases import CASES, blocks_of, largest, written_out
 from tests.norm_reference import (
     BERT_CLASSES,
     GPT2_CLASSES,
@@ -116,14 +117,23 @@ def test_a_contrast_is_a_difference(gpt2):
 def test_equals_the_definition_written_out(case, distance):
     order = 1 if distance == "l1" else 2
     for block in blocks_of(case, lm.Alti()):
-        vectors = oracle(block, feed_forward=False).normed
-        state = vectors.sum(1)
-        size = torch.linalg.vector_norm(state, ord=order, dim=-1, keepdim=True)
-        apart = torch.linalg.vector_norm(state[:, None] - vectors[:, :-1], ord=order, dim=-1)
-        nearer = (size - apart).clamp_min(0)
-        assert largest(lm.Alti(distance, normalize=False)(block)[0], nearer) < 1e-10
-        shares = lm.Alti(distance)(block)[0]
+        definition = written_out(block)
+        nearer = alti(definition.normed, definition.mid, order)
+        assert largest(lm.Alti(distance, normalize=False)(block), nearer) < 1e-10
+        shares = lm.Alti(distance)(block)
         assert largest(shares.sum(-1), (nearer.sum(-1) > 0).double()) < 1e-12
+
+
+@CASES
+def test_alti_logit_equals_the_definition_written_out(case):
+    blocks = blocks_of(case, lm.AltiLogit())
+    directions = torch.randn(blocks[-1].resid_pre.shape, generator=torch.Generator().manual_seed(0)).double()
+    branches = [written_out(block).branch for block in blocks]
+    found = alti_logit(branches, directions, [lm.Alti()(block) for block in blocks])
+    below = torch.eye(directions.shape[1], dtype=torch.float64)[None]
+    for block, scores in zip(blocks, found, strict=True):
+        assert largest(logit_shares(block, directions) @ below, scores) < 1e-9
+        below = lm.Alti()(block) @ below
 
 
 @pytest.mark.parametrize("order", [1, 2])

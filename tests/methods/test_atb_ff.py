@@ -6,10 +6,13 @@ import torch
 
 import lens_mix as lm
 from lens_mix.algebra.activations import gated_multipliers, mean_on_path, plain_multiplier
-from lens_mix.algebra.feed_forward import feed_forward_maps
+from lens_mix.algebra.definitions import through_norm
+from lens_mix.algebra.feed_forward import feed_forward_maps, feed_forward_shares
+from lens_mix.algebra.vectors import attention_vectors
 from lens_mix.lens.anatomy import ACTIVATIONS
-from tests.norm_cases import CASES, blocks_of, largest
-from tests.norm_oracle import norms, oracle, through_norm
+from lens_mix.methods.atb_ff import atb_ff
+from tests.norm_cases import CASES, blocks_of, largest, written_out
+from tests.norm_oracle import norms, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
 from tests.tiny_models import available, bridge, hooked_transformer
 
@@ -45,12 +48,27 @@ def test_equals_the_references(class_name, biases, row):
 @CASES
 def test_equals_the_vectors_written_out(case, biases):
     for block in blocks_of(case, lm.AtbFf(biases)):
-        written_out, maps = oracle(block, biases), feed_forward_maps(block, biases)
-        assert largest(maps.output[0], norms(written_out.feed_forward)) < 1e-10
-        assert largest(maps.residual[0], norms(written_out.feed_forward_residual)) < 1e-10
-        assert largest(maps.normed[0], norms(written_out.output)) < 1e-10
+        second, maps = oracle(block, biases), feed_forward_maps(block, biases)
+        assert largest(maps.output[0], norms(second.feed_forward)) < 1e-10
+        assert largest(maps.residual[0], norms(second.feed_forward_residual)) < 1e-10
+        assert largest(maps.normed[0], norms(second.output)) < 1e-10
         # The vectors and the column of the biases add up to what the block really put out.
-        assert largest(written_out.output.sum(1), block.resid_post[0]) < 1e-10
+        assert largest(second.output.sum(1), block.resid_post[0]) < 1e-10
+
+
+@CASES
+def test_equals_the_definition_written_out(case):
+    """The same from the closed form of the integrals; the second opinion above integrates numerically."""
+    for block in blocks_of(case, lm.AtbFf()):
+        if block.anatomy.parallel:
+            continue
+        definition, shares = (
+            written_out(block),
+            feed_forward_shares(block, attention_vectors(block), "on_path"),
+        )
+        read = through_norm(block.anatomy.feed_forward_input, definition.normed, definition.mid)
+        output = sum(atb_ff(read, W, m, shares.W_out) for W, m in shares.multipliers)
+        assert largest(lm.AtbFf()(block), output.norm(dim=-1)) < 1e-10
 
 
 @CASES
@@ -59,10 +77,9 @@ def test_next_norm_is_the_one_that_reads_the_output(case):
     blocks = blocks_of(case, method)
     maps = [method(block)[0] for block in blocks]
     for layer, block in enumerate(blocks):
-        written_out = oracle(block)
         norm = None if block.anatomy.feed_forward_residual is not None else block.next_norm()
-        expected = norms(through_norm(norm, written_out.output, block.resid_post[0]))
-        assert largest(maps[layer], expected) < 1e-10
+        expected = through_norm(norm, oracle(block).output[None], block.resid_post)[0]
+        assert largest(maps[layer], norms(expected)) < 1e-10
 
 
 @pytest.mark.parametrize("count", [3, 20])

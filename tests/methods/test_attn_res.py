@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.algebra.definitions import mixing_ratio, norms
 from lens_mix.algebra.vectors import attention_vectors
-from tests.norm_cases import CASES, blocks_of, largest
-from tests.norm_oracle import mixing_ratio, norms, oracle, through_norm
+from lens_mix.methods.attn_res import attn_res, attn_res_ln
+from tests.norm_cases import CASES, blocks_of, heads_of, largest, written_out
+from tests.norm_oracle import oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
 from tests.tiny_models import available
 
@@ -34,29 +36,39 @@ def test_equals_norm_analysis(class_name, row):
 
 
 @CASES
-def test_equals_the_vectors_written_out(case):
+def test_equals_the_definition_written_out(case):
     for block in blocks_of(case, lm.AttnResLn()):
-        written_out = oracle(block, feed_forward=False)
-        vectors = attention_vectors(block)
-        assert largest(lm.AttnRes()(block)[0], norms(written_out.residual)) < 1e-10
-        assert largest(lm.AttnResLn()(block)[0], norms(written_out.normed)) < 1e-10
-        assert largest(vectors.residual.mixing_ratio()[0], mixing_ratio(written_out.residual)) < 1e-10
-        assert largest(vectors.normed.mixing_ratio()[0], mixing_ratio(written_out.normed)) < 1e-10
-        # The vectors and the column of the biases add up to the true states.
-        assert largest(written_out.residual.sum(1), vectors.summed[0]) < 1e-10
-        assert largest(written_out.normed.sum(1), vectors.mid[0]) < 1e-10
+        anatomy, definition, vectors = block.anatomy, written_out(block), attention_vectors(block)
+        expected = attn_res_ln(definition.residual, anatomy.attention_residual, definition.summed)
+        assert largest(lm.AttnResLn()(block), expected) < 1e-10
+        assert largest(lm.AttnRes()(block), norms(definition.residual)) < 1e-10
+        if anatomy.attention_branch is None and anatomy.residual_multiplier == 1:
+            assert largest(lm.AttnRes()(block), attn_res(*heads_of(block), block.resid_pre)) < 1e-10
+        assert largest(vectors.residual.mixing_ratio(), mixing_ratio(definition.residual)) < 1e-10
+        assert largest(vectors.normed.mixing_ratio(), mixing_ratio(definition.normed)) < 1e-10
+
+
+@CASES
+def test_a_second_opinion_whose_vectors_add_up_to_the_true_states(case):
+    """From the weights and the block's input alone, with a column for what the biases put in."""
+    for block in blocks_of(case, lm.AttnResLn()):
+        second = oracle(block, feed_forward=False)
+        vectors, definition = attention_vectors(block), written_out(block)
+        assert largest(definition.residual[0], second.residual[:, :-1]) < 1e-10
+        assert largest(definition.normed[0], second.normed[:, :-1]) < 1e-10
+        assert largest(second.residual.sum(1), vectors.summed[0]) < 1e-10
+        assert largest(second.normed.sum(1), vectors.mid[0]) < 1e-10
 
 
 @CASES
 def test_next_norm_is_the_one_that_reads_the_sum(case):
     for block in blocks_of(case, lm.AttnResLn()):
-        anatomy = block.anatomy
-        written_out = oracle(block, feed_forward=False)
+        anatomy, definition = block.anatomy, written_out(block)
         norm = anatomy.cross_input if anatomy.cross else anatomy.feed_forward_input
         if anatomy.attention_residual is not None or anatomy.parallel:
             norm = None
-        expected = norms(through_norm(norm, written_out.normed, written_out.mid))
-        assert largest(lm.AttnResLn(next_norm=True)(block)[0], expected) < 1e-10
+        expected = attn_res_ln(definition.normed, norm, definition.mid)
+        assert largest(lm.AttnResLn(next_norm=True)(block), expected) < 1e-10
 
 
 def test_weights_with_the_residual_are_half_an_identity():

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.methods.globenc import rollout
-from tests.norm_cases import CASES, blocks_of, largest
-from tests.norm_oracle import norms, oracle, through_norm
+from lens_mix.methods.globenc import globenc, rollout
+from tests.norm_cases import CASES, blocks_of, largest, written_out
+from tests.norm_oracle import oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
 from tests.tiny_models import available, bridge
 
@@ -24,17 +24,19 @@ def test_equals_globenc(class_name, row):
 
 
 @CASES
-def test_equals_the_vectors_written_out(case):
+def test_equals_the_definition_written_out(case):
     blocks = blocks_of(case, lm.GlobEnc())
-    maps = [lm.GlobEnc()(block)[0] for block in blocks]
-    for layer, block in enumerate(blocks):
-        own = block.anatomy.feed_forward_residual
-        written_out = oracle(block, feed_forward=own is not None)
-        if own is None:
-            norm, state = block.next_norm(), block.resid_post[0]
+    maps = [lm.GlobEnc()(block) for block in blocks]
+    for scores, block in zip(maps, blocks, strict=True):
+        anatomy, definition = block.anatomy, written_out(block)
+        second, output = anatomy.feed_forward_residual, block.resid_post
+        if second is None:
+            second = block.next_norm()
         else:
-            norm, state = own, written_out.feed_forward_residual.sum(1)
-        assert largest(maps[layer], norms(through_norm(norm, written_out.normed, state))) < 1e-10
+            # Of the feed-forward only what the second opinion makes of it enters here.
+            output = oracle(block).feed_forward_residual.sum(1)[None]
+        first, mid = anatomy.attention_residual, definition.summed
+        assert largest(scores, globenc(definition.residual, first, mid, second, output)) < 1e-10
 
 
 def test_decoders_of_encoder_decoders_are_refused():

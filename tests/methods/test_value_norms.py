@@ -9,7 +9,7 @@ from lens_mix.algebra.pair_norms import by_key, factor_norms, gram, qr_factor
 from lens_mix.algebra.vectors import Pairs, attention_vectors
 from lens_mix.lens.anatomy import Norm, ValuePath
 from lens_mix.methods.value_norms import value_norms
-from tests.norm_cases import CASES, blocks_of, largest
+from tests.norm_cases import CASES, blocks_of, heads_of, largest, written_out
 from tests.norm_oracle import norms, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
 from tests.tiny_models import available
@@ -37,12 +37,11 @@ def test_equals_norm_analysis(class_name, row):
 @CASES
 def test_equals_the_vectors_written_out(case):
     for block in blocks_of(case, lm.ValueNorms()):
-        written_out = oracle(block, feed_forward=False).attention
-        assert largest(lm.ValueNorms()(block)[0], norms(written_out)) < 1e-10
-        vectors = attention_vectors(block)
-        assert largest(vectors.attention.dense()[0], written_out[:, :-1]) < 1e-10
-        sent = vectors.pairs.heads.times(vectors.pairs.heads.matrices)
-        assert largest(value_norms(vectors.pairs.pattern, sent)[0], norms(written_out)) < 1e-10
+        found = lm.ValueNorms()(block)
+        assert largest(found, value_norms(*heads_of(block))) < 1e-10
+        assert largest(attention_vectors(block).pairs.written_out(), written_out(block).attention) < 1e-10
+        # A second opinion, from the model's weights and its input alone.
+        assert largest(found[0], norms(oracle(block, feed_forward=False).attention)) < 1e-10
 
 
 def _pairs(weights: torch.Tensor, vectors: torch.Tensor) -> Pairs:
@@ -101,9 +100,11 @@ def test_chunks_of_any_size_and_rows_give_the_same(budget, dtype, asked):
         dense = torch.einsum("bhqk,bkhd->bqkd", pattern.double(), vectors)
         own = dense.diagonal(dim1=1, dim2=2).transpose(1, 2)[:, rows]
         assert largest(stage.norms, dense.norm(dim=-1)[:, rows]) < tolerance
-        assert largest(stage.own(), own) < tolerance
+        # From the factors of all pairs, where these are made.
+        assert largest(root.head_norms, heads.norms()) < tolerance
+        assert largest(stage.diagonal, own) < tolerance
         alone = Pairs(stage.pattern, heads, queries, stage.chain)
-        assert largest(alone.own(), own) < tolerance
+        assert largest(alone.diagonal, own) < tolerance
         assert largest(alone.written_out(), dense[:, rows]) < tolerance
         assert largest(heads.times(heads.after(stage.chain)), vectors) < tolerance
 

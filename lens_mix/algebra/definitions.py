@@ -1,0 +1,85 @@
+"""The vectors of the norm-based family by definition: every pair's written out, on named axes.
+
+    F_ij = Σ_h a_ijh v_jh W_O^h + δ_ij x_i
+
+with a the pattern, v the value vectors and x the residual stream. Slow, and query × key × d_model numbers:
+the papers' files say their formulas with these functions, and the tests hold `lens_mix.algebra.vectors`,
+which forms no pair, against them. Query i is position i: all rows are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from einops import einsum, repeat
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.lens.anatomy import Norm
+
+# What a norm, held linear, or a multiplier makes of vectors.
+Linear = Callable[[Float[Tensor, "batch query key d_model"]], Float[Tensor, "batch query key d_model"]]
+
+
+def value_vectors(
+    pattern: Float[Tensor, "batch head query key"],
+    value: Float[Tensor, "batch key value_head d_head"],
+    W_O: Float[Tensor, "head d_head d_model"],
+) -> Float[Tensor, "batch query key d_model"]:
+    """Σ_h a_ijh v_jh W_O^h; grouped value heads serve several query heads each."""
+    group = len(W_O) // value.shape[2]
+    value = repeat(value, "batch key value_head d_head -> batch key (value_head group) d_head", group=group)
+    sent = einsum(value, W_O, "batch key head d_head, head d_head d_model -> batch key head d_model")
+    return einsum(pattern, sent, "batch head query key, batch key head d_model -> batch query key d_model")
+
+
+def residual_vectors(
+    pattern: Float[Tensor, "batch head query key"],
+    value: Float[Tensor, "batch key value_head d_head"],
+    W_O: Float[Tensor, "head d_head d_model"],
+    resid_pre: Float[Tensor, "batch query d_model"],
+    branch: Linear | None = None,
+) -> Float[Tensor, "batch query key d_model"]:
+    """F_ij; `branch` is what a block puts on the attention branch (a sandwich norm, a multiplier)."""
+    vectors = value_vectors(pattern, value, W_O)
+    same = torch.eye(len(resid_pre[0]), dtype=resid_pre.dtype, device=resid_pre.device)
+    diagonal = einsum(same, resid_pre, "query key, batch query d_model -> batch query key d_model")
+    return (vectors if branch is None else branch(vectors)) + diagonal
+
+
+def through_norm(
+    norm: Norm | None,
+    vectors: Float[Tensor, "batch query key d_model"],
+    state: Float[Tensor, "batch query d_model"],
+) -> Float[Tensor, "batch query key d_model"]:
+    """γ ⊙ (F_ij - mean F_ij) / s_i, s_i of what the norm really reads; RMSNorm does not centre; β is in none.
+
+    Args:
+        norm: None for none.
+        vectors: shares of what it reads.
+        state: all of what it reads, biases included.
+    """
+    if norm is None:
+        return vectors
+    centred, true = vectors, state
+    if norm.kind == "layer":
+        centred = vectors - vectors.mean(-1, keepdim=True)
+        true = state - state.mean(-1, keepdim=True)
+    scale = (true.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    normed = centred / scale[:, :, None]
+    return normed if norm.weight is None else normed * norm.weight
+
+
+def norms(vectors: Float[Tensor, "batch query key d_model"]) -> Float[Tensor, "batch query key"]:
+    """‖F_ij‖."""
+    return vectors.square().sum(-1).sqrt()
+
+
+def mixing_ratio(vectors: Float[Tensor, "batch query key d_model"]) -> Float[Tensor, "batch query"]:
+    """‖Σ_{j≠i} F_ij‖ / (‖Σ_{j≠i} F_ij‖ + ‖F_ii‖) (Kobayashi et al., EMNLP 2021, eq. 13)."""
+    same = torch.eye(vectors.shape[1], dtype=vectors.dtype, device=vectors.device)
+    kept = einsum(same, vectors, "query key, batch query key d_model -> batch query d_model")
+    mixed = einsum(1 - same, vectors, "query key, batch query key d_model -> batch query d_model")
+    size = mixed.square().sum(-1).sqrt()
+    return size / (size + kept.square().sum(-1).sqrt())
