@@ -225,8 +225,10 @@ class _Maps:
             entered.append((rows, place, rectangle.shape, moved, factors, add_first))
         into, factor = (mid, clean.multiplier) if added is None else (added, 1.0)
         if clean.hidden is not None:
+            widest = max(len(neurons.W_out) for neurons in clean.hidden.parts)
+            workspace = mid.new_empty(len(mid) * widest)
             for neurons in clean.hidden.parts:
-                hidden = mid.new_empty((len(mid), len(neurons.W_out)))
+                hidden = workspace[: len(mid) * len(neurons.W_out)].view(len(mid), -1)
                 for rows, place, shape, _, factors, add_first in entered:
                     pairs = hidden[place].unflatten(0, shape)
                     clean.hidden.change(neurons, rows, factors, add_first, pairs)
