@@ -1,7 +1,4 @@
-"""A block's clean rows, and how changes go through its norms, up to the distance that they make.
-
-A change is carried from part to part; outputs are never subtracted (`NormChange`, `FeedForwardChange`).
-"""
+"""A block's clean rows, and how changes go through its norms, up to the distance that they make."""
 
 from __future__ import annotations
 
@@ -57,7 +54,7 @@ class CleanBlock:
             self._input = norm_change(anatomy.feed_forward_input, mid)
             read_by, inputs = (self._input or self._residual) if folds else None, []
             for number, norm in enumerate(self._norms if folds else (), 1):
-                numerator = norm.numerator()
+                numerator = norm.linear(norm.clean)
                 for later in self._norms[number:]:
                     numerator = later.linear(numerator)
                 inputs.append(numerator.to(attention_out.dtype))
@@ -83,7 +80,7 @@ class CleanBlock:
 
     def to_first(
         self, rows: slice, change: Float[Tensor, "key row d_model"]
-    ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """From a change of the attention's output to that of the residual stream and of what is read there.
 
         Args:
@@ -92,32 +89,21 @@ class CleanBlock:
 
         Returns:
             The change in the middle of the block; that of what the feed-forward reads (unfinished where the
-            norms are folded); what the norms multiply the change by (None for 1); and factors of the norms'
-            numerators, [key row 1], which folded values need.
+            norms are folded); and where they are, what they multiply the given change and, one by one, their
+            numerators by, [key row 1].
         """
-        scale: Tensor | None = None
-        factors: list[Tensor] = []
-        mid = change
+        factors, mid = [change.new_ones(1)], change
         for norm in self._norms:
             changed = norm.sizes(rows, change)
-            _, inverse, inverse_change = changed
-            scale = inverse if scale is None else scale * inverse
-            factors = [*(factor * inverse for factor in factors), inverse_change]
+            factors = [*(factor * changed[1] for factor in factors), changed[2]]
             if norm is self._input:
-                return (
-                    (mid, change, scale, factors)
-                    if self._folds
-                    else (mid, norm.output(rows, changed), None, [])
-                )
+                change = change if self._folds else norm.output(rows, changed)
+                break
             change = norm.output(rows, changed)
             if norm is self._branch:
-                change, scale, factors = (
-                    change * self.multiplier,
-                    scale * self.multiplier,
-                    [factors[0] * self.multiplier],
-                )
+                change, factors = change * self.multiplier, [factor * self.multiplier for factor in factors]
             mid = change = change.to(self.direction.dtype)
-        return mid, change, scale, factors if self._folds else []
+        return mid, change, factors if self._folds else factors[:1]
 
     def distance(
         self,

@@ -26,18 +26,18 @@ class NormChange:
     Args:
         norm: the norm.
         clean: what it reads in the clean pass.
+
+    Attributes:
+        clean: C x.
+        size: s.
     """
 
     def __init__(self, norm: Norm, clean: Float[Tensor, "row d_model"]) -> None:
         self.norm = norm
         self._weight = None if norm.weight is None else norm.weight.to(clean.dtype)
-        self._centred = self._centre(clean)
-        self._square = self._centred.square().mean(-1, keepdim=True) + norm.eps
+        self.clean: Float[Tensor, "row d_model"] = self._centre(clean)
+        self._square = self.clean.square().mean(-1, keepdim=True) + norm.eps
         self.size: Float[Tensor, "row 1"] = self._square.sqrt()
-
-    def numerator(self) -> Float[Tensor, "row d_model"]:
-        """γ ⊙ C x: the clean output before it is divided by the size and the bias is added."""
-        return self._centred if self._weight is None else self._centred * self._weight
 
     def linear(self, vectors: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """The norm's linear part, γ ⊙ C v."""
@@ -47,9 +47,8 @@ class NormChange:
     def sizes(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> Changed:
         """What changes of some rows' inputs do to the sizes."""
         centred, size = self._centre(change), self.size[rows]
-        growth = (
-            products(centred, self._centred[rows]).mul_(2) + torch.linalg.vector_norm(centred, dim=-1) ** 2
-        )
+        growth = products(centred, self.clean[rows]).mul_(2)
+        growth += torch.linalg.vector_norm(centred, dim=-1) ** 2
         growth = (growth / centred.shape[-1])[..., None]
         # Where all that was read is taken away, eps is left; without eps, rounding could leave less than 0.
         smallest = max(self.norm.eps, torch.finfo(growth.dtype).tiny)
@@ -61,7 +60,7 @@ class NormChange:
     def output(self, rows: slice, changed: Changed) -> Float[Tensor, "key row d_model"]:
         """The change of some rows' outputs."""
         centred, inverse, inverse_change = changed
-        out = torch.addcmul(centred * inverse, self._centred[rows], inverse_change)
+        out = torch.addcmul(centred * inverse, self.clean[rows], inverse_change)
         return out if self._weight is None else out.mul_(self._weight)
 
     def _centre(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:

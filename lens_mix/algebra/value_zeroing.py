@@ -28,8 +28,7 @@ from torch import Tensor
 from lens_mix.algebra.clean_block import CleanBlock
 from lens_mix.algebra.folded_weights import folded
 from lens_mix.algebra.large_product import add_product
-from lens_mix.algebra.value_zeroing_memory import fitting
-from lens_mix.algebra.value_zeroing_pairs import CPU, GPU, Rectangle, Sizes, chunks, find_sources
+from lens_mix.algebra.value_zeroing_pairs import CPU, GPU, Rectangle, Sizes, chunks, find_sources, fitting
 from lens_mix.algebra.zeroed_values import ZeroedValues
 from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import Norm, ValuePath
@@ -110,11 +109,9 @@ class _Maps:
         self._pattern, self._W_O = pattern[:, chosen], path.W_O[chosen].to(wide)
         self._value = value.repeat_interleave(block.n_heads // value.shape[2], dim=2)[:, :, chosen]
         real, real_queries = block.real[prompts], block.real_queries[prompts]
-        seen = (
-            block.seen[prompts]
-            if chosen == slice(None)
-            else functools.reduce(torch.logical_or, (head != 0 for head in self._pattern.unbind(1)))
-        )
+        seen = block.seen[prompts]
+        if chosen != slice(None):
+            seen = functools.reduce(torch.logical_or, (head != 0 for head in self._pattern.unbind(1)))
         self._sources = find_sources(seen & real_queries[:, :, None] & real[:, None], real, spans)
         self._place_sources(1.0 if block.anatomy.attention_branch else block.anatomy.residual_multiplier)
         pairs = sum(source.last - source.first for source in self._sources) * len(groups)
@@ -134,14 +131,13 @@ class _Maps:
         """Each source's prompt and positions, and each value's factor, on the maps' device."""
         device, sources = self._value.device, self._sources
         longest = max((len(source.keys) for source in sources), default=1)
-        positions = [source.keys + [source.keys[0]] * (longest - len(source.keys)) for source in sources]
-        inside = [[place < len(source.keys) for place in range(longest)] for source in sources]
+        positions = [source.keys + [-1] * (longest - len(source.keys)) for source in sources]
         self._prompts = torch.tensor([source.prompt for source in sources], device=device, dtype=torch.long)
-        self._positions = torch.tensor(positions, device=device, dtype=torch.long).reshape(-1, longest)
-        inside_spans = torch.tensor(inside, device=device, dtype=torch.bool).reshape(-1, longest, 1)
+        spans = torch.tensor(positions, device=device, dtype=torch.long).reshape(-1, longest)
+        self._positions = spans.clamp_min(0)
         # No weight, or nothing sent: no effect, not even a rounding error.
         sent = (self._value != 0).any(-1) & (self._W_O != 0).flatten(1).any(1)
-        sends = sent[self._prompts[:, None], self._positions] & inside_spans
+        sends = sent[self._prompts[:, None], self._positions] & (spans >= 0)[..., None]
         self._factors = sends.to(self._value.dtype) * -multiplier
 
     def _fold(
@@ -151,38 +147,28 @@ class _Maps:
 
         None instead where it costs less to apply W_O and the first matrices to each pair.
         """
-        feed_forward, keep, vectors = (
-            block.anatomy.feed_forward,
-            block.max_memory is None,
-            self._positions.numel(),
-        )
-        changes = feed_forward is not None and not block.anatomy.parallel
+        feed_forward, keep = block.anatomy.feed_forward, block.max_memory is None
+        changes, vectors = feed_forward is not None and not block.anatomy.parallel, self._positions.numel()
         # In rows that go through W_O and the first matrices; a fold costs one per row of W_O.
-        if pairs <= (vectors if keep or not changes else vectors + self._W_O.shape[:2].numel()):
+        if pairs <= vectors + (self._W_O.shape[:2].numel() if changes and not keep else 0):
             return None
-        if feed_forward is None or block.anatomy.parallel:
+        if feed_forward is None or not changes:
             return []
-        gate = [] if feed_forward.W_gate is None else [feed_forward.W_gate]
-        matrices = [matrix.to(self._W_O.dtype) for matrix in (*gate, feed_forward.W_in)]
-        product = folded(block.anatomy, path, heads, vectors, self._W_O.dtype, keep, matrices)
+        matrices = (feed_forward.W_gate, feed_forward.W_in)
+        wide = [matrix.to(self._W_O.dtype) for matrix in matrices if matrix is not None]
+        product = folded(block.anatomy, path, heads, vectors, self._W_O.dtype, keep, wide)
         return None if product is None else list(product)
 
     def fill(self, scores: Float[Tensor, "batch group query key"]) -> None:
         """The scores of every group of heads."""
-        count = len(self._sources)
         # Of values that are not folded with any matrix, more can be held.
         step = self._sizes.chunk if self._folded is None else self._sizes.keys
         for number, group in enumerate(self._groups):
-            for start in range(0, count, step):
+            for start in range(0, len(self._sources), step):
                 sources = self._sources[start : start + step]
                 values = self._values(group, slice(start, start + step))
                 for chunk in chunks(sources, self._sizes):
-                    for rectangle, distance in zip(chunk, self._distances(chunk, values), strict=True):
-                        column = sources[rectangle.sources.start].column
-                        columns = slice(column, column + rectangle.shape[0])
-                        scores[rectangle.prompt, number, rectangle.rows, columns] = distance.T.to(
-                            scores.dtype
-                        )
+                    self._fill_chunk(chunk, values, scores[:, number])
 
     def _values(self, group: slice, sources: slice) -> ZeroedValues:
         """The values of some sources and heads."""
@@ -199,8 +185,10 @@ class _Maps:
         )
         return ZeroedValues(*common, outer, None, inner)
 
-    def _distances(self, chunk: Sequence[Rectangle], values: ZeroedValues) -> list[Float[Tensor, "key row"]]:
-        """How far the outputs of a chunk's pairs move.
+    def _fill_chunk(
+        self, chunk: Sequence[Rectangle], values: ZeroedValues, scores: Float[Tensor, "batch query key"]
+    ) -> None:
+        """The scores of a chunk's pairs.
 
         Some neurons at a time, so that what lies between the two matrices never leaves the caches.
         """
@@ -212,28 +200,27 @@ class _Maps:
             first = rectangle.prompt * self._pattern.shape[2]
             rows = slice(first + rectangle.rows.start, first + rectangle.rows.stop)
             place = slice(end - rectangle.pairs, end)
-            out = mid[place].unflatten(0, rectangle.shape)
-            weights = values.weights(rectangle)
+            out, weights = mid[place].unflatten(0, rectangle.shape), values.weights(rectangle)
             moved = weights.flatten(2).any(-1)
-            change, read, scale, factors = clean.to_first(
-                rows, values.change(rectangle.sources, weights, out)
-            )
+            change = values.change(rectangle.sources, weights, out)
+            change, read, (scale, *factors) = clean.to_first(rows, change)
             if change is not out:
                 out.copy_(change)
-            weights = weights if scale is None else weights * scale[..., None]
-            add_first = functools.partial(values.add_first, rectangle.sources, weights, read)
-            entered.append((rows, place, rectangle.shape, moved, factors, add_first))
+            add_first = functools.partial(
+                values.add_first, rectangle.sources, weights * scale[..., None], read
+            )
+            entered.append((rectangle, rows, place, moved, factors, add_first))
         into, factor = (mid, clean.multiplier) if added is None else (added, 1.0)
         if clean.hidden is not None:
             for neurons in clean.hidden.parts:
                 hidden = mid.new_empty((len(mid), len(neurons.W_out)))
-                for rows, place, shape, _, factors, add_first in entered:
-                    pairs = hidden[place].unflatten(0, shape)
+                for rectangle, rows, place, _, factors, add_first in entered:
+                    pairs = hidden[place].unflatten(0, rectangle.shape)
                     clean.hidden.change(neurons, rows, factors, add_first, pairs)
                 add_product(into, hidden, neurons.W_out, factor)
-        distances = []
-        for rows, place, shape, moved, _, _ in entered:
-            pair_added = None if added is None else added[place].unflatten(0, shape)
-            distance = clean.distance(rows, mid[place].unflatten(0, shape), pair_added, self._metric)
-            distances.append(torch.where(moved, distance, 0.0))
-        return distances
+        for rectangle, rows, place, moved, _, _ in entered:
+            pair_added = None if added is None else added[place].unflatten(0, rectangle.shape)
+            pairs = mid[place].unflatten(0, rectangle.shape)
+            distance = clean.distance(rows, pairs, pair_added, self._metric)
+            columns = slice(rectangle.column, rectangle.column + rectangle.shape[0])
+            scores[rectangle.prompt, rectangle.rows, columns] = torch.where(moved, distance, 0.0).T

@@ -2,17 +2,22 @@
 
 A zeroed value reaches only the queries that give its key weight, so a causal map costs its triangle. The
 pairs of neighbouring keys make a rectangle as long as few pairs without weight come into it; rectangles are
-gathered into chunks for the one large product.
+gathered into chunks for the one large product. How large all these are, the memory bound decides too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+
+from lens_mix.algebra.large_product import copy_bytes
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
 
 
 class Sizes(NamedTuple):
@@ -52,9 +57,10 @@ class Source(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """Neighbouring sources of one prompt by some of its rows."""
+    """Neighbouring sources of one prompt, from a column of its map on, by some of its rows."""
 
     prompt: int
+    column: int
     sources: slice
     rows: slice
 
@@ -110,7 +116,7 @@ def chunks(sources: Sequence[Source], sizes: Sizes) -> Iterator[list[Rectangle]]
 def _rectangles(sources: Sequence[Source], sizes: Sizes) -> Iterator[Rectangle]:
     begin = 0
     while begin < len(sources):
-        prompt, _, _, first, last = sources[begin]
+        prompt, column, _, first, last = sources[begin]
         end, weighted = begin + 1, last - first
         for new in sources[end:]:
             window, weighted = (min(first, new.first), max(last, new.last)), weighted + new.last - new.first
@@ -122,5 +128,64 @@ def _rectangles(sources: Sequence[Source], sizes: Sizes) -> Iterator[Rectangle]:
             end, (first, last) = end + 1, window
         rows = max(1, sizes.rectangle // (end - begin))
         for start in range(first, last, rows):
-            yield Rectangle(prompt, slice(begin, end), slice(start, min(start + rows, last)))
+            yield Rectangle(prompt, column, slice(begin, end), slice(start, min(start + rows, last)))
         begin = end
+
+
+def fitting(
+    sizes: Sizes, block: Block, span: int, groups: int, narrow: torch.dtype, wide: torch.dtype
+) -> Sizes:
+    """The sizes, made smaller where the block's `max_memory` asks for it.
+
+    Args:
+        sizes: what suits the device.
+        block: the block.
+        span: positions that are zeroed as one, at most.
+        groups: how many groups of heads are zeroed.
+        narrow, wide: dtypes of the computation, and up to the activation.
+
+    Raises:
+        ValueError: the smallest sizes don't fit.
+    """
+    if block.max_memory is None:
+        return sizes
+    length = block.seen.shape[2]
+    smallest = Sizes(8, together=1, chunk=8, columns=64, keys=1, positions=length, spare=sizes.spare)
+    while (needed := _bytes(sizes, block, span, groups, narrow.itemsize, wide.itemsize)) > block.max_memory:
+        if sizes == smallest:
+            raise ValueError(
+                f"max_memory: expected at least {needed} bytes (the smallest step of value zeroing "
+                f"by algebra at {length} positions), got {block.max_memory}; engine='hooks' may need less"
+            )
+        halves = (max(least, size // 2) for least, size in zip(smallest[:-1], sizes[:-1], strict=True))
+        sizes = Sizes(*halves, spare=sizes.spare)  # type: ignore[misc]
+    return sizes
+
+
+def _bytes(sizes: Sizes, block: Block, span: int, groups: int, narrow: int, wide: int) -> int:
+    """An upper bound of the temporaries of one block's map, the map itself not counted."""
+    anatomy, (batch, queries, length) = block.anatomy, block.seen.shape
+    if anatomy.value_path is None:
+        raise ValueError("block: expected one whose value path is known")
+    (heads, d_head, d_model), stored = anatomy.value_path.W_O.shape, block.resid_pre.dtype.itemsize
+    matrices, d_mlp, W_out = 0, 0, 0
+    if anatomy.feed_forward is not None:
+        d_mlp = anatomy.feed_forward.W_in.shape[1]
+        matrices = 0 if anatomy.parallel else 1 if anatomy.feed_forward.W_gate is None else 2
+        W_out = copy_bytes(anatomy.feed_forward.W_out, narrow) + (stored != narrow) * d_model * d_mlp * narrow
+    prompts = min(batch, max(1, sizes.positions // length))
+    rows, inner, first, rank = prompts * queries, heads * d_head, matrices * d_mlp, span * heads
+    columns = min(sizes.columns, d_mlp)
+
+    # Of the clean rows; up to three norms have bases.
+    clean = rows * d_model * (12 * narrow + 4 * wide) + prompts * (length + queries) * inner * 4 * wide
+    clean += rows * d_mlp * (matrices * 5 * wide + (2 * matrices + 3) * narrow)
+    clean += prompts * queries * length * (heads * (wide + 1) + 8)
+    weights = 2 * inner * d_model * wide + W_out + (stored != wide) * (2 * inner + first) * d_model * wide
+    # Folded, which fewer pairs are not worth.
+    weights += (groups * rows * length > inner) * inner * first * wide * max(1, matrices)
+    # Spans are gathered once more.
+    values = sizes.keys * rank * min(span, 2) * (d_model + first + 3 * d_head) * wide
+    chunk = (3 * d_model + columns) * narrow + (rank * (1 + d_head) + d_model + 5) * wide
+    rectangle = 4 * (d_model + rank + columns) * wide
+    return clean + weights + values + max(sizes.chunk, sizes.rectangle) * chunk + sizes.rectangle * rectangle

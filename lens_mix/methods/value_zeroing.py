@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -61,18 +61,13 @@ class ValueZeroing(Method):
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        if self.metric not in ("cosine", "euclidean"):
-            raise ValueError(f"metric: expected 'cosine' or 'euclidean', got {self.metric!r}")
-        if self.last_layer not in ("before_final_norm", "after_final_norm"):
-            raise ValueError(
-                f"last_layer: expected 'before_final_norm' or 'after_final_norm', got {self.last_layer!r}"
-            )
+        for name, choices in (("metric", get_args(Metric)), ("last_layer", get_args(LastLayer))):
+            if (given := getattr(self, name)) not in choices:
+                raise ValueError(f"{name}: expected {choices[0]!r} or {choices[1]!r}, got {given!r}")
         if self.threshold is not None and not isinstance(self.threshold, int | float):
             raise TypeError(f"threshold: expected None or a number, got {type(self.threshold).__name__}")
         if self.threshold is not None and not self.threshold >= 0:
             raise ValueError(f"threshold: expected None or a number >= 0, got {self.threshold}")
-        if self.spans is not None:
-            _check_spans(self.spans)
         if self.per_head and isinstance(self.heads, Mapping):
             raise ValueError(
                 "heads: with per_head expected the same heads in every layer, got a mapping by layer"
@@ -80,7 +75,7 @@ class ValueZeroing(Method):
 
         object.__setattr__(self, "heads", _plain_heads(self.heads))
         if self.spans is not None:
-            object.__setattr__(self, "spans", [list(span) for span in self.spans])
+            object.__setattr__(self, "spans", _plain_spans(self.spans))
 
     def check(self, n_heads: int, n_layers: int) -> None:
         by_layer = self.heads if isinstance(self.heads, Mapping) else {None: self.heads}
@@ -130,10 +125,8 @@ class ValueZeroing(Method):
     ) -> Float[Tensor, "batch *head query key"]:
         chosen = list(range(block.n_heads)) if heads is None else list(heads)
         groups = [[head] for head in chosen] if self.per_head else [chosen]
-        spans = None if self.spans is None else [list(span) for span in self.spans]
-        final = self.last_layer == "after_final_norm" and block.is_last
-        norm = block.final_norm() if final else None
-        scores = value_zeroing_maps(block, groups, spans, self.metric, norm)
+        norm = block.final_norm() if self._after_final_norm(block) else None
+        scores = value_zeroing_maps(block, groups, self.spans, self.metric, norm)
         return scores if self.per_head else scores[:, 0]
 
     def _heads(self, layer: int) -> Sequence[int] | None:
@@ -154,30 +147,27 @@ class ValueZeroing(Method):
             scores[rows[chunk], :, keys[chunk]] = distance(clean[rows[chunk]], out, self.metric)
         return scores
 
-    def _compared(
-        self, block: Block, resid: Float[Tensor, "*batch d_model"]
-    ) -> Float[Tensor, "*batch d_model"]:
-        if block.is_last and self.last_layer == "after_final_norm":
-            return block.after_final_norm(resid)
-        return resid
+    def _after_final_norm(self, block: Block) -> bool:
+        return block.is_last and self.last_layer == "after_final_norm"
+
+    def _compared(self, block: Block, resid: Tensor) -> Tensor:
+        return block.after_final_norm(resid) if self._after_final_norm(block) else resid
 
     def _copies(self, real: Bool[Tensor, "batch pos"]) -> tuple[Tensor, Tensor, Bool[Tensor, "copy pos"]]:
         """One copy per prompt and key: the prompt's row, the map's key, the positions to zero."""
-        if self.spans is None:
-            rows, keys = real.nonzero(as_tuple=True)
-            zeroed = torch.zeros((len(rows), real.shape[1]), dtype=torch.bool, device=real.device)
-            zeroed[torch.arange(len(rows), device=real.device), keys] = True
-            return rows, keys, zeroed
         copies = []
-        for row in range(len(real)):
-            own = real[row].nonzero()[:, 0]
-            for key, span in enumerate(self.key_groups(len(own)) or []):
-                mask = torch.zeros(real.shape[1], dtype=torch.bool, device=real.device)
-                mask[own[list(span)]] = True
-                copies.append((row, key, mask))
-        rows = torch.tensor([row for row, _, _ in copies], device=real.device)
-        keys = torch.tensor([key for _, key, _ in copies], device=real.device)
-        return rows, keys, torch.stack([mask for _, _, mask in copies])
+        for row, is_real in enumerate(real):
+            positions = is_real.nonzero()[:, 0].tolist()
+            spans = self.key_groups(len(positions))
+            if spans is None:
+                copies += [(row, position, [position]) for position in positions]
+            else:
+                copies += [(row, key, [positions[p] for p in span]) for key, span in enumerate(spans)]
+        zeroed = torch.zeros((len(copies), real.shape[1]), dtype=torch.bool, device=real.device)
+        for copy, (_, _, zeroed_positions) in enumerate(copies):
+            zeroed[copy, zeroed_positions] = True
+        rows, keys = (torch.tensor([copy[part] for copy in copies], device=real.device) for part in (0, 1))
+        return rows, keys, zeroed
 
 
 def distance(
@@ -205,7 +195,7 @@ def _plain_heads(heads: Any) -> list[int] | dict[int, list[int]] | None:
     if heads is None:
         return None
     if isinstance(heads, Mapping):
-        return {_whole("heads (layer)", layer): _listed("heads", some) for layer, some in heads.items()}
+        return {_whole("heads (layer)", layer): _listed("heads", chosen) for layer, chosen in heads.items()}
     return _listed("heads", heads)
 
 
@@ -222,15 +212,11 @@ def _whole(name: str, number: Any) -> int:
     return int(number)
 
 
-def _check_spans(spans: Sequence[Sequence[int]]) -> None:
-    for span in spans:
-        _listed("spans", span)
-    if len(spans) == 0 or any(len(span) == 0 for span in spans):
-        raise ValueError(
-            f"spans: expected groups of at least one position each, got {[list(s) for s in spans]}"
-        )
-    positions = [position for span in spans for position in span]
+def _plain_spans(spans: Sequence[Sequence[int]]) -> list[list[int]]:
+    plain = [_listed("spans", span) for span in spans]
+    if not plain or not all(plain):
+        raise ValueError(f"spans: expected groups of at least one position each, got {plain}")
+    positions = [position for span in plain for position in span]
     if len(set(positions)) != len(positions):
-        raise ValueError(
-            f"spans: expected each position in one group at most, got {[list(s) for s in spans]}"
-        )
+        raise ValueError(f"spans: expected each position in one group at most, got {plain}")
+    return plain

@@ -243,7 +243,7 @@ def test_a_gated_silu_layers_change_keeps_its_digits(scale: float) -> None:
     terms = ((silu(g + dg) - silu(g)) * (u + du)).abs() + (silu(g) * du).abs()
     found = []
     for dtype in (torch.float32, torch.float64):
-        layer = FeedForward("silu", torch.eye(400)[:, 200:], torch.eye(200), torch.eye(400)[:, :200])
+        layer = FeedForward("silu", torch.eye(400)[:, 200:], torch.eye(200, 400), torch.eye(400)[:, :200])
         read = torch.cat(list(clean), dim=1).to(dtype)
         hidden = FeedForwardChange(layer, [read], None, dtype, 200, 24)
         given, rows = changes.to(dtype), slice(0, 6)
@@ -277,15 +277,18 @@ def test_a_change_along_the_clean_vector_keeps_its_digits() -> None:
     torch.testing.assert_close(found.double(), (unit - other).square().sum(-1) / 2, rtol=1e-2, atol=0)
 
 
-def test_what_sends_nothing_has_no_effect() -> None:
-    """A head without weights in W_O, and values of zero: exactly 0, no rounding."""
+@pytest.mark.parametrize("silent", [["W_O"], ["W_V", "b_V"]])
+def test_what_sends_nothing_has_no_effect(silent: list[str]) -> None:
+    """A head without weights in W_O, or with values of zero: exactly 0, no rounding."""
     model = a_model(torch.float32)
-    prompt = prompt_of(model)
+    prompt, method = prompt_of(model), lm.ValueZeroing(heads=[1])
+    assert float(lm.run(model, prompt, method, engine="algebra").scores.abs().max()) > 1e-5
     for block in model.blocks:
-        block.attn.W_O.data[1] = 0
-    scores = lm.run(model, prompt, lm.ValueZeroing(heads=[1]), engine="algebra").scores
-    if float(lm.run(model, prompt, lm.ValueZeroing(heads=[1]), engine="hooks").scores.abs().max()) == 0:
-        assert float(scores.abs().max()) == 0
+        for name in silent:
+            getattr(block.attn, name).data[1] = 0
+            assert not bool(getattr(block.attn, name)[1].any())
+    for engine in ("algebra", "hooks"):
+        assert float(lm.run(model, prompt, method, engine=engine).scores.abs().max()) == 0
 
 
 class _Looks(TorchDispatchMode):
