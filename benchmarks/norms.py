@@ -178,7 +178,7 @@ def after_feed_forward(model: Any, positions: int, repeats: int) -> None:
     rows = min(pairs, 1536)
 
     def maps() -> None:
-        block.kept.clear()
+        block.cache.clear()
         with torch.no_grad():
             feed_forward_maps(block, "on_path")
 
@@ -214,7 +214,7 @@ def l1_distances(model: Any, positions: int, repeats: int) -> None:
     def factors() -> None:
         with torch.no_grad():
             for block in blocks:
-                block.kept.clear()
+                block.cache.clear()
                 Alti()(block)
 
     def by_heads() -> None:

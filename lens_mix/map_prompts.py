@@ -84,7 +84,7 @@ def _map_blocks(passed: Passed, progress: bool) -> dict[str, _Mapped]:
                     maps[label][layer] = _checked_shape(method(block), method, block)
                     bar.update()
             # What methods share about a block goes with it.
-            passed.clean.kept.pop(layer, None)
+            passed.clean.cache.pop(layer, None)
         for label, method in methods.items():
             if method.carries:
                 bar.set_description(label)
@@ -92,7 +92,7 @@ def _map_blocks(passed: Passed, progress: bool) -> dict[str, _Mapped]:
                 last = list(blocks[label].values())[-1]
                 checked = [_checked_shape(scores, method, last) for scores in stacked]
                 maps[label] = dict(zip(blocks[label], checked, strict=True))
-                passed.clean.kept.clear()
+                passed.clean.cache.clear()
                 bar.update(len(stacked))
     return {label: _Mapped(maps[label], blocks[label]) for label in methods}
 

@@ -70,7 +70,7 @@ class Session:
         self.lens, self.methods = lens, dict(methods)
         self.engine, self.max_memory, self.queries = engine, max_memory, queries
         self.layers = read_selection(layers, lens.n_layers, "layers") or list(range(lens.n_layers))
-        self.kept_of_run: dict[Any, Any] = {}
+        self.run_cache: dict[Any, Any] = {}
 
     def read(self, prompt: Any, **options: Any) -> Prompt:
         """One prompt as the user gave it (`lens_mix.lens.prompts.read_prompt`)."""
@@ -103,7 +103,7 @@ class Session:
         """
         # A lens of its own: modules may have come and gone since the last batch.
         self.lens = lens = Lens(self.lens.model, self.lens.stack.name)
-        with lens.undisturbed():
+        with lens.evaluation_mode():
             proof = proof_of(lens, prompts[0], head=needs_head(self.methods.values()))
             engines = self._engines(proof)
             by_algebra = "algebra" in engines.values()
@@ -184,7 +184,7 @@ class Session:
             watched=watched,
             stop_after=last,
             rows=rows,
-            kept_of_run=self.kept_of_run,
+            run_cache=self.run_cache,
         )
 
 

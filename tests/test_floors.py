@@ -42,7 +42,7 @@ STORES = {
     "aggregation.flow_rows._network": "what a worker process was started with",
     "algebra.weight_cache._store": "the one cache of products of weights, up to one bound",
     "lens.proof.proofs._proofs": "proofs, by the model that they are about",
-    "lens.state._undisturbed_models": "models that are undisturbed at this moment",
+    "lens.state._evaluated_models": "models that are in evaluation mode at this moment",
 }
 
 

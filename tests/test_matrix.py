@@ -68,7 +68,7 @@ def attention_oracle(model, case, prompt):
 
     names = [lens.stack.hook_name("pattern", layer) for layer in range(lens.n_layers)]
     hooks = [(name, functools.partial(keep, name=name)) for name in names]
-    with lens.undisturbed(), model.hooks(fwd_hooks=hooks):
+    with lens.evaluation_mode(), model.hooks(fwd_hooks=hooks):
         lens.forward(batch)
     return torch.stack([store[name][0].mean(dim=0) for name in names])
 
@@ -105,7 +105,7 @@ def _block_output(lens, batch, layer, fwd_hooks):
 
     handle = lens.stack.blocks[layer].register_forward_hook(keep)
     try:
-        with lens.undisturbed(), lens.model.hooks(fwd_hooks=fwd_hooks):
+        with lens.evaluation_mode(), lens.model.hooks(fwd_hooks=fwd_hooks):
             lens.forward(batch)
     finally:
         handle.remove()

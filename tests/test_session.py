@@ -97,11 +97,11 @@ def test_what_blocks_share_goes_with_them():
     session = Session(model, {"attn_res": lm.AttnRes()})
     with session.passed([session.read(tokens(model, 1, 6))]) as passed:
         first, second = passed.blocks("attn_res")
-        first.kept["norms"] = 1
-        assert passed.blocks("attn_res")[0].kept == {"norms": 1}
-        assert second.kept == {}
-        second.kept_of_run["scratch"] = 2
-    assert session.kept_of_run == {"scratch": 2}
+        first.cache["norms"] = 1
+        assert passed.blocks("attn_res")[0].cache == {"norms": 1}
+        assert second.cache == {}
+        second.run_cache["scratch"] = 2
+    assert session.run_cache == {"scratch": 2}
 
 
 def test_prompts_of_one_length_need_no_proof_about_padding():

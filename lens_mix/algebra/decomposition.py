@@ -63,9 +63,13 @@ class Decomposition:
         self._block, self._entering, self._rule = block, entering, biases
         self._pairs = _chunk_pairs(block, keeps)
         self._linear = LinearBlock(block, slope, alone=entering is None)
-        seen = (block.seen & block.real_queries[:, :, None]).any(0)
-        stops = torch.arange(1, seen.shape[1] + 1, device=seen.device) if entering is None else entering.stops
-        self._stops = torch.maximum((seen * stops).amax(1), stops[block.queries].amax(0))
+        attended = (block.attended & block.real_queries[:, :, None]).any(0)
+        stops = (
+            torch.arange(1, attended.shape[1] + 1, device=attended.device)
+            if entering is None
+            else entering.stops
+        )
+        self._stops = torch.maximum((attended * stops).amax(1), stops[block.queries].amax(0))
         self._values = self._key_vectors() if entering is None else self._read_values(entering)
 
     def carry(self) -> tuple[Float[Tensor, "batch query source"], Shares]:

@@ -285,9 +285,9 @@ class ByHead:
         for chunk, parts in self._chunks(batch, queries, keys):
             sent, hidden = heads.times(matrices, chunk), self._hidden_by_head(chunk)
             for part in parts:
-                seen = [ranges[key] for key in range(part.start, part.stop) if ranges[key][1]]
-                if seen:
-                    rows = slice(min(first for first, _ in seen), max(stop for _, stop in seen))
+                attended = [ranges[key] for key in range(part.start, part.stop) if ranges[key][1]]
+                if attended:
+                    rows = slice(min(first for first, _ in attended), max(stop for _, stop in attended))
                     here = slice(part.start - chunk.start, part.stop - chunk.start)
                     pattern = pairs.pattern[:, :, rows, part]
                     shape = (batch, pattern.shape[3], heads.heads, pattern.shape[2])

@@ -63,7 +63,7 @@ def value_zeroing_maps(
     narrow, wide = _dtypes(block)
     span = 1 if spans is None else max(map(len, spans))
     sizes = fitting(sizes, block, span, len(groups), narrow, wide)
-    batch, queries, keys = block.seen.shape
+    batch, queries, keys = block.attended.shape
     scores = block.zeros(batch, len(groups), queries, keys if spans is None else len(spans))
     step = max(1, sizes.positions // keys)
     # A hundred thousand small views and products: half of what each costs outside of inference mode.
@@ -109,10 +109,10 @@ class _Maps:
         self._pattern, self._W_O = pattern[:, chosen], path.W_O[chosen].to(wide)
         self._value = value.repeat_interleave(block.n_heads // value.shape[2], dim=2)[:, :, chosen]
         real, real_queries = block.real[prompts], block.real_queries[prompts]
-        seen = block.seen[prompts]
+        attended = block.attended[prompts]
         if chosen != slice(None):
-            seen = functools.reduce(torch.logical_or, (head != 0 for head in self._pattern.unbind(1)))
-        self._sources = find_sources(seen & real_queries[:, :, None] & real[:, None], real, spans)
+            attended = functools.reduce(torch.logical_or, (head != 0 for head in self._pattern.unbind(1)))
+        self._sources = find_sources(attended & real_queries[:, :, None] & real[:, None], real, spans)
         self._place_sources(1.0 if block.anatomy.attention_branch else block.anatomy.residual_multiplier)
         pairs = sum(source.last - source.first for source in self._sources) * len(groups)
         self._folded = self._fold(block, path, heads, pairs)

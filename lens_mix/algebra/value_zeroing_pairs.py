@@ -76,7 +76,7 @@ class Rectangle(NamedTuple):
 
 
 def find_sources(
-    seen: Bool[Tensor, "batch query key"],
+    attended: Bool[Tensor, "batch query key"],
     real: Bool[Tensor, "batch key"],
     spans: Sequence[Sequence[int]] | None,
 ) -> list[Source]:
@@ -87,9 +87,9 @@ def find_sources(
         real: which positions are the prompts' own.
         spans: positions of a prompt, padding not counted, that are zeroed as one; None: each alone.
     """
-    queries, any_query = seen.shape[1], seen.any(1)
-    first = torch.where(any_query, seen.byte().argmax(1), queries).tolist()
-    last = torch.where(any_query, queries - seen.flip(1).byte().argmax(1), 0).tolist()
+    queries, any_query = attended.shape[1], attended.any(1)
+    first = torch.where(any_query, attended.byte().argmax(1), queries).tolist()
+    last = torch.where(any_query, queries - attended.flip(1).byte().argmax(1), 0).tolist()
     sources = []
     for prompt, is_real in enumerate(real.tolist()):
         positions = [position for position, inside in enumerate(is_real) if inside]
@@ -149,7 +149,7 @@ def fitting(
     """
     if block.max_memory is None:
         return sizes
-    length = block.seen.shape[2]
+    length = block.attended.shape[2]
     smallest = Sizes(8, together=1, chunk=8, columns=64, keys=1, positions=length, spare=sizes.spare)
     while (needed := _bytes(sizes, block, span, groups, narrow.itemsize, wide.itemsize)) > block.max_memory:
         if sizes == smallest:
@@ -164,7 +164,7 @@ def fitting(
 
 def _bytes(sizes: Sizes, block: Block, span: int, groups: int, narrow: int, wide: int) -> int:
     """An upper bound of the temporaries of one block's map, the map itself not counted."""
-    anatomy, (batch, queries, length) = block.anatomy, block.seen.shape
+    anatomy, (batch, queries, length) = block.anatomy, block.attended.shape
     if anatomy.value_path is None:
         raise ValueError("block: expected one whose value path is known")
     (heads, d_head, d_model), stored = anatomy.value_path.W_O.shape, block.resid_pre.dtype.itemsize

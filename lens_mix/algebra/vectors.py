@@ -119,10 +119,10 @@ class Pairs:
 
     def ranges(self) -> list[tuple[int, int]]:
         """Per key the first row that gives it any weight, and the one after the last; (0, 0) for none."""
-        seen = (self.pattern != 0).flatten(0, 1).any(0)
-        none, numbers = ~seen.any(0), seen.to(torch.uint8)
+        attended = (self.pattern != 0).flatten(0, 1).any(0)
+        none, numbers = ~attended.any(0), attended.to(torch.uint8)
         first = numbers.argmax(0).masked_fill(none, 0)
-        last = (len(seen) - numbers.flip(0).argmax(0)).masked_fill(none, 0)
+        last = (len(attended) - numbers.flip(0).argmax(0)).masked_fill(none, 0)
         return list(zip(first.tolist(), last.tolist(), strict=True))
 
 
@@ -245,7 +245,7 @@ def head_vectors(block: Block) -> HeadVectors:
     dtype = torch.promote_types(block.resid_pre.dtype, torch.float32)
     value = block.recorded("value").detach().to(dtype)
     free = block.max_memory is None
-    workspace = block.kept_of_run.setdefault("workspace", Workspace()) if free else None
+    workspace = block.run_cache.setdefault("workspace", Workspace()) if free else None
     return HeadVectors(value_path(block), value, workspace=workspace)
 
 
@@ -276,7 +276,7 @@ def shared(block: Block, name: object, make: Callable[[], T]) -> T:
     """What `make` gives, once for all methods that map these rows of the block; not under a memory bound."""
     if block.max_memory is not None:
         return make()
-    known = block.kept.get((name, block.every_query))
+    known = block.cache.get((name, block.every_query))
     if known is None or not (block.every_query or torch.equal(known[0], block.queries)):
-        known = block.kept[name, block.every_query] = (block.queries, make())
+        known = block.cache[name, block.every_query] = (block.queries, make())
     return known[1]

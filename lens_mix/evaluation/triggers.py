@@ -224,7 +224,7 @@ def predict_by_token(
 
     def predict(examples: Sequence[Example]) -> list[Hashable]:
         classes: list[Hashable] = []
-        with lens.undisturbed():
+        with lens.evaluation_mode():
             for example in examples:
                 logits = model(torch.tensor([example.tokens], device=device_of(model)))[0, position]
                 classes.append(max(tokens, key=lambda label: float(logits[tokens[label]].max())))

@@ -118,9 +118,9 @@ class Block:
         return rows_at(tensor, self._queries, axis)
 
     @property
-    def seen(self) -> Bool[Tensor, "batch query key"]:
+    def attended(self) -> Bool[Tensor, "batch query key"]:
         """Which keys got any weight from any head in the clean pass."""
-        return self._of_recorded_rows(self._clean.seen[self.layer])
+        return self._of_recorded_rows(self._clean.attended[self.layer])
 
     @property
     def is_last(self) -> bool:
@@ -172,14 +172,14 @@ class Block:
         return tensor if self._clean.rows is not None else self.rows_of(tensor, axis)
 
     @property
-    def kept(self) -> dict[Any, Any]:
+    def cache(self) -> dict[Any, Any]:
         """What the methods of one run share about this block; emptied when the next one is mapped."""
-        return self._clean.kept.setdefault(self.layer, {})
+        return self._clean.cache.setdefault(self.layer, {})
 
     @property
-    def kept_of_run(self) -> dict[Any, Any]:
+    def run_cache(self) -> dict[Any, Any]:
         """What the blocks of one run share, such as scratch memory."""
-        return self._clean.kept_of_run
+        return self._clean.run_cache
 
     def replay(
         self, rows: Int[Tensor, " row"], fwd_hooks: Sequence[HookPair] = ()
@@ -193,7 +193,7 @@ class Block:
         Raises:
             UnsupportedModelError: the block does not give its own output when run again without hooks.
         """
-        with self._lens.undisturbed():
+        with self._lens.evaluation_mode():
             replay = self._clean.replay(self.layer)
             replay.prepare()
             with self._lens.hooked(fwd_hooks):
@@ -206,7 +206,7 @@ class Block:
         norm = self._lens.final_norm()
         if norm is None:
             return resid
-        with self._lens.undisturbed(gradients):
+        with self._lens.evaluation_mode(gradients):
             return norm(resid)
 
     def next_norm(self) -> Norm | None:

@@ -43,11 +43,11 @@ class CleanPass:
     batch: Batch
     calls: dict[int, BlockCall]
     recorded: dict[str, Tensor]
-    seen: dict[int, Bool[Tensor, "batch query key"]]
+    attended: dict[int, Bool[Tensor, "batch query key"]]
     rows: Rows | None = None
     replays: dict[int, BlockReplay] = dataclasses.field(default_factory=dict)
-    kept: dict[int, dict[Any, Any]] = dataclasses.field(default_factory=dict)
-    kept_of_run: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    cache: dict[int, dict[Any, Any]] = dataclasses.field(default_factory=dict)
+    run_cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:
@@ -73,7 +73,7 @@ def clean_pass(
     watched: Sequence[int] | None = None,
     stop_after: int = -1,
     rows: Rows | None = None,
-    kept_of_run: dict[Any, Any] | None = None,
+    run_cache: dict[Any, Any] | None = None,
 ) -> CleanPass:
     """One forward pass that captures the blocks' calls and what the hooks record.
 
@@ -95,11 +95,11 @@ def clean_pass(
     last = lens.layer_index(stop_after)
     recorded = {} if recorded is None else recorded
     layers = list(range(last + 1) if watched is None else watched)
-    kept_of_run = {} if kept_of_run is None else kept_of_run
-    clean = CleanPass(lens, batch, {}, recorded, {}, rows, kept_of_run=kept_of_run)
+    run_cache = {} if run_cache is None else run_cache
+    clean = CleanPass(lens, batch, {}, recorded, {}, rows, run_cache=run_cache)
     template = lens.stack.attention_template
-    watching = [watch_pattern(layer, _see_keys(layer, clean), attention=template) for layer in layers]
-    with lens.undisturbed(), lens.hooked([*fwd_hooks, *watching]), contextlib.ExitStack() as handles:
+    watching = [watch_pattern(layer, _watch_keys(layer, clean), attention=template) for layer in layers]
+    with lens.evaluation_mode(), lens.hooked([*fwd_hooks, *watching]), contextlib.ExitStack() as handles:
         for handle in captured_calls(lens.stack.blocks[: last + 1], clean.calls):
             handles.callback(handle.remove)
         handles.callback(lens.stack.blocks[last].register_forward_hook(_stop).remove)
@@ -109,13 +109,13 @@ def clean_pass(
     return clean
 
 
-def _see_keys(layer: int, clean: CleanPass) -> Callable[[Tensor], None]:
+def _watch_keys(layer: int, clean: CleanPass) -> Callable[[Tensor], None]:
     positions = None if clean.rows is None else clean.rows.positions
 
     def see(pattern: Tensor) -> None:
         pattern = rows_at(pattern, positions, axis=2)
         # A quarter of the time that `(pattern != 0).any(dim=1)` takes.
-        clean.seen[layer] = (pattern.amax(dim=1) != 0) | (pattern.amin(dim=1) != 0)
+        clean.attended[layer] = (pattern.amax(dim=1) != 0) | (pattern.amin(dim=1) != 0)
 
     return see
 
@@ -126,7 +126,7 @@ def _require_complete(clean: CleanPass, required: Sequence[str], watched: Sequen
     if missing:
         raise UnsupportedModelError(f"blocks {missing} of {lens.stack.name!r} never ran in a forward pass")
     silent = [name for name in required if name not in clean.recorded]
-    silent += [lens.stack.hook_name("pattern", layer) for layer in watched if layer not in clean.seen]
+    silent += [lens.stack.hook_name("pattern", layer) for layer in watched if layer not in clean.attended]
     if silent:
         raise UnsupportedModelError(
             f"hooks that never fired: {silent}; expected each to fire once in a forward pass "

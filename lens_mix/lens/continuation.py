@@ -80,10 +80,10 @@ def _run_from(
     whole = rows is None
     rows = torch.arange(len(clean.batch), device=clean.batch.tokens.device) if rows is None else rows
     replay = clean.replay(start)
-    with lens.undisturbed():
+    with lens.evaluation_mode():
         replay.prepare()
     entering = clean.calls[start].resid_pre.index_select(0, rows) if resid_pre is None else resid_pre
-    with lens.undisturbed(gradients), lens.hooked(fwd_hooks), contextlib.ExitStack() as stack:
+    with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), contextlib.ExitStack() as stack:
         for below in range(start):
             output = clean.calls[below].output
             stack.enter_context(_skipped(blocks[below], output if whole else replay.expand(output, rows)))

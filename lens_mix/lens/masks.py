@@ -146,12 +146,14 @@ def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
     wanted = rows_at(real, positions)[:, :, None] & real[:, None, :]
     triangle = places <= positions[:, :, None]
     layers = {}
-    for layer, seen in clean.seen.items():
-        complete = bool((seen | ~wanted).all())
-        causal = bool((seen | ~(wanted & triangle)).all()) and not bool((seen & wanted & ~triangle).any())
+    for layer, attended in clean.attended.items():
+        complete = bool((attended | ~wanted).all())
+        causal = bool((attended | ~(wanted & triangle)).all()) and not bool(
+            (attended & wanted & ~triangle).any()
+        )
         if not (complete or causal):
-            seen = seen | rows_at(_seen_without_queries(clean, layer), positions)
-        layers[layer] = seen
+            attended = attended | rows_at(_seen_without_queries(clean, layer), positions)
+        layers[layer] = attended
     # Hugging Face makes some patterns and norms in float32 in any model (GPT-Neo, GPT-J).
     step = max(torch.finfo(clean.lens.dtype).eps, torch.finfo(torch.float32).eps)
     return AllowedKeys(layers, positions, causal_model, step)
@@ -162,6 +164,6 @@ def _seen_without_queries(clean: CleanPass, layer: int) -> Bool[Tensor, "batch q
     store: dict[str, Tensor] = {}
     name = lens.stack.hook_name("pattern", layer)
     fwd_hooks = [zero_queries(layer, attention=lens.stack.attention_template), record(store, name)]
-    with lens.undisturbed(), lens.hooked(fwd_hooks):
+    with lens.evaluation_mode(), lens.hooked(fwd_hooks):
         lens.stack.blocks[layer](*call.args, **call.kwargs)
     return (store[name] != 0).any(dim=1)

@@ -24,7 +24,7 @@ from lens_mix.lens.model_classes import (
 from lens_mix.lens.prompts import Batch, is_encoder_decoder
 from lens_mix.lens.proof import known_faults
 from lens_mix.lens.stacks import Stack, stacks_of
-from lens_mix.lens.state import all_modules, undisturbed
+from lens_mix.lens.state import all_modules, evaluation_mode
 
 
 class Lens:
@@ -132,9 +132,9 @@ class Lens:
 
     # ------------------------------------------------------------- running it
 
-    def undisturbed(self, gradients: bool = False) -> contextlib.AbstractContextManager[None]:
+    def evaluation_mode(self, gradients: bool = False) -> contextlib.AbstractContextManager[None]:
         """Evaluation mode, eager attention, no gradients; everything as before afterwards."""
-        return undisturbed(self.model, self.modules, gradients)
+        return evaluation_mode(self.model, self.modules, gradients)
 
     @contextlib.contextmanager
     def hooked(self, fwd_hooks: Sequence[HookPair]) -> Iterator[None]:

@@ -22,7 +22,9 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def undisturbed(model: nn.Module, modules: Sequence[nn.Module], gradients: bool = False) -> Iterator[None]:
+def evaluation_mode(
+    model: nn.Module, modules: Sequence[nn.Module], gradients: bool = False
+) -> Iterator[None]:
     """Evaluation mode, eager attention and no gradients inside; everything as before on the way out.
 
     Eager attention is needed where TransformerBridge delegates attention to Hugging Face: with the
@@ -34,7 +36,7 @@ def undisturbed(model: nn.Module, modules: Sequence[nn.Module], gradients: bool 
         gradients: leave gradients on, for leaves that a hook puts in; parameters build no graph.
     """
     with contextlib.ExitStack() as stack:
-        if model not in _undisturbed_models:
+        if model not in _evaluated_models:
             stack.enter_context(_evaluation_mode(model, modules))
         if gradients:
             stack.enter_context(_frozen_parameters(modules))
@@ -43,7 +45,7 @@ def undisturbed(model: nn.Module, modules: Sequence[nn.Module], gradients: bool 
 
 
 # Models that are undisturbed already, so that nesting costs nothing.
-_undisturbed_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_evaluated_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -52,11 +54,11 @@ def _evaluation_mode(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator
     with contextlib.ExitStack() as stack:
         # What restores is registered before anything is changed: Ctrl-C may come between any two lines.
         stack.callback(_restore_training, training)
-        stack.callback(_undisturbed_models.discard, model)
+        stack.callback(_evaluated_models.discard, model)
         for module in training:
             module.training = False
         stack.enter_context(_eager_attention(modules))
-        _undisturbed_models.add(model)
+        _evaluated_models.add(model)
         yield
 
 

@@ -41,15 +41,15 @@ def baseline_of(
     if isinstance(baseline, str) and baseline == "zero":
         return torch.zeros_like(pattern)
     if isinstance(baseline, str):
-        seen = block.seen[:, None].to(pattern.dtype).expand_as(pattern)
-        return seen / seen.sum(-1, keepdim=True).clamp_min(1)
+        attended = block.attended[:, None].to(pattern.dtype).expand_as(pattern)
+        return attended / attended.sum(-1, keepdim=True).clamp_min(1)
     function = functools.partial(_of_layer, baseline) if isinstance(baseline, Tensor) else baseline
     given = function(pattern, block.layer)
     if not torch.is_tensor(given) or given.shape != pattern.shape:
         got = list(given.shape) if torch.is_tensor(given) else type(given).__name__
         raise ValueError(f"baseline: expected shape {list(pattern.shape)} in layer {block.layer}, got {got}")
     given = given.detach().to(pattern)
-    hidden = ~block.seen[:, None] & block.real[:, None, :, None]
+    hidden = ~block.attended[:, None] & block.real[:, None, :, None]
     if bool((given.masked_select(hidden.expand_as(given)) != 0).any()):
         raise ValueError(
             f"baseline: expected 0 where a query gives no weight to a key (layer {block.layer}), "

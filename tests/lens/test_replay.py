@@ -35,7 +35,7 @@ def test_replay_gives_each_copy_its_own_prompt(label):
     rows = torch.tensor([1, 0, 0, 1, 1])
     for layer in range(lens.n_layers):
         replay = clean.replay(layer)
-        with lens.undisturbed():
+        with lens.evaluation_mode():
             replay.prepare()
             out = replay.run(rows)
         real = replay.real[rows]
@@ -47,7 +47,7 @@ def test_replay_gives_each_copy_its_own_prompt(label):
 @pytest.mark.parametrize("label", CASES)
 def test_starting_at_a_block_gives_the_logits_of_the_whole_model(label):
     lens, clean = lens_and_clean(label)
-    with lens.undisturbed():
+    with lens.evaluation_mode():
         whole = lens.forward(clean.batch, return_type="logits")
     side = "decoder" if clean.batch.target is not None else lens.stack.name
     real = clean.batch.real_positions(side)
@@ -99,7 +99,7 @@ def test_batch_equal_to_heads_is_no_trap():
     assert len(clean.batch) == lens.n_heads
     replay = clean.replay(1)
     rows = torch.tensor([3, 3, 1, 0, 2])
-    with lens.undisturbed():
+    with lens.evaluation_mode():
         replay.prepare()
         out = replay.run(rows)
     real = replay.real[rows]

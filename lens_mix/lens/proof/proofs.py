@@ -32,7 +32,7 @@ def proof_of(
     stored = _proofs.setdefault(lens.model, {}).get(lens.stack.name)
     proof = stored[1] if not again and stored is not None and stored[0] == _state(lens) else None
     additions: dict[str, Any] = {}
-    with lens.undisturbed():
+    with lens.evaluation_mode():
         complete = prove(lens, prompt) if proof is None else proof
         if head and complete.head_refusal == HEAD_UNPROVEN:
             additions["head_refusal"] = _head_refusal(lens, prompt, complete)

@@ -81,7 +81,7 @@ def short_batch(lens: Lens, prompt: Prompt) -> Batch:
 
 def _is_causal(clean: CleanPass) -> bool:
     """Whether no query of the short prompt saw a later key in any block."""
-    return not any(bool(seen.triu(diagonal=1).any()) for seen in clean.seen.values())
+    return not any(bool(attended.triu(diagonal=1).any()) for attended in clean.attended.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +279,7 @@ def _zero_value(lens: Lens, clean: CleanPass, layer: int, recorded: _Recorded) -
     z_name = lens.stack.hook_name("z", layer)
     fwd_hooks = [zero_values(layer, 0, attention=lens.stack.attention_template), record(store, z_name)]
     replay = clean.replay(layer)
-    with lens.undisturbed(), lens.hooked(fwd_hooks):
+    with lens.evaluation_mode(), lens.hooked(fwd_hooks):
         out = replay.module(*clean.calls[layer].args, **clean.calls[layer].kwargs)
     value = recorded.value.clone()
     value[:, 0] = 0
@@ -335,4 +335,4 @@ def padding_leaks(clean: CleanPass) -> list[int]:
     real = clean.real
     queries = real if clean.rows is None else rows_at(real, clean.rows.positions)
     hidden = queries[:, :, None] & ~real[:, None, :]
-    return [layer for layer, seen in clean.seen.items() if bool((seen & hidden).any())]
+    return [layer for layer, attended in clean.attended.items() if bool((attended & hidden).any())]
