@@ -83,7 +83,7 @@ def find_sources(
     """Every source of every prompt that reaches a row; the one look at a GPU's numbers.
 
     Args:
-        seen: which keys get weight from any of the heads that are zeroed; no padding.
+        attended: which keys get weight from any of the heads that are zeroed; no padding.
         real: which positions are the prompts' own.
         spans: positions of a prompt, padding not counted, that are zeroed as one; None: each alone.
     """

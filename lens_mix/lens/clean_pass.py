@@ -32,11 +32,11 @@ class CleanPass:
         batch: the prompts.
         calls: per block, its arguments and output, at all positions.
         recorded: hook name -> tensor, for the hooks that were asked.
-        seen: per watched layer, which keys got any weight from any head.
-        rows: the rows that `recorded` patterns, z and `seen` hold; None: all positions.
+        attended: per watched layer, which keys got any weight from any head.
+        rows: the rows that `recorded` patterns, z and `attended` hold; None: all positions.
         replays: per block, the way it is run again, once that has been proven.
         kept: per block, what the methods of one run share about it, for as long as it is being mapped.
-        kept_of_run: what the blocks of one run share, such as scratch memory.
+        run_cache: what the blocks of one run share, such as scratch memory.
     """
 
     lens: Lens
@@ -86,7 +86,7 @@ def clean_pass(
         watched: layers of which it is kept which keys got weight; None: all that run.
         stop_after: last block to run; the pass ends there.
         rows: the rows that the hooks record, and that are watched; None: all positions.
-        kept_of_run: what the passes of one run share.
+        run_cache: what the passes of one run share.
 
     Raises:
         ValueError: a hook name that the model does not have, or a block output that is not finite.

@@ -131,9 +131,9 @@ def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
     """Per watched layer, the keys that can get weight.
 
     A weight other than zero proves that a key is allowed; a weight of exactly zero can also be a softmax that
-    underflowed. So where the seen keys are neither everything nor everything up to the query, the block is
-    run again with its queries zeroed: then no score is left but the position bias, and what gets no weight
-    from any head is masked.
+    underflowed. So where the attended keys are neither everything nor everything up to the query, the block
+    is run again with its queries zeroed: then no score is left but the position bias, and what gets no
+    weight from any head is masked.
 
     Args:
         clean: the clean pass.
@@ -152,14 +152,14 @@ def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
             (attended & wanted & ~triangle).any()
         )
         if not (complete or causal):
-            attended = attended | rows_at(_seen_without_queries(clean, layer), positions)
+            attended = attended | rows_at(_attended_without_queries(clean, layer), positions)
         layers[layer] = attended
     # Hugging Face makes some patterns and norms in float32 in any model (GPT-Neo, GPT-J).
     step = max(torch.finfo(clean.lens.dtype).eps, torch.finfo(torch.float32).eps)
     return AllowedKeys(layers, positions, causal_model, step)
 
 
-def _seen_without_queries(clean: CleanPass, layer: int) -> Bool[Tensor, "batch query key"]:
+def _attended_without_queries(clean: CleanPass, layer: int) -> Bool[Tensor, "batch query key"]:
     lens, call = clean.lens, clean.calls[layer]
     store: dict[str, Tensor] = {}
     name = lens.stack.hook_name("pattern", layer)

@@ -44,7 +44,7 @@ def evaluation_mode(
         yield
 
 
-# Models that are undisturbed already, so that nesting costs nothing.
+# Models that are in evaluation mode already, so that nesting costs nothing.
 _evaluated_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
