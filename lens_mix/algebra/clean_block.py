@@ -7,22 +7,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.feed_forward_change import FeedForwardChange
+from lens_mix.algebra.head_vectors import through
 from lens_mix.algebra.norm_change import NormChange, norm_change, products
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
 
 
 class CleanBlock:
-    """A block's clean rows.
+    """A block's clean rows, for so many `pairs` of changes, done so many `columns` of neurons at a time.
 
-    Args:
-        anatomy: the block.
-        resid_pre: what enters it.
-        attention_out: the attention's output before any norm; the pre-activations have its dtype.
-        resid_post: what leaves the block.
-        final: the model's final norm, where the change after it is wanted.
-        columns: neurons that are done at once, at most.
-        folds: whether W_O, the norms' linear parts and the first matrices are one matrix per head.
-        pairs: how many changes there will be.
+    `attention_out` is taken before any norm, and the pre-activations have its dtype; `final` is the model's
+    final norm, where the change after it is wanted; `folds` tells whether W_O, the norms' linear parts and
+    the first matrices are one matrix per head.
     """
 
     def __init__(
@@ -46,26 +41,25 @@ class CleanBlock:
         total = resid_pre + (out * self.multiplier).to(resid_pre.dtype)
         mid = total if residual is None else residual(total)
         read = anatomy.feed_forward_in(resid_pre, mid)
-        self._branch, self._residual = norm_change(branch, attention_out), norm_change(residual, total)
-        self._input: NormChange | None = None
+        self._branch, self._input = norm_change(branch, attention_out), None
+        norms = [self._branch, norm_change(residual, total)]
         self.hidden: FeedForwardChange | None = None
         # In a parallel block the feed-forward reads what enters the block: nothing changes there.
         if feed_forward is not None and not anatomy.parallel:
             self._input = norm_change(anatomy.feed_forward_input, mid)
-            read_by, inputs = (self._input or self._residual) if folds else None, []
-            for number, norm in enumerate(self._norms if folds else (), 1):
-                numerator = norm.linear(norm.clean)
-                for later in self._norms[number:]:
-                    numerator = later.linear(numerator)
-                inputs.append(numerator.to(attention_out.dtype))
-            if read_by is None:
-                inputs.append(read.to(attention_out.dtype))
+            norms.append(self._input)
+            folded = [norm for norm in norms if norm is not None] if folds else []
+            chains = (tuple(later.norm for later in folded[place:]) for place in range(len(folded)))
+            inputs = [through(chain, norm.clean) for chain, norm in zip(chains, folded, strict=True)]
+            read_by = norms[-1] or norms[-2] if folds else None
+            inputs = [x.to(attention_out.dtype) for x in (inputs if read_by else [*inputs, read])]
             self.hidden = FeedForwardChange(feed_forward, inputs, read_by, resid_pre.dtype, columns, pairs)
+        self._norms = [norm for norm in norms if norm is not None]
         self.added: NormChange | None = None
         self._total: NormChange | None = None
         branch, residual = anatomy.feed_forward_branch, anatomy.feed_forward_residual
         if feed_forward is not None and (branch or residual):
-            added = feed_forward(read) if self.hidden is None else self.hidden.output()
+            added = feed_forward(read)
             self.added = None if self.hidden is None else norm_change(branch, added)
             added = added if branch is None else branch(added)
             self._total = norm_change(residual, mid + added * self.multiplier)
@@ -74,23 +68,14 @@ class CleanBlock:
         self.size = torch.linalg.vector_norm(compared, dim=-1)
         self.direction = compared / self.size.clamp_min(torch.finfo(compared.dtype).tiny)[:, None]
 
-    @property
-    def _norms(self) -> list[NormChange]:
-        return [norm for norm in (self._branch, self._residual, self._input) if norm is not None]
-
     def to_first(
         self, rows: slice, change: Float[Tensor, "key row d_model"]
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """From a change of the attention's output to that of the residual stream and of what is read there.
+        """From a change of the attention's output to that of mid, and of what the feed-forward reads there.
 
-        Args:
-            rows: which rows.
-            change: times the residual multiplier where no norm sits on the branch.
-
-        Returns:
-            The change in the middle of the block; that of what the feed-forward reads (unfinished where the
-            norms are folded); and where they are, what they multiply the given change and, one by one, their
-            numerators by, [key row 1].
+        The given change has the residual multiplier in it where no norm sits on the branch. Where norms are
+        folded, the second change is unfinished, and the third value is what they multiply the given change
+        and, one by one, their numerators by, [key row 1].
         """
         factors, mid = [change.new_ones(1)], change
         for norm in self._norms:
@@ -112,14 +97,7 @@ class CleanBlock:
         added: Float[Tensor, "key row d_model"] | None,
         metric: str,
     ) -> Float[Tensor, "key row"]:
-        """How far the block's outputs move.
-
-        Args:
-            rows: which rows.
-            mid: the change in the middle of the block, the feed-forward's in it where `added` is None.
-            added: the change of the feed-forward's output where a norm follows it.
-            metric: "cosine" or "euclidean".
-        """
+        """How far the outputs move; `added` is what a norm after the feed-forward still has to take."""
         if added is not None and self.added is not None:
             added = self.added.output(rows, self.added.sizes(rows, added))
             mid = torch.add(mid, added, alpha=self.multiplier)

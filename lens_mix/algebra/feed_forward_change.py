@@ -7,13 +7,11 @@ W_in (and W_gate) are linear, so a change of the input is a change of the pre-ac
     gated by SiLU    (SiLU(g + c) - SiLU(g)) (u + d) + SiLU(g) d, where with t = tanh(c / 2)
                      SiLU(g + c) - SiLU(g) = σ(g + c) (c - t (2 SiLU(g) - g)) + t SiLU(g)
 
-The last one is no difference of two layers (tanh x - tanh y = tanh(x - y) (1 - tanh x tanh y)): a small
-change keeps its digits, where a difference would have those of SiLU(g) u.
+The last one is no difference of two layers, so a small change keeps its digits.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -33,28 +31,15 @@ def _gelu_tanh_gate(x: Tensor) -> Tensor:
     return torch.addcmul(x.new_full((1,), slope), x, x, value=0.044715 * slope).mul_(x).sigmoid_()
 
 
-# act(x) = x gate(x): x -> gate(x).
-_GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu_tanh": _gelu_tanh_gate,
-    "quick_gelu": lambda x: (1.702 * x).sigmoid_(),
-    "silu": torch.sigmoid,
-}
-
-
 class Neurons(NamedTuple):
-    """Some neurons of the clean rows, each tensor in memory of its own: wide strides cost cache misses.
-
-    Attributes:
-        columns: which neurons.
-        pre: pre-activations, per matrix (W_gate before W_in).
-        bases: what the matrices make of the norms' numerators, per norm and matrix.
-        minus_hidden: -1 times what W_out reads, without the bias that some models add to it.
-        W_out: of these neurons.
-    """
+    """Some neurons of the clean rows, each tensor in memory of its own: wide strides cost cache misses."""
 
     columns: slice
+    # Pre-activations, per matrix (W_gate before W_in).
     pre: list[Float[Tensor, "row column"]]
+    # What the matrices make of the norms' numerators, per norm and matrix.
     bases: list[list[Float[Tensor, "row column"]]]
+    # -1 times what W_out reads, without the bias that some models add to it.
     minus_hidden: Float[Tensor, "row column"]
     W_out: Float[Tensor, "column d_model"]
 
@@ -62,14 +47,9 @@ class Neurons(NamedTuple):
 class FeedForwardChange:
     """The hidden layer of the clean rows, and how it changes.
 
-    Args:
-        feed_forward: the parts.
-        inputs: what the matrices are applied to: the norms' numerators, each through the linear parts of the
-            norms behind it, where changes come with factors of them; then what the feed-forward reads.
-        read_by: the norm whose output is read, where its numerator stands at the end of `inputs` instead.
-        dtype: of the hidden layer; the pre-activations have that of `inputs`.
-        columns: neurons that are done at once, at most.
-        pairs: how many changes there will be.
+    The first matrices are applied to `inputs`: where changes come with factors of the norms' numerators,
+    these (each through the linear parts of the norms behind it), then what the feed-forward reads. Instead
+    of the latter, `read_by` is the norm whose numerator stands last. `dtype` is the hidden layer's.
     """
 
     def __init__(
@@ -82,7 +62,7 @@ class FeedForwardChange:
         pairs: int,
     ) -> None:
         gated, wide = feed_forward.W_gate is not None, inputs[0].dtype
-        self._feed_forward, self._dtype, self._pairs = feed_forward, dtype, pairs
+        self._dtype, self._pairs = dtype, pairs
         self._name, self._carries = feed_forward.activation, gated and feed_forward.activation == "silu"
         matrices = (feed_forward.W_gate, feed_forward.W_in)
         self.matrices = [matrix.to(wide) for matrix in matrices if matrix is not None]
@@ -107,13 +87,6 @@ class FeedForwardChange:
         minus_hidden = self._hidden(narrow, torch.zeros_like(narrow[0]), torch.empty_like(narrow[0])).neg_()
         return Neurons(columns, pre, bases, minus_hidden, as_right_factor(self._W_out[columns], self._pairs))
 
-    def output(self) -> Float[Tensor, "row d_model"]:
-        """The feed-forward's clean output."""
-        out = -functools.reduce(torch.add, (part.minus_hidden @ part.W_out for part in self.parts))
-        b_hidden, b_out = self._feed_forward.b_hidden, self._feed_forward.b_out
-        out = out if b_hidden is None else out + b_hidden.to(out.dtype) @ self._W_out
-        return out if b_out is None else out + b_out.to(out.dtype)
-
     def change(
         self,
         neurons: Neurons,
@@ -124,12 +97,8 @@ class FeedForwardChange:
     ) -> None:
         """The change of some neurons' part of the hidden layer, into `out`.
 
-        Args:
-            neurons: which neurons.
-            rows: which rows of the clean pass the pairs belong to.
-            factors: of the norms' numerators in the change of what is read.
-            add: adds the rest of the pre-activations' change: (which matrix, which neurons, where to).
-            out: where it goes.
+        `factors` are those of the norms' numerators in the change of what is read; `add` adds the rest of
+        the pre-activations' change: (which matrix, which neurons, where to).
         """
         now = []
         for number, clean in enumerate(neurons.pre):
@@ -159,8 +128,8 @@ class FeedForwardChange:
         name, first = self._name, pre[0]
         if len(pre) == 2:
             return torch.addcmul(plus, ACTIVATIONS[name](first), pre[1], out=out)
-        if name in _GATES:
-            return torch.addcmul(plus, first, _GATES[name](first), out=out)
+        if name == "gelu_tanh":
+            return torch.addcmul(plus, first, _gelu_tanh_gate(first), out=out)
         return torch.add(plus, ACTIVATIONS[name](first), out=out)
 
     @staticmethod
@@ -168,7 +137,6 @@ class FeedForwardChange:
         """The change of a layer gated by SiLU, into `out` (which may be the gate's change)."""
         gate, up = changes
         clean_gate, clean_up = (x[rows].to(out.dtype) for x in neurons.pre)
-        # Of the clean rows alone, which are few beside the pairs.
         activated = clean_gate * clean_gate.sigmoid()
         turned = 2 * activated - clean_gate
         sigma, tanh = torch.add(gate, clean_gate).sigmoid_(), torch.mul(gate, 0.5).tanh_()

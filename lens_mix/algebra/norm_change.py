@@ -4,8 +4,7 @@ With C the centring (of LayerNorm; RMSNorm has none), s the size of C x and s' t
 
     N(x + c) - N(x) = γ ⊙ (C c / s' + C x (1/s' - 1/s)).
 
-The difference of two outputs would leave float32 with few digits where the change is small. Here 1/s' - 1/s
-comes from s'² - s² = (2 C x · C c + ‖C c‖²) / d_model.
+A small change keeps its digits: 1/s' - 1/s comes from s'² - s² = (2 C x · C c + ‖C c‖²) / d_model.
 """
 
 from __future__ import annotations
@@ -21,16 +20,7 @@ Changed = tuple[Float[Tensor, "key row d_model"], Float[Tensor, "key row 1"], Fl
 
 
 class NormChange:
-    """A norm at the clean vectors that it reads.
-
-    Args:
-        norm: the norm.
-        clean: what it reads in the clean pass.
-
-    Attributes:
-        clean: C x.
-        size: s.
-    """
+    """A norm at the clean vectors x that it reads; `clean` is C x and `size` is s."""
 
     def __init__(self, norm: Norm, clean: Float[Tensor, "row d_model"]) -> None:
         self.norm = norm
@@ -38,11 +28,6 @@ class NormChange:
         self.clean: Float[Tensor, "row d_model"] = self._centre(clean)
         self._square = self.clean.square().mean(-1, keepdim=True) + norm.eps
         self.size: Float[Tensor, "row 1"] = self._square.sqrt()
-
-    def linear(self, vectors: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """The norm's linear part, γ ⊙ C v."""
-        centred = self._centre(vectors)
-        return centred if self._weight is None else centred * self._weight
 
     def sizes(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> Changed:
         """What changes of some rows' inputs do to the sizes."""

@@ -4,8 +4,7 @@ Without key j's values the attention's output at query i changes by c_ij = -Σ_h
 pattern stays. That change is carried through the block's parts; outputs are never subtracted:
 
     norm          a change to a change (`NormChange`)
-    W_in          linear, so W_O, the norms' linear parts and W_in are folded into one matrix per head and
-                  applied once per key and head; a pair then costs a sum over heads
+    W_in          folded with W_O and the norms' linear parts, applied once per key and head
     activation    per pair (`FeedForwardChange`)
     W_out         per pair: the one large product that is left
     distance      from the change's shares along and across the clean vector
@@ -18,18 +17,18 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.clean_block import CleanBlock
 from lens_mix.algebra.folded_weights import folded
 from lens_mix.algebra.large_product import add_product
 from lens_mix.algebra.value_zeroing_pairs import CPU, GPU, Rectangle, Sizes, chunks, find_sources, fitting
-from lens_mix.algebra.zeroed_values import ZeroedValues
 from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import Norm, ValuePath
 
@@ -43,26 +42,25 @@ def value_zeroing_maps(
     spans: Sequence[Sequence[int]] | None,
     metric: str,
     final: Norm | None,
-    sizes: Sizes | None = None,
 ) -> Float[Tensor, "batch group query key"]:
     """One map per group of query heads that are zeroed together.
 
     Args:
-        block: a block whose anatomy is proven; needs "pattern" and "value".
+        block: a proven block; needs "pattern" and "value".
         groups: query heads, each in one group at most.
         spans: positions of a prompt that are zeroed as one; None: each alone.
         metric: "cosine" or "euclidean".
         final: the final norm, where its output is compared.
-        sizes: how much is done at once; by default what suits the device.
 
     Raises:
         ValueError: the memory bound does not allow the smallest step.
     """
-    if sizes is None:
-        sizes = CPU if block.resid_pre.device.type == "cpu" else GPU
-    narrow, wide = _dtypes(block)
+    path = block.anatomy.value_path
+    if path is None:
+        raise RuntimeError(f"block {block.layer}: the algebra engine was asked for an unproven block")
     span = 1 if spans is None else max(map(len, spans))
-    sizes = fitting(sizes, block, span, len(groups), narrow, wide)
+    sizes = CPU if block.resid_pre.device.type == "cpu" else GPU
+    sizes = fitting(sizes, block, path, span, len(groups), _dtypes(block))
     batch, queries, keys = block.attended.shape
     scores = block.zeros(batch, len(groups), queries, keys if spans is None else len(spans))
     step = max(1, sizes.positions // keys)
@@ -70,7 +68,7 @@ def value_zeroing_maps(
     with torch.inference_mode():
         for start in range(0, batch, step):
             prompts = slice(start, start + step)
-            _Maps(block, prompts, groups, spans, metric, final, sizes).fill(scores[prompts])
+            _Maps(block, path, prompts, groups, spans, metric, final, sizes).fill(scores[prompts])
     return scores
 
 
@@ -90,6 +88,7 @@ class _Maps:
     def __init__(
         self,
         block: Block,
+        path: ValuePath,
         prompts: slice,
         groups: Sequence[Sequence[int]],
         spans: Sequence[Sequence[int]] | None,
@@ -97,9 +96,6 @@ class _Maps:
         final: Norm | None,
         sizes: Sizes,
     ) -> None:
-        path = block.anatomy.value_path
-        if path is None:
-            raise RuntimeError(f"block {block.layer}: the algebra engine was asked for an unproven block")
         self._metric, self._sizes, (narrow, wide) = metric, sizes, _dtypes(block)
         heads = [head for group in groups for head in group]
         ends = list(itertools.accumulate(map(len, groups)))
@@ -109,23 +105,14 @@ class _Maps:
         self._pattern, self._W_O = pattern[:, chosen], path.W_O[chosen].to(wide)
         self._value = value.repeat_interleave(block.n_heads // value.shape[2], dim=2)[:, :, chosen]
         real, real_queries = block.real[prompts], block.real_queries[prompts]
-        attended = block.attended[prompts]
-        if chosen != slice(None):
-            attended = functools.reduce(torch.logical_or, (head != 0 for head in self._pattern.unbind(1)))
+        attended = block.attended[prompts] if chosen == slice(None) else (self._pattern != 0).any(1)
         self._sources = find_sources(attended & real_queries[:, :, None] & real[:, None], real, spans)
         self._place_sources(1.0 if block.anatomy.attention_branch else block.anatomy.residual_multiplier)
         pairs = sum(source.last - source.first for source in self._sources) * len(groups)
         self._folded = self._fold(block, path, heads, pairs)
-        self._clean = CleanBlock(
-            block.anatomy,
-            block.resid_pre[prompts].to(narrow).flatten(0, 1),
-            path.project(mix(pattern, value)).flatten(0, 1),
-            block.resid_post[prompts].to(narrow).flatten(0, 1),
-            final,
-            sizes.columns,
-            self._folded is not None,
-            pairs,
-        )
+        out, folds = path.project(mix(pattern, value)).flatten(0, 1), self._folded is not None
+        pre, post = (x[prompts].to(narrow).flatten(0, 1) for x in (block.resid_pre, block.resid_post))
+        self._clean = CleanBlock(block.anatomy, pre, out, post, final, sizes.columns, folds, pairs)
 
     def _place_sources(self, multiplier: float) -> None:
         """Each source's prompt and positions, and each value's factor, on the maps' device."""
@@ -170,45 +157,41 @@ class _Maps:
                 for chunk in chunks(sources, self._sizes):
                     self._fill_chunk(chunk, values, scores[:, number])
 
-    def _values(self, group: slice, sources: slice) -> ZeroedValues:
+    def _values(self, group: slice, sources: slice) -> _Values:
         """The values of some sources and heads."""
         positions, W_O, hidden = self._positions[sources], self._W_O[group], self._clean.hidden
         vectors = self._value[self._prompts[sources, None], positions][:, :, group]
         common = positions, self._factors[sources, :, group], self._pattern[:, group]
         if self._folded is None:
-            return ZeroedValues(*common, vectors, W_O, [] if hidden is None else hidden.matrices)
+            return _Values(*common, vectors, W_O, [] if hidden is None else hidden.matrices)
         by_head = vectors.permute(2, 0, 1, 3).flatten(1, 2)
         # Sources first again, then spans before heads: no copy where each key is zeroed alone.
         outer, *inner = (
             torch.bmm(by_head, matrix).unflatten(1, positions.shape).permute(1, 2, 0, 3).flatten(1, 2)
             for matrix in (W_O, *(matrix[group] for matrix in self._folded))
         )
-        return ZeroedValues(*common, outer, None, inner)
+        return _Values(*common, outer, None, inner)
 
     def _fill_chunk(
-        self, chunk: Sequence[Rectangle], values: ZeroedValues, scores: Float[Tensor, "batch query key"]
+        self, chunk: Sequence[Rectangle], values: _Values, scores: Float[Tensor, "batch query key"]
     ) -> None:
-        """The scores of a chunk's pairs.
-
-        Some neurons at a time, so that what lies between the two matrices never leaves the caches.
-        """
-        clean, ends = self._clean, list(itertools.accumulate(rectangle.pairs for rectangle in chunk))
+        """The scores of a chunk's pairs, some neurons at a time so that these never leave the caches."""
+        clean, ends = self._clean, [*itertools.accumulate(math.prod(part.shape) for part in chunk)]
         mid = clean.direction.new_empty((ends[-1], clean.direction.shape[1]))
         added = None if clean.added is None else torch.zeros_like(mid)
         entered = []
-        for rectangle, end in zip(chunk, ends, strict=True):
+        for rectangle, begin, end in zip(chunk, [0, *ends], ends, strict=False):
             first = rectangle.prompt * self._pattern.shape[2]
             rows = slice(first + rectangle.rows.start, first + rectangle.rows.stop)
-            place = slice(end - rectangle.pairs, end)
+            place = slice(begin, end)
             out, weights = mid[place].unflatten(0, rectangle.shape), values.weights(rectangle)
             moved = weights.flatten(2).any(-1)
             change = values.change(rectangle.sources, weights, out)
             change, read, (scale, *factors) = clean.to_first(rows, change)
             if change is not out:
                 out.copy_(change)
-            add_first = functools.partial(
-                values.add_first, rectangle.sources, weights * scale[..., None], read
-            )
+            weights = weights * scale[..., None]
+            add_first = functools.partial(values.add_first, rectangle.sources, weights, read)
             entered.append((rectangle, rows, place, moved, factors, add_first))
         into, factor = (mid, clean.multiplier) if added is None else (added, 1.0)
         if clean.hidden is not None:
@@ -224,3 +207,59 @@ class _Maps:
             distance = clean.distance(rows, pairs, pair_added, self._metric)
             columns = slice(rectangle.column, rectangle.column + rectangle.shape[0])
             scores[rectangle.prompt, rectangle.rows, columns] = torch.where(moved, distance, 0.0).T
+
+
+class _Values(NamedTuple):
+    """The values of some sources and heads; `Rectangle.sources` count from the first of them.
+
+    Folded ones have gone through the matrices, once per key and head, and a pair costs a sum over heads. Of
+    plain ones each pair's sum goes through the matrices: less work where keys reach few rows.
+    """
+
+    positions: Int[Tensor, "source span"]  # a short span is filled up
+    factors: Float[Tensor, "source span head"]  # 0 where a span is filled up or nothing is sent
+    pattern: Float[Tensor, "batch head query key"]
+    # v; folded, v W_O (spans before heads).
+    vectors: Float[Tensor, "source span head d_head"] | Float[Tensor, "source rank d_model"]
+    W_O: Float[Tensor, "head d_head d_model"] | None  # None where folded
+    # The first matrices, W_gate before W_in; folded, what they make of the values.
+    first: Sequence[Float[Tensor, "source rank d_mlp"]] | Sequence[Float[Tensor, "d_model d_mlp"]]
+
+    def weights(self, rectangle: Rectangle) -> Float[Tensor, "key row span head"]:
+        """Factors of the values in each pair's change."""
+        sources = rectangle.sources
+        pattern = self.pattern[rectangle.prompt, :, rectangle.rows][..., self.positions[sources]]
+        # In memory of their own order: a product of strided factors would be made one by one.
+        return pattern.permute(2, 1, 3, 0).contiguous() * self.factors[sources][:, None]
+
+    def change(
+        self,
+        sources: slice,
+        weights: Float[Tensor, "key row span head"],
+        out: Float[Tensor, "key row d_model"],
+    ) -> Float[Tensor, "key row d_model"]:
+        """The change of the attention's output; in `out` where that has its dtype."""
+        vectors = self.vectors[sources]
+        out = out if out.dtype == vectors.dtype else torch.empty_like(out, dtype=vectors.dtype)
+        if self.W_O is None:
+            return torch.bmm(weights.flatten(2), vectors, out=out)
+        total = weights[:, :, 0, :, None] * vectors[:, None, 0]
+        for place in range(1, vectors.shape[1]):
+            total.addcmul_(weights[:, :, place, :, None], vectors[:, None, place])
+        torch.mm(total.flatten(0, 1).flatten(1), self.W_O.flatten(0, 1), out=out.flatten(0, 1))
+        return out
+
+    def add_first(
+        self,
+        sources: slice,
+        weights: Float[Tensor, "key row span head"],
+        read: Float[Tensor, "key row d_model"],
+        matrix: int,
+        columns: slice,
+        into: Float[Tensor, "key row column"],
+    ) -> None:
+        """Add to some neurons' pre-activations what folded values change, or what of plain ones is `read`."""
+        if self.W_O is None:
+            torch.baddbmm(into, weights.flatten(2), self.first[matrix][sources, :, columns], out=into)
+        else:
+            add_product(into.flatten(0, 1), read.flatten(0, 1).to(into.dtype), self.first[matrix][:, columns])

@@ -7,6 +7,7 @@ gathered into chunks for the one large product. How large all these are, the mem
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,29 +18,20 @@ from torch import Tensor
 from lens_mix.algebra.large_product import copy_bytes
 
 if TYPE_CHECKING:
+    from lens_mix.lens.anatomy import ValuePath
     from lens_mix.lens.block import Block
 
 
 class Sizes(NamedTuple):
-    """How much is done at once.
+    """How much is done at once."""
 
-    Attributes:
-        rectangle: pairs whose vectors fit a processor's cache.
-        together: keys that share the clean rows of a long rectangle.
-        chunk: pairs of one product with W_out.
-        columns: neurons between the two matrices.
-        keys: zeroed keys whose vectors are held at once.
-        positions: positions of all prompts that are held at once.
-        spare: pairs without weight that a rectangle may have, as a share of the others.
-    """
-
-    rectangle: int
-    together: int
-    chunk: int
-    columns: int
-    keys: int
-    positions: int
-    spare: float
+    rectangle: int  # pairs whose vectors fit a processor's cache
+    together: int  # keys that share the clean rows of a long rectangle
+    chunk: int  # pairs of one product with W_out
+    columns: int  # neurons between the two matrices
+    keys: int  # zeroed keys whose vectors are held at once
+    positions: int  # positions of all prompts that are held at once
+    spare: float  # pairs without weight that a rectangle may have, as a share of the others
 
 
 CPU = Sizes(rectangle=512, together=4, chunk=1024, columns=512, keys=128, positions=2048, spare=0.03)
@@ -69,11 +61,6 @@ class Rectangle(NamedTuple):
         """Sources and rows."""
         return self.sources.stop - self.sources.start, self.rows.stop - self.rows.start
 
-    @property
-    def pairs(self) -> int:
-        """How many pairs."""
-        return self.shape[0] * self.shape[1]
-
 
 def find_sources(
     attended: Bool[Tensor, "batch query key"],
@@ -82,10 +69,7 @@ def find_sources(
 ) -> list[Source]:
     """Every source of every prompt that reaches a row; the one look at a GPU's numbers.
 
-    Args:
-        attended: which keys get weight from any of the heads that are zeroed; no padding.
-        real: which positions are the prompts' own.
-        spans: positions of a prompt, padding not counted, that are zeroed as one; None: each alone.
+    `attended` tells which keys get weight from any of the heads that are zeroed, without padding.
     """
     queries, any_query = attended.shape[1], attended.any(1)
     first = torch.where(any_query, attended.byte().argmax(1), queries).tolist()
@@ -105,7 +89,7 @@ def chunks(sources: Sequence[Source], sizes: Sizes) -> Iterator[list[Rectangle]]
     """The pairs of some sources, gathered for the large product."""
     chunk: list[Rectangle] = []
     for rectangle in _rectangles(sources, sizes):
-        if chunk and sum(other.pairs for other in chunk) + rectangle.pairs > sizes.chunk:
+        if chunk and sum(math.prod(other.shape) for other in (*chunk, rectangle)) > sizes.chunk:
             yield chunk
             chunk = []
         chunk.append(rectangle)
@@ -133,25 +117,19 @@ def _rectangles(sources: Sequence[Source], sizes: Sizes) -> Iterator[Rectangle]:
 
 
 def fitting(
-    sizes: Sizes, block: Block, span: int, groups: int, narrow: torch.dtype, wide: torch.dtype
+    sizes: Sizes, block: Block, path: ValuePath, span: int, groups: int, dtypes: Sequence[torch.dtype]
 ) -> Sizes:
-    """The sizes, made smaller where the block's `max_memory` asks for it.
+    """The sizes, made smaller where the block's `max_memory` asks for it; ValueError where none fits.
 
-    Args:
-        sizes: what suits the device.
-        block: the block.
-        span: positions that are zeroed as one, at most.
-        groups: how many groups of heads are zeroed.
-        narrow, wide: dtypes of the computation, and up to the activation.
-
-    Raises:
-        ValueError: the smallest sizes don't fit.
+    At most `span` positions are zeroed as one, in so many groups of heads; the dtypes are those of the
+    computation, and up to the activation.
     """
     if block.max_memory is None:
         return sizes
     length = block.attended.shape[2]
     smallest = Sizes(8, together=1, chunk=8, columns=64, keys=1, positions=length, spare=sizes.spare)
-    while (needed := _bytes(sizes, block, span, groups, narrow.itemsize, wide.itemsize)) > block.max_memory:
+    itemsizes = [dtype.itemsize for dtype in dtypes]
+    while (needed := _bytes(sizes, block, path, span, groups, *itemsizes)) > block.max_memory:
         if sizes == smallest:
             raise ValueError(
                 f"max_memory: expected at least {needed} bytes (the smallest step of value zeroing "
@@ -162,12 +140,12 @@ def fitting(
     return sizes
 
 
-def _bytes(sizes: Sizes, block: Block, span: int, groups: int, narrow: int, wide: int) -> int:
+def _bytes(
+    sizes: Sizes, block: Block, path: ValuePath, span: int, groups: int, narrow: int, wide: int
+) -> int:
     """An upper bound of the temporaries of one block's map, the map itself not counted."""
     anatomy, (batch, queries, length) = block.anatomy, block.attended.shape
-    if anatomy.value_path is None:
-        raise ValueError("block: expected one whose value path is known")
-    (heads, d_head, d_model), stored = anatomy.value_path.W_O.shape, block.resid_pre.dtype.itemsize
+    (heads, d_head, d_model), stored = path.W_O.shape, block.resid_pre.dtype.itemsize
     matrices, d_mlp, W_out = 0, 0, 0
     if anatomy.feed_forward is not None:
         d_mlp = anatomy.feed_forward.W_in.shape[1]
