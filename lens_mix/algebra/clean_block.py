@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lens_mix.algebra.feed_forward_change import FeedForwardChange
 from lens_mix.algebra.head_vectors import through
-from lens_mix.algebra.norm_change import NormChange, norm_change, products
+from lens_mix.algebra.norm_change import norm_change, products
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
 
 
@@ -31,14 +31,14 @@ class CleanBlock:
         folds: bool,
         pairs: int,
     ) -> None:
-        self.multiplier, self._folds = anatomy.residual_multiplier, folds
+        self._multiplier, self._folds = anatomy.residual_multiplier, folds
         branch, residual, feed_forward = (
             anatomy.attention_branch,
             anatomy.attention_residual,
             anatomy.feed_forward,
         )
         out = attention_out if branch is None else branch(attention_out)
-        total = resid_pre + (out * self.multiplier).to(resid_pre.dtype)
+        total = resid_pre + (out * self._multiplier).to(resid_pre.dtype)
         mid = total if residual is None else residual(total)
         read = anatomy.feed_forward_in(resid_pre, mid)
         self._branch, self._input = norm_change(branch, attention_out), None
@@ -55,18 +55,17 @@ class CleanBlock:
             inputs = [x.to(attention_out.dtype) for x in (inputs if read_by else [*inputs, read])]
             self.hidden = FeedForwardChange(feed_forward, inputs, read_by, resid_pre.dtype, columns, pairs)
         self._norms = [norm for norm in norms if norm is not None]
-        self.added: NormChange | None = None
-        self._total: NormChange | None = None
+        self._added = self._total = None
         branch, residual = anatomy.feed_forward_branch, anatomy.feed_forward_residual
         if feed_forward is not None and (branch or residual):
             added = feed_forward(read)
-            self.added = None if self.hidden is None else norm_change(branch, added)
+            self._added = None if self.hidden is None else norm_change(branch, added)
             added = added if branch is None else branch(added)
-            self._total = norm_change(residual, mid + added * self.multiplier)
+            self._total = norm_change(residual, mid + added * self._multiplier)
         self._final = norm_change(final, resid_post)
         compared = resid_post if final is None else final(resid_post)
-        self.size = torch.linalg.vector_norm(compared, dim=-1)
-        self.direction = compared / self.size.clamp_min(torch.finfo(compared.dtype).tiny)[:, None]
+        self._size = torch.linalg.vector_norm(compared, dim=-1)
+        self.direction = compared / self._size.clamp_min(torch.finfo(compared.dtype).tiny)[:, None]
 
     def to_first(
         self, rows: slice, change: Float[Tensor, "key row d_model"]
@@ -86,7 +85,7 @@ class CleanBlock:
                 break
             change = norm.output(rows, changed)
             if norm is self._branch:
-                change, factors = change * self.multiplier, [factor * self.multiplier for factor in factors]
+                change, factors = change * self._multiplier, [factor * self._multiplier for factor in factors]
             mid = change = change.to(self.direction.dtype)
         return mid, change, factors if self._folds else factors[:1]
 
@@ -94,19 +93,19 @@ class CleanBlock:
         self,
         rows: slice,
         mid: Float[Tensor, "key row d_model"],
-        added: Float[Tensor, "key row d_model"] | None,
+        added: Float[Tensor, "key row d_model"],
         metric: str,
     ) -> Float[Tensor, "key row"]:
-        """How far the outputs move; `added` is what a norm after the feed-forward still has to take."""
-        if added is not None and self.added is not None:
-            added = self.added.output(rows, self.added.sizes(rows, added))
-            mid = torch.add(mid, added, alpha=self.multiplier)
+        """How far the outputs move, where mid and what the feed-forward adds change so."""
+        if self._added is not None:
+            added = self._added.output(rows, self._added.sizes(rows, added))
+        mid = torch.add(mid, added, alpha=self._multiplier)
         for norm in (self._total, self._final):
             if norm is not None:
                 mid = norm.output(rows, norm.sizes(rows, mid))
         if metric == "euclidean":
             return torch.linalg.vector_norm(mid, dim=-1)
-        direction, size = self.direction[rows], self.size[rows]
+        direction, size = self.direction[rows], self._size[rows]
         along = products(mid, direction)
         # No difference of two squares: where a vector is stretched, nothing would be left of the rest.
         rest = torch.addcmul(mid, direction, along[..., None], value=-1)

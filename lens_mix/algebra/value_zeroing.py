@@ -43,17 +43,10 @@ def value_zeroing_maps(
     metric: str,
     final: Norm | None,
 ) -> Float[Tensor, "batch group query key"]:
-    """One map per group of query heads that are zeroed together.
+    """One map of a proven block per group of query heads that are zeroed together (a head in one at most).
 
-    Args:
-        block: a proven block; needs "pattern" and "value".
-        groups: query heads, each in one group at most.
-        spans: positions of a prompt that are zeroed as one; None: each alone.
-        metric: "cosine" or "euclidean".
-        final: the final norm, where its output is compared.
-
-    Raises:
-        ValueError: the memory bound does not allow the smallest step.
+    The positions of a span are zeroed as one; without spans, each alone. `final` is the final norm, where
+    its output is compared. A ValueError tells that `max_memory` does not allow the smallest step.
     """
     path = block.anatomy.value_path
     if path is None:
@@ -178,7 +171,7 @@ class _Maps:
         """The scores of a chunk's pairs, some neurons at a time so that these never leave the caches."""
         clean, ends = self._clean, [*itertools.accumulate(math.prod(part.shape) for part in chunk)]
         mid = clean.direction.new_empty((ends[-1], clean.direction.shape[1]))
-        added = None if clean.added is None else torch.zeros_like(mid)
+        added = torch.zeros_like(mid)
         entered = []
         for rectangle, begin, end in zip(chunk, [0, *ends], ends, strict=False):
             first = rectangle.prompt * self._pattern.shape[2]
@@ -193,18 +186,16 @@ class _Maps:
             weights = weights * scale[..., None]
             add_first = functools.partial(values.add_first, rectangle.sources, weights, read)
             entered.append((rectangle, rows, place, moved, factors, add_first))
-        into, factor = (mid, clean.multiplier) if added is None else (added, 1.0)
         if clean.hidden is not None:
             for neurons in clean.hidden.parts:
                 hidden = mid.new_empty((len(mid), len(neurons.W_out)))
                 for rectangle, rows, place, _, factors, add_first in entered:
                     pairs = hidden[place].unflatten(0, rectangle.shape)
                     clean.hidden.change(neurons, rows, factors, add_first, pairs)
-                add_product(into, hidden, neurons.W_out, factor)
+                add_product(added, hidden, neurons.W_out)
         for rectangle, rows, place, moved, _, _ in entered:
-            pair_added = None if added is None else added[place].unflatten(0, rectangle.shape)
-            pairs = mid[place].unflatten(0, rectangle.shape)
-            distance = clean.distance(rows, pairs, pair_added, self._metric)
+            pairs, more = (x[place].unflatten(0, rectangle.shape) for x in (mid, added))
+            distance = clean.distance(rows, pairs, more, self._metric)
             columns = slice(rectangle.column, rectangle.column + rectangle.shape[0])
             scores[rectangle.prompt, rectangle.rows, columns] = torch.where(moved, distance, 0.0).T
 
@@ -243,9 +234,7 @@ class _Values(NamedTuple):
         out = out if out.dtype == vectors.dtype else torch.empty_like(out, dtype=vectors.dtype)
         if self.W_O is None:
             return torch.bmm(weights.flatten(2), vectors, out=out)
-        total = weights[:, :, 0, :, None] * vectors[:, None, 0]
-        for place in range(1, vectors.shape[1]):
-            total.addcmul_(weights[:, :, place, :, None], vectors[:, None, place])
+        total = (weights[..., None] * vectors[:, None]).sum(2)
         torch.mm(total.flatten(0, 1).flatten(1), self.W_O.flatten(0, 1), out=out.flatten(0, 1))
         return out
 

@@ -7,6 +7,7 @@ gathered into chunks for the one large product. How large all these are, the mem
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +16,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from lens_mix.algebra.budget import budget_beside
 from lens_mix.algebra.large_product import copy_bytes
 
 if TYPE_CHECKING:
@@ -124,26 +126,22 @@ def fitting(
     At most `span` positions are zeroed as one, in so many groups of heads; the dtypes are those of the
     computation, and up to the activation.
     """
-    if block.max_memory is None:
-        return sizes
-    length = block.attended.shape[2]
+    length, needed = block.attended.shape[2], functools.partial(_bytes, block, path, span, groups, dtypes)
     smallest = Sizes(8, together=1, chunk=8, columns=64, keys=1, positions=length, spare=sizes.spare)
-    itemsizes = [dtype.itemsize for dtype in dtypes]
-    while (needed := _bytes(sizes, block, path, span, groups, *itemsizes)) > block.max_memory:
-        if sizes == smallest:
-            raise ValueError(
-                f"max_memory: expected at least {needed} bytes (the smallest step of value zeroing "
-                f"by algebra at {length} positions), got {block.max_memory}; engine='hooks' may need less"
-            )
+    budget = budget_beside(
+        block, 0, needed(smallest), "value zeroing by algebra; engine='hooks' may need less"
+    )
+    while budget is not None and needed(sizes) > budget:
         halves = (max(least, size // 2) for least, size in zip(smallest[:-1], sizes[:-1], strict=True))
         sizes = Sizes(*halves, spare=sizes.spare)  # type: ignore[misc]
     return sizes
 
 
 def _bytes(
-    sizes: Sizes, block: Block, path: ValuePath, span: int, groups: int, narrow: int, wide: int
+    block: Block, path: ValuePath, span: int, groups: int, dtypes: Sequence[torch.dtype], sizes: Sizes
 ) -> int:
     """An upper bound of the temporaries of one block's map, the map itself not counted."""
+    narrow, wide = (dtype.itemsize for dtype in dtypes)
     anatomy, (batch, queries, length) = block.anatomy, block.attended.shape
     (heads, d_head, d_model), stored = path.W_O.shape, block.resid_pre.dtype.itemsize
     matrices, d_mlp, W_out = 0, 0, 0

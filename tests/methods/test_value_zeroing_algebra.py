@@ -269,7 +269,7 @@ def test_a_change_along_the_clean_vector_keeps_its_digits() -> None:
     anatomy = BlockAnatomy("none", False, None, None, "none")
     block = CleanBlock(anatomy, clean, torch.zeros_like(clean), clean, None, 1, True, 12)
     change = 0.5 * clean[None] + 1e-5 * torch.randn(3, 4, 64, generator=generator)
-    found = block.distance(slice(0, 4), change, None, "cosine")
+    found = block.distance(slice(0, 4), change, torch.zeros_like(change), "cosine")
     moved = clean[None].double() + change.double()
     unit, other = (
         x / torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (clean.double()[None], moved)
