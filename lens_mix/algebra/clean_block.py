@@ -31,14 +31,14 @@ class CleanBlock:
         folds: bool,
         pairs: int,
     ) -> None:
-        self._multiplier, self._folds = anatomy.residual_multiplier, folds
+        self.multiplier, self._folds = anatomy.residual_multiplier, folds
         branch, residual, feed_forward = (
             anatomy.attention_branch,
             anatomy.attention_residual,
             anatomy.feed_forward,
         )
         out = attention_out if branch is None else branch(attention_out)
-        total = resid_pre + (out * self._multiplier).to(resid_pre.dtype)
+        total = resid_pre + (out * self.multiplier).to(resid_pre.dtype)
         mid = total if residual is None else residual(total)
         read = anatomy.feed_forward_in(resid_pre, mid)
         self._branch, self._input = norm_change(branch, attention_out), None
@@ -55,13 +55,13 @@ class CleanBlock:
             inputs = [x.to(attention_out.dtype) for x in (inputs if read_by else [*inputs, read])]
             self.hidden = FeedForwardChange(feed_forward, inputs, read_by, resid_pre.dtype, columns, pairs)
         self._norms = [norm for norm in norms if norm is not None]
-        self._added = self._total = None
+        self.added = self._total = None
         branch, residual = anatomy.feed_forward_branch, anatomy.feed_forward_residual
         if feed_forward is not None and (branch or residual):
             added = feed_forward(read)
-            self._added = None if self.hidden is None else norm_change(branch, added)
+            self.added = None if self.hidden is None else norm_change(branch, added)
             added = added if branch is None else branch(added)
-            self._total = norm_change(residual, mid + added * self._multiplier)
+            self._total = norm_change(residual, mid + added * self.multiplier)
         self._final = norm_change(final, resid_post)
         compared = resid_post if final is None else final(resid_post)
         self._size = torch.linalg.vector_norm(compared, dim=-1)
@@ -85,7 +85,7 @@ class CleanBlock:
                 break
             change = norm.output(rows, changed)
             if norm is self._branch:
-                change, factors = change * self._multiplier, [factor * self._multiplier for factor in factors]
+                change, factors = change * self.multiplier, [factor * self.multiplier for factor in factors]
             mid = change = change.to(self.direction.dtype)
         return mid, change, factors if self._folds else factors[:1]
 
@@ -96,10 +96,10 @@ class CleanBlock:
         added: Float[Tensor, "key row d_model"],
         metric: str,
     ) -> Float[Tensor, "key row"]:
-        """How far the outputs move, where mid and what the feed-forward adds change so."""
-        if self._added is not None:
-            added = self._added.output(rows, self._added.sizes(rows, added))
-        mid = torch.add(mid, added, alpha=self._multiplier)
+        """How far the outputs move; `mid` has the feed-forward's change in it where no norm takes `added`."""
+        if self.added is not None:
+            added = self.added.output(rows, self.added.sizes(rows, added))
+            mid = torch.add(mid, added, alpha=self.multiplier)
         for norm in (self._total, self._final):
             if norm is not None:
                 mid = norm.output(rows, norm.sizes(rows, mid))

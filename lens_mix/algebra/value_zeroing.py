@@ -66,10 +66,7 @@ def value_zeroing_maps(
 
 
 def _dtypes(block: Block) -> tuple[torch.dtype, torch.dtype]:
-    """Of the computation, and up to the activation.
-
-    A norm on the attention's branch divides by next to nothing where a query loses its only key: float64.
-    """
+    """Of the computation, and up to the activation: float64 where a norm divides by next to nothing."""
     narrow = torch.promote_types(block.resid_pre.dtype, torch.float32)
     wide = block.anatomy.attention_branch is not None and block.resid_pre.device.type != "mps"
     return narrow, torch.float64 if wide else narrow
@@ -171,7 +168,8 @@ class _Maps:
         """The scores of a chunk's pairs, some neurons at a time so that these never leave the caches."""
         clean, ends = self._clean, [*itertools.accumulate(math.prod(part.shape) for part in chunk)]
         mid = clean.direction.new_empty((ends[-1], clean.direction.shape[1]))
-        added = torch.zeros_like(mid)
+        # One tensor where no norm stands between the two: less memory to go through.
+        added = mid if clean.added is None else torch.zeros_like(mid)
         entered = []
         for rectangle, begin, end in zip(chunk, [0, *ends], ends, strict=False):
             first = rectangle.prompt * self._pattern.shape[2]
@@ -192,7 +190,7 @@ class _Maps:
                 for rectangle, rows, place, _, factors, add_first in entered:
                     pairs = hidden[place].unflatten(0, rectangle.shape)
                     clean.hidden.change(neurons, rows, factors, add_first, pairs)
-                add_product(added, hidden, neurons.W_out)
+                add_product(added, hidden, neurons.W_out, clean.multiplier if added is mid else 1.0)
         for rectangle, rows, place, moved, _, _ in entered:
             pairs, more = (x[place].unflatten(0, rectangle.shape) for x in (mid, added))
             distance = clean.distance(rows, pairs, more, self._metric)
