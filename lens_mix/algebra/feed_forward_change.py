@@ -35,12 +35,9 @@ class Neurons(NamedTuple):
     """Some neurons of the clean rows, each tensor in memory of its own: wide strides cost cache misses."""
 
     columns: slice
-    # Pre-activations, per matrix (W_gate before W_in).
-    pre: list[Float[Tensor, "row column"]]
-    # What the matrices make of the norms' numerators, per norm and matrix.
-    bases: list[list[Float[Tensor, "row column"]]]
-    # -1 times what W_out reads, without the bias that some models add to it.
-    minus_hidden: Float[Tensor, "row column"]
+    pre: list[Float[Tensor, "row column"]]  # pre-activations, per matrix (W_gate before W_in)
+    bases: list[list[Float[Tensor, "row column"]]]  # of the norms' numerators, per norm and matrix
+    minus_hidden: Float[Tensor, "row column"]  # without the bias that some models add for W_out
     W_out: Float[Tensor, "column d_model"]
 
 

@@ -69,10 +69,7 @@ def find_sources(
     real: Bool[Tensor, "batch key"],
     spans: Sequence[Sequence[int]] | None,
 ) -> list[Source]:
-    """Every source of every prompt that reaches a row; the one look at a GPU's numbers.
-
-    `attended` tells which keys get weight from any of the heads that are zeroed, without padding.
-    """
+    """Every source that gets weight, from any head that is zeroed; the one look at a GPU's numbers."""
     queries, any_query = attended.shape[1], attended.any(1)
     first = torch.where(any_query, attended.byte().argmax(1), queries).tolist()
     last = torch.where(any_query, queries - attended.flip(1).byte().argmax(1), 0).tolist()
@@ -121,11 +118,7 @@ def _rectangles(sources: Sequence[Source], sizes: Sizes) -> Iterator[Rectangle]:
 def fitting(
     sizes: Sizes, block: Block, path: ValuePath, span: int, groups: int, dtypes: Sequence[torch.dtype]
 ) -> Sizes:
-    """The sizes, made smaller where the block's `max_memory` asks for it; ValueError where none fits.
-
-    At most `span` positions are zeroed as one, in so many groups of heads; the dtypes are those of the
-    computation, and up to the activation.
-    """
+    """The sizes, made smaller where the block's `max_memory` asks for it; ValueError where none fits."""
     length, needed = block.attended.shape[2], functools.partial(_bytes, block, path, span, groups, dtypes)
     smallest = Sizes(8, together=1, chunk=8, columns=64, keys=1, positions=length, spare=sizes.spare)
     budget = budget_beside(

@@ -34,24 +34,3 @@ METHODS: dict[str, type[Method]] = {
         AltiLogit,
     )
 }
-
-__all__ = [
-    "METHODS",
-    "Alti",
-    "AltiLogit",
-    "AtbFf",
-    "AtbFfRes",
-    "AtbFfResLn",
-    "AttentionAttribution",
-    "AttentionWeights",
-    "AttnRes",
-    "AttnResLn",
-    "AttnResWeights",
-    "DecompX",
-    "DecompXLocal",
-    "GlobEnc",
-    "GradientAttention",
-    "Method",
-    "ValueNorms",
-    "ValueZeroing",
-]

@@ -206,11 +206,7 @@ def _with_activation(
 
 
 def _part_errors(
-    anatomy: BlockAnatomy,
-    recorded: _Recorded,
-    layer: int,
-    tolerance: float,
-    feed_forward_error: float | None,
+    anatomy: BlockAnatomy, recorded: _Recorded, layer: int, tolerance: float, feed_forward_error: float | None
 ) -> list[PartError]:
     x, path = recorded.resid_pre, anatomy.value_path
     errors: dict[str, float | None] = dict.fromkeys(ALGEBRA_PARTS)
