@@ -5,8 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator
 
-import pytest
-
 from tests.source_tree import LIBRARY, ROOT, Import, imports, module_level_stores, module_name, trees
 
 # A file imports from its own floor or a lower one. The longest name that fits a module counts.
