@@ -37,7 +37,7 @@ class Neurons(NamedTuple):
     columns: slice
     pre: list[Float[Tensor, "row column"]]  # pre-activations, per matrix (W_gate before W_in)
     bases: list[list[Float[Tensor, "row column"]]]  # of the norms' numerators, per norm and matrix
-    minus_hidden: Float[Tensor, "row column"]  # without the bias that some models add for W_out
+    minus_hidden: Float[Tensor, "row column"]  # -1 times what W_out reads, b_hidden not in it
     W_out: Float[Tensor, "column d_model"]
 
 

@@ -66,7 +66,7 @@ def value_zeroing_maps(
 
 
 def _dtypes(block: Block) -> tuple[torch.dtype, torch.dtype]:
-    """Of the computation, and up to the activation: float64 where a norm divides by next to nothing."""
+    """Of the computation, and up to the activation: float64 where a norm meets a query without any key."""
     narrow = torch.promote_types(block.resid_pre.dtype, torch.float32)
     wide = block.anatomy.attention_branch is not None and block.resid_pre.device.type != "mps"
     return narrow, torch.float64 if wide else narrow
