@@ -1,4 +1,12 @@
-"""A block's clean rows, and how changes go through its norms, up to the distance that they make."""
+"""A block's clean rows, and how changes go through its norms, up to the distance that they make.
+
+With C the centring (of LayerNorm; RMSNorm has none), s the size of C x and s' that of C (x + c), a norm takes
+a change c of its input to
+
+    N(x + c) - N(x) = γ ⊙ (C c / s' + n (s / s' - 1)),   n = C x / s.
+
+A small change keeps its digits: s / s' - 1 comes from s'² - s² = (2 s n · C c + ‖C c‖²) / d_model.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +16,63 @@ from torch import Tensor
 
 from lens_mix.algebra.feed_forward_change import FeedForwardChange
 from lens_mix.algebra.head_vectors import through
-from lens_mix.algebra.norm_change import norm_change, products
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
+
+# C c, 1/s' and s/s' - 1.
+Changed = tuple[Float[Tensor, "key row d_model"], Float[Tensor, "key row 1"], Float[Tensor, "key row 1"]]
+
+
+class NormChange:
+    """A norm at the clean vectors x that it reads; `clean` is n."""
+
+    def __init__(self, norm: Norm, clean: Float[Tensor, "row d_model"]) -> None:
+        self.norm = norm
+        self._weight = None if norm.weight is None else norm.weight.to(clean.dtype)
+        centred = self._centre(clean)
+        self._square = centred.square().mean(-1, keepdim=True) + norm.eps
+        self._size = self._square.sqrt()
+        self.clean: Float[Tensor, "row d_model"] = centred / self._size
+
+    def sizes(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> Changed:
+        """What changes of some rows' inputs do to the sizes."""
+        centred, size = self._centre(change), self._size[rows]
+        growth = products(centred, self.clean[rows])[..., None].mul_(2 * size)
+        growth += torch.linalg.vector_norm(centred, dim=-1, keepdim=True) ** 2
+        growth /= centred.shape[-1]
+        # Where all that was read is taken away, eps is left; without eps, rounding could leave less than 0.
+        smallest = max(self.norm.eps, torch.finfo(growth.dtype).tiny)
+        changed = (self._square[rows] + growth).clamp_min_(smallest).sqrt_()
+        # s/s' - 1 = -(s'² - s²) / (s' (s + s'))
+        factor = growth.neg_().div_((size + changed).mul_(changed))
+        return centred, changed.reciprocal_(), factor
+
+    def output(self, rows: slice, changed: Changed) -> Float[Tensor, "key row d_model"]:
+        """The change of some rows' outputs."""
+        centred, inverse, factor = changed
+        out = torch.addcmul(centred * inverse, self.clean[rows], factor)
+        return out if self._weight is None else out.mul_(self._weight)
+
+    def _centre(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        return x - x.mean(-1, keepdim=True) if self.norm.kind == "layer" else x
+
+
+def norm_change(norm: Norm | None, clean: Float[Tensor, "row d_model"]) -> NormChange | None:
+    """A norm at its clean vectors; None where there is no norm."""
+    return None if norm is None else NormChange(norm, clean)
+
+
+def products(
+    change: Float[Tensor, "key row d_model"], clean: Float[Tensor, "row d_model"]
+) -> Float[Tensor, "key row"]:
+    """Scalar products with the clean rows, by one batched product: it reads what is changed once."""
+    return torch.bmm(clean[:, None], change.permute(1, 2, 0))[:, 0].T
 
 
 class CleanBlock:
     """A block's clean rows, for so many `pairs` of changes, done so many `columns` of neurons at a time.
 
     `attention_out` is taken before any norm, and the pre-activations have its dtype; `final` is the model's
-    final norm, where the change after it is wanted; `folds` tells whether W_O, the norms' linear parts and
-    the first matrices are one matrix per head.
+    final norm, where the change after it is wanted.
     """
 
     def __init__(
@@ -28,15 +83,11 @@ class CleanBlock:
         resid_post: Float[Tensor, "row d_model"],
         final: Norm | None,
         columns: int,
-        folds: bool,
         pairs: int,
     ) -> None:
-        self.multiplier, self._folds = anatomy.residual_multiplier, folds
-        branch, residual, feed_forward = (
-            anatomy.attention_branch,
-            anatomy.attention_residual,
-            anatomy.feed_forward,
-        )
+        self.multiplier = anatomy.residual_multiplier
+        branch, residual = anatomy.attention_branch, anatomy.attention_residual
+        feed_forward = anatomy.feed_forward
         out = attention_out if branch is None else branch(attention_out)
         total = resid_pre + (out * self.multiplier).to(resid_pre.dtype)
         mid = total if residual is None else residual(total)
@@ -48,12 +99,13 @@ class CleanBlock:
         if feed_forward is not None and not anatomy.parallel:
             self._input = norm_change(anatomy.feed_forward_input, mid)
             norms.append(self._input)
-            folded = [norm for norm in norms if norm is not None] if folds else []
+            folded = [norm for norm in norms if norm is not None]
             chains = (tuple(later.norm for later in folded[place:]) for place in range(len(folded)))
             inputs = [through(chain, norm.clean) for chain, norm in zip(chains, folded, strict=True)]
-            read_by = norms[-1] or norms[-2] if folds else None
-            inputs = [x.to(attention_out.dtype) for x in (inputs if read_by else [*inputs, read])]
-            self.hidden = FeedForwardChange(feed_forward, inputs, read_by, resid_pre.dtype, columns, pairs)
+            last = norms[-1] or norms[-2]
+            inputs = [x.to(attention_out.dtype) for x in (inputs if last else [*inputs, read])]
+            shift, dtype = last.norm.bias if last else None, resid_pre.dtype
+            self.hidden = FeedForwardChange(feed_forward, inputs, shift, dtype, columns, pairs)
         self._norms = [norm for norm in norms if norm is not None]
         self.added = self._total = None
         branch, residual = anatomy.feed_forward_branch, anatomy.feed_forward_residual
@@ -69,25 +121,23 @@ class CleanBlock:
 
     def to_first(
         self, rows: slice, change: Float[Tensor, "key row d_model"]
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """From a change of the attention's output to that of mid, and of what the feed-forward reads there.
+    ) -> tuple[Float[Tensor, "key row d_model"], list[Float[Tensor, "#key #row 1"]]]:
+        """From a change of the attention's output to that of mid; what multiplies, up to the first matrices,
+        the given change and, one by one, the outputs of the norms that are `inputs` there.
 
-        The given change has the residual multiplier in it where no norm sits on the branch. Where norms are
-        folded, the second change is unfinished, and the third value is what they multiply the given change
-        and, one by one, their numerators by, [key row 1].
+        The given change has the residual multiplier in it where no norm sits on the branch.
         """
-        factors, mid = [change.new_ones(1)], change
+        factors = [change.new_ones((1, 1, 1))]
         for norm in self._norms:
             changed = norm.sizes(rows, change)
             factors = [*(factor * changed[1] for factor in factors), changed[2]]
             if norm is self._input:
-                change = change if self._folds else norm.output(rows, changed)
                 break
             change = norm.output(rows, changed)
             if norm is self._branch:
                 change, factors = change * self.multiplier, [factor * self.multiplier for factor in factors]
-            mid = change = change.to(self.direction.dtype)
-        return mid, change, factors if self._folds else factors[:1]
+            change = change.to(self.direction.dtype)
+        return change, factors
 
     def distance(
         self,

@@ -23,7 +23,7 @@ def folded(
     anatomy: BlockAnatomy,
     path: ValuePath,
     heads: list[int],
-    vectors: int,
+    vectors: int | None,
     dtype: torch.dtype,
     keep: bool,
     matrices: Sequence[Float[Tensor, "d_model d_mlp"]],
@@ -35,7 +35,7 @@ def folded(
         anatomy: the block, its feed-forward plain or gated; a gated one has two matrices, the gate's first.
         path: its value path.
         heads: which query heads.
-        vectors: how many value vectors will go through.
+        vectors: how many value vectors will go through; None: folded in any case.
         dtype: of the products.
         keep: whether they may stay for the next run.
         matrices: the first matrices, the gate's first; in `dtype` already, or a copy of each is made.
@@ -57,7 +57,7 @@ def folded(
         found = _fold(anatomy, matrices, path.W_O.to(dtype))
         weight_cache.keep(name, kind, probes, found)
         return _of_heads(found, heads)
-    if not pays(vectors, len(heads), d_head):
+    if vectors is not None and not pays(vectors, len(heads), d_head):
         return None
     return _fold(anatomy, matrices, path.W_O[heads].to(dtype))
 

@@ -63,6 +63,10 @@ class Rectangle(NamedTuple):
         """Sources and rows."""
         return self.sources.stop - self.sources.start, self.rows.stop - self.rows.start
 
+    def lines(self, queries: int) -> slice:
+        """Its rows in the line of all prompts' rows, so many of each."""
+        return slice(self.prompt * queries + self.rows.start, self.prompt * queries + self.rows.stop)
+
 
 def find_sources(
     attended: Bool[Tensor, "batch query key"],
@@ -115,11 +119,9 @@ def _rectangles(sources: Sequence[Source], sizes: Sizes) -> Iterator[Rectangle]:
         begin = end
 
 
-def fitting(
-    sizes: Sizes, block: Block, path: ValuePath, span: int, groups: int, dtypes: Sequence[torch.dtype]
-) -> Sizes:
+def fitting(sizes: Sizes, block: Block, path: ValuePath, span: int, dtypes: Sequence[torch.dtype]) -> Sizes:
     """The sizes, made smaller where the block's `max_memory` asks for it; ValueError where none fits."""
-    length, needed = block.attended.shape[2], functools.partial(_bytes, block, path, span, groups, dtypes)
+    length, needed = block.attended.shape[2], functools.partial(_bytes, block, path, span, dtypes)
     smallest = Sizes(8, together=1, chunk=8, columns=64, keys=1, positions=length, spare=sizes.spare)
     budget = budget_beside(
         block, 0, needed(smallest), "value zeroing by algebra; engine='hooks' may need less"
@@ -130,9 +132,7 @@ def fitting(
     return sizes
 
 
-def _bytes(
-    block: Block, path: ValuePath, span: int, groups: int, dtypes: Sequence[torch.dtype], sizes: Sizes
-) -> int:
+def _bytes(block: Block, path: ValuePath, span: int, dtypes: Sequence[torch.dtype], sizes: Sizes) -> int:
     """An upper bound of the temporaries of one block's map, the map itself not counted."""
     narrow, wide = (dtype.itemsize for dtype in dtypes)
     anatomy, (batch, queries, length) = block.anatomy, block.attended.shape
@@ -151,8 +151,7 @@ def _bytes(
     clean += rows * d_mlp * (matrices * 5 * wide + (2 * matrices + 3) * narrow)
     clean += prompts * queries * length * (heads * (wide + 1) + 8)
     weights = 2 * inner * d_model * wide + W_out + (stored != wide) * (2 * inner + first) * d_model * wide
-    # Folded, which fewer pairs are not worth.
-    weights += (groups * rows * length > inner) * inner * first * wide * max(1, matrices)
+    weights += inner * first * wide * max(1, matrices)  # folded
     # Spans are gathered once more.
     values = sizes.keys * rank * min(span, 2) * (d_model + first + 3 * d_head) * wide
     chunk = (3 * d_model + columns) * narrow + (rank * (1 + d_head) + d_model + 5) * wide

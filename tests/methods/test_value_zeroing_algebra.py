@@ -10,9 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lens_mix as lm
 from lens_mix.algebra import value_zeroing, weight_cache
-from lens_mix.algebra.clean_block import CleanBlock
+from lens_mix.algebra.clean_block import CleanBlock, NormChange
 from lens_mix.algebra.feed_forward_change import FeedForwardChange
-from lens_mix.algebra.norm_change import NormChange
 from lens_mix.algebra.value_zeroing_pairs import CPU, GPU, Sizes, chunks, find_sources
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.lens.model_classes import UnsupportedModelError
@@ -246,13 +245,10 @@ def test_a_gated_silu_layers_change_keeps_its_digits(scale: float) -> None:
         layer = FeedForward("silu", torch.eye(400)[:, 200:], torch.eye(200, 400), torch.eye(400)[:, :200])
         read = torch.cat(list(clean), dim=1).to(dtype)
         hidden = FeedForwardChange(layer, [read], None, dtype, 200, 24)
-        given, rows = changes.to(dtype), slice(0, 6)
+        # One key's value per row, which its own row alone attends to.
+        vectors, weights = list(changes.to(dtype)), torch.eye(6, dtype=dtype).expand(4, 6, 6)
         found.append(torch.empty(4, 6, 200, dtype=dtype))
-
-        def add(matrix: int, columns: slice, into: torch.Tensor, given: torch.Tensor = given) -> None:
-            into += given[matrix]
-
-        hidden.change(hidden.parts[0], rows, [], add, found[-1])
+        hidden.change(hidden.parts[0], slice(0, 6), [], weights, vectors, found[-1])
     narrow, wide = found[0].double(), found[1]
     # `exact` is a difference itself.
     torch.testing.assert_close(wide, exact, rtol=1e-9, atol=1e-12)
@@ -267,7 +263,7 @@ def test_a_change_along_the_clean_vector_keeps_its_digits() -> None:
     generator = torch.Generator().manual_seed(0)
     clean = torch.randn(4, 64, generator=generator)
     anatomy = BlockAnatomy("none", False, None, None, "none")
-    block = CleanBlock(anatomy, clean, torch.zeros_like(clean), clean, None, 1, True, 12)
+    block = CleanBlock(anatomy, clean, torch.zeros_like(clean), clean, None, 1, 12)
     change = 0.5 * clean[None] + 1e-5 * torch.randn(3, 4, 64, generator=generator)
     found = block.distance(slice(0, 4), change, torch.zeros_like(change), "cosine")
     moved = clean[None].double() + change.double()
