@@ -161,7 +161,15 @@ _WRAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "vit": ("ViTForImageClassification", "ViTConfig", _VIT),
 }
+# Not of the matrix: each stands for one trap.
+_TRAPS = {
+    "mt5": ("MT5ForConditionalGeneration", "MT5Config", _WRAPPED["t5_gated"][2]),  # its RMSNorm: MT5LayerNorm
+    "nemotron": ("NemotronForCausalLM", "NemotronConfig", _LLAMA),  # LayerNorm times weight + 1
+    # A final norm that the Bridge does not map, and a projection after it.
+    "opt_projected": ("OPTForCausalLM", "OPTConfig", {**_OPT, "word_embed_proj_dim": 16}),
+}
 BRIDGE_NAMES: tuple[str, ...] = tuple(_WRAPPED)
+_WRAPPED.update(_TRAPS)
 
 _CLASSIC: dict[str, dict[str, Any]] = {
     "LN": {},

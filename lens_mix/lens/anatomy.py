@@ -26,6 +26,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lens_mix.hooks.mixing import tolerance
+
 Placement = Literal["pre", "post", "sandwich", "branch", "none"]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -203,13 +205,61 @@ def read_norm(module: nn.Module | None, cfg: Any) -> Norm | None:
     if inner is None:
         kind: Literal["layer", "rms"] = "rms" if "RMS" in type(module).__name__ else "layer"
         return Norm(kind, read_weight(module, "w"), read_weight(module, "b"), float(cast(Any, module).eps))
-    # The wrapped module is asked, not cfg: cfg.uses_rms_norm is False for T5.
-    rms = "RMS" in type(inner).__name__ or type(inner).__name__ == "T5LayerNorm"
-    weight, bias = read_weight(inner, "weight"), read_weight(inner, "bias")
     eps = getattr(inner, "eps", getattr(inner, "variance_epsilon", None))
-    if rms and weight is not None and getattr(cfg, "rmsnorm_uses_offset", False):
-        weight = 1 + weight
-    return Norm("rms" if rms else "layer", weight, bias, float(cfg.eps if eps is None else eps))
+    weight, bias = read_weight(inner, "weight"), read_weight(inner, "bias")
+    stored = Norm("layer", weight, bias, float(cfg.eps if eps is None else eps))
+    try:
+        return _measured(inner, stored, int(cfg.d_model))
+    except (TypeError, RuntimeError):
+        # It takes more than a residual stream; the proof will tell whether it is what it stores.
+        return stored
+
+
+def _measured(module: nn.Module, stored: Norm, width: int) -> Norm:
+    """What a norm of Hugging Face's does to four vectors, in the numbers that it stores where they fit.
+
+    Its name says little (T5LayerNorm does not centre), nor does its weight: Gemma and Nemotron add 1 to it.
+    `forward` is asked itself, so that no hook sees the vectors.
+    """
+    like = next(module.parameters(), torch.zeros(width)).detach()
+    wide, small = torch.promote_types(like.dtype, torch.float32), 2.0**-10
+    # Of mean 0, without a 0, and exact in every dtype, as is what is made of it here.
+    signs = torch.ones_like(like)
+    signs[1::2] = -1
+    if len(signs) % 2:
+        signs[0], signs[2] = 2, -1
+    with torch.no_grad():
+        probes = torch.stack([signs, -signs, signs + 1, small * signs])[None]
+        up, down, raised, lowered = module.forward(probes)[0].to(wide)
+    signs, bias, accepted = signs.to(wide), (up + down) / 2, tolerance(like.dtype)
+    square, eps = float(signs.square().mean()), stored.eps
+    shrunk = float((lowered - bias) @ (up - bias) / (up - bias).square().sum()) ** 2
+    expected = small**2 * (square + eps) / (small**2 * square + eps)
+    if abs(shrunk - expected) > 2 * accepted * expected and shrunk > small**2:
+        eps = max(0.0, small**2 * square * (1 - shrunk) / (shrunk - small**2))
+    multiplier = (up - bias) / signs * math.sqrt(square + eps)
+    accepted *= float(torch.linalg.vector_norm(multiplier))
+    offset = None if stored.weight is None else 1 + stored.weight.to(wide)
+    weight = _nearest(multiplier, [stored.weight, offset], torch.ones_like(multiplier), accepted)
+    shift = _nearest(bias, [stored.bias], torch.zeros_like(bias), accepted)
+    uncentred = (signs + 1) * multiplier / math.sqrt(square + 1 + eps) + bias
+    centres = torch.dist(raised, up) < torch.dist(raised, uncentred)
+    return Norm("layer" if centres else "rms", weight, shift, eps)
+
+
+def _nearest(
+    measured: Tensor, stored: list[Tensor | None], neutral: Tensor, accepted: float
+) -> Tensor | None:
+    """The stored numbers that are nearest to the measured ones, or these; None where they change nothing."""
+
+    def apart(numbers: Tensor) -> float:
+        return float(torch.dist(measured, numbers.to(measured.dtype)))
+
+    best = min((numbers for numbers in stored if numbers is not None), key=apart, default=neutral)
+    best = best if apart(best) <= accepted else neutral
+    if best is neutral:
+        return None if apart(neutral) <= accepted else measured
+    return best
 
 
 def read_value_path(attention: nn.Module) -> ValuePath | None:
