@@ -99,6 +99,10 @@ class Method:
         """Why the algebra engine has no formula for such a block; None where it has."""
         return None
 
+    def relies_on_feed_forward(self, anatomy: BlockAnatomy) -> bool:
+        """Whether the algebra engine computes such a block's feed-forward."""
+        return "feed_forward" in self.parts
+
     def check(self, n_heads: int, n_layers: int) -> None:
         """Refuse parameters that this model can't have (a head out of range, say).
 

@@ -139,11 +139,22 @@ class Session:
         is left to hooks.
         """
         layers = self._recorded_layers()
-        if refuted_here(clean, proof, layers) is None:
+        if refuted_here(clean, proof, layers, self._rebuilt_layers(proof, engines)) is None:
             return proof, engines
         head = needs_head(self.methods.values())
         proof = proof_of(clean.lens, clean.batch.prompts[0], head=head, again=True)
-        return proof, self._engines(proof, refuted_here(clean, proof, layers))
+        whole = self._rebuilt_layers(proof, engines)
+        return proof, self._engines(proof, refuted_here(clean, proof, layers, whole))
+
+    def _rebuilt_layers(self, proof: Proof, engines: Mapping[str, str]) -> set[int]:
+        """The blocks whose feed-forward is to be computed by algebra."""
+        return {
+            layer
+            for label, method in self.methods.items()
+            if engines[label] == "algebra"
+            for layer in self.layers_of(method)
+            if method.relies_on_feed_forward(proof.anatomy[layer])
+        }
 
     def _recorded_layers(self) -> list[int]:
         return sorted(set().union(*map(self.layers_of, self.methods.values())))

@@ -2,7 +2,7 @@
 
 What TransformerLens puts on a model treats all positions alike: the Bridge wires its hook points with hooks
 of torch's in the first forward pass, and replaces the `forward` of some Hugging Face modules. What a user
-puts there may act on any single position.
+puts there may act on any single position, and so may a class that none of the libraries wrote.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.nn.modules import module as everywhere
 from transformer_lens.hook_points import HookPoint
 
 _LIBRARIES = frozenset({"transformer_lens", "lens_mix"})
+_WRITE_CLASSES = _LIBRARIES | {"torch", "transformers"}
 # Hands on what parts of a feed-forward read and give to the hook points of the whole (OPT, BERT, BART).
 _MIRRORS = "transformer_lens.model_bridge.component_setup"
 # What Hugging Face leaves on a model once it was asked for patterns, as `run_with_cache` of a Bridge does.
@@ -25,11 +26,20 @@ _CAPTURES = "transformers.utils.output_capturing"
 def carries_users_hooks(modules: Sequence[nn.Module]) -> bool:
     """Whether anyone but TransformerLens and lens_mix has hooked a module, or replaced its `forward`.
 
-    Hooks that torch calls on every module of any model count too. `modules` are all of one model.
+    Hooks that torch calls on every module of any model count too, and a `forward` that the user gave to a
+    class. `modules` are all of one model.
     """
     if everywhere._global_forward_pre_hooks or everywhere._global_forward_hooks:
         return True
-    return any(_is_hooked(module) for module in modules)
+    return any(map(_is_users, {type(module) for module in modules})) or any(map(_is_hooked, modules))
+
+
+def _is_users(kind: type[nn.Module]) -> bool:
+    functions: list[Any] = [kind.forward, kind.__call__]
+    for function in functions:
+        # torch's `no_grad` and the like wrap what anybody wrote.
+        functions += [function.__wrapped__] if hasattr(function, "__wrapped__") else []
+    return any(_home(function).partition(".")[0] not in _WRITE_CLASSES for function in functions)
 
 
 def _is_hooked(module: nn.Module) -> bool:

@@ -56,6 +56,9 @@ class GlobEnc(Method):
             )
         return None
 
+    def relies_on_feed_forward(self, anatomy: BlockAnatomy) -> bool:
+        return anatomy.feed_forward_residual is not None
+
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         heads = head_vectors(block)
         heads.budget = attention_budget(block, heads, second_norm_bytes(block, heads), what="globenc")

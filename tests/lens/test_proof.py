@@ -225,6 +225,65 @@ def test_a_forward_replaced_by_hand_is_noticed(factory, name):
         lm.run(model, tokens, "attn_res")
 
 
+NEEDS_THE_FEED_FORWARD = ["atb_ff", "atb_ff_res", "atb_ff_res_ln", "decompx"]
+
+
+@ON_ONE_POSITION
+def test_a_forward_replaced_on_its_class_is_noticed(factory, name, monkeypatch):
+    """The instances carry nothing, and the position lies between those that are looked at as a rule."""
+    model = build_or_skip(factory, name)
+    tokens = torch.arange(30)[None] % model.cfg.d_vocab
+    lm.run(model, tokens, [*NEEDS_THE_FEED_FORWARD, "attn_res", "value_zeroing"])
+    module = model.blocks[0].mlp
+    kind = type(getattr(module, "original_component", module))
+    original = kind.forward
+
+    def forward(self, x):
+        out = original(self, x).clone()
+        out[:, 21:22] = 0
+        return out
+
+    monkeypatch.setattr(kind, "forward", forward)
+    for method in [*NEEDS_THE_FEED_FORWARD, "attn_res"]:
+        with pytest.raises(UnsupportedModelError, match="expected its parts to give its output on this prom"):
+            lm.run(model, tokens, method)
+    assert lm.run(model, tokens, "value_zeroing").provenance["engine"] == "hooks"
+    lm.run(model, tokens, "atb_ff", queries=slice(0, 20))  # what is asked is as it was
+    monkeypatch.undo()
+    lm.run(model, tokens, NEEDS_THE_FEED_FORWARD)
+
+
+@pytest.mark.parametrize("method", [*NEEDS_THE_FEED_FORWARD, "value_zeroing"])
+def test_what_acts_inside_the_feed_forward_is_noticed_though_no_module_shows_it(method, monkeypatch):
+    model = build_or_skip(bridge, "llama")
+    tokens = torch.arange(30)[None] % model.cfg.d_vocab
+    silu = torch.nn.functional.silu
+
+    def changed(x, *args, **kwargs):
+        out = silu(x, *args, **kwargs)
+        return torch.cat([out[:, :21], 0 * out[:, 21:22], out[:, 22:]], dim=1) if out.shape[1] > 21 else out
+
+    monkeypatch.setattr(torch.nn.functional, "silu", changed)
+    with pytest.raises(UnsupportedModelError, match="expected its parts to give its output on this prompt"):
+        lm.run(model, tokens, method, engine="algebra")
+
+
+def test_globenc_relies_on_the_feed_forward_where_a_norm_reads_it(monkeypatch):
+    model = build_or_skip(bridge, "bert")
+    tokens = torch.arange(30)[None] % model.cfg.d_vocab
+    activation = next(m for m in model.original_model.modules() if type(m).__name__ == "GELUActivation")
+    original = activation.act
+
+    def changed(x):
+        out = original(x)
+        return torch.cat([out[:, :21], 0 * out[:, 21:22], out[:, 22:]], dim=1) if out.shape[1] > 21 else out
+
+    lm.run(model, tokens, "globenc")
+    monkeypatch.setattr(activation, "act", changed)
+    with pytest.raises(UnsupportedModelError, match="expected its parts to give its output on this prompt"):
+        lm.run(model, tokens, "globenc")
+
+
 def test_the_proof_is_kept_until_something_changes(monkeypatch):
     model = llama_like()
     made = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 from torch.nn.modules import module as everywhere
 
 import lens_mix as lm
@@ -130,6 +131,19 @@ def replace_forward(model):
     return functools.partial(delattr, module, "forward")
 
 
+def replace_forward_of_a_class(model):
+    module = model.blocks[0].mlp
+    kind = type(getattr(module, "original_component", module))
+    original = kind.forward
+
+    @torch.no_grad()  # and this bears torch's
+    def forward(self, *args, **kwargs):
+        return original(self, *args, **kwargs)
+
+    kind.forward = forward
+    return functools.partial(setattr, kind, "forward", original)
+
+
 def hook_all(model):
     return everywhere.register_module_forward_hook(see).remove
 
@@ -153,6 +167,7 @@ def hook_all_before(model):
         hook_with_an_object,
         hook_with_a_method,
         replace_forward,
+        replace_forward_of_a_class,
         hook_all,
         hook_all_before,
     ],

@@ -6,7 +6,7 @@ edited behind torch's back, shows only here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from einops import einsum
@@ -28,27 +28,33 @@ _SAMPLED_ROWS = 4
 _CHUNK_ROWS = 512
 
 
-def refuted_here(clean: CleanPass, proof: Proof, layers: Sequence[int]) -> str | None:
+def refuted_here(
+    clean: CleanPass, proof: Proof, layers: Sequence[int], whole: Collection[int] = ()
+) -> str | None:
     """Why the proven parts do not give the blocks' outputs on these prompts; None when they do.
 
-    The recorded values of every key are compared along random vectors, and some rows of every prompt are
-    rebuilt from them; all asked rows where the user's hooks are on the model, since a hook may act on any
-    one position. Blocks whose feed-forward can't be written down are left out.
+    The recorded values of every key are compared along random vectors, and rows of every prompt are rebuilt
+    from them: some, or all asked ones where the feed-forward is relied on or the user's hooks are on the
+    model, since a change may act on any one position. Blocks whose feed-forward can't be written down are
+    left out.
 
     Args:
         clean: the clean pass; it recorded "pattern" and "value" in these layers.
         proof: the proof that is to be relied on.
         layers: the blocks that will be relied on.
+        whole: those of them whose feed-forward will be relied on.
     """
     lens = clean.lens
-    samples = _sampled_rows(clean)
+    some, every = _rows(clean, _SAMPLED_ROWS), _rows(clean, None)
+    if carries_users_hooks(lens.modules):
+        some = every
     for layer in layers:
         path = proof.anatomy[layer].value_path
         if path is None:
             continue
         error = _value_error(clean, layer, proof.anatomy[layer], path)
         if error <= lens.tolerance:
-            error = _output_error(clean, layer, proof.anatomy[layer], path, samples)
+            error = _output_error(clean, layer, proof.anatomy[layer], path, every if layer in whole else some)
         if not error <= lens.tolerance:
             return (
                 f"block {layer}: expected its parts to give its output on this prompt within "
@@ -57,13 +63,11 @@ def refuted_here(clean: CleanPass, proof: Proof, layers: Sequence[int]) -> str |
     return None
 
 
-def _sampled_rows(clean: CleanPass) -> Int[Tensor, "batch place"]:
-    """Places among the rows that the clean pass recorded."""
+def _rows(clean: CleanPass, count: int | None) -> Int[Tensor, "batch place"]:
+    """Places among the rows that the clean pass recorded: so many in all, or every one."""
     real = clean.real if clean.rows is None else rows_at(clean.real, clean.rows.positions)
     places = [row.nonzero()[:, 0] for row in real]
-    if carries_users_hooks(clean.lens.modules):
-        return spread(places, max(map(len, places)))
-    return spread(places, max(1, _SAMPLED_ROWS // len(places)))
+    return spread(places, max(map(len, places)) if count is None else max(1, count // len(places)))
 
 
 def _recorded(clean: CleanPass, role: str, layer: int) -> Tensor:
