@@ -227,9 +227,8 @@ class Passed:
 
     def _block(self, layer: int, engine: str, cut: bool) -> Block:
         queries = self.rows.positions if cut and self.rows is not None else None
-        anatomies = self.proof.anatomy
-        above = anatomies[layer + 1] if layer + 1 < len(anatomies) else None
-        return Block(self.clean, layer, anatomies[layer], engine, self.session.max_memory, queries, above)
+        anatomy, above = self.proof.anatomy[layer], self.proof.anatomy[layer + 1 :]
+        return Block(self.clean, layer, anatomy, engine, self.session.max_memory, queries, above)
 
     def allowed_keys(self) -> AllowedKeys:
         """Which keys the recorded rows may see, in every watched layer."""

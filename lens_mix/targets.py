@@ -296,7 +296,8 @@ def head(function: Explained, after_final_norm: bool = False) -> Target:
 
     Args:
         function: must be differentiable.
-        after_final_norm: the model's final norm is applied first, where it has one.
+        after_final_norm: the model's final norm is applied first, where it has one. A run refuses where none
+            is mapped and the model may have one.
     """
     if not callable(function):
         raise TypeError(f"function: expected a callable on the last residual, got {type(function).__name__}")

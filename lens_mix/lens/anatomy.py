@@ -168,6 +168,12 @@ class BlockAnatomy:
         return _apply(self.feed_forward_residual, mid + branch)
 
     @property
+    def ends_in_norm(self) -> bool:
+        """Whether a norm is the last that the block does to the residual stream (post-norm)."""
+        last = self.attention_residual if self.feed_forward_kind == "none" else self.feed_forward_residual
+        return last is not None
+
+    @property
     def is_written_down(self) -> bool:
         """Whether the whole block is known: its feed-forward is plain, gated, or absent."""
         return self.feed_forward is not None or self.feed_forward_kind == "none"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, read_norm
@@ -32,7 +33,7 @@ class Block:
         max_memory: bytes for the temporaries of one step; None: no bound.
         queries: positions of the rows that are asked for; None: all of them. A prompt with fewer than another
             one repeats its last.
-        next_anatomy: of the block above; None: this is the last.
+        above: the anatomies of the blocks above it.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class Block:
         engine: str,
         max_memory: int | None,
         queries: Int[Tensor, "batch query"] | None = None,
-        next_anatomy: BlockAnatomy | None = None,
+        above: Sequence[BlockAnatomy] = (),
     ) -> None:
         self._lens, self._clean, self._queries = clean.lens, clean, queries
-        self._next_anatomy = next_anatomy
+        self._above = above
         self.layer, self.anatomy, self.engine, self.max_memory = layer, anatomy, engine, max_memory
         self.details: list[dict[str, Any]] = [{} for _ in clean.batch.prompts]
         self.warnings: list[list[str]] = [[] for _ in clean.batch.prompts]
@@ -202,12 +203,35 @@ class Block:
     def after_final_norm(
         self, resid: Float[Tensor, "*batch d_model"], gradients: bool = False
     ) -> Float[Tensor, "*batch d_model"]:
-        """The residual stream after the model's final norm; unchanged where the model has none."""
-        norm = self._lens.final_norm()
+        """The last residual stream after the model's final norm; unchanged where the model has none.
+
+        Raises:
+            UnsupportedModelError: as `final_norm`, of a norm that is not there.
+        """
+        norm = self._final_norm
         if norm is None:
             return resid
         with self._lens.evaluation_mode(gradients):
             return norm(resid)
+
+    @functools.cached_property
+    def _final_norm(self) -> nn.Module | None:
+        """The model's own final norm; None where there is none, which is proven then.
+
+        After a stack that ends in a norm nothing is missing; else the logits have to do without.
+        """
+        norm = self._lens.final_norm()
+        if norm is not None or (self._above[-1] if self._above else self.anatomy).ends_in_norm:
+            return norm
+        try:
+            self._proven_head(None, self.last_residual())
+        except UnsupportedModelError as problem:
+            raise UnsupportedModelError(
+                "final norm: expected the model's own, or logits that do without one; TransformerLens maps none "
+                f"here, but {problem}. Ask for what comes before that norm (last_layer='before_final_norm', "
+                "next_norm=False, after_final_norm=False), or leave the last layer out"
+            ) from problem
+        return None
 
     def next_norm(self) -> Norm | None:
         """The norm that reads the block's output: the next block's first one, after the last the final one.
@@ -218,22 +242,21 @@ class Block:
         """
         if self.is_last:
             return self.final_norm()
-        if self._next_anatomy is None:
+        if not self._above:
             raise ValueError(f"next_norm: expected the anatomy of block {self.layer + 1}, got none")
-        return self._next_anatomy.attention_input
+        return self._above[0].attention_input
 
     def final_norm(self) -> Norm | None:
         """The model's final norm as its parts, proven on this block's output; None where there is none.
 
         Raises:
-            UnsupportedModelError: the parts don't give what the model's own norm gives.
+            UnsupportedModelError: the parts don't give what the model's own norm gives, or none is mapped
+                though the model may have one.
         """
-        module = self._lens.final_norm()
-        if hasattr(module, "hook_in") and getattr(module, "original_component", None) is None:
+        module = self._final_norm
+        if module is None:
             return None
         norm = read_norm(module, self._lens.model.cfg)
-        if norm is None and module is not None and type(module).__name__ == "Identity":
-            return None
         resid = self.resid_post[self.real_queries]
         resid = resid.to(torch.promote_types(resid.dtype, torch.float32))
         rebuilt = resid if norm is None else norm(resid)
@@ -252,12 +275,15 @@ class Block:
         Raises:
             UnsupportedModelError: the logits are not final norm, then unembedding.
         """
+        last = self._clean.calls[self._lens.n_layers - 1].resid_post
+        return self._proven_head(None if self._lens.final_norm() is None else self.final_norm(), last)
+
+    def _proven_head(self, norm: Norm | None, last: Float[Tensor, "batch pos d_model"]) -> Head:
         if self._lens.stack.name == "encoder":
             raise UnsupportedModelError("head: the encoder of an encoder-decoder has no logits")
-        resid = self._clean.calls[self._lens.n_layers - 1].resid_post[self.real]
-        resid = resid.to(torch.promote_types(resid.dtype, torch.float32))
+        resid = last[self.real].to(self._lens.wide_dtype)
         logits = self.logits()[self.real].to(resid.dtype)
-        return proven_head(self._lens.model, self.final_norm(), resid, logits, self._lens.tolerance)
+        return proven_head(self._lens.model, norm, resid, logits, self._lens.tolerance)
 
     def chunks(self, copies: int) -> Iterator[slice]:
         """Slices over `copies` copies of a prompt, as many at a time as the memory bound allows."""

@@ -116,7 +116,7 @@ class Lens:
         return layer % self.n_layers
 
     def final_norm(self) -> nn.Module | None:
-        """The norm after the last block; None where there is none."""
+        """The norm after the last block; None where none is mapped, though the model may have one."""
         names = {
             "blocks": ("ln_final",),
             "encoder": ("encoder_final_ln", "encoder_ln_final"),
@@ -126,7 +126,10 @@ class Lens:
             norm = getattr(self.model, name, None)
             # The masked-language heads of BERT-like models are mapped to `ln_final` too, but that norm sits
             # inside the head, after a dense layer: it is no norm of the residual stream.
-            if isinstance(norm, nn.Module) and not hasattr(self.model, "mlm_head"):
+            if not isinstance(norm, nn.Module) or hasattr(self.model, "mlm_head"):
+                continue
+            # A Bridge may have a place for a norm, and nothing in it.
+            if not hasattr(norm, "hook_in") or getattr(norm, "original_component", None) is not None:
                 return norm
         return None
 

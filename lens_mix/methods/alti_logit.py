@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from einops import einsum
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.logit_shares import logit_shares, through_head
@@ -38,8 +38,9 @@ class AltiLogit(Method):
     tokens are taken from are not counted.
 
     Args:
-        token: whose logit: "predicted" (the likeliest after each position), "next" (the prompt's next
-            token; after the last position the likeliest), or one vocabulary number for all positions.
+        token: whose logit: "predicted" (the likeliest after each position; a note names the positions where
+            only rounding decides), "next" (the prompt's next token; after the last position the likeliest),
+            or one vocabulary number for all positions.
         against: a vocabulary number whose logit is subtracted (a contrast); None for none.
         distance: as in `alti`.
 
@@ -101,13 +102,36 @@ class AltiLogit(Method):
         if isinstance(self.token, int):
             token = self._checked(self.token, head, "token")
             return torch.full(last.real.shape, token, device=last.real.device)
-        predicted = last.logits().argmax(dim=-1)
+        logits = last.logits()
+        likeliest, tokens = logits.topk(2)
+        # Sums of rounded numbers: in bfloat16 the two likeliest tokens often have the same logit.
+        rounding = 4 * torch.finfo(last.resid_post.dtype).eps * logits.abs().amax(-1)
+        doubtful = last.real & (likeliest[..., 0] - likeliest[..., 1] <= rounding)
+        predicted = logits.argmax(dim=-1)
         if self.token == "next":
             following = last.batch.tokens.roll(-1, dims=1)
             has_next = last.real & last.real.roll(-1, dims=1)
             has_next[:, -1] = False
             predicted = torch.where(has_next, following, predicted)
+            doubtful = doubtful & ~has_next
+        self._note_doubtful(last, doubtful, tokens)
         return predicted
+
+    @staticmethod
+    def _note_doubtful(
+        last: Block, doubtful: Bool[Tensor, "batch pos"], tokens: Int[Tensor, "batch pos rank"]
+    ) -> None:
+        """Say of which asked positions the predicted token is a matter of rounding."""
+        doubtful, positions = last.rows_of(doubtful), last.rows_of(last.real.cumsum(-1) - 1)
+        tokens = last.rows_of(tokens)
+        for index, row in enumerate(doubtful):
+            near = dict(zip(positions[index][row].tolist(), tokens[index][row].tolist(), strict=True))
+            if near:
+                last.warn(
+                    index,
+                    "the two likeliest tokens' logits are equal but for rounding at these positions; in another "
+                    f"dtype the map may explain the other one (token= chooses): {near}",
+                )
 
     @staticmethod
     def _checked(token: int, head: Head, name: str) -> int:

@@ -1,5 +1,7 @@
 """ALTI and ALTI-Logit against the authors' numbers, the dense oracle, and a sum that must be the logit."""
 
+import ast
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from lens_mix.algebra.vectors import attention_vectors
 from lens_mix.methods.alti import alti
 from lens_mix.methods.alti_logit import alti_logit
 from lens_mix.statistics.passes import prompt_blocks
+from tests.matrix import build_or_skip
 from tests.norm_cases import CASES, blocks_of, largest, written_out
 from tests.norm_reference import (
     BERT_CLASSES,
@@ -18,7 +21,7 @@ from tests.norm_reference import (
     reference_bert,
     reference_gpt2,
 )
-from tests.tiny_models import available, bridge, hooked_transformer
+from tests.tiny_models import available, bridge, hooked_transformer, tokens
 
 # torch.nn.functional.pairwise_distance, which the released code calls, adds this to every coordinate.
 QUIRK = 1e-6
@@ -164,3 +167,42 @@ def _large_logits(model):
     with torch.no_grad():
         model.W_U.mul_(20)
     return model
+
+
+HALF_THE_ENTRY = [("gpt2", 0), ("mpt", 1), ("stablelm", 0), ("gpt_bigcode", 1)]
+
+
+@pytest.mark.parametrize(("name", "seed"), HALF_THE_ENTRY)
+def test_a_token_that_only_rounding_decides_is_noted(name, seed):
+    """In bfloat16 the model may predict another token; the map of the same token is the same."""
+    single = build_or_skip(bridge, name, seed=seed)
+    half = build_or_skip(bridge, name, torch.bfloat16, seed)
+    pairs = zip(single.original_model.parameters(), half.original_model.parameters(), strict=True)
+    for parameter, rounded in pairs:
+        parameter.data = rounded.data.float()
+    prompt = tokens(single, 1, 24, seed)
+    expected, found = (lm.run(model, prompt, "alti_logit") for model in (single, half))
+    off = (found.scores - expected.scores).abs().amax(dim=(0, 2)) > 0.1 * expected.scores.abs().max()
+    (note,) = [note for note in found.notes if "equal but for rounding" in note]
+    assert not [note for note in expected.notes if "equal but for rounding" in note]
+    assert set(off.nonzero()[:, 0].tolist()) <= set(ast.literal_eval(note[note.index("{") :]))
+    for token in (7, "next"):
+        one, other = (lm.run(model, prompt, lm.AltiLogit(token=token)).scores for model in (single, half))
+        rows = slice(None) if token == 7 else slice(0, -1)
+        assert (one - other)[:, rows].abs().max() < 0.05 * one.abs().max()
+
+
+def test_the_note_speaks_of_the_asked_rows_of_each_prompt():
+    model = build_or_skip(bridge, "gpt2", torch.bfloat16)
+    with torch.no_grad():
+        model.unembed.original_component.weight[8] = model.unembed.original_component.weight[7] * 1.001
+        model.unembed.original_component.weight[7:9] *= 20
+    prompts = [tokens(model, 1, length, seed)[0] for length, seed in ((12, 1), (7, 2))]
+    alone = [lm.run(model, prompt, "alti_logit").notes for prompt in prompts]
+    assert all(alone)
+    together = lm.run_many(model, prompts, "alti_logit", batch_size=2, padding_side="left")
+    assert [found.notes for found in together] == alone
+    asked = lm.run(model, prompts[0], "alti_logit", queries=[3, 5]).notes
+    positions = [set(ast.literal_eval(note[note.index("{") :])) for note in (*alone[0], *asked)]
+    assert positions[0] & {3, 5} == (positions[1] if asked else set())
+    assert lm.run(model, prompts[0], lm.AltiLogit(token=7)).notes == ()
