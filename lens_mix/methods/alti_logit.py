@@ -129,7 +129,7 @@ class AltiLogit(Method):
             if near:
                 last.warn(
                     index,
-                    "the two likeliest tokens' logits are equal but for rounding at these positions; in another "
+                    "the two likeliest logits are equal but for rounding at these positions: in another "
                     f"dtype the map may explain the other one (token= chooses): {near}",
                 )
 
