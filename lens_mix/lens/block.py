@@ -227,9 +227,9 @@ class Block:
             self._proven_head(None, self.last_residual())
         except UnsupportedModelError as problem:
             raise UnsupportedModelError(
-                "final norm: expected the model's own, or logits that do without one; TransformerLens maps none "
-                f"here, but {problem}. Ask for what comes before that norm (last_layer='before_final_norm', "
-                "next_norm=False, after_final_norm=False), or leave the last layer out"
+                "final norm: expected the model's own, or logits without one; TransformerLens maps none "
+                f"here, but {problem}. Leave the last layer out, or ask for what comes before that norm "
+                "(last_layer='before_final_norm', next_norm=False, after_final_norm=False)"
             ) from problem
         return None
 
