@@ -22,7 +22,7 @@ from lens_mix.lens.masks import AllowedKeys, allowed_keys
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.prompts import Batch, PaddingSide, Prompt, pad, pad_token, read_prompt, token_strings
-from lens_mix.lens.proof.check import refuted_here
+from lens_mix.lens.proof.check import another_pass, refuted_here
 from lens_mix.lens.proof.engines import choose_engine, logits_refusal, needs_head
 from lens_mix.lens.proof.proofs import proof_of
 from lens_mix.lens.proof.prove import padding_leaks
@@ -77,11 +77,15 @@ class Session:
         return read_prompt(self.lens.model, self.lens.model_class, prompt, **options)
 
     def batches(self, prompts: list[Prompt]) -> list[list[Prompt]]:
-        """The prompts as one batch; one by one where lengths differ and the model does not mask padding."""
+        """The prompts as one batch; one by one where lengths differ and the model does not mask padding.
+
+        Nor is padding masked where the user gives positions: a mask changes what these mean.
+        """
         lengths = {len(self.mapped_tokens(prompt)) for prompt in prompts}
         lengths |= {len(prompt.tokens) for prompt in prompts}
         alike = len(lengths) == 1 or len(prompts) == 1
-        if alike or proof_of(self.lens, prompts[0], padding=True).masks_padding:
+        given = any(set(prompt.inputs) - {"token_type_ids"} for prompt in prompts)
+        if alike or (not given and proof_of(self.lens, prompts[0], padding=True).masks_padding):
             return [prompts]
         return [[prompt] for prompt in prompts]
 
@@ -113,6 +117,9 @@ class Session:
             real = batch.real_positions(lens.stack.name)
             rows = None if self.queries is None else Rows.of(self.queries, real)
             clean = self._clean_pass(batch, rows, engines)
+            different = another_pass(clean)
+            if different is not None:
+                raise UnsupportedModelError(different)
             leaks = padding_leaks(clean)
             if leaks:
                 raise UnsupportedModelError(

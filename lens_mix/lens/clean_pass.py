@@ -74,6 +74,7 @@ def clean_pass(
     stop_after: int = -1,
     rows: Rows | None = None,
     run_cache: dict[Any, Any] | None = None,
+    as_given: bool = False,
 ) -> CleanPass:
     """One forward pass that captures the blocks' calls and what the hooks record.
 
@@ -87,6 +88,7 @@ def clean_pass(
         stop_after: last block to run; the pass ends there.
         rows: the rows that the hooks record, and that are watched; None: all positions.
         run_cache: what the passes of one run share.
+        as_given: as in `Lens.forward`.
 
     Raises:
         ValueError: a hook name that the model does not have, or a block output that is not finite.
@@ -104,7 +106,7 @@ def clean_pass(
             handles.callback(handle.remove)
         handles.callback(lens.stack.blocks[last].register_forward_hook(_stop).remove)
         with contextlib.suppress(StopForward):
-            lens.forward(batch)
+            lens.forward(batch, as_given=as_given)
     _require_complete(clean, required, layers, last)
     return clean
 

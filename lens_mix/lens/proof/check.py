@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import BlockAnatomy, ValuePath
-from lens_mix.lens.clean_pass import CleanPass
+from lens_mix.lens.clean_pass import CleanPass, clean_pass
+from lens_mix.lens.prompts import pad
 from lens_mix.lens.proof.record import Proof
 from lens_mix.lens.proof.sketch import random_vectors, sketched_error
 from lens_mix.lens.replay import relative_error
@@ -53,6 +54,27 @@ def refuted_here(clean: CleanPass, proof: Proof, layers: Sequence[int]) -> str |
             return (
                 f"block {layer}: expected its parts to give its output on this prompt within "
                 f"{lens.tolerance:.0e}, got a relative error of {error:.1e}"
+            )
+    return None
+
+
+def another_pass(clean: CleanPass) -> str | None:
+    """Why this is not the pass that the model makes of the user's inputs; None when it is, or there are none.
+
+    Besides tokens: positions, above all. The lens adds a mask and switches caches off, by which models of
+    transformers tell what positions that restart mean.
+    """
+    names = sorted(set(clean.batch.inputs) - {"token_type_ids"})
+    last = max(clean.calls)
+    for index, prompt in enumerate(clean.batch.prompts if names else ()):
+        batch = pad([prompt], 0, "right")
+        given = clean_pass(clean.lens, batch, watched=(), stop_after=last, as_given=True)
+        got = clean.calls[last].resid_post[index][clean.real[index]]
+        error = relative_error(got[None], given.calls[last].resid_post)
+        if not error <= clean.lens.tolerance:
+            return (
+                f"model inputs: expected the model's own pass with {names}, got another one, {error:.1e} off "
+                f"after {clean.lens.where(last)}, once padding is masked and no cache is kept"
             )
     return None
 
