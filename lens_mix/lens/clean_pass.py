@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair, watch_pattern
@@ -37,6 +37,7 @@ class CleanPass:
         replays: per block, the way it is run again, once that has been proven.
         kept: per block, what the methods of one run share about it, for as long as it is being mapped.
         run_cache: what the blocks of one run share, such as scratch memory.
+        head_factors: by layer, what hooks multiply z of each head by (`Proof.head_factors`).
     """
 
     lens: Lens
@@ -48,6 +49,12 @@ class CleanPass:
     replays: dict[int, BlockReplay] = dataclasses.field(default_factory=dict)
     cache: dict[int, dict[Any, Any]] = dataclasses.field(default_factory=dict)
     run_cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    head_factors: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
+
+    def effective_pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
+        """The recorded pattern times what hooks multiply z of each head by: what mixed the values."""
+        pattern, factors = self.recorded[self.lens.stack.hook_name("pattern", layer)], self.head_factors
+        return pattern if layer not in factors else pattern * factors[layer].to(pattern.dtype)[:, None, None]
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:

@@ -29,7 +29,7 @@ _SAMPLED_ROWS = 4
 _CHUNK_ROWS = 512
 
 
-def refuted_here(clean: CleanPass, proof: Proof, layers: Sequence[int]) -> str | None:
+def refuted_here(clean: CleanPass, proof: Proof, layers: Sequence[int], values: bool) -> str | None:
     """Why the proven parts do not give the blocks' outputs on these prompts; None when they do.
 
     The recorded values of every key are compared along random vectors, and some rows of every prompt are
@@ -40,6 +40,7 @@ def refuted_here(clean: CleanPass, proof: Proof, layers: Sequence[int]) -> str |
         clean: the clean pass; it recorded "pattern" and "value" in these layers.
         proof: the proof that is to be relied on.
         layers: the blocks that will be relied on.
+        values: whether it will be relied on that values are N(x) W_V + b_V.
     """
     lens = clean.lens
     samples = _sampled_rows(clean)
@@ -47,7 +48,7 @@ def refuted_here(clean: CleanPass, proof: Proof, layers: Sequence[int]) -> str |
         path = proof.anatomy[layer].value_path
         if path is None:
             continue
-        error = _value_error(clean, layer, proof.anatomy[layer], path)
+        error = _value_error(clean, layer, proof.anatomy[layer], path) if values else 0.0
         if error <= lens.tolerance:
             error = _output_error(clean, layer, proof.anatomy[layer], path, samples)
         if not error <= lens.tolerance:
@@ -56,6 +57,42 @@ def refuted_here(clean: CleanPass, proof: Proof, layers: Sequence[int]) -> str |
                 f"{lens.tolerance:.0e}, got a relative error of {error:.1e}"
             )
     return None
+
+
+def unmixed(clean: CleanPass, layers: Sequence[int]) -> str | None:
+    """Why z is not what pattern and values give on these prompts; None when it is.
+
+    The clean pass recorded "pattern", "value" and "z" in these layers.
+    """
+    lens = clean.lens
+    real = clean.real if clean.rows is None else rows_at(clean.real, clean.rows.positions)
+    for layer in layers:
+        z, value = _recorded(clean, "z", layer), _recorded(clean, "value", layer).to(lens.wide_dtype)
+        mixed = mix(clean.effective_pattern(layer), value).flatten(2)
+        error = relative_error(mixed, z.reshape(mixed.shape), real)
+        if not error <= lens.tolerance:
+            return (
+                f"{lens.where(layer)}: expected z to be pattern @ values, up to a factor per head, at every "
+                f"position, got a relative error of {error:.1e}"
+            )
+    return None
+
+
+def edits(clean: CleanPass, proof: Proof, layers: Sequence[int]) -> dict[int, list[str]]:
+    """What the user's hooks edit in attention on these prompts, by layer, in words for the record.
+
+    The clean pass recorded "pattern" and "value" in these layers.
+    """
+    found: dict[int, list[str]] = {layer: [] for layer in layers}
+    for layer in layers:
+        anatomy = proof.anatomy[layer]
+        if layer in clean.head_factors:
+            factors = [round(factor, 4) for factor in clean.head_factors[layer].tolist()]
+            found[layer].append(f"a hook scales z of its heads by {factors}; the pattern has these factors")
+        path = anatomy.value_path
+        if path is not None and not _value_error(clean, layer, anatomy, path) <= clean.lens.tolerance:
+            found[layer].append("a hook edits its values; they are taken as they are")
+    return found
 
 
 def another_pass(clean: CleanPass) -> str | None:
@@ -112,7 +149,7 @@ def _output_error(
     if anatomy.cross or not anatomy.is_written_down:
         return 0.0
     wide, call = clean.lens.wide_dtype, clean.calls[layer]
-    pattern, value = _recorded(clean, "pattern", layer), _recorded(clean, "value", layer).to(wide)
+    pattern, value = clean.effective_pattern(layer), _recorded(clean, "value", layer).to(wide)
     errors = []
     for places in samples.split(max(1, _CHUNK_ROWS // len(samples)), dim=1):
         positions = places if clean.rows is None else rows_at(clean.rows.positions, places)
