@@ -33,7 +33,7 @@ def test_a_soft_cap_is_refused_however_small_the_logits(factory, name, config, s
     )
     with pytest.raises(lm.UnsupportedModelError) as refused:
         lm.run(capped, prompt_of(capped), "alti_logit")
-    assert str(refused.value).startswith(f"{reason}; these hooks are on the model: ")
+    assert str(refused.value) == reason
     assert lm.support(capped)["alti"] == "ok (algebra)"
 
 
@@ -45,7 +45,7 @@ def test_a_changed_logit_is_refused_by_support_and_run(model):
     assert "head: expected logits = final norm" in reason or "final norm: expected its parts" in reason
     with pytest.raises(lm.UnsupportedModelError) as refused:
         lm.run(model, prompt_of(model), "alti_logit")
-    assert str(refused.value) == reason
+    assert str(refused.value).startswith(f"{reason}; these hooks are on the model: ")
 
 
 def _bend(tensor, hook):
