@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxtyping import Int
 from torch import Tensor
@@ -22,12 +23,13 @@ from lens_mix.lens.masks import AllowedKeys, allowed_keys
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.prompts import Batch, PaddingSide, Prompt, pad, pad_token, read_prompt, token_strings
-from lens_mix.lens.proof.check import refuted_here
+from lens_mix.lens.proof.check import another_pass, edits, refuted_here, unmixed
 from lens_mix.lens.proof.engines import choose_engine, logits_refusal, needs_head
 from lens_mix.lens.proof.proofs import proof_of
 from lens_mix.lens.proof.prove import padding_leaks
-from lens_mix.lens.proof.record import Proof
+from lens_mix.lens.proof.record import VALUE, Proof
 from lens_mix.lens.rows import Rows, Selection, read_selection
+from lens_mix.lens.users_hooks import carries_users_hooks, named_users_hooks
 from lens_mix.method import Method
 
 
@@ -77,11 +79,15 @@ class Session:
         return read_prompt(self.lens.model, self.lens.model_class, prompt, **options)
 
     def batches(self, prompts: list[Prompt]) -> list[list[Prompt]]:
-        """The prompts as one batch; one by one where lengths differ and the model does not mask padding."""
+        """The prompts as one batch; one by one where lengths differ and the model does not mask padding.
+
+        Nor is padding masked where the user gives positions: a mask changes what these mean.
+        """
         lengths = {len(self.mapped_tokens(prompt)) for prompt in prompts}
         lengths |= {len(prompt.tokens) for prompt in prompts}
         alike = len(lengths) == 1 or len(prompts) == 1
-        if alike or proof_of(self.lens, prompts[0], padding=True).masks_padding:
+        given = any(set(prompt.inputs) - {"token_type_ids"} for prompt in prompts)
+        if alike or (not given and proof_of(self.lens, prompts[0], padding=True).masks_padding):
             return [prompts]
         return [[prompt] for prompt in prompts]
 
@@ -112,7 +118,12 @@ class Session:
             batch = pad(prompts, pad_token(lens.model), side)
             real = batch.real_positions(lens.stack.name)
             rows = None if self.queries is None else Rows.of(self.queries, real)
-            clean = self._clean_pass(batch, rows, engines)
+            watched = self._recorded_layers() if carries_users_hooks(lens.modules) else []
+            clean = self._clean_pass(batch, rows, engines, watched)
+            clean = dataclasses.replace(clean, head_factors=proof.head_factors)
+            different = another_pass(clean)
+            if different is not None:
+                raise UnsupportedModelError(different)
             leaks = padding_leaks(clean)
             if leaks:
                 raise UnsupportedModelError(
@@ -120,31 +131,46 @@ class Session:
                     "run prompts of one length, or one by one"
                 )
             if by_algebra:
-                proof, engines = self._checked(clean, proof, engines)
-            yield Passed(self, clean, proof, engines, rows)
+                clean, proof, engines = self._checked(clean, proof, engines)
+            # Hooks that the replays have on edit z there too; algebra is checked by the outputs.
+            reason = unmixed(clean, watched) if "recorded" in engines.values() else None
+            if reason is not None:
+                self._refuse(reason)
+            yield Passed(self, clean, proof, engines, rows, edits(clean, proof, watched))
 
     def _engines(self, proof: Proof, no_algebra: str | None = None) -> dict[str, str]:
-        return {
-            label: choose_engine(method, proof, self.engine, no_algebra)
-            for label, method in self.methods.items()
-        }
+        try:
+            return {
+                label: choose_engine(method, proof, self.engine, no_algebra)
+                for label, method in self.methods.items()
+            }
+        except UnsupportedModelError as problem:
+            self._refuse(str(problem))
+
+    def _refuse(self, reason: str) -> NoReturn:
+        """With the hooks that may be in the way."""
+        names = named_users_hooks(self.lens.model)
+        hooks = f"; these hooks are on the model: {', '.join(names[:5])}{', ...' * (len(names) > 5)}"
+        raise UnsupportedModelError(reason + hooks * bool(names))
 
     def _checked(
         self, clean: CleanPass, proof: Proof, engines: dict[str, str]
-    ) -> tuple[Proof, dict[str, str]]:
-        """The proof and the engines that hold on these prompts.
+    ) -> tuple[CleanPass, Proof, dict[str, str]]:
+        """The pass, the proof and the engines that hold on these prompts.
 
         If proven parts don't give these prompts' outputs, the proof may be from before a change that leaves
         no trace: a fresh one decides. What that can't explain either (a hook that acts on one position, say)
         is left to hooks.
         """
         layers = self._recorded_layers()
-        if refuted_here(clean, proof, layers, self._rebuilt_layers(proof, engines)) is None:
-            return proof, engines
+        values = any(VALUE in method.parts for method in self.methods.values())
+        if refuted_here(clean, proof, layers, values, self._rebuilt_layers(proof, engines)) is None:
+            return clean, proof, engines
         head = needs_head(self.methods.values())
         proof = proof_of(clean.lens, clean.batch.prompts[0], head=head, again=True)
+        clean = dataclasses.replace(clean, head_factors=proof.head_factors)
         whole = self._rebuilt_layers(proof, engines)
-        return proof, self._engines(proof, refuted_here(clean, proof, layers, whole))
+        return clean, proof, self._engines(proof, refuted_here(clean, proof, layers, values, whole))
 
     def _rebuilt_layers(self, proof: Proof, engines: Mapping[str, str]) -> set[int]:
         """The blocks whose feed-forward is to be computed by algebra."""
@@ -159,8 +185,13 @@ class Session:
     def _recorded_layers(self) -> list[int]:
         return sorted(set().union(*map(self.layers_of, self.methods.values())))
 
-    def _clean_pass(self, batch: Batch, rows: Rows | None, engines: Mapping[str, str]) -> CleanPass:
-        """One pass that records what the methods and the check of the prompts need, and no more rows."""
+    def _clean_pass(
+        self, batch: Batch, rows: Rows | None, engines: Mapping[str, str], hooked: Sequence[int]
+    ) -> CleanPass:
+        """One pass that records what the methods and the check of the prompts need, and no more rows.
+
+        `hooked` are the layers where z is compared, as hooks of the user's may edit it.
+        """
         lens, layers = self.lens, self._recorded_layers()
         for label, method in self.methods.items():
             if method.kind == "input" or not method.takes_rows(engines[label]):
@@ -170,7 +201,8 @@ class Session:
         fwd_hooks: list[HookPair] = []
         required: list[str] = []
         # The check reads these, whatever the methods record.
-        checked = {"pattern", "value"} if "algebra" in engines.values() else set()
+        checked = {"pattern", "value"} if "algebra" in engines.values() or hooked else set()
+        checked |= {"z"} if hooked else set()
         template = lens.stack.attention_template
         for method in self.methods.values():
             for layer in self.layers_of(method):
@@ -209,6 +241,7 @@ class Passed:
         proof: what every block was found to be.
         engines: by the methods' labels.
         rows: the rows that are asked for; None: all.
+        edits: what hooks of the user's edit, by layer, for the record.
     """
 
     session: Session
@@ -216,6 +249,7 @@ class Passed:
     proof: Proof
     engines: Mapping[str, str]
     rows: Rows | None
+    edits: Mapping[int, Sequence[str]]
 
     def blocks(self, label: str) -> list[Block]:
         """The blocks of a method, with the rows that it is to make."""
@@ -228,7 +262,10 @@ class Passed:
     def _block(self, layer: int, engine: str, cut: bool) -> Block:
         queries = self.rows.positions if cut and self.rows is not None else None
         anatomy, above = self.proof.anatomy[layer], self.proof.anatomy[layer + 1 :]
-        return Block(self.clean, layer, anatomy, engine, self.session.max_memory, queries, above)
+        block = Block(self.clean, layer, anatomy, engine, self.session.max_memory, queries, above)
+        for index, edit in itertools.product(range(len(self.clean.batch)), self.edits.get(layer, ())):
+            block.warn(index, edit)
+        return block
 
     def allowed_keys(self) -> AllowedKeys:
         """Which keys the recorded rows may see, in every watched layer."""

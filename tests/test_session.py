@@ -64,21 +64,23 @@ def test_a_row_that_a_hook_leaves_alone_is_mapped():
         torch.testing.assert_close(lm.run(model, prompt, "attn_res", queries=[5]).scores, clean.scores)
 
 
-def test_values_that_an_edit_changed_are_noticed_in_every_key():
-    """The last row alone, and a value that only this row reads, far from the rows that are rebuilt."""
+def test_values_that_an_edit_changed_are_noted_in_every_key():
+    """The last row alone, and a value far from the rows that are rebuilt: norms are of the edited one."""
     model = any_decoder()
     prompt = tokens(model, 1, 28)[0]
 
     def edit(value, hook):
         value = value.clone()
-        value[:, 11] *= 1.5
+        value[:, 21:22] *= 1.5
         return value
 
-    with (
-        model.hooks(fwd_hooks=[("blocks.1.attn.hook_v", edit)]),
-        pytest.raises(lm.UnsupportedModelError, match="relative error"),
-    ):
-        lm.run(model, prompt, "attn_res_ln", queries=[-1])
+    clean = lm.run(model, prompt, "value_norm", queries=[-1])
+    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_v", edit)]):
+        found = lm.run(model, prompt, "value_norm", queries=[-1])
+    assert "layer 1: a hook edits its values" in found.notes[0]
+    expected = clean.scores.clone()
+    expected[1, ..., 21] *= 1.5
+    torch.testing.assert_close(found.scores, expected)
 
 
 def test_the_model_is_gone_through_once_per_batch(monkeypatch):

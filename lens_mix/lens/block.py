@@ -164,8 +164,14 @@ class Block:
         return self.rows_of(self._clean.calls[self._lens.n_layers - 1].resid_post)
 
     def recorded(self, role: str) -> Tensor:
-        """What the method records: "pattern" and "z" at the asked rows, "value" of every key."""
-        tensor = self._clean.recorded[self._lens.stack.hook_name(role, self.layer)]
+        """What the method records: "pattern" and "z" at the asked rows, "value" of every key.
+
+        Where a hook of the user's scales z, "pattern" is times its factors.
+        """
+        if role == "pattern":
+            tensor = self._clean.effective_pattern(self.layer)
+        else:
+            tensor = self._clean.recorded[self._lens.stack.hook_name(role, self.layer)]
         return tensor if role == "value" else self._of_recorded_rows(tensor, 2 if role == "pattern" else 1)
 
     def _of_recorded_rows(self, tensor: Tensor, axis: int = 1) -> Tensor:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair, watch_pattern
@@ -37,6 +37,7 @@ class CleanPass:
         replays: per block, the way it is run again, once that has been proven.
         kept: per block, what the methods of one run share about it, for as long as it is being mapped.
         run_cache: what the blocks of one run share, such as scratch memory.
+        head_factors: by layer, what hooks multiply z of each head by (`Proof.head_factors`).
     """
 
     lens: Lens
@@ -48,6 +49,12 @@ class CleanPass:
     replays: dict[int, BlockReplay] = dataclasses.field(default_factory=dict)
     cache: dict[int, dict[Any, Any]] = dataclasses.field(default_factory=dict)
     run_cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    head_factors: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
+
+    def effective_pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
+        """The recorded pattern times what hooks multiply z of each head by: what mixed the values."""
+        pattern, factors = self.recorded[self.lens.stack.hook_name("pattern", layer)], self.head_factors
+        return pattern if layer not in factors else pattern * factors[layer].to(pattern.dtype)[:, None, None]
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:
@@ -74,6 +81,7 @@ def clean_pass(
     stop_after: int = -1,
     rows: Rows | None = None,
     run_cache: dict[Any, Any] | None = None,
+    as_given: bool = False,
 ) -> CleanPass:
     """One forward pass that captures the blocks' calls and what the hooks record.
 
@@ -87,6 +95,7 @@ def clean_pass(
         stop_after: last block to run; the pass ends there.
         rows: the rows that the hooks record, and that are watched; None: all positions.
         run_cache: what the passes of one run share.
+        as_given: as in `Lens.forward`.
 
     Raises:
         ValueError: a hook name that the model does not have, or a block output that is not finite.
@@ -104,7 +113,7 @@ def clean_pass(
             handles.callback(handle.remove)
         handles.callback(lens.stack.blocks[last].register_forward_hook(_stop).remove)
         with contextlib.suppress(StopForward):
-            lens.forward(batch)
+            lens.forward(batch, as_given=as_given)
     _require_complete(clean, required, layers, last)
     return clean
 

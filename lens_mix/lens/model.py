@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from lens_mix.lens.model_classes import (
     model_class_of,
     transformer_lens_version,
 )
-from lens_mix.lens.prompts import Batch, is_encoder_decoder
+from lens_mix.lens.prompts import Batch, is_encoder_decoder, wrapped_config
 from lens_mix.lens.proof import known_faults
 from lens_mix.lens.stacks import Stack, stacks_of
 from lens_mix.lens.state import all_modules, evaluation_mode
@@ -167,14 +167,17 @@ class Lens:
             raise ValueError(f"hook name: expected one of the model's hook points, got {name!r}")
         return [self.hook_points[name]]
 
-    def forward(self, batch: Batch, **options: Any) -> Any:
+    def forward(self, batch: Batch, *, as_given: bool = False, **options: Any) -> Any:
         """The model's forward pass over a batch, with its masks and inputs.
+
+        `as_given` leaves out what the lens adds to a Bridge's: the pass that the user would make of a batch
+        without padding.
 
         Raises:
             ValueError: inputs that the model does not take; it would swallow them without a word.
         """
         mask = batch.real.long()
-        inputs = dict(batch.inputs)
+        inputs: dict[str, Tensor | None] = dict(batch.inputs)
         if self.model_class is ModelClass.HOOKED_TRANSFORMER:
             self._refuse_inputs(inputs, ())
             return self.model(batch.tokens, attention_mask=mask, **options)
@@ -190,8 +193,14 @@ class Lens:
         self._refuse_inputs(inputs, self._bridge_inputs())
         if batch.target is not None:
             inputs["decoder_input_ids"] = batch.target
+        if as_given:
+            return self.model(batch.tokens, **inputs, **options)
+        # Where it keeps no cache, a model of transformers reads packed prompts off positions that restart,
+        # unless it is given a mask.
+        packs = bool(batch.real.all()) and wrapped_config(self.model, "use_cache") is False
+        inputs["attention_mask"] = None if packs else mask
         # use_cache=False: a block that is run again must not find the keys of its first run.
-        return self.model(batch.tokens, attention_mask=mask, use_cache=False, **inputs, **options)
+        return self.model(batch.tokens, use_cache=False, **inputs, **options)
 
     def _bridge_inputs(self) -> list[str]:
         """What the wrapped model's forward pass takes by name; more would be swallowed without a word."""
@@ -199,7 +208,7 @@ class Lens:
         taken = {"input_ids", "attention_mask", "use_cache", "decoder_input_ids", "self"}
         return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in taken]
 
-    def _refuse_inputs(self, inputs: Mapping[str, Tensor], allowed: Sequence[str]) -> None:
+    def _refuse_inputs(self, inputs: Iterable[str], allowed: Sequence[str]) -> None:
         unknown = sorted(set(inputs) - set(allowed))
         if unknown:
             raise ValueError(

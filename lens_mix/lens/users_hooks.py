@@ -23,15 +23,38 @@ _MIRRORS = "transformer_lens.model_bridge.component_setup"
 _CAPTURES = "transformers.utils.output_capturing"
 
 
+def named_users_hooks(model: nn.Module) -> list[str]:
+    """Where the user's hooks are and what they are called, for errors: "blocks.1.attn.hook_z (zero_head)"."""
+    trees = {"": model, "original_model.": getattr(model, "original_model", None)}
+    modules = {
+        id(module): (f"{prefix}{name}".replace("._original_component", ""), module)
+        for prefix, tree in reversed(trees.items())
+        if isinstance(tree, nn.Module)
+        for name, module in tree.named_modules()
+    }
+    found = [
+        f"{name} ({_name(function)})"
+        for name, module in modules.values()
+        for function in _users_functions(module)
+    ]
+    kinds = {type(module): None for _, module in modules.values()}
+    found += [f"{kind.__name__} (its own forward)" for kind in kinds if _is_users(kind)]
+    return found + (["every module (torch's global hooks)"] if _hooks_everywhere() else [])
+
+
+def _name(function: Any) -> str:
+    # TransformerLens 2 does not keep the functions that its hooks wrap.
+    return "a hook" if function is None else getattr(function, "__name__", type(function).__name__)
+
+
 def carries_users_hooks(modules: Sequence[nn.Module]) -> bool:
     """Whether anyone but TransformerLens and lens_mix has hooked a module, or replaced its `forward`.
 
     Hooks that torch calls on every module of any model count too, and a `forward` that the user gave to a
     class. `modules` are all of one model.
     """
-    if everywhere._global_forward_pre_hooks or everywhere._global_forward_hooks:
-        return True
-    return any(map(_is_users, {type(module) for module in modules})) or any(map(_is_hooked, modules))
+    kinds = {type(module) for module in modules}
+    return _hooks_everywhere() or any(map(_is_users, kinds)) or any(map(_users_functions, modules))
 
 
 def _is_users(kind: type[nn.Module]) -> bool:
@@ -42,15 +65,23 @@ def _is_users(kind: type[nn.Module]) -> bool:
     return any(_home(function).partition(".")[0] not in _WRITE_CLASSES for function in functions)
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def _hooks_everywhere() -> bool:
+    return bool(everywhere._global_forward_pre_hooks or everywhere._global_forward_hooks)
+
+
+def _users_functions(module: nn.Module) -> list[Any]:
     functions = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     functions += [vars(module)["forward"]] if "forward" in vars(module) else []
-    if any(home.partition(".")[0] not in _LIBRARIES and home != _CAPTURES for home in map(_home, functions)):
-        return True
+    users = [
+        function
+        for function in functions
+        if (home := _home(function)).partition(".")[0] not in _LIBRARIES and home != _CAPTURES
+    ]
     # To torch these are hooks of TransformerLens, which wraps them. All but the mirrors count, whoever wrote
     # them: TransformerLens and lens_mix have functions that are meant to be put on a model by its user.
     points = module.fwd_hooks if isinstance(module, HookPoint) else []
-    return any(_home(getattr(handle, "user_hook", None)) != _MIRRORS for handle in points)
+    hooks = [getattr(handle, "user_hook", None) for handle in points]
+    return users + [hook for hook in hooks if _home(hook) != _MIRRORS]
 
 
 def _home(function: Callable[..., Any] | None) -> str:

@@ -16,6 +16,7 @@ from lens_mix.algebra.decomposition import Decomposition, carried
 from lens_mix.algebra.linear_block import SLOPES, DecomposedBlock, LinearBlock, Slope
 from lens_mix.algebra.vectors import value_path
 from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE
 from lens_mix.method import Method
 from lens_mix.methods.atb_ff import refuses_feed_forward
 from lens_mix.methods.value_norms import ATTENTION_NEEDS
@@ -52,6 +53,7 @@ class DecompX(Method):
     residual: ClassVar[float] = 0.0
     kind: ClassVar[Literal["layer", "input"]] = "input"
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
+    parts: ClassVar[tuple[str, ...]] = (*ALGEBRA_PARTS, VALUE)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     citation: ClassVar[str] = "modarressi-etal-2023-decompx"
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 # What the vectors before the feed-forward are made of; a mixture's experts need no proof for them.
-ATTENTION_PARTS = ("value", "projection", "residual")
+ATTENTION_PARTS = ("projection", "residual")
 ATTENTION_NEEDS = frozenset({"pattern", "value", "z"})
 
 

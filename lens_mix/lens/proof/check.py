@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import BlockAnatomy, ValuePath
-from lens_mix.lens.clean_pass import CleanPass
+from lens_mix.lens.clean_pass import CleanPass, clean_pass
+from lens_mix.lens.prompts import pad
 from lens_mix.lens.proof.record import Proof
 from lens_mix.lens.proof.sketch import random_vectors, sketched_error
 from lens_mix.lens.replay import relative_error
@@ -29,7 +30,7 @@ _CHUNK_ROWS = 512
 
 
 def refuted_here(
-    clean: CleanPass, proof: Proof, layers: Sequence[int], whole: Collection[int] = ()
+    clean: CleanPass, proof: Proof, layers: Sequence[int], values: bool, whole: Collection[int] = ()
 ) -> str | None:
     """Why the proven parts do not give the blocks' outputs on these prompts; None when they do.
 
@@ -42,6 +43,7 @@ def refuted_here(
         clean: the clean pass; it recorded "pattern" and "value" in these layers.
         proof: the proof that is to be relied on.
         layers: the blocks that will be relied on.
+        values: whether it will be relied on that values are N(x) W_V + b_V.
         whole: those of them whose feed-forward will be relied on.
     """
     lens = clean.lens
@@ -52,13 +54,70 @@ def refuted_here(
         path = proof.anatomy[layer].value_path
         if path is None:
             continue
-        error = _value_error(clean, layer, proof.anatomy[layer], path)
+        error = _value_error(clean, layer, proof.anatomy[layer], path) if values else 0.0
         if error <= lens.tolerance:
             error = _output_error(clean, layer, proof.anatomy[layer], path, every if layer in whole else some)
         if not error <= lens.tolerance:
             return (
                 f"block {layer}: expected its parts to give its output on this prompt within "
                 f"{lens.tolerance:.0e}, got a relative error of {error:.1e}"
+            )
+    return None
+
+
+def unmixed(clean: CleanPass, layers: Sequence[int]) -> str | None:
+    """Why z is not what pattern and values give on these prompts; None when it is.
+
+    The clean pass recorded "pattern", "value" and "z" in these layers.
+    """
+    lens = clean.lens
+    real = clean.real if clean.rows is None else rows_at(clean.real, clean.rows.positions)
+    for layer in layers:
+        z, value = _recorded(clean, "z", layer), _recorded(clean, "value", layer).to(lens.wide_dtype)
+        mixed = mix(clean.effective_pattern(layer), value).flatten(2)
+        error = relative_error(mixed, z.reshape(mixed.shape), real)
+        if not error <= lens.tolerance:
+            return (
+                f"{lens.where(layer)}: expected z to be pattern @ values, up to a factor per head, at every "
+                f"position, got a relative error of {error:.1e}"
+            )
+    return None
+
+
+def edits(clean: CleanPass, proof: Proof, layers: Sequence[int]) -> dict[int, list[str]]:
+    """What the user's hooks edit in attention on these prompts, by layer, in words for the record.
+
+    The clean pass recorded "pattern" and "value" in these layers.
+    """
+    found: dict[int, list[str]] = {layer: [] for layer in layers}
+    for layer in layers:
+        anatomy = proof.anatomy[layer]
+        if layer in clean.head_factors:
+            factors = [round(factor, 4) for factor in clean.head_factors[layer].tolist()]
+            found[layer].append(f"a hook scales z of its heads by {factors}; the pattern has these factors")
+        path = anatomy.value_path
+        if path is not None and not _value_error(clean, layer, anatomy, path) <= clean.lens.tolerance:
+            found[layer].append("a hook edits its values; they are taken as they are")
+    return found
+
+
+def another_pass(clean: CleanPass) -> str | None:
+    """Why this is not the pass that the model makes of the user's inputs; None when it is, or there are none.
+
+    Besides tokens: positions, above all. The lens adds a mask and switches caches off, by which models of
+    transformers tell what positions that restart mean.
+    """
+    names = sorted(set(clean.batch.inputs) - {"token_type_ids"})
+    last = max(clean.calls)
+    for index, prompt in enumerate(clean.batch.prompts if names else ()):
+        batch = pad([prompt], 0, "right")
+        given = clean_pass(clean.lens, batch, watched=(), stop_after=last, as_given=True)
+        got = clean.calls[last].resid_post[index][clean.real[index]]
+        error = relative_error(got[None], given.calls[last].resid_post)
+        if not error <= clean.lens.tolerance:
+            return (
+                f"model inputs: expected the model's own pass with {names}, got another one, {error:.1e} off "
+                f"after {clean.lens.where(last)}, once padding is masked and no cache is kept"
             )
     return None
 
@@ -94,7 +153,7 @@ def _output_error(
     if anatomy.cross or not anatomy.is_written_down:
         return 0.0
     wide, call = clean.lens.wide_dtype, clean.calls[layer]
-    pattern, value = _recorded(clean, "pattern", layer), _recorded(clean, "value", layer).to(wide)
+    pattern, value = clean.effective_pattern(layer), _recorded(clean, "value", layer).to(wide)
     errors = []
     for places in samples.split(max(1, _CHUNK_ROWS // len(samples)), dim=1):
         positions = places if clean.rows is None else rows_at(clean.rows.positions, places)

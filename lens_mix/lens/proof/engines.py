@@ -34,7 +34,10 @@ def refusal(proof: Proof, engine: str, method: HasEngines | None = None) -> str 
             formulas don't speak of (`refuses`).
     """
     if engine != "algebra":
-        return proof.hooks_refusal
+        scaled = ", ".join(map(str, proof.head_factors)) if hasattr(method, "target") else ""
+        # The hooks that put a pattern in compute z anew, so that the factor would be lost.
+        edited = f"z of its heads is scaled by a hook in layers {scaled}; take it off" if scaled else None
+        return proof.hooks_refusal or edited
     parts = getattr(method, "parts", ALGEBRA_PARTS)
     reason = proof.hooks_refusal or proof.failure(parts)
     if reason is None and method is not None and hasattr(method, "refuses"):

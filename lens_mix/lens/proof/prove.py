@@ -32,7 +32,7 @@ from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import Batch, Prompt, pad, pad_token
-from lens_mix.lens.proof.record import ALGEBRA_PARTS, PartError, Proof
+from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE, PartError, Proof
 from lens_mix.lens.replay import captured_outputs, relative_error
 from lens_mix.lens.rows import rows_at
 
@@ -64,13 +64,16 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
         clean = clean_pass(lens, batch, record_all(store, [*names, *optional]), store, required=names)
     parts: list[PartError] = []
     anatomies: list[BlockAnatomy] = []
+    factors: dict[int, Tensor] = {}
     for layer in layers:
         recorded = _Recorded.of(lens, clean, layer, points[layer], outputs)
         anatomy, errors = _read_block(lens, layer, recorded, anatomies[-1] if anatomies else None)
         anatomies.append(anatomy)
         parts += errors
+        if recorded.factors is not None:
+            factors[layer] = recorded.factors
         parts.append(_zero_value(lens, clean, layer, recorded))
-    return Proof(tuple(parts), tuple(anatomies), _is_causal(clean))
+    return Proof(tuple(parts), tuple(anatomies), _is_causal(clean), head_factors=factors)
 
 
 def short_batch(lens: Lens, prompt: Prompt) -> Batch:
@@ -86,7 +89,10 @@ def _is_causal(clean: CleanPass) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Recorded:
-    """What the clean pass recorded of one block, in the dtype of the rebuilding."""
+    """What the clean pass recorded of one block, in the dtype of the rebuilding.
+
+    The pattern is the effective one: times the factors of the heads, where z has any.
+    """
 
     resid_pre: Tensor
     resid_post: Tensor
@@ -96,6 +102,7 @@ class _Recorded:
     attention_out: Tensor | None
     cross_out: Tensor | None
     feed_forward_out: Tensor | None
+    factors: Tensor | None
 
     @staticmethod
     def of(
@@ -116,15 +123,18 @@ class _Recorded:
             return None if tensor is None else tensor.to(wide)
 
         call = clean.calls[layer]
+        pattern, value, z = hooked("pattern"), hooked("value"), hooked("z")
+        factors = _head_factors(pattern, value, z, lens.tolerance)
         return _Recorded(
             call.resid_pre.to(wide),
             call.resid_post.to(wide),
-            hooked("value"),
-            hooked("pattern"),
-            hooked("z"),
+            value,
+            pattern if factors is None else pattern * factors[:, None, None],
+            z,
             output("attention_out"),
             output("cross_out"),
             output("feed_forward_out"),
+            factors,
         )
 
 
@@ -209,7 +219,7 @@ def _part_errors(
     anatomy: BlockAnatomy, recorded: _Recorded, layer: int, tolerance: float, feed_forward_error: float | None
 ) -> list[PartError]:
     x, path = recorded.resid_pre, anatomy.value_path
-    errors: dict[str, float | None] = dict.fromkeys(ALGEBRA_PARTS)
+    errors: dict[str, float | None] = dict.fromkeys((VALUE, *ALGEBRA_PARTS))
     errors["feed_forward"] = feed_forward_error
     mixed = None
     note = ""
@@ -219,8 +229,8 @@ def _part_errors(
         normed = x if anatomy.attention_input is None else anatomy.attention_input(x)
         values = path.values(normed)
         if values.shape == recorded.value.shape:
-            errors["value"] = relative_error(values.flatten(2), recorded.value.flatten(2))
-            mixed = path.project(mix(recorded.pattern, values))
+            errors[VALUE] = relative_error(values.flatten(2), recorded.value.flatten(2))
+            mixed = path.project(mix(recorded.pattern, recorded.value))
         if recorded.attention_out is not None:
             z = recorded.z.reshape(*recorded.z.shape[:2], path.W_O.shape[0], -1)
             errors["projection"] = relative_error(path.project(z), recorded.attention_out)
@@ -241,9 +251,22 @@ def _part_errors(
     return parts
 
 
-def _fits(recorded: _Recorded) -> bool:
+def _head_factors(pattern: Tensor, value: Tensor, z: Tensor, tolerance: float) -> Tensor | None:
+    """z over pattern @ value per head, where z is that up to a factor per head other than 1."""
+    if not _fits(pattern, value, z):
+        return None
+    mixed = mix(pattern, value)
+    z = z.reshape(mixed.shape)
+    if relative_error(mixed.flatten(2), z.flatten(2)) <= tolerance:
+        return None
+    squares = mixed.square().sum(dim=(0, 1, 3))
+    factors = torch.where(squares == 0, 1, (mixed * z).sum(dim=(0, 1, 3)) / squares)
+    scaled = mixed * factors[:, None]
+    return factors if relative_error(scaled.flatten(2), z.flatten(2)) <= tolerance else None
+
+
+def _fits(pattern: Tensor, value: Tensor, z: Tensor) -> bool:
     """Whether the value and z hooks have the shapes that a pattern can mix."""
-    pattern, value, z = recorded.pattern, recorded.value, recorded.z
     batch, heads, queries, keys = pattern.shape
     return (
         value.ndim == 4
@@ -254,7 +277,7 @@ def _fits(recorded: _Recorded) -> bool:
 
 
 def _mixing(recorded: _Recorded, layer: int, tolerance: float) -> PartError:
-    if not _fits(recorded):
+    if not _fits(recorded.pattern, recorded.value, recorded.z):
         return PartError(layer, "mixing", None, tolerance, _misfit(recorded))
     mixed = mix(recorded.pattern, recorded.value)
     error = relative_error(mixed.flatten(2), recorded.z.reshape(mixed.shape).flatten(2))
@@ -269,7 +292,7 @@ def _misfit(recorded: _Recorded) -> str:
 
 def _zero_value(lens: Lens, clean: CleanPass, layer: int, recorded: _Recorded) -> PartError:
     """Zero the first value vector in a replay of the block: z must lose exactly that vector's share."""
-    if not _fits(recorded):
+    if not _fits(recorded.pattern, recorded.value, recorded.z):
         return PartError(layer, "zero_value", None, lens.tolerance, _misfit(recorded))
     store: dict[str, Tensor] = {}
     z_name = lens.stack.hook_name("z", layer)

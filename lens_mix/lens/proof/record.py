@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+
+from jaxtyping import Float
+from torch import Tensor
 
 from lens_mix.lens.anatomy import BlockAnatomy
 
 HOOK_PARTS = ("mixing", "zero_value")
-ALGEBRA_PARTS = ("value", "projection", "feed_forward", "residual", "block")
+# Where a hook edits values, maps are of the edited ones: only what goes back to the block's input needs more.
+ALGEBRA_PARTS = ("projection", "feed_forward", "residual", "block")
+VALUE = "value"
 HEAD = "head"
 HEAD_UNPROVEN = "head: expected a proof of it, found none"
 
@@ -46,6 +52,7 @@ class Proof:
         causal: whether no query saw a later key in any block.
         masks_padding: whether padding tokens are kept out of attention in a padded batch; None: not tried.
         head_refusal: why the logits can't be computed from the last residual stream; None when they can.
+        head_factors: by layer, z of each head over pattern @ values, where that is not 1 (an ablated head).
     """
 
     parts: tuple[PartError, ...]
@@ -53,6 +60,7 @@ class Proof:
     causal: bool
     masks_padding: bool | None = None
     head_refusal: str | None = HEAD_UNPROVEN
+    head_factors: Mapping[int, Float[Tensor, " head"]] = dataclasses.field(default_factory=dict)
 
     def failure(self, names: tuple[str, ...]) -> str | None:
         """Why the named parts are not all proven; None when they are."""
