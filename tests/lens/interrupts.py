@@ -69,7 +69,8 @@ class Patient:
         self.logits = self.forward()
 
     def forward(self) -> torch.Tensor:
-        """The logits of a plain pass."""
+        """The logits of a plain pass; the same dropout each time."""
+        torch.manual_seed(0)
         with torch.no_grad():
             return self.model(self.tokens)
 
@@ -98,7 +99,7 @@ class Patient:
 
 
 class Moments:
-    """Calls the handler of Ctrl-C at one of the moments at which Python would: a function begins, C returns."""
+    """Calls the handler of Ctrl-C when Python would: as a function begins, or a function in C ends."""
 
     def __init__(self, moment: int | None) -> None:
         self.moment, self.seen, self.came = moment, 0, False
@@ -142,7 +143,7 @@ def interrupted_everywhere(name: str, label: str, count: int) -> tuple[int, list
 
 
 def interrupted_by_signals(name: str, label: str, count: int, seed: int = 0) -> tuple[int, int]:
-    """The same with real signals, at random times: how many fell into the call, and how many left something."""
+    """The same with real signals, at random times: how many fell into the call, and left something."""
     patient, call, draw = Patient(label), CALLS[name], random.Random(seed)
     start = time.perf_counter()
     for _ in range(5):
