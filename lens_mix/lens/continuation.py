@@ -15,10 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair
+from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook, replaced_forward
 from lens_mix.lens.clean_pass import CleanPass, StopForward
 from lens_mix.lens.head import row_at, unembedding_at
 from lens_mix.lens.replay import enter_with, first_tensor
-from lens_mix.lens.state import Change, Changes, forward_hook, forward_pre_hook, replaced_forward
 
 
 def logits_from(

@@ -12,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lens_mix.lens.anatomy import Norm, read_weight
+from lens_mix.lens.changes import Changes, forward_pre_hook
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import wrapped_config
 from lens_mix.lens.replay import relative_error
-from lens_mix.lens.state import Changes, forward_pre_hook
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from transformer_lens.hook_points import HookPoint
 
 from lens_mix.hooks import HookName, HookPair
 from lens_mix.hooks.mixing import tolerance
+from lens_mix.lens.changes import Changes, hooked
 from lens_mix.lens.model_classes import (
     ModelClass,
     TransformerLensModel,
@@ -23,7 +24,7 @@ from lens_mix.lens.model_classes import (
 from lens_mix.lens.prompts import Batch, is_encoder_decoder
 from lens_mix.lens.proof import known_faults
 from lens_mix.lens.stacks import Stack, stacks_of
-from lens_mix.lens.state import Changes, all_modules, evaluation_mode, hooked
+from lens_mix.lens.state import all_modules, evaluation_mode
 
 
 class Lens:
@@ -131,9 +132,9 @@ class Lens:
 
     # ------------------------------------------------------------- running it
 
-    def evaluation_mode(self, gradients: bool = False) -> Changes:
-        """Evaluation mode, eager attention, no gradients; everything as before afterwards."""
-        return evaluation_mode(self.model, self.modules, gradients)
+    def evaluation_mode(self, gradients: bool = False, *, precise: bool = True) -> Changes:
+        """Evaluation mode, eager attention, no gradients, full precision; all as before afterwards."""
+        return evaluation_mode(self.model, self.modules, gradients, precise=precise)
 
     def hooked(self, fwd_hooks: Sequence[HookPair]) -> Changes:
         """The model with TransformerLens hooks on; unknown names are refused (Bridge 3.x ignores them).

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from lens_mix.lens.changes import Change, Changes, forward_hook
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.state import Change, Changes, forward_hook
 
 _RESIDUAL_KEYWORDS = ("hidden_states", "resid_pre")
 
