@@ -180,6 +180,8 @@ if __name__ == "__main__":
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    # A shell's background processes start with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     many, labels, names = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:] or list(CALLS)
     for name in names:
         for label in labels:

@@ -31,7 +31,15 @@ def test_nothing_is_left(count):
         assert int(way.split()[1]) > 0.9 * count, called
 
 
-def test_what_comes_while_a_change_is_made_waits_until_it_is_taken_back():
+@pytest.fixture
+def usual_handler():
+    """Python's own, which a process that a shell starts in the background does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_what_comes_while_a_change_is_made_waits_until_it_is_taken_back(usual_handler):
     done = []
 
     def change():
@@ -45,11 +53,7 @@ def test_what_comes_while_a_change_is_made_waits_until_it_is_taken_back():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_handler_put_there_inside_stays():
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        with Changes([]):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+def test_a_handler_put_there_inside_stays(usual_handler):
+    with Changes([]):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
