@@ -48,6 +48,13 @@ def evaluation_mode(
     return Changes(_evaluation_mode(model, modules, gradients, precise))
 
 
+def reading(model: Any) -> Changes:
+    """Strings are read inside: TransformerLens gives the model and its tokenizer other defaults meanwhile."""
+    owners = ((model.cfg, "default_prepend_bos"), (getattr(model, "tokenizer", None), "padding_side"))
+    kept = [functools.partial(_keep, owner, name) for owner, name in owners if hasattr(owner, name)]
+    return Changes([functools.partial(_lock, model), *kept])
+
+
 # Models that are in evaluation mode already, so that nesting costs nothing.
 _evaluated_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -86,6 +93,10 @@ def _lock(model: nn.Module) -> Undo:
 def _mark_evaluated(model: nn.Module) -> Undo:
     _evaluated_models.add(model)
     return functools.partial(_evaluated_models.discard, model)
+
+
+def _keep(owner: Any, name: str) -> Undo:
+    return functools.partial(setattr, owner, name, getattr(owner, name))
 
 
 def _set(values: list[tuple[Any, Any]], name: str) -> Undo:
