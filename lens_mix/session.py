@@ -29,6 +29,7 @@ from lens_mix.lens.proof.proofs import proof_of
 from lens_mix.lens.proof.prove import padding_leaks
 from lens_mix.lens.proof.record import VALUE, Proof
 from lens_mix.lens.rows import Rows, Selection, read_selection
+from lens_mix.lens.state import reading
 from lens_mix.lens.users_hooks import carries_users_hooks, named_users_hooks
 from lens_mix.method import Method
 
@@ -76,7 +77,8 @@ class Session:
 
     def read(self, prompt: Any, **options: Any) -> Prompt:
         """One prompt as the user gave it (`lens_mix.lens.prompts.read_prompt`)."""
-        return read_prompt(self.lens.model, self.lens.model_class, prompt, **options)
+        with reading(self.lens.model):
+            return read_prompt(self.lens.model, self.lens.model_class, prompt, **options)
 
     def batches(self, prompts: list[Prompt]) -> list[list[Prompt]]:
         """The prompts as one batch; one by one where lengths differ and the model does not mask padding.

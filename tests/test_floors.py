@@ -41,6 +41,7 @@ STORES = {
     "algebra.weight_cache._store": "the one cache of products of weights, up to one bound",
     "lens.proof.proofs._proofs": "proofs, by the model that they are about",
     "lens.state._evaluated_models": "models that are in evaluation mode at this moment",
+    "lens.state._locks": "which thread has a model open, by the model",
 }
 
 

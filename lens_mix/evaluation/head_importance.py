@@ -183,7 +183,8 @@ def pruned(model: Any, heads: Iterable[Head], *, stack: str | None = None) -> It
         by_layer.setdefault(layer, []).append(head)
     template = lens.stack.attention_template
     pairs = [prune_heads(layer, chosen, attention=template) for layer, chosen in by_layer.items()]
-    with lens.evaluation_mode(), must_fire(*pairs) as hooks, lens.hooked(hooks):
+    # In the precision that the user runs the model in, with and without the heads.
+    with lens.evaluation_mode(precise=False), must_fire(*pairs) as hooks, lens.hooked(hooks):
         yield model
 
 

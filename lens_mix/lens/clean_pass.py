@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair, watch_pattern
+from lens_mix.lens.changes import Changes, forward_hook
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import Batch
@@ -108,12 +109,11 @@ def clean_pass(
     clean = CleanPass(lens, batch, {}, recorded, {}, rows, run_cache=run_cache)
     template = lens.stack.attention_template
     watching = [watch_pattern(layer, _watch_keys(layer, clean), attention=template) for layer in layers]
-    with lens.evaluation_mode(), lens.hooked([*fwd_hooks, *watching]), contextlib.ExitStack() as handles:
-        for handle in captured_calls(lens.stack.blocks[: last + 1], clean.calls):
-            handles.callback(handle.remove)
-        handles.callback(lens.stack.blocks[last].register_forward_hook(_stop).remove)
-        with contextlib.suppress(StopForward):
-            lens.forward(batch, as_given=as_given)
+    capturing = captured_calls(lens.stack.blocks[: last + 1], clean.calls)
+    capturing.append(forward_hook(lens.stack.blocks[last], _stop))
+    hooks = lens.hooked([*fwd_hooks, *watching])
+    with lens.evaluation_mode(), hooks, Changes(capturing), contextlib.suppress(StopForward):
+        lens.forward(batch, as_given=as_given)
     _require_complete(clean, required, layers, last)
     return clean
 

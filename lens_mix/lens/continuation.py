@@ -7,7 +7,7 @@ where TransformerLens's own `start_at_layer` is missing or wrong on several.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair
+from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook, replaced_forward
 from lens_mix.lens.clean_pass import CleanPass, StopForward
 from lens_mix.lens.head import row_at, unembedding_at
 from lens_mix.lens.replay import enter_with, first_tensor
@@ -44,7 +45,7 @@ def logits_from(
     Raises:
         UnsupportedModelError: the block does not give its own output when run again.
     """
-    with unembedding_at(clean.lens.model, positions) as narrowed:
+    with clean.lens.evaluation_mode(), unembedding_at(clean.lens.model, positions) as narrowed:
         out = _run_from(clean, layer, fwd_hooks, resid_pre, rows, gradients)
     logits = out if torch.is_tensor(out) else out.logits
     return logits if positions is None or narrowed else row_at(logits, positions)
@@ -83,14 +84,14 @@ def _run_from(
     with lens.evaluation_mode():
         replay.prepare()
     entering = clean.calls[start].resid_pre.index_select(0, rows) if resid_pre is None else resid_pre
-    with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), contextlib.ExitStack() as stack:
-        for below in range(start):
-            output = clean.calls[below].output
-            stack.enter_context(_skipped(blocks[below], output if whole else replay.expand(output, rows)))
-        enter = blocks[start].register_forward_pre_hook(enter_with(entering), with_kwargs=True)
-        stack.callback(enter.remove)
-        if last_outputs is not None:
-            stack.callback(blocks[-1].register_forward_hook(_keep_and_stop(last_outputs)).remove)
+    skipped = [clean.calls[below].output for below in range(start)]
+    if not whole:
+        skipped = [replay.expand(output, rows) for output in skipped]
+    changes = [_skipped(block, output) for block, output in zip(blocks[:start], skipped, strict=True)]
+    changes.append(forward_pre_hook(blocks[start], enter_with(entering), with_kwargs=True))
+    if last_outputs is not None:
+        changes.append(forward_hook(blocks[-1], _keep_and_stop(last_outputs)))
+    with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes(changes):
         return lens.forward(clean.batch if whole else clean.batch.select(rows), return_type="logits")
 
 
@@ -102,15 +103,6 @@ def _keep_and_stop(outputs: list[Tensor]) -> Callable[..., None]:
     return keep
 
 
-@contextlib.contextmanager
-def _skipped(block: nn.Module, output: Any) -> Iterator[None]:
+def _skipped(block: nn.Module, output: Any) -> Change:
     """The block gives back a recorded output instead of running."""
-    replaced = block.__dict__.get("forward")  # a forward that somebody else put on this block
-    try:
-        block.__dict__["forward"] = lambda *args, **kwargs: output
-        yield
-    finally:
-        if replaced is None:
-            block.__dict__.pop("forward", None)
-        else:
-            block.__dict__["forward"] = replaced
+    return replaced_forward(block, lambda *args, **kwargs: output)

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lens_mix.lens.anatomy import Norm, read_weight
+from lens_mix.lens.changes import Changes, forward_pre_hook
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import wrapped_config
 from lens_mix.lens.replay import relative_error
@@ -101,5 +102,5 @@ def unembedding_at(model: Any, positions: Tensor | None) -> Iterator[list[bool]]
         narrowed.append(True)
         return (row_at(args[0], positions), *args[1:])
 
-    with unembed.register_forward_pre_hook(narrow):
+    with Changes([forward_pre_hook(unembed, narrow)]):
         yield narrowed

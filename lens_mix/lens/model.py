@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +13,7 @@ from transformer_lens.hook_points import HookPoint
 
 from lens_mix.hooks import HookName, HookPair
 from lens_mix.hooks.mixing import tolerance
+from lens_mix.lens.changes import Changes, hooked
 from lens_mix.lens.model_classes import (
     ModelClass,
     TransformerLensModel,
@@ -135,28 +135,18 @@ class Lens:
 
     # ------------------------------------------------------------- running it
 
-    def evaluation_mode(self, gradients: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Evaluation mode, eager attention, no gradients; everything as before afterwards."""
-        return evaluation_mode(self.model, self.modules, gradients)
+    def evaluation_mode(self, gradients: bool = False, *, precise: bool = True) -> Changes:
+        """Evaluation mode, eager attention, no gradients, full precision; all as before afterwards."""
+        return evaluation_mode(self.model, self.modules, gradients, precise=precise)
 
-    @contextlib.contextmanager
-    def hooked(self, fwd_hooks: Sequence[HookPair]) -> Iterator[None]:
+    def hooked(self, fwd_hooks: Sequence[HookPair]) -> Changes:
         """The model with TransformerLens hooks on; unknown names are refused (Bridge 3.x ignores them).
 
         The hook points are asked themselves: the model's own `hooks` goes through all of them, once on the
         way in and once on the way out.
         """
         pairs = [(point, function) for name, function in fwd_hooks for point in self._points(name)]
-        added: list[tuple[HookPoint, Any]] = []
-        try:
-            for point, function in pairs:
-                point.add_hook(function)
-                added.append((point, point.fwd_hooks[-1]))
-            yield
-        finally:
-            for point, handle in added:
-                handle.hook.remove()
-                point.fwd_hooks[:] = [other for other in point.fwd_hooks if other is not handle]
+        return Changes([hooked(point, function) for point, function in pairs])
 
     def _points(self, name: HookName) -> list[HookPoint]:
         """The hook points of a name, or those whose names a filter takes, each once."""

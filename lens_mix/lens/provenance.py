@@ -11,6 +11,7 @@ from torch import Tensor
 from lens_mix.lens.block import Block
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix.lens.precision import switched_off
 from lens_mix.lens.proof.support import model_name
 
 
@@ -23,16 +24,19 @@ def details(blocks: list[Block], index: int) -> dict[str, Any]:
 
 
 def notes(scores: Tensor, layers: Sequence[int], queries: Sequence[int] | None) -> tuple[str, ...]:
-    """Warnings that every map gets: rows that are all zero.
+    """Warnings that every map gets: rows that are all zero, and a precision that was switched off.
 
     Args:
         scores: [layer, (head,) query, key].
         layers: labels of the layers.
         queries: positions of the rows; None: all, in order.
     """
+    precision = [
+        f"{name} is on, but was off for this map: it is of a full-precision pass" for name in switched_off()
+    ]
     empty = (scores == 0).all(dim=-1)
     if not bool(empty.any()):
-        return ()
+        return tuple(precision)
     rows = [
         [layers[layer], *head, query if queries is None else queries[query]]
         for layer, *head, query in empty.nonzero().tolist()
@@ -40,7 +44,10 @@ def notes(scores: Tensor, layers: Sequence[int], queries: Sequence[int] | None) 
     shown = "; ".join(map(str, rows[:5]))
     axes = "[layer, query]" if len(rows[0]) == 2 else "[layer, head, query]"
     more = " ..." if len(rows) > 5 else ""
-    return (f"{len(rows)} all-zero rows: nothing measurable reached {axes} = {shown}{more}",)
+    return (
+        *precision,
+        f"{len(rows)} all-zero rows: nothing measurable reached {axes} = {shown}{more}",
+    )
 
 
 def of_run(lens: Lens, prepend_bos: bool | None) -> dict[str, Any]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from lens_mix.lens.changes import Change, Changes, forward_hook
 from lens_mix.lens.model_classes import UnsupportedModelError
 
 _RESIDUAL_KEYWORDS = ("hidden_states", "resid_pre")
@@ -192,30 +192,24 @@ def relative_error(
     return float(ratio.max()) if ratio.numel() else 0.0
 
 
-def captured_calls(
-    blocks: Sequence[nn.Module], calls: dict[int, BlockCall]
-) -> list[torch.utils.hooks.RemovableHandle]:
-    """Record every block's arguments and output into `calls` until the handles are removed."""
+def captured_calls(blocks: Sequence[nn.Module], calls: dict[int, BlockCall]) -> list[Change]:
+    """Hooks that record every block's arguments and output into `calls`."""
 
     def keep(layer: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         calls[layer] = BlockCall(args, dict(kwargs), output)
 
     return [
-        block.register_forward_hook(functools.partial(keep, layer), with_kwargs=True)
+        forward_hook(block, functools.partial(keep, layer), with_kwargs=True)
         for layer, block in enumerate(blocks)
     ]
 
 
-@contextlib.contextmanager
 def captured_outputs(
     modules: Mapping[tuple[int, str], nn.Module], outputs: dict[tuple[int, str], Tensor]
-) -> Iterator[None]:
+) -> Changes:
     """Keep what each module returns while a pass runs."""
 
     def keep(key: tuple[int, str], module: nn.Module, args: Any, output: Any) -> None:
         outputs[key] = first_tensor(output).detach()
 
-    with contextlib.ExitStack() as stack:
-        for key, module in modules.items():
-            stack.enter_context(module.register_forward_hook(functools.partial(keep, key)))
-        yield
+    return Changes([forward_hook(module, functools.partial(keep, key)) for key, module in modules.items()])

@@ -1,14 +1,24 @@
-"""Leave the user's model as it was: training mode, attention implementation, gradients."""
+"""Leave the user's model as it was: training mode, attention implementation, gradients, precision.
+
+One thread at a time has a model open; the others wait.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from lens_mix.lens.changes import Change, Changes, Undo, let_interrupt_through
+from lens_mix.lens.precision import full_precision
+
+# How often a thread that waits for a model looks whether Ctrl-C came.
+_WAIT_SECONDS = 0.1
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
@@ -21,86 +31,90 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
     return list({id(module): module for module in modules}.values())
 
 
-@contextlib.contextmanager
 def evaluation_mode(
-    model: nn.Module, modules: Sequence[nn.Module], gradients: bool = False
-) -> Iterator[None]:
-    """Evaluation mode, eager attention and no gradients inside; everything as before on the way out.
+    model: nn.Module, modules: Sequence[nn.Module], gradients: bool = False, *, precise: bool = True
+) -> Changes:
+    """Evaluation mode, eager attention, no gradients, full precision inside; all as before on the way out.
 
-    Eager attention is needed where TransformerBridge delegates attention to Hugging Face: with the
-    default (sdpa) kernel `hook_pattern` never fires there.
+    Other threads wait until the model is closed again. Eager attention is needed where TransformerBridge
+    delegates attention to Hugging Face: with the default (sdpa) kernel `hook_pattern` never fires there.
 
     Args:
         model: any TransformerLens model.
         modules: all its modules (`all_modules`).
         gradients: leave gradients on, for leaves that a hook puts in; parameters build no graph.
+        precise: autocast and reduced float32 products off (`full_precision`).
     """
-    with contextlib.ExitStack() as stack:
-        if model not in _evaluated_models:
-            stack.enter_context(_evaluation_mode(model, modules))
-        if gradients:
-            stack.enter_context(_frozen_parameters(modules))
-        stack.enter_context(torch.set_grad_enabled(gradients))
-        yield
+    return Changes(_evaluation_mode(model, modules, gradients, precise))
+
+
+def reading(model: Any) -> Changes:
+    """Strings are read inside: TransformerLens gives the model and its tokenizer other defaults meanwhile."""
+    owners = ((model.cfg, "default_prepend_bos"), (getattr(model, "tokenizer", None), "padding_side"))
+    kept = [functools.partial(_keep, owner, name) for owner, name in owners if hasattr(owner, name)]
+    return Changes([functools.partial(_lock, model), *kept])
 
 
 # Models that are in evaluation mode already, so that nesting costs nothing.
 _evaluated_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-
-@contextlib.contextmanager
-def _evaluation_mode(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    training = [module for module in modules if module.training]
-    with contextlib.ExitStack() as stack:
-        # What restores is registered before anything is changed: Ctrl-C may come between any two lines.
-        stack.callback(_restore_training, training)
-        stack.callback(_evaluated_models.discard, model)
-        for module in training:
-            module.training = False
-        stack.enter_context(_eager_attention(modules))
-        _evaluated_models.add(model)
-        yield
+# One lock per model, or per model that Bridges wrap.
+_locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
-def _restore_training(training: list[nn.Module]) -> None:
-    try:
-        for module in training:
-            module.training = True
-    except BaseException:
-        # Interrupted on the way back: once more, since nothing else will put it right.
-        for module in training:
-            module.training = True
-        raise
+def _evaluation_mode(
+    model: nn.Module, modules: Sequence[nn.Module], gradients: bool, precise: bool
+) -> Iterator[Change]:
+    yield functools.partial(_lock, model)
+    if precise:
+        yield from full_precision()
+    if model not in _evaluated_models:
+        yield functools.partial(_mark_evaluated, model)
+        yield functools.partial(_set, [(module, False) for module in modules if module.training], "training")
+        configs = [c for c in _huggingface_configs(modules) if c._attn_implementation != "eager"]
+        yield functools.partial(_set, [(config, "eager") for config in configs], "_attn_implementation")
+    if gradients:
+        # So that the graph starts where a leaf is put in.
+        parameters = {id(p): p for module in modules for p in module.parameters(recurse=False)}
+        trainable = [(parameter, False) for parameter in parameters.values() if parameter.requires_grad]
+        yield functools.partial(_set, trainable, "requires_grad")
+    yield functools.partial(_set_gradients, gradients)
 
 
-@contextlib.contextmanager
-def _frozen_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """No parameter asks for a gradient inside, so that the graph starts where a leaf is put in."""
-    parameters = {id(p): p for module in modules for p in module.parameters(recurse=False)}
-    trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    try:
-        for parameter in trainable:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
+def _lock(model: nn.Module) -> Undo:
+    wrapped = getattr(model, "original_model", None)
+    # One step, so that two threads get the same lock.
+    lock = _locks.setdefault(wrapped if isinstance(wrapped, nn.Module) else model, threading.RLock())
+    while not lock.acquire(timeout=_WAIT_SECONDS):
+        let_interrupt_through()
+    return lock.release
 
 
-@contextlib.contextmanager
-def _eager_attention(modules: Sequence[nn.Module]) -> Iterator[None]:
-    before = [
-        (config, config._attn_implementation)
-        for config in _huggingface_configs(modules)
-        if config._attn_implementation != "eager"
-    ]
-    try:
-        for config, _ in before:
-            config._attn_implementation = "eager"
-        yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation = implementation
+def _mark_evaluated(model: nn.Module) -> Undo:
+    _evaluated_models.add(model)
+    return functools.partial(_evaluated_models.discard, model)
+
+
+def _keep(owner: Any, name: str) -> Undo:
+    return functools.partial(setattr, owner, name, getattr(owner, name))
+
+
+def _set(values: list[tuple[Any, Any]], name: str) -> Undo:
+    before = [(thing, getattr(thing, name)) for thing, _ in values]
+
+    def put_back() -> None:
+        for thing, value in before:
+            setattr(thing, name, value)
+
+    for thing, value in values:
+        setattr(thing, name, value)
+    return put_back
+
+
+def _set_gradients(enabled: bool) -> Undo:
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(enabled)
+    return functools.partial(torch.set_grad_enabled, before)
 
 
 def _huggingface_configs(modules: Sequence[nn.Module]) -> list[Any]:

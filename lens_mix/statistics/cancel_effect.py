@@ -9,12 +9,14 @@ import pandas as pd
 import torch
 
 from lens_mix.algebra.vectors import attention_vectors
+from lens_mix.lens.precision import in_full_precision
 from lens_mix.methods.value_norms import ValueNorms
 from lens_mix.statistics.passes import each_prompt
 from lens_mix.statistics.ranks import spearman
 from lens_mix.statistics.token_kinds import TokenKind, token_kind
 
 
+@in_full_precision
 def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pd.DataFrame:
     """Attention weight against the length of the value-output vector, by head and key.
 

@@ -10,9 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import ValuePath
+from lens_mix.lens.precision import in_full_precision
 from lens_mix.lens.proof.support import check
 
 
+@in_full_precision
 def expansion_rates(model: Any, stack: str | None = None) -> pd.DataFrame:
     """Expansion rate of each head's value and output matrices, and of all heads of a block together.
 
@@ -37,6 +39,7 @@ def expansion_rates(model: Any, stack: str | None = None) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["layer", "head", "rate"])
 
 
+@in_full_precision
 def path_rates(path: ValuePath) -> tuple[Float[Tensor, " head"], float]:
     """Expansion rate per head, and of the sum of all heads with b_O, in float64."""
     W_O = path.W_O.double()

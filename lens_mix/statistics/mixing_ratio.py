@@ -14,6 +14,7 @@ from lens_mix.algebra.feed_forward import feed_forward_shares
 from lens_mix.algebra.vectors import AttentionVectors, attention_vectors
 from lens_mix.lens.block import Block
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.precision import in_full_precision
 from lens_mix.method import Method
 from lens_mix.methods.atb_ff import AtbFfResLn
 from lens_mix.methods.attn_res import AttnResLn
@@ -25,6 +26,7 @@ ATTENTION_STAGES = ("attn_w", "attn_n", "attn_res_w", "attn_res", "attn_res_ln")
 STAGES = (*ATTENTION_STAGES, "atb_ff_res_ln")
 
 
+@in_full_precision
 def mixing_ratios(
     model: Any, prompts: Any, stages: Sequence[str] | None = None, **options: Any
 ) -> pd.DataFrame:
@@ -83,6 +85,7 @@ def _passes(
             yield passed, ATTENTION_STAGES
 
 
+@in_full_precision
 def block_mixing_ratios(
     block: Block, stages: Sequence[str] = ATTENTION_STAGES
 ) -> dict[str, Float[Tensor, "batch query"]]:

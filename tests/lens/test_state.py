@@ -10,7 +10,7 @@ from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.continuation import logits_from
 from lens_mix.methods import Method
 from tests.matrix import Case, cases, prompt_of
-from tests.tiny_models import inputs
+from tests.tiny_models import inputs, toy_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LABELS = [
@@ -164,3 +164,19 @@ def test_dropout_of_a_training_model_is_off():
 def test_maps_need_no_gradients():
     model = CASES["bridge gpt2"].build()
     assert not lm.run(model, prompt_of(model), "value_zeroing").scores.requires_grad
+
+
+def test_the_tokenizers_defaults_come_back():
+    """TransformerLens changes them while it reads a string; Ctrl-C may come before it puts them back."""
+    model = CASES["bridge gpt2"].build()
+    model.tokenizer = toy_tokenizer()
+    before = (model.cfg.default_prepend_bos, model.tokenizer.padding_side)
+
+    def to_tokens(*arguments, **options):
+        model.cfg.default_prepend_bos, model.tokenizer.padding_side = not before[0], "left"
+        raise KeyboardInterrupt
+
+    model.__dict__["to_tokens"] = to_tokens
+    with pytest.raises(KeyboardInterrupt):
+        lm.run(model, "a b", "attention")
+    assert (model.cfg.default_prepend_bos, model.tokenizer.padding_side) == before

@@ -29,21 +29,22 @@ def proof_of(
         padding: whether it has to be tried if padding is masked.
         again: make it anew whatever is kept.
     """
-    stored = _proofs.setdefault(lens.model, {}).get(lens.stack.name)
-    proof = stored[1] if not again and stored is not None and stored[0] == _state(lens) else None
-    additions: dict[str, Any] = {}
+    # The state is taken while the model is open: no other thread has hooks of a run on it then.
     with lens.evaluation_mode():
+        stored = _proofs.setdefault(lens.model, {}).get(lens.stack.name)
+        proof = stored[1] if not again and stored is not None and stored[0] == _state(lens) else None
+        additions: dict[str, Any] = {}
         complete = prove(lens, prompt) if proof is None else proof
         if head and complete.head_refusal == HEAD_UNPROVEN:
             additions["head_refusal"] = _head_refusal(lens, prompt, complete)
         if padding and complete.masks_padding is None:
             additions["masks_padding"] = masks_padding(lens, prompt)
-    if complete is proof and not additions:
-        return proof
-    complete = dataclasses.replace(complete, **additions)
-    # Taken afterwards: the Bridge puts hooks of its own on norms in the first forward pass.
-    _proofs[lens.model][lens.stack.name] = (_state(lens), complete)
-    return complete
+        if complete is proof and not additions:
+            return proof
+        complete = dataclasses.replace(complete, **additions)
+        # Taken afterwards: the Bridge puts hooks of its own on norms in the first forward pass.
+        _proofs[lens.model][lens.stack.name] = (_state(lens), complete)
+        return complete
 
 
 def _head_refusal(lens: Lens, prompt: Prompt, proof: Proof) -> str | None:

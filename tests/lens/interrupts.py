@@ -1,0 +1,197 @@
+"""Ctrl-C at many moments of a call: what it leaves behind on the model, and what the call gives afterwards.
+
+    python -m tests.lens.interrupts 1000 "bridge gpt2,bridge llama" run pruned
+
+interrupts so often in each of two ways. `tests/lens/test_interrupts.py` does it in a process of its own: a
+signal may come after the call, and what checks shapes in the tests wraps every function in one of its own.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+import lens_mix as lm
+from lens_mix.evaluation import pruned, pruning_curves
+from lens_mix.lens.state import all_modules
+from tests import tiny_models
+from tests.matrix import cases
+
+LABELS = ("bridge gpt2", "bridge llama", "HookedTransformer LN")
+Call = Callable[[Any, torch.Tensor], Any]
+
+
+def _pruned(model: Any, tokens: torch.Tensor) -> Any:
+    with pruned(model, [(0, 1), (1, 0)]):
+        return model(tokens)
+
+
+def _pruning_curves(model: Any, tokens: torch.Tensor) -> Any:
+    def metric(model: Any) -> float:
+        return model(tokens)[:, -1].log_softmax(-1)[:, 5].mean().item()
+
+    return pruning_curves(model, metric, {}, fractions=[0, 0.5], random=1)
+
+
+def _attention_attribution(model: Any, tokens: torch.Tensor) -> Any:
+    return lm.run(model, tokens, lm.AttentionAttribution(n_steps=4))
+
+
+CALLS: dict[str, Call] = {
+    "run": lambda model, tokens: lm.run(model, tokens, "attention"),
+    "value_zeroing": lambda model, tokens: lm.run(model, tokens, "value_zeroing", engine="hooks"),
+    "pruned": _pruned,
+    "attention_attribution": _attention_attribution,
+    "pruning_curves": _pruning_curves,
+}
+
+
+class Patient:
+    """A model with a mind of its own, and what it is like before it is interrupted."""
+
+    def __init__(self, label: str) -> None:
+        self.model = next(case for case in cases() if case.label == label).build()
+        self.tokens = tiny_models.tokens(self.model, 1)
+        for index, parameter in enumerate(self.model.parameters()):
+            parameter.requires_grad_(index % 2 == 0)
+        for index, module in enumerate(all_modules(self.model)):
+            module.training = index % 2 == 0
+        for call in CALLS.values():
+            call(self.model, self.tokens)
+        self.before = self.state()
+        self.logits = self.forward()
+
+    def forward(self) -> torch.Tensor:
+        """The logits of a plain pass; the same dropout each time."""
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return self.model(self.tokens)
+
+    def state(self) -> list[Any]:
+        """Everything that must not change, by identity."""
+        modules = all_modules(self.model)
+        found: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+        found += [torch.is_autocast_enabled("cpu"), torch.get_float32_matmul_precision()]
+        found += [signal.getsignal(signal.SIGINT)]
+        for module in modules:
+            found += [tuple(module._forward_hooks), tuple(module._forward_pre_hooks)]
+            found += [list(map(id, getattr(module, "fwd_hooks", [])))]
+            found += [id(vars(module).get("forward")), module.training]
+            found += [getattr(vars(module).get("config"), "_attn_implementation", None)]
+            found += [parameter.requires_grad for parameter in module.parameters(recurse=False)]
+        return found
+
+    def is_well(self) -> bool:
+        """Whether nothing was left behind: no flag, no hook, no lock."""
+        if self.state() != self.before or not torch.equal(self.forward(), self.logits):
+            return False
+        other = threading.Thread(target=self._open, daemon=True)
+        other.start()
+        other.join(10)
+        return not other.is_alive()
+
+    def _open(self) -> None:
+        with lm.Lens(self.model).evaluation_mode():
+            pass
+
+
+class Moments:
+    """Calls the handler of Ctrl-C when Python would: as a function begins, or a function in C ends."""
+
+    def __init__(self, moment: int | None) -> None:
+        self.moment, self.seen, self.came = moment, 0, False
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        resumes = frame.f_code.co_flags & 0x20 and event == "call"  # a generator: not at its `yield`
+        if event not in ("call", "c_return") or resumes:
+            return
+        self.seen += 1
+        if self.seen == self.moment:
+            self.came = True
+            handler = signal.getsignal(signal.SIGINT)
+            assert callable(handler)
+            handler(signal.SIGINT, frame)
+
+
+def profiled(call: Call, patient: Patient, moment: int | None) -> Moments:
+    """One call, interrupted at a moment; None: not at all, to count the moments."""
+    moments = Moments(moment)
+    try:
+        sys.setprofile(moments)
+        call(patient.model, patient.tokens)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return moments
+
+
+def interrupted_everywhere(name: str, label: str, count: int) -> tuple[int, list[int]]:
+    """How often a call was interrupted, at moments spread over it, and after which something was left."""
+    patient, call, left, came = Patient(label), CALLS[name], [], 0
+    total = profiled(call, patient, None).seen
+    for index in range(count):
+        moment = 1 + index * total // count
+        came += profiled(call, patient, moment).came
+        if not patient.is_well():
+            left.append(moment)
+            patient = Patient(label)
+    return came, left
+
+
+def interrupted_by_signals(name: str, label: str, count: int, seed: int = 0) -> int:
+    """After how many of so many real signals, at random times within the call, something was left."""
+    patient, call, draw = Patient(label), CALLS[name], random.Random(seed)
+    start = time.perf_counter()
+    for _ in range(5):
+        call(patient.model, patient.tokens)
+    usual = (time.perf_counter() - start) / 5
+    came = left = 0
+    while came < count:
+        inside = True
+
+        def send(after: float = draw.uniform(0, usual)) -> None:
+            time.sleep(after)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        sender = threading.Thread(target=send)
+        try:
+            sender.start()
+            call(patient.model, patient.tokens)
+            inside = False
+            sender.join()
+            time.sleep(1)
+        except KeyboardInterrupt:
+            pass
+        sender.join()
+        came += inside
+        if not patient.is_well():
+            left += 1
+            patient = Patient(label)
+    return left
+
+
+if __name__ == "__main__":
+    import warnings
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    # A shell's background processes start with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    many, labels, names = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:] or list(CALLS)
+    for name in names:
+        for label in labels:
+            came, left = interrupted_everywhere(name, label, many)
+            print(f"{name}, {label}: moments {came}, left {left}", flush=True)
+            print(
+                f"{name}, {label}: signals {many}, left {interrupted_by_signals(name, label, many)}",
+                flush=True,
+            )
