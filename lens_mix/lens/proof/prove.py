@@ -33,7 +33,7 @@ from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import Batch, Prompt, pad, pad_token
 from lens_mix.lens.proof.record import ALGEBRA_PARTS, PartError, Proof
-from lens_mix.lens.replay import captured_outputs, relative_error
+from lens_mix.lens.replay import captured_outputs, first_tensor, relative_error
 from lens_mix.lens.rows import rows_at
 
 SHORTEST, LONGEST = 8, 16
@@ -297,8 +297,7 @@ def _without_effect(out: Any, expected: Tensor, recorded: _Recorded) -> bool:
 
     An output matrix of zeros (an ablated block), or a value that is zero anyway, has no effect to show.
     """
-    post = out[0] if isinstance(out, tuple) else out
-    if bool((post.to(expected.dtype) != recorded.resid_post).any()):
+    if bool((first_tensor(out).to(expected.dtype) != recorded.resid_post).any()):
         return False
     changes_z = bool((expected.flatten(2) != recorded.z.reshape(expected.shape).flatten(2)).any())
     writes = recorded.attention_out is None or bool(
