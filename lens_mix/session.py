@@ -76,12 +76,12 @@ class Session:
         """One prompt as the user gave it (`lens_mix.lens.prompts.read_prompt`)."""
         return read_prompt(self.lens.model, self.lens.model_class, prompt, **options)
 
-    def batches(self, prompts: list[Prompt]) -> list[list[Prompt]]:
+    def batches(self, prompts: list[Prompt], side: PaddingSide = "right") -> list[list[Prompt]]:
         """The prompts as one batch; one by one where lengths differ and the model does not mask padding."""
         lengths = {len(self.mapped_tokens(prompt)) for prompt in prompts}
         lengths |= {len(prompt.tokens) for prompt in prompts}
         alike = len(lengths) == 1 or len(prompts) == 1
-        if alike or proof_of(self.lens, prompts[0], padding=True).masks_padding:
+        if alike or proof_of(self.lens, prompts[0], padding=side).masks_padding[side]:
             return [prompts]
         return [[prompt] for prompt in prompts]
 

@@ -249,20 +249,25 @@ def device_of(model: Any) -> torch.device:
 
 def pad(prompts: Sequence[Prompt], pad_token: int, side: PaddingSide) -> Batch:
     """Prompts of different lengths as one batch, padded on one side."""
-    tokens, real = _pad([prompt.tokens for prompt in prompts], pad_token, side)
-    target = target_real = None
+    sources, target, target_real, least = [prompt.tokens for prompt in prompts], None, None, 1
+    if prompts[0].target is not None and all(len(source) == 1 for source in sources):
+        # TransformerBridge repeats T5's position bias over copies of a source of one token, and then fails.
+        least, side = 2, "right"
+    tokens, real = _pad(sources, pad_token, side, least)
     if prompts[0].target is not None:
         # A decoder is causal: padding on its right cannot reach the prompt's own positions.
         target, target_real = _pad([p.target for p in prompts if p.target is not None], pad_token, "right")
     names = prompts[0].inputs
     if any(set(prompt.inputs) != set(names) for prompt in prompts):
         raise ValueError(f"model inputs: expected {sorted(names)} for every prompt of a batch, some differ")
-    inputs = {name: _pad([prompt.inputs[name] for prompt in prompts], 0, side)[0] for name in names}
+    inputs = {name: _pad([p.inputs[name] for p in prompts], 0, side, least)[0] for name in names}
     return Batch(tuple(prompts), tokens, real, target, target_real, inputs)
 
 
-def _pad(rows: Sequence[Tensor], value: int, side: PaddingSide) -> tuple[Tensor, Bool[Tensor, "batch pos"]]:
-    longest = max(len(row) for row in rows)
+def _pad(
+    rows: Sequence[Tensor], value: int, side: PaddingSide, least: int = 1
+) -> tuple[Tensor, Bool[Tensor, "batch pos"]]:
+    longest = max(least, *(len(row) for row in rows))
     padded = rows[0].new_full((len(rows), longest), value)
     real = torch.zeros_like(padded, dtype=torch.bool)
     for index, row in enumerate(rows):

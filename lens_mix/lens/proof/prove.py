@@ -31,7 +31,7 @@ from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
-from lens_mix.lens.prompts import Batch, Prompt, pad, pad_token
+from lens_mix.lens.prompts import Batch, PaddingSide, Prompt, pad, pad_token
 from lens_mix.lens.proof.record import ALGEBRA_PARTS, PartError, Proof
 from lens_mix.lens.replay import captured_outputs, first_tensor, relative_error
 from lens_mix.lens.rows import rows_at
@@ -306,19 +306,21 @@ def _without_effect(out: Any, expected: Tensor, recorded: _Recorded) -> bool:
     return changes_z and writes
 
 
-def masks_padding(lens: Lens, prompt: Prompt) -> bool:
+def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bool:
     """Whether padded keys stay out of every pattern when a shorter prompt is padded.
 
-    Padding can also make NaN: in float64, a sliding window that holds nothing but padding does on the Bridge.
+    Padding can also make NaN: in float64, a row that sees nothing but padding does in transformers itself
+    (padding on the left, or a sliding window).
 
     Args:
         lens: the face of the model.
         prompt: what to try it on; a short piece is used.
+        side: where the padding is.
     """
     short = proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
     half = max(1, len(short.tokens) // 2)
     shorter = Prompt(short.tokens[:half], short.target, {name: v[:half] for name, v in short.inputs.items()})
-    batch = pad([short, shorter], pad_token(lens.model), "right")
+    batch = pad([short, shorter], pad_token(lens.model), side)
     try:
         return not padding_leaks(clean_pass(lens, batch))
     except ValueError:
