@@ -14,7 +14,7 @@ from lens_mix.lens.model_classes import ModelClass
 
 PaddingSide = Literal["left", "right"]
 
-# Other position embeddings are tables: a longer prompt has no row to read.
+# Learned positions are tables: a longer prompt has no row to read.
 _EXTENSIBLE_POSITIONS = {"alibi", "relative_positional_bias", "none"}
 
 
@@ -231,10 +231,19 @@ def _checked_tokens(model: Any, tokens: Int[Tensor, " pos"], name: str) -> Int[T
     if low < 0 or high >= d_vocab:
         raise ValueError(f"{name}: expected tokens in 0..{d_vocab - 1}, got tokens in {low}..{high}")
     n_ctx = getattr(model.cfg, "n_ctx", None)
-    extensible = getattr(model.cfg, "positional_embedding_type", None) in _EXTENSIBLE_POSITIONS
-    if n_ctx and not extensible and len(tokens) > n_ctx:
+    if n_ctx and len(tokens) > n_ctx and not _has_positions_beyond(model):
         raise ValueError(f"{name}: expected at most n_ctx={n_ctx} tokens, got {len(tokens)}")
     return tokens
+
+
+def _has_positions_beyond(model: Any) -> bool:
+    """Whether positions from n_ctx on can be computed."""
+    kind = getattr(model.cfg, "positional_embedding_type", None)
+    wrapped = getattr(model, "original_model", None)
+    if kind != "rotary" or wrapped is None:
+        return kind in _EXTENSIBLE_POSITIONS
+    # Hugging Face computes the angles of any position, but for the tables of GPT-J and CodeGen.
+    return not any(name.endswith("embed_positions") for name, _ in wrapped.named_buffers())
 
 
 def _vocabulary(model: Any, name: str) -> int:
