@@ -32,6 +32,7 @@ from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import Batch, PaddingSide, Prompt, pad, pad_token
+from lens_mix.lens.proof.reasons import explained
 from lens_mix.lens.proof.record import ALGEBRA_PARTS, PartError, Proof
 from lens_mix.lens.replay import captured_outputs, first_tensor, relative_error
 from lens_mix.lens.rows import rows_at
@@ -56,6 +57,13 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
     batch = short_batch(lens, prompt)
     layers = range(lens.n_layers)
     names = [lens.stack.hook_name(role, layer) for layer in layers for role in ("value", "pattern", "z")]
+    absent = [name for name in names if name not in lens.hook_points]
+    if absent:
+        kind = type(getattr(lens.stack.self_attention(0), "original_component", None)).__name__
+        raise UnsupportedModelError(
+            f"expected hooks on values, patterns and the mixed values of every block, TransformerLens has none at "
+            f"{absent[0]!r} ({kind} is wrapped without them): no method can run"
+        )
     points = {layer: _output_points(lens, layer) for layer in layers}
     optional = [name for roles in points.values() for options in roles.values() for name in options]
     outputs: dict[tuple[int, str], Tensor] = {}
@@ -179,7 +187,7 @@ def _read_block(
             break
     if best is None:
         raise UnsupportedModelError(f"{lens.where(layer)}: no reading of the block's modules is known")
-    return best[1], best[2]
+    return best[1], [explained(entry, block, attention, recorded.pattern) for entry in best[2]]
 
 
 def _with_activation(

@@ -97,7 +97,8 @@ class Check:
             )
         lines.append("head: proven" if self.proof.head_refusal is None else self.proof.head_refusal)
         lines.append(
-            "padding is " + ("masked" if self.proof.masks_padding["right"] else "NOT masked: prompts run one by one")
+            "padding is "
+            + ("masked" if self.proof.masks_padding["right"] else "NOT masked: prompts run one by one")
         )
         for name, reason in (("hooks", self.proof.hooks_refusal), ("algebra", self.proof.algebra_refusal)):
             lines.append(f"{name}: " + ("proven" if reason is None else f"refused: {reason}"))

@@ -1,0 +1,64 @@
+"""What a block holds that its parts do not speak of, by name: it explains a failed proof, and decides nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from lens_mix.lens.proof.record import PartError
+
+_KNOWN_CHILDREN = ("ln", "attn", "self_attn", "cross_attn", "mlp", "hook", "_")
+_NEXT = "methods that need no such part still run (`lens_mix.support`)"
+
+
+def explained(entry: PartError, block: nn.Module, attention: nn.Module, pattern: Tensor) -> PartError:
+    """A part of a proof, with what is likely to stand behind its failure in the note."""
+    if entry.ok:
+        return entry
+    found = _mixing(attention, pattern) if entry.part in ("mixing", "zero_value") else _weights(block)
+    notes = [entry.note, *list(found)[:1]]
+    return dataclasses.replace(entry, note="; ".join(note for note in notes if note))
+
+
+def _mixing(attention: nn.Module, pattern: Tensor) -> Iterator[str]:
+    """What may lie between pattern @ values and the output matrix."""
+    inner = getattr(attention, "original_component", attention)
+    names = [name for name, _ in inner.named_children()]
+    clip = getattr(getattr(inner, "config", None), "clip_qkv", None)
+    sums = pattern.sum(dim=-1)
+    if bool((pattern < 0).any()) or bool((sums > 1.01).any()):
+        yield "hook_pattern holds no attention weights here: its rows are no shares, TransformerLens shows another tensor"
+    if any("kv_b_proj" in name for name in names):
+        yield "latent attention, whose values TransformerLens shows in another layout: not supported"
+    if clip:
+        yield f"queries, keys and values are clipped at {clip:g} (clip_qkv) after their hooks: not supported"
+    for name in names:
+        if "gate" in name or name == "g_proj":
+            yield f"the mixed values are gated ({name}) before the output matrix: gated attention is not supported"
+        if "sub_norm" in name:
+            yield f"the mixed values are normalised ({name}) before the output matrix: not supported"
+        if "v_norm" in name:
+            yield f"the values are normalised ({name}) after their hook: not supported"
+    widths = [_width(inner, name, side) for name, side in (("q_proj", 0), ("o_proj", 1))]
+    if None not in widths and widths[0] == 2 * widths[1]:
+        yield "the mixed values are gated (by half of q_proj) before the output matrix: gated attention is not supported"
+
+
+def _width(module: nn.Module, name: str, axis: int) -> int | None:
+    weight = getattr(getattr(module, name, None), "weight", None)
+    return weight.shape[axis] if isinstance(weight, Tensor) and weight.ndim == 2 else None
+
+
+def _weights(block: nn.Module) -> Iterator[str]:
+    """Why a block's weights, as read, may not be what it computes with."""
+    for name, module in block.named_modules():
+        if hasattr(module, "lora_A"):
+            yield f"a LoRA adapter lies over {name}: merge it into the weights before wrapping the model; {_NEXT}"
+        weight = getattr(module, "weight", None)
+        if callable(weight) or (isinstance(weight, Tensor) and not weight.is_floating_point()):
+            yield f"{name} holds quantised weights ({type(module).__name__}), which are not read; {_NEXT}"
+    children = [name for name, _ in block.named_children() if not name.startswith(_KNOWN_CHILDREN)]
+    if children:
+        yield f"besides attention and feed-forward the block holds {children}; {_NEXT}"
