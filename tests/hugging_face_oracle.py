@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -45,10 +46,17 @@ class Reference:
         self.stack = stack
         self.positions = (prompt if stack is None else prompt[stack == "decoder"]).shape[1]
 
+    @property
+    def has_one_function(self) -> bool:
+        """Whether its attention goes through the function of its file."""
+        return hasattr(sys.modules[type(self._attention(0)).__module__], "eager_attention_forward")
+
     def attention(self) -> Tensor:
         """The model's own weights, [layer head query key]."""
         out = self.model(**self.inputs, output_attentions=True, use_cache=False)
-        name = {None: "attentions", "encoder": "encoder_attentions", "decoder": "decoder_attentions"}[self.stack]
+        name = {None: "attentions", "encoder": "encoder_attentions", "decoder": "decoder_attentions"}[
+            self.stack
+        ]
         found = [weights for weights in getattr(out, name) if weights is not None]
         assert len(found) == len(self.layers)
         return torch.stack([weights[0] for weights in found])
@@ -97,7 +105,11 @@ class Reference:
 
     def attention_output(self, layer: int, edit: EditValues | None) -> Tensor:
         """What the self-attention's last matrix gives, with its values edited, [query d_model]."""
-        return self._output(_output_matrix(self._attention(layer)), layer, edit)
+        attention = self._attention(layer)
+        outer = next(module for module in self.layers[layer].modules() if attention in module.children())
+        # BERT's output matrix stands beside the module that mixes.
+        holder = outer.output if type(attention).__name__.endswith("SelfAttention") else attention
+        return self._output(_output_matrix(holder), layer, edit)
 
     def _output(self, module: nn.Module, layer: int, edit: EditValues | None) -> Tensor:
         kept: list[Tensor] = []
@@ -115,7 +127,8 @@ class Reference:
 
 def _zeroed(values: Tensor, key: int) -> Tensor:
     values = values.clone()
-    values[:, :, key] = 0
+    # Falcon's own function puts the one head of its values behind the positions.
+    values.transpose(1, 2)[:, key] = 0
     return values
 
 
@@ -143,7 +156,9 @@ def _attentions(layer: nn.Module) -> list[nn.Module]:
 
 def _is_core(module: nn.Module) -> bool:
     """Whether it holds the matrices itself; BERT's and T5's outer modules do not."""
-    return not any(type(child).__name__.endswith("Attention") for child in module.modules() if child is not module)
+    return not any(
+        type(child).__name__.endswith("Attention") for child in module.modules() if child is not module
+    )
 
 
 def _self_attention(layer: nn.Module) -> nn.Module:
@@ -154,7 +169,7 @@ def _output_matrix(attention: nn.Module) -> nn.Module:
     for name in ("o_proj", "out_proj", "c_proj", "dense", "o", "wo", "Wo"):
         if hasattr(attention, name):
             return getattr(attention, name)
-    raise AssertionError(f"no output matrix in {type(attention).__name__}")
+    raise LookupError(f"no output matrix in {type(attention).__name__}")
 
 
 @contextlib.contextmanager
@@ -177,7 +192,9 @@ def _edited_function(attention: nn.Module, edit: EditValues, calls: list[int]) -
     if hasattr(file, "eager_attention_forward"):
         original = file.eager_attention_forward
 
-        def replaced(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def replaced(
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
             if module is attention:
                 calls.append(1)
                 value = edit(value)
@@ -196,13 +213,17 @@ def _edited_function(attention: nn.Module, edit: EditValues, calls: list[int]) -
         finally:
             del attention.__dict__[method]
     else:
-        matrix = next(getattr(attention, name) for name in (*_VALUE_MATRICES, "Wqkv") if hasattr(attention, name))
+        matrix = next(
+            getattr(attention, name) for name in (*_VALUE_MATRICES, "Wqkv") if hasattr(attention, name)
+        )
         fused = hasattr(attention, "Wqkv")
         heads = getattr(attention, "n_heads", getattr(attention, "num_heads", None))
 
         def edit_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             calls.append(1)
-            before, value = output.split(output.shape[-1] * 2 // 3, -1) if fused else (output[..., :0], output)
+            before, value = (
+                output.split(output.shape[-1] * 2 // 3, -1) if fused else (output[..., :0], output)
+            )
             split = value.unflatten(-1, (heads, -1)).transpose(1, 2)
             return torch.cat([before, edit(split).transpose(1, 2).flatten(2)], dim=-1)
 
@@ -222,3 +243,62 @@ def _with_values(function: Any, edit: EditValues, where: str, place: int, calls:
         return tuple(returned)
 
     return replaced
+
+
+@contextlib.contextmanager
+def edited_weights(attention: nn.Module, edit: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """What one attention module mixes, `[batch query head d_head]`, becomes `edit(weights, values)`.
+
+    Values are repeated where heads share them. Only for models that have `eager_attention_forward`.
+    """
+    file = sys.modules[type(attention).__module__]
+    original = file.eager_attention_forward
+
+    def replaced(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        mixed, weights = original(module, query, key, value, *args, **kwargs)
+        if module is attention:
+            mixed = edit(weights, value.repeat_interleave(weights.shape[1] // value.shape[1], dim=1))
+        return mixed, weights
+
+    file.eager_attention_forward = replaced
+    try:
+        yield
+    finally:
+        file.eager_attention_forward = original
+
+
+def gradient_attention(reference: Reference, layer: int) -> Tensor:
+    """mean_h (A ⊙ ∂F/∂A)⁺, F the logit that is largest at the last position; [query key]."""
+    gradient, weights = _gradient(reference, layer, 1.0, torch.nn.Identity())
+    return (gradient * weights).clamp_min(0).mean(dim=0)
+
+
+def attention_attribution(reference: Reference, layer: int, steps: int) -> Tensor:
+    """Σ_h A ⊙ ∫ ∂F(αA)/∂A dα by Gauss-Legendre, F the probability of what is predicted last; [query key]."""
+    points, shares = np.polynomial.legendre.leggauss(steps)
+    total, weights = torch.zeros(()), torch.zeros(())
+    for point, share in zip((points + 1) / 2, shares / 2, strict=True):
+        gradient, weights = _gradient(reference, layer, float(point), torch.nn.Softmax(dim=-1))
+        total = total + float(share) * gradient
+    return (total * weights).sum(dim=0)
+
+
+def _gradient(
+    reference: Reference, layer: int, scale: float, of: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        last = reference.model(**reference.inputs, use_cache=False).logits[0, -1].argmax()
+    leaves: list[Tensor] = []
+    clean: list[Tensor] = []
+
+    def edit(weights: Tensor, values: Tensor) -> Tensor:
+        clean.append(weights.detach())
+        leaves.append((scale * weights.detach()).requires_grad_(True))
+        return torch.einsum("bhqk,bhkd->bqhd", leaves[0], values)
+
+    with torch.enable_grad(), edited_weights(reference._attention(layer), edit):
+        logits = reference.model(**reference.inputs, use_cache=False).logits
+    (gradient,) = torch.autograd.grad(of(logits[0, -1])[last], leaves)
+    return gradient[0], clean[0][0]

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -165,14 +166,18 @@ BRIDGE_NAMES: tuple[str, ...] = tuple(_WRAPPED)
 
 _MOE = {
     **_LLAMA,
-    **_sizes("moe_intermediate_size=16 num_experts=4 num_experts_per_tok=2 first_k_dense_replace=1 n_group=1"),
+    **_sizes(
+        "moe_intermediate_size=16 num_experts=4 num_experts_per_tok=2 first_k_dense_replace=1 n_group=1"
+    ),
     **_sizes("num_local_experts=4 n_routed_experts=4 n_shared_experts=1 num_shared_experts=1 topk_group=1"),
     **_sizes("moe_num_experts=4 moe_k=2 shared_expert_intermediate_size=16"),
 }
 _ONE_KIND = {"layer_types": ["full_attention", "full_attention"]}
 _LATENT = {**_DEEPSEEK, "head_dim": 4, "num_key_value_heads": 4}
 _MBART = {**_BART, "decoder_start_token_id": 2, "max_length": 32}
-_LINEAR = _sizes("linear_num_key_heads=2 linear_num_value_heads=2 linear_key_head_dim=8 linear_value_head_dim=8")
+_LINEAR = _sizes(
+    "linear_num_key_heads=2 linear_num_value_heads=2 linear_key_head_dim=8 linear_value_head_dim=8"
+)
 _HYBRID = {**_LLAMA, **_LINEAR, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
 _STATE_SPACE = _sizes(
     "hidden_size=32 intermediate_size=48 num_hidden_layers=2 num_attention_heads=4 num_key_value_heads=2 "
@@ -200,7 +205,6 @@ _WIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "falcon_h1": ("FalconH1ForCausalLM", "FalconH1Config", {**_STATE_SPACE, "mamba_d_ssm": 64}),
     "falcon_mamba": ("FalconMambaForCausalLM", "FalconMambaConfig", {**_BASE, "state_size": 4}),
     "flex_olmo": ("FlexOlmoForCausalLM", "FlexOlmoConfig", _MOE),
-    "gemma3n": ("Gemma3nForCausalLM", "Gemma3nTextConfig", _GEMMA_SIDE),
     "gemma4": (
         "Gemma4ForCausalLM",
         "Gemma4TextConfig",
@@ -256,7 +260,6 @@ _WIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", _MOE),
     "openai_gpt": ("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", _GPT2),
     "pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", _BART),
-    "phimoe": ("PhimoeForCausalLM", "PhimoeConfig", _MOE),
     "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", _MOE),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_MOE, "head_dim": 8}),
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {**_MOE, **_HYBRID}),
@@ -280,9 +283,14 @@ _WIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
         _sizes("d_model=24 ffn_dim=48 num_layers=2 attention_heads=4 max_position_embeddings=32"),
     ),
     "youtu": ("YoutuForCausalLM", "YoutuConfig", _LATENT),
-    "zamba2": ("Zamba2ForCausalLM", "Zamba2Config", {**_STATE_SPACE, "hybrid_layer_ids": [1]}),
 }
 WIDE_NAMES: tuple[str, ...] = tuple(_WIDE)
+
+
+def is_pair(name: str) -> bool:
+    """Whether an architecture of the tables is an encoder-decoder, without building it."""
+    return "ConditionalGeneration" in _entry({**_WRAPPED, **_WIDE}, name)[0]
+
 
 _CLASSIC: dict[str, dict[str, Any]] = {
     "LN": {},
@@ -381,9 +389,19 @@ def _norm_in_double(model: torch.nn.Module) -> None:
     """Let norms compute in the dtype of their input: transformers casts to float32 there."""
     for module in model.modules():
         kind = type(module).__name__
-        if "RMSNorm" in kind or kind in ("T5LayerNorm", "OlmoLayerNorm", "CohereLayerNorm"):
-            centred, offset = "RMS" not in kind and kind != "T5LayerNorm", kind.startswith("Gemma")
-            module.forward = functools.partial(_normed, module, centred=centred, offset=offset)
+        if kind == "LayerNorm" or not kind.endswith("Norm") or not hasattr(module, "forward"):
+            continue
+        weight = getattr(module, "weight", None)
+        x = torch.randn(3, 24 if weight is None else weight.shape[-1], dtype=torch.float64)
+        # What a norm does is measured: its name does not say whether it centres or multiplies by 1 + weight.
+        for centred, offset in itertools.product((False, True), (False, True)):
+            try:
+                difference = module(x) - _normed(module, x, centred=centred, offset=offset)
+            except (TypeError, RuntimeError):  # a norm that takes more than a vector
+                break
+            if difference.abs().max() < 1e-4:
+                module.forward = functools.partial(_normed, module, centred=centred, offset=offset)
+                break
 
 
 def _normed(module: torch.nn.Module, x: torch.Tensor, *, centred: bool, offset: bool) -> torch.Tensor:
