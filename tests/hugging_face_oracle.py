@@ -108,7 +108,7 @@ class Reference:
         attention = self._attention(layer)
         outer = next(module for module in self.layers[layer].modules() if attention in module.children())
         # BERT's output matrix stands beside the module that mixes.
-        holder = outer.output if type(attention).__name__.endswith("SelfAttention") else attention
+        holder = outer.output if type(outer).__name__ in ("BertAttention", "RobertaAttention") else attention
         return self._output(_output_matrix(holder), layer, edit)
 
     def _output(self, module: nn.Module, layer: int, edit: EditValues | None) -> Tensor:
@@ -127,8 +127,7 @@ class Reference:
 
 def _zeroed(values: Tensor, key: int) -> Tensor:
     values = values.clone()
-    # Falcon's own function puts the one head of its values behind the positions.
-    values.transpose(1, 2)[:, key] = 0
+    values[:, :, key] = 0
     return values
 
 
@@ -232,6 +231,8 @@ def _edited_function(attention: nn.Module, edit: EditValues, calls: list[int]) -
 
 
 def _with_values(function: Any, edit: EditValues, where: str, place: int, calls: list[int]) -> Any:
+    falcon = function.__name__ == "_split_heads"
+
     def replaced(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if where == "given":
@@ -239,7 +240,9 @@ def _with_values(function: Any, edit: EditValues, where: str, place: int, calls:
             given[place] = edit(given[place])
             return function(*given, **kwargs)
         returned = list(function(*args, **kwargs))
-        returned[place] = edit(returned[place])
+        # Falcon's method puts positions before heads.
+        value = returned[place].transpose(1, 2) if falcon else returned[place]
+        returned[place] = edit(value).transpose(1, 2) if falcon else edit(value)
         return tuple(returned)
 
     return replaced

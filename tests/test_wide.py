@@ -18,7 +18,7 @@ from lens_mix.lens.model_classes import transformer_lens_version
 from lens_mix.methods import METHODS
 from lens_mix.statistics.passes import prompt_blocks
 from tests.hugging_face_oracle import Reference, attention_attribution, gradient_attention
-from tests.matrix import Case, cases, prompt_of, wide_cases
+from tests.matrix import cases, prompt_of, wide_cases
 from tests.norm_oracle import norms, oracle
 from tests.tiny_models import wrapped_model
 
@@ -34,7 +34,8 @@ FLOAT32 = ("xglm",)
 
 _GATED = r"gated attention is not supported"
 _LATENT = r"latent attention|DeepSeek-V3"
-_WITHOUT = r"has no attention module .* without attention there are no values or patterns"
+_WITHOUT = r"TransformerLens shows no attention module in any block"
+_HYBRID = r"a hybrid: of 2 blocks of 'blocks' only \[1\] have attention"
 _HIDDEN = r"hooks that never fired: .*an attention kernel that keeps no pattern"
 _NO_HOOKS = r"is wrapped without them"
 # Refused altogether, with these words; those of the main matrix stand in `tests/matrix.py`.
@@ -55,8 +56,9 @@ REFUSED = {
     "longt5 encoder": _HIDDEN,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa", "youtu"), _LATENT),
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv"), _WITHOUT),
-    **dict.fromkeys(("bamba", "granite_moe_hybrid", "jamba", "lfm2", "nemotron_h", "olmo_hybrid"), _WITHOUT),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "recurrent_gemma"), _WITHOUT),
+    **dict.fromkeys(("nemotron_h", "recurrent_gemma"), _WITHOUT),
+    **dict.fromkeys(("bamba", "granite_moe_hybrid", "jamba", "lfm2", "olmo_hybrid"), _HYBRID),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _HYBRID),
 }
 # One method's refusal on a model that others run on has to say one of these.
 REASONS = (
@@ -118,6 +120,11 @@ def cell(label, name):
         return None, str(refusal)
 
 
+@functools.cache
+def engines_of(label):
+    return {name: engine for name, engine, _ in lm.support(model_of(label), stack=CASES[label].stack)}
+
+
 def refusal_of(label):
     """The words of a refusal altogether; None where maps are expected."""
     return CASES[label].refusal or REFUSED.get(name_of(label))
@@ -131,6 +138,7 @@ RUNNING = [label for label in CASES if refusal_of(label) is None]
 def test_every_cell_gives_a_sound_map_or_a_reason_in_words(label, name):
     mixing_map, reason = cell(label, name)
     words = refusal_of(label)
+    assert (mixing_map is None) == (engines_of(label)[name] is None), "support says otherwise"
     if words is not None:
         assert re.search(words, reason), reason
     elif mixing_map is None:

@@ -187,7 +187,11 @@ def _read_block(
             break
     if best is None:
         raise UnsupportedModelError(f"{lens.where(layer)}: no reading of the block's modules is known")
-    return best[1], [explained(entry, block, attention, recorded.pattern) for entry in best[2]]
+    errors = [explained(entry, block, attention, recorded.pattern) for entry in best[2]]
+    if any(entry.part == "feed_forward" and entry.error is not None and not entry.ok for entry in errors):
+        # It is not what it was read as: whatever needs no feed-forward must not be checked against it.
+        return dataclasses.replace(best[1], feed_forward=None, feed_forward_kind="opaque"), errors
+    return best[1], errors
 
 
 def _with_activation(

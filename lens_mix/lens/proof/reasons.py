@@ -17,7 +17,9 @@ def explained(entry: PartError, block: nn.Module, attention: nn.Module, pattern:
     """A part of a proof, with what is likely to stand behind its failure in the note."""
     if entry.ok:
         return entry
-    found = _mixing(attention, pattern) if entry.part in ("mixing", "zero_value") else _weights(block)
+    found = (
+        _mixing(attention, pattern) if entry.part in ("mixing", "zero_value") else _block(block, entry.part)
+    )
     notes = [entry.note, *list(found)[:1]]
     return dataclasses.replace(entry, note="; ".join(note for note in notes if note))
 
@@ -51,8 +53,8 @@ def _width(module: nn.Module, name: str, axis: int) -> int | None:
     return weight.shape[axis] if isinstance(weight, Tensor) and weight.ndim == 2 else None
 
 
-def _weights(block: nn.Module) -> Iterator[str]:
-    """Why a block's weights, as read, may not be what it computes with."""
+def _block(block: nn.Module, part: str) -> Iterator[str]:
+    """Why a block's weights and modules, as read, may not be what it computes with."""
     for name, module in block.named_modules():
         if hasattr(module, "lora_A"):
             yield f"a LoRA adapter lies over {name}: merge it into the weights before wrapping the model; {_NEXT}"
@@ -62,3 +64,6 @@ def _weights(block: nn.Module) -> Iterator[str]:
     children = [name for name, _ in block.named_children() if not name.startswith(_KNOWN_CHILDREN)]
     if children:
         yield f"besides attention and feed-forward the block holds {children}; {_NEXT}"
+    activation = getattr(getattr(getattr(block, "mlp", None), "original_component", None), "act_fn", None)
+    if part == "feed_forward" and activation is not None:
+        yield f"the activation {type(activation).__name__} is not among those known; {_NEXT}"
