@@ -1,8 +1,9 @@
 """Oracles that ask the Hugging Face model alone: no TransformerLens, no hook of it, no anatomy.
 
-Attention in transformers goes through one function per model file, `eager_attention_forward(module, query, key,
-value, ...)`, or through a method of the attention module; that call is edited here: values `[batch head key
-d_head]` on the way in, weights on the way out. The first call inside a layer is its self-attention.
+Attention in transformers goes through one function per model file, `eager_attention_forward(module, query,
+key, value, ...)`, or through a method of the attention module; that call is edited here: values `[batch head
+key d_head]` on the way in, what is mixed on the way out. The first attention module of a layer is its
+self-attention.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def _only(values: Tensor, key: int) -> Tensor:
 
 
 def _layers(model: Any, stack: str | None) -> list[nn.Module]:
-    """The list of layers of the stack: the longest path's first ModuleList of the right size with attention."""
+    """The layers of the stack: the first list of modules that holds attention."""
     root = model if stack is None else getattr(model.base_model, stack)
     for module in root.modules():
         if isinstance(module, nn.ModuleList) and len(module) >= 2 and _attentions(module[0]):

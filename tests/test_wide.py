@@ -1,8 +1,8 @@
 """The wide sweep: every architecture that a tiny configuration can make x every method.
 
-A cell agrees with an oracle that asks the Hugging Face model alone, or is refused with the words of the table. What
-the norm-based methods make of the proven parts is compared with their definitions on these models too, by the
-tests in `tests/methods` (`tests/norm_cases.py`).
+A cell agrees with an oracle that asks the Hugging Face model alone, or is refused with the words of the
+table. What the norm-based methods make of the proven parts is compared with their definitions on these models
+too, by the tests in `tests/methods` (`tests/norm_cases.py`).
 """
 
 from __future__ import annotations

@@ -83,12 +83,14 @@ def _require_attention(stack: Stack) -> None:
     found = f"expected {stack.attention!r}, found {names}"
     if len(without) == len(stack):
         raise UnsupportedModelError(
-            f"TransformerLens shows no attention module in any block of {stack.name!r} ({found}): without attention "
-            "there are no values or patterns, and context mixing is not defined (state-space and recurrent models)"
+            f"TransformerLens shows no attention module in any block of {stack.name!r} ({found}): without "
+            "attention there are no values or patterns, and context mixing is not defined (state-space and "
+            "recurrent models)"
         )
     attention = [layer for layer in range(len(stack)) if layer not in without]
     raise UnsupportedModelError(
-        f"a hybrid: of {len(stack)} blocks of {stack.name!r} only {attention} have attention; block {without[0]} mixes "
-        f"tokens without values or patterns ({found}), so maps of the whole stack are not defined, and maps of some "
-        "blocks of a hybrid are not supported; `hook_pattern` of those blocks can be read with TransformerLens"
+        f"a hybrid: of {len(stack)} blocks of {stack.name!r} only {attention} have attention; block "
+        f"{without[0]} mixes tokens without values or patterns ({found}), so that maps of the whole stack "
+        "are not defined, and of some blocks of a hybrid are not supported; TransformerLens's cache holds "
+        "the patterns of those blocks"
     )

@@ -61,7 +61,7 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
     if absent:
         kind = type(getattr(lens.stack.self_attention(0), "original_component", None)).__name__
         raise UnsupportedModelError(
-            f"expected hooks on values, patterns and the mixed values of every block, TransformerLens has none at "
+            "expected hooks on values, patterns and the mixed values of every block, found none at "
             f"{absent[0]!r} ({kind} is wrapped without them): no method can run"
         )
     points = {layer: _output_points(lens, layer) for layer in layers}
