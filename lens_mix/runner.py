@@ -153,7 +153,7 @@ def run_many(
                 chunk, problem = _until_problem(numbered, batch_size, read)
                 if not chunk:
                     break
-                for batch in session.batches(chunk):
+                for batch in session.batches(chunk, padding_side):
                     for maps in map_prompts(session, batch, padding_side, prepend_bos=prepend_bos):
                         bar.update()
                         yield next(iter(maps.values())) if single else maps

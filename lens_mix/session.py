@@ -80,7 +80,7 @@ class Session:
         with reading(self.lens.model):
             return read_prompt(self.lens.model, self.lens.model_class, prompt, **options)
 
-    def batches(self, prompts: list[Prompt]) -> list[list[Prompt]]:
+    def batches(self, prompts: list[Prompt], side: PaddingSide = "right") -> list[list[Prompt]]:
         """The prompts as one batch; one by one where lengths differ and the model does not mask padding.
 
         Nor is padding masked where the user gives positions: a mask changes what these mean.
@@ -89,7 +89,7 @@ class Session:
         lengths |= {len(prompt.tokens) for prompt in prompts}
         alike = len(lengths) == 1 or len(prompts) == 1
         given = any(set(prompt.inputs) - {"token_type_ids"} for prompt in prompts)
-        if alike or (not given and proof_of(self.lens, prompts[0], padding=True).masks_padding):
+        if alike or (not given and proof_of(self.lens, prompts[0], padding=side).masks_padding[side]):
             return [prompts]
         return [[prompt] for prompt in prompts]
 

@@ -11,12 +11,14 @@ import torch
 from tests.tiny_models import (
     BRIDGE_NAMES,
     HOOKED_TRANSFORMER_NAMES,
+    WIDE_NAMES,
     Unavailable,
     bridge,
     hooked_encoder,
     hooked_encoder_decoder,
     hooked_transformer,
     is_encoder_decoder,
+    is_pair,
     tokens,
 )
 
@@ -88,6 +90,16 @@ def cases() -> list[Case]:
     found.append(Case("HookedEncoder"))
     found += [Case(f"HookedEncoderDecoder {stack}", stack) for stack in ("encoder", "decoder")]
     return found
+
+
+def wide_cases() -> list[Case]:
+    """Those of the wide sweep (`tests/test_wide.py`), which `Case.refusal` knows nothing of."""
+    pairs = [(name, is_pair(name)) for name in WIDE_NAMES]
+    return [
+        Case(f"bridge {name}{f' {stack}' if stack else ''}", stack)
+        for name, pair in pairs
+        for stack in (("encoder", "decoder") if pair else (None,))
+    ]
 
 
 def prompt_of(model: Any, seq: int = 7, seed: int = 1) -> Any:

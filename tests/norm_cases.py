@@ -15,9 +15,10 @@ from lens_mix.algebra.definitions import residual_vectors, through_norm, value_v
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods import Method
 from lens_mix.statistics.passes import prompt_blocks
-from tests.matrix import Case, cases, prompt_of
+from tests.matrix import Case, cases, prompt_of, slow, wide_cases
 
-CASES = pytest.mark.parametrize("case", cases(), ids=lambda case: case.label)
+ALL = [*cases(), *(slow(case) for case in wide_cases())]
+CASES = pytest.mark.parametrize("case", ALL, ids=lambda case: case.label)
 
 
 def blocks_of(case: Case, method: Method) -> Any:

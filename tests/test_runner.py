@@ -349,7 +349,7 @@ def test_saved_and_loaded_maps_are_the_same(tmp_path):
 def test_bidirectional_hooked_transformer_ignores_masks_so_prompts_run_alone():
     model = build_or_skip(hooked_transformer, "bidirectional")
     prompts = [tokens(model, 1, 6), tokens(model, 1, 4, seed=3)]
-    assert not lm.check(model, prompts[0]).proof.masks_padding
+    assert not lm.check(model, prompts[0]).proof.masks_padding["right"]
     for prompt, m in zip(prompts, lm.run_many(model, prompts, "value_zeroing"), strict=True):
         torch.testing.assert_close(m.scores, lm.run(model, prompt, "value_zeroing").scores, atol=1e-6, rtol=0)
 

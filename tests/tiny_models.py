@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -171,6 +172,134 @@ _TRAPS = {
 BRIDGE_NAMES: tuple[str, ...] = tuple(_WRAPPED)
 _WRAPPED.update(_TRAPS)
 
+_MOE = {
+    **_LLAMA,
+    **_sizes(
+        "moe_intermediate_size=16 num_experts=4 num_experts_per_tok=2 first_k_dense_replace=1 n_group=1"
+    ),
+    **_sizes("num_local_experts=4 n_routed_experts=4 n_shared_experts=1 num_shared_experts=1 topk_group=1"),
+    **_sizes("moe_num_experts=4 moe_k=2 shared_expert_intermediate_size=16"),
+}
+_ONE_KIND = {"layer_types": ["full_attention", "full_attention"]}
+_LATENT = {**_DEEPSEEK, "head_dim": 4, "num_key_value_heads": 4}
+_MBART = {**_BART, "decoder_start_token_id": 2, "max_length": 32}
+_LINEAR = _sizes(
+    "linear_num_key_heads=2 linear_num_value_heads=2 linear_key_head_dim=8 linear_value_head_dim=8"
+)
+_HYBRID = {**_LLAMA, **_LINEAR, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+_STATE_SPACE = _sizes(
+    "hidden_size=32 intermediate_size=48 num_hidden_layers=2 num_attention_heads=4 num_key_value_heads=2 "
+    "max_position_embeddings=32 mamba_n_heads=4 mamba_d_state=8 mamba_d_head=16 mamba_n_groups=1"
+)
+_SWITCH = {**_T5, **_sizes("num_experts=4 expert_capacity=32 num_sparse_encoder_layers=1")}
+_GEMMA_SIDE = {**_GEMMA, **_SCALAR, **_SLIDING, **_ONE_KIND}
+
+# The wide sweep's (tests/test_wide.py): whatever else a tiny configuration can make. A pair stands for an
+# encoder-decoder whose configuration holds two.
+_WIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "afmoe": ("AfmoeForCausalLM", "AfmoeConfig", {**_MOE, "head_dim": 8, "num_dense_layers": 1, **_ONE_KIND}),
+    "apertus": ("ApertusForCausalLM", "ApertusConfig", _LLAMA),
+    "arcee": ("ArceeForCausalLM", "ArceeConfig", {**_LLAMA, "head_dim": 6}),
+    "bamba": ("BambaForCausalLM", "BambaConfig", {**_STATE_SPACE, "attn_layer_indices": [1]}),
+    "bitnet": ("BitNetForCausalLM", "BitNetConfig", _LLAMA),
+    "blenderbot": ("BlenderbotForConditionalGeneration", "BlenderbotConfig", _BART),
+    "codegen": ("CodeGenForCausalLM", "CodeGenConfig", {**_GPT2, "n_embd": 32, "rotary_dim": 4}),
+    "cohere2": ("Cohere2ForCausalLM", "Cohere2Config", {**_LLAMA, **_SLIDING, **_ONE_KIND, "head_dim": 6}),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepseekV2Config", {**_LATENT, "topk_method": "greedy"}),
+    "deepseek_v4": ("DeepseekV4ForCausalLM", "DeepseekV4Config", _LATENT),
+    "ernie4_5": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {**_LLAMA, "head_dim": 6}),
+    "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeConfig", _MOE),
+    "exaone4": ("Exaone4ForCausalLM", "Exaone4Config", {**_LLAMA, **_SLIDING, **_ONE_KIND}),
+    "falcon_h1": ("FalconH1ForCausalLM", "FalconH1Config", {**_STATE_SPACE, "mamba_d_ssm": 64}),
+    "falcon_mamba": ("FalconMambaForCausalLM", "FalconMambaConfig", {**_BASE, "state_size": 4}),
+    "flex_olmo": ("FlexOlmoForCausalLM", "FlexOlmoConfig", _MOE),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {**_GEMMA_SIDE, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 8},
+    ),
+    "glm": ("GlmForCausalLM", "GlmConfig", {**_LLAMA, "head_dim": 8}),
+    "glm4": ("Glm4ForCausalLM", "Glm4Config", {**_LLAMA, "head_dim": 8}),
+    "glm4_moe": ("Glm4MoeForCausalLM", "Glm4MoeConfig", {**_MOE, "head_dim": 8}),
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", _LATENT),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", {**_LATENT, "index_topk": 4}),
+    "granite_moe": ("GraniteMoeForCausalLM", "GraniteMoeConfig", _MOE),
+    "granite_moe_hybrid": (
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        {**_MOE, **_STATE_SPACE, "layer_types": ["mamba", "attention"]},
+    ),
+    "hunyuan": ("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Config", {**_LLAMA, "head_dim": 6}),
+    "jais2": ("Jais2ForCausalLM", "Jais2Config", {**_LLAMA, "head_dim": 6}),
+    "jamba": (
+        "JambaForCausalLM",
+        "JambaConfig",
+        {**_MOE, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    ),
+    "jetmoe": ("JetMoeForCausalLM", "JetMoeConfig", {**_MOE, "kv_channels": 6, "num_key_value_heads": 2}),
+    "laguna": ("LagunaForCausalLM", "LagunaConfig", {**_MOE, "head_dim": 8}),
+    "led": ("LEDForConditionalGeneration", "LEDConfig", {**_BART, "attention_window": 4}),
+    "lfm2": ("Lfm2ForCausalLM", "Lfm2Config", {**_LLAMA, "layer_types": ["conv", "full_attention"]}),
+    "lfm2_attention": ("Lfm2ForCausalLM", "Lfm2Config", {**_LLAMA, **_ONE_KIND}),
+    "lfm2_moe": ("Lfm2MoeForCausalLM", "Lfm2MoeConfig", {**_MOE, **_ONE_KIND, "num_dense_layers": 1}),
+    "llama4": ("Llama4ForCausalLM", "Llama4TextConfig", {**_MOE, "head_dim": 8, "intermediate_size_mlp": 48}),
+    "longt5": ("LongT5ForConditionalGeneration", "LongT5Config", _T5),
+    "m2m100": ("M2M100ForConditionalGeneration", "M2M100Config", _MBART),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        "Mamba2Config",
+        {**_sizes("hidden_size=24 num_hidden_layers=2 state_size=4 num_heads=4 head_dim=12 n_groups=1")},
+    ),
+    "mbart": ("MBartForConditionalGeneration", "MBartConfig", _MBART),
+    "ministral3": ("Ministral3ForCausalLM", "Ministral3Config", {**_LLAMA, "head_dim": 6}),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config", {**_MOE, "head_dim": 8, "rotary_dim": 4}),
+    "modernbert_decoder": ("ModernBertDecoderForCausalLM", "ModernBertDecoderConfig", _BASE),
+    "mt5": ("MT5ForConditionalGeneration", "MT5Config", {**_T5, "tie_word_embeddings": False}),
+    "nanochat": ("NanoChatForCausalLM", "NanoChatConfig", _LLAMA),
+    "nemotron": ("NemotronForCausalLM", "NemotronConfig", {**_LLAMA, "head_dim": 6}),
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        {**_MOE, **_sizes("mamba_num_heads=4 mamba_head_dim=8 ssm_state_size=8 n_groups=1 head_dim=6")},
+    ),
+    "olmo3": ("Olmo3ForCausalLM", "Olmo3Config", {**_LLAMA, **_SLIDING, **_ONE_KIND}),
+    "olmo_clipped": ("OlmoForCausalLM", "OlmoConfig", {**_LLAMA, "clip_qkv": 1}),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", "OlmoHybridConfig", _HYBRID),
+    "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", _MOE),
+    "openai_gpt": ("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", _GPT2),
+    "pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", _BART),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", _MOE),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_MOE, "head_dim": 8}),
+    "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {**_MOE, **_HYBRID}),
+    "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _HYBRID),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**_MOE, **_HYBRID}),
+    "qwen3_5_attention": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**_HYBRID, **_ONE_KIND}),
+    "recurrent_gemma": (
+        "RecurrentGemmaForCausalLM",
+        "RecurrentGemmaConfig",
+        {**_LLAMA, "lru_width": 24, "block_types": ["recurrent", "attention"], "attention_window_size": 32},
+    ),
+    "rwkv": ("RwkvForCausalLM", "RwkvConfig", {**_BASE, "attention_hidden_size": 24, "context_length": 32}),
+    "seed_oss": ("SeedOssForCausalLM", "SeedOssConfig", {**_LLAMA, "head_dim": 8}),
+    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", _LLAMA),
+    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", _LLAMA),
+    "switch": ("SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig", _SWITCH),
+    "vaultgemma": ("VaultGemmaForCausalLM", "VaultGemmaConfig", _GEMMA_SIDE),
+    "xglm": (
+        "XGLMForCausalLM",
+        "XGLMConfig",
+        _sizes("d_model=24 ffn_dim=48 num_layers=2 attention_heads=4 max_position_embeddings=32"),
+    ),
+    "youtu": ("YoutuForCausalLM", "YoutuConfig", _LATENT),
+}
+WIDE_NAMES: tuple[str, ...] = tuple(_WIDE)
+
+
+def is_pair(name: str) -> bool:
+    """Whether an architecture of the tables is an encoder-decoder, without building it."""
+    return "ConditionalGeneration" in _entry({**_WRAPPED, **_WIDE}, name)[0]
+
+
 _CLASSIC: dict[str, dict[str, Any]] = {
     "LN": {},
     "LNPre": {"normalization_type": "LNPre"},
@@ -250,7 +379,7 @@ def _quietly() -> Iterator[None]:
 
 def wrapped_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> Any:
     """The transformers model that `bridge(name, dtype, seed)` wraps: same weights, no bridge around it."""
-    model_class, config_class, usual = _entry(_WRAPPED, name)
+    model_class, config_class, usual = _entry({**_WRAPPED, **_WIDE}, name)
     if not hasattr(transformers, model_class) or not hasattr(transformers, config_class):
         raise Unavailable(f"transformers {transformers.__version__} has no {model_class}")
     with _quietly():
@@ -268,9 +397,19 @@ def _norm_in_double(model: torch.nn.Module) -> None:
     """Let norms compute in the dtype of their input: transformers casts to float32 there."""
     for module in model.modules():
         kind = type(module).__name__
-        if "RMSNorm" in kind or kind in ("T5LayerNorm", "OlmoLayerNorm", "CohereLayerNorm"):
-            centred, offset = "RMS" not in kind and kind != "T5LayerNorm", kind.startswith("Gemma")
-            module.forward = functools.partial(_normed, module, centred=centred, offset=offset)
+        if kind == "LayerNorm" or not kind.endswith("Norm") or not hasattr(module, "forward"):
+            continue
+        weight = getattr(module, "weight", None)
+        x = torch.randn(3, 24 if weight is None else weight.shape[-1], dtype=torch.float64)
+        # What a norm does is measured: its name does not say whether it centres or multiplies by 1 + weight.
+        for centred, offset in itertools.product((False, True), (False, True)):
+            try:
+                difference = module(x) - _normed(module, x, centred=centred, offset=offset)
+            except (TypeError, RuntimeError):  # a norm that takes more than a vector
+                break
+            if difference.abs().max() < 1e-4:
+                module.forward = functools.partial(_normed, module, centred=centred, offset=offset)
+                break
 
 
 def _normed(module: torch.nn.Module, x: torch.Tensor, *, centred: bool, offset: bool) -> torch.Tensor:

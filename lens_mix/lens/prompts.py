@@ -14,7 +14,7 @@ from lens_mix.lens.model_classes import ModelClass
 
 PaddingSide = Literal["left", "right"]
 
-# Other position embeddings are tables: a longer prompt has no row to read.
+# Learned positions are tables: a longer prompt has no row to read.
 _EXTENSIBLE_POSITIONS = {"alibi", "relative_positional_bias", "none"}
 
 
@@ -231,10 +231,19 @@ def _checked_tokens(model: Any, tokens: Int[Tensor, " pos"], name: str) -> Int[T
     if low < 0 or high >= d_vocab:
         raise ValueError(f"{name}: expected tokens in 0..{d_vocab - 1}, got tokens in {low}..{high}")
     n_ctx = getattr(model.cfg, "n_ctx", None)
-    extensible = getattr(model.cfg, "positional_embedding_type", None) in _EXTENSIBLE_POSITIONS
-    if n_ctx and not extensible and len(tokens) > n_ctx:
+    if n_ctx and len(tokens) > n_ctx and not _has_positions_beyond(model):
         raise ValueError(f"{name}: expected at most n_ctx={n_ctx} tokens, got {len(tokens)}")
     return tokens
+
+
+def _has_positions_beyond(model: Any) -> bool:
+    """Whether positions from n_ctx on can be computed."""
+    kind = getattr(model.cfg, "positional_embedding_type", None)
+    wrapped = getattr(model, "original_model", None)
+    if kind != "rotary" or wrapped is None:
+        return kind in _EXTENSIBLE_POSITIONS
+    # Hugging Face computes the angles of any position, but for the tables of GPT-J and CodeGen.
+    return not any(name.endswith("embed_positions") for name, _ in wrapped.named_buffers())
 
 
 def _vocabulary(model: Any, name: str) -> int:
@@ -249,20 +258,25 @@ def device_of(model: Any) -> torch.device:
 
 def pad(prompts: Sequence[Prompt], pad_token: int, side: PaddingSide) -> Batch:
     """Prompts of different lengths as one batch, padded on one side."""
-    tokens, real = _pad([prompt.tokens for prompt in prompts], pad_token, side)
-    target = target_real = None
+    sources, target, target_real, least = [prompt.tokens for prompt in prompts], None, None, 1
+    if prompts[0].target is not None and all(len(source) == 1 for source in sources):
+        # TransformerBridge repeats T5's position bias over copies of a source of one token, and then fails.
+        least, side = 2, "right"
+    tokens, real = _pad(sources, pad_token, side, least)
     if prompts[0].target is not None:
         # A decoder is causal: padding on its right cannot reach the prompt's own positions.
         target, target_real = _pad([p.target for p in prompts if p.target is not None], pad_token, "right")
     names = prompts[0].inputs
     if any(set(prompt.inputs) != set(names) for prompt in prompts):
         raise ValueError(f"model inputs: expected {sorted(names)} for every prompt of a batch, some differ")
-    inputs = {name: _pad([prompt.inputs[name] for prompt in prompts], 0, side)[0] for name in names}
+    inputs = {name: _pad([p.inputs[name] for p in prompts], 0, side, least)[0] for name in names}
     return Batch(tuple(prompts), tokens, real, target, target_real, inputs)
 
 
-def _pad(rows: Sequence[Tensor], value: int, side: PaddingSide) -> tuple[Tensor, Bool[Tensor, "batch pos"]]:
-    longest = max(len(row) for row in rows)
+def _pad(
+    rows: Sequence[Tensor], value: int, side: PaddingSide, least: int = 1
+) -> tuple[Tensor, Bool[Tensor, "batch pos"]]:
+    longest = max(least, *(len(row) for row in rows))
     padded = rows[0].new_full((len(rows), longest), value)
     real = torch.zeros_like(padded, dtype=torch.bool)
     for index, row in enumerate(rows):

@@ -48,8 +48,8 @@ class BlockCall:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """A block returns its residual stream alone or first in a tuple."""
-    return output[0] if isinstance(output, tuple) else output
+    """A block returns its residual stream alone or first in a tuple or list."""
+    return output[0] if isinstance(output, tuple | list) else output
 
 
 def _with_residual(

@@ -70,12 +70,27 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
             raise UnsupportedModelError(
                 f"the model has no {stack.name}: expected a stack of blocks, found none"
             )
-        for layer, block in enumerate(stack.blocks):
-            if not hasattr(block, stack.attention):
-                names = [name for name, _ in block.named_children() if not name.startswith(("hook", "_"))]
-                raise UnsupportedModelError(
-                    f"block {layer} of {stack.name!r} has no attention module "
-                    f"(expected {stack.attention!r}, found {sorted(names)}): without attention there are no "
-                    "values or patterns, and context mixing is not defined (state-space and recurrent models)"
-                )
+        _require_attention(stack)
     return stacks
+
+
+def _require_attention(stack: Stack) -> None:
+    without = [layer for layer, block in enumerate(stack.blocks) if not hasattr(block, stack.attention)]
+    if not without:
+        return
+    children = stack.blocks[without[0]].named_children()
+    names = sorted(name for name, _ in children if not name.startswith(("hook", "_")))
+    found = f"expected {stack.attention!r}, found {names}"
+    if len(without) == len(stack):
+        raise UnsupportedModelError(
+            f"TransformerLens shows no attention module in any block of {stack.name!r} ({found}): without "
+            "attention there are no values or patterns, and context mixing is not defined (state-space and "
+            "recurrent models)"
+        )
+    attention = [layer for layer in range(len(stack)) if layer not in without]
+    raise UnsupportedModelError(
+        f"a hybrid: of {len(stack)} blocks of {stack.name!r} only {attention} have attention; block "
+        f"{without[0]} mixes tokens without values or patterns ({found}), so that maps of the whole stack "
+        "are not defined, and of some blocks of a hybrid are not supported; TransformerLens's cache holds "
+        "the patterns of those blocks"
+    )

@@ -10,7 +10,7 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.prompts import Prompt
+from lens_mix.lens.prompts import PaddingSide, Prompt
 from lens_mix.lens.proof.prove import masks_padding, prove, short_batch
 from lens_mix.lens.proof.record import HEAD_UNPROVEN, Proof
 
@@ -18,7 +18,7 @@ _proofs: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Proof]]] = weakref.
 
 
 def proof_of(
-    lens: Lens, prompt: Prompt, *, head: bool = False, padding: bool = False, again: bool = False
+    lens: Lens, prompt: Prompt, *, head: bool = False, padding: PaddingSide | None = None, again: bool = False
 ) -> Proof:
     """The proof of the lens's stack: made on the first call, and again when weights or hooks have changed.
 
@@ -26,7 +26,7 @@ def proof_of(
         lens: the face of the model.
         prompt: what to prove it on.
         head: whether the head has to be proven too (`needs_head`).
-        padding: whether it has to be tried if padding is masked.
+        padding: the side on which it has to be tried if padding is masked.
         again: make it anew whatever is kept.
     """
     # The state is taken while the model is open: no other thread has hooks of a run on it then.
@@ -37,8 +37,9 @@ def proof_of(
         complete = prove(lens, prompt) if proof is None else proof
         if head and complete.head_refusal == HEAD_UNPROVEN:
             additions["head_refusal"] = _head_refusal(lens, prompt, complete)
-        if padding and complete.masks_padding is None:
-            additions["masks_padding"] = masks_padding(lens, prompt)
+        if padding is not None and padding not in complete.masks_padding:
+            masked = masks_padding(lens, prompt, padding)
+            additions["masks_padding"] = {**complete.masks_padding, padding: masked}
         if complete is proof and not additions:
             return proof
         complete = dataclasses.replace(complete, **additions)

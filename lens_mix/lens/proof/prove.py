@@ -31,9 +31,10 @@ from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
-from lens_mix.lens.prompts import Batch, Prompt, pad, pad_token
+from lens_mix.lens.prompts import Batch, PaddingSide, Prompt, pad, pad_token
+from lens_mix.lens.proof.reasons import explained
 from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE, PartError, Proof
-from lens_mix.lens.replay import captured_outputs, relative_error
+from lens_mix.lens.replay import captured_outputs, first_tensor, relative_error
 from lens_mix.lens.rows import rows_at
 
 SHORTEST, LONGEST = 8, 16
@@ -56,6 +57,13 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
     batch = short_batch(lens, prompt)
     layers = range(lens.n_layers)
     names = [lens.stack.hook_name(role, layer) for layer in layers for role in ("value", "pattern", "z")]
+    absent = [name for name in names if name not in lens.hook_points]
+    if absent:
+        kind = type(getattr(lens.stack.self_attention(0), "original_component", None)).__name__
+        raise UnsupportedModelError(
+            "expected hooks on values, patterns and the mixed values of every block, found none at "
+            f"{absent[0]!r} ({kind} is wrapped without them): no method can run"
+        )
     points = {layer: _output_points(lens, layer) for layer in layers}
     optional = [name for roles in points.values() for options in roles.values() for name in options]
     outputs: dict[tuple[int, str], Tensor] = {}
@@ -189,7 +197,11 @@ def _read_block(
             break
     if best is None:
         raise UnsupportedModelError(f"{lens.where(layer)}: no reading of the block's modules is known")
-    return best[1], best[2]
+    errors = [explained(entry, block, attention, recorded.pattern) for entry in best[2]]
+    if any(entry.part == "feed_forward" and entry.error is not None and not entry.ok for entry in errors):
+        # It is not what it was read as: whatever needs no feed-forward must not be checked against it.
+        return dataclasses.replace(best[1], feed_forward=None, feed_forward_kind="opaque"), errors
+    return best[1], errors
 
 
 def _with_activation(
@@ -320,8 +332,7 @@ def _without_effect(out: Any, expected: Tensor, recorded: _Recorded) -> bool:
 
     An output matrix of zeros (an ablated block), or a value that is zero anyway, has no effect to show.
     """
-    post = out[0] if isinstance(out, tuple) else out
-    if bool((post.to(expected.dtype) != recorded.resid_post).any()):
+    if bool((first_tensor(out).to(expected.dtype) != recorded.resid_post).any()):
         return False
     changes_z = bool((expected.flatten(2) != recorded.z.reshape(expected.shape).flatten(2)).any())
     writes = recorded.attention_out is None or bool(
@@ -330,19 +341,21 @@ def _without_effect(out: Any, expected: Tensor, recorded: _Recorded) -> bool:
     return changes_z and writes
 
 
-def masks_padding(lens: Lens, prompt: Prompt) -> bool:
+def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bool:
     """Whether padded keys stay out of every pattern when a shorter prompt is padded.
 
-    Padding can also make NaN: in float64, a sliding window that holds nothing but padding does on the Bridge.
+    Padding can also make NaN: in float64, a row that sees nothing but padding does in transformers itself
+    (padding on the left, or a sliding window).
 
     Args:
         lens: the face of the model.
         prompt: what to try it on; a short piece is used.
+        side: where the padding is.
     """
     short = proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
     half = max(1, len(short.tokens) // 2)
     shorter = Prompt(short.tokens[:half], short.target, {name: v[:half] for name, v in short.inputs.items()})
-    batch = pad([short, shorter], pad_token(lens.model), "right")
+    batch = pad([short, shorter], pad_token(lens.model), side)
     try:
         return not padding_leaks(clean_pass(lens, batch))
     except ValueError:

@@ -50,7 +50,7 @@ class Proof:
         parts: one entry per block and part.
         anatomy: what each block was found to be.
         causal: whether no query saw a later key in any block.
-        masks_padding: whether padding tokens are kept out of attention in a padded batch; None: not tried.
+        masks_padding: side of the padding -> whether it is kept out of attention; the sides that were tried.
         head_refusal: why the logits can't be computed from the last residual stream; None when they can.
         head_factors: by layer, z of each head over pattern @ values, where that is not 1 (an ablated head).
     """
@@ -58,7 +58,7 @@ class Proof:
     parts: tuple[PartError, ...]
     anatomy: tuple[BlockAnatomy, ...]
     causal: bool
-    masks_padding: bool | None = None
+    masks_padding: Mapping[str, bool] = dataclasses.field(default_factory=dict)
     head_refusal: str | None = HEAD_UNPROVEN
     head_factors: Mapping[int, Float[Tensor, " head"]] = dataclasses.field(default_factory=dict)
 

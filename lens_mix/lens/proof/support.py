@@ -97,7 +97,8 @@ class Check:
             )
         lines.append("head: proven" if self.proof.head_refusal is None else self.proof.head_refusal)
         lines.append(
-            "padding is " + ("masked" if self.proof.masks_padding else "NOT masked: prompts run one by one")
+            "padding is "
+            + ("masked" if self.proof.masks_padding["right"] else "NOT masked: prompts run one by one")
         )
         for name, reason in (("hooks", self.proof.hooks_refusal), ("algebra", self.proof.algebra_refusal)):
             lines.append(f"{name}: " + ("proven" if reason is None else f"refused: {reason}"))
@@ -134,7 +135,7 @@ def check(
     if prompt is None:
         prompt = _any_tokens(model)
     read = read_prompt(model, lens.model_class, prompt, prepend_bos=prepend_bos, inputs=inputs)
-    return Check(model_name(model), proof_of(lens, read, head=True, padding=True, again=True))
+    return Check(model_name(model), proof_of(lens, read, head=True, padding="right", again=True))
 
 
 def support_table(

@@ -1,0 +1,70 @@
+"""What a block holds that its parts do not speak of, by name: it explains a failed proof, decides nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from lens_mix.lens.proof.record import PartError
+
+_KNOWN_CHILDREN = ("ln", "attn", "self_attn", "cross_attn", "mlp", "hook", "_")
+_BEFORE = "before the output matrix"
+_NEXT = "methods that need no such part still run (`lens_mix.support`)"
+
+
+def explained(entry: PartError, block: nn.Module, attention: nn.Module, pattern: Tensor) -> PartError:
+    """A part of a proof, with what is likely to stand behind its failure in the note."""
+    if entry.ok:
+        return entry
+    found = (
+        _mixing(attention, pattern) if entry.part in ("mixing", "zero_value") else _block(block, entry.part)
+    )
+    notes = [entry.note, *list(found)[:1]]
+    return dataclasses.replace(entry, note="; ".join(note for note in notes if note))
+
+
+def _mixing(attention: nn.Module, pattern: Tensor) -> Iterator[str]:
+    """What may lie between pattern @ values and the output matrix."""
+    inner = getattr(attention, "original_component", attention)
+    names = [name for name, _ in inner.named_children()]
+    clip = getattr(getattr(inner, "config", None), "clip_qkv", None)
+    sums = pattern.sum(dim=-1)
+    if bool((pattern < 0).any()) or bool((sums > 1.01).any()):
+        yield "hook_pattern holds no attention weights (its rows are no shares), but another tensor"
+    if any("kv_b_proj" in name for name in names):
+        yield "latent attention, whose values TransformerLens shows in another layout: not supported"
+    if clip:
+        yield f"queries, keys and values are clipped at {clip:g} (clip_qkv) after their hooks: not supported"
+    for name in names:
+        if "gate" in name or name == "g_proj":
+            yield f"the mixed values are gated ({name}) {_BEFORE}: gated attention is not supported"
+        if "sub_norm" in name:
+            yield f"the mixed values are normalised ({name}) {_BEFORE}: not supported"
+        if "v_norm" in name:
+            yield f"the values are normalised ({name}) after their hook: not supported"
+    query, out = _width(inner, "q_proj", 0), _width(inner, "o_proj", 1)
+    if query is not None and out is not None and query == 2 * out:
+        yield f"the mixed values are gated (by half of q_proj) {_BEFORE}: gated attention is not supported"
+
+
+def _width(module: nn.Module, name: str, axis: int) -> int | None:
+    weight = getattr(getattr(module, name, None), "weight", None)
+    return weight.shape[axis] if isinstance(weight, Tensor) and weight.ndim == 2 else None
+
+
+def _block(block: nn.Module, part: str) -> Iterator[str]:
+    """Why a block's weights and modules, as read, may not be what it computes with."""
+    for name, module in block.named_modules():
+        if hasattr(module, "lora_A"):
+            yield f"a LoRA adapter lies over {name}: merge it into the weights, then wrap the model; {_NEXT}"
+        weight = getattr(module, "weight", None)
+        if callable(weight) or (isinstance(weight, Tensor) and not weight.is_floating_point()):
+            yield f"{name} holds quantised weights ({type(module).__name__}), which are not read; {_NEXT}"
+    children = [name for name, _ in block.named_children() if not name.startswith(_KNOWN_CHILDREN)]
+    if children:
+        yield f"besides attention and feed-forward the block holds {children}; {_NEXT}"
+    activation = getattr(getattr(getattr(block, "mlp", None), "original_component", None), "act_fn", None)
+    if part == "feed_forward" and activation is not None:
+        yield f"the activation {type(activation).__name__} is not among those known; {_NEXT}"

@@ -1,0 +1,233 @@
+"""The wide sweep: every architecture that a tiny configuration can make x every method.
+
+A cell agrees with an oracle that asks the Hugging Face model alone, or is refused with the words of the
+table. What the norm-based methods make of the proven parts is compared with their definitions on these models
+too, by the tests in `tests/methods` (`tests/norm_cases.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix.methods import METHODS
+from lens_mix.statistics.passes import prompt_blocks
+from tests.hugging_face_oracle import Reference, attention_attribution, gradient_attention
+from tests.matrix import cases, prompt_of, wide_cases
+from tests.norm_oracle import norms, oracle
+from tests.tiny_models import wrapped_model
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(transformer_lens_version()[0] < 4, reason="the wide sweep is of the newest release"),
+]
+
+CASES = {case.label: case for case in (*cases(), *wide_cases()) if case.label.startswith("bridge ")}
+# transformers itself cannot run it in float64.
+FLOAT32 = ("xglm",)
+
+_GATED = r"gated attention is not supported"
+_LATENT = r"latent attention|DeepSeek-V3"
+_WITHOUT = r"TransformerLens shows no attention module in any block"
+_HYBRID = r"a hybrid: of 2 blocks of 'blocks' only \[1\] have attention"
+_HIDDEN = r"hooks that never fired: .*an attention kernel that keeps no pattern"
+_NO_HOOKS = r"is wrapped without them"
+# Refused altogether, with these words; those of the main matrix stand in `tests/matrix.py`.
+REFUSED = {
+    "afmoe": _GATED,
+    "laguna": _GATED,
+    "qwen3_5_attention": _GATED,
+    "bitnet": r"normalised \(attn_sub_norm\) before the output matrix",
+    "gemma4": r"the values are normalised \(v_norm\)",
+    "olmo_clipped": r"clipped at 1 \(clip_qkv\)",
+    "openai_gpt": r"OpenAI GPT with an attention mask \(it loses causality\)",
+    "switch encoder": r"hook_pattern holds no attention weights",
+    "switch decoder": r"hook_pattern holds no attention weights",
+    "jetmoe": _NO_HOOKS,
+    "deepseek_v4": _NO_HOOKS,
+    "led encoder": _HIDDEN,
+    "led decoder": _HIDDEN,
+    "longt5 encoder": _HIDDEN,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa", "youtu"), _LATENT),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv"), _WITHOUT),
+    **dict.fromkeys(("nemotron_h", "recurrent_gemma"), _WITHOUT),
+    **dict.fromkeys(("bamba", "granite_moe_hybrid", "jamba", "lfm2", "olmo_hybrid"), _HYBRID),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _HYBRID),
+}
+# One method's refusal on a model that others run on has to say one of these.
+REASONS = (
+    r"mixture feed-forward: run as a whole",
+    r"opaque feed-forward: run as a whole",
+    r"the activation .* is not among those known",
+    r"cross-attention",
+    r"head: the encoder of an encoder-decoder has no logits",
+    r"head: .* soft cap at",
+    r"head: .*a dense layer or a cap between the two",
+    r"a norm on the residual stream \(post-norm\)",
+    r"besides attention and feed-forward the block holds",
+    r"multiplier",
+)
+
+
+@functools.cache
+def model_of(label):
+    return CASES[label].build(dtype_of(label))
+
+
+def name_of(label):
+    return label.removeprefix("bridge ")
+
+
+def architecture(label):
+    return name_of(label).split(" ")[0]
+
+
+def dtype_of(label):
+    return torch.float32 if architecture(label) in FLOAT32 else torch.float64
+
+
+def tolerance(label):
+    # Some models' softmax is float32 in any dtype.
+    return 2e-4 if architecture(label) in FLOAT32 else 1e-5
+
+
+@functools.cache
+def reference(label):
+    """The same weights in a Hugging Face model that TransformerLens never saw."""
+    untouched = wrapped_model(architecture(label), dtype_of(label), attn_implementation="eager")
+    return Reference(untouched, prompt_of(model_of(label)), CASES[label].stack)
+
+
+def default_method(name):
+    if name == "attention_attribution":
+        return lm.AttentionAttribution(n_steps=5)
+    return METHODS[name]()
+
+
+@functools.cache
+def cell(label, name):
+    """(map or None, reason); another exception than the refusal is a failure."""
+    case, model = CASES[label], model_of(label)
+    try:
+        return lm.run(model, prompt_of(model), default_method(name), stack=case.stack), ""
+    except lm.UnsupportedModelError as refusal:
+        return None, str(refusal)
+
+
+@functools.cache
+def engines_of(label):
+    return {name: engine for name, engine, _ in lm.support(model_of(label), stack=CASES[label].stack)}
+
+
+def refusal_of(label):
+    """The words of a refusal altogether; None where maps are expected."""
+    return CASES[label].refusal or REFUSED.get(name_of(label))
+
+
+RUNNING = [label for label in CASES if refusal_of(label) is None]
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("label", CASES)
+def test_every_cell_gives_a_sound_map_or_a_reason_in_words(label, name):
+    mixing_map, reason = cell(label, name)
+    words = refusal_of(label)
+    assert (mixing_map is None) == (engines_of(label)[name] is None), "support says otherwise"
+    if words is not None:
+        assert re.search(words, reason), reason
+    elif mixing_map is None:
+        assert name not in ("attention", "attn_res_w", "value_zeroing"), reason
+        assert any(re.search(words, reason) for words in REASONS), reason
+    else:
+        assert bool(torch.isfinite(mixing_map.scores).all())
+        assert float(mixing_map.scores.abs().amax(dim=(-2, -1)).min()) > 1e-9
+
+
+def scores_of(label, name):
+    mixing_map, reason = cell(label, name)
+    if mixing_map is None:
+        pytest.skip(f"refused: {reason}")
+    return mixing_map.scores
+
+
+def assert_agree(label, found, expected):
+    assert float(expected.abs().max()) > 1e-8
+    scale = max(1.0, float(expected.abs().max()))
+    assert float((found - expected).abs().max()) <= tolerance(label) * scale
+
+
+@pytest.mark.parametrize("label", RUNNING)
+def test_weights_agree_with_hugging_face(label):
+    weights = reference(label).attention().mean(dim=1)
+    assert_agree(label, scores_of(label, "attention"), weights)
+    assert_agree(label, scores_of(label, "attn_res_w"), 0.5 * weights + 0.5 * torch.eye(weights.shape[-1]))
+
+
+@pytest.mark.parametrize("label", RUNNING)
+def test_value_zeroing_agrees_with_hugging_face(label):
+    assert_agree(label, scores_of(label, "value_zeroing"), reference(label).value_zeroing())
+
+
+@pytest.mark.parametrize("label", RUNNING)
+def test_value_norms_agree_with_hugging_face(label):
+    assert_agree(label, scores_of(label, "value_norm"), reference(label).value_shares().norm(dim=-1))
+
+
+@pytest.mark.parametrize("label", RUNNING)
+def test_norm_based_maps_agree_with_vectors_that_hugging_face_confirms(label):
+    """The vectors are written out; their shares of attention and their sums are Hugging Face's own."""
+    found = {name: scores_of(label, name) for name in ("attn_res", "attn_res_ln")}
+    names = {"atb_ff": "feed_forward", "atb_ff_res": "feed_forward_residual", "atb_ff_res_ln": "output"}
+    further = {name: stage for name, stage in names.items() if cell(label, name)[0] is not None}
+    shares = reference(label).value_shares()
+    for layer, block in enumerate(blocks_of(label)):
+        written = oracle(block, feed_forward=bool(further))
+        assert_agree(label, written.attention[:, :-1], shares[layer])
+        assert_agree(label, found["attn_res"][layer], norms(written.residual))
+        assert_agree(label, found["attn_res_ln"][layer], norms(written.normed))
+        for name, stage in further.items():
+            assert_agree(label, scores_of(label, name)[layer], norms(getattr(written, stage)))
+        if further:
+            assert_agree(label, written.output.sum(dim=1), reference(label).output_of(layer, None))
+
+
+def blocks_of(label):
+    model = model_of(label)
+    return prompt_blocks(model, prompt_of(model), lm.AttnRes(), stack=CASES[label].stack).blocks
+
+
+@pytest.mark.parametrize("label", [label for label in RUNNING if not label.endswith("coder")])
+def test_gradients_agree_with_hugging_face(label):
+    """Encoder-decoders and models with an attention function of their own have no such oracle here."""
+    if not reference(label).has_one_function:
+        pytest.skip("its attention does not go through eager_attention_forward")
+    for layer in range(len(reference(label).layers)):
+        expected = gradient_attention(reference(label), layer)
+        assert_agree(label, scores_of(label, "gradient_attention")[layer], expected)
+        expected = attention_attribution(reference(label), layer, steps=5)
+        assert_agree(label, scores_of(label, "attention_attribution")[layer], expected)
+
+
+@pytest.mark.parametrize("label", RUNNING)
+def test_padded_prompts_give_what_each_gives_alone(label):
+    model, stack = model_of(label), CASES[label].stack
+    prompts = [prompt_of(model, seq, seed) for seq, seed in ((7, 1), (4, 2))]
+    methods = ["attention", "value_zeroing"]
+    alone = [lm.run(model, prompt, methods, stack=stack) for prompt in prompts]
+    for maps, expected in zip(lm.run_many(model, prompts, methods, stack=stack), alone, strict=True):
+        for name in methods:
+            torch.testing.assert_close(
+                maps[name].scores, expected[name].scores, atol=tolerance(label), rtol=0
+            )
+
+
+def test_the_sweep_is_as_wide_as_promised():
+    built = {architecture(label) for label in CASES}
+    assert len(built) >= 90
+    assert len({architecture(label) for label in RUNNING}) >= 60
