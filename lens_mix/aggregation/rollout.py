@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lens_mix.aggregation.products import add_residual, cumulative, lower_product
 from lens_mix.aggregation.receptive_field import normalise_rollout, reachable
+from lens_mix.arguments import flags, instance
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import refuse_negative, with_empty_rows
 from lens_mix.maps.checks import as_residual
@@ -54,7 +55,9 @@ def rollout(
         ValueError: input maps; keys that are not the tokens; layers that do not follow one another; scores
             below 0; a residual outside 0 to 1, or None where the method has none; no heads for `per_head`.
     """
-    chosen, weight = layers_to_mix(mixing_map, "rollout", residual, from_layer, to_layer, drop_bos)
+    flags(receptive_field=receptive_field, per_head=per_head, drop_bos=drop_bos)
+    bounds = ("from_layer", from_layer), ("to_layer", to_layer)
+    chosen, weight = layers_to_mix(mixing_map, "rollout", residual, *bounds, drop_bos=drop_bos)
     if per_head and not chosen.has_heads:
         raise ValueError(
             f"per_head: expected a map with heads, got scores of shape {tuple(chosen.scores.shape)}"
@@ -126,8 +129,7 @@ def residual_weight(mixing_map: MixingMap, residual: float | None) -> float:
 
 def refuse_unstackable(mixing_map: MixingMap, purpose: str) -> None:
     """Raise a TypeError for what is no `MixingMap`, a ValueError for one whose layers do not chain."""
-    if not isinstance(mixing_map, MixingMap):
-        raise TypeError(f"mixing_map: expected a MixingMap, got {type(mixing_map).__name__}")
+    instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     if mixing_map.kind != "layer":
         raise ValueError(
             f"mixing_map: expected layer maps for {purpose}, got kind {mixing_map.kind!r}, which already "
@@ -150,20 +152,25 @@ def layers_to_mix(
     mixing_map: MixingMap,
     purpose: str,
     residual: float | None,
-    from_layer: int | None,
-    to_layer: int | None,
-    drop_bos: bool,
+    from_layer: tuple[str, int | None] = ("from_layer", None),
+    to_layer: tuple[str, int | None] = ("to_layer", None),
+    drop_bos: bool = False,
 ) -> tuple[MixingMap, float]:
-    """The map of the layers that are asked for, and the residual weight w. Args and errors: as `rollout`."""
+    """The map of the layers that are asked for, and the residual weight w. Args and errors: as `rollout`.
+
+    The layers come with the names of the arguments that they were given as.
+    """
     refuse_unstackable(mixing_map, purpose)
     weight = residual_weight(mixing_map, residual)
     labels = mixing_map.layer_labels
-    first = 0 if from_layer is None else mixing_map.layer_index(from_layer)
-    last = len(labels) - 1 if to_layer is None else mixing_map.layer_index(to_layer)
+    first, last = (
+        default if layer is None else mixing_map.layer_index(layer, name)
+        for (name, layer), default in ((from_layer, 0), (to_layer, len(labels) - 1))
+    )
     if first > last:
         raise ValueError(
-            f"from_layer: expected no later layer than to_layer, got from_layer={from_layer} and "
-            f"to_layer={to_layer}"
+            f"from_layer: expected no later layer than to_layer, got from_layer={from_layer[1]} and "
+            f"to_layer={to_layer[1]}"
         )
     chosen = labels[first : last + 1]
     if any(right != left + 1 for left, right in itertools.pairwise(chosen)):
