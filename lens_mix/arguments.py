@@ -47,13 +47,21 @@ def whole_number(
     return whole
 
 
+def whole_slice(name: str, value: slice) -> slice:
+    """A slice whose bounds are whole numbers."""
+    for bound in (value.start, value.stop, value.step):
+        if bound is not None:
+            whole_number(name, bound, what="a slice of whole numbers")
+    return value
+
+
 def number(
     name: str, value: Any, least: float = -math.inf, most: float = math.inf, above: bool = False
 ) -> float:
     """A finite number of any library, `least` or more (or `above` it), up to `most`; no boolean."""
     start = f"above {least}" if above else f"{least} or more"
     start = "" if least == -math.inf else f", {start}" if most == math.inf else f" from {least} to {most}"
-    expected = f"{name}: expected a finite number{start}"
+    expected = f"{name}: expected a {'finite ' if most == math.inf else ''}number{start}"
     given = value.item() if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta else value
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         raise TypeError(f"{expected}, got {shown(value)}")
@@ -77,33 +85,44 @@ def one_of(name: str, value: Any, choices: Collection[str]) -> None:
     """Refuse all but some strings."""
     if not isinstance(value, str) or value not in choices:
         *most, last = map(repr, choices)
-        raise ValueError(f"{name}: expected {', '.join(most)} or {last}, got {shown(value)}")
+        some = f"{', '.join(most)} or {last}" if len(most) < 3 else f"one of {list(choices)}"
+        raise ValueError(f"{name}: expected {some}, got {shown(value)}")
 
 
-def instance(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> Any:
+def instance(name: str, value: Any, kind: Any, expected: str) -> Any:
     """The value, if it is of a type; `expected` names it."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: expected {expected}, got {shown(value)}")
     return value
 
 
-def function(name: str, value: Any, expected: str) -> None:
-    """Refuse what can't be called."""
-    if not callable(value):
-        raise TypeError(f"{name}: expected {expected}, got {shown(value)}")
+def several(
+    name: str, values: Any, what: str, least: int = 0, kind: Any = object, alone: bool = False
+) -> list[Any]:
+    """What comes one after another, as a list: no string, no mapping, at least so many, all of one type.
 
-
-def several(name: str, values: Any, what: str, least: int = 0, kind: type = object) -> list[Any]:
-    """What comes one after another, as a list: no string, no mapping, at least so many, all of one type."""
+    `alone`: what is no series counts as the only item.
+    """
     single = isinstance(values, (str, bytes, Mapping)) or getattr(values, "ndim", 1) == 0
-    if single or not isinstance(values, Iterable):
+    single = single or not isinstance(values, Iterable)
+    if single and not alone:
         raise TypeError(f"{name}: expected {what}, got {shown(values)}")
-    listed = list(values)
+    listed = [values] if single else list(values)
     if len(listed) < least:
-        raise ValueError(f"{name}: expected {what}, at least {least}, got {len(listed) or 'none'}")
+        count = ("one", "two")[least - 1]
+        raise ValueError(f"{name}: expected at least {count} ({what}), got {len(listed) or 'none'}")
     for item in listed:
         instance(name, item, kind, what)
     return listed
+
+
+def pairs(name: str, values: Any, what: str) -> list[tuple[Any, Any]]:
+    """Tuples or lists of two, as tuples."""
+    listed = several(name, values, what)
+    for pair in listed:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"{name}: expected {what}, got {shown(pair)}")
+    return [(first, second) for first, second in listed]
 
 
 def plain_tensor(name: str, tensor: Tensor) -> Tensor:

@@ -26,8 +26,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix import arguments
-from lens_mix.arguments import flags, one_of, whole_number
+from lens_mix.arguments import flags, instance, one_of, whole_number
 
 Measure = Literal["probability", "log_probability", "logit"]
 Reads = Literal["logits", "last_residual"]
@@ -292,7 +291,7 @@ def head(function: Explained, after_final_norm: bool = False) -> Target:
         function: must be differentiable.
         after_final_norm: the model's final norm is applied first, where it has one.
     """
-    arguments.function("function", function, "a callable on the last residual")
+    instance("function", function, Callable, "a callable on the last residual")
     flags(after_final_norm=after_final_norm)
     return Head(function, after_final_norm)
 

@@ -777,9 +777,7 @@ def _fine() -> Iterator[tuple[str, Callable[[], object]]]:
             "top": single(m.top, integer, query=integer, layer=integer),
             "rollout": single(lm.rollout, m, from_layer=integer),
             "flow": single(lm.flow, m, layer=integer, queries=[integer], processes=integer),
-            "tree": single(
-                lm.attribution_tree, signed, root=integer, special=integer, top_layer=integer
-            ),
+            "tree": single(lm.attribution_tree, signed, root=integer, special=integer, top_layer=integer),
             "target": single(
                 run, methods=lm.GradientAttention(target=targets.token(integer, position=integer))
             ),

@@ -24,8 +24,9 @@ _MOST_STEPS = 2_000
 
 def rule_name(method: str) -> str:
     """The rule's name here; captum's spellings are known too. Raises ValueError: no such rule."""
-    one_of("method", method, (*RULES, *_ALIASES))
-    return _ALIASES.get(method, method)
+    name = _ALIASES.get(method, method) if isinstance(method, str) else method
+    one_of("method", name, RULES)
+    return name
 
 
 def quadrature(method: str, n_steps: int) -> tuple[Float[Tensor, " point"], Float[Tensor, " point"]]:

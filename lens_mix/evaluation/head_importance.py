@@ -15,17 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix import targets as targets_module
-from lens_mix.arguments import (
-    flags,
-    function,
-    instance,
-    number,
-    one_of,
-    real_tensor,
-    several,
-    shown,
-    whole_number,
-)
+from lens_mix.arguments import flags, instance, number, one_of, pairs, real_tensor, several, whole_number
 from lens_mix.hooks import must_fire, prune_heads
 from lens_mix.lens.model import Lens
 from lens_mix.methods import AttentionAttribution, AttentionWeights, GradientAttention, Method
@@ -187,15 +177,12 @@ def pruned(model: Any, heads: Iterable[Head], *, stack: str | None = None) -> It
     """
     lens = Lens(model, stack)
     by_layer: dict[int, list[int]] = {}
-    for pair in several("heads", heads, "(layer, head) pairs"):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"heads: expected (layer, head) pairs, got {shown(pair)}")
-        layer = whole_number("heads", pair[0], 0, lens.n_layers - 1, "layers")
-        head = whole_number("heads", pair[1], 0, lens.n_heads - 1, "heads")
-        by_layer.setdefault(layer, []).append(head)
+    for layer, head in pairs("heads", heads, "(layer, head) pairs"):
+        chosen = by_layer.setdefault(whole_number("heads", layer, 0, lens.n_layers - 1, "layers"), [])
+        chosen.append(whole_number("heads", head, 0, lens.n_heads - 1, "heads"))
     template = lens.stack.attention_template
-    pairs = [prune_heads(layer, chosen, attention=template) for layer, chosen in by_layer.items()]
-    with lens.evaluation_mode(), must_fire(*pairs) as hooks, lens.hooked(hooks):
+    pruning = [prune_heads(layer, chosen, attention=template) for layer, chosen in by_layer.items()]
+    with lens.evaluation_mode(), must_fire(*pruning) as hooks, lens.hooked(hooks):
         yield model
 
 
@@ -225,7 +212,7 @@ def ablation_importance(
 
 def measured(metric: Metric, model: Any) -> float:
     """What a metric says of the model; TypeError, ValueError: no function, or no finite number."""
-    function("metric", metric, "a function of the model")
+    instance("metric", metric, Callable, "a function of the model")
     return number("metric", metric(model))
 
 

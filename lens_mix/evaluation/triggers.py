@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
-from lens_mix.arguments import flags, function, instance, number, several, shown, whole_number
+from lens_mix.arguments import flags, instance, number, pairs, several, whole_number
 from lens_mix.evaluation.head_importance import method_for, one_target_each
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import model_class_of
@@ -44,13 +44,9 @@ class Example:
     def __post_init__(self) -> None:
         tokens = several("tokens", self.tokens, "token numbers", least=1)
         object.__setattr__(self, "tokens", tuple(whole_number("tokens", token, 0) for token in tokens))
-        for span in (
-            () if self.segments is None else several("segments", self.segments, "(start, stop) spans")
-        ):
-            if not isinstance(span, (tuple, list)) or len(span) != 2:
-                raise TypeError(f"segments: expected (start, stop) spans, got {shown(span)}")
-            start = whole_number("segments", span[0], 0, len(tokens))
-            whole_number("segments", span[1], start, len(tokens))
+        spans = () if self.segments is None else self.segments
+        for start, stop in pairs("segments", spans, "(start, stop) spans"):
+            whole_number("segments", stop, whole_number("segments", start, 0, len(tokens)), len(tokens))
 
     @classmethod
     def read(cls, model: Any, prompt: Any, label: Hashable, **options: Any) -> Example:
@@ -205,7 +201,7 @@ def trigger_report(
     examples = _examples(examples)
     triggers = several("triggers", triggers, "Triggers", kind=Trigger)
     metric = _accuracy if metric is None else metric
-    function("metric", metric, "a function of the right and the predicted classes")
+    instance("metric", metric, Callable, "a function of the right and the predicted classes")
     before = _predictions(predict, examples)
     labels = list(dict.fromkeys(example.label for example in examples))
     rows = []
@@ -238,7 +234,8 @@ def predict_by_token(
     position, last = whole_number("position", position), int(lens.model.cfg.d_vocab) - 1
     tokens = {
         label: [
-            whole_number("choices", token, 0, last, "token numbers") for token in _listed(choice, expected)
+            whole_number("choices", token, 0, last, "token numbers")
+            for token in several("choices", choice, expected, least=1, alone=True)
         ]
         for label, choice in choices.items()
     }
@@ -297,13 +294,8 @@ def _special(special: Any) -> list[int]:
     return [whole_number("special", one, 0) for one in several("special", special, "token numbers")]
 
 
-def _listed(choice: Any, expected: str) -> list[Any]:
-    single = isinstance(choice, int) or not hasattr(choice, "__iter__")
-    return [choice] if single else several("choices", choice, expected, least=1)
-
-
 def _predictions(predict: Predict, examples: Sequence[Example]) -> list[Hashable]:
-    function("predict", predict, "a function of examples")
+    instance("predict", predict, Callable, "a function of examples")
     classes = several("predict", predict(examples), "classes, one per example")
     if len(classes) != len(examples):
         raise ValueError(f"predict: expected {len(examples)} classes, one per example, got {len(classes)}")

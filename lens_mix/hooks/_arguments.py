@@ -18,8 +18,7 @@ Chosen = int | slice | Tensor | tuple[int, ...]
 
 def as_heads(heads: Iterable[int] | int) -> tuple[int, ...]:
     """Query heads as sorted distinct numbers; how many the model has is known only in the pass."""
-    single = not isinstance(heads, Iterable) or getattr(heads, "ndim", 1) == 0
-    listed = [heads] if single else several("heads", heads, "query heads as integers", least=1)
+    listed = several("heads", heads, "query heads as integers", least=1, alone=True)
     return tuple(sorted({whole_number("heads", head, 0, what="query heads as integers") for head in listed}))
 
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.arguments import flags, function, one_of, several, shown
+from lens_mix.arguments import flags, instance, one_of, several, shown
 from lens_mix.hooks.base import DEFAULT_ATTENTION, HookFunction, HookPair, attention_module
 
 # role -> TransformerLens's hook point inside the attention module
@@ -62,7 +62,7 @@ def record(
         raise TypeError(f"name: expected the name of one hook point; got {name!r}")
     flags(detach=detach)
     if select is not None:
-        function("select", select, "a function of the activation")
+        instance("select", select, Callable, "a function of the activation")
     return name, _Record(store, name, detach, select)
 
 
@@ -162,7 +162,7 @@ def watch_pattern(
         model.run_with_hooks(tokens, fwd_hooks=[hook])
         ```
     """
-    function("watch", watch, "a function of the pattern")
+    instance("watch", watch, Callable, "a function of the pattern")
     name = f"{attention_module(layer, attention)}.hook_pattern"
     return name, _Watch(name, watch)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from lens_mix.arguments import shown, whole_number
+from lens_mix.arguments import several, shown, whole_number, whole_slice
 
 Dropped = int | str | Iterable[int | str] | Callable[[str], bool]
 Queries = int | slice | Iterable[int]
@@ -21,21 +21,12 @@ def as_positions(values: object, count: int) -> list[int]:
     No whole number is a TypeError; no such position, none at all, or one twice a ValueError.
     """
     if isinstance(values, slice):
-        values = range(count)[checked_slice("queries", values)]
-    single = isinstance(values, (str, bytes, Mapping)) or getattr(values, "ndim", 1) == 0
-    given = [values] if single or not isinstance(values, Iterable) else list(values)
+        values = range(count)[whole_slice("queries", values)]
+    given = several("queries", values, "positions", alone=True)
     positions = [as_position(value, count, "queries") for value in given]
     if not positions or len(set(positions)) != len(positions):
         raise ValueError(f"queries: expected at least one position, none twice, got {given}")
     return positions
-
-
-def checked_slice(argument: str, values: slice) -> slice:
-    """A slice of whole numbers; other bounds are a TypeError."""
-    for bound in (values.start, values.stop, values.step):
-        if bound is not None:
-            whole_number(argument, bound, what="a slice of whole numbers")
-    return values
 
 
 def query_position(tokens: Sequence[str], query: int | str, argument: str = "query") -> int:
@@ -62,8 +53,7 @@ def kept_positions(tokens: Sequence[str], dropped: Dropped, argument: str = "tok
     if callable(dropped):
         gone = {position for position, token in enumerate(tokens) if dropped(token)}
     else:
-        single = isinstance(dropped, (str, Mapping)) or getattr(dropped, "ndim", 1) == 0
-        items = [dropped] if single or not isinstance(dropped, Iterable) else dropped
+        items = several(argument, dropped, "positions, tokens or a function", alone=True)
         gone = {position for item in items for position in _positions_of(tokens, item, argument)}
     kept = [position for position in range(len(tokens)) if position not in gone]
     if not kept:

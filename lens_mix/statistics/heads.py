@@ -61,9 +61,8 @@ def reusable(group: TokenGroup, argument: str = "groups") -> Callable[[str], boo
     """The group for several prompts, checked: an iterator is used up after the first."""
     if callable(group):
         return group
-    single = isinstance(group, str) or not isinstance(group, Iterable)
-    items = [group] if single else several(argument, group, "positions, tokens or a function")
     what = "tokens, a function or positions"
+    items = several(argument, group, what, alone=True)
     return [item if isinstance(item, str) else whole_number(argument, item, what=what) for item in items]
 
 
