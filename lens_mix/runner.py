@@ -125,7 +125,8 @@ def run_many(
             come first.
         UnsupportedModelError: as in `run`.
     """
-    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+    alone = isinstance(prompts, (str, bytes, Mapping)) or getattr(prompts, "ndim", 1) == 0
+    if alone or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts: expected several prompts, got {shown(prompts)}; use run for one prompt")
     batch_size = whole_number("batch_size", batch_size, 1)
     one_of("padding_side", padding_side, ("left", "right"))
@@ -186,7 +187,8 @@ def _until_problem(
 
 
 def _row(values: Any, number: int, name: str) -> Any:
-    if not hasattr(values, "__getitem__") or not hasattr(values, "__len__"):
+    indexed = hasattr(values, "__getitem__") and hasattr(values, "__len__")
+    if not indexed or getattr(values, "ndim", 1) == 0:
         raise TypeError(
             f"{name}: expected one row per prompt, got {type(values).__name__}; "
             "run_many has no option of that name"
@@ -198,10 +200,8 @@ def _row(values: Any, number: int, name: str) -> Any:
 
 def _refuse_spare_rows(rows: Mapping[str, Any], count: int) -> None:
     for name, value in rows.items():
-        if hasattr(value, "__len__") and len(value) > count:
-            raise ValueError(
-                f"{name}: expected one row per prompt, got {len(value)} rows for {count} prompts"
-            )
+        if isinstance(value, Sized) and getattr(value, "ndim", 1) != 0 and len(value) > count:
+            raise ValueError(f"{name}: expected one row per prompt ({count}), got {len(value)} rows")
 
 
 def support(model: TransformerLensModel, *, stack: str | None = None) -> Support:

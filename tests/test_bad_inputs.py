@@ -189,7 +189,7 @@ def runs() -> Iterator[Case]:
 
 
 def runs_of_many() -> Iterator[Case]:
-    yield from each(consumed, "prompts", ("w3 w4", {"a": "w3"}, None, 3, b"w3 w4", 1.5))
+    yield from each(consumed, "prompts", ("w3 w4", {"a": "w3"}, None, 3, b"w3 w4", 1.5, torch.tensor(3)))
     yield from each(consumed, "prompts", (Made(lambda: iter([PROMPT, None])), [PROMPT, {}], [3, 4], b"w3"))
     yield from each(consumed, "batch_size", (*NO_WHOLE, None, 0, -1))
     yield from each(consumed, "padding_side", NO_CHOICE)
@@ -201,7 +201,7 @@ def runs_of_many() -> Iterator[Case]:
     yield from each(consumed, "layers", ("1", 1.5, [9], {}))
     yield from each(consumed, "methods", (None, [], "rolout"))
     masks = (torch.ones(2, 4), torch.ones(0, 4), [[1, 1, 1, 1]], torch.ones(1, 5), 3, "1111")
-    yield from each(consumed, "attention_mask", (*masks, torch.ones(3, 4)))
+    yield from each(consumed, "attention_mask", (*masks, torch.ones(3, 4), torch.tensor(1)))
     yield from each(consumed, "token_type_ids", (3, torch.zeros(3, 4), Made(lambda: iter([PROMPT]))))
     one = Made(lambda: iter([PROMPT]))
     yield from each(consumed, "attention_mask", (torch.ones(3, 4),), prompts=one)

@@ -199,7 +199,7 @@ def test_targets_that_do_not_fit(model, make, error, message):
 def test_targets_refuse_at_once():
     with pytest.raises(ValueError, match="of: expected 'probability', 'log_probability' or 'logit'"):
         lm.targets.predicted(of="odds")
-    with pytest.raises(TypeError, match="token: expected the text or the number"):
+    with pytest.raises(TypeError, match="token: expected a token's text or number"):
         lm.targets.token(1.5)
     with pytest.raises(TypeError, match="function: expected a callable"):
         lm.targets.head("classifier")

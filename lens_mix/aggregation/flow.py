@@ -122,9 +122,7 @@ def capacity_stack(
     mixing_map: MixingMap, residual: float | None, to_layer: int | None = None, drop_bos: bool = False
 ) -> Stack:
     """Rollout's Â_l of the layers up to `to_layer`. Args and errors: as `flow`."""
-    chosen, weight = layers_to_mix(
-        mixing_map, "flow", residual, to_layer=("layer", to_layer), drop_bos=drop_bos
-    )
+    chosen, weight = layers_to_mix(mixing_map, "flow", residual, None, to_layer, drop_bos, "layer")
     maps, notes = mixed_layers(chosen, weight)
     visible = chosen.visible()
     identity = torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)

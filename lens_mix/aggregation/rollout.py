@@ -56,8 +56,7 @@ def rollout(
             below 0; a residual outside 0 to 1, or None where the method has none; no heads for `per_head`.
     """
     flags(receptive_field=receptive_field, per_head=per_head, drop_bos=drop_bos)
-    bounds = ("from_layer", from_layer), ("to_layer", to_layer)
-    chosen, weight = layers_to_mix(mixing_map, "rollout", residual, *bounds, drop_bos=drop_bos)
+    chosen, weight = layers_to_mix(mixing_map, "rollout", residual, from_layer, to_layer, drop_bos)
     if per_head and not chosen.has_heads:
         raise ValueError(
             f"per_head: expected a map with heads, got scores of shape {tuple(chosen.scores.shape)}"
@@ -152,25 +151,21 @@ def layers_to_mix(
     mixing_map: MixingMap,
     purpose: str,
     residual: float | None,
-    from_layer: tuple[str, int | None] = ("from_layer", None),
-    to_layer: tuple[str, int | None] = ("to_layer", None),
-    drop_bos: bool = False,
+    from_layer: int | None,
+    to_layer: int | None,
+    drop_bos: bool,
+    last_name: str = "to_layer",
 ) -> tuple[MixingMap, float]:
-    """The map of the layers that are asked for, and the residual weight w. Args and errors: as `rollout`.
-
-    The layers come with the names of the arguments that they were given as.
-    """
+    """The map of the layers that are asked for, and the residual weight w. Args and errors: as `rollout`."""
     refuse_unstackable(mixing_map, purpose)
     weight = residual_weight(mixing_map, residual)
     labels = mixing_map.layer_labels
-    first, last = (
-        default if layer is None else mixing_map.layer_index(layer, name)
-        for (name, layer), default in ((from_layer, 0), (to_layer, len(labels) - 1))
-    )
+    first = 0 if from_layer is None else mixing_map.layer_index(from_layer, "from_layer")
+    last = len(labels) - 1 if to_layer is None else mixing_map.layer_index(to_layer, last_name)
     if first > last:
         raise ValueError(
-            f"from_layer: expected no later layer than to_layer, got from_layer={from_layer[1]} and "
-            f"to_layer={to_layer[1]}"
+            f"from_layer: expected no later layer than to_layer, got from_layer={from_layer} and "
+            f"to_layer={to_layer}"
         )
     chosen = labels[first : last + 1]
     if any(right != left + 1 for left, right in itertools.pairwise(chosen)):

@@ -139,14 +139,13 @@ def _orders(
         raise ValueError("rankings: expected other names than 'random', which is made here, got it")
     orders: dict[str, list[list[Head]]] = {}
     for name, given in rankings.items():
-        scores = (
-            given.scores if isinstance(given, HeadImportance) else real_tensor(f"rankings[{name!r}]", given)
-        )
+        label = f"rankings[{name!r}]"
+        scores = given.scores if isinstance(given, HeadImportance) else real_tensor(label, given)
         expected, shape = [lens.n_layers, lens.n_heads], list(scores.shape)
         if shape != expected:
-            raise ValueError(f"rankings[{name!r}]: expected shape {expected}, got {shape}")
+            raise ValueError(f"{label}: expected shape {expected}, got {shape}")
         if not bool(torch.isfinite(scores).all()):
-            raise ValueError(f"rankings[{name!r}]: expected finite numbers, got NaN or infinity")
+            raise ValueError(f"{label}: expected finite numbers, got NaN or infinity")
         order = HeadImportance(scores, name, 0).ranking()
         orders[name] = [order if remove == "least" else order[::-1]]
     if random > 0:

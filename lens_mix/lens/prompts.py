@@ -146,8 +146,10 @@ def _tokens(
                 f"{name}: expected one prompt (a string, or tokens [pos] or [1, pos]), "
                 f"got a {type(prompt).__name__} of {len(prompt)}; for several prompts use run_many"
             )
-        # Whether there are such tokens is asked of all prompts; here they have to fit.
-        prompt = torch.tensor([whole_number(name, token, -1, 2**31) for token in prompt], dtype=torch.long)
+        # Whether the vocabulary has them is asked later; here they have to fit.
+        prompt = torch.tensor(
+            [whole_number(name, one, -(2**63), 2**63 - 1) for one in prompt], dtype=torch.long
+        )
     if not torch.is_tensor(prompt):
         raise TypeError(f"{name}: expected a string or a tensor of tokens, got {type(prompt).__name__}")
     plain_tensor(name, prompt)

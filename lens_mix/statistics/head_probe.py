@@ -137,5 +137,5 @@ def _pair(pair: object, number: int, count: int, direction: str) -> tuple[int, i
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"relations: expected pairs (from, to), got {pair!r} for map {number}")
     for position in pair:
-        whole_number(f"relations (map {number})", position, 0, count - 1, "positions")
+        whole_number(f"relations of map {number}", position, 0, count - 1, "positions")
     return (pair[0], pair[1]) if direction == "forward" else (pair[1], pair[0])

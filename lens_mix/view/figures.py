@@ -62,7 +62,7 @@ def layer_maps(
         ValueError: no such layer or head; no layer at all; columns below 1; negative scores with
             `normalize=True`.
     """
-    _check_is_map("mixing_map", mixing_map)
+    instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     columns = _checked_options(columns, normalize, title)
     shown = mixing_map if layers is None else mixing_map.select_layers(layers)
     shown = _merged("mixing_map", shown if head is None else shown.head(head), normalize)
@@ -192,10 +192,6 @@ def _row_of_map(
     return torch.cat([torch.full((left_out,), torch.nan, dtype=torch.float64), scores])
 
 
-def _check_is_map(name: str, value: Any) -> None:
-    instance(name, value, MixingMap, "a MixingMap")
-
-
 def _checked_options(columns: int, normalize: bool, title: str | None) -> int:
     flags(normalize=normalize)
     instance("title", title, (str, type(None)), "a text")
@@ -203,8 +199,7 @@ def _checked_options(columns: int, normalize: bool, title: str | None) -> int:
 
 
 def _merged(name: str, value: MixingMap, normalize: bool) -> MixingMap:
-    _check_is_map(name, value)
-    merged = value.merge_heads()
+    merged: MixingMap = instance(name, value, MixingMap, "a MixingMap").merge_heads()
     return merged.normalized() if normalize else merged
 
 

@@ -188,7 +188,7 @@ def test_wrong_questions_are_refused():
         attention_statistics([random_map(), random_map(layers=2).replace(layers=[1, 2])])
     with pytest.raises(TypeError, match="offsets: expected a whole number"):
         attention_statistics(designed(), offsets=[0.5])
-    with pytest.raises(TypeError, match=r"groups: expected positions, tokens or a function, got 1\.5"):
+    with pytest.raises(TypeError, match=r"groups: expected tokens, a function or positions, got 1\.5"):
         attention_statistics(designed(), groups={"x": [1.5]})
     for query in (6, "middle", True):
         with pytest.raises(ValueError, match="query: expected 'first', 'last' or a position"):
