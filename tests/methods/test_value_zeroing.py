@@ -208,7 +208,7 @@ def test_distance_of_zero_vectors():
         ({"metric": "manhattan"}, "metric: expected 'cosine' or 'euclidean', got 'manhattan'"),
         ({"last_layer": "final"}, "last_layer: expected"),
         ({"threshold": -1.0}, "threshold: expected a finite number, 0 or more"),
-        ({"spans": []}, "spans: expected groups"),
+        ({"spans": []}, "spans: expected at least one"),
         ({"spans": [(0, 1), (1, 2)]}, "each position in one group"),
         ({"per_head": True, "heads": {0: [1]}}, "same heads in every layer"),
     ],
