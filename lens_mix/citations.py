@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib import resources
 
+from lens_mix.arguments import one_of
 from lens_mix.methods import METHODS
 
 _AGGREGATIONS = dict.fromkeys(("flow", "rollout"), "abnar-zuidema-2020-quantifying")
@@ -17,7 +18,6 @@ def citation(name: str) -> str:
         ValueError: no such method or aggregation.
     """
     keys = {label: method.citation for label, method in METHODS.items()} | _AGGREGATIONS
-    if name not in keys:
-        raise ValueError(f"name: expected one of {sorted(keys)}, got {name!r}")
+    one_of("name", name, sorted(keys))
     entries = re.split(r"\n\n(?=@)", resources.files("lens_mix").joinpath("references.bib").read_text())
     return next(entry.strip() for entry in entries if f"{{{keys[name]}," in entry)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lens_mix.arguments import flags
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, record_attention
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.proof.record import ALGEBRA_PARTS
@@ -43,6 +44,11 @@ class Method:
     parts: ClassVar[tuple[str, ...]] = ALGEBRA_PARTS
     reads_last_residual: ClassVar[bool] = False
     citation: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        flags(
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if isinstance(f.default, bool)}
+        )
 
     def hooks(
         self,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, overload
 
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from lens_mix.arguments import flags, one_of, shown, whole_number
 from lens_mix.lens import masks
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
@@ -70,6 +71,7 @@ def run(
         TypeError, ValueError: bad input, naming what was expected and what was got.
         UnsupportedModelError: the model or the method on it can't be trusted, with the reason.
     """
+    flags(progress=progress)
     labelled, single = read_methods(methods)
     session = Session(
         model, labelled, stack=stack, engine=engine, max_memory=max_memory, queries=queries, layers=layers
@@ -123,12 +125,12 @@ def run_many(
             come first.
         UnsupportedModelError: as in `run`.
     """
-    if isinstance(prompts, str):
-        raise TypeError("prompts: expected several prompts, got one string; use run for one prompt")
-    if batch_size < 1:
-        raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
-    if padding_side not in ("left", "right"):
-        raise ValueError(f"padding_side: expected 'left' or 'right', got {padding_side!r}")
+    alone = isinstance(prompts, (str, bytes, Mapping)) or getattr(prompts, "ndim", 1) == 0
+    if alone or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts: expected several prompts, got {shown(prompts)}; use run for one prompt")
+    batch_size = whole_number("batch_size", batch_size, 1)
+    one_of("padding_side", padding_side, ("left", "right"))
+    flags(progress=progress)
     labelled, single = read_methods(methods)
     session = Session(
         model, labelled, stack=stack, engine=engine, max_memory=max_memory, queries=queries, layers=layers
@@ -144,7 +146,12 @@ def run_many(
         except (TypeError, ValueError) as problem:
             raise type(problem)(f"prompt {number}: {problem}") from problem
 
+    rows = {"attention_mask": attention_mask, **inputs}
+    if isinstance(prompts, Sized):
+        _refuse_spare_rows(rows, len(prompts))
+
     def stream() -> Iterator[Any]:
+        count = 0
         numbered = enumerate(prompts)
         problem: Exception | None = None
         total = len(prompts) if isinstance(prompts, Sized) else None
@@ -153,12 +160,14 @@ def run_many(
                 chunk, problem = _until_problem(numbered, batch_size, read)
                 if not chunk:
                     break
+                count += len(chunk)
                 for batch in session.batches(chunk, padding_side):
                     for maps in map_prompts(session, batch, padding_side, prepend_bos=prepend_bos):
                         bar.update()
                         yield next(iter(maps.values())) if single else maps
         if problem is not None:
             raise problem
+        _refuse_spare_rows(rows, count)
 
     return stream()
 
@@ -178,7 +187,8 @@ def _until_problem(
 
 
 def _row(values: Any, number: int, name: str) -> Any:
-    if not hasattr(values, "__getitem__") or not hasattr(values, "__len__"):
+    indexed = hasattr(values, "__getitem__") and hasattr(values, "__len__")
+    if not indexed or getattr(values, "ndim", 1) == 0:
         raise TypeError(
             f"{name}: expected one row per prompt, got {type(values).__name__}; "
             "run_many has no option of that name"
@@ -186,6 +196,12 @@ def _row(values: Any, number: int, name: str) -> Any:
     if number >= len(values):
         raise ValueError(f"{name}: expected a row for every prompt, got {len(values)} rows")
     return values[number]
+
+
+def _refuse_spare_rows(rows: Mapping[str, Any], count: int) -> None:
+    for name, value in rows.items():
+        if isinstance(value, Sized) and getattr(value, "ndim", 1) != 0 and len(value) > count:
+            raise ValueError(f"{name}: expected one row per prompt ({count}), got {len(value)} rows")
 
 
 def support(model: TransformerLensModel, *, stack: str | None = None) -> Support:
@@ -205,7 +221,7 @@ def read_methods(methods: MethodLike | Sequence[MethodLike]) -> tuple[dict[str, 
         TypeError, ValueError: neither names nor methods; none; one twice.
     """
     single = isinstance(methods, (str, Method))
-    if not single and (isinstance(methods, type) or not isinstance(methods, Iterable)):
+    if not single and (isinstance(methods, (type, bytes, Mapping)) or not isinstance(methods, Iterable)):
         got = f"the class {methods.__name__}" if isinstance(methods, type) else type(methods).__name__
         raise TypeError(f"methods: expected a name, a method (with its parameters), or several; got {got}")
     asked: list[Any] = [methods] if isinstance(methods, (str, Method)) else list(methods)

@@ -16,6 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lens_mix.algebra import large_product
+from lens_mix.arguments import whole_number
 from lens_mix.hooks import HookPair, record_attention
 from lens_mix.lens.block import Block
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
@@ -63,8 +64,8 @@ class Session:
         layers: Selection | None = None,
     ) -> None:
         lens = Lens(model, stack)
-        if max_memory is not None and (isinstance(max_memory, bool) or max_memory < 1):
-            raise ValueError(f"max_memory: expected a positive number of bytes, got {max_memory}")
+        if max_memory is not None:
+            max_memory = whole_number("max_memory", max_memory, 1, what="a number of bytes")
         for method in methods.values():
             method.check(lens.n_heads, lens.n_layers)
             reason = logits_refusal(lens, method)

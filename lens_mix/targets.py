@@ -26,6 +26,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lens_mix.arguments import flags, instance, one_of, whole_number
+
 Measure = Literal["probability", "log_probability", "logit"]
 Reads = Literal["logits", "last_residual"]
 Explained = Callable[[Tensor], Tensor]
@@ -52,12 +54,8 @@ class Context:
         Raises:
             TypeError, ValueError: neither text nor number; text of several tokens; no such token.
         """
-        _check_token(name, token)
-        if isinstance(token, int):
-            size = self.output.shape[-1]
-            if not 0 <= token < size:
-                raise ValueError(f"{name}: expected a number in 0..{size - 1}, got {token}")
-            return token
+        if not isinstance(token, str):
+            return whole_number(name, token, 0, self.output.shape[-1] - 1)
         if self.tokenizer is None:
             raise ValueError(
                 f"{name}: {token!r} needs a tokenizer and this model has none; expected a token number"
@@ -73,12 +71,8 @@ class Context:
 
     def position(self, position: int) -> int:
         """A position of the output, negative from the end, as a number from 0; an error if out of range."""
-        if isinstance(position, bool) or not isinstance(position, int):
-            raise TypeError(f"position: expected a whole number, got {position!r}")
         count = len(self.tokens)
-        if not -count <= position < count:
-            raise ValueError(f"position: expected {-count} to {count - 1}, got {position}")
-        return position % count
+        return whole_number("position", position, -count, count - 1) % count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +161,7 @@ class _MaskedToken(Target):
         mask = getattr(context.tokenizer, "mask_token_id", None)
         if mask is None:
             raise ValueError(
-                "position: the model has no tokenizer with a mask token; give the masked position"
+                "position: expected the masked position, as the model's tokenizer has no mask token, got None"
             )
         places = (context.tokens == mask).nonzero()[:, 0].tolist()
         if len(places) != 1:
@@ -235,7 +229,7 @@ def predicted(position: int = -1, of: Measure = "probability") -> Target:
         position: negative from the end; ignored where the output is [batch, class].
         of: "probability" (0..1), "log_probability" or "logit" (without bound).
     """
-    return _Token(None, position, _checked_measure(of))
+    return _Token(None, whole_number("position", position), _checked_measure(of))
 
 
 def token(token: str | int, position: int = -1, of: Measure = "probability") -> Target:
@@ -243,30 +237,28 @@ def token(token: str | int, position: int = -1, of: Measure = "probability") -> 
 
     ValueError where it meets a prompt: text of several tokens, or no tokenizer to read it with.
     """
-    _check_token("token", token)
-    return _Token(token, position, _checked_measure(of))
+    return _Token(_checked_token("token", token), whole_number("position", position), _checked_measure(of))
 
 
 def probability(token: str | int | None = None, position: int = -1) -> Target:
     """The probability of a token, or of the predicted one; 0..1."""
-    return _Token(token, position, "probability")
+    return _Token(_checked("token", token), whole_number("position", position), "probability")
 
 
 def logit(token: str | int | None = None, position: int = -1) -> Target:
     """The logit of a token, or of the predicted one."""
-    return _Token(token, position, "logit")
+    return _Token(_checked("token", token), whole_number("position", position), "logit")
 
 
 def logit_difference(good: str | int, bad: str | int, position: int = -1) -> Target:
     """logit(good) - logit(bad): positive where the model prefers `good`."""
-    _check_token("good", good)
-    _check_token("bad", bad)
-    return _LogitDifference(good, bad, position)
+    position = whole_number("position", position)
+    return _LogitDifference(_checked_token("good", good), _checked_token("bad", bad), position)
 
 
 def class_(k: int | None = None, of: Measure = "probability") -> Target:
     """Class `k` (None: the predicted one) of a model whose output is [batch, class]."""
-    return _Class(k, _checked_measure(of))
+    return _Class(None if k is None else whole_number("k", k, 0), _checked_measure(of))
 
 
 def loss(label: str | int | None = None, position: int = -1) -> Target:
@@ -277,14 +269,15 @@ def loss(label: str | int | None = None, position: int = -1) -> Target:
             over its positions (for causal models and decoders).
         position: where the label belongs; ignored with None and where the output is [batch, class].
     """
-    return _Loss(label, position)
+    return _Loss(_checked("label", label), whole_number("position", position))
 
 
 def masked_token(
     token: str | int | None = None, position: int | None = None, of: Measure = "probability"
 ) -> Target:
     """A token (None: the predicted one) at `position` (None: the only mask), for masked language models."""
-    return _MaskedToken(token, position, _checked_measure(of))
+    place = None if position is None else whole_number("position", position)
+    return _MaskedToken(_checked("token", token), place, _checked_measure(of))
 
 
 def head(function: Explained, after_final_norm: bool = False) -> Target:
@@ -299,8 +292,8 @@ def head(function: Explained, after_final_norm: bool = False) -> Target:
         after_final_norm: the model's final norm is applied first, where it has one. A run refuses where none
             is mapped and the model may have one.
     """
-    if not callable(function):
-        raise TypeError(f"function: expected a callable on the last residual, got {type(function).__name__}")
+    instance("function", function, Callable, "a callable on the last residual")
+    flags(after_final_norm=after_final_norm)
     return Head(function, after_final_norm)
 
 
@@ -346,11 +339,13 @@ def _measured(logits: Float[Tensor, "copy *pos d_vocab"], of: Measure) -> Float[
 
 
 def _checked_measure(of: Measure) -> Measure:
-    if of not in get_args(Measure):
-        raise ValueError(f"of: expected one of {list(get_args(Measure))}, got {of!r}")
+    one_of("of", of, get_args(Measure))
     return of
 
 
-def _check_token(name: str, token: object) -> None:
-    if isinstance(token, bool) or not isinstance(token, (str, int)):
-        raise TypeError(f"{name}: expected the text or the number of a token, got {token!r}")
+def _checked_token(name: str, token: Any) -> str | int:
+    return token if isinstance(token, str) else whole_number(name, token, 0, what="a token's text or number")
+
+
+def _checked(name: str, token: Any) -> str | int | None:
+    return None if token is None else _checked_token(name, token)

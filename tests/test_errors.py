@@ -81,7 +81,7 @@ def test_bad_prompts(model, prompt, error, message):
         ({"methods": lm.ValueZeroing}, TypeError, "got the class ValueZeroing"),
         ({"methods": ["attention", "attention"]}, ValueError, "got one twice"),
         ({"engine": "gpu"}, ValueError, "engine: expected 'auto', 'hooks' or 'algebra', got 'gpu'"),
-        ({"max_memory": 0}, ValueError, "max_memory: expected a positive number of bytes, got 0"),
+        ({"max_memory": 0}, ValueError, "max_memory: expected a number of bytes, 1 or more, got 0"),
         ({"max_memory": 100}, ValueError, r"max_memory: expected at least \d+ bytes"),
         ({"stack": "decoder"}, ValueError, r"stack: expected one of \['blocks'\]"),
         ({"prepend_bos": True}, ValueError, "prepend_bos: applies to strings only"),
@@ -113,8 +113,8 @@ def test_bad_options(model, options, error, message):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"prompts": "one string"}, TypeError, "expected several prompts, got one string"),
-        ({"batch_size": 0}, ValueError, "batch_size: expected at least 1, got 0"),
+        ({"prompts": "one string"}, TypeError, "expected several prompts, got 'one string'"),
+        ({"batch_size": 0}, ValueError, "batch_size: expected a whole number, 1 or more, got 0"),
         ({"padding_side": "both"}, ValueError, "padding_side: expected 'left' or 'right', got 'both'"),
         (
             {"prompts": [GOOD, torch.tensor([[99]])]},
@@ -172,6 +172,21 @@ def test_left_padding_of_an_encoder():
         lm.run_many(model, [GOOD], "attention", padding_side="left")
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [torch.cuda.OutOfMemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+)
+@pytest.mark.parametrize("place", ["proof.support.proof_of", "replay.BlockReplay._error"])
+def test_running_out_of_memory_is_not_called_unsupported(monkeypatch, problem, place):
+    def fails(*_, **__):
+        raise problem
+
+    monkeypatch.setattr(f"lens_mix.lens.{place}", fails)
+    with pytest.raises(RuntimeError) as raised:
+        lm.support(gpt2_like(seed=11))
+    assert raised.value is problem
+
+
 def test_unknown_citation():
     with pytest.raises(ValueError, match=r"expected one of .*, got 'rolout'"):
         lm.citation("rolout")
@@ -184,7 +199,7 @@ def test_unknown_attribute_of_the_package():
 
 def test_layers_that_are_not_there(model):
     lens = lm.Lens(model)
-    with pytest.raises(ValueError, match=r"layer: expected -2\.\.1, got 2"):
+    with pytest.raises(ValueError, match=r"layer: expected a whole number from -2 to 1, got 2"):
         lens.layer_index(2)
     m = lm.run(model, GOOD, "attention")
     with pytest.raises(ValueError, match="layer: expected"):

@@ -28,6 +28,7 @@ FLOORS = {
     "citations": 8,
     "cli": 8,
     # lens_mix itself: names are imported when they are first asked for
+    "arguments": 0,
     "": 9,
 }
 

@@ -71,7 +71,7 @@ def test_with_other_keys():
         ({"queries": [1]}, ValueError, "queries: expected 6 positions, one per row of scores, got 1"),
         ({"queries": [6]}, ValueError, "queries: expected a position from -6 to 5, got 6"),
         ({"queries": [1, -5, 0, 2, 3, 4]}, ValueError, "queries: expected at least one position, none twice"),
-        ({"queries": 5}, TypeError, "queries: expected a list of positions, got int"),
+        ({"queries": 5}, TypeError, "queries: expected a list of positions, got 5"),
         ({"tokens": TOKENS[:5], "queries": [0]}, ValueError, "tokens: expected 6, one per key position"),
     ],
 )

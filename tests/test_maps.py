@@ -99,7 +99,7 @@ REFUSED = {
     "NaN": ({"scores": torch.full((1, 5, 5), torch.nan)}, ValueError, "layer 0, query 0, key 0"),
     "infinity": ({"scores": np.full((1, 2, 5, 5), np.inf)}, ValueError, "head 0"),
     "too few tokens": ({"tokens": ["a"]}, ValueError, "tokens: expected 5, .* got 1"),
-    "tokens as text": ({"tokens": "abcde"}, TypeError, "got str"),
+    "tokens as text": ({"tokens": "abcde"}, TypeError, "got 'abcde'"),
     "token ids": ({"tokens": [1, 2, 3, 4, 5]}, TypeError, "got int at position 0"),
     "too few key tokens": ({"causal": False, "key_tokens": ["a"]}, ValueError, "key_tokens: expected 5"),
     "above the diagonal": ({"scores": torch.ones(2, 5, 5)}, ValueError, "layer 0, query 0, key 1, .* above"),
@@ -114,12 +114,12 @@ REFUSED = {
     "hidden weight": ({"mask": torch.eye(5, dtype=torch.bool)}, ValueError, "query 1, key 0, .* mask hides"),
     "residual": ({"residual": 1.5}, ValueError, "residual: expected a number from 0 to 1, got 1.5"),
     "residual NaN": ({"residual": float("nan")}, ValueError, "got nan"),
-    "residual text": ({"residual": "half"}, TypeError, "got str"),
+    "residual text": ({"residual": "half"}, TypeError, "got 'half'"),
     "kind": ({"kind": "head"}, ValueError, "'layer' or 'input'"),
     "method": ({"method": 3}, TypeError, "method: expected a name"),
     "layer labels": ({"layers": [1]}, ValueError, "expected 2 labels"),
     "repeated labels": ({"layers": [1, 1]}, ValueError, "different labels"),
-    "labels as text": ({"layers": ["a", "b"]}, TypeError, "whole numbers"),
+    "labels as text": ({"layers": ["a", "b"]}, TypeError, "whole number, got 'a'"),
 }
 
 
@@ -215,7 +215,7 @@ def test_layers_are_named_by_label():
     assert mixing_map.layer(7).layers == [7]
     assert torch.equal(mixing_map.layer(-2).scores, mixing_map.scores[:1])
     for missing in (0, 1, -3):
-        with pytest.raises(ValueError, match=r"layer: expected one of \[3, 7\]"):
+        with pytest.raises(ValueError, match=r"layers?: expected one of \[3, 7\]"):
             mixing_map.layer(missing)
 
 
@@ -229,7 +229,7 @@ def test_select_layers_takes_their_masks_along():
 def test_head():
     mixing_map = make(scores=attention(heads=3))
     assert torch.equal(mixing_map.head(-1).scores, mixing_map.scores[:, 2])
-    with pytest.raises(ValueError, match="head: expected -3 to 2"):
+    with pytest.raises(ValueError, match="head: expected a whole number from -3 to 2"):
         mixing_map.head(3)
     with pytest.raises(ValueError, match="with heads"):
         make().head(0)
@@ -390,9 +390,9 @@ def test_merge_words_refuses(groups, error, message):
 
 
 def test_merge_words_refuses_unknown_reductions():
-    with pytest.raises(ValueError, match="keys: expected one of sum"):
+    with pytest.raises(ValueError, match=r"keys: expected one of .*sum"):
         make().merge_words(keys="median")
-    with pytest.raises(ValueError, match="queries: expected one of sum"):
+    with pytest.raises(ValueError, match=r"queries: expected one of .*sum"):
         make().merge_words(queries="median")
     with pytest.raises(ValueError, match="key_groups: expected None"):
         make().merge_words(key_groups=[[0, 1, 2, 3, 4]])
@@ -575,7 +575,7 @@ def test_load_refuses_other_files(tmp_path):
             ValueError, match=expected + rf".*text{number}, which is no safetensors file: \w+"
         ):
             MixingMap.load(tmp_path / f"text{number}")
-    with pytest.raises(ValueError, match=expected + "the folder"):
+    with pytest.raises(ValueError, match="path: expected the path of a file, got the folder"):
         MixingMap.load(tmp_path)
     with pytest.raises(FileNotFoundError):
         MixingMap.load(tmp_path / "missing")

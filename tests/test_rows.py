@@ -82,13 +82,13 @@ def test_prompts_with_fewer_rows_than_others():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"queries": 9}, r"queries: expected -6\.\.5, got 9"),
+        ({"queries": 9}, r"queries: expected whole numbers or a slice from -6 to 5, got 9"),
         ({"queries": []}, r"queries: expected at least one of 0\.\.5, got none"),
         ({"queries": [1, 1]}, r"queries: expected each one once, got \[1, 1\]"),
-        ({"queries": "last"}, "queries: expected whole numbers or a slice, got str"),
-        ({"queries": 1.5}, "queries: expected whole numbers or a slice, got 1.5"),
-        ({"queries": True}, "queries: expected whole numbers or a slice, got True"),
-        ({"layers": [2]}, r"layers: expected -2\.\.1, got 2"),
+        ({"queries": "last"}, "queries: expected whole numbers or a slice from -6 to 5, got 'last'"),
+        ({"queries": 1.5}, "queries: expected whole numbers or a slice from -6 to 5, got 1.5"),
+        ({"queries": True}, "queries: expected whole numbers or a slice from -6 to 5, got True"),
+        ({"layers": [2]}, r"layers: expected whole numbers or a slice from -2 to 1, got 2"),
         ({"layers": slice(5, 9)}, r"layers: expected at least one of 0\.\.1, got none"),
     ],
 )

@@ -450,7 +450,7 @@ def test_heads_and_spans_in_any_form_are_saved(tmp_path):
         assert torch.equal(lm.MixingMap.load(tmp_path / f"{number}.safetensors").scores, m.scores)
     with pytest.raises(ValueError, match=r"heads: expected each head once, got \[1, 1\]"):
         lm.run(model, tokens(model, 1, 4), lm.ValueZeroing(heads=[1, 1]))
-    with pytest.raises(TypeError, match="heads: expected whole numbers in a list, got int"):
+    with pytest.raises(TypeError, match="heads: expected whole numbers in a list, got 2"):
         lm.ValueZeroing(heads=2)
 
 

@@ -26,9 +26,10 @@ from lens_mix.aggregation.rollout import (
     mixed_layers,
     reached_inputs,
 )
+from lens_mix.arguments import flags, one_of, whole_number
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import normalise_rows
-from lens_mix.maps.positions import as_count, as_positions
+from lens_mix.maps.positions import as_positions
 
 # Two flows that differ by less are one: what rounding to whole numbers can do to a flow is below it.
 EQUAL = 1e-7
@@ -78,10 +79,10 @@ def flow(
     Raises:
         TypeError, ValueError: as `rollout`; no such query; an unknown solver; fewer than 1 process.
     """
+    flags(normalize=normalize, receptive_field=receptive_field, drop_bos=drop_bos, progress=progress)
     stack, visible, weight = capacity_stack(mixing_map, residual, to_layer=layer, drop_bos=drop_bos)
-    if solver not in ("scipy", "networkx"):
-        raise ValueError(f"solver: expected 'scipy' or 'networkx', got {solver!r}")
-    as_count(processes, "processes")
+    one_of("solver", solver, ("scipy", "networkx"))
+    processes = whole_number("processes", processes, 1)
     chosen = as_positions(slice(None) if queries is None else queries, len(stack.tokens))
     levels = list(range(1, len(stack.scores) + 1)) if layer is None else [len(stack.scores)]
     work: dict[str, Any] = {"solver": solver, "processes": processes, "progress": progress}
@@ -121,7 +122,7 @@ def capacity_stack(
     mixing_map: MixingMap, residual: float | None, to_layer: int | None = None, drop_bos: bool = False
 ) -> Stack:
     """Rollout's Â_l of the layers up to `to_layer`. Args and errors: as `flow`."""
-    chosen, weight = layers_to_mix(mixing_map, "flow", residual, None, to_layer, drop_bos)
+    chosen, weight = layers_to_mix(mixing_map, "flow", residual, None, to_layer, drop_bos, "layer")
     maps, notes = mixed_layers(chosen, weight)
     visible = chosen.visible()
     identity = torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)

@@ -6,6 +6,7 @@ import torch
 
 from lens_mix.aggregation.products import cumulative
 from lens_mix.aggregation.rollout import reached_inputs, refuse_unstackable, to_float64
+from lens_mix.arguments import flags
 from lens_mix.maps import MixingMap
 
 
@@ -26,6 +27,7 @@ def gradient_rollout(mixing_map: MixingMap, *, normalize: bool = False) -> Mixin
     Raises:
         TypeError, ValueError: as `lm.rollout`.
     """
+    flags(normalize=normalize)
     refuse_unstackable(mixing_map, "gradient_rollout")
     if bool((mixing_map.scores < 0).any()):
         raise ValueError(

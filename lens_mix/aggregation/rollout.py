@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lens_mix.aggregation.products import add_residual, cumulative, lower_product
 from lens_mix.aggregation.receptive_field import normalise_rollout, reachable
+from lens_mix.arguments import flags, instance
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import refuse_negative, with_empty_rows
 from lens_mix.maps.checks import as_residual
@@ -54,6 +55,7 @@ def rollout(
         ValueError: input maps; keys that are not the tokens; layers that do not follow one another; scores
             below 0; a residual outside 0 to 1, or None where the method has none; no heads for `per_head`.
     """
+    flags(receptive_field=receptive_field, per_head=per_head, drop_bos=drop_bos)
     chosen, weight = layers_to_mix(mixing_map, "rollout", residual, from_layer, to_layer, drop_bos)
     if per_head and not chosen.has_heads:
         raise ValueError(
@@ -126,8 +128,7 @@ def residual_weight(mixing_map: MixingMap, residual: float | None) -> float:
 
 def refuse_unstackable(mixing_map: MixingMap, purpose: str) -> None:
     """Raise a TypeError for what is no `MixingMap`, a ValueError for one whose layers do not chain."""
-    if not isinstance(mixing_map, MixingMap):
-        raise TypeError(f"mixing_map: expected a MixingMap, got {type(mixing_map).__name__}")
+    instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     if mixing_map.kind != "layer":
         raise ValueError(
             f"mixing_map: expected layer maps for {purpose}, got kind {mixing_map.kind!r}, which already "
@@ -153,13 +154,14 @@ def layers_to_mix(
     from_layer: int | None,
     to_layer: int | None,
     drop_bos: bool,
+    last_name: str = "to_layer",
 ) -> tuple[MixingMap, float]:
     """The map of the layers that are asked for, and the residual weight w. Args and errors: as `rollout`."""
     refuse_unstackable(mixing_map, purpose)
     weight = residual_weight(mixing_map, residual)
     labels = mixing_map.layer_labels
-    first = 0 if from_layer is None else mixing_map.layer_index(from_layer)
-    last = len(labels) - 1 if to_layer is None else mixing_map.layer_index(to_layer)
+    first = 0 if from_layer is None else mixing_map.layer_index(from_layer, "from_layer")
+    last = len(labels) - 1 if to_layer is None else mixing_map.layer_index(to_layer, last_name)
     if first > last:
         raise ValueError(
             f"from_layer: expected no later layer than to_layer, got from_layer={from_layer} and "

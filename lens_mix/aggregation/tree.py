@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.aggregation.rollout import refuse_unstackable, to_float64
+from lens_mix.arguments import flags, number, one_of, shown
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import Dropped, kept_positions, query_position
 
@@ -65,18 +66,15 @@ def attribution_tree(
         TypeError, ValueError: as `lm.rollout`; options out of range; no positive score.
     """
     refuse_unstackable(mixing_map, "attribution_tree")
-    if not 0 <= threshold <= 1:
-        raise ValueError(f"threshold: expected a share from 0 to 1, got {threshold}")
-    if not cost >= 0:
-        raise ValueError(f"cost: expected 0 or more, got {cost}")
-    if order not in ("score", "position"):
-        raise ValueError(f"order: expected 'score' or 'position', got {order!r}")
+    threshold, cost = number("threshold", threshold, 0, 1), number("cost", cost, 0)
+    one_of("order", order, ("score", "position"))
+    flags(within_layer=within_layer)
     scores = to_float64(mixing_map.scores)
     scores = scores.sum(1) if mixing_map.has_heads else scores
     ordinary = torch.zeros(len(mixing_map.tokens), dtype=torch.bool)
-    ordinary[kept_positions(mixing_map.tokens, special)] = True
-    top = len(scores) - 1 if top_layer is None else mixing_map.layer_index(top_layer)
-    start = _strongest(scores, ordinary) if root is None else query_position(mixing_map.tokens, root)
+    ordinary[kept_positions(mixing_map.tokens, special, "special")] = True
+    top = len(scores) - 1 if top_layer is None else mixing_map.layer_index(top_layer, "top_layer")
+    start = _strongest(scores, ordinary) if root is None else query_position(mixing_map.tokens, root, "root")
     shares = _shares(scores, ordinary)
     edges = _grow(shares, ordinary, start, top, threshold, order, within_layer)
     edges, objective = _cut(edges, scores, start, cost)
@@ -198,8 +196,8 @@ def tree_rich(tree: networkx.DiGraph) -> rich.tree.Tree:
     import rich.text
     import rich.tree
 
-    if "root" not in tree.graph:
-        raise ValueError("tree: expected a graph of attribution_tree (with a root), got one without")
+    if "root" not in getattr(tree, "graph", ()):
+        raise ValueError(f"tree: expected a graph of attribution_tree (with a root), got {shown(tree)}")
 
     def branch(node: Any) -> rich.text.Text:
         values = tree.nodes[node]

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix import targets as targets_module
+from lens_mix.arguments import flags, instance, number, one_of, pairs, real_tensor, several, whole_number
 from lens_mix.hooks import must_fire, prune_heads
 from lens_mix.lens.model import Lens
 from lens_mix.methods import AttentionAttribution, AttentionWeights, GradientAttention, Method
@@ -47,12 +48,13 @@ class HeadImportance:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        scores = torch.as_tensor(self.scores).detach().to("cpu", torch.float64)
+        scores = real_tensor("scores", self.scores).to("cpu", torch.float64)
         if scores.ndim != 2 or scores.numel() == 0:
             raise ValueError(f"scores: expected shape [layer, head], got {list(scores.shape)}")
         if not bool(torch.isfinite(scores).all()):
             raise ValueError("scores: expected finite numbers, got NaN or infinity")
         object.__setattr__(self, "scores", scores)
+        object.__setattr__(self, "examples", whole_number("examples", self.examples, 0))
 
     def ranking(self) -> list[Head]:
         """(layer, head), the least important first; ties by layer, then head."""
@@ -61,7 +63,8 @@ class HeadImportance:
 
     def top(self, k: int = 5) -> list[tuple[int, int, float]]:
         """The `k` most important heads: (layer, head, score)."""
-        return [(*place, self.scores[place].item()) for place in self.ranking()[::-1][:k]]
+        best = self.ranking()[::-1][: whole_number("k", k, 1)]
+        return [(*place, self.scores[place].item()) for place in best]
 
     def correlation(self, other: HeadImportance, how: Statistic = "pearson") -> float:
         """Correlation over all heads with another importance of the same model, -1 to 1.
@@ -69,8 +72,8 @@ class HeadImportance:
         Raises:
             ValueError: other shapes; an unknown statistic; constant scores.
         """
-        if how not in ("pearson", "spearman"):
-            raise ValueError(f"how: expected 'pearson' or 'spearman', got {how!r}")
+        one_of("how", how, ("pearson", "spearman"))
+        instance("other", other, HeadImportance, "a HeadImportance")
         if self.scores.shape != other.scores.shape:
             raise ValueError(
                 f"other: expected scores of shape {list(self.scores.shape)}, got {list(other.scores.shape)}"
@@ -132,13 +135,13 @@ def head_importance(
     Raises:
         ValueError: no prompts; an unknown option; another number of targets than of prompts.
     """
-    if by not in ("attribution", "attention", "taylor"):
-        raise ValueError(f"by: expected 'attribution', 'attention' or 'taylor', got {by!r}")
+    one_of("by", by, ("attribution", "attention", "taylor"))
+    flags(progress=progress)
     if method is not None and by != "attribution":
         raise ValueError(f"method: applies to by='attribution' only, got by={by!r}")
+    prompts = several("prompts", prompts, "several prompts", least=1)
     by_prompt = one_target_each("prompts", prompts, targets)
-    if statistic not in ("max", "mean"):
-        raise ValueError(f"statistic: expected 'max' or 'mean', got {statistic!r}")
+    one_of("statistic", statistic, ("max", "mean"))
     values = []
     warned: collections.Counter[str] = collections.Counter()
     for prompt, target in zip(tqdm(prompts, disable=not progress, desc=by), by_prompt, strict=True):
@@ -174,17 +177,13 @@ def pruned(model: Any, heads: Iterable[Head], *, stack: str | None = None) -> It
     """
     lens = Lens(model, stack)
     by_layer: dict[int, list[int]] = {}
-    for layer, head in heads:
-        if not 0 <= layer < lens.n_layers or not 0 <= head < lens.n_heads:
-            raise ValueError(
-                f"heads: expected layers 0..{lens.n_layers - 1} and heads 0..{lens.n_heads - 1}, "
-                f"got ({layer}, {head})"
-            )
-        by_layer.setdefault(layer, []).append(head)
+    for layer, head in pairs("heads", heads, "(layer, head) pairs"):
+        chosen = by_layer.setdefault(whole_number("heads", layer, 0, lens.n_layers - 1, "layers"), [])
+        chosen.append(whole_number("heads", head, 0, lens.n_heads - 1, "heads"))
     template = lens.stack.attention_template
-    pairs = [prune_heads(layer, chosen, attention=template) for layer, chosen in by_layer.items()]
+    pruning = [prune_heads(layer, chosen, attention=template) for layer, chosen in by_layer.items()]
     # In the precision that the user runs the model in, with and without the heads.
-    with lens.evaluation_mode(precise=False), must_fire(*pairs) as hooks, lens.hooked(hooks):
+    with lens.evaluation_mode(precise=False), must_fire(*pruning) as hooks, lens.hooked(hooks):
         yield model
 
 
@@ -201,14 +200,21 @@ def ablation_importance(
     Raises:
         RuntimeError: the metric does not run the model.
     """
-    lens = Lens(model, stack)
-    whole = float(metric(model))
+    flags(progress=progress)
+    examples, lens = whole_number("examples", examples, 0), Lens(model, stack)
+    whole = measured(metric, model)
     scores = torch.zeros(lens.n_layers, lens.n_heads, dtype=torch.float64)
     places = list(itertools.product(range(lens.n_layers), range(lens.n_heads)))
     for place in tqdm(places, disable=not progress, desc="ablation"):
         with pruned(model, [place], stack=stack):
-            scores[place] = whole - float(metric(model))
+            scores[place] = whole - measured(metric, model)
     return HeadImportance(scores, "ablation", examples)
+
+
+def measured(metric: Metric, model: Any) -> float:
+    """What a metric says of the model; TypeError, ValueError: no function, or no finite number."""
+    instance("metric", metric, Callable, "a function of the model")
+    return number("metric", metric(model))
 
 
 def importance_correlations(
@@ -221,8 +227,9 @@ def importance_correlations(
     """
     import pandas as pd
 
-    if len(importances) < 2:
-        raise ValueError(f"importances: expected at least two, got {len(importances)}")
+    expected = "two HeadImportances or more, by their names"
+    instance("importances", importances, Mapping, expected)
+    several("importances", importances.values(), expected, least=2, kind=HeadImportance)
     table = [[one.correlation(other, how) for other in importances.values()] for one in importances.values()]
     return pd.DataFrame(table, index=list(importances), columns=list(importances))
 
@@ -231,8 +238,6 @@ def one_target_each(
     name: str, items: Sequence[Any], targets: TargetLike | Sequence[TargetLike] | None
 ) -> list[TargetLike | None]:
     """A target for each of the prompts or examples (`name`, for errors), of which there must be one."""
-    if len(items) == 0:
-        raise ValueError(f"{name}: expected at least one, got none")
     each = list(targets) if isinstance(targets, (list, tuple)) else [targets] * len(items)
     if len(each) != len(items):
         raise ValueError(f"targets: expected one, or one for each of {len(items)} {name}, got {len(each)}")
@@ -246,5 +251,7 @@ def method_for(by: str, target: TargetLike | None, method: AttentionAttribution 
     if by == "taylor":
         target = targets_module.loss() if target is None else target
         return GradientAttention(target=target, per_head=True, rectify=False)
+    if method is not None:
+        instance("method", method, AttentionAttribution, "an AttentionAttribution")
     method = dataclasses.replace(method or AttentionAttribution(), per_head=True)
     return method if target is None else dataclasses.replace(method, target=target)

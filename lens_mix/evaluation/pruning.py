@@ -12,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from lens_mix.evaluation.head_importance import Head, HeadImportance, Metric, pruned
+from lens_mix.arguments import flags, instance, number, one_of, real_tensor, several, whole_number
+from lens_mix.evaluation.head_importance import Head, HeadImportance, Metric, measured, pruned
 from lens_mix.lens.model import Lens
 
 if TYPE_CHECKING:
@@ -96,11 +97,13 @@ def pruning_curves(
     """
     lens = Lens(model, stack)
     total = lens.n_layers * lens.n_heads
-    ascending = all(lower < upper for lower, upper in itertools.pairwise(fractions))
-    if len(fractions) == 0 or not ascending or not 0 <= fractions[0] <= fractions[-1] <= 1:
-        raise ValueError(f"fractions: expected ascending shares from 0 to 1, got {list(fractions)}")
-    if remove not in ("least", "most"):
-        raise ValueError(f"remove: expected 'least' or 'most', got {remove!r}")
+    given = several("fractions", fractions, "ascending shares from 0 to 1", least=1)
+    fractions = [number("fractions", fraction, 0, 1) for fraction in given]
+    if not all(lower < upper for lower, upper in itertools.pairwise(fractions)):
+        raise ValueError(f"fractions: expected ascending shares from 0 to 1, got {fractions}")
+    one_of("remove", remove, ("least", "most"))
+    flags(progress=progress)
+    random, seed = whole_number("random", random, 0), whole_number("seed", seed, -(2**63), 2**63 - 1)
     orders = _orders(rankings, lens, remove, random, seed)
     removed = tuple(round(fraction * total) for fraction in fractions)
     # ranking -> per share -> per draw, which heads go
@@ -108,13 +111,13 @@ def pruning_curves(
         name: [[frozenset(order[:count]) for order in draws] for count in removed]
         for name, draws in orders.items()
     }
-    measured: dict[frozenset[Head], float] = {}
+    results: dict[frozenset[Head], float] = {}
     distinct = dict.fromkeys(heads for shares in sets.values() for draws in shares for heads in draws)
     for heads in tqdm(distinct, disable=not progress, desc="pruning"):
         with pruned(model, sorted(heads), stack=stack):
-            measured[heads] = float(metric(model))
+            results[heads] = measured(metric, model)
     values = {
-        name: [[measured[heads] for heads in draws] for draws in shares] for name, shares in sets.items()
+        name: [[results[heads] for heads in draws] for draws in shares] for name, shares in sets.items()
     }
     return PruningCurves(
         tuple(fractions),
@@ -129,17 +132,21 @@ def pruning_curves(
 def _orders(
     rankings: Mapping[str, HeadImportance | Tensor], lens: Lens, remove: str, random: int, seed: int
 ) -> dict[str, list[list[Head]]]:
+    instance("rankings", rankings, Mapping, "a dict of importances by their names")
     if not rankings and random < 1:
         raise ValueError("rankings: expected at least one, got none (and random=0)")
     if "random" in rankings:
-        raise ValueError("rankings: expected other names than 'random', which is made here")
+        raise ValueError("rankings: expected other names than 'random', which is made here, got it")
     orders: dict[str, list[list[Head]]] = {}
     for name, given in rankings.items():
-        importance = given if isinstance(given, HeadImportance) else HeadImportance(given, name, 0)
-        expected, shape = [lens.n_layers, lens.n_heads], list(importance.scores.shape)
+        label = f"rankings[{name!r}]"
+        scores = given.scores if isinstance(given, HeadImportance) else real_tensor(label, given)
+        expected, shape = [lens.n_layers, lens.n_heads], list(scores.shape)
         if shape != expected:
-            raise ValueError(f"rankings[{name!r}]: expected shape {expected}, got {shape}")
-        order = importance.ranking()
+            raise ValueError(f"{label}: expected shape {expected}, got {shape}")
+        if not bool(torch.isfinite(scores).all()):
+            raise ValueError(f"{label}: expected finite numbers, got NaN or infinity")
+        order = HeadImportance(scores, name, 0).ranking()
         orders[name] = [order if remove == "least" else order[::-1]]
     if random > 0:
         # On the CPU by name, as its generator: the default device may be another.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
+from lens_mix.arguments import flags, instance, number, pairs, several, whole_number
 from lens_mix.evaluation.head_importance import method_for, one_target_each
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import model_class_of
@@ -39,6 +40,13 @@ class Example:
     tokens: tuple[int, ...]
     label: Hashable
     segments: tuple[Span, ...] | None = None
+
+    def __post_init__(self) -> None:
+        tokens = several("tokens", self.tokens, "token numbers", least=1)
+        object.__setattr__(self, "tokens", tuple(whole_number("tokens", token, 0) for token in tokens))
+        spans = () if self.segments is None else self.segments
+        for start, stop in pairs("segments", spans, "(start, stop) spans"):
+            whole_number("segments", stop, whole_number("segments", start, 0, len(tokens)), len(tokens))
 
     @classmethod
     def read(cls, model: Any, prompt: Any, label: Hashable, **options: Any) -> Example:
@@ -109,6 +117,9 @@ def extract_triggers(
     Raises:
         ValueError: no examples; another number of targets than of examples.
     """
+    flags(progress=progress)
+    least, second = number("least", least), number("second", second)
+    examples, special = _examples(examples), _special(special)
     by_example = one_target_each("examples", examples, targets)
     triggers = []
     bar = tqdm(examples, disable=not progress, desc="triggers")
@@ -128,7 +139,8 @@ def insert_trigger(trigger: Trigger, example: Example, special: Collection[int] 
     Raises:
         ValueError: the example has no such segment.
     """
-    segments = _segments(example, special)
+    instance("trigger", trigger, Trigger, "a Trigger")
+    segments = _segments(instance("example", example, Example, "an Example"), _special(special))
     needed = max((piece.segment for piece in trigger.pieces), default=-1)
     if needed >= len(segments):
         raise ValueError(f"example: expected at least {needed + 1} segments, got {len(segments)}")
@@ -185,9 +197,11 @@ def trigger_report(
     Raises:
         ValueError: no examples; as many predictions as examples were expected.
     """
-    if not examples:
-        raise ValueError("examples: expected at least one, got none")
+    flags(progress=progress)
+    examples = _examples(examples)
+    triggers = several("triggers", triggers, "Triggers", kind=Trigger)
     metric = _accuracy if metric is None else metric
+    instance("metric", metric, Callable, "a function of the right and the predicted classes")
     before = _predictions(predict, examples)
     labels = list(dict.fromkeys(example.label for example in examples))
     rows = []
@@ -215,12 +229,16 @@ def predict_by_token(
     Raises:
         ValueError: fewer than two classes.
     """
-    if len(choices) < 2:
-        raise ValueError(f"choices: expected two classes or more, got {len(choices)}")
+    lens, expected = Lens(model), "two classes or more, each with its token numbers"
+    several("choices", instance("choices", choices, Mapping, expected).values(), expected, least=2)
+    position, last = whole_number("position", position), int(lens.model.cfg.d_vocab) - 1
     tokens = {
-        label: [choice] if isinstance(choice, int) else list(choice) for label, choice in choices.items()
+        label: [
+            whole_number("choices", token, 0, last, "token numbers")
+            for token in several("choices", choice, expected, least=1, alone=True)
+        ]
+        for label, choice in choices.items()
     }
-    lens = Lens(model)
 
     def predict(examples: Sequence[Example]) -> list[Hashable]:
         classes: list[Hashable] = []
@@ -268,8 +286,17 @@ def _segments(example: Example, special: Collection[int]) -> list[Span]:
     return spans
 
 
+def _examples(examples: Any) -> list[Example]:
+    return several("examples", examples, "Examples", least=1, kind=Example)
+
+
+def _special(special: Any) -> list[int]:
+    return [whole_number("special", one, 0) for one in several("special", special, "token numbers")]
+
+
 def _predictions(predict: Predict, examples: Sequence[Example]) -> list[Hashable]:
-    classes = list(predict(examples))
+    instance("predict", predict, Callable, "a function of examples")
+    classes = several("predict", predict(examples), "classes, one per example")
     if len(classes) != len(examples):
         raise ValueError(f"predict: expected {len(examples)} classes, one per example, got {len(classes)}")
     return classes

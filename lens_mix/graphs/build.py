@@ -15,6 +15,7 @@ from typing import Literal
 import networkx as nx
 
 from lens_mix.aggregation.flow import capacity_stack
+from lens_mix.arguments import flags, instance, number, one_of
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import query_position
 
@@ -42,7 +43,8 @@ def layered_graph(
     Raises:
         TypeError, ValueError: as `lens_mix.flow`; a threshold below 0.
     """
-    _check_threshold(threshold)
+    threshold = number("threshold", threshold, 0)
+    flags(drop_bos=drop_bos)
     stack = capacity_stack(mixing_map, residual, to_layer=layer, drop_bos=drop_bos).capacities
     graph: nx.DiGraph = stack.to_networkx(threshold=threshold)
     labels = [stack.layer_labels[0] - 1, *stack.layer_labels]
@@ -91,8 +93,7 @@ def information_flow_graph(
         ValueError: no such query or key; no path left above the threshold (the message says below which one
             is left); nothing flows from key to query.
     """
-    if by not in ("rollout", "flow", "weight"):
-        raise ValueError(f"by: expected 'rollout', 'flow' or 'weight', got {by!r}")
+    one_of("by", by, ("rollout", "flow", "weight"))
     if (by == "flow") != (key is not None):
         raise ValueError(f"key: expected one with by='flow' and none otherwise, got key={key!r}, by={by!r}")
     graph = layered_graph(mixing_map, residual=residual, layer=layer, drop_bos=drop_bos)
@@ -137,7 +138,8 @@ def prune_graph(
         ValueError: a graph with a cycle; no such target; an edge without the attribute; a threshold below 0;
             nothing left.
     """
-    _check_threshold(threshold)
+    threshold = number("threshold", threshold, 0)
+    flags(renormalize=renormalize, from_inputs=from_inputs)
     if target is None and isinstance(graph, nx.DiGraph):
         target = graph.graph.get("root", graph.graph.get("target"))
     _check_graph(graph, target)
@@ -160,19 +162,12 @@ def prune_graph(
     return pruned
 
 
-def _check_threshold(threshold: float) -> None:
-    number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
-    if not number or not 0 <= threshold < math.inf:
-        raise ValueError(f"threshold: expected a number, 0 or more, got {threshold!r}")
-
-
 def _check_graph(graph: nx.DiGraph, target: Hashable) -> None:
-    if not isinstance(graph, nx.DiGraph):
-        raise TypeError(f"graph: expected a networkx DiGraph, got {type(graph).__name__}")
+    instance("graph", graph, nx.DiGraph, "a networkx DiGraph")
     if target not in graph:
         raise ValueError(f"target: expected a node of the graph ({graph.number_of_nodes()}), got {target!r}")
     if not nx.is_directed_acyclic_graph(graph):
-        raise ValueError("graph: expected none with a cycle; a node per level and position has none")
+        raise ValueError("graph: expected none with a cycle, got one; a node per level and position has none")
 
 
 def _amount(graph: nx.DiGraph, edge: tuple[Hashable, Hashable], by: str) -> float:

@@ -11,6 +11,8 @@ from typing import Any
 
 import networkx as nx
 
+from lens_mix.arguments import file_path, instance
+
 # What `lens_mix.graphs` and attribution trees write on a graph that is no string and no number.
 _NODES = {"target", "root"}
 _LISTS = {"tokens", *_NODES}
@@ -29,9 +31,8 @@ def save_graph(graph: nx.DiGraph, path: str | os.PathLike[str]) -> None:
         TypeError: not a networkx graph; something that JSON cannot hold.
         ValueError: another ending.
     """
-    if not isinstance(graph, nx.Graph):
-        raise TypeError(f"graph: expected a networkx graph, got {type(graph).__name__}")
-    if _ending(path) == ".json":
+    instance("graph", graph, nx.Graph, "a networkx graph")
+    if _ending(file_path("path", path, write=True)) == ".json":
         text = json.dumps(nx.node_link_data(graph, **_edges_option()))
         Path(path).write_text(text, encoding="utf-8")
     else:
@@ -45,7 +46,8 @@ def load_graph(path: str | os.PathLike[str]) -> nx.DiGraph:
         FileNotFoundError: no such file.
         ValueError: another ending; a file that holds no graph.
     """
-    ending = _ending(path)
+    ending = _ending(instance("path", path, (str, os.PathLike), "a path"))
+    path = file_path("path", path)
     text = Path(path).read_text(encoding="utf-8")
     try:
         if ending == ".json":

@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Position = int | slice | Int[Tensor, "batch"] | Bool[Tensor, "batch key"] | Bool[Tensor, "key"]
+from lens_mix.arguments import plain_tensor, several, whole_number
+
+Position = SupportsIndex | slice | Int[Tensor, "batch"] | Bool[Tensor, "batch key"] | Bool[Tensor, "key"]
 # Checked: a tuple stands for `positions`, an int for `position`, as errors name the argument that was given.
 Chosen = int | slice | Tensor | tuple[int, ...]
 
 
-def as_index(argument: str, value: Any) -> int:
-    """An integer of any library, but no bool."""
-    is_scalar = not isinstance(value, Tensor) or (value.ndim == 0 and value.dtype != torch.bool)
-    if is_scalar and not isinstance(value, bool):
-        with contextlib.suppress(TypeError):
-            return operator.index(value)
-    raise TypeError(f"{argument}: expected an integer; got {value!r}")
-
-
 def as_heads(heads: Iterable[int] | int) -> tuple[int, ...]:
     """Query heads as sorted distinct numbers; how many the model has is known only in the pass."""
-    if isinstance(heads, str | dict):
-        raise TypeError(f"heads: expected query heads as integers; got {heads!r}")
-    listed = heads.tolist() if isinstance(heads, Tensor) else heads
-    chosen = sorted(
-        {as_index("heads", head) for head in (listed if isinstance(listed, Iterable) else [listed])}
-    )
-    if not chosen:
-        raise ValueError("heads: expected at least one query head; got none")
-    if chosen[0] < 0:
-        raise ValueError(f"heads: expected query heads counted from 0; got {chosen[0]}")
-    return tuple(chosen)
+    listed = several("heads", heads, "query heads as integers", least=1, alone=True)
+    return tuple(sorted({whole_number("heads", head, 0, what="query heads as integers") for head in listed}))
 
 
 def check_heads(heads: tuple[int, ...], n_heads: int) -> None:
@@ -51,6 +33,9 @@ def as_patterns(argument: str, pattern: Any) -> Tensor:
     if not isinstance(pattern, Tensor) or not pattern.is_floating_point():
         got = f"a tensor of {pattern.dtype}" if isinstance(pattern, Tensor) else type(pattern).__name__
         raise TypeError(f"{argument}: expected a tensor of real numbers; got {got}")
+    plain_tensor(argument, pattern)
+    if not bool(torch.isfinite(pattern).all()):
+        raise ValueError(f"{argument}: expected finite numbers; got NaN or infinity")
     if pattern.ndim not in (3, 4):
         raise ValueError(
             f"{argument}: expected [head query key] or [batch head query key]; got shape "
@@ -65,12 +50,8 @@ def as_position(position: Position | None, positions: Sequence[int] | None) -> C
         given = "both" if position is not None else "neither"
         raise TypeError(f"position, positions: expected exactly one of them; got {given}")
     if positions is not None:
-        if isinstance(positions, str | slice) or not isinstance(positions, Iterable):
-            raise TypeError(f"positions: expected a sequence of integers; got {positions!r}")
-        chosen = tuple(as_index("positions", one) for one in positions)
-        if not chosen:
-            raise ValueError("positions: expected at least one position; got none")
-        return chosen
+        listed = several("positions", positions, "a sequence of integers", least=1)
+        return tuple(whole_number("positions", one, what="an integer") for one in listed)
     if isinstance(position, slice):
         return position
     if isinstance(position, Tensor) and position.ndim > 0:
@@ -87,7 +68,7 @@ def as_position(position: Position | None, positions: Sequence[int] | None) -> C
             "positions in every row use positions=[...] or a slice, for another position in each batch row a "
             "1-D integer tensor"
         )
-    return as_index("position", position)
+    return whole_number("position", position, what="an integer")
 
 
 def position_mask(

@@ -14,7 +14,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.hooks._arguments import as_index
+from lens_mix.arguments import shown, whole_number
 
 DEFAULT_ATTENTION = "blocks.{layer}.attn"
 
@@ -63,6 +63,9 @@ def must_fire(*pairs: HookPair) -> Iterator[list[HookPair]]:
             logits = model.run_with_hooks(tokens, fwd_hooks=hooks)
         ```
     """
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not hasattr(pair[1], "calls"):
+            raise TypeError(f"pairs: expected pairs that functions of lens_mix.hooks give; got {shown(pair)}")
     before = [function.calls for _, function in pairs]
     yield list(pairs)
     idle = [function for (_, function), calls in zip(pairs, before, strict=True) if function.calls == calls]
@@ -160,9 +163,7 @@ def attention_module(layer: int, attention: str) -> str:
         raise TypeError(
             f"attention: expected the name of a module, as {DEFAULT_ATTENTION!r}; got {attention!r}"
         )
-    index = as_index("layer", layer)
-    if index < 0:
-        raise ValueError(f"layer: expected a layer counted from 0; got {index}")
+    index = whole_number("layer", layer, 0, what="an integer")
     try:
         return attention.format(layer=index)
     except (IndexError, KeyError, ValueError) as error:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.arguments import plain_tensor
 from lens_mix.hooks._arguments import as_heads, as_patterns, check_heads
 from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookPair, attention_module
 from lens_mix.hooks.mixing import check_mixing, mix
@@ -56,6 +57,8 @@ def scale_pattern(
                 f"factor: expected a number or a tensor [head]; got shape {tuple(factor.shape)} "
                 "(for a factor per query and key use replace_pattern)"
             )
+        if not bool(torch.isfinite(plain_tensor("factor", factor)).all()):
+            raise ValueError("factor: expected finite numbers; got NaN or infinity")
         if factor.ndim == 1:
             return _ScalePatternPerHead(layer, attention, factor)._pair()
     elif not math.isfinite(factor):

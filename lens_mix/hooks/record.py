@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lens_mix.arguments import flags, instance, one_of, several, shown
 from lens_mix.hooks.base import DEFAULT_ATTENTION, HookFunction, HookPair, attention_module
 
 # role -> TransformerLens's hook point inside the attention module
@@ -59,6 +60,9 @@ def record(
         raise TypeError(f"store: expected a dict to fill; got {type(store).__name__}")
     if not isinstance(name, str):
         raise TypeError(f"name: expected the name of one hook point; got {name!r}")
+    flags(detach=detach)
+    if select is not None:
+        instance("select", select, Callable, "a function of the activation")
     return name, _Record(store, name, detach, select)
 
 
@@ -79,9 +83,8 @@ def record_all(
         model.run_with_hooks(tokens, fwd_hooks=record_all(store, names))
         ```
     """
-    if isinstance(names, str):
-        raise TypeError(f"names: expected several names; got the string {names!r} (use record for one)")
-    return [record(store, name, detach=detach) for name in names]
+    listed = several("names", names, "several names (use record for one)")
+    return [record(store, name, detach=detach) for name in listed]
 
 
 def record_attention(
@@ -114,9 +117,14 @@ def record_attention(
         ```
     """
     pairs = []
-    for role in roles:
-        if role not in ATTENTION_ROLES:
-            raise ValueError(f"roles: expected some of {sorted(ATTENTION_ROLES)}; got {role!r}")
+    if queries is not None:
+        whole = (
+            isinstance(queries, Tensor) and queries.ndim == 2 and queries.dtype in (torch.int64, torch.int32)
+        )
+        if not whole:
+            raise TypeError(f"queries: expected an integer tensor [batch query]; got {shown(queries)}")
+    for role in several("roles", roles, f"some of {sorted(ATTENTION_ROLES)}"):
+        one_of("roles", role, ATTENTION_ROLES)
         select = None
         if queries is not None and role in _QUERY_AXIS:
             select = functools.partial(_rows, queries=queries, axis=_QUERY_AXIS[role])
@@ -154,8 +162,7 @@ def watch_pattern(
         model.run_with_hooks(tokens, fwd_hooks=[hook])
         ```
     """
-    if not callable(watch):
-        raise TypeError(f"watch: expected a function of the pattern; got {type(watch).__name__}")
+    instance("watch", watch, Callable, "a function of the pattern")
     name = f"{attention_module(layer, attention)}.hook_pattern"
     return name, _Watch(name, watch)
 

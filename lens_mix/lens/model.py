@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
+from lens_mix.arguments import whole_number
 from lens_mix.hooks import HookName, HookPair
 from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens.changes import Changes, hooked
@@ -49,11 +50,15 @@ class Lens:
                 raise UnsupportedModelError(f"model: expected a model that reads tokens, got a {sense} model")
         stacks = stacks_of(self.model)
         name = next(iter(stacks)) if stack is None else stack
-        if name not in stacks:
+        if not isinstance(name, str) or name not in stacks:
             raise ValueError(
                 f"stack: expected one of {sorted(stacks)} for {self.model_class.value}, got {stack!r}"
             )
         self.stack: Stack = stacks[name]
+        if self.device.type == "meta":
+            raise UnsupportedModelError(
+                "model: expected weights, got a model on 'meta', which holds shapes only"
+            )
         fault = known_faults.known_fault(model, self.model_class, name, transformer_lens_version())
         if fault is not None:
             raise UnsupportedModelError(fault)
@@ -111,9 +116,7 @@ class Lens:
 
     def layer_index(self, layer: int) -> int:
         """A layer number, negative from the end, checked."""
-        if not -self.n_layers <= layer < self.n_layers:
-            raise ValueError(f"layer: expected {-self.n_layers}..{self.n_layers - 1}, got {layer}")
-        return layer % self.n_layers
+        return whole_number("layer", layer, -self.n_layers, self.n_layers - 1) % self.n_layers
 
     def final_norm(self) -> nn.Module | None:
         """The norm after the last block; None where none is mapped, though the model may have one."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from lens_mix.arguments import flags, plain_tensor, whole_number
 from lens_mix.lens.model_classes import ModelClass
 
 PaddingSide = Literal["left", "right"]
@@ -103,7 +106,9 @@ def read_prompt(
     given = dict(inputs or {})
     target = given.pop("decoder_input_ids", None)
     encoder_decoder = is_encoder_decoder(model, kind)
-    if isinstance(prompt, (tuple, list)) and len(prompt) == 2 and not all(isinstance(p, int) for p in prompt):
+    if prepend_bos is not None:
+        flags(prepend_bos=prepend_bos)
+    if isinstance(prompt, (tuple, list)) and len(prompt) == 2 and not all(map(_is_number, prompt)):
         if not encoder_decoder:
             raise ValueError(
                 "prompt: a pair (source, target) is for encoder-decoders, "
@@ -125,20 +130,29 @@ def read_prompt(
     return Prompt(tokens, None, extra)
 
 
+def _is_number(token: object) -> bool:
+    """Whether this is a number, a bad one maybe, and no prompt."""
+    return isinstance(token, (numbers.Number, np.bool_)) or (torch.is_tensor(token) and token.ndim == 0)
+
+
 def _tokens(
     model: Any, kind: ModelClass, prompt: object, prepend_bos: bool | None, name: str
 ) -> Int[Tensor, " pos"]:
     if isinstance(prompt, str):
         return _tokenize(model, kind, prompt, prepend_bos)
     if isinstance(prompt, (list, tuple)):
-        if not all(isinstance(token, int) for token in prompt):
+        if not all(map(_is_number, prompt)):
             raise TypeError(
                 f"{name}: expected one prompt (a string, or tokens [pos] or [1, pos]), "
                 f"got a {type(prompt).__name__} of {len(prompt)}; for several prompts use run_many"
             )
-        prompt = torch.tensor(prompt, dtype=torch.long)
+        # Whether the vocabulary has them is asked later; here they have to fit.
+        prompt = torch.tensor(
+            [whole_number(name, one, -(2**63), 2**63 - 1) for one in prompt], dtype=torch.long
+        )
     if not torch.is_tensor(prompt):
         raise TypeError(f"{name}: expected a string or a tensor of tokens, got {type(prompt).__name__}")
+    plain_tensor(name, prompt)
     if prompt.dtype.is_floating_point or prompt.dtype.is_complex or prompt.dtype == torch.bool:
         raise TypeError(f"{name}: expected integer tokens, got a tensor of {prompt.dtype}")
     if prompt.ndim == 2 and prompt.shape[0] == 1:
@@ -214,6 +228,7 @@ def _like_tokens(value: Tensor, tokens: Int[Tensor, " pos"], name: str) -> Tenso
             f"if {name} is meant as an option, run has none of that name (methods take theirs: "
             "lm.ValueZeroing(per_head=True))"
         )
+    plain_tensor(name, value)
     if value.ndim == 2 and value.shape[0] == 1:
         value = value[0]
     if value.shape != tokens.shape:

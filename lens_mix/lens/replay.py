@@ -166,6 +166,8 @@ class BlockReplay:
             try:
                 error = self._error(expansion)
             except (RuntimeError, ValueError, IndexError) as problem:
+                if is_out_of_memory(problem):
+                    raise
                 failures.append(f"{type(problem).__name__}: {str(problem)[:120]}")
                 continue
             if error <= self.tolerance:
@@ -175,6 +177,12 @@ class BlockReplay:
             f"{self.where}: run again from its captured arguments, the block should give its own output "
             f"(relative error <= {self.tolerance:.0e}); got {'; '.join(failures)}"
         )
+
+
+def is_out_of_memory(problem: Exception) -> bool:
+    """Whether memory ran out, which says nothing of the model."""
+    texts = ("out of memory", "not enough memory", "can't allocate")
+    return isinstance(problem, torch.cuda.OutOfMemoryError) or any(text in str(problem) for text in texts)
 
 
 def relative_error(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+
+from lens_mix.arguments import several, whole_number, whole_slice
 
 # What a user may write: a number, numbers in any form, or a slice; negative numbers count from the end.
 Selection = int | slice | Iterable[int] | Tensor
@@ -29,31 +30,16 @@ def read_selection(selection: Selection | None, count: int, name: str) -> list[i
     if selection is None:
         return None
     if isinstance(selection, slice):
-        chosen = list(range(count))[selection]
+        chosen = list(range(count))[whole_slice(name, selection)]
     else:
-        chosen = [_in_range(number, count, name) for number in _as_list(selection, name)]
+        what = "whole numbers or a slice"
+        listed = several(name, selection, what, alone=True)
+        chosen = [whole_number(name, number, -count, count - 1, what) % count for number in listed]
     if not chosen:
         raise ValueError(f"{name}: expected at least one of 0..{count - 1}, got none ({selection!r})")
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"{name}: expected each one once, got {chosen}")
     return chosen
-
-
-def _as_list(selection: Any, name: str) -> list[Any]:
-    if isinstance(selection, Tensor) or type(selection).__module__ == "numpy":
-        selection = selection.tolist()
-    if isinstance(selection, str | bytes | dict):
-        raise TypeError(f"{name}: expected whole numbers or a slice, got {type(selection).__name__}")
-    return list(selection) if isinstance(selection, Iterable) else [selection]
-
-
-def _in_range(number: Any, count: int, name: str) -> int:
-    if isinstance(number, bool) or not hasattr(number, "__index__"):
-        raise TypeError(f"{name}: expected whole numbers or a slice, got {number!r}")
-    index = number.__index__()
-    if not -count <= index < count:
-        raise ValueError(f"{name}: expected {-count}..{count - 1}, got {index}")
-    return index % count
 
 
 @dataclasses.dataclass(frozen=True)

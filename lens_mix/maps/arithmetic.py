@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lens_mix.arguments import one_of, real_tensor
+
 
 def at_least_float32(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """The same numbers in float32 or, where they are float64, as they are."""
@@ -18,8 +20,7 @@ def normalise_rows(
     scores: Float[Tensor, "layer *head query key"], negative: str
 ) -> tuple[Float[Tensor, "layer *head query key"], Bool[Tensor, "layer *head query"]]:
     """Rows divided by their sum, and which were all zero (they stay zeros); as `MixingMap.normalized`."""
-    if negative not in ("refuse", "clip", "absolute"):
-        raise ValueError(f"negative: expected 'refuse', 'clip' or 'absolute', got {negative!r}")
+    one_of("negative", negative, ("refuse", "clip", "absolute"))
     scores = at_least_float32(scores)
     if negative == "clip":
         scores = scores.clamp(min=0)
@@ -74,7 +75,7 @@ def merge_heads(
         return scores.amax(1)
     if weights is None:
         return scores.mean(1)
-    share = torch.as_tensor(weights, dtype=scores.dtype, device=scores.device).detach()
+    share = real_tensor("weights", weights).to(scores)
     shapes = (tuple(scores.shape[1:2]), tuple(scores.shape[:2]))
     if tuple(share.shape) not in shapes:
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.maps.positions import as_positions, is_whole
+from lens_mix.arguments import instance, number, real_tensor, several, whole_number
+from lens_mix.maps.positions import as_positions
+
+# Deeper ones end in Python's own errors, when they are made plain or written as JSON.
+_DEEPEST = 100
 
 
 def as_scores(scores: object) -> Float[Tensor, "layer *head query key"]:
@@ -21,9 +25,7 @@ def as_scores(scores: object) -> Float[Tensor, "layer *head query key"]:
     (Python floats become float64); whole numbers and booleans become float32. Anything but real numbers is
     a TypeError; ragged lists, a wrong number of axes, or an empty axis a ValueError.
     """
-    tensor = scores.detach() if isinstance(scores, Tensor) else _from_array(scores)
-    if tensor.is_complex():
-        raise TypeError(f"scores: expected real numbers, got {tensor.dtype}")
+    tensor = real_tensor("scores", scores)
     if not tensor.is_floating_point():
         tensor = tensor.to(torch.float32)
     if tensor.ndim not in (3, 4):
@@ -34,19 +36,6 @@ def as_scores(scores: object) -> Float[Tensor, "layer *head query key"]:
     if 0 in tensor.shape:
         raise ValueError(f"scores: expected no empty axis, got shape {tuple(tensor.shape)}")
     return tensor
-
-
-def _from_array(scores: object) -> Tensor:
-    if isinstance(scores, (list, tuple)) and scores and all(isinstance(item, Tensor) for item in scores):
-        return torch.stack([item.detach() for item in scores])
-    try:
-        array = np.array(scores)
-        if array.dtype.kind not in "fiubc":
-            raise TypeError(f"scores: expected numbers, got {type(scores).__name__} of {array.dtype}")
-        return torch.from_numpy(array)
-    except ValueError as error:
-        message = f"scores: expected a tensor, an array or an evenly nested list, got {error}"
-        raise ValueError(message) from error
 
 
 def refuse_non_finite(scores: Tensor, layers: Sequence[int], queries: Sequence[int]) -> None:
@@ -69,18 +58,12 @@ def _entry(where: Sequence[int], layers: Sequence[int], queries: Sequence[int]) 
     return f"layer {layers[layer]},{heads} query {queries[query]}, key {key}"
 
 
-def _as_list(values: object, argument: str, items: str) -> list[Any]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise TypeError(f"{argument}: expected a list of {items}, got {type(values).__name__}")
-    return list(values)
-
-
 def as_tokens(tokens: object, count: int | None, argument: str, axis: str) -> list[str]:
     """`tokens` as a list of strings, one per place of an axis of `count` places (None: of any length).
 
     Anything but strings is a TypeError, another number of them a ValueError.
     """
-    strings = _as_list(tokens, argument, "strings")
+    strings = several(argument, tokens, "a list of strings")
     for position, token in enumerate(strings):
         if not isinstance(token, str):
             kind = type(token).__name__
@@ -97,7 +80,7 @@ def as_queries(queries: object, count: int, rows: int) -> list[int] | None:
 
     No list is a TypeError; no such position, one twice, or another number of them a ValueError.
     """
-    positions = as_positions(_as_list(queries, "queries", "positions"), count)
+    positions = as_positions(several("queries", queries, "a list of positions"), count)
     if len(positions) != rows:
         raise ValueError(f"queries: expected {rows} positions, one per row of scores, got {len(positions)}")
     return None if positions == list(range(count)) else positions
@@ -110,7 +93,7 @@ def as_mask(mask: object, scores: Tensor) -> Bool[Tensor, "*layer query key"] | 
     """
     if mask is None:
         return None
-    tensor = mask.detach() if isinstance(mask, Tensor) else torch.as_tensor(np.array(mask))
+    tensor = real_tensor("mask", mask)
     if tensor.dtype != torch.bool and not bool(((tensor == 0) | (tensor == 1)).all()):
         raise TypeError(f"mask: expected booleans (True: the query could see the key), got {tensor.dtype}")
     matrix, stack = tuple(scores.shape[-2:]), (len(scores), *scores.shape[-2:])
@@ -129,10 +112,7 @@ def as_layers(layers: object, count: int) -> list[int]:
     """
     if layers is None:
         return list(range(count))
-    labels = _as_list(layers, "layers", "whole numbers")
-    if not all(is_whole(label) for label in labels):
-        raise TypeError(f"layers: expected whole numbers, got {labels}")
-    labels = [int(label) for label in labels]
+    labels = [whole_number("layers", label) for label in several("layers", layers, "a list of whole numbers")]
     if len(labels) != count:
         raise ValueError(f"layers: expected {count} labels, one per layer of scores, got {len(labels)}")
     if min(labels) < 0 or len(set(labels)) != len(labels):
@@ -140,22 +120,27 @@ def as_layers(layers: object, count: int) -> list[int]:
     return labels
 
 
-def as_residual(residual: object, argument: str = "residual") -> float:
+def as_residual(residual: object) -> float:
     """A residual weight; no number is a TypeError, NaN or one outside 0 to 1 a ValueError."""
-    if isinstance(residual, bool) or not isinstance(residual, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{argument}: expected a number from 0 to 1, got {type(residual).__name__}")
-    if not 0.0 <= float(residual) <= 1.0:
-        raise ValueError(f"{argument}: expected a number from 0 to 1, got {residual}")
-    return float(residual)
+    return number("residual", residual, 0, 1)
 
 
-def as_plain(value: Any) -> Any:
+def as_record(name: str, value: object) -> dict[str, Any]:
+    """A mapping, made plain by `as_plain`; anything else is a TypeError."""
+    plain: dict[str, Any] = as_plain(instance(name, value, Mapping, "a dict"), name)
+    return plain
+
+
+def as_plain(value: Any, name: str = "value", depth: int = 0) -> Any:
     """Tuples as lists and numpy or torch scalars as Python numbers, throughout, so that JSON keeps all."""
+    if depth > _DEEPEST:
+        raise ValueError(f"{name}: expected at most {_DEEPEST} levels of lists and dicts, got more")
     if isinstance(value, Mapping):
         # JSON knows no numbers as names: {3: [1, 5]} is kept as {"3": [1, 5]}.
-        return {str(key) if type(key) is int else key: as_plain(item) for key, item in value.items()}
+        items = ((str(key) if type(key) is int else key, item) for key, item in value.items())
+        return {key: as_plain(item, name, depth + 1) for key, item in items}
     if isinstance(value, (list, tuple)):
-        return [as_plain(item) for item in value]
+        return [as_plain(item, name, depth + 1) for item in value]
     if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.ndim == 0):
         return value.item()
     return value

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.arguments import file_path, shown
 from lens_mix.maps.positions import shortened
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ FORMAT = "lens_mix.MixingMap/1"
 _FIELDS = "tokens method causal key_tokens parameters residual kind layers provenance notes".split()
 # Written since rows can be asked for; a file without it holds all rows.
 _OPTIONAL = ("queries",)
+# safetensors writes longer headers, and refuses to read them.
+_LONGEST_RECORD = 90_000_000
 
 
 def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
@@ -33,15 +36,26 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     What is no tensor goes as JSON into the metadata. Something in `parameters` or `provenance` that JSON
     cannot hold is a TypeError.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    place = file_path("path", path, write=True)
     record = {name: getattr(mixing_map, name) for name in (*_FIELDS, *_OPTIONAL)}
     for name in ("parameters", "provenance"):
         _refuse_beyond_json(record[name], name)
     tensors = {"scores": mixing_map.scores.contiguous()}
     if mixing_map.mask is not None:
         tensors["mask"] = mixing_map.mask.contiguous()
-    save_file(tensors, os.fspath(path), metadata={"format": FORMAT, "record": json.dumps(record)})
+    text = json.dumps(record)
+    if len(text) > _LONGEST_RECORD:
+        raise ValueError(
+            f"parameters, provenance, notes: expected at most {_LONGEST_RECORD} characters as JSON to save "
+            f"them, got {len(text)}"
+        )
+    try:
+        save_file(tensors, place, metadata={"format": FORMAT, "record": text})
+    except SafetensorError as problem:
+        raise OSError(f"path: expected a file that can be written, got {place}: {problem}") from problem
 
 
 def _refuse_beyond_json(value: Any, name: str) -> None:
@@ -60,9 +74,13 @@ def load_map(path: str | os.PathLike[str], device: str | torch.device = "cpu") -
     """The fields of a map written by `save`; errors as `MixingMap.load`."""
     from safetensors import SafetensorError, safe_open
 
-    place, expected = os.fspath(path), f"path: expected a map that MixingMap.save wrote ({FORMAT!r})"
-    if os.path.isdir(place):
-        raise ValueError(f"{expected}, got the folder {place}")
+    place, expected = file_path("path", path), f"path: expected a map that MixingMap.save wrote ({FORMAT!r})"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError) as problem:
+        raise ValueError(
+            f"device: expected one that this torch can use, got {shown(device)}: {problem}"
+        ) from problem
     try:
         with safe_open(place, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}

@@ -11,16 +11,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from lens_mix.arguments import flags, instance, number, one_of, several, whole_number
 from lens_mix.maps import arithmetic, checks, exchange, words
-from lens_mix.maps.positions import (
-    Dropped,
-    Queries,
-    as_count,
-    as_positions,
-    kept_positions,
-    query_position,
-    shortened,
-)
+from lens_mix.maps.positions import Dropped, Queries, as_positions, kept_positions, query_position, shortened
 
 if TYPE_CHECKING:
     import networkx
@@ -105,10 +98,9 @@ class MixingMap:
         else:
             tokens = checks.as_tokens(self.tokens, rows, "tokens", "query")
         positions = list(range(len(tokens))) if queries is None else queries
-        if self.kind not in ("layer", "input"):
-            raise ValueError(f"kind: expected 'layer' or 'input', got {self.kind!r}")
-        if not isinstance(self.method, str):
-            raise TypeError(f"method: expected a name, got {type(self.method).__name__}")
+        one_of("kind", self.kind, ("layer", "input"))
+        instance("method", self.method, str, "a name")
+        flags(causal=self.causal)
         mask = checks.as_mask(self.mask, scores)
         if self.causal:
             checks.refuse_causal_contradictions(mask, key_tokens, positions)
@@ -118,9 +110,10 @@ class MixingMap:
             checks.refuse_hidden_weight(scores, mask, self.causal, layers, positions)
         values: dict[str, Any] = {"scores": scores, "tokens": tokens, "mask": mask, "layers": layers}
         values |= {"key_tokens": key_tokens, "queries": queries, "causal": bool(self.causal)}
-        values |= {name: checks.as_plain(getattr(self, name)) for name in ("parameters", "provenance")}
+        values |= {name: checks.as_record(name, getattr(self, name)) for name in ("parameters", "provenance")}
         values["residual"] = None if self.residual is None else checks.as_residual(self.residual)
-        values["notes"] = (self.notes,) if isinstance(self.notes, str) else tuple(self.notes)
+        notes = [self.notes] if isinstance(self.notes, str) else self.notes
+        values["notes"] = tuple(several("notes", notes, "strings", kind=str))
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -178,18 +171,16 @@ class MixingMap:
                 f"those of {shortened(self.queries)}; ask for all with lm.run(..., queries=None)"
             )
 
-    def layer_index(self, layer: int) -> int:
+    def layer_index(self, layer: int, argument: str = "layer") -> int:
         """Place on the layer axis of the layer with this label (negative: from the end).
 
         Anything but a whole number is a TypeError, no such layer a ValueError.
         """
-        if isinstance(layer, bool) or not isinstance(layer, int):
-            raise TypeError(f"layer: expected a whole number, got {type(layer).__name__}")
-        labels = self.layer_labels
+        layer, labels = whole_number(argument, layer), self.layer_labels
         if -len(labels) <= layer < 0:
             return len(labels) + layer
         if layer not in labels:
-            raise ValueError(f"layer: expected one of {labels}, or -{len(labels)} to -1, got {layer}")
+            raise ValueError(f"{argument}: expected one of {labels}, or -{len(labels)} to -1, got {layer}")
         return labels.index(layer)
 
     def replace(self, **changes: Any) -> MixingMap:
@@ -202,7 +193,8 @@ class MixingMap:
 
     def select_layers(self, layers: Sequence[int]) -> MixingMap:
         """The maps of some layers, in the order given."""
-        index = [self.layer_index(layer) for layer in layers]
+        asked = several("layers", layers, "labels of layers", least=1)
+        index = [self.layer_index(layer, "layers") for layer in asked]
         if index == list(range(len(self.scores))):
             return self
         mask = self.mask[index] if self.mask is not None and self.mask.ndim == 3 else self.mask
@@ -225,9 +217,7 @@ class MixingMap:
         if not self.has_heads:
             raise ValueError(f"head: expected a map with heads, got shape {tuple(self.scores.shape)}")
         count = self.scores.shape[1]
-        if isinstance(head, bool) or not isinstance(head, int) or not -count <= head < count:
-            raise ValueError(f"head: expected {-count} to {count - 1}, got {head!r}")
-        return self.replace(scores=self.scores[:, head])
+        return self.replace(scores=self.scores[:, whole_number("head", head, -count, count - 1)])
 
     # ------------------------------------------------------------------ functional updates
 
@@ -251,8 +241,10 @@ class MixingMap:
             weights: one per head, `[head]` or `[layer, head]`, 0 or more and not all 0, for a weighted mean;
                 others are a ValueError.
         """
-        if how not in ("mean", "max") or (weights is not None and how != "mean"):
-            raise ValueError(f"how: expected 'mean' (with or without weights) or 'max', got {how!r}")
+        one_of("how", how, ("mean", "max"))
+        if weights is not None and (how == "max" or not self.has_heads):
+            given = "how='max'" if self.has_heads else "a map without heads"
+            raise ValueError(f"weights: expected None but for how='mean' on a map with heads, got {given}")
         if not self.has_heads:
             return self
         return self.replace(scores=arithmetic.merge_heads(self.scores, how, weights))
@@ -267,8 +259,7 @@ class MixingMap:
         Raises:
             ValueError: no such position or token; nothing left, or no row; "both" on a map with key_tokens.
         """
-        if axis not in ("both", "query", "key"):
-            raise ValueError(f"axis: expected 'both', 'query' or 'key', got {axis!r}")
+        one_of("axis", axis, ("both", "query", "key"))
         if axis == "both" and self.key_tokens is not None:
             raise ValueError("axis: expected 'query' or 'key' on a map with key_tokens, got 'both'")
         kept = kept_positions(self.tokens, () if axis == "key" else tokens)
@@ -327,7 +318,7 @@ class MixingMap:
             given = [[key] for key in range(len(self.key_tokens))] if key_groups is None else key_groups
             key_words, key_names = words.resolve_groups(self.key_tokens, given, "key_groups")
         elif key_groups is not None:
-            raise ValueError("key_groups: expected None on a map whose keys are its tokens")
+            raise ValueError("key_groups: expected None on a map whose keys are its tokens, got groups")
         numbers, rows = words.rows_of_words(query_words, self.query_positions, queries)
         causal = self.causal and words.in_order(query_words)
         mask = self.visible()[0] if self.causal and not causal and self.mask is None else self.mask
@@ -358,7 +349,7 @@ class MixingMap:
         Raises:
             ValueError: no such query, layer or head; a row that is not held; k below 1.
         """
-        as_count(k, "k")
+        k = whole_number("k", k, 1)
         place, row = self.layer_index(layer), self.row_index(query)
         scores = (self.merge_heads() if head is None else self.head(head)).scores[place, row]
         visible = self.visible()[place, row].nonzero().flatten()
@@ -387,6 +378,7 @@ class MixingMap:
             threshold: only edges whose absolute weight is above this.
         """
         single = self.merge_heads() if head is None else self.head(head)
+        threshold = number("threshold", threshold, 0)
         if layer is not None:
             return exchange.layer_graph(self, single.scores[self.layer_index(layer)], threshold)
         if self.kind == "input" or self.key_tokens is not None:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from lens_mix.arguments import one_of
 from lens_mix.maps.positions import shortened
 
 _SPACE_MARKS = (" ", "\u00a0", "Ġ", "▁")
@@ -171,8 +172,7 @@ def left_out_note(
 
 def reduction(name: str, argument: str) -> Reduction:
     """The reduction of that name; an unknown one is a ValueError."""
-    if name not in REDUCTIONS:
-        raise ValueError(f"{argument}: expected one of {', '.join(REDUCTIONS)}, got {name!r}")
+    one_of(argument, name, REDUCTIONS)
     return REDUCTIONS[name]
 
 

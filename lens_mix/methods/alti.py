@@ -12,6 +12,7 @@ from torch import Tensor
 from lens_mix.algebra.budget import attention_budget, distance_bytes
 from lens_mix.algebra.distances import distances, lengths
 from lens_mix.algebra.vectors import attention_vectors, head_vectors
+from lens_mix.arguments import one_of
 from lens_mix.method import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
 
@@ -49,8 +50,8 @@ class Alti(Method):
     normalize: bool = True
 
     def __post_init__(self) -> None:
-        if self.distance not in ("l1", "l2"):
-            raise ValueError(f"distance: expected 'l1' or 'l2', got {self.distance!r}")
+        super().__post_init__()
+        one_of("distance", self.distance, ("l1", "l2"))
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         heads = head_vectors(block)

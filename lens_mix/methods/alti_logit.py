@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.logit_shares import logit_shares, through_head
+from lens_mix.arguments import one_of, whole_number
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.head import Head
 from lens_mix.lens.proof.record import HEAD
@@ -62,9 +63,13 @@ class AltiLogit(Method):
     distance: Distance = "l1"
 
     def __post_init__(self) -> None:
-        number = isinstance(self.token, int) and not isinstance(self.token, bool)
-        if not number and self.token not in ("predicted", "next"):
-            raise ValueError(f"token: expected 'predicted', 'next' or a whole number, got {self.token!r}")
+        super().__post_init__()
+        if isinstance(self.token, str):
+            one_of("token", self.token, ("predicted", "next"))
+        else:
+            whole_number("token", self.token, 0, what="'predicted', 'next' or a whole number")
+        if self.against is not None:
+            whole_number("against", self.against, 0)
         Alti(self.distance)
 
     def refuses(self, anatomy: BlockAnatomy) -> str | None:

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.feed_forward import Variant, feed_forward_maps
+from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.method import Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS
@@ -47,8 +48,8 @@ class AtbFf(Method):
     biases: Variant = "on_path"
 
     def __post_init__(self) -> None:
-        if self.biases not in ("on_path", "fixed"):
-            raise ValueError(f"biases: expected 'on_path' or 'fixed', got {self.biases!r}")
+        super().__post_init__()
+        one_of("biases", self.biases, ("on_path", "fixed"))
 
     def refuses(self, anatomy: BlockAnatomy) -> str | None:
         return refuses_feed_forward(anatomy)

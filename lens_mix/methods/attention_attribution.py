@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.quadrature import NestedRules, nested_rules, one_rule, rule_name
+from lens_mix.arguments import number, whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, replace_pattern
 from lens_mix.method import Method
 from lens_mix.methods import target_passes
@@ -79,20 +80,20 @@ class AttentionAttribution(Method):
     max_steps: int = 31
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         as_target(self.target)
         name, size = rule_name(self.method), self.internal_batch_size
         if self.n_steps is None and name != "gauss_legendre":
             raise ValueError(
                 f"method: {name!r} needs n_steps, got n_steps=None (as many as each layer needs)"
             )
-        if isinstance(self.max_steps, bool) or not isinstance(self.max_steps, int) or self.max_steps < 3:
-            raise ValueError(f"max_steps: expected a whole number, 3 or more, got {self.max_steps!r}")
+        whole_number("max_steps", self.max_steps, 3)
         self._rules()
         check_baseline(self.baseline)
-        if size is not None and not size >= 1:
-            raise ValueError(f"internal_batch_size: expected None or 1 and more, got {size}")
-        if self.tolerance is not None and not self.tolerance > 0:
-            raise ValueError(f"tolerance: expected None or a number above 0, got {self.tolerance}")
+        if size is not None:
+            whole_number("internal_batch_size", size, 1)
+        if self.tolerance is not None:
+            number("tolerance", self.tolerance, 0, above=True)
 
     def parameters(self) -> dict[str, object]:
         target, baseline = describe(as_target(self.target)), describe_baseline(self.baseline)

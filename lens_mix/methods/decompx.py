@@ -15,6 +15,7 @@ from lens_mix.algebra.bias_split import SPLITS, HeldNorm, Split
 from lens_mix.algebra.decomposition import Decomposition, carried
 from lens_mix.algebra.linear_block import SLOPES, DecomposedBlock, LinearBlock, Slope
 from lens_mix.algebra.vectors import value_path
+from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE
 from lens_mix.method import Method
@@ -61,10 +62,9 @@ class DecompX(Method):
     slope: Slope = "zero_origin"
 
     def __post_init__(self) -> None:
-        if self.biases not in SPLITS:
-            raise ValueError(f"biases: expected one of {SPLITS}, got {self.biases!r}")
-        if self.slope not in SLOPES:
-            raise ValueError(f"slope: expected one of {SLOPES}, got {self.slope!r}")
+        super().__post_init__()
+        one_of("biases", self.biases, SPLITS)
+        one_of("slope", self.slope, SLOPES)
 
     def refuses(self, anatomy: BlockAnatomy) -> str | None:
         reason = refuses_feed_forward(anatomy)

@@ -51,6 +51,7 @@ class GradientAttention(Method):
     rectify: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         as_target(self.target)
 
     def parameters(self) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.algebra.value_zeroing import value_zeroing_maps
+from lens_mix.arguments import number, one_of, several, whole_number
 from lens_mix.hooks import zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.method import Method
@@ -61,13 +62,11 @@ class ValueZeroing(Method):
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in (("metric", get_args(Metric)), ("last_layer", get_args(LastLayer))):
-            if (given := getattr(self, name)) not in choices:
-                raise ValueError(f"{name}: expected {choices[0]!r} or {choices[1]!r}, got {given!r}")
-        if self.threshold is not None and not isinstance(self.threshold, int | float):
-            raise TypeError(f"threshold: expected None or a number, got {type(self.threshold).__name__}")
-        if self.threshold is not None and not self.threshold >= 0:
-            raise ValueError(f"threshold: expected None or a number >= 0, got {self.threshold}")
+        super().__post_init__()
+        one_of("metric", self.metric, get_args(Metric))
+        one_of("last_layer", self.last_layer, get_args(LastLayer))
+        if self.threshold is not None:
+            number("threshold", self.threshold, 0)
         if self.per_head and isinstance(self.heads, Mapping):
             raise ValueError(
                 "heads: with per_head expected the same heads in every layer, got a mapping by layer"
@@ -84,10 +83,6 @@ class ValueZeroing(Method):
                 raise ValueError(f"heads: expected layers 0..{n_layers - 1}, got layer {layer}")
             if heads is None:
                 continue
-            if len(heads) == 0:
-                raise ValueError("heads: expected at least one head, got none")
-            if len(set(heads)) != len(heads):
-                raise ValueError(f"heads: expected each head once, got {list(heads)}")
             outside = [head for head in heads if not 0 <= head < n_heads]
             if outside:
                 raise ValueError(f"heads: expected query heads 0..{n_heads - 1}, got {outside}")
@@ -190,32 +185,26 @@ def distance(
     return torch.where((size_x == 0) != (size_y == 0), torch.ones_like(apart), apart)
 
 
-def _plain_heads(heads: Any) -> list[int] | dict[int, list[int]] | None:
+def _plain_heads(heads: Any) -> Any:
     """Heads as a list, or layer -> list; a tensor, a range or a set will do."""
     if heads is None:
         return None
     if isinstance(heads, Mapping):
-        return {_whole("heads (layer)", layer): _listed("heads", chosen) for layer, chosen in heads.items()}
-    return _listed("heads", heads)
+        return {
+            whole_number("heads (layer)", layer, 0): _plain_heads(chosen) for layer, chosen in heads.items()
+        }
+    plain = _listed("heads", heads)
+    if len(set(plain)) != len(plain):
+        raise ValueError(f"heads: expected each head once, got {plain}")
+    return plain
 
 
-def _listed(name: str, numbers: Any) -> list[int]:
-    numbers = numbers.tolist() if hasattr(numbers, "tolist") else numbers
-    if isinstance(numbers, str) or not isinstance(numbers, Iterable):
-        raise TypeError(f"{name}: expected whole numbers in a list, got {type(numbers).__name__}")
-    return [_whole(name, number) for number in numbers]
-
-
-def _whole(name: str, number: Any) -> int:
-    if isinstance(number, bool) or not hasattr(number, "__index__"):
-        raise TypeError(f"{name}: expected whole numbers, got {number!r}")
-    return int(number)
+def _listed(name: str, values: Any) -> list[int]:
+    return [whole_number(name, one, 0) for one in several(name, values, "whole numbers in a list", least=1)]
 
 
 def _plain_spans(spans: Sequence[Sequence[int]]) -> list[list[int]]:
-    plain = [_listed("spans", span) for span in spans]
-    if not plain or not all(plain):
-        raise ValueError(f"spans: expected groups of at least one position each, got {plain}")
+    plain = [_listed("spans", span) for span in several("spans", spans, "groups of positions", least=1)]
     positions = [position for span in plain for position in span]
     if len(set(positions)) != len(positions):
         raise ValueError(f"spans: expected each position in one group at most, got {plain}")

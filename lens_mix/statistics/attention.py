@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lens_mix.arguments import instance, number, one_of, several, whole_number
 from lens_mix.maps import MixingMap
-from lens_mix.maps.positions import as_position, is_whole
+from lens_mix.maps.positions import as_position
 from lens_mix.statistics.heads import Head, TokenGroup, each_head, each_map, members, reusable, with_heads
 
 SEPARATORS = ("[SEP]", "</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>")
@@ -76,8 +77,7 @@ class AttentionStatistics:
 
         Raises ValueError: no such group.
         """
-        if group not in self.groups:
-            raise ValueError(f"group: expected one of {sorted(self.groups)}, got {group!r}")
+        one_of("group", group, self.groups)
         return self._above(self.groups[group], threshold)
 
     def broad_heads(self, threshold: float = 0.8) -> list[Head]:
@@ -100,6 +100,7 @@ class AttentionStatistics:
         return table
 
     def _above(self, values: Float[Tensor, "layer head"], threshold: float) -> list[Head]:
+        threshold = number("threshold", threshold)
         heads = [head for head in each_head(self.layers, values) if head.value > threshold]
         return sorted(heads, key=lambda head: -head.value)
 
@@ -129,10 +130,11 @@ def attention_statistics(
         ValueError: no maps; maps of different layers or heads; keys that are not the tokens; negative scores;
             a query that a prompt does not have; maps without the rows of all positions.
     """
-    steps = list(offsets)
-    if not all(is_whole(step) for step in steps):
-        raise TypeError(f"offsets: expected whole numbers, got {steps}")
-    chosen = {name: reusable(group) for name, group in (GROUPS if groups is None else groups).items()}
+    steps = [whole_number("offsets", step) for step in several("offsets", offsets, "whole numbers")]
+    given = (
+        GROUPS if groups is None else instance("groups", groups, Mapping, "a dict of groups by their names")
+    )
+    chosen = {name: reusable(group) for name, group in given.items()}
     every, single = _Totals(steps, list(chosen)), _Totals(steps, list(chosen))
     first: MixingMap | None = None
     for mixing_map in each_map(maps):
@@ -199,6 +201,6 @@ def _query(mixing_map: MixingMap, query: Literal["first", "last"] | int | None) 
     count = len(mixing_map.tokens)
     if query is None:
         query = "last" if mixing_map.causal else "first"
-    if query in ("first", "last"):
+    if isinstance(query, str) and query in ("first", "last"):
         return 0 if query == "first" else count - 1
     return as_position(query, count, "query", also="'first', 'last' or ")

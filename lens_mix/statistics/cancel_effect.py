@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 
 from lens_mix.algebra.vectors import attention_vectors
+from lens_mix.arguments import check_columns, several, whole_number
 from lens_mix.lens.precision import in_full_precision
 from lens_mix.methods.value_norms import ValueNorms
 from lens_mix.statistics.passes import each_prompt
@@ -54,6 +55,7 @@ def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pd.DataFrame:
 
 def no_op_table(table: pd.DataFrame, kind: TokenKind = token_kind) -> pd.DataFrame:
     """Means of a table of `weights_and_norms` by layer and kind of token (Kobayashi et al., 2020, fig. 5)."""
+    check_columns("table", table, ("layer", "token", "weight", "norm", "weighted_norm"))
     kinds = table["token"].map(kind).rename("kind")
     return table.groupby(["layer", kinds])[["weight", "norm", "weighted_norm"]].mean()
 
@@ -65,7 +67,9 @@ def correlations(table: pd.DataFrame, by: Sequence[str] = ("layer",)) -> pd.Data
         table: from `weights_and_norms`.
         by: the groups, e.g. ("layer",) or ("layer", "head").
     """
-    groups = table.groupby(list(by))[["weight", "norm"]]
+    by = several("by", by, "names of columns", least=1)
+    check_columns("by, table", table, ("weight", "norm", *by))
+    groups = table.groupby(by)[["weight", "norm"]]
     out = groups.apply(lambda part: spearman(part["weight"].to_numpy(), part["norm"].to_numpy()))
     return out.to_frame("spearman")
 
@@ -77,6 +81,8 @@ def cancelled_tokens(table: pd.DataFrame, count: int = 5) -> pd.DataFrame:
     norm of all other tokens of the layer; sorted by weight · (1 - norm / others_norm), 0 or less where
     nothing is cancelled.
     """
+    check_columns("table", table, ("layer", "token", "weight", "norm"))
+    count = whole_number("count", count, 1)
     means = table.groupby(["layer", "token"])[["weight", "norm"]].mean()
     sums = table.groupby(["layer", "token"])["norm"].agg(["sum", "size"])
     layers = table.groupby("layer")["norm"].agg(["sum", "size"]).reindex(sums.index, level="layer")

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.arguments import flags, instance, several, whole_number
 from lens_mix.maps import MixingMap
-from lens_mix.maps.positions import as_count
 from lens_mix.statistics.ranks import spearman
 
 # Part of the block -> (map before it, map after it).
@@ -46,9 +46,12 @@ def changes(maps: Mapping[str, MixingMap]) -> pd.DataFrame:
     One row per layer, one column per part. `maps` is what `lens_mix.run(model, prompt, METHODS)` gives.
     Raises ValueError: one is missing.
     """
-    missing = [name for name in METHODS if name not in maps]
+    missing = [
+        name for name in METHODS if name not in instance("maps", maps, Mapping, "a dict of MixingMaps")
+    ]
     if missing:
-        raise ValueError(f"maps: expected {list(METHODS)}, missing {missing}")
+        raise ValueError(f"maps: expected {list(METHODS)}, got none of {missing}")
+    several("maps", maps.values(), "MixingMaps", kind=MixingMap)
     columns = {part: change(maps[x], maps[y]).tolist() for part, (x, y) in PARTS.items()}
     return pd.DataFrame(columns, index=pd.Index(maps[METHODS[0]].layer_labels, name="layer"))
 
@@ -77,8 +80,9 @@ def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> 
         count: how many, 1 or more (else ValueError).
         diagonal: count pairs of a position with itself too.
     """
-    as_count(count, "count")
-    table = amplified.to_dataframe()
+    count = whole_number("count", count, 1)
+    flags(diagonal=diagonal)
+    table = instance("amplified", amplified, MixingMap, "a MixingMap").to_dataframe()
     # the table has the order of the scores
     kept = amplified.visible().cpu().numpy().ravel()
     table = table[kept & (diagonal | (table["query"] != table["key"]))]
@@ -88,6 +92,8 @@ def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> 
 
 
 def _check_pair(before: MixingMap, after: MixingMap) -> None:
+    for name, each in (("before", before), ("after", after)):
+        instance(name, each, MixingMap, "a MixingMap")
     places = [(each.scores.shape, each.tokens, each.query_positions) for each in (before, after)]
     if places[0] != places[1]:
         raise ValueError(

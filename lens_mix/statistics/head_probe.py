@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.arguments import one_of, several, whole_number
 from lens_mix.maps import MixingMap
-from lens_mix.maps.positions import is_whole
 from lens_mix.statistics.heads import Head, TokenGroup, each_head, each_map, members, reusable, with_heads
 
 PROBED_OFFSETS = tuple(offset for offset in range(-10, 11) if offset)
@@ -94,13 +94,12 @@ def probe_heads(
             have, or whose row its map does not hold; maps of different layers or heads; keys that are not
             the tokens; negative scores.
     """
-    if direction not in ("forward", "backward"):
-        raise ValueError(f"direction: expected 'forward' or 'backward', got {direction!r}")
-    if not list(offsets):
-        raise ValueError("offsets: expected at least one, got none")
-    ignore = None if ignore is None else reusable(ignore)
-    single = isinstance(maps, MixingMap)
-    every, lists = list(each_map(maps)), [relations] if single else list(relations)
+    one_of("direction", direction, ("forward", "backward"))
+    given = several("offsets", offsets, "whole numbers", least=1)
+    offsets = [whole_number("offsets", offset) for offset in given]
+    ignore = None if ignore is None else reusable(ignore, "ignore")
+    listed = several("relations", relations, "pairs (from, to), or lists of pairs")
+    every, lists = list(each_map(maps)), [listed] if isinstance(maps, MixingMap) else listed
     if len(every) != len(lists):
         raise ValueError(f"relations: expected {len(every)} lists of pairs, one per map, got {len(lists)}")
     answers, steps = [], Counter[int]()
@@ -138,9 +137,5 @@ def _pair(pair: object, number: int, count: int, direction: str) -> tuple[int, i
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"relations: expected pairs (from, to), got {pair!r} for map {number}")
     for position in pair:
-        if not is_whole(position):
-            raise TypeError(f"relations: expected positions as whole numbers, got {pair!r} for map {number}")
-        if not 0 <= position < count:
-            expected = f"expected positions from 0 to {count - 1}"
-            raise ValueError(f"relations: {expected}, got {tuple(pair)} for map {number}")
+        whole_number(f"relations of map {number}", position, 0, count - 1, "positions")
     return (pair[0], pair[1]) if direction == "forward" else (pair[1], pair[0])

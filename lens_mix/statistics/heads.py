@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lens_mix.arguments import several, whole_number
 from lens_mix.maps import MixingMap
 
 TokenGroup = int | str | Iterable[int | str] | Callable[[str], bool]
@@ -30,7 +31,7 @@ def each_head(layers: Sequence[int], values: Float[Tensor, "layer head"]) -> Ite
 
 def each_map(maps: MixingMap | Iterable[MixingMap]) -> Iterable[MixingMap]:
     """The maps one after the other, all with the tokens as keys and with the same layers and heads."""
-    if not isinstance(maps, (MixingMap, Iterable)):
+    if not isinstance(maps, (MixingMap, Iterable)) or isinstance(maps, (str, Mapping)):
         raise TypeError(f"maps: expected a MixingMap or several, got {type(maps).__name__}")
     expected: tuple[list[int], int] | None = None
     for mixing_map in [maps] if isinstance(maps, MixingMap) else maps:
@@ -56,19 +57,20 @@ def with_heads(mixing_map: MixingMap) -> Float[Tensor, "layer head query key"]:
     return scores if mixing_map.has_heads else scores[:, None]
 
 
-def reusable(group: TokenGroup) -> TokenGroup:
-    """The group for several prompts: an iterator is used up after the first."""
-    return group if callable(group) or isinstance(group, (int, str)) else list(group)
+def reusable(group: TokenGroup, argument: str = "groups") -> Callable[[str], bool] | list[int | str]:
+    """The group for several prompts, checked: an iterator is used up after the first."""
+    if callable(group):
+        return group
+    what = "tokens, a function or positions"
+    items = several(argument, group, what, alone=True)
+    return [item if isinstance(item, str) else whole_number(argument, item, what=what) for item in items]
 
 
 def members(tokens: Sequence[str], group: TokenGroup) -> Bool[Tensor, " key"]:
     """Which tokens belong to a group; none may."""
-    if callable(group):
-        return torch.tensor([bool(group(token)) for token in tokens])
-    items = [group] if isinstance(group, (int, str)) else list(group)
-    for item in items:
-        if isinstance(item, bool) or not isinstance(item, (int, str)):
-            raise TypeError(f"groups: expected positions, tokens or a function, got {item!r}")
+    items = reusable(group)
+    if callable(items):
+        return torch.tensor([bool(items(token)) for token in tokens])
     count = len(tokens)
     # what an item may call a token by: its position from either end, or the token itself
     names = ({place, place - count, token} for place, token in enumerate(tokens))

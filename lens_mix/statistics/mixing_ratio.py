@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lens_mix.algebra.feed_forward import feed_forward_shares
 from lens_mix.algebra.vectors import AttentionVectors, attention_vectors
+from lens_mix.arguments import check_columns, one_of, several
 from lens_mix.lens.block import Block
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.precision import in_full_precision
@@ -50,10 +51,10 @@ def mixing_ratios(
         ValueError: an unknown stage.
         UnsupportedModelError: a stage that the model's blocks can't be followed to.
     """
-    wanted = tuple(STAGES if stages is None else stages)
-    unknown = [stage for stage in wanted if stage not in STAGES]
-    if unknown or not wanted:
-        raise ValueError(f"stages: expected some of {list(STAGES)}, got {list(wanted)}")
+    expected = f"some of {list(STAGES)}"
+    wanted = tuple(STAGES if stages is None else several("stages", stages, expected, least=1))
+    for stage in wanted:
+        one_of("stages", stage, STAGES)
     rows = []
     for number, (passed, followed) in enumerate(_passes(model, prompts, wanted, stages is None, options)):
         places = [(row, passed.tokens[row], int(passed.token_ids[row])) for row in passed.queries]
@@ -131,6 +132,7 @@ def _weight_ratio(block: Block, residual: float) -> Float[Tensor, "batch query"]
 
 def by_layer(table: pd.DataFrame) -> pd.DataFrame:
     """Mean of a table of `mixing_ratios`, a row per layer, a column per stage; a last row "mean" over all."""
+    check_columns("table", table, ("layer", "stage", "ratio"))
     out = table.pivot_table(index="layer", columns="stage", values="ratio", aggfunc="mean", sort=True)
     out = out[[stage for stage in STAGES if stage in out.columns]]
     return pd.concat([out, out.mean().to_frame("mean").T])
@@ -138,6 +140,7 @@ def by_layer(table: pd.DataFrame) -> pd.DataFrame:
 
 def by_kind(table: pd.DataFrame, kind: TokenKind = token_kind) -> pd.DataFrame:
     """Mean of a table of `mixing_ratios` by kind of token, a column per stage, and the count of tokens."""
+    check_columns("table", table, ("layer", "stage", "ratio", "token"))
     kinds = table["token"].map(kind).rename("kind")
     out = table.groupby([kinds, "stage"])["ratio"].mean().unstack("stage")
     out = out[[stage for stage in STAGES if stage in out.columns]]
@@ -155,6 +158,7 @@ def by_rank(
         ranks: token -> frequency rank, 1 the most frequent; tokens it does not know are left out. None:
             counted in the table's own prompts.
     """
+    check_columns("table", table, ("layer", "stage", "ratio", "token"))
     ranked = table.assign(rank=table["token"].map(counted_ranks(table) if ranks is None else ranks))
     ranked = ranked.dropna(subset=["rank"])
     groups = ranked.groupby(["layer", "stage"])[["rank", "ratio"]]
@@ -165,6 +169,7 @@ def by_rank(
 
 def counted_ranks(table: pd.DataFrame) -> dict[str, float]:
     """Frequency ranks of the tokens of a table of positions, 1 the most frequent, ties sharing a rank."""
+    check_columns("table", table, ("prompt", "position", "token"))
     positions = table.drop_duplicates(subset=["prompt", "position"])
     counts = positions["token"].value_counts()
     return counts.rank(ascending=False, method="average").to_dict()

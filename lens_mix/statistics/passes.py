@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from lens_mix.arguments import several
 from lens_mix.lens.block import Block
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection
@@ -64,7 +65,9 @@ def each_prompt(
 
     `prompts`: a string, a pair or a token tensor is one prompt; a list of these is several.
     """
-    one = not isinstance(prompts, list) or all(isinstance(token, int) for token in prompts)
+    one = not isinstance(prompts, list) or (prompts and all(isinstance(token, int) for token in prompts))
+    if not one:
+        several("prompts", prompts, "one prompt or a list of them", least=1)
     for prompt in [prompts] if one else prompts:
         with torch.no_grad():
             passed = prompt_blocks(model, prompt, methods, **options)

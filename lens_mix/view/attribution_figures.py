@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lens_mix.arguments import number, shown
 from lens_mix.view.labels import FONT, INK, QUIET, room_for, visible_token
 from lens_mix.view.lazy import need_canvas
 
@@ -26,8 +27,8 @@ def tree_figure(tree: networkx.DiGraph, title: str | None = None) -> Figure:
     Raises:
         ValueError: the graph is not one of `lens_mix.attribution_tree`.
     """
-    if "root" not in tree.graph:
-        raise ValueError("tree: expected a graph of attribution_tree (with a root), got one without")
+    if "root" not in getattr(tree, "graph", ()):
+        raise ValueError(f"tree: expected a graph of attribution_tree (with a root), got {shown(tree)}")
     canvas = need_canvas()
     tokens = [visible_token(token) for token in tree.graph["tokens"]]
     levels = sorted({level for level, _ in tree.nodes})
@@ -76,8 +77,9 @@ def head_map(importance: HeadImportance, title: str | None = None, highest: floa
         highest: larger scores share the last colour, and the bar ends in a point; None: the largest score.
             Raises ValueError: it is not positive.
     """
-    if highest is not None and not highest > 0:
-        raise ValueError(f"highest: expected a positive number, got {highest!r}")
+    highest = None if highest is None else number("highest", highest, 0, above=True)
+    if not hasattr(importance, "scores"):
+        raise TypeError(f"importance: expected a HeadImportance, got {shown(importance)}")
     canvas = need_canvas()
     layers, heads = importance.scores.shape
     inner = (min(max(0.22 * heads, 1.6), 7.0), min(max(0.16 * layers, 1.2), 6.0))
@@ -113,6 +115,8 @@ def pruning_figure(curves: PruningCurves, title: str | None = None, metric: str 
 
     `metric` is the name of the vertical axis.
     """
+    if not hasattr(curves, "fractions"):
+        raise TypeError(f"curves: expected PruningCurves, got {shown(curves)}")
     canvas = need_canvas()
     picture = canvas.Picture(6.0, 3.6)
     axes = picture.add_box(0.65, 0.5, 3.9, 2.65)

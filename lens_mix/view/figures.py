@@ -16,12 +16,14 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.arguments import flags, instance, real_tensor, several, whole_number
 from lens_mix.maps import MixingMap
-from lens_mix.maps.positions import as_count, as_position
+from lens_mix.maps.positions import as_position
 from lens_mix.view.bars import BarFrame, draw_bars
 from lens_mix.view.heat_maps import Grid, default_title, draw_grid
 from lens_mix.view.labels import FONT, INK, NAME_FONT, room_for, visible_token
@@ -60,11 +62,9 @@ def layer_maps(
         ValueError: no such layer or head; no layer at all; columns below 1; negative scores with
             `normalize=True`.
     """
-    _check_is_map("mixing_map", mixing_map)
-    as_count(columns, "columns")
-    if layers is not None and not len(layers):
-        raise ValueError("layers: expected at least one layer, got none")
-    shown = mixing_map if layers is None else mixing_map.select_layers(list(layers))
+    instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
+    columns = _checked_options(columns, normalize, title)
+    shown = mixing_map if layers is None else mixing_map.select_layers(layers)
     shown = _merged("mixing_map", shown if head is None else shown.head(head), normalize)
     before = "" if shown.kind == "layer" else "up to "
     names = [f"{before}layer {label}" for label in shown.layer_labels]
@@ -94,8 +94,8 @@ def query_maps(
         ValueError: no maps; maps over different tokens or layers; no such query; columns below 1; negative
             scores with `normalize=True`.
     """
-    as_count(columns, "columns")
-    if not maps:
+    columns = _checked_options(columns, normalize, title)
+    if not instance("maps", maps, Mapping, "a dict of MixingMaps"):
         raise ValueError("maps: expected at least one map, got none")
     shown = {name: _merged(f"maps[{name!r}]", each, normalize) for name, each in maps.items()}
     first = next(iter(shown.values()))
@@ -138,9 +138,11 @@ def token_bars(
         ValueError: no rows; a row of another length than `tokens`; an infinite score.
     """
     canvas = need_canvas()
-    if not rows:
+    if not instance("rows", rows, Mapping, "a dict of rows of scores"):
         raise ValueError("rows: expected at least one row, got none")
-    tokens = list(tokens)
+    tokens = several("tokens", tokens, "a list of strings", kind=str)
+    instance("title", title, (str, type(None)), "a text")
+    query, layer = whole_number("query", query), whole_number("layer", layer)
     vectors = {name: _row(name, row, tokens, query, layer) for name, row in rows.items()}
     labels = _visible(tokens)
     names = [_in_lines(name) for name in vectors]
@@ -161,11 +163,9 @@ def token_bars(
 def _row(name: str, row: Any, tokens: list[str], query: int, layer: int) -> Float[Tensor, " key"]:
     if isinstance(row, MixingMap):
         return _row_of_map(name, row, tokens, query, layer)
-    try:
-        vector = torch.as_tensor(row).detach().to("cpu", torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        expected = f"rows[{name!r}]: expected scores [key] or a MixingMap"
-        raise TypeError(f"{expected}, got {type(row).__name__}") from error
+    if not isinstance(row, (Tensor, np.ndarray, list, tuple)):
+        raise TypeError(f"rows[{name!r}]: expected scores [key] or a MixingMap, got {type(row).__name__}")
+    vector = real_tensor(f"rows[{name!r}]", row).to("cpu", torch.float64)
     if vector.shape != (len(tokens),):
         raise ValueError(f"rows[{name!r}]: expected shape ({len(tokens)},), got {tuple(vector.shape)}")
     if bool(vector.isinf().any()):
@@ -192,14 +192,14 @@ def _row_of_map(
     return torch.cat([torch.full((left_out,), torch.nan, dtype=torch.float64), scores])
 
 
-def _check_is_map(name: str, value: Any) -> None:
-    if not isinstance(value, MixingMap):
-        raise TypeError(f"{name}: expected a MixingMap, got {type(value).__name__}")
+def _checked_options(columns: int, normalize: bool, title: str | None) -> int:
+    flags(normalize=normalize)
+    instance("title", title, (str, type(None)), "a text")
+    return whole_number("columns", columns, 1)
 
 
 def _merged(name: str, value: MixingMap, normalize: bool) -> MixingMap:
-    _check_is_map(name, value)
-    merged = value.merge_heads()
+    merged: MixingMap = instance(name, value, MixingMap, "a MixingMap").merge_heads()
     return merged.normalized() if normalize else merged
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lens_mix.arguments import instance, number
 from lens_mix.view.labels import FONT, INK, QUIET, room_for, visible_token
 from lens_mix.view.lazy import need_canvas
 
@@ -42,8 +43,7 @@ def information_flow(
     """
     canvas = need_canvas()
     _check_graph(graph)
-    if not 0 < layer_height < float("inf"):
-        raise ValueError(f"layer_height: expected inches above 0, got {layer_height!r}")
+    layer_height = number("layer_height", layer_height, 0, above=True)
     widths = _widths(graph, by)
     frame = Frame(graph, title, layer_height)
     picture = canvas.Picture(frame.width, frame.height)
@@ -150,8 +150,7 @@ def _label(axes: Any, frame: Frame) -> None:
 def _check_graph(graph: Any) -> None:
     import networkx as nx
 
-    if not isinstance(graph, nx.DiGraph):
-        raise TypeError(f"graph: expected a networkx DiGraph, got {type(graph).__name__}")
+    instance("graph", graph, nx.DiGraph, "a networkx DiGraph")
     if not graph:
         raise ValueError("graph: expected at least one node, got none")
     for node in graph:

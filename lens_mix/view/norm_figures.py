@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lens_mix.arguments import check_columns
 from lens_mix.statistics.mixing_ratio import STAGES, by_kind, by_layer
 from lens_mix.statistics.token_kinds import TokenKind, token_kind
 from lens_mix.view.labels import FONT, INK, NAME_FONT, TITLE_FONT, visible_token
@@ -45,7 +46,7 @@ def mixing_by_layer(table: pandas.DataFrame, title: str = "Mixing ratio by layer
 
     In blocks that put no norm on the residual stream (pre-norm), AttnResLn is AttnRes.
     """
-    _check_columns(table, ("layer", "stage", "ratio"))
+    check_columns("table", table, ("layer", "stage", "ratio"))
     means = by_layer(table).drop(index="mean")
     picture, axes = _axes(7.0, 3.6, title, "layer", "share from other positions")
     for stages in _alike(means):
@@ -77,7 +78,7 @@ def mixing_by_kind(
     table: pandas.DataFrame, kind: TokenKind = token_kind, title: str = "Mixing ratio by kind of token"
 ) -> Figure:
     """Mean of a table of `mixing_ratios` per kind of token, one bar per stage."""
-    _check_columns(table, ("layer", "stage", "ratio", "token"))
+    check_columns("table", table, ("layer", "stage", "ratio", "token"))
     means = by_kind(table, kind)
     stages = [stage for stage in STAGES if stage in means.columns]
     picture, axes = _axes(7.0, 3.6, title, "", "share from other positions")
@@ -102,7 +103,7 @@ def weights_against_norms(
     The colours are those of `kind`. The `named` dots with most weight get a ring and their token and layer
     written; dots of one token share what is written.
     """
-    _check_columns(table, ("layer", "token", "weight", "norm"))
+    check_columns("table", table, ("layer", "token", "weight", "norm"))
     dots = table.groupby(["layer", "token"])[["weight", "norm"]].mean().reset_index()
     up = "attention weight, mean over heads and queries"
     picture, axes = _axes(5.6, 4.0, title, "‖f(x)‖, mean over heads", up)
@@ -126,7 +127,7 @@ def weights_against_norms(
 
 def expansion_rates(table: pandas.DataFrame, title: str = "Expansion rate of the heads") -> Figure:
     """A table of `lens_mix.statistics.expansion_rate.expansion_rates` as a heat map, layer × head."""
-    _check_columns(table, ("layer", "head", "rate"))
+    check_columns("table", table, ("layer", "head", "rate"))
     grid = table[table["head"] != "all"].pivot(index="layer", columns="head", values="rate")
     layers, heads = grid.shape
     picture, axes = _axes(1.6 + 0.3 * heads, 1.2 + 0.22 * layers, title, "head", "layer")
@@ -138,7 +139,7 @@ def expansion_rates(table: pandas.DataFrame, title: str = "Expansion rate of the
 
 def contextualisation(table: pandas.DataFrame, title: str = "Contextualisation change") -> Figure:
     """A table of `lens_mix.statistics.contextualisation.changes` by layer, one line per part of the block."""
-    _check_columns(table, ("feed_forward", "residual", "norm", "whole"))
+    check_columns("table", table, ("feed_forward", "residual", "norm", "whole"))
     picture, axes = _axes(6.4, 3.4, title, "layer", "1 − Spearman")
     for part, colour in zip(table.columns, ("#d94801", "#2171b5", "#6a3d9a", "#333333"), strict=False):
         axes.plot(table.index, table[part], marker="o", markersize=3, color=colour, label=part)
@@ -162,9 +163,3 @@ def _axes(width: float, height: float, title: str, across: str, up: str) -> tupl
 
 def _legend(axes: Any) -> None:
     axes.legend(fontsize=FONT, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-
-
-def _check_columns(table: Any, columns: tuple[str, ...]) -> None:
-    missing = [column for column in columns if column not in getattr(table, "columns", ())]
-    if missing:
-        raise ValueError(f"table: expected a table with the columns {list(columns)}, missing {missing}")

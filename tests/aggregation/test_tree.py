@@ -163,10 +163,10 @@ def test_text():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"threshold": 1.5}, "threshold: expected a share"),
-        ({"cost": -1.0}, "cost: expected 0 or more"),
+        ({"threshold": 1.5}, "threshold: expected a number from 0 to 1"),
+        ({"cost": -1.0}, "cost: expected a finite number, 0 or more"),
         ({"order": "random"}, "order: expected 'score' or 'position'"),
-        ({"root": 9}, "query: expected a position"),
+        ({"root": 9}, "root: expected a position"),
         ({"special": [9]}, "9"),
         ({"top_layer": 7}, "layer: expected one of"),
     ],

@@ -128,13 +128,13 @@ def test_bad_input(model, metric):
         ({"rankings": {"mine": SCORES.T}}, r"rankings\['mine'\]: expected shape \[2, 4\]"),
         ({"rankings": {"random": SCORES}}, "other names than 'random'"),
         ({"rankings": {"mine": SCORES}, "fractions": [0.5, 0.2]}, "fractions: expected ascending"),
-        ({"rankings": {"mine": SCORES}, "fractions": [0, 1.1]}, "fractions: expected ascending"),
+        ({"rankings": {"mine": SCORES}, "fractions": [0, 1.1]}, "fractions: expected a number from 0 to 1"),
         ({"rankings": {"mine": SCORES}, "remove": "all"}, "remove: expected"),
     ]:
         with pytest.raises(ValueError, match=message):
             pruning_curves(model, metric, **keywords)
     with (
-        pytest.raises(ValueError, match=r"expected layers 0\.\.1 and heads 0\.\.3, got \(2, 0\)"),
+        pytest.raises(ValueError, match=r"heads: expected layers from 0 to 1, got 2"),
         pruned(model, [(2, 0)]),
     ):
         pass

@@ -345,10 +345,14 @@ BAD_ARGUMENTS: list[tuple[Any, type[Exception], str]] = [
         "source: expected it to hold blocks.2.attn.hook_pattern; got blocks.0.attn.hook_pattern",
     ),
     (lambda: freeze_pattern(0, {}), ValueError, "got nothing"),
-    (lambda: prune_heads(0, []), ValueError, "heads: expected at least one query head; got none"),
-    (lambda: prune_heads(0, [-2]), ValueError, "heads: expected query heads counted from 0; got -2"),
-    (lambda: prune_heads(0, None), TypeError, "heads: expected an integer; got None"),
-    (lambda: prune_heads(-1, 0), ValueError, "layer: expected a layer counted from 0; got -1"),
+    (
+        lambda: prune_heads(0, []),
+        ValueError,
+        "heads: expected at least one (query heads as integers)",
+    ),
+    (lambda: prune_heads(0, [-2]), ValueError, "heads: expected query heads as integers, 0 or more, got -2"),
+    (lambda: prune_heads(0, None), TypeError, "heads: expected query heads as integers, 0 or more, got None"),
+    (lambda: prune_heads(-1, 0), ValueError, "layer: expected an integer, 0 or more, got -1"),
 ]
 
 

@@ -183,9 +183,9 @@ def test_bad_arguments_are_named() -> None:
         record([], "blocks.0.hook_resid_pre")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="name: expected the name of one hook point; got 3"):
         record({}, 3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="names: expected several names; got the string"):
+    with pytest.raises(TypeError, match=r"names: expected several names .*, got 'blocks"):
         record_all({}, "blocks.0.hook_resid_pre")
-    with pytest.raises(TypeError, match="watch: expected a function of the pattern; got Tensor"):
+    with pytest.raises(TypeError, match="watch: expected a function of the pattern, got "):
         watch_pattern(0, torch.ones(1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected select to give a tensor; got float"):
         record({}, "anything", select=lambda one: one.sum().item())[1](torch.ones(1), hook=None)

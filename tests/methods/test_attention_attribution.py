@@ -444,9 +444,9 @@ def test_targets_without_a_gradient_are_refused():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"n_steps": 0}, ValueError, "n_steps: expected a whole number, 1 or more"),
-        ({"n_steps": 1, "method": "trapezoid"}, ValueError, "2 or more"),
-        ({"n_steps": 2.5}, ValueError, "n_steps"),
+        ({"n_steps": 0}, ValueError, "n_steps: expected a whole number from 1 to 2000"),
+        ({"n_steps": 1, "method": "trapezoid"}, ValueError, "from 2 to 2000"),
+        ({"n_steps": 2.5}, TypeError, "n_steps"),
         ({"method": "simpson"}, ValueError, "method: expected one of"),
         ({"baseline": "mean"}, ValueError, "baseline: expected 'zero'"),
         ({"baseline": 0.0}, TypeError, "baseline: expected"),

@@ -153,7 +153,7 @@ def test_encoder_decoder_stacks():
     assert decoder.scores.shape == (2, 5, 5)
     assert decoder.causal
     # the target counts in the decoder's positions
-    with pytest.raises(ValueError, match="position: expected -5 to 4"):
+    with pytest.raises(ValueError, match="position: expected a whole number from -5 to 4"):
         lm.run(model, pair, lm.GradientAttention(target=lm.targets.predicted(5)))
 
 

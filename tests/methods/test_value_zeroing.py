@@ -207,8 +207,8 @@ def test_distance_of_zero_vectors():
     [
         ({"metric": "manhattan"}, "metric: expected 'cosine' or 'euclidean', got 'manhattan'"),
         ({"last_layer": "final"}, "last_layer: expected"),
-        ({"threshold": -1.0}, "threshold: expected None or a number >= 0"),
-        ({"spans": []}, "spans: expected groups"),
+        ({"threshold": -1.0}, "threshold: expected a finite number, 0 or more"),
+        ({"spans": []}, "spans: expected at least one"),
         ({"spans": [(0, 1), (1, 2)]}, "each position in one group"),
         ({"per_head": True, "heads": {0: [1]}}, "same heads in every layer"),
     ],
@@ -222,7 +222,7 @@ def test_bad_options_are_refused(options, message):
     ("options", "message"),
     [
         ({"heads": [4]}, r"heads: expected query heads 0\.\.3, got \[4\]"),
-        ({"heads": []}, "at least one head"),
+        ({"heads": []}, "heads: expected at least one"),
         ({"heads": {2: [0]}}, r"expected layers 0\.\.1, got layer 2"),
         ({"spans": [(0, 9)]}, r"spans: expected positions 0\.\.5, got \[9\]"),
     ],

@@ -52,7 +52,7 @@ def test_maps_that_do_not_go_together_are_refused():
     before, after = maps()
     with pytest.raises(ValueError, match="after: expected a map of the same prompt and shape"):
         change(before, after.drop(0))
-    with pytest.raises(ValueError, match=r"maps: expected .*, missing \['attn_res_ln'"):
+    with pytest.raises(ValueError, match=r"maps: expected .*, got none of \['attn_res_ln'"):
         changes({"atb_ff": before})
     with pytest.raises(ValueError, match="count: expected a whole number, 1 or more, got 0"):
         top_pairs(amplification(before, after), 0)

@@ -97,12 +97,10 @@ def test_wrong_questions_are_refused():
         probe_heads(mixing_map, [])
     with pytest.raises(ValueError, match="relations: expected 2 lists of pairs, one per map, got 1"):
         probe_heads([mixing_map, mixing_map], [[(1, 2)]])
-    with pytest.raises(
-        ValueError, match=r"relations: expected positions from 0 to 5, got \(1, 6\) for map 0"
-    ):
+    with pytest.raises(ValueError, match=r"relations of map 0: expected positions from 0 to 5, got 6"):
         probe_heads(mixing_map, [(1, 6)])
     for wrong in ((1,), 3, (1.0, 2), (True, 2), "ab"):
-        with pytest.raises(TypeError, match="relations: expected"):
+        with pytest.raises(TypeError, match=r"relations.*: expected"):
             probe_heads(mixing_map, [wrong])
     with pytest.raises(ValueError, match="direction: expected 'forward' or 'backward', got 'up'"):
         probe_heads(mixing_map, [(1, 2)], direction="up")

@@ -147,7 +147,7 @@ def test_spearman_is_scipys():
 
 
 def test_an_unknown_stage_is_refused():
-    with pytest.raises(ValueError, match=r"stages: expected some of .*, got \['attn'\]"):
+    with pytest.raises(ValueError, match=r"stages: expected one of .*, got 'attn'"):
         ratios.mixing_ratios(None, "", ["attn"])
 
 

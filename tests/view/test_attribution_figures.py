@@ -50,7 +50,7 @@ def test_head_map(tmp_path):
     cut = importance.show(highest=2.0)
     assert cut.axes[0].images[0].get_clim() == (0.0, 2.0)
     assert cut.axes[0].images[0].colorbar.extend == "max"
-    with pytest.raises(ValueError, match="highest: expected a positive number, got 0"):
+    with pytest.raises(ValueError, match="highest: expected a finite number, above 0, got 0"):
         importance.show(highest=0)
 
 

@@ -142,7 +142,7 @@ class TestLayerMaps:
         [
             ({"columns": 0}, ValueError, "columns: expected a whole number, 1 or more, got 0"),
             ({"layers": []}, ValueError, "layers: expected at least one"),
-            ({"layers": [7]}, ValueError, "layer: expected"),
+            ({"layers": [7]}, ValueError, "layers: expected"),
             ({"head": 0}, ValueError, "head: expected a map with heads"),
         ],
     )
@@ -187,7 +187,7 @@ class TestQueryMaps:
 
     @pytest.mark.parametrize("query", [5, -6, True, "The"])
     def test_refuses_positions_that_are_not_there(self, query: Any) -> None:
-        with pytest.raises(ValueError, match="query: expected a position from -5 to 4"):
+        with pytest.raises((TypeError, ValueError), match="query: expected a position from -5 to 4"):
             query_maps({"one": random_map()}, query=query)
 
     def test_refuses_maps_that_do_not_match(self) -> None:

@@ -98,7 +98,7 @@ def test_other_graphs_are_refused():
         information_flow(nx.DiGraph())
     with pytest.raises(ValueError, match=r"graph: expected nodes \(level, position\), got 0"):
         information_flow(make().to_networkx(1))
-    with pytest.raises(ValueError, match="layer_height: expected inches above 0"):
+    with pytest.raises(ValueError, match="layer_height: expected a finite number, above 0"):
         information_flow(layered_graph(make()), layer_height=0)
     for weight in (-1.0, float("nan"), "thick"):
         graph = nx.DiGraph()

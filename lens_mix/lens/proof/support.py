@@ -14,6 +14,7 @@ from lens_mix.lens.prompts import device_of, read_prompt
 from lens_mix.lens.proof.engines import HasEngines, choose_engine, logits_refusal, needs_head
 from lens_mix.lens.proof.proofs import proof_of
 from lens_mix.lens.proof.record import Proof
+from lens_mix.lens.replay import is_out_of_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +150,8 @@ def support_table(
         read = read_prompt(model, lens.model_class, _any_tokens(model))
         proof = proof_of(lens, read, head=needs_head(methods))
     except (UnsupportedModelError, RuntimeError) as problem:
+        if is_out_of_memory(problem):
+            raise
         return Support(model_name(model), tuple((method.name, None, str(problem)) for method in methods))
     for method in methods:
         wrong = logits_refusal(lens, method)
