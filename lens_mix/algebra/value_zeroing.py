@@ -60,8 +60,8 @@ def value_zeroing_maps(
     with torch.inference_mode():
         for start in range(0, batch, step):
             prompts = slice(start, start + step)
-            maps = _Maps(block, path, prompts, groups, spans, dtypes, final, sizes)
-            maps.fill(metric, scores[prompts])
+            # No name keeps one prompt's copies of the weights while the next one's are made.
+            _Maps(block, path, prompts, groups, spans, dtypes, final, sizes).fill(metric, scores[prompts])
     return scores
 
 
@@ -96,18 +96,23 @@ class _Maps:
         attended = block.attended[prompts] & block.real_queries[prompts, :, None] & real[:, None]
         self._sources = find_sources(attended, real, spans)
         self._place_sources(1.0 if block.anatomy.attention_branch else block.anatomy.residual_multiplier)
-        self._folded: Sequence[Float[Tensor, "head d_head d_mlp"]] = ()
-        feed_forward = block.anatomy.feed_forward
-        if feed_forward is not None and not block.anatomy.parallel:
-            given = (feed_forward.W_gate, feed_forward.W_in)
-            matrices = [matrix.to(wide) for matrix in given if matrix is not None]
-            keep = block.max_memory is None
-            product = folded(block.anatomy, path, every_head, None, wide, keep, matrices)
-            self._folded = [] if product is None else list(product)
+        self._folded = self._fold(block, path, every_head)
         out = path.project(mix(self._pattern, value)).flatten(0, 1)
         pre, post = (x[prompts].to(narrow).flatten(0, 1) for x in (block.resid_pre, block.resid_post))
         pairs = sum(source.last - source.first for source in self._sources) * len(groups)
         self._clean = CleanBlock(block.anatomy, pre, out, post, final, sizes.columns, pairs)
+
+    def _fold(
+        self, block: Block, path: ValuePath, heads: list[int]
+    ) -> Sequence[Float[Tensor, "head d_head d_mlp"]]:
+        """W_O, norms and first matrices as one matrix per head; none where nothing goes through them."""
+        feed_forward, dtype = block.anatomy.feed_forward, self._W_O.dtype
+        if feed_forward is None or block.anatomy.parallel:
+            return ()
+        given = (feed_forward.W_gate, feed_forward.W_in)
+        matrices = [matrix.to(dtype) for matrix in given if matrix is not None]
+        product = folded(block.anatomy, path, heads, None, dtype, block.max_memory is None, matrices)
+        return () if product is None else list(product)
 
     def _place_sources(self, multiplier: float) -> None:
         """Each source's prompt and positions, and each value's factor, on the maps' device."""

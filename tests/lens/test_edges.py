@@ -66,9 +66,22 @@ class Adapted(nn.Module):
         return self.base_layer(x) + self.lora_B(self.lora_A(x))
 
 
-def test_an_adapter_is_named():
+def test_an_adapter_over_values_is_mapped_and_one_over_the_output_named():
     model = bridge("llama")
     projection = model.blocks[0].attn.v
+    plain = lm.run(model, tokens(model, 1, 7), "value_norm")
+    adapted = Adapted(projection.original_component)
+    projection.set_original_component(adapted)
+    found = lm.run(model, tokens(model, 1, 7), "value_norm")
+    assert "layer 0: a hook or an adapter edits its values" in found.notes[0]
+    with torch.no_grad():
+        adapted.base_layer.weight += adapted.lora_B.weight @ adapted.lora_A.weight
+    projection.set_original_component(adapted.base_layer)
+    merged = lm.run(model, tokens(model, 1, 7), "value_norm")
+    torch.testing.assert_close(found.scores, merged.scores)
+    assert not torch.allclose(found.scores, plain.scores)
+
+    projection = model.blocks[0].attn.o
     projection.set_original_component(Adapted(projection.original_component))
     with pytest.raises(
         lm.UnsupportedModelError, match=r"a LoRA adapter lies over .*merge it into the weights"

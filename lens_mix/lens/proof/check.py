@@ -97,7 +97,7 @@ def edits(clean: CleanPass, proof: Proof, layers: Sequence[int]) -> dict[int, li
             found[layer].append(f"a hook scales z of its heads by {factors}; the pattern has these factors")
         path = anatomy.value_path
         if path is not None and not _value_error(clean, layer, anatomy, path) <= clean.lens.tolerance:
-            found[layer].append("a hook edits its values; they are taken as they are")
+            found[layer].append("a hook or an adapter edits its values; they are taken as they are")
     return found
 
 
