@@ -12,12 +12,14 @@ import torch
 
 import lens_mix as lm
 from lens_mix.algebra.definitions import residual_vectors, through_norm, value_vectors
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
 from lens_mix.methods import Method
 from lens_mix.statistics.passes import prompt_blocks
 from tests.matrix import Case, cases, prompt_of, slow, wide_cases
 
-ALL = [*cases(), *(slow(case) for case in wide_cases())]
+# The wide sweep is of the newest release; XGLM of Hugging Face does not run in float64.
+WIDE = [case for case in wide_cases() if transformer_lens_version()[0] > 3 and "xglm" not in case.label]
+ALL = [*cases(), *map(slow, WIDE)]
 CASES = pytest.mark.parametrize("case", ALL, ids=lambda case: case.label)
 
 
