@@ -10,6 +10,7 @@ from torch import nn
 
 import lens_mix as lm
 from lens_mix.lens.anatomy import read_norm
+from lens_mix.lens.model_classes import transformer_lens_version
 from lens_mix.lens.replay import relative_error
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import bridge
@@ -90,6 +91,8 @@ def test_stored_numbers_are_taken_as_they_are(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "kind"), [("mt5", "rms"), ("t5", "rms"), ("nemotron", "layer")])
 def test_norms_with_misleading_names(name, kind, dtype):
+    if name == "mt5" and transformer_lens_version()[0] < 4:
+        pytest.skip("TransformerLens before 4 cannot run T5")
     model = build_or_skip(bridge, name, dtype)
     try:
         report = lm.check(model, prompt_of(model))
