@@ -84,9 +84,9 @@ def flags(**given: Any) -> None:
 def one_of(name: str, value: Any, choices: Collection[str]) -> None:
     """Refuse all but some strings."""
     if not isinstance(value, str) or value not in choices:
-        *most, last = map(repr, choices)
-        some = f"{', '.join(most)} or {last}" if len(most) < 3 else f"one of {list(choices)}"
-        raise ValueError(f"{name}: expected {some}, got {shown(value)}")
+        *others, last = map(repr, choices)
+        expected = f"{', '.join(others)} or {last}" if len(others) < 3 else f"one of {list(choices)}"
+        raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
 
 
 def instance(name: str, value: Any, kind: Any, expected: str) -> Any:

@@ -36,7 +36,7 @@ class CleanPass:
         attended: per watched layer, which keys got any weight from any head.
         rows: the rows that `recorded` patterns, z and `attended` hold; None: all positions.
         replays: per block, the way it is run again, once that has been proven.
-        kept: per block, what the methods of one run share about it, for as long as it is being mapped.
+        cache: per block, what the methods of one run share about it, for as long as it is being mapped.
         run_cache: what the blocks of one run share, such as scratch memory.
         head_factors: by layer, what hooks multiply z of each head by (`Proof.head_factors`).
     """

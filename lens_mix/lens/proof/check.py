@@ -34,10 +34,10 @@ def refuted_here(
 ) -> str | None:
     """Why the proven parts do not give the blocks' outputs on these prompts; None when they do.
 
-    The recorded values of every key are compared along random vectors, and rows of every prompt are rebuilt
-    from them: some, or all asked ones where the feed-forward is relied on or the user's hooks are on the
-    model, since a change may act on any one position. Blocks whose feed-forward can't be written down are
-    left out.
+    Rows of every prompt are rebuilt from the recorded patterns and values: a few, or all asked ones where the
+    feed-forward is relied on or the user's hooks are on the model, since a change may act on any one
+    position. Blocks whose feed-forward can't be written down are left out. Where it is relied on what values
+    are, those of every key are compared along random vectors.
 
     Args:
         clean: the clean pass; it recorded "pattern" and "value" in these layers.
@@ -47,16 +47,18 @@ def refuted_here(
         whole: those of them whose feed-forward will be relied on.
     """
     lens = clean.lens
-    some, every = _rows(clean, _SAMPLED_ROWS), _rows(clean, None)
+    sampled, every = _rows(clean, _SAMPLED_ROWS), _rows(clean, None)
     if carries_users_hooks(lens.modules):
-        some = every
+        sampled = every
     for layer in layers:
         path = proof.anatomy[layer].value_path
         if path is None:
             continue
         error = _value_error(clean, layer, proof.anatomy[layer], path) if values else 0.0
         if error <= lens.tolerance:
-            error = _output_error(clean, layer, proof.anatomy[layer], path, every if layer in whole else some)
+            error = _output_error(
+                clean, layer, proof.anatomy[layer], path, every if layer in whole else sampled
+            )
         if not error <= lens.tolerance:
             return (
                 f"block {layer}: expected its parts to give its output on this prompt within "
