@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -91,7 +92,8 @@ def _map_blocks(passed: Passed, progress: bool) -> dict[str, _Mapped]:
                 stacked = method.of_stack(list(blocks[label].values()))
                 last = list(blocks[label].values())[-1]
                 checked = [_checked_shape(scores, method, last) for scores in stacked]
-                maps[label] = dict(zip(blocks[label], checked, strict=True))
+                made = [last.layer] if method.whole_model else blocks[label]
+                maps[label] = dict(zip(made, checked, strict=True))
                 passed.clean.cache.clear()
                 bar.update(len(stacked))
     return {label: _Mapped(maps[label], blocks[label]) for label in methods}
@@ -127,11 +129,11 @@ class _Record:
         """One prompt's map by one method."""
         session, engine = self._passed.session, self._passed.engines[label]
         method = session.methods[label]
-        layers, rows = session.layers, self._passed.rows
+        layers, rows = session.mapped_layers(method), self._passed.rows
         keys = self._passed.clean.real[index].nonzero()[:, 0]
         queries = None if rows is None else list(rows.by_prompt[index])
-        scores = self._scores(label, index, keys, groups)
-        prompt_mask = self._visible(method, index, keys)
+        scores = self._scores(label, index, keys, layers, groups)
+        prompt_mask = self._visible(method, index, keys, layers)
         causal, mask = prompt_mask.causal_and_mask()
         scores = prompt_mask.without_rounding(scores, groups)
         tokens = self._passed.tokens(index)
@@ -157,14 +159,14 @@ class _Record:
         )
 
     def _scores(
-        self, label: str, index: int, keys: Tensor, groups: list[list[int]] | None
+        self, label: str, index: int, keys: Tensor, layers: Sequence[int], groups: list[list[int]] | None
     ) -> Float[Tensor, "layer *head query key"]:
         """The asked layers and rows of one prompt, padding cut away."""
         mapped, maps = self._mapped[label], []
         # An input map has the rows of the last block in every layer.
         every_query = mapped.blocks[max(mapped.blocks)].every_query
         places = self._row_positions(index, keys)
-        for layer in self._passed.session.layers:
+        for layer in layers:
             scores = mapped.layers[layer][index]
             if every_query:
                 maps.append(scores.index_select(-2, places))
@@ -178,7 +180,7 @@ class _Record:
         rows = self._passed.rows
         return keys if rows is None else rows.positions[index, : len(rows.by_prompt[index])]
 
-    def _visible(self, method: Method, index: int, keys: Tensor) -> PromptMask:
+    def _visible(self, method: Method, index: int, keys: Tensor, layers: Sequence[int]) -> PromptMask:
         """Which of its keys one prompt's rows may see."""
         allowed = self._allowed
         if method.kind == "input":
@@ -187,4 +189,4 @@ class _Record:
         rows = self._row_positions(index, keys)
         if self._passed.clean.rows is not None:
             rows = torch.arange(len(rows), device=rows.device)
-        return allowed.of_prompt(index, rows, keys, self._passed.session.layers)
+        return allowed.of_prompt(index, rows, keys, layers)

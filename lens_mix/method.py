@@ -30,6 +30,8 @@ class Method:
         engines: the ways it can be computed, fastest first. "recorded" reads the clean pass,
             "hooks" intervenes and runs blocks again, "algebra" needs a proven anatomy.
         kind: "layer" for maps of one block, "input" for maps from the stack down to the tokens.
+        whole_model: whether there is one map, of all blocks together, whose row says which tokens what stands
+            over that position came from; it is filed under the last layer.
         records: what the clean pass must record of each attention module ("pattern", "value", "z").
         parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof`).
         reads_last_residual: whether the clean pass has to run to the last block, whatever layers are asked.
@@ -40,6 +42,7 @@ class Method:
     residual: ClassVar[float]
     engines: ClassVar[tuple[str, ...]]
     kind: ClassVar[Literal["layer", "input"]] = "layer"
+    whole_model: ClassVar[bool] = False
     records: ClassVar[frozenset[str]] = frozenset()
     parts: ClassVar[tuple[str, ...]] = ALGEBRA_PARTS
     reads_last_residual: ClassVar[bool] = False
@@ -80,7 +83,8 @@ class Method:
         """The maps of several blocks, from below, with the rows that the last of them holds.
 
         Methods that carry something from block to block define this instead of the call. Those of kind
-        "input" get all blocks below the last one asked for, with all rows.
+        "input" get all blocks below the last one asked for, with all rows; those of the whole model give one
+        map for all blocks.
         """
         return [self(block) for block in blocks]
 
@@ -91,7 +95,7 @@ class Method:
 
     def takes_rows(self, engine: str) -> bool:
         """Whether an engine of it makes the asked rows only; otherwise the runner cuts them."""
-        return engine != "hooks"
+        return engine != "hooks" or self.whole_model
 
     def parameters(self) -> dict[str, object]:
         """The parameters by name, as the record keeps them."""

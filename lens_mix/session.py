@@ -74,6 +74,12 @@ class Session:
         self.lens, self.methods = lens, dict(methods)
         self.engine, self.max_memory, self.queries = engine, max_memory, queries
         self.layers = read_selection(layers, lens.n_layers, "layers") or list(range(lens.n_layers))
+        whole = [label for label, method in methods.items() if method.whole_model]
+        if whole and lens.n_layers - 1 not in self.layers:
+            raise ValueError(
+                f"layers: {', '.join(whole)} gives one map, of the whole model, which counts as the last "
+                f"layer's ({lens.n_layers - 1}); expected it among the layers, got {self.layers}"
+            )
         self.run_cache: dict[Any, Any] = {}
 
     def read(self, prompt: Any, **options: Any) -> Prompt:
@@ -98,6 +104,10 @@ class Session:
         """The tokens that the mapped stack reads."""
         target = prompt.target
         return target if self.lens.stack.name == "decoder" and target is not None else prompt.tokens
+
+    def mapped_layers(self, method: Method) -> list[int]:
+        """The layers that a method's map has."""
+        return [self.lens.n_layers - 1] if method.whole_model else self.layers
 
     def layers_of(self, method: Method) -> list[int]:
         """The blocks that a method needs for the layers that are asked for, ascending."""

@@ -154,6 +154,11 @@ class Block:
         return self.rows_of(self._clean.calls[self.layer].resid_pre)
 
     @property
+    def whole_resid_pre(self) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream entering the block, at all positions."""
+        return self._clean.calls[self.layer].resid_pre
+
+    @property
     def resid_post(self) -> Float[Tensor, "batch query d_model"]:
         """The residual stream leaving the block, at the asked rows."""
         return self.rows_of(self._clean.calls[self.layer].resid_post)

@@ -56,13 +56,14 @@ def last_residual_from(
     layer: int,
     fwd_hooks: Sequence[HookPair] = (),
     *,
+    resid_pre: Float[Tensor, "row pos d_model"] | None = None,
     rows: Int[Tensor, " row"] | None = None,
     gradients: bool = False,
 ) -> Float[Tensor, "row pos d_model"]:
     """What the stack's last block gives, before any final norm; else as `logits_from`. No head is run."""
     outputs: list[Tensor] = []
     with contextlib.suppress(StopForward):
-        _run_from(clean, layer, fwd_hooks, None, rows, gradients, outputs)
+        _run_from(clean, layer, fwd_hooks, resid_pre, rows, gradients, outputs)
     return outputs[0]
 
 

@@ -49,16 +49,12 @@ def bind(block: Block, target: object) -> BoundTarget:
 
     Raises TypeError, ValueError: the target does not fit a prompt; RuntimeError: inference mode is on.
     """
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "attribution needs gradients: expected to be outside torch.inference_mode, got it switched on "
-            "(torch.no_grad is fine)"
-        )
+    refuse_inference_mode()
     read = as_target(target)
     with torch.no_grad():
-        output = _output(block, read, ())
+        output = output_of(block, read, ())
         functions, clean, places = [], [], []
-        for prompt, span, part in _parts(block, read, output, range(len(output))):
+        for prompt, span, part in parts(block, read, output, range(len(output))):
             numbers = torch.arange(span.stop - span.start, device=block.real.device)
             tokens = block.logits_tokens[prompt, span] if read.reads == "logits" else numbers
             context = Context(tokens, part, block.tokenizer)
@@ -80,14 +76,14 @@ def values(
     """
     with torch.set_grad_enabled(gradients):
         if bound.positions is None:
-            output = _output(block, bound.target, fwd_hooks, rows=rows, gradients=gradients)
+            output = output_of(block, bound.target, fwd_hooks, rows=rows, gradients=gradients)
         else:
             positions = bound.positions[rows.to(bound.positions.device)]
             output = block.logits(fwd_hooks, rows=rows, gradients=gradients, positions=positions)
             # The row that is read stands at every position, as a view: targets index as in the whole.
             output = output.expand(-1, block.logits_real.shape[1], -1)
-        parts = _parts(block, bound.target, output, rows.tolist())
-        return torch.cat([evaluate(bound.functions[prompt], part) for prompt, _, part in parts])
+        by_prompt = parts(block, bound.target, output, rows.tolist())
+        return torch.cat([evaluate(bound.functions[prompt], part) for prompt, _, part in by_prompt])
 
 
 def gradients_of(values: Float[Tensor, " row"], leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -118,7 +114,16 @@ def evaluate(function: Explained, output: Float[Tensor, copy * axes]) -> Float[T
     return values
 
 
-def _output(block: Block, target: Target, fwd_hooks: Sequence[Any], **options: Any) -> Tensor:
+def refuse_inference_mode() -> None:
+    """Raises RuntimeError: inside torch.inference_mode nothing can be differentiated."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "attribution needs gradients: expected to be outside torch.inference_mode, got it switched on "
+            "(torch.no_grad is fine)"
+        )
+
+
+def output_of(block: Block, target: Target, fwd_hooks: Sequence[Any], **options: Any) -> Tensor:
     """What the target reads; `options` as of `Block.logits`."""
     if target.reads == "logits":
         return block.logits(fwd_hooks, **options)
@@ -126,7 +131,7 @@ def _output(block: Block, target: Target, fwd_hooks: Sequence[Any], **options: A
     return block.last_residual(fwd_hooks, after_final_norm=after, **options)
 
 
-def _parts(
+def parts(
     block: Block, target: Target, output: Tensor, rows: Sequence[int]
 ) -> Iterator[tuple[int, slice, Tensor]]:
     """Each prompt, the span of its own positions (they stand together), and its rows there, as views."""

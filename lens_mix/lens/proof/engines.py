@@ -34,7 +34,8 @@ def refusal(proof: Proof, engine: str, method: HasEngines | None = None) -> str 
             formulas don't speak of (`refuses`).
     """
     if engine != "algebra":
-        scaled = ", ".join(map(str, proof.head_factors)) if hasattr(method, "target") else ""
+        edits = hasattr(method, "target") and not getattr(method, "whole_model", False)
+        scaled = ", ".join(map(str, proof.head_factors)) if edits else ""
         # The hooks that put a pattern in compute z anew, so that the factor would be lost.
         edited = f"z of its heads is scaled by a hook in layers {scaled}; take it off" if scaled else None
         return proof.hooks_refusal or edited
@@ -47,7 +48,15 @@ def refusal(proof: Proof, engine: str, method: HasEngines | None = None) -> str 
 
 
 def logits_refusal(lens: Lens, method: HasEngines) -> str | None:
-    """Why a method with a target can't run on a model whose logits are wrong; None when it can."""
+    """Why a method with a target can't run on a model whose logits are wrong; None when it can.
+
+    Nor can a map of the whole model, from one stack to what stands over the other.
+    """
+    if getattr(method, "whole_model", False) and lens.stack.name == "encoder":
+        return (
+            f"{method.name} can't run on an encoder whose logits stand over the decoder's tokens: its rows "
+            "would be those; expected stack='decoder' (the share of the target's own tokens)"
+        )
     wrong = (
         known_faults.wrong_logits(lens.model_class, transformer_lens_version())
         if hasattr(method, "target")

@@ -1,0 +1,145 @@
+"""A target bound to every asked row: maps of the whole model explain what stands over each position."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lens_mix.methods import target_passes
+from lens_mix.targets import Context, Explained, Target, TargetLike, as_target
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class RowTargets:
+    """One number per asked row of every prompt, as functions of the model's output.
+
+    Attributes:
+        first: the model's first block, from which passes go on.
+        target: the target.
+        functions: per row, output of its prompt [copy ...] -> [copy].
+        prompts: per row, which prompt of the batch it is of; the rows of one prompt stand together.
+        columns: per row, its place among the asked rows of its prompt.
+        clean: per row, the value in the clean pass.
+        positions: per row, the only position of the batch's logits that it reads; None: they read several.
+    """
+
+    first: Block
+    target: Target
+    functions: tuple[Explained, ...]
+    prompts: Int[Tensor, " row"]
+    columns: Int[Tensor, " row"]
+    clean: Float[Tensor, " row"]
+    positions: Int[Tensor, " row"] | None
+
+    def chunks(self, most: int | None = None) -> Iterator[Int[Tensor, " chunk"]]:
+        """The rows' numbers, as many at a time as memory allows with gradients, `most` at most."""
+        numbers = torch.arange(len(self.functions), device=self.prompts.device)
+        step = self.first.gradient_rows(len(numbers), logits=self.target.reads == "logits")
+        yield from numbers.split(step if most is None else min(step, most))
+
+    def values(
+        self,
+        rows: Int[Tensor, " chunk"],
+        fwd_hooks: Sequence[Any] = (),
+        *,
+        resid_pre: Float[Tensor, "chunk pos d_model"] | None = None,
+        gradients: bool = False,
+    ) -> Float[Tensor, " chunk"]:
+        """The target of some rows, by number, when the model runs from the first block on.
+
+        Args:
+            rows: numbers of rows, repeats allowed; those of one prompt stand together.
+            fwd_hooks: TransformerLens hooks, which see `[chunk, ...]` tensors.
+            resid_pre: what enters the first block; the clean pass's by default.
+            gradients: build the graph.
+        """
+        prompts = self.prompts[rows]
+        narrow = {} if self.positions is None else {"positions": self.positions[rows]}
+        options = {"rows": prompts, "gradients": gradients, "resid_pre": resid_pre, **narrow}
+        with torch.set_grad_enabled(gradients):
+            output = target_passes.output_of(self.first, self.target, fwd_hooks, **options)
+            if narrow:
+                output = output.expand(-1, self.first.logits_real.shape[1], -1)
+            values = [
+                target_passes.evaluate(self.functions[row], part)
+                for row, part in zip(rows.tolist(), self._own_parts(output, prompts), strict=True)
+            ]
+            return torch.cat(values)
+
+    def gradients(
+        self,
+        rows: Int[Tensor, " chunk"],
+        resid_pre: Float[Tensor, "chunk pos d_model"],
+        fwd_hooks: Sequence[Any] = (),
+    ) -> tuple[Float[Tensor, " chunk"], Float[Tensor, "chunk pos d_model"]]:
+        """The target of some rows and its gradient by what enters the first block."""
+        leaf = resid_pre.detach().requires_grad_(True)
+        values = self.values(rows, fwd_hooks, resid_pre=leaf, gradients=True)
+        return values.detach(), target_passes.gradients_of(values, [leaf])[0]
+
+    def scattered(self, by_row: Float[Tensor, "row key"], last: Block) -> Float[Tensor, "batch query key"]:
+        """Numbers per row as a map with the rows that `last` holds; those of padding are 0."""
+        scores = by_row.new_zeros(*last.queries.shape, by_row.shape[-1])
+        scores[self.prompts, self.columns] = by_row
+        return scores
+
+    def _own_parts(self, output: Tensor, prompts: Int[Tensor, " chunk"]) -> Iterator[Tensor]:
+        """Each row's output at its prompt's own positions, [1 ...]."""
+        for _, _, part in target_passes.parts(self.first, self.target, output, prompts.tolist()):
+            yield from part.split(1)
+
+
+def bind_rows(blocks: Sequence[Block], target: TargetLike) -> RowTargets:
+    """Bind a target to the rows that the last of a model's blocks holds.
+
+    A target is read at the row's position instead of its own. One that names no position (a class, a loss of
+    the whole prompt, a callable) explains one number of the prompt: a single row has to be asked.
+
+    Raises:
+        TypeError, ValueError: the target does not fit a prompt or the rows. RuntimeError: inference mode.
+    """
+    first, last = blocks[0], blocks[-1]
+    target_passes.refuse_inference_mode()
+    read = as_target(target)
+    functions, values, prompts, columns, positions = [], [], [], [], []
+    with torch.no_grad():
+        output = target_passes.output_of(last, read, ())
+        for prompt, span, part in target_passes.parts(last, read, output, range(len(output))):
+            numbers = torch.arange(span.stop - span.start, device=last.real.device)
+            tokens = last.logits_tokens[prompt, span] if read.reads == "logits" else numbers
+            context = Context(tokens, part, last.tokenizer)
+            own = last.real_queries[prompt].nonzero()[:, 0].tolist()
+            places = [int(last.queries[prompt, column]) - span.start for column in own]
+            for place in places:
+                placed = _at(read, place, context, len(set(places)))
+                functions.append(placed.of_prompt(context))
+                values.append(target_passes.evaluate(functions[-1], part))
+                where = placed.reads_position(context)
+                positions += [] if where is None else [where + span.start]
+            prompts += [prompt] * len(own)
+            columns += own
+    narrow = torch.tensor(positions, device=output.device) if len(positions) == len(functions) else None
+    of_prompt, of_column = (torch.tensor(each, device=output.device) for each in (prompts, columns))
+    return RowTargets(first, read, tuple(functions), of_prompt, of_column, torch.cat(values), narrow)
+
+
+def _at(target: Target, place: int, context: Context, rows: int) -> Target:
+    """The target, read at the position of a row."""
+    reads = target.reads_position(context)
+    if reads is not None and isinstance(getattr(target, "position", None), int):
+        return dataclasses.replace(target, position=place)  # type: ignore[call-arg]
+    if rows > 1 or reads not in (None, place):
+        where = "one row (queries=[-1])" if reads is None else f"the row of the position it reads ({reads})"
+        raise ValueError(
+            f"target: {type(target).__name__.lstrip('_')} explains one number of the prompt, whatever the row;"
+            f" expected {where}, got {rows} rows{'' if rows > 1 else f', of position {place}'}"
+        )
+    return target
