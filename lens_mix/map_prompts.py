@@ -135,7 +135,9 @@ class _Record:
         scores = self._scores(label, index, keys, layers, groups)
         prompt_mask = self._visible(method, index, keys, layers)
         causal, mask = prompt_mask.causal_and_mask()
-        scores = prompt_mask.without_rounding(scores, groups)
+        # What whole passes round differently, every block on the way makes larger.
+        accepted = max(1e-3, self._passed.clean.lens.tolerance) if method.whole_model else 0.0
+        scores = prompt_mask.without_rounding(scores, groups, accepted)
         tokens = self._passed.tokens(index)
         blocks = [self._mapped[label].blocks[layer] for layer in layers]
         spans = None if groups is None else ["".join(tokens[p] for p in group) for group in groups]

@@ -12,6 +12,7 @@ edit of your own that needs several hook points.
 """
 
 from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookFunction, HookName, HookPair, must_fire
+from lens_mix.hooks.mask import mask_keys
 from lens_mix.hooks.pattern import add_to_pattern, freeze_pattern, prune_heads, replace_pattern, scale_pattern
 from lens_mix.hooks.record import record, record_all, record_attention, watch_pattern
 from lens_mix.hooks.vectors import zero_queries, zero_values
@@ -24,6 +25,7 @@ __all__ = [
     "HookPair",
     "add_to_pattern",
     "freeze_pattern",
+    "mask_keys",
     "must_fire",
     "prune_heads",
     "record",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,8 +17,8 @@ from lens_mix.lens.clean_pass import CleanPass
 from lens_mix.lens.continuation import last_residual_from, logits_from
 from lens_mix.lens.copies import copies_within
 from lens_mix.lens.head import Head, proven_head
-from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.prompts import Batch
+from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
+from lens_mix.lens.prompts import Batch, Prompt, pad, pad_token
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import rows_at
 
@@ -78,6 +79,78 @@ class Block:
         """
         resid = last_residual_from(self._clean, self.layer, fwd_hooks, **options)
         return self.after_final_norm(resid, options.get("gradients", False)) if after_final_norm else resid
+
+    def altered_batch(
+        self,
+        rows: Int[Tensor, " row"],
+        *,
+        tokens: Int[Tensor, "row pos"] | None = None,
+        masked: Bool[Tensor, "row pos"] | None = None,
+    ) -> Batch:
+        """Copies of the prompts with other tokens, or with tokens that nothing may attend to.
+
+        Args:
+            rows: which prompt each copy is of.
+            tokens: the tokens that the mapped stack reads.
+            masked: which of them are hidden, besides padding. Where the model takes positions, they stay.
+        """
+        batch, decoder = self.batch.select(rows), self._lens.stack.name == "decoder"
+        if tokens is not None and decoder:
+            batch = dataclasses.replace(batch, target=tokens)
+        elif tokens is not None:
+            batch = dataclasses.replace(batch, tokens=tokens)
+        if masked is None:
+            return batch
+        inputs, left = dict(batch.inputs), self.real[rows] & ~masked
+        if decoder:
+            return dataclasses.replace(batch, inputs={**inputs, "decoder_attention_mask": left.long()})
+        if self._lens.takes_input("position_ids") and "position_ids" not in inputs:
+            places = torch.arange(masked.shape[1], device=masked.device)
+            first = batch.real.int().argmax(dim=1, keepdim=True)
+            inputs["position_ids"] = (places - first).clamp_min(0)
+        return dataclasses.replace(batch, real=left, inputs=inputs)
+
+    def prompts_with(self, prompt: int, tokens: Sequence[Int[Tensor, " pos"]]) -> Batch:
+        """One prompt with other tokens for the mapped stack, several times, padded on the right.
+
+        Raises:
+            ValueError: the prompt has further inputs, which belong to its own tokens.
+        """
+        given = self.batch.prompts[prompt]
+        if given.inputs:
+            raise ValueError(
+                f"model inputs: expected tokens alone, as they are cut, got {sorted(given.inputs)} besides"
+            )
+        decoder = self._lens.stack.name == "decoder" and given.target is not None
+        altered = [Prompt(given.tokens, one) if decoder else Prompt(one, given.target) for one in tokens]
+        return pad(altered, pad_token(self._lens.model), "right")
+
+    def own_tokens(self, prompt: int) -> Int[Tensor, " pos"]:
+        """The tokens of one prompt that the mapped stack reads, without padding."""
+        return self.tokens[prompt][self.real[prompt]]
+
+    @property
+    def masks_by_input(self) -> bool:
+        """Whether a mask with holes can be given to the model, the other tokens staying where they are.
+
+        HookedTransformer counts positions by the mask, so that they would move up.
+        """
+        if self._lens.stack.name == "decoder":
+            return self._lens.takes_input("decoder_attention_mask")
+        return self._lens.model_class in (ModelClass.BRIDGE, ModelClass.HOOKED_ENCODER)
+
+    @property
+    def tokens(self) -> Int[Tensor, "batch pos"]:
+        """The tokens that the mapped stack reads."""
+        batch = self.batch
+        return (
+            batch.target if self._lens.stack.name == "decoder" and batch.target is not None else batch.tokens
+        )
+
+    @property
+    def d_vocab(self) -> int:
+        """How many tokens the model knows."""
+        return int(self._lens.model.cfg.d_vocab)
 
     @property
     def logits_real(self) -> Bool[Tensor, "batch pos"]:
@@ -296,9 +369,15 @@ class Block:
         logits = self.logits()[self.real].to(resid.dtype)
         return proven_head(self._lens.model, norm, resid, logits, self._lens.tolerance)
 
-    def chunks(self, copies: int) -> Iterator[slice]:
-        """Slices over `copies` copies of a prompt, as many at a time as the memory bound allows."""
-        step = copies_within(self._lens, self.max_memory, self.real.shape[1])
+    def chunks(self, copies: int, *, logits: bool = False) -> Iterator[slice]:
+        """Slices over `copies` copies of a prompt, as many at a time as the memory bound allows.
+
+        Args:
+            copies: how many there are.
+            logits: whether the logits of all positions are made too.
+        """
+        outputs = self.logits_tokens.shape[1] if logits else 0
+        step = copies_within(self._lens, self.max_memory, self.real.shape[1], logits=outputs)
         for start in range(0, copies, step):
             yield slice(start, min(start + step, copies))
 

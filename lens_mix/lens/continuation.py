@@ -18,6 +18,7 @@ from lens_mix.hooks import HookPair
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook, replaced_forward
 from lens_mix.lens.clean_pass import CleanPass, StopForward
 from lens_mix.lens.head import row_at, unembedding_at
+from lens_mix.lens.prompts import Batch
 from lens_mix.lens.replay import enter_with, first_tensor
 
 
@@ -30,6 +31,7 @@ def logits_from(
     rows: Int[Tensor, " row"] | None = None,
     gradients: bool = False,
     positions: Int[Tensor, " row"] | None = None,
+    batch: Batch | None = None,
 ) -> Float[Tensor, "row *pos d_vocab"]:
     """The model's logits, with hooks, from a block on.
 
@@ -41,12 +43,13 @@ def logits_from(
         rows: which prompt of the clean batch each row is (repeats allowed); all, once, by default.
         gradients: build the graph.
         positions: unembed one position per row only, [row 1 d_vocab].
+        batch: other prompts to run instead, from their tokens on: `layer` and `rows` count for nothing.
 
     Raises:
         UnsupportedModelError: the block does not give its own output when run again.
     """
     with clean.lens.evaluation_mode(), unembedding_at(clean.lens.model, positions) as narrowed:
-        out = _run_from(clean, layer, fwd_hooks, resid_pre, rows, gradients)
+        out = _run_from(clean, layer, fwd_hooks, resid_pre, rows, gradients, batch)
     logits = out if torch.is_tensor(out) else out.logits
     return logits if positions is None or narrowed else row_at(logits, positions)
 
@@ -59,11 +62,12 @@ def last_residual_from(
     resid_pre: Float[Tensor, "row pos d_model"] | None = None,
     rows: Int[Tensor, " row"] | None = None,
     gradients: bool = False,
+    batch: Batch | None = None,
 ) -> Float[Tensor, "row pos d_model"]:
     """What the stack's last block gives, before any final norm; else as `logits_from`. No head is run."""
     outputs: list[Tensor] = []
     with contextlib.suppress(StopForward):
-        _run_from(clean, layer, fwd_hooks, resid_pre, rows, gradients, outputs)
+        _run_from(clean, layer, fwd_hooks, resid_pre, rows, gradients, batch, outputs)
     return outputs[0]
 
 
@@ -74,11 +78,23 @@ def _run_from(
     resid_pre: Tensor | None,
     rows: Tensor | None,
     gradients: bool,
+    batch: Batch | None,
     last_outputs: list[Tensor] | None = None,
 ) -> Any:
     """The model's output; with `last_outputs` to fill, the pass ends after the last block."""
     lens = clean.lens
-    start, blocks = lens.layer_index(layer), lens.stack.blocks
+    changes = _entered_at(clean, lens.layer_index(layer), resid_pre, rows) if batch is None else []
+    if batch is None:
+        batch = clean.batch if rows is None else clean.batch.select(rows)
+    if last_outputs is not None:
+        changes.append(forward_hook(lens.stack.blocks[-1], _keep_and_stop(last_outputs)))
+    with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes(changes):
+        return lens.forward(batch, return_type="logits")
+
+
+def _entered_at(clean: CleanPass, start: int, resid_pre: Tensor | None, rows: Tensor | None) -> list[Change]:
+    """What makes a pass enter the model at a block."""
+    lens, blocks = clean.lens, clean.lens.stack.blocks
     whole = rows is None
     rows = torch.arange(len(clean.batch), device=clean.batch.tokens.device) if rows is None else rows
     replay = clean.replay(start)
@@ -90,10 +106,7 @@ def _run_from(
         skipped = [replay.expand(output, rows) for output in skipped]
     changes = [_skipped(block, output) for block, output in zip(blocks[:start], skipped, strict=True)]
     changes.append(forward_pre_hook(blocks[start], enter_with(entering), with_kwargs=True))
-    if last_outputs is not None:
-        changes.append(forward_hook(blocks[-1], _keep_and_stop(last_outputs)))
-    with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes(changes):
-        return lens.forward(clean.batch if whole else clean.batch.select(rows), return_type="logits")
+    return changes
 
 
 def _keep_and_stop(outputs: list[Tensor]) -> Callable[..., None]:

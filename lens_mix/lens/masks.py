@@ -86,7 +86,10 @@ class PromptMask:
         return causal, layers[0] if same else layers
 
     def without_rounding(
-        self, scores: Float[Tensor, "layer *head query key"], groups: Sequence[Sequence[int]] | None
+        self,
+        scores: Float[Tensor, "layer *head query key"],
+        groups: Sequence[Sequence[int]] | None,
+        accepted: float = 0.0,
     ) -> Float[Tensor, "layer *head query key"]:
         """The prompt's scores with exact zeros where the query can't see the key.
 
@@ -96,6 +99,8 @@ class PromptMask:
         Args:
             scores: the prompt's maps.
             groups: what the keys stand for; None: the positions.
+            accepted: what passes for rounding, relative to the largest score; at least 100 units of the last
+                place, which a map of one block keeps to.
 
         Raises:
             UnsupportedModelError: a key that is masked has an effect.
@@ -108,7 +113,7 @@ class PromptMask:
         if scores.ndim == 4:
             hidden = hidden[:, None].expand_as(scores)
         largest = float(scores[hidden].abs().max())
-        if largest > 100 * self.rounding * max(1.0, float(scores.abs().max())):
+        if largest > max(accepted, 100 * self.rounding) * max(1.0, float(scores.abs().max())):
             raise UnsupportedModelError(
                 f"a key that the attention mask hides has a score of {largest:.1e} (expected 0): "
                 "the model mixes tokens by another way than attention"

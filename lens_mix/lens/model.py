@@ -195,6 +195,10 @@ class Lens:
         # use_cache=False: a block that is run again must not find the keys of its first run.
         return self.model(batch.tokens, use_cache=False, **inputs, **options)
 
+    def takes_input(self, name: str) -> bool:
+        """Whether the forward pass takes a further input of that name."""
+        return self.model_class is ModelClass.BRIDGE and name in self._bridge_inputs()
+
     def _bridge_inputs(self) -> list[str]:
         """What the wrapped model's forward pass takes by name; more would be swallowed without a word."""
         parameters = inspect.signature(type(self.model.original_model).forward).parameters.values()

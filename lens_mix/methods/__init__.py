@@ -7,10 +7,12 @@ from lens_mix.methods.atb_ff import AtbFf, AtbFfRes, AtbFfResLn
 from lens_mix.methods.attention import AttentionWeights
 from lens_mix.methods.attention_attribution import AttentionAttribution
 from lens_mix.methods.attn_res import AttnRes, AttnResLn, AttnResWeights
+from lens_mix.methods.context_length import ContextLength
 from lens_mix.methods.decompx import DecompX, DecompXLocal
 from lens_mix.methods.globenc import GlobEnc
 from lens_mix.methods.gradient_attention import GradientAttention
 from lens_mix.methods.input_gradients import InputGradients
+from lens_mix.methods.occlusion import Occlusion
 from lens_mix.methods.value_norms import ValueNorms
 from lens_mix.methods.value_zeroing import ValueZeroing
 
@@ -34,5 +36,7 @@ METHODS: dict[str, type[Method]] = {
         DecompXLocal,
         AltiLogit,
         InputGradients,
+        Occlusion,
+        ContextLength,
     )
 }

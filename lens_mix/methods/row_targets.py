@@ -27,6 +27,7 @@ class RowTargets:
         functions: per row, output of its prompt [copy ...] -> [copy].
         prompts: per row, which prompt of the batch it is of; the rows of one prompt stand together.
         columns: per row, its place among the asked rows of its prompt.
+        queries: per row, its position in the padded batch.
         clean: per row, the value in the clean pass.
         positions: per row, the only position of the batch's logits that it reads; None: they read several.
     """
@@ -36,6 +37,7 @@ class RowTargets:
     functions: tuple[Explained, ...]
     prompts: Int[Tensor, " row"]
     columns: Int[Tensor, " row"]
+    queries: Int[Tensor, " row"]
     clean: Float[Tensor, " row"]
     positions: Int[Tensor, " row"] | None
 
@@ -85,6 +87,46 @@ class RowTargets:
         values = self.values(rows, fwd_hooks, resid_pre=leaf, gradients=True)
         return values.detach(), target_passes.gradients_of(values, [leaf])[0]
 
+    @property
+    def reads_one_position(self) -> bool:
+        """Whether each prompt has one row, and its target reads the logits there and nowhere else."""
+        alone = len(self.prompts.unique()) == len(self.prompts)
+        return self.positions is not None and alone and bool((self.positions == self.queries).all())
+
+    def of_copies(
+        self,
+        prompts: Int[Tensor, " copy"],
+        fwd_hooks: Sequence[Any],
+        *,
+        distributions: bool = False,
+        **options: Any,
+    ) -> Iterator[tuple[int, slice, Float[Tensor, copy * d_vocab]]]:
+        """Per row: which copies are of its prompt, and the target of each.
+
+        Args:
+            prompts: which prompt each copy is of; those of one prompt stand together.
+            fwd_hooks: TransformerLens hooks, which see `[copy, ...]` tensors.
+            distributions: the log probabilities of all tokens at the row, instead of the target.
+            options: `rows` or `batch`, as in `logits_from`.
+        """
+        rows_of = [(self.prompts == prompt).nonzero()[:, 0] for prompt in range(len(self.first.batch))]
+        if self.reads_one_position:
+            of_prompt = torch.zeros(len(rows_of), dtype=torch.long, device=prompts.device)
+            of_prompt[self.prompts] = self.queries
+            options["positions"] = of_prompt[prompts]
+        output = target_passes.output_of(self.first, self.target, fwd_hooks, **options)
+        if self.reads_one_position:
+            output = output.expand(-1, self.first.logits_real.shape[1], -1)
+        start = 0
+        for prompt, span, part in target_passes.parts(self.first, self.target, output, prompts.tolist()):
+            own = slice(start, start + len(part))
+            for row in rows_of[prompt].tolist():
+                if distributions:
+                    yield row, own, _log_probabilities(part, int(self.queries[row]) - span.start)
+                else:
+                    yield row, own, target_passes.evaluate(self.functions[row], part)
+            start = own.stop
+
     def scattered(self, by_row: Float[Tensor, "row key"], last: Block) -> Float[Tensor, "batch query key"]:
         """Numbers per row as a map with the rows that `last` holds; those of padding are 0."""
         scores = by_row.new_zeros(*last.queries.shape, by_row.shape[-1])
@@ -128,7 +170,15 @@ def bind_rows(blocks: Sequence[Block], target: TargetLike) -> RowTargets:
             columns += own
     narrow = torch.tensor(positions, device=output.device) if len(positions) == len(functions) else None
     of_prompt, of_column = (torch.tensor(each, device=output.device) for each in (prompts, columns))
-    return RowTargets(first, read, tuple(functions), of_prompt, of_column, torch.cat(values), narrow)
+    queries = last.queries[of_prompt, of_column]
+    return RowTargets(first, read, tuple(functions), of_prompt, of_column, queries, torch.cat(values), narrow)
+
+
+def _log_probabilities(
+    output: Float[Tensor, "copy *pos d_vocab"], place: int
+) -> Float[Tensor, "copy d_vocab"]:
+    logits = output if output.ndim == 2 else output[:, place]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
 def _at(target: Target, place: int, context: Context, rows: int) -> Target:
@@ -139,7 +189,7 @@ def _at(target: Target, place: int, context: Context, rows: int) -> Target:
     if rows > 1 or reads not in (None, place):
         where = "one row (queries=[-1])" if reads is None else f"the row of the position it reads ({reads})"
         raise ValueError(
-            f"target: {type(target).__name__.lstrip('_')} explains one number of the prompt, whatever the row;"
-            f" expected {where}, got {rows} rows{'' if rows > 1 else f', of position {place}'}"
+            f"target: {type(target).__name__.lstrip('_')} explains one number of the prompt, whatever the "
+            f"row; expected {where}, got {rows} rows{'' if rows > 1 else f', of position {place}'}"
         )
     return target

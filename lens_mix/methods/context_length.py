@@ -1,0 +1,114 @@
+"""Context length probing: what each token adds when the context is cut just before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lens_mix.method import Method
+from lens_mix.methods import target_passes
+from lens_mix.methods.row_targets import RowTargets, bind_rows
+from lens_mix.targets import TargetLike, as_target, describe, predicted
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextLength(Method):
+    """Context length probing (Cífka & Liutkus, ACL 2023, eq. 5), for causal models.
+
+    score[query, key] = F(key..query) − F(key+1..query): what the target F at the position of the row gains
+    when the context, cut from the left, takes in one token more. Signed, in the target's unit; a row sums to
+    F(whole prompt) − F(the query alone), and its own key has 0. One map [1, query, key]; a forward pass per
+    token serves all rows.
+
+    Args:
+        target: what is explained (`lens_mix.targets`, or any callable logits -> [copy]), read at the row's
+            position instead of its own; by default the log probability of what the model predicts there.
+        keep_first: keep the prompt's first token (a beginning-of-sequence token) before every cut; its own
+            column is then 0. None: where the tokenizer calls it one.
+
+    Raises:
+        TypeError, ValueError: an unknown option; a target that does not fit; model inputs besides tokens.
+    """
+
+    name: ClassVar[str] = "context_length"
+    residual: ClassVar[float] = 0.0
+    kind: ClassVar[Literal["layer", "input"]] = "input"
+    whole_model: ClassVar[bool] = True
+    causal_only: ClassVar[bool] = True
+    engines: ClassVar[tuple[str, ...]] = ("hooks",)
+    citation: ClassVar[str] = "cifka-liutkus-2023-black"
+
+    target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="log_probability"))
+    keep_first: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        as_target(self.target)
+        if self.keep_first not in (None, True, False):
+            raise TypeError(f"keep_first: expected True, False or None, got {self.keep_first!r}")
+
+    def parameters(self) -> dict[str, object]:
+        return {**super().parameters(), "target": describe(as_target(self.target))}
+
+    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
+        bound = bind_rows(blocks, self.target)
+        scores = bound.first.zeros(len(bound.functions), bound.first.real.shape[1])
+        for prompt in bound.prompts.unique().tolist():
+            self._fill(scores, bound, prompt)
+        return [bound.scattered(scores, blocks[-1])]
+
+    def _fill(self, scores: Float[Tensor, "row key"], bound: RowTargets, prompt: int) -> None:
+        """Write the rows of one prompt."""
+        first, rows = bound.first, (bound.prompts == prompt).nonzero()[:, 0]
+        places = first.real[prompt].nonzero()[:, 0]
+        queries = bound.queries[rows] - places[0]
+        kept = self._kept(first, prompt)
+        starts = torch.arange(kept, int(queries.max()) + 1, device=places.device)
+        with torch.no_grad():
+            parts = [
+                self._values(bound, rows, prompt, kept, starts[part])
+                for part in first.chunks(len(starts), logits=not bound.reads_one_position)
+            ]
+        values = torch.cat(parts, dim=1).to(scores.dtype)
+        for row, query, gained in zip(rows.tolist(), queries.tolist(), gains(values), strict=True):
+            own = places[starts[:-1]]
+            scores[row, own] = gained.masked_fill(starts[:-1] >= query, 0)
+
+    def _kept(self, first: Block, prompt: int) -> int:
+        """How many tokens stay before every cut."""
+        if self.keep_first is None:
+            token = first.batch.prompts[prompt].tokens[0]
+            return int(getattr(first.tokenizer, "bos_token_id", None) == int(token))
+        return int(self.keep_first)
+
+    @staticmethod
+    def _values(
+        bound: RowTargets, rows: Tensor, prompt: int, kept: int, starts: Int[Tensor, " start"]
+    ) -> Float[Tensor, "row start"]:
+        """The target of some rows of a prompt, for contexts that start at `starts`."""
+        first, whole = bound.first, bound.first.own_tokens(prompt)
+        batch = first.prompts_with(prompt, [torch.cat([whole[:kept], whole[s:]]) for s in starts.tolist()])
+        options = {}
+        if bound.reads_one_position:
+            options["positions"] = bound.queries[rows] - first.real[prompt].int().argmax() - starts + kept
+        output = target_passes.output_of(first, bound.target, (), batch=batch, **options)
+        # Back to where the tokens stand in the whole prompt, as targets count.
+        places = torch.arange(len(whole), device=starts.device) - starts[:, None] + kept
+        if bound.reads_one_position:
+            output = output.expand(-1, len(whole), -1)
+        elif output.ndim == 3:
+            output = output[torch.arange(len(starts), device=starts.device)[:, None], places.clamp_min(0)]
+        return torch.stack([target_passes.evaluate(bound.functions[row], output) for row in rows.tolist()])
+
+
+def gains(values: Float[Tensor, "row start"]) -> Float[Tensor, "row key"]:
+    """Equation 5: what a context that starts at the key gains over the one that starts after it."""
+    return values[:, :-1] - values[:, 1:]

@@ -1,0 +1,218 @@
+"""Occlusion: what the output loses when a token is replaced, hidden, or passes on nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lens_mix.arguments import one_of, several, whole_number
+from lens_mix.hooks import mask_keys, must_fire, zero_values
+from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.method import Method
+from lens_mix.methods.row_targets import RowTargets, bind_rows
+from lens_mix.targets import Context, TargetLike, as_target, describe, predicted
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+By = Literal["replace", "mask", "values"]
+Measure = Literal["difference", "absolute", "kl"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Occlusion(Method):
+    """What the output at a position loses without a token (Zeiler & Fergus, ECCV 2014; Li et al., 2016).
+
+    score[query, key] = F(x) − F(x without key), F the target at the position of the row, in the target's
+    unit; a forward pass per token (times replacements) serves all rows. One map [1, query, key]. A token is
+    taken out in one of three ways:
+
+    - "replace": another token stands in its place; the mean over several;
+    - "mask": no position attends to it, in any layer, as if the attention mask hid it;
+    - "values": its value vectors are zero in every layer: Value Zeroing through the whole stack. The patterns
+      above change with what they read; the token is still attended to.
+
+    With "mask" and "values" the token keeps its own residual stream: the diagonal says little. Where nothing
+    but itself is left to see, "mask" says 0.
+
+    Args:
+        target: what is explained (`lens_mix.targets`, or any callable logits -> [copy]), read at the row's
+            position instead of its own; by default the log probability of what the model predicts there.
+        by: how the token is taken out.
+        replacements: tokens to put in, as text of one token or as numbers; None: `n_samples` drawn from the
+            vocabulary without special tokens. A token is never replaced by itself: the next number serves.
+        n_samples, seed: how many are drawn, and from where.
+        measure: "difference", signed; "absolute", the mean of its size over the replacements; or "kl", the
+            divergence KL(p(x) ‖ p(x without key)) of what is predicted at the row, in nats, whatever the
+            target.
+
+    Raises:
+        TypeError, ValueError: an unknown option; a target or a replacement that does not fit.
+    """
+
+    name: ClassVar[str] = "occlusion"
+    residual: ClassVar[float] = 0.0
+    kind: ClassVar[Literal["layer", "input"]] = "input"
+    whole_model: ClassVar[bool] = True
+    engines: ClassVar[tuple[str, ...]] = ("hooks",)
+    citation: ClassVar[str] = "li-etal-2016-understanding"
+
+    target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="log_probability"))
+    by: By = "replace"
+    replacements: Sequence[str | int] | None = None
+    n_samples: int = 4
+    seed: int = 0
+    measure: Measure = "difference"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("by", self.by, ("replace", "mask", "values"))
+        one_of("measure", self.measure, ("difference", "absolute", "kl"))
+        whole_number("n_samples", self.n_samples, 1)
+        whole_number("seed", self.seed, 0)
+        if self.measure == "kl" and as_target(self.target).reads != "logits":
+            raise ValueError(
+                "measure: 'kl' compares the model's predictions; expected a target on its logits"
+            )
+        if self.replacements is not None:
+            if self.by != "replace":
+                raise ValueError(f"replacements: for by='replace' only, got by={self.by!r}")
+            tokens = several("replacements", self.replacements, "tokens", least=1)
+            object.__setattr__(self, "replacements", tuple(tokens))
+
+    def parameters(self) -> dict[str, object]:
+        given = None if self.replacements is None else list(self.replacements)
+        return {**super().parameters(), "target": describe(as_target(self.target)), "replacements": given}
+
+    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
+        first, last = blocks[0], blocks[-1]
+        bound = bind_rows(blocks, self.target)
+        scores = first.zeros(len(bound.functions), first.real.shape[1])
+        clean = self._log_probabilities(bound) if self.measure == "kl" else bound.clean
+        copies = self._copies(first)
+        for part in first.chunks(len(copies.prompts), logits=not bound.reads_one_position):
+            chunk = copies.part(part)
+            for row, own, changed in self._changed(blocks, bound, chunk):
+                change = self._change(clean[row], changed)
+                scores[row].index_add_(0, chunk.positions[own], change.to(scores.dtype))
+        if self.by == "mask":
+            sees = first.attended.sum(-1)[bound.prompts, bound.queries]
+            scores[sees < 2] = 0
+            if bool((sees > 1).any()) and not bool(scores.any()):
+                raise UnsupportedModelError(
+                    "by='mask': the attention mask has no effect on this model's output"
+                )
+        return [bound.scattered(scores / copies.repeats, last)]
+
+    def _change(self, clean: Tensor, changed: Float[Tensor, copy * d_vocab]) -> Float[Tensor, " copy"]:
+        if self.measure == "kl":
+            return (clean.exp() * (clean - changed)).sum(-1)
+        return (clean - changed).abs() if self.measure == "absolute" else clean - changed
+
+    def _copies(self, first: Block) -> _Copies:
+        """A copy of its prompt for every token and replacement."""
+        prompts, positions = first.real.nonzero().unbind(-1)
+        tokens = first.tokens[prompts, positions][:, None]
+        if self.by == "replace":
+            tokens = self._replacements(first, tokens)
+        repeats = tokens.shape[1]
+        prompts, positions = (each.repeat_interleave(repeats) for each in (prompts, positions))
+        return _Copies(prompts, positions, tokens.flatten(), repeats)
+
+    def _replacements(self, first: Block, tokens: Int[Tensor, "place 1"]) -> Int[Tensor, "place sample"]:
+        """The tokens that stand in the place of each."""
+        special = set(getattr(first.tokenizer, "all_special_ids", ()))
+        usable = torch.tensor([token for token in range(first.d_vocab) if token not in special])
+        if self.replacements is None:
+            generator = torch.Generator().manual_seed(self.seed)
+            chosen = torch.randperm(len(usable), generator=generator)[: self.n_samples].to(tokens.device)
+            usable = usable.to(tokens.device)
+            same = usable[chosen] == tokens
+            return usable[torch.where(same, (chosen + 1) % len(usable), chosen)]
+        context = Context(first.tokens[0], torch.empty(1, first.d_vocab), first.tokenizer)
+        given = torch.tensor([context.token_id(token, "replacements") for token in self.replacements])
+        given = given.to(tokens.device)
+        return torch.where(given == tokens, (given + 1) % first.d_vocab, given)
+
+    def _changed(
+        self, blocks: Sequence[Block], bound: RowTargets, copies: _Copies
+    ) -> Iterator[tuple[int, slice, Tensor]]:
+        """Per row, the copies of its prompt and what they give there."""
+        first = blocks[0]
+        options: dict[str, Any] = {"rows": copies.prompts}
+        hooks = []
+        if self.by == "replace":
+            tokens = first.tokens[copies.prompts].clone()
+            tokens[torch.arange(len(tokens), device=tokens.device), copies.positions] = copies.tokens
+            options = {"batch": first.altered_batch(copies.prompts, tokens=tokens)}
+        elif self.by == "mask" and not _shows_pattern_first(first):
+            if not first.masks_by_input:
+                raise UnsupportedModelError(
+                    "by='mask': this stack takes no mask, and mixes before its pattern shows"
+                )
+            masked = torch.zeros_like(first.tokens[copies.prompts], dtype=torch.bool)
+            masked[torch.arange(len(masked), device=masked.device), copies.positions] = True
+            options = {"batch": first.altered_batch(copies.prompts, masked=masked)}
+        else:
+            edit = zero_values if self.by == "values" else mask_keys
+            hooks = [
+                edit(block.layer, copies.positions, attention=block.attention_template) for block in blocks
+            ]
+        with torch.no_grad(), must_fire(*hooks) as pairs:
+            yield from bound.of_copies(copies.prompts, pairs, distributions=self.measure == "kl", **options)
+
+    @staticmethod
+    def _log_probabilities(bound: RowTargets) -> Float[Tensor, "row d_vocab"]:
+        with torch.no_grad():
+            rows = bound.of_copies(
+                bound.prompts.unique(), (), distributions=True, rows=bound.prompts.unique()
+            )
+            return torch.cat([changed for _, _, changed in rows])
+
+
+def _shows_pattern_first(block: Block) -> bool:
+    """Whether weights can be shared out anew before they mix; else the model's own mask has to hide a key.
+
+    The mask alone would not do: HookedTransformer counts positions by it, and in float64 rows of Hugging
+    Face's that see nothing are NaN, and make the others so.
+    """
+    try:
+        block.replay(
+            torch.zeros(1, dtype=torch.long, device=block.real.device),
+            [mask_keys(block.layer, 0, attention=block.attention_template)],
+        )
+    except RuntimeError:
+        return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copies:
+    """Copies of prompts in each of which one token is taken out.
+
+    Attributes:
+        prompts, positions: of which prompt a copy is, and which of its positions is taken out (padding in).
+        tokens: what stands there instead.
+        repeats: how many copies there are of every position.
+    """
+
+    prompts: Int[Tensor, " copy"]
+    positions: Int[Tensor, " copy"]
+    tokens: Int[Tensor, " copy"]
+    repeats: int
+
+    def part(self, part: slice) -> _Copies:
+        return _Copies(self.prompts[part], self.positions[part], self.tokens[part], self.repeats)
+
+
+def occluded(
+    clean: Float[Tensor, ""], changed: Float[Tensor, "position sample"], absolute: bool = False
+) -> Float[Tensor, " position"]:
+    """The definition: mean over samples of F(x) − F(x with position j taken out)."""
+    change = clean - changed
+    return (change.abs() if absolute else change).mean(-1)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lens_mix as lm
+from tests.matrix import prompt_of
+from tests.methods.test_occlusion import at_tokens, log_probabilities, model_of
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt", "bloom"])
+@pytest.mark.parametrize("kept", [0, 1])
+def test_against_the_wrapped_model(name, kept):
+    model = model_of(name)
+    tokens = prompt_of(model).flatten()
+    count = len(tokens)
+    clean = log_probabilities(model, tokens)
+    predicted = clean.argmax(-1)
+    values = torch.zeros(count, count, dtype=torch.float64)  # [query, start]
+    for start in range(kept, count):
+        cut = log_probabilities(model, torch.cat([tokens[:kept], tokens[start:]]))[kept:]
+        values[start:, start] = at_tokens(cut, predicted[start:])
+    expected = torch.zeros(count, count, dtype=torch.float64)
+    for query in range(count):
+        for key in range(kept, query):
+            expected[query, key] = values[query, key] - values[query, key + 1]
+    m = lm.run(model, tokens, lm.ContextLength(keep_first=bool(kept)))
+    torch.testing.assert_close(m.scores[0], expected, atol=1e-6, rtol=0)
+    rows = lm.run(model, tokens, lm.ContextLength(keep_first=bool(kept)), queries=[-1], max_memory=10**6)
+    torch.testing.assert_close(rows.scores[0, 0], expected[-1], atol=1e-6, rtol=0)
+
+
+def test_a_row_sums_to_what_the_context_is_worth():
+    model = model_of("gpt2")
+    tokens = prompt_of(model).flatten()
+    row = lm.run(model, tokens, lm.ContextLength(keep_first=False), queries=[-1]).scores[0, 0]
+    whole = log_probabilities(model, tokens)[-1]
+    alone = log_probabilities(model, tokens[-1:])[-1]
+    answer = int(whole.argmax())
+    torch.testing.assert_close(row.sum(), whole[answer] - alone[answer], atol=1e-6, rtol=0)
+
+
+def test_encoders_are_refused():
+    model = model_of("bert")
+    with pytest.raises(lm.UnsupportedModelError, match="expected a causal model"):
+        lm.run(model, prompt_of(model), "context_length")
+    assert "expected a causal model" in lm.support(model)["context_length"]
+
+
+def test_batches():
+    model = model_of("llama")
+    prompts = [prompt_of(model, length, seed) for length, seed in ((7, 1), (4, 2), (1, 3))]
+    for prompt, together in zip(prompts, lm.run_many(model, prompts, "context_length"), strict=True):
+        alone = lm.run(model, prompt, "context_length")
+        torch.testing.assert_close(together.scores, alone.scores, atol=1e-6, rtol=0)
+
+
+def test_keep_first_is_yes_or_no():
+    with pytest.raises(TypeError, match="keep_first"):
+        lm.ContextLength(keep_first="yes")
