@@ -1,9 +1,11 @@
 from . import evaluation, targets
 from .aggregation.flow import flow
 from .aggregation.gradient_rollout import gradient_rollout
+from .aggregation.layer_mean import layer_mean
 from .aggregation.rollout import rollout
 from .aggregation.tree import attribution_tree, tree_text
 from .citations import citation
+from .evaluation.leaderboard import evaluate
 from .lens.model import Lens
 from .lens.model_classes import UnsupportedModelError
 from .lens.proof.support import check
@@ -63,9 +65,11 @@ __all__ = [
     "attribution_tree",
     "check",
     "citation",
+    "evaluate",
     "evaluation",
     "flow",
     "gradient_rollout",
+    "layer_mean",
     "rollout",
     "run",
     "run_many",

@@ -1,5 +1,6 @@
-"""How far to trust a map, and what to do with it: head importance, pruning curves, triggers."""
+"""How far to trust a map, and what to do with it: scales and the leaderboard, head importance, pruning, triggers."""
 
+from lens_mix.evaluation.controls import randomised
 from lens_mix.evaluation.head_importance import (
     HeadImportance,
     ablation_importance,
@@ -7,7 +8,9 @@ from lens_mix.evaluation.head_importance import (
     importance_correlations,
     pruned,
 )
+from lens_mix.evaluation.leaderboard import Leaderboard, evaluate
 from lens_mix.evaluation.pruning import PruningCurves, pruning_curves
+from lens_mix.evaluation.tasks import Case, Cues, Importance, Task, blimp_cases, planted_facts
 from lens_mix.evaluation.triggers import (
     Example,
     Trigger,
@@ -19,18 +22,27 @@ from lens_mix.evaluation.triggers import (
 )
 
 __all__ = [
+    "Case",
+    "Cues",
     "Example",
     "HeadImportance",
+    "Importance",
+    "Leaderboard",
     "PruningCurves",
+    "Task",
     "Trigger",
     "TriggerReport",
     "ablation_importance",
+    "blimp_cases",
+    "evaluate",
     "extract_triggers",
     "head_importance",
     "importance_correlations",
     "insert_trigger",
+    "planted_facts",
     "predict_by_token",
     "pruned",
     "pruning_curves",
+    "randomised",
     "trigger_report",
 ]

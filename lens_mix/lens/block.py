@@ -111,7 +111,10 @@ class Block:
         return dataclasses.replace(batch, real=left, inputs=inputs)
 
     def prompts_with(self, prompt: int, tokens: Sequence[Int[Tensor, " pos"]]) -> Batch:
-        """One prompt with other tokens for the mapped stack, several times, padded on the right.
+        """One prompt with other tokens for the mapped stack, several times, filled up on the right.
+
+        For causal models: what fills up is not masked, as no position of the prompt reads it. (In float64 rows
+        of Hugging Face's that see nothing but padding are NaN, and make the others so.)
 
         Raises:
             ValueError: the prompt has further inputs, which belong to its own tokens.
@@ -123,7 +126,8 @@ class Block:
             )
         decoder = self._lens.stack.name == "decoder" and given.target is not None
         altered = [Prompt(given.tokens, one) if decoder else Prompt(one, given.target) for one in tokens]
-        return pad(altered, pad_token(self._lens.model), "right")
+        batch = pad(altered, pad_token(self._lens.model), "right")
+        return dataclasses.replace(batch, real=torch.ones_like(batch.real))
 
     def own_tokens(self, prompt: int) -> Int[Tensor, " pos"]:
         """The tokens of one prompt that the mapped stack reads, without padding."""

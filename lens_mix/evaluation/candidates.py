@@ -1,0 +1,77 @@
+"""From a map to the one row of it that is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.aggregation.flow import flow
+from lens_mix.aggregation.gradient_rollout import gradient_rollout
+from lens_mix.aggregation.layer_mean import layer_mean
+from lens_mix.aggregation.rollout import rollout
+from lens_mix.arguments import several
+from lens_mix.maps import MixingMap
+
+# From layer maps to an input map.
+Aggregation = Callable[[MixingMap], MixingMap]
+
+# What a map of the whole stack is called where it is taken as it is.
+AS_IT_IS = "-"
+
+
+def _receptive_field(m: MixingMap) -> MixingMap:
+    return rollout(m, receptive_field=True)
+
+
+def _last_layer(m: MixingMap) -> MixingMap:
+    return m.merge_heads().layer(-1).replace(kind="input")
+
+
+def aggregations_by_name(asked: Sequence[str] | Mapping[str, Aggregation]) -> dict[str, Aggregation]:
+    """Functions from layer maps to an input map, by their names in tables.
+
+    "rollout", "rollout, receptive field", "flow", "gradient_rollout", "mean" (of the layers' raw rows), "last"
+    (the last layer's row), or functions of your own as a mapping.
+
+    Raises:
+        ValueError: none of these, or none at all.
+    """
+    if isinstance(asked, Mapping):
+        return dict(asked)
+    known: dict[str, Aggregation] = {
+        "rollout": rollout,
+        "rollout, receptive field": _receptive_field,
+        "flow": flow,
+        "gradient_rollout": gradient_rollout,
+        "mean": layer_mean,
+        "last": _last_layer,
+    }
+    names = several("aggregations", asked, "names of aggregations", least=1, kind=str, alone=True)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"aggregations: expected some of {list(known)}, or functions by name; got {unknown}")
+    return {name: known[name] for name in names}
+
+
+def candidate_rows(
+    m: MixingMap, query: int, aggregations: Mapping[str, Aggregation]
+) -> dict[str, Float[Tensor, " key"]]:
+    """A map's row for one position, by the name of the aggregation that made it; float64.
+
+    A map of the whole stack is taken as it is: its last layer, or the sum over layers where the layers are
+    shares of one number (`alti_logit`). An aggregation that such a map can't have (rollout of signed scores) is
+    left out.
+    """
+    if m.kind == "input":
+        whole = m.scores.sum(0) if m.method == "alti_logit" else m.scores[-1]
+        return {AS_IT_IS: whole[m.row_index(query)].double()}
+    rows = {}
+    for name, aggregation in aggregations.items():
+        try:
+            made = aggregation(m)
+        except ValueError:
+            continue
+        rows[name] = made.scores[-1][made.row_index(query)].double()
+    return rows

@@ -1,0 +1,56 @@
+"""What a map has to beat: chance, the position alone, and the same method on a model that has learned nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.arguments import whole_number
+from lens_mix.lens.model import Lens
+
+
+def control_rows(keys: int, seed: int) -> dict[str, Float[Tensor, " key"]]:
+    """Rows that know nothing of the prompt: "random", and "position" (later tokens matter more)."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "random": torch.rand(keys, generator=generator, dtype=torch.float64),
+        "position": torch.arange(1, keys + 1, dtype=torch.float64),
+    }
+
+
+@contextlib.contextmanager
+def randomised(model: Any, *, seed: int = 0, stack: str | None = None) -> Iterator[Any]:
+    """The model with every matrix of its blocks shuffled, inside a `with` block (Adebayo et al., NeurIPS 2018).
+
+    Each weight matrix keeps its numbers, in another order; vectors (biases, the norms' weights), embeddings
+    and head stay. A map that looks the same on this model does not tell what the model has learned. The
+    weights are as before afterwards, to the bit.
+
+    Args:
+        seed: of the order.
+        stack: as in `lm.run`.
+    """
+    generator = torch.Generator().manual_seed(whole_number("seed", seed, 0))
+    lens = Lens(model, stack)
+    matrices = {
+        id(parameter): parameter
+        for block in lens.stack.blocks
+        for parameter in block.parameters()
+        if parameter.ndim >= 2
+    }
+    before = [(parameter, parameter.detach().clone()) for parameter in matrices.values()]
+    try:
+        with torch.no_grad():
+            for parameter, weights in before:
+                order = torch.randperm(weights.numel(), generator=generator).to(weights.device)
+                parameter.copy_(weights.flatten()[order].reshape(weights.shape))
+        yield model
+    finally:
+        with torch.no_grad():
+            for parameter, weights in before:
+                parameter.copy_(weights)

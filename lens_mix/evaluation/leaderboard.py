@@ -1,0 +1,294 @@
+"""The leaderboard: methods and aggregations, scored on tasks, with controls and intervals."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from lens_mix.arguments import flags, instance, one_of
+from lens_mix.evaluation.agreement import bootstrap
+from lens_mix.evaluation.candidates import AS_IT_IS, Aggregation, aggregations_by_name, candidate_rows
+from lens_mix.evaluation.controls import control_rows, randomised
+from lens_mix.evaluation.tasks import Case, Task
+from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.proof.support import model_name
+from lens_mix.method import Method
+from lens_mix.runner import read_methods, run
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+MethodLike = str | Method
+
+# The rows of a table that are no methods.
+CONTROLS = ("random", "position")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Leaderboard:
+    """Scores per case, method and aggregation.
+
+    Attributes:
+        records: one dict per case, method and aggregation: `case` (number), `method`, `aggregation`, and a score
+            per metric (None where undefined).
+        task: what was scored, in plain words and numbers.
+        metrics: the task's metrics; the first is the one that ranks.
+        model: the model's name.
+        refused: methods that this model can't run, with the reason.
+    """
+
+    records: tuple[dict[str, Any], ...]
+    task: dict[str, Any]
+    metrics: tuple[str, ...]
+    model: str
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """One row per case, method and aggregation."""
+        import pandas as pd
+
+        frame = pd.DataFrame(self.records, columns=["case", "method", "aggregation", *self.metrics])
+        return frame.astype(dict.fromkeys(self.metrics, float))
+
+    def table(self, against: str | None = "position") -> pandas.DataFrame:
+        """The mean of each metric with its 95 % interval, best first.
+
+        Columns: method, aggregation, cases, then per metric its mean, `<metric>_low` and `<metric>_high`
+        (bootstrap over the cases), and `<metric>_gain`, `<metric>_gain_low`, `<metric>_gain_high`, the paired
+        difference to the row of the method `against`; None for no differences.
+
+        Raises:
+            ValueError: no such method to compare with.
+        """
+        import pandas as pd
+
+        frame = self.to_dataframe()
+        base = None
+        if against is not None:
+            one_of("against", against, sorted(set(frame["method"])))
+            base = frame[frame["method"] == against].drop_duplicates("case").set_index("case")
+        rows = []
+        for (method, aggregation), group in frame.groupby(["method", "aggregation"], sort=False):
+            row: dict[str, Any] = {"method": method, "aggregation": aggregation, "cases": len(group)}
+            scores = group.set_index("case")
+            for metric in self.metrics:
+                row |= _summary(metric, scores[metric], None if base is None else base[metric])
+            rows.append(row)
+        table = pd.DataFrame(rows)
+        return table.sort_values(self.metrics[0], ascending=False, ignore_index=True)
+
+    def to_markdown(self, against: str | None = None) -> str:
+        """The table as Markdown: mean [low, high] per metric; with `against`, the difference to it besides."""
+        table = self.table(against)
+        columns = [(metric, metric) for metric in self.metrics]
+        if against is not None:
+            columns += [(f"{metric}_gain", f"{metric} above {against}") for metric in self.metrics[:1]]
+        lines = ["| method | aggregation | " + " | ".join(title for _, title in columns) + " | cases |"]
+        lines.append("|---" * (len(columns) + 3) + "|")
+        for _, row in table.iterrows():
+            cells = [_interval(row, name) for name, _ in columns]
+            lines.append(f"| {row['method']} | {row['aggregation']} | {' | '.join(cells)} | {row['cases']} |")
+        return "\n".join(lines)
+
+    def show(self, metric: str | None = None) -> Figure:
+        """One bar with its interval per method and aggregation, best on top."""
+        from lens_mix.view.leaderboard_figure import leaderboard_figure
+
+        chosen = self.metrics[0] if metric is None else metric
+        one_of("metric", chosen, self.metrics)
+        return leaderboard_figure(
+            self.table(None).sort_values(chosen), chosen, f"{self.model}: {self.task['task']}"
+        )
+
+
+def evaluate(
+    model: Any,
+    task: Task,
+    methods: MethodLike | Sequence[MethodLike],
+    aggregations: Sequence[str] | Mapping[str, Aggregation] = ("rollout", "mean"),
+    *,
+    randomised_model: bool = False,
+    resume: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> Leaderboard:
+    """Score methods on a task: which of their maps say what the model uses?
+
+    Every table has two controls, "random" (a seeded order per case) and "position" (later is more). Methods
+    that this model can't run are named in `refused`.
+
+    Args:
+        model: any TransformerLens model.
+        task: what is scored (`lens_mix.evaluation.Importance`, `Cues`, or a `Task` of your own).
+        methods: as in `lm.run`. Those with a `target` explain the case's, where it has one.
+        aggregations: how layer maps become an input map: names (`candidates.aggregations_by_name`), or functions
+            MixingMap -> MixingMap by name. Maps of the whole model are taken as they are ("-").
+        randomised_model: score every method on a copy of the model's shuffled weights too, as a control: the
+            rows "<method>, randomised model".
+        resume: a file of finished cases (JSON, one per line), which is filled, and read when it is there.
+        progress: show a bar over the cases.
+        options: as in `lm.run`.
+
+    Raises:
+        TypeError, ValueError: as `lm.run`; a file that belongs to another evaluation.
+    """
+    flags(randomised_model=randomised_model, progress=progress)
+    instance("task", task, Task, "a task of lens_mix.evaluation")
+    chosen, by_name = read_methods(methods)[0], aggregations_by_name(aggregations)
+    evaluation = _Evaluation(model, task, chosen, by_name, randomised_model, options)
+    cases = task.cases(model)
+    finished = _Finished(resume, evaluation.header(cases))
+    for number, case in enumerate(tqdm(cases, disable=not progress, desc=task.name)):
+        if number not in finished.records:
+            finished.add(number, evaluation.scores(number, case))
+    records = tuple(record for number in range(len(cases)) for record in finished.records[number])
+    refused = {**finished.refused, **evaluation.refused}
+    finished.note_refused(refused)
+    return Leaderboard(records, task.describe(), task.metrics, model_name(model), refused)
+
+
+class _Evaluation:
+    """One call of `evaluate`, case by case."""
+
+    def __init__(
+        self,
+        model: Any,
+        task: Task,
+        methods: Mapping[str, Method],
+        aggregations: Mapping[str, Aggregation],
+        randomised_model: bool,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._model, self._task, self._methods = model, task, methods
+        self._aggregations, self._randomised, self._options = aggregations, randomised_model, options
+        self.refused: dict[str, str] = {}
+
+    def header(self, cases: Sequence[Case]) -> dict[str, Any]:
+        """What a file of finished cases must agree on."""
+        prompts = [case.prompt.tolist() if torch.is_tensor(case.prompt) else case.prompt for case in cases]
+        digest = hashlib.sha256(json.dumps(prompts, default=str).encode()).hexdigest()[:16]
+        parameters = {label: method.parameters() for label, method in self._methods.items()}
+        return json.loads(
+            json.dumps(
+                {
+                    "model": model_name(self._model),
+                    "task": self._task.describe(),
+                    "cases": digest,
+                    "methods": parameters,
+                    "aggregations": list(self._aggregations),
+                    "randomised_model": self._randomised,
+                },
+                default=str,
+            )
+        )
+
+    def scores(self, number: int, case: Case) -> list[dict[str, Any]]:
+        """The records of one case."""
+        truth = self._task.truth(self._model, case, **self._options).cpu()
+        rows = {(label, AS_IT_IS): row for label, row in control_rows(len(truth), number).items()}
+        rows |= self._rows(case, "")
+        if self._randomised:
+            with randomised(self._model):
+                rows |= self._rows(case, ", randomised model")
+        records = []
+        for (method, aggregation), row in rows.items():
+            scores = self._task.score(row.cpu(), truth, case.query)
+            known = {metric: None if score != score else score for metric, score in scores.items()}
+            records.append({"case": number, "method": method, "aggregation": aggregation, **known})
+        return records
+
+    def _rows(self, case: Case, suffix: str) -> dict[tuple[str, str], Tensor]:
+        rows: dict[tuple[str, str], Tensor] = {}
+        for label, method in self._methods.items():
+            if case.target is not None and hasattr(method, "target"):
+                method = dataclasses.replace(method, **{"target": case.target})
+            asked = {"queries": [case.query]} if method.whole_model else {}
+            try:
+                m = run(self._model, case.prompt, method, **asked, **self._options)
+            except UnsupportedModelError as problem:
+                self.refused[label + suffix] = str(problem)
+                continue
+            made = candidate_rows(m, case.query, self._aggregations)
+            rows |= {(label + suffix, name): row for name, row in made.items()}
+        return rows
+
+
+class _Finished:
+    """The cases that are done, in memory and in a file."""
+
+    def __init__(self, path: str | os.PathLike[str] | None, header: dict[str, Any]) -> None:
+        self._path = None if path is None else Path(path)
+        self.records: dict[int, list[dict[str, Any]]] = {}
+        self.refused: dict[str, str] = {}
+        if self._path is None:
+            return
+        if not self._path.exists():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(header) + "\n", encoding="utf-8")
+            return
+        first, *lines = self._path.read_text(encoding="utf-8").splitlines() or [""]
+        different = [name for name in header if _parsed(first).get(name) != header[name]]
+        if different:
+            raise ValueError(
+                f"resume: expected a file of this very evaluation, got {self._path}, which differs in "
+                f"{', '.join(different)}; give another path"
+            )
+        for line in lines:
+            # The last line may have been cut short when the run ended.
+            entry = _parsed(line)
+            if "records" in entry:
+                self.records[entry["case"]] = entry["records"]
+            self.refused |= entry.get("refused", {})
+
+    def add(self, number: int, records: list[dict[str, Any]]) -> None:
+        """Keep a case."""
+        self.records[number] = records
+        self._write({"case": number, "records": records})
+
+    def note_refused(self, refused: Mapping[str, str]) -> None:
+        """Keep why methods were left out, so that a resumed run can tell."""
+        if refused and dict(refused) != self.refused:
+            self._write({"refused": dict(refused)})
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
+
+
+def _summary(metric: str, scores: pandas.Series, base: pandas.Series | None) -> dict[str, float]:
+    """Mean and interval of a metric, and of its difference to another method's on the same cases."""
+    whole = bootstrap(torch.tensor(scores.to_numpy()))
+    row = {metric: whole.mean, f"{metric}_low": whole.low, f"{metric}_high": whole.high}
+    if base is not None:
+        paired = bootstrap(
+            torch.tensor(scores.to_numpy()), against=torch.tensor(base.reindex(scores.index).to_numpy())
+        )
+        row |= {
+            f"{metric}_gain": paired.mean,
+            f"{metric}_gain_low": paired.low,
+            f"{metric}_gain_high": paired.high,
+        }
+    return row
+
+
+def _interval(row: Any, name: str) -> str:
+    return f"{row[name]:.2f} [{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]"
