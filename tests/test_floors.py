@@ -27,6 +27,7 @@ FLOORS = {
     "view": 7,
     "citations": 8,
     "cli": 8,
+    "__main__": 9,
     # lens_mix itself: names are imported when they are first asked for
     "arguments": 0,
     "": 9,

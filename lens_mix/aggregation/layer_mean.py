@@ -10,10 +10,10 @@ from lens_mix.maps import MixingMap
 def layer_mean(mixing_map: MixingMap, *, normalize: bool = False) -> MixingMap:
     """One map from a stack of layer maps: their mean, raw scores as they are.
 
-    No path through several layers is followed: what a layer's row says of a *position* is taken as said of the
-    token that stands there, which a deep layer has long mixed with others. In exchange nothing is divided by a
-    row's sum, so that layers which change little count little. On deep causal models this mean orders tokens
-    better than a rollout of the same maps (docs/leaderboard.md).
+    No path through several layers is followed: what a layer's row says of a *position* is taken as said of
+    the token that stands there, which a deep layer has long mixed with others. In exchange nothing is divided
+    by a row's sum, so that layers which change little count little. On deep causal models this mean orders
+    tokens better than a rollout of the same maps (docs/leaderboard.md).
 
     Args:
         mixing_map: layer maps [layer, query, key], or with heads, which are averaged; any signs, and any rows

@@ -1,4 +1,4 @@
-"""How far to trust a map, and what to do with it: scales and the leaderboard, head importance, pruning, triggers."""
+"""How far to trust a map: scales and the leaderboard; and what to do with it: pruning, triggers."""
 
 from lens_mix.evaluation.controls import randomised
 from lens_mix.evaluation.head_importance import (

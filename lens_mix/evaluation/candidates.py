@@ -32,8 +32,8 @@ def _last_layer(m: MixingMap) -> MixingMap:
 def aggregations_by_name(asked: Sequence[str] | Mapping[str, Aggregation]) -> dict[str, Aggregation]:
     """Functions from layer maps to an input map, by their names in tables.
 
-    "rollout", "rollout, receptive field", "flow", "gradient_rollout", "mean" (of the layers' raw rows), "last"
-    (the last layer's row), or functions of your own as a mapping.
+    "rollout", "rollout, receptive field", "flow", "gradient_rollout", "mean" (of the layers' raw rows),
+    "last" (the last layer's row), or functions of your own as a mapping.
 
     Raises:
         ValueError: none of these, or none at all.
@@ -61,8 +61,8 @@ def candidate_rows(
     """A map's row for one position, by the name of the aggregation that made it; float64.
 
     A map of the whole stack is taken as it is: its last layer, or the sum over layers where the layers are
-    shares of one number (`alti_logit`). An aggregation that such a map can't have (rollout of signed scores) is
-    left out.
+    shares of one number (`alti_logit`). An aggregation that such a map can't have (rollout of signed scores)
+    is left out.
     """
     if m.kind == "input":
         whole = m.scores.sum(0) if m.method == "alti_logit" else m.scores[-1]

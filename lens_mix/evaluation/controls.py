@@ -1,4 +1,4 @@
-"""What a map has to beat: chance, the position alone, and the same method on a model that has learned nothing."""
+"""What a map has to beat: chance, the position, and the same method on a model that has learned nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def control_rows(keys: int, seed: int) -> dict[str, Float[Tensor, " key"]]:
 
 @contextlib.contextmanager
 def randomised(model: Any, *, seed: int = 0, stack: str | None = None) -> Iterator[Any]:
-    """The model with every matrix of its blocks shuffled, inside a `with` block (Adebayo et al., NeurIPS 2018).
+    """The model with its blocks' matrices shuffled, inside a `with` block (Adebayo et al., NeurIPS 2018).
 
     Each weight matrix keeps its numbers, in another order; vectors (biases, the norms' weights), embeddings
     and head stay. A map that looks the same on this model does not tell what the model has learned. The

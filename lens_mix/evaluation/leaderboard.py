@@ -39,8 +39,8 @@ class Leaderboard:
     """Scores per case, method and aggregation.
 
     Attributes:
-        records: one dict per case, method and aggregation: `case` (number), `method`, `aggregation`, and a score
-            per metric (None where undefined).
+        records: one dict per case, method and aggregation: `case` (number), `method`, `aggregation`, and a
+            score per metric (None where undefined).
         task: what was scored, in plain words and numbers.
         metrics: the task's metrics; the first is the one that ranks.
         model: the model's name.
@@ -88,12 +88,13 @@ class Leaderboard:
         return table.sort_values(self.metrics[0], ascending=False, ignore_index=True)
 
     def to_markdown(self, against: str | None = None) -> str:
-        """The table as Markdown: mean [low, high] per metric; with `against`, the difference to it besides."""
+        """The table as Markdown: mean [low, high] per metric; with `against`, the difference to it too."""
         table = self.table(against)
         columns = [(metric, metric) for metric in self.metrics]
         if against is not None:
             columns += [(f"{metric}_gain", f"{metric} above {against}") for metric in self.metrics[:1]]
-        lines = ["| method | aggregation | " + " | ".join(title for _, title in columns) + " | cases |"]
+        titles = " | ".join(title for _, title in columns)
+        lines = [f"| method | aggregation | {titles} | cases |"]
         lines.append("|---" * (len(columns) + 3) + "|")
         for _, row in table.iterrows():
             cells = [_interval(row, name) for name, _ in columns]
@@ -131,8 +132,8 @@ def evaluate(
         model: any TransformerLens model.
         task: what is scored (`lens_mix.evaluation.Importance`, `Cues`, or a `Task` of your own).
         methods: as in `lm.run`. Those with a `target` explain the case's, where it has one.
-        aggregations: how layer maps become an input map: names (`candidates.aggregations_by_name`), or functions
-            MixingMap -> MixingMap by name. Maps of the whole model are taken as they are ("-").
+        aggregations: how layer maps become an input map: names (`candidates.aggregations_by_name`), or
+            functions MixingMap -> MixingMap by name. Maps of the whole model are taken as they are ("-").
         randomised_model: score every method on a copy of the model's shuffled weights too, as a control: the
             rows "<method>, randomised model".
         resume: a file of finished cases (JSON, one per line), which is filled, and read when it is there.

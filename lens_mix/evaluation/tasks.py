@@ -79,9 +79,10 @@ class Task(abc.ABC):
 class Importance(Task):
     """Does the map order the tokens as taking them out does?
 
-    The truth is `Occlusion` of the model's own prediction at the query, mean of the sizes; a map's row is taken
-    by size too. Scored are the keys that the query may see but the left-out ones: Spearman, the same with the
-    position partialled out (ranks), and whether the strongest source, the query itself left out, is the same.
+    The truth is `Occlusion` of the model's own prediction at the query, mean of the sizes; a map's row is
+    taken by size too. Scored are the keys that the query may see but the left-out ones: Spearman, the same
+    with the position partialled out (ranks), and whether the strongest source, the query itself left out, is
+    the same.
 
     Args:
         prompts: as `lm.run` takes them.
@@ -94,7 +95,7 @@ class Importance(Task):
     metrics: ClassVar[tuple[str, ...]] = ("partial_spearman", "spearman", "top_1")
 
     prompts: Sequence[Any]
-    occlusion: Occlusion = Occlusion(measure="absolute")
+    occlusion: Occlusion = dataclasses.field(default_factory=lambda: Occlusion(measure="absolute"))
     leave_out: tuple[int, ...] = (0,)
     query: int = -1
 
@@ -197,7 +198,7 @@ _DETERMINERS = {
 
 
 def blimp_cases(model: Any, path: str | os.PathLike[str], count: int | None = None) -> list[Case]:
-    """Minimal pairs of BLiMP (Warstadt et al., TACL 2020), for causal models: the prefix, and what decides it.
+    """Minimal pairs of BLiMP (Warstadt et al., TACL 2020), for causal models: the prefix, and what decides.
 
     The target is the logit difference of the good and the bad word, by the first token in which they differ
     (pairs without one are left out). The cue is the word that decides: the determiner before a noun, the
@@ -279,8 +280,8 @@ def planted_facts(model: Any, count: int = 40, *, sentences: int = 6, seed: int 
     """Long prompts in which one planted sentence holds the answer: does a map find its word? Causal models.
 
     Sentences on other matters surround "Anna lives in the city of Rome."; the prompt ends with the sentence's
-    beginning once more. Only prompts that the model completes with the planted word are kept; that word's token
-    is relevant, and what the model predicts is the target.
+    beginning once more. Only prompts that the model completes with the planted word are kept; that word's
+    token is relevant, and what the model predicts is the target.
 
     Args:
         model: with a tokenizer.

@@ -113,8 +113,8 @@ class Block:
     def prompts_with(self, prompt: int, tokens: Sequence[Int[Tensor, " pos"]]) -> Batch:
         """One prompt with other tokens for the mapped stack, several times, filled up on the right.
 
-        For causal models: what fills up is not masked, as no position of the prompt reads it. (In float64 rows
-        of Hugging Face's that see nothing but padding are NaN, and make the others so.)
+        For causal models: what fills up is not masked, as no position of the prompt reads it. (In float64
+        rows of Hugging Face's that see nothing but padding are NaN, and make the others so.)
 
         Raises:
             ValueError: the prompt has further inputs, which belong to its own tokens.

@@ -1,0 +1,108 @@
+"""The command line: `lens-mix support MODEL`, `lens-mix check MODEL`, `lens-mix evaluate MODEL ...`.
+
+Needs the extra `cli` (typer). MODEL is a name or a folder that transformers knows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+except ImportError as problem:
+    raise SystemExit("lens-mix: the command line needs typer: pip install 'lens_mix[cli]'") from problem
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Context mixing for TransformerLens models."
+)
+
+_Model = Annotated[str, typer.Argument(help="name or folder of a model that transformers knows")]
+_DEFAULT_METHODS = "attention,value_zeroing,attn_res_ln,alti,decompx,gradient_attention,input_gradients"
+
+
+@app.command()
+def support(model: _Model) -> None:
+    """Which methods run on a model, and why others don't."""
+    from lens_mix import runner
+
+    typer.echo(str(runner.support(_load(model))))
+
+
+@app.command()
+def check(model: _Model) -> None:
+    """The proof: every block rebuilt from its parts."""
+    from lens_mix.lens.proof import support as proofs
+
+    typer.echo(str(proofs.check(_load(model))))
+
+
+@app.command()
+def evaluate(
+    model: _Model,
+    prompts: Annotated[Path | None, typer.Option(help="a text file, one prompt per line: importance")] = None,
+    blimp: Annotated[Path | None, typer.Option(help="a BLiMP file (.jsonl): the word that decides")] = None,
+    planted: Annotated[int, typer.Option(help="so many long prompts with a planted fact")] = 0,
+    methods: Annotated[str, typer.Option(help="names, separated by commas")] = _DEFAULT_METHODS,
+    aggregations: Annotated[str, typer.Option(help="names, separated by commas")] = "rollout,mean",
+    randomised_model: Annotated[bool, typer.Option(help="score shuffled weights too")] = False,
+    resume: Annotated[Path | None, typer.Option(help="file of finished cases, to go on from")] = None,
+    out: Annotated[Path | None, typer.Option(help="write the table to a .md or .csv file, or a .png")] = None,
+) -> None:
+    """Score methods on one task: --prompts, --blimp or --planted."""
+    from lens_mix import evaluation
+
+    given = [name for name, value in (("prompts", prompts), ("blimp", blimp), ("planted", planted)) if value]
+    if len(given) != 1:
+        raise typer.BadParameter(
+            f"expected exactly one of --prompts, --blimp, --planted; got {given or 'none'}"
+        )
+    if out is not None and out.suffix not in (".md", ".csv", ".png"):
+        raise typer.BadParameter(f"--out: expected a .md, .csv or .png file; got {out.name!r}")
+    loaded = _load(model)
+    task: evaluation.Task
+    if prompts is not None:
+        lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+        task = evaluation.Importance(lines)
+    elif blimp is not None:
+        task = evaluation.Cues(evaluation.blimp_cases(loaded, blimp))
+    else:
+        task = evaluation.Cues(evaluation.planted_facts(loaded, planted), leave_out=(0,))
+    board = evaluation.evaluate(
+        loaded,
+        task,
+        methods.split(","),
+        aggregations.split(","),
+        randomised_model=randomised_model,
+        resume=resume,
+        progress=True,
+    )
+    typer.echo(board.to_markdown("position"))
+    for method, reason in board.refused.items():
+        typer.echo(f"{method}: {reason}", err=True)
+    if out is not None:
+        _write(board, out)
+
+
+def _write(board: Any, out: Path) -> None:
+    if out.suffix == ".png":
+        board.show().savefig(out)
+    elif out.suffix == ".csv":
+        board.table().to_csv(out, index=False)
+    else:
+        out.write_text(board.to_markdown("position") + "\n", encoding="utf-8")
+
+
+def _load(name: str) -> Any:
+    """A TransformerBridge where this TransformerLens has one, else a HookedTransformer."""
+    try:
+        from transformer_lens.model_bridge import TransformerBridge
+    except ImportError:
+        from transformer_lens import HookedTransformer
+
+        return HookedTransformer.from_pretrained_no_processing(name)
+    return TransformerBridge.boot_transformers(name)
+
+
+if __name__ == "__main__":
+    app()

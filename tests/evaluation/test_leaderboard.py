@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+import transformers
+
+import lens_mix as lm
+from lens_mix.evaluation import Case, Cues, Importance, blimp_cases, planted_facts, randomised, tasks
+from lens_mix.evaluation.agreement import bootstrap
+from lens_mix.evaluation.candidates import aggregations_by_name, candidate_rows
+from lens_mix.evaluation.controls import control_rows
+from lens_mix.evaluation.leaderboard import Leaderboard
+from tests import tiny_models
+from tests.random_maps import map_of, random_attention
+from tests.tiny_models import gpt2_like, toy_tokenizer
+
+OCCLUSION = lm.Occlusion(replacements=[3, 5], measure="absolute")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return gpt2_like(torch.float64, tokenizer=toy_tokenizer())
+
+
+def word_tokenizer(words):
+    """One token per word, whatever stands before it; `<bos>` in front."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{word: i + 3 for i, word in enumerate(words)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<eos>",
+        name_or_path="words",
+        add_bos_token=True,
+    )
+
+
+class CopyingModel:
+    """Says what stood after the last two words when they came before: finds every planted fact."""
+
+    def __init__(self, words, knows=True):
+        self.tokenizer, self.knows = word_tokenizer(words), knows
+
+    def to_tokens(self, text):
+        return torch.tensor([[1, *self.tokenizer(text, add_special_tokens=False)["input_ids"]]])
+
+    def __call__(self, tokens):
+        ids, logits = tokens[0].tolist(), torch.zeros(1, tokens.shape[1], len(self.tokenizer))
+        places = [i for i in range(2, len(ids)) if ids[i - 2 : i] == ids[-2:]]
+        logits[0, -1, ids[places[0]] if self.knows and places else 0] = 1
+        return logits
+
+
+def prompts(model, count=4):
+    return [tiny_models.tokens(model, 1, length, seed)[0] for seed, length in enumerate((7, 5, 9, 6)[:count])]
+
+
+def test_a_map_that_is_the_truth_scores_one(model):
+    task = Importance(prompts(model), OCCLUSION)
+    board = lm.evaluate(model, task, ["attention", OCCLUSION], ["rollout", "mean"])
+    table = board.table().set_index(["method", "aggregation"])
+    for metric in task.metrics:
+        assert table.loc[("occlusion", "-"), metric] == pytest.approx(1)
+    assert table.loc[("position", "-"), "partial_spearman"] == 0
+    assert set(board.to_dataframe()["method"]) == {"random", "position", "attention", "occlusion"}
+    assert set(board.to_dataframe()["aggregation"]) == {"-", "rollout", "mean"}
+    assert len(board.to_dataframe()) == 4 * (2 + 1 + 2)
+
+
+def test_scores_are_those_of_the_rows(model):
+    import scipy.stats
+
+    tokens = prompts(model)[0]
+    board = lm.evaluate(model, Importance([tokens], OCCLUSION), "attention", ["mean"])
+    truth = lm.run(model, tokens, OCCLUSION, queries=[-1]).scores[0, 0, 1:]
+    row = lm.run(model, tokens, "attention").scores.mean(0)[-1, 1:]
+    (record,) = [record for record in board.records if record["method"] == "attention"]
+    assert record["spearman"] == pytest.approx(scipy.stats.spearmanr(row, truth).statistic)
+    assert record["top_1"] == float(row[:-1].argmax() == truth[:-1].argmax())
+
+
+def test_a_random_row_scores_as_chance(model):
+    """Over many seeds the mean is 0 within its interval."""
+    task = Importance(prompts(model, 1), OCCLUSION)
+    truth = task.truth(model, task.cases(model)[0])
+    scores = [
+        task.score(control_rows(len(truth), seed)["random"], truth, -1)["spearman"] for seed in range(400)
+    ]
+    found = bootstrap(torch.tensor(scores))
+    assert found.low < 0 < found.high
+
+
+def test_a_constant_row_and_the_position_say_nothing(model):
+    task = Importance(prompts(model, 1), OCCLUSION)
+    truth = task.truth(model, task.cases(model)[0])
+    for row in (torch.ones(len(truth)), torch.arange(len(truth)).double()):
+        assert task.score(row, truth, -1)["partial_spearman"] == 0
+    assert task.score(torch.ones(len(truth)), truth, -1)["spearman"] == 0
+
+
+def test_one_token_is_undefined(model):
+    board = lm.evaluate(model, Importance([torch.tensor([4])], OCCLUSION), "attention", ["mean"])
+    assert all(record["spearman"] is None for record in board.records)
+    assert math.isnan(board.table()["spearman"][0])
+
+
+def test_cues_by_hand(model):
+    task = Cues([Case(prompts(model)[0], relevant=(1, 3))], leave_out=(0,))
+    truth = task.truth(model, task.cases(model)[0])
+    assert truth[1:].tolist() == [1, 0, 1, 0, 0, 0]
+    assert truth[0].isnan()
+    scores = task.score(torch.tensor([9.0, 0.5, 0.0, 0.2, 0.3, 0.0, 0.0]), truth, -1)
+    # ranks 1 and 3 of the six that are scored
+    assert scores["average_precision"] == pytest.approx((1 + 2 / 3) / 2)
+    assert scores["reciprocal_rank"] == 1
+    assert scores["mass_accuracy"] == pytest.approx(0.7)
+
+
+def test_the_target_of_a_case_is_explained(model):
+    tokens = prompts(model)[0]
+    target = lm.targets.logit_difference(3, 5)
+    board = lm.evaluate(
+        model, Cues([Case(tokens, relevant=(2,), target=target)]), "input_gradients", ["mean"]
+    )
+    row = lm.run(model, tokens, lm.InputGradients(target=target), queries=[-1]).scores[0, 0]
+    (record,) = [record for record in board.records if record["method"] == "input_gradients"]
+    assert record["mass_accuracy"] == pytest.approx(float(row[2] / row.sum()))
+
+
+def test_resumes_where_it_stopped(model, tmp_path):
+    path = tmp_path / "runs" / "board.jsonl"
+    task = Importance(prompts(model), OCCLUSION)
+    whole = lm.evaluate(model, task, "attention", ["mean"], resume=path)
+    lines = path.read_text().splitlines()
+    assert len(lines) == 1 + 4
+    # stopped in the middle of the third case
+    path.write_text("\n".join([*lines[:3], lines[3][:20]]))
+    again = lm.evaluate(model, task, "attention", ["mean"], resume=path)
+    assert again.records == whole.records
+    finished = json.loads(lines[1])
+    assert finished["records"] == [record for record in whole.records if record["case"] == 0]
+    with pytest.raises(ValueError, match="differs in methods"):
+        lm.evaluate(model, task, "alti", ["mean"], resume=path)
+
+
+def test_what_a_model_cannot_run_is_named(model):
+    bert = (
+        tiny_models.bridge("bert", torch.float64)
+        if tiny_models.available(tiny_models.bridge, "bert")
+        else None
+    )
+    if bert is None:
+        pytest.skip("no bridge for bert")
+    tokens = tiny_models.tokens(bert, 1)[0]
+    board = lm.evaluate(bert, Importance([tokens], OCCLUSION), ["attention", "context_length"], ["mean"])
+    assert "causal model" in board.refused["context_length"]
+
+
+def test_the_control_on_shuffled_weights_leaves_the_model_as_it_was(model):
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    task = Importance(prompts(model, 2), OCCLUSION)
+    board = lm.evaluate(model, task, "attention", ["mean"], randomised_model=True)
+    assert "attention, randomised model" in set(board.to_dataframe()["method"])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+    with randomised(model):
+        assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    with pytest.raises(ZeroDivisionError), randomised(model):
+        1 / 0  # noqa: B018
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_aggregations():
+    m = map_of(random_attention(3, size=5))
+    rows = candidate_rows(
+        m, -1, aggregations_by_name(["rollout", "rollout, receptive field", "flow", "last"])
+    )
+    torch.testing.assert_close(rows["rollout"], lm.rollout(m).scores[-1, -1])
+    torch.testing.assert_close(rows["last"], m.scores[-1, -1].double())
+    own = candidate_rows(m, 2, {"double": lambda m: lm.layer_mean(m).replace(method="x")})
+    torch.testing.assert_close(own["double"], m.scores[:, 2].mean(0).double())
+    with pytest.raises(ValueError, match="aggregations: expected some of"):
+        aggregations_by_name(["average"])
+
+
+def test_signed_maps_have_no_rollout():
+    m = map_of(random_attention(2, size=4))
+    signed = m.replace(scores=-m.scores)
+    assert set(candidate_rows(signed, -1, aggregations_by_name(["rollout", "mean"]))) == {"mean"}
+
+
+def test_tables_and_pictures():
+    records = tuple(
+        {"case": case, "method": method, "aggregation": "-", "score": value + case / 10}
+        for case in range(3)
+        for method, value in (("position", 0.1), ("mine", 0.4))
+    )
+    board = Leaderboard(records, {"task": "by hand"}, ("score",), "none")
+    table = board.table()
+    assert list(table["method"]) == ["mine", "position"]
+    assert table["score"].tolist() == pytest.approx([0.5, 0.2])
+    # the paired difference is the same in every case
+    assert table.loc[0, ["score_gain", "score_gain_low", "score_gain_high"]].tolist() == pytest.approx(
+        [0.3] * 3
+    )
+    assert "| mine | - | 0.50 [0.40, 0.60] | 3 |" in board.to_markdown()
+    figure = board.show()
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["position", "mine"]
+    with pytest.raises(ValueError, match="against: expected"):
+        board.table("nobody")
+
+
+def test_blimp_cues(tmp_path):
+    pairs = [
+        ("anaphor_number_agreement", "A lot of girls had bothered", "themselves", "herself", [0, 1, 2, 3]),
+        ("anaphor_number_agreement", "Many teenagers were helping", "themselves", "herself", [0, 1]),
+        ("anaphor_number_agreement", "Mary should criticize", "herself", "themselves", [0]),
+        ("determiner_noun_agreement_1", "Diane works with these", "waiters", "waiter", [3]),
+        ("regular_plural_subject_verb_agreement_1", "The hamster", "is", "were", [0, 1]),
+        ("determiner_noun_agreement_1", "Diane works with these", "cats", "cats", None),
+    ]
+    words = sorted({word for _, *texts, _ in pairs for text in texts for word in text.split()})
+    model = gpt2_like(torch.float32, tokenizer=word_tokenizer(words))
+    path = tmp_path / "pairs.jsonl"
+    lines = [
+        {"UID": uid, "one_prefix_method": True, "one_prefix_prefix": prefix}
+        | {"one_prefix_word_good": good, "one_prefix_word_bad": bad}
+        for uid, prefix, good, bad, _ in pairs
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    cases = blimp_cases(model, path)
+    added = len(cases[0].prompt) - 6
+    assert [list(case.relevant) for case in cases] == [
+        [added + p for p in places] for *_, places in pairs[:5]
+    ]
+    assert len(blimp_cases(model, path, count=2)) == 2
+    path.write_text(json.dumps({"UID": "other", "one_prefix_method": False}))
+    with pytest.raises(ValueError, match="one_prefix_method"):
+        blimp_cases(model, path)
+
+
+def test_planted_facts():
+    texts = [*tasks._FILLERS, *(template for template, _ in tasks._FACTS)]
+    answers = [word.strip() for _, words in tasks._FACTS for word in words]
+    words = {word for text in texts for word in text.split()} | set(answers) | set(tasks._NAMES)
+    words |= {f"{word}." for word in answers} | {f"{name}'s" for name in tasks._NAMES}
+    words |= {text.split("{1}")[0].split()[-1] for text in texts}
+    # one word and its full stop are two tokens, as with real tokenizers
+    model = CopyingModel(sorted(word for word in words if word not in {f"{answer}." for answer in answers}))
+    model.tokenizer.backend_tokenizer.pre_tokenizer = _full_stops_apart()
+    cases = planted_facts(model, 10, sentences=4, seed=3)
+    assert len(cases) == 10
+    for case in cases:
+        (position,) = case.relevant
+        assert model.tokenizer.decode(case.prompt[position]) in answers
+        # the words before the answer are the prompt's last
+        assert case.prompt[position - 2 : position].tolist() == case.prompt[-2:].tolist()
+    model.knows = False
+    with pytest.raises(ValueError, match="finds planted facts"):
+        planted_facts(model, 2)
+
+
+def _full_stops_apart():
+    from tokenizers import Regex, pre_tokenizers
+
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(r"\.$"), "isolated")]
+    )

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.demos.tiny_folder import save_tiny_llama
+from tests.tiny_models import available, bridge
+
+pytest.importorskip("typer")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    if not available(bridge, "llama"):
+        pytest.skip("no bridge in this TransformerLens")
+    return save_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+def called(*arguments):
+    from typer.testing import CliRunner
+
+    from lens_mix.cli import app
+
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_support_and_check(folder):
+    assert "value_zeroing" in called("support", folder).output
+    assert "algebra: proven" in called("check", folder).output
+
+
+def test_evaluate(folder, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("My grandmother was born in\n\nShe left the country with her\n")
+    options = [
+        "--methods",
+        "attention,input_gradients",
+        "--aggregations",
+        "mean",
+        "--resume",
+        tmp_path / "r.jsonl",
+    ]
+    for out in ("board.md", "board.csv", "board.png"):
+        found = called("evaluate", folder, "--prompts", prompts, *options, "--out", tmp_path / out)
+        assert found.exit_code == 0, found.output
+        assert "| input_gradients | - |" in found.output
+        assert (tmp_path / out).stat().st_size > 0
+    assert "| attention | mean |" in (tmp_path / "board.md").read_text()
+
+
+def test_mistakes(folder, tmp_path):
+    found = called("evaluate", folder)
+    assert found.exit_code == 2
+    assert "exactly one of" in found.output
+    found = called("evaluate", folder, "--planted", 3, "--out", tmp_path / "x.docx")
+    assert found.exit_code == 2
+    assert ".md, .csv or .png" in found.output
