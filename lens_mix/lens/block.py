@@ -301,7 +301,7 @@ class Block:
     def changed_backward(
         self, rules: Rules, above: Sequence[Block], **options: Any
     ) -> contextlib.AbstractContextManager[dict[int, Tensor]]:
-        """Backward passes from this, the first block, with changed rules; `options` as of `changed_backward`."""
+        """Backward passes from this, the first block, with other rules; `options` as of the function."""
         anatomies = [self.anatomy, *(block.anatomy for block in above)]
         return changed_backward(self._lens, anatomies, rules, **options)
 

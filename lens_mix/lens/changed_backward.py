@@ -36,8 +36,8 @@ class Rules:
         temperature: of the attention softmax in the backward pass.
         scores: factor of the gradient of the attention scores; 0 freezes the patterns.
         values: factor of the gradient of the value vectors.
-        activations: "gradient"; or "ratio": act(z) as a multiple of z with the factor held, act(z)/z, and half
-            of the gradient to each factor of a gated feed-forward's act(gate) × up.
+        activations: "gradient"; or "ratio": act(z) as z times act(z)/z, which is held, and half of the
+            gradient to each factor of a gated feed-forward's act(gate) × up.
     """
 
     temperature: float = 1.0
@@ -63,12 +63,12 @@ def changed_backward(
         anatomies: of all blocks of its stack.
         rules: the rules.
         after: numbers of blocks, 1 or more: the residual stream after so many is kept, for its gradient.
-        constants: a leaf of ones per row of the passes: its gradient is the share of the target that comes from
-            no token, but from biases and, in a decoder, from the encoder. It needs rules that conserve.
+        constants: a leaf of ones per row of the passes: its gradient is the share of the target that comes
+            from no token, but from biases and, in a decoder, from the encoder. For rules that conserve.
         logits: whether the passes go through the model's head.
 
     Raises:
-        UnsupportedModelError: a rule that no gradient went through, or a part that is not what it was read as.
+        UnsupportedModelError: a rule that no gradient went through, or a part that is not as it was read.
     """
     builder = _Builder(lens, rules, constants)
     for layer, anatomy in enumerate(anatomies):
@@ -102,7 +102,7 @@ class _Builder:
         self._lens, self._rules, self._constants = lens, rules, constants
         self.pairs: list[HookPair] = []
         self.changes: list[Change] = []
-        self.required: list[_Rule] = []
+        self.required: list[_Counting] = []
 
     def block(self, layer: int, anatomy: BlockAnatomy) -> None:
         """One block's patterns, values, feed-forward, and the constants that it adds."""
@@ -136,7 +136,7 @@ class _Builder:
             if norm is not None:
                 self.module(module, _LinearNorm(norm, self._constants), required=id(module) in own)
 
-    def module(self, module: nn.Module, rule: _Rule, required: bool = True) -> None:
+    def module(self, module: nn.Module, rule: _Rule | _LinearNorm, required: bool = True) -> None:
         """A rule on what a module of torch puts out."""
         self.changes.append(forward_hook(module, rule.on_module, with_kwargs=True))
         self.required += [rule] * required
@@ -182,19 +182,14 @@ class _Builder:
 # ------------------------------------------------------------------ the rules
 
 
-class _Rule(HookFunction):
-    """A rule at a hook point, or on a module's output; `calls` counts gradients that came through."""
+class _Counting:
+    """Counts in `calls` the gradients that came through."""
 
     name: str
+    calls: int = 0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__.lstrip('_')}({self.name})"
-
-    def on_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        changed = self(first_tensor(output), None)
-        if changed is None or torch.is_tensor(output):
-            return changed
-        return type(output)((changed, *output[1:]))
 
     def _counted(self, tensor: Tensor) -> Tensor:
         tensor.register_hook(self._count)
@@ -202,6 +197,16 @@ class _Rule(HookFunction):
 
     def _count(self, gradient: Tensor) -> None:
         self.calls += 1
+
+
+class _Rule(_Counting, HookFunction):
+    """A rule at a hook point, or on a module's output."""
+
+    def on_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        changed = self(first_tensor(output), None)
+        if changed is None or torch.is_tensor(output):
+            return changed
+        return type(output)((changed, *output[1:]))
 
 
 class _Gradient(_Rule):
@@ -252,20 +257,16 @@ def pattern_gradient(
     return (factor * changed).to(gradient.dtype)
 
 
-class _LinearNorm(_Rule):
+class _LinearNorm(_Counting):
     """A norm with its scale held: centring and weight are what is differentiated."""
 
     def __init__(self, norm: Norm, constants: Tensor | None) -> None:
-        self.name, self._norm, self._constants = norm.kind, norm, constants
-
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
-        raise NotImplementedError("norms are modules")
+        self.name, self._norm, self._constants = f"a norm of kind {norm.kind!r}", norm, constants
 
     def on_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         x = args[0] if args else next(iter(kwargs.values()))
         if not _differentiated(x):
             return None
-        self.name = f"{type(module).__name__} {self._norm.kind}"
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         _refuse_unlike(self, self._norm(wide), output)
         linear = self._norm.linearised(wide)
@@ -306,7 +307,7 @@ class _Read(_Rule):
 
 
 class _Constant(_Rule):
-    """A bias, times the leaf that stands for what comes from no token; None: all that the hook point shows."""
+    """A bias (None: all that is shown) times the leaf that stands for what comes from no token."""
 
     def __init__(self, bias: Tensor | None, constants: Tensor, name: str) -> None:
         self.name, self._bias, self._constants = name, bias, constants
@@ -343,7 +344,7 @@ def _differentiated(tensor: Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
-def _refuse_unlike(rule: _Rule, rebuilt: Tensor, output: Tensor) -> None:
+def _refuse_unlike(rule: _Counting, rebuilt: Tensor, output: Tensor) -> None:
     accepted = tolerance(output.dtype)
     error = relative_error(rebuilt.detach(), output.detach())
     if not error <= accepted:

@@ -71,9 +71,8 @@ class ChangedGradients(Method):
     def refuses(self, anatomy: BlockAnatomy) -> str | None:
         if self.activations == "gradient" or anatomy.is_written_down:
             return None
-        return (
-            f"activations='ratio' needs a feed-forward that is written down, got {anatomy.feed_forward_kind!r}"
-        )
+        kind = anatomy.feed_forward_kind
+        return f"activations='ratio' needs a feed-forward that is written down, got {kind!r}"
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         bound = bind_rows(blocks, self.target)
@@ -136,7 +135,7 @@ class ChangedGradients(Method):
                 worst = float(gaps[own].abs().max())
                 last.warn(
                     prompt,
-                    f"conservation fails in {int(large.sum())} of {len(large)} rows, by {worst:.2g} at most: the "
-                    "target is no linear function of the last residual stream behind a frozen norm (a "
+                    f"conservation fails in {int(large.sum())} of {len(large)} rows, by {worst:.2g} at most: "
+                    "the target is no linear function of the last residual stream behind a frozen norm (a "
                     "probability, a soft cap, a layer in the head), or precision is low",
                 )

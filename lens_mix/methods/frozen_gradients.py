@@ -13,16 +13,16 @@ from lens_mix.methods.changed_gradients import ChangedGradients
 class FrozenGradients(ChangedGradients):
     """Gradient × input with attention patterns and norm scales frozen (Ali et al., ICML 2022).
 
-    g · x per token, where x is the residual stream that enters the first block and g the gradient of the target
-    F, read at the row's position, with the paper's two rules: attention patterns (AH-rule) and the scales that
-    LayerNorm or RMSNorm divide by (LN-rule) are constants in the backward pass.
+    g · x per token, where x is the residual stream that enters the first block and g the gradient of the
+    target F, read at the row's position, with the paper's two rules: attention patterns (AH-rule) and the
+    scales that LayerNorm or RMSNorm divide by (LN-rule) are constants in the backward pass.
 
-    With `activations="ratio"` an activation is act(z)/z times z with the factor held, as in DecompX, and each
-    factor of a gated feed-forward gets half of the gradient. All that is then left of the model is linear, and
-    a row conserves: with `readout="signed_sum"` it sums to F less what comes from no token (biases; what an
-    encoder sends), which `provenance["details"]` holds per row as `constant_share`, and the difference, 0 but for
-    rounding, as `conservation_gap`. A note says where it is not: the target has to be linear in logits, and the
-    logits in what the last norm gives.
+    With `activations="ratio"` an activation is z times act(z)/z with the factor held, as in DecompX, and each
+    factor of a gated feed-forward gets half of the gradient. What is left of the model is linear, and a row
+    conserves: with `readout="signed_sum"` at the embeddings it sums to F less what comes from no token
+    (biases; what an encoder sends). `provenance["details"]` holds that per row as `constant_share`, and what
+    is missing then, 0 but for rounding, as `conservation_gap`. A note says where it is not: the target has to
+    be linear in the logits, and these in what the last norm gives.
 
     One map [1, query, key], signed, in the target's unit, a backward pass per row.
 

@@ -17,21 +17,21 @@ class Gim(ChangedGradients):
     x is the residual stream that enters the first block, g the gradient of the target F, read at the row's
     position, of a backward pass with three changed rules; the forward pass is the model's own.
 
-    - The softmax of attention goes back at `temperature` T: with P_T = softmax(scores / T), the gradient by the
-      scores is P_T ⊙ (g_P − Σ_k P_T g_P). (As in the authors' code, without the factor 1/T of a derivative.)
+    - The softmax of attention goes back at `temperature` T: with P_T = softmax(scores / T), the gradient by
+      the scores is P_T ⊙ (g_P − Σ_k P_T g_P) (as in the authors' code, without a derivative's factor 1/T).
     - Gradients of queries and keys are times `queries_keys`, of values times `values`.
     - Norms go back at their scale, held: those of the blocks, on queries and keys, the last one.
 
-    One map [1, query, key], signed, in the target's unit (with `readout="signed_sum"`), a backward pass per row:
-    ask for the rows that you need. Rows sum to nothing in particular. The authors subtract the embedding of a
-    space from x; here the baseline is 0. Where patterns hold an attention sink (gpt-oss), it counts as a key.
+    One map [1, query, key], signed, in the target's unit, a backward pass per row: ask for the rows that you
+    need. Rows sum to nothing in particular. The authors' package subtracts the embedding of a space from x;
+    here the baseline is 0. Where patterns hold an attention sink (gpt-oss), it counts as a key.
 
     Args:
         target: as `InputGradients`.
         readout: "signed_sum" Σ_d g_d x_d (the paper), or "absolute" Σ_d |g_d x_d|, 0 or more.
-        after_blocks: read relevance off the residual streams of the embeddings and after each of the first n
-            blocks: each row is scaled to Σ|scores| = 1, then their mean is taken. A list names the streams (0:
-            the embeddings). 0, or a list of one: that stream alone, not scaled.
+        after_blocks: read relevance off the embeddings and the residual stream after each of the first n
+            blocks: each row is scaled to Σ|scores| = 1, then their mean is taken. A list names the streams
+            (0: the embeddings). 0, or a list of one: that stream alone, not scaled.
         activations: "gradient" (the paper), or "ratio": act(z)/z, held, in place of act'(z), and half of the
             gradient to each factor of a gated feed-forward (needs feed-forwards that are written down).
         temperature: T, above 0.

@@ -139,7 +139,8 @@ def _at(target: Target, place: int, context: Context, rows: int) -> Target:
     if rows > 1 or reads not in (None, place):
         where = "one row (queries=[-1])" if reads is None else f"the row of the position it reads ({reads})"
         raise ValueError(
-            f"target: {type(target).__name__.lstrip('_')} explains one number of the prompt, whatever the row;"
-            f" expected {where}, got {rows} rows{'' if rows > 1 else f', of position {place}'}"
+            f"target: {type(target).__name__.lstrip('_')} explains one number of the prompt, "
+            f"whatever the row; expected {where}, "
+            f"got {rows} rows{'' if rows > 1 else f', of position {place}'}"
         )
     return target
