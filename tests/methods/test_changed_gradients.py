@@ -28,7 +28,7 @@ RULES = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def softmax_in_the_dtype_of_the_model(monkeypatch):
     """Llama's, in transformers and in the Bridge, computes in float32 whatever the model's dtype."""
     softmax = torch.nn.functional.softmax
@@ -45,6 +45,7 @@ def pair(name):
     return build_or_skip(bridge, name, torch.float64), WRITTEN[name].of(wrapped_model(name, torch.float64))
 
 
+@pytest.mark.usefixtures("softmax_in_the_dtype_of_the_model")
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_is_written_by_hand_is_the_model(name):
     model, written = pair(name)
@@ -53,6 +54,7 @@ def test_what_is_written_by_hand_is_the_model(name):
     torch.testing.assert_close(model(ids)[0], logits, atol=1e-12, rtol=0)
 
 
+@pytest.mark.usefixtures("softmax_in_the_dtype_of_the_model")
 @pytest.mark.parametrize(("method", "options", "rules"), RULES)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_equals_rules_as_functions_of_autograd(name, method, options, rules):
@@ -67,6 +69,7 @@ def test_equals_rules_as_functions_of_autograd(name, method, options, rules):
         torch.testing.assert_close(absolute.scores[0, place], product.abs().sum(-1), atol=1e-10, rtol=0)
 
 
+@pytest.mark.usefixtures("softmax_in_the_dtype_of_the_model")
 @pytest.mark.parametrize("readout", ["signed_sum", "absolute"])
 def test_reads_several_streams(readout):
     model, written = pair("llama")
