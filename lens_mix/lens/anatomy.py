@@ -62,6 +62,11 @@ class Norm:
         out = self._centred(x) / self.scale(x)
         return _plus(out if self.weight is None else out * self.weight.to(x.dtype), self.bias)
 
+    def linearised(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """The norm without its bias, its scale held: linear in `x` when differentiated."""
+        out = self._centred(x) / self.scale(x).detach()
+        return out if self.weight is None else out * self.weight.to(x.dtype)
+
     def _centred(self, x: Tensor) -> Tensor:
         return x - x.mean(-1, keepdim=True) if self.kind == "layer" else x
 
@@ -205,7 +210,8 @@ def read_norm(module: nn.Module | None, cfg: Any) -> Norm | None:
     """A norm module of any class; None for nothing or Identity."""
     if module is None or type(module).__name__ == "Identity":
         return None
-    inner = getattr(module, "original_component", None)
+    own = hasattr(module, "hook_scale")
+    inner = getattr(module, "original_component", None) if own else module
     if type(inner).__name__ == "Identity":
         return None
     if inner is None:

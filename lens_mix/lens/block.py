@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, read_norm
+from lens_mix.lens.changed_backward import Rules, changed_backward
 from lens_mix.lens.clean_pass import CleanPass
 from lens_mix.lens.continuation import last_residual_from, logits_from
 from lens_mix.lens.copies import copies_within
@@ -372,6 +374,13 @@ class Block:
         resid = last[self.real].to(self._lens.wide_dtype)
         logits = self.logits()[self.real].to(resid.dtype)
         return proven_head(self._lens.model, norm, resid, logits, self._lens.tolerance)
+
+    def changed_backward(
+        self, rules: Rules, above: Sequence[Block], **options: Any
+    ) -> contextlib.AbstractContextManager[dict[int, Tensor]]:
+        """Backward passes from this, the first block, with other rules; `options` as of the function."""
+        anatomies = [self.anatomy, *(block.anatomy for block in above)]
+        return changed_backward(self._lens, anatomies, rules, **options)
 
     def chunks(self, copies: int, *, logits: bool = False) -> Iterator[slice]:
         """Slices over `copies` copies of a prompt, as many at a time as the memory bound allows.

@@ -79,6 +79,12 @@ def _soft_cap(model: Any) -> float | None:
     return next((float(cap) for cap in caps if cap and cap > 0), None)
 
 
+def read_b_U(model: Any) -> Float[Tensor, " d_vocab"] | None:
+    """The bias of the unembedding, where the model has one of both."""
+    present = isinstance(getattr(model, "unembed", None), nn.Module)
+    return _weight(model, "b_U") if present else None
+
+
 def _weight(model: Any, name: str) -> Tensor | None:
     weight = read_weight(model, name)
     return read_weight(getattr(model, "unembed", None), name) if weight is None else weight

@@ -9,6 +9,8 @@ from lens_mix.methods.attention_attribution import AttentionAttribution
 from lens_mix.methods.attn_res import AttnRes, AttnResLn, AttnResWeights
 from lens_mix.methods.context_length import ContextLength
 from lens_mix.methods.decompx import DecompX, DecompXLocal
+from lens_mix.methods.frozen_gradients import FrozenGradients
+from lens_mix.methods.gim import Gim
 from lens_mix.methods.globenc import GlobEnc
 from lens_mix.methods.gradient_attention import GradientAttention
 from lens_mix.methods.input_gradients import InputGradients
@@ -38,5 +40,7 @@ METHODS: dict[str, type[Method]] = {
         InputGradients,
         Occlusion,
         ContextLength,
+        FrozenGradients,
+        Gim,
     )
 }

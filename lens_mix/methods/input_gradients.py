@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from einops import einsum, reduce
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.algebra.quadrature import quadrature, rule_name
 from lens_mix.arguments import one_of, whole_number
 from lens_mix.method import Method
+from lens_mix.methods.baselines import describe_baseline
 from lens_mix.methods.row_targets import RowTargets, bind_rows
 from lens_mix.targets import TargetLike, as_target, describe, predicted
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 Score = Literal["norm", "times_input", "integrated"]
+
+# A larger gap than this share of F(x) - F(x') is noted.
+_LARGE_GAP = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +37,13 @@ class InputGradients(Method):
     - "norm": ‖∂F/∂x_j‖₂ (Li et al., NAACL 2016), 0 or more;
     - "times_input": ∂F/∂x_j · x_j, signed, in the target's unit;
     - "integrated": (x_j − x'_j) · ∫₀¹ ∂F(x' + α (x − x'))/∂x_j dα (Sundararajan et al., eq. 1) from the
-      baseline x' = 0, signed; a row sums to F(x) − F(x') but for the quadrature's error, which
-      `provenance["details"]["convergence_delta"]` holds per row (captum's name), as Σ − (F(x) − F(x')).
+      baseline x', signed; a row sums to F(x) − F(x') but for the quadrature's error, which
+      `provenance["details"]["convergence_delta"]` holds per row (captum's name), as Σ − (F(x) − F(x')). A
+      note tells where it is more than 10 % of that difference.
+
+    The baseline 0 is degenerate behind a norm: αx normed is x normed, for all α but the smallest, so that F
+    jumps next to α = 0, where no rule has points enough, and the gradient along the rest of the path is 0 or
+    nearly. On pre-norm models (LayerNorm or RMSNorm, without position embeddings above all) take "mean".
 
     One map [1, query, key], a backward pass per row (times `n_steps` for "integrated"): ask for the rows that
     you need (`queries=[-1]`). A causal model's row ends at its own position.
@@ -44,6 +53,9 @@ class InputGradients(Method):
             position instead of its own; by default the logit of what the model predicts there. A target that
             names no position needs a single row.
         score: which of the three.
+        baseline: x' of "integrated": "zero"; "mean" over the prompt's own positions of x (later ones too: a
+            row of a causal model then depends on them); a tensor [d_model], or [pos, d_model] for prompts
+            of so many tokens.
         n_steps: points of the path; "integrated" only.
         method: how they are placed (as `AttentionAttribution`); "integrated" only.
         internal_batch_size: most rows in one pass; None: what `max_memory` allows.
@@ -62,6 +74,7 @@ class InputGradients(Method):
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))
     score: Score = "norm"
+    baseline: Any = "zero"
     n_steps: int = 32
     method: str = "gauss_legendre"
     internal_batch_size: int | None = None
@@ -70,12 +83,19 @@ class InputGradients(Method):
         super().__post_init__()
         as_target(self.target)
         one_of("score", self.score, ("norm", "times_input", "integrated"))
+        if isinstance(self.baseline, Tensor):
+            if self.baseline.ndim not in (1, 2):
+                got = list(self.baseline.shape)
+                raise ValueError(f"baseline: expected a tensor [d_model] or [pos, d_model], got shape {got}")
+        else:
+            one_of("baseline", self.baseline, ("zero", "mean"))
         quadrature(self.method, self.n_steps)
         if self.internal_batch_size is not None:
             whole_number("internal_batch_size", self.internal_batch_size, 1)
 
     def parameters(self) -> dict[str, object]:
-        readable = {"target": describe(as_target(self.target)), "method": rule_name(self.method)}
+        target, baseline = describe(as_target(self.target)), describe_baseline(self.baseline)
+        readable = {"target": target, "baseline": baseline, "method": rule_name(self.method)}
         return {**super().parameters(), **readable}
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
@@ -97,16 +117,44 @@ class InputGradients(Method):
 
         if self.score == "integrated":
             points, weights = quadrature(self.method, self.n_steps)
-            start = bound.values(rows, resid_pre=torch.zeros_like(x))
-            return integrated_gradients(gradient, x, torch.zeros_like(x), points, weights), start
+            baseline = self._baseline(x, bound.first.real[bound.prompts[rows]])
+            start = bound.values(rows, resid_pre=baseline)
+            return integrated_gradients(gradient, x, baseline, points, weights), start
         score = gradient_norm if self.score == "norm" else gradient_times_input
         return score(gradient, x), bound.clean[rows]
 
-    @staticmethod
-    def _report(bound: RowTargets, by_row: Tensor, start: Tensor, last: Block) -> None:
-        gaps = by_row.sum(-1) - (bound.clean - start).to(by_row.dtype)
+    def _baseline(
+        self, x: Float[Tensor, "row pos d_model"], real: Bool[Tensor, "row pos"]
+    ) -> Float[Tensor, "row pos d_model"]:
+        """x', at all positions."""
+        if not isinstance(self.baseline, Tensor):
+            mean = _wide(x * real[..., None]).sum(1, keepdim=True) / real.sum(1)[:, None, None]
+            return torch.zeros_like(x) if self.baseline == "zero" else mean.to(x.dtype).expand_as(x)
+        given, counts = self.baseline.detach().to(x), set(real.sum(1).tolist())
+        if given.shape[-1] != x.shape[-1] or (given.ndim == 2 and counts != {len(given)}):
+            raise ValueError(
+                f"baseline: expected [{x.shape[-1]}], or [pos, {x.shape[-1]}] with the prompt's number of "
+                f"tokens ({', '.join(map(str, sorted(counts)))}), got shape {list(given.shape)}"
+            )
+        whole = x.clone()
+        whole[real] = given.expand(len(x), -1, -1).flatten(0, 1) if given.ndim == 2 else given
+        return whole
+
+    def _report(self, bound: RowTargets, by_row: Tensor, start: Tensor, last: Block) -> None:
+        differences = (bound.clean - start).to(by_row.dtype)
+        gaps = by_row.sum(-1) - differences
+        large = gaps.abs() > (_LARGE_GAP * differences.abs()).clamp_min(1e-6)
         for prompt in range(len(last.batch)):
-            last.detail(prompt, "convergence_delta", gaps[bound.prompts == prompt].tolist())
+            own = bound.prompts == prompt
+            last.detail(prompt, "convergence_delta", gaps[own].tolist())
+            if count := int(large[own].sum()):
+                worst = int((gaps.abs() * own).argmax())
+                last.warn(
+                    prompt,
+                    f"convergence delta {float(gaps[worst]):.2g} with {self.n_steps} points, where F(x) - "
+                    f"F(baseline) is {float(differences[worst]):.2g} ({count} of {int(own.sum())} rows are "
+                    "off by more than 10 %): raise n_steps, or take another baseline",
+                )
 
 
 Gradient = Callable[[Float[Tensor, "row pos d_model"]], Float[Tensor, "row pos d_model"]]

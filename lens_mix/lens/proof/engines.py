@@ -40,13 +40,21 @@ def refusal(proof: Proof, engine: str, method: HasEngines | None = None) -> str 
         scaled = ", ".join(map(str, proof.head_factors)) if edits else ""
         # The hooks that put a pattern in compute z anew, so that the factor would be lost.
         edited = f"z of its heads is scaled by a hook in layers {scaled}; take it off" if scaled else None
-        return proof.hooks_refusal or edited
+        # A map of the whole model may change what it differentiates, in blocks that it knows.
+        whole = getattr(method, "whole_model", False)
+        unknown = _refused_block(proof, method) if whole else None
+        return proof.hooks_refusal or edited or unknown
     parts = getattr(method, "parts", ALGEBRA_PARTS)
-    reason = proof.hooks_refusal or proof.failure(parts)
-    if reason is None and method is not None and hasattr(method, "refuses"):
-        refusals = ((layer, method.refuses(anatomy)) for layer, anatomy in enumerate(proof.anatomy))
-        reason = next((f"block {layer}: {why}" for layer, why in refusals if why is not None), None)
+    reason = proof.hooks_refusal or proof.failure(parts) or _refused_block(proof, method)
     return proof.head_refusal if reason is None and HEAD in parts else reason
+
+
+def _refused_block(proof: Proof, method: HasEngines | None) -> str | None:
+    """Why a method has nothing to say of one of the blocks; None where it has of all."""
+    if method is None or not hasattr(method, "refuses"):
+        return None
+    refusals = ((layer, method.refuses(anatomy)) for layer, anatomy in enumerate(proof.anatomy))
+    return next((f"block {layer}: {why}" for layer, why in refusals if why is not None), None)
 
 
 def logits_refusal(lens: Lens, method: HasEngines) -> str | None:

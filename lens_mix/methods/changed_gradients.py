@@ -1,0 +1,141 @@
+"""Gradient times input under changed rules of the backward pass: what several papers share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from einops import reduce
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.arguments import one_of, several, whole_number
+from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.changed_backward import Rules
+from lens_mix.method import Method
+from lens_mix.methods import target_passes
+from lens_mix.methods.row_targets import RowTargets, bind_rows
+from lens_mix.targets import TargetLike, as_target, describe, predicted
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+# A larger gap than this share of what is added up is noted.
+_LARGE_GAP = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class ChangedGradients(Method):
+    """Base: g · x of a target, with the gradient g of a pass whose rules the method names (`rules`)."""
+
+    residual: ClassVar[float] = 0.0
+    kind: ClassVar[Literal["layer", "input"]] = "input"
+    whole_model: ClassVar[bool] = True
+    engines: ClassVar[tuple[str, ...]] = ("hooks",)
+
+    target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))
+    readout: Literal["signed_sum", "absolute"] = "signed_sum"
+    after_blocks: int | Sequence[int] = 0
+    activations: Literal["gradient", "ratio"] = "gradient"
+    internal_batch_size: int | None = None
+
+    @property
+    def rules(self) -> Rules:
+        """What the backward pass does."""
+        raise NotImplementedError(f"{type(self).__name__} defines no rules")
+
+    @property
+    def conserves(self) -> bool:
+        """Whether the rules hand on all of the target, so that this can be checked."""
+        return False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        as_target(self.target)
+        one_of("readout", self.readout, ("signed_sum", "absolute"))
+        one_of("activations", self.activations, ("gradient", "ratio"))
+        if not self._numbers():
+            raise ValueError("after_blocks: expected at least one number of blocks, got none")
+        if self.internal_batch_size is not None:
+            whole_number("internal_batch_size", self.internal_batch_size, 1)
+
+    def parameters(self) -> dict[str, object]:
+        return {**super().parameters(), "target": describe(as_target(self.target))}
+
+    def check(self, n_heads: int, n_layers: int) -> None:
+        for number in self._numbers():
+            whole_number("after_blocks", number, 0, n_layers - 1)
+
+    def refuses(self, anatomy: BlockAnatomy) -> str | None:
+        if self.activations == "gradient" or anatomy.is_written_down:
+            return None
+        kind = anatomy.feed_forward_kind
+        return f"activations='ratio' needs a feed-forward that is written down, got {kind!r}"
+
+    def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
+        bound = bind_rows(blocks, self.target)
+        chunks = [self._scores(blocks, bound, rows) for rows in bound.chunks(self.internal_batch_size)]
+        if self.conserves:
+            sums, constants = (torch.cat([chunk[part] for chunk in chunks]) for part in (1, 2))
+            self._report(bound, sums, constants, blocks[-1])
+        return [bound.scattered(torch.cat([chunk[0] for chunk in chunks]), blocks[-1])]
+
+    def _numbers(self) -> list[int]:
+        """After how many blocks relevance is read; 0: at the embeddings."""
+        given: Any = self.after_blocks
+        if isinstance(given, Sequence):
+            return [whole_number("after_blocks", number, 0) for number in several("after_blocks", given, "")]
+        return list(range(whole_number("after_blocks", given, 0) + 1))
+
+    def _scores(
+        self, blocks: Sequence[Block], bound: RowTargets, rows: Tensor
+    ) -> tuple[Float[Tensor, "row key"], Float[Tensor, " row"], Float[Tensor, " row"]]:
+        """The scores of some rows; the sum of g · x at the embeddings; the share of the constants."""
+        x = bound.first.whole_resid_pre[bound.prompts[rows]].detach().requires_grad_(True)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        ones = torch.ones(len(rows), dtype=wide, device=x.device, requires_grad=True)
+        numbers = self._numbers()
+        options: dict[str, Any] = {
+            "after": [number for number in numbers if number],
+            "constants": ones if self.conserves else None,
+            "logits": bound.target.reads == "logits",
+        }
+        changed = bound.first.changed_backward(self.rules, blocks[1:], **options)
+        with torch.enable_grad(), changed as streams:
+            # Times 0, so that it has a gradient where nothing is constant.
+            values = bound.values(rows, resid_pre=x, gradients=True) + 0 * ones
+            states = [x, *(streams[number] for number in options["after"])]
+            *gradients, constants = target_passes.gradients_of(values, [*states, ones])
+        products = [g.to(wide) * state.detach().to(wide) for g, state in zip(gradients, states, strict=True)]
+        kept = products if 0 in numbers else products[1:]
+        return self._read(kept), products[0].sum((-2, -1)), constants
+
+    def _read(self, products: Sequence[Float[Tensor, "row pos d_model"]]) -> Float[Tensor, "row pos"]:
+        """Σ_d of each product, or of its absolute values; of several streams the mean of scaled rows."""
+        signed = self.readout == "signed_sum"
+        scores = [reduce(p if signed else p.abs(), "row pos d_model -> row pos", "sum") for p in products]
+        if len(scores) == 1:
+            return scores[0]
+        sizes = [row.abs().sum(-1, keepdim=True) for row in scores]
+        scaled = [row / torch.where(size > 0, size, 1) for row, size in zip(scores, sizes, strict=True)]
+        return torch.stack(scaled).mean(dim=0)
+
+    @staticmethod
+    def _report(bound: RowTargets, sums: Tensor, constants: Tensor, last: Block) -> None:
+        gaps = sums + constants - bound.clean.to(sums.dtype)
+        sizes = sums.abs() + constants.abs()
+        for prompt in range(len(last.batch)):
+            own = bound.prompts == prompt
+            last.detail(prompt, "conservation_gap", gaps[own].tolist())
+            last.detail(prompt, "constant_share", constants[own].tolist())
+            large = (gaps.abs() > _LARGE_GAP * sizes)[own]
+            if bool(large.any()):
+                worst = float(gaps[own].abs().max())
+                last.warn(
+                    prompt,
+                    f"conservation fails in {int(large.sum())} of {len(large)} rows, by {worst:.2g} at most: "
+                    "the target is no linear function of the last residual stream behind a frozen norm (a "
+                    "probability, a soft cap, a layer in the head), or precision is low",
+                )

@@ -1,0 +1,196 @@
+"""GIM, and gradient × input with frozen norms and patterns, against transformers written by hand."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.methods import METHODS
+from tests import reference_models
+from tests.matrix import build_or_skip, cases, prompt_of
+from tests.methods import changed_rules_reference as by_hand
+from tests.reference_models import reference
+from tests.tiny_models import bridge, gpt2_like, tokens, wrapped_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CASES = {case.label: case for case in cases()}
+WRITTEN = {"gpt2": by_hand.Gpt2, "llama": by_hand.Llama}
+RULES = [
+    (lm.Gim, {}, by_hand.GIM),
+    (lm.Gim, {"activations": "ratio"}, by_hand.Rules(2.0, 0.25, 0.5, ratio=True)),
+    (lm.Gim, {"temperature": 1, "queries_keys": 0.5, "values": 1}, by_hand.Rules(scores=0.5)),
+    (lm.Gim, {"temperature": 3.0, "queries_keys": 1.0, "values": 0.0}, by_hand.Rules(3.0, 1.0, 0.0)),
+    (lm.FrozenGradients, {}, by_hand.FROZEN),
+    (lm.FrozenGradients, {"activations": "ratio"}, by_hand.Rules(scores=0.0, ratio=True)),
+]
+
+
+@pytest.fixture
+def softmax_in_the_dtype_of_the_model(monkeypatch):
+    """Llama's, in transformers and in the Bridge, computes in float32 whatever the model's dtype."""
+    softmax = torch.nn.functional.softmax
+
+    def wide(x, dim=None, dtype=None, **options):
+        return softmax(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", wide)
+
+
+@functools.cache
+def pair(name):
+    """A TransformerBridge, and the same model written by hand."""
+    return build_or_skip(bridge, name, torch.float64), WRITTEN[name].of(wrapped_model(name, torch.float64))
+
+
+@pytest.mark.usefixtures("softmax_in_the_dtype_of_the_model")
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_by_hand_is_the_model(name):
+    model, written = pair(name)
+    ids = tokens(model, 1, 9)
+    logits = written.logits(written.streams(written.embed(ids[0]), by_hand.GIM)[-1])
+    torch.testing.assert_close(model(ids)[0], logits, atol=1e-12, rtol=0)
+
+
+@pytest.mark.usefixtures("softmax_in_the_dtype_of_the_model")
+@pytest.mark.parametrize(("method", "options", "rules"), RULES)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_equals_rules_as_functions_of_autograd(name, method, options, rules):
+    model, written = pair(name)
+    ids = tokens(model, 1, 9)
+    m = lm.run(model, ids, method(**options), queries=[-1, 4])
+    absolute = lm.run(model, ids, method(**options, readout="absolute"), queries=[-1, 4])
+    assert m.scores.shape == (1, 2, 9)
+    for place, row in enumerate((8, 4)):
+        product = by_hand.products(written, ids[0], row, rules)[0]
+        torch.testing.assert_close(m.scores[0, place], product.sum(-1), atol=1e-10, rtol=0)
+        torch.testing.assert_close(absolute.scores[0, place], product.abs().sum(-1), atol=1e-10, rtol=0)
+
+
+@pytest.mark.usefixtures("softmax_in_the_dtype_of_the_model")
+@pytest.mark.parametrize("readout", ["signed_sum", "absolute"])
+def test_reads_several_streams(readout):
+    model, written = pair("llama")
+    ids = tokens(model, 1, 9)
+    products = by_hand.products(written, ids[0], 8, by_hand.GIM)
+    rows = [(p if readout == "signed_sum" else p.abs()).sum(-1) for p in products]
+    scaled = [row / row.abs().sum() for row in rows]
+
+    def scores(after_blocks):
+        method = lm.Gim(readout=readout, after_blocks=after_blocks)
+        return lm.run(model, ids, method, queries=[-1]).scores[0, 0]
+
+    torch.testing.assert_close(scores(0), rows[0], atol=1e-10, rtol=0)
+    torch.testing.assert_close(scores([1]), rows[1], atol=1e-10, rtol=0)
+    torch.testing.assert_close(scores(1), (scaled[0] + scaled[1]) / 2, atol=1e-10, rtol=0)
+    torch.testing.assert_close(scores((0, 1)), scores(1))
+
+
+@pytest.mark.parametrize("model_class", ["TransformerBridge", "HookedTransformer"])
+def test_the_authors_package(model_class):
+    model = build_or_skip(reference_models.inseq_gpt2, model_class)
+    expected = reference("gradients_gpt2_tiny")
+    ids = reference("inseq_vz_gpt2_tiny")["n12_input_ids"].long()
+    m = lm.run(model, ids, "gim", queries=[11, 5])
+    for place, row in enumerate((11, 5)):
+        torch.testing.assert_close(m.scores[0, place], expected[f"row{row}_gim"], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_conserves_on_every_model_or_says_why_not(label):
+    """Sum and share of the constants make the logit: no nonlinearity, no bias, no hook was missed."""
+    case = CASES[label]
+    model = case.build(torch.float64)
+    if case.refusal is not None:
+        pytest.skip("refused altogether: tested with the matrix")
+    method = lm.FrozenGradients(activations="ratio")
+    try:
+        m = lm.run(model, prompt_of(model), method, stack=case.stack)
+    except lm.UnsupportedModelError as refusal:
+        assert "'mixture'" in str(refusal) or case.stack == "encoder"
+        return
+    ((gaps,), (constants,)) = (m.provenance["details"][k] for k in ("conservation_gap", "constant_share"))
+    # A soft cap, and a dense layer with an activation in the head, are not frozen.
+    if any(name in label for name in ("gemma2", "bert", "HookedEncoder")) and "Decoder" not in label:
+        assert max(map(abs, gaps)) > 1e-3
+        assert "conservation fails" in m.notes[-1]
+        return
+    assert max(map(abs, gaps)) < 1e-10
+    assert not m.notes
+    if "gpt2" in label:
+        assert max(map(abs, constants)) > 0.1
+    predicted = m.scores[0].sum(-1) + torch.tensor(constants, dtype=torch.float64)
+    if case.stack is None:
+        whole = model(prompt_of(model))[0].max(-1).values
+        torch.testing.assert_close(predicted, whole, atol=1e-5, rtol=0)  # its kernel may use float32
+
+
+def test_a_probability_does_not_conserve_and_a_note_says_so():
+    model = gpt2_like(torch.float64)
+    target = lm.targets.predicted(of="probability")
+    m = lm.run(model, tokens(model, 1), lm.FrozenGradients(target=target, activations="ratio"), queries=[-1])
+    assert "conservation fails in 1 of 1 rows" in m.notes[-1]
+
+
+def test_values_and_state_of_the_model_stay():
+    model = gpt2_like(torch.float64)
+    ids = tokens(model, 1)
+    before = model(ids)
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    for method in (lm.Gim(activations="ratio"), lm.FrozenGradients(activations="ratio", after_blocks=1)):
+        target_value = lm.run(model, ids, method, queries=[-1])
+        assert bool(torch.isfinite(target_value.scores).all())
+        with pytest.raises(RuntimeError, match="inference_mode"), torch.inference_mode():
+            lm.run(model, ids, method)
+    assert torch.equal(model(ids), before)
+    assert [parameter.requires_grad for parameter in model.parameters()] == flags
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.blocks)
+    assert all(not point.fwd_hooks for point in model.hook_dict.values())
+
+
+@pytest.mark.parametrize("method", [lm.Gim(), lm.Gim(activations="ratio"), lm.FrozenGradients()])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_near_the_double(dtype, method):
+    ids = tokens(gpt2_like(), 1)
+    low = lm.run(gpt2_like(dtype), ids, method, queries=[-1]).scores
+    double = lm.run(gpt2_like(torch.float64), ids, method, queries=[-1]).scores
+    assert low.dtype == torch.float32
+    assert float((low - double).norm() / double.norm()) < (0.1 if dtype == torch.bfloat16 else 0.02)
+
+
+def test_chunks_of_rows_and_memory_change_nothing():
+    model = gpt2_like(torch.float64)
+    ids = tokens(model, 1)
+    whole = lm.run(model, ids, lm.Gim()).scores
+    torch.testing.assert_close(lm.run(model, ids, lm.Gim(internal_batch_size=2)).scores, whole)
+    assert float(whole.triu(1).abs().max()) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gim", {"temperature": 0}, "temperature: expected a finite number, above 0, got 0"),
+        ("gim", {"values": -1}, "values: expected a finite number, 0 or more, got -1"),
+        ("gim", {"readout": "sum"}, "readout: expected 'signed_sum' or 'absolute', got 'sum'"),
+        (
+            "frozen_gradients",
+            {"activations": "lrp"},
+            "activations: expected 'gradient' or 'ratio', got 'lrp'",
+        ),
+        ("frozen_gradients", {"after_blocks": []}, "after_blocks: expected at least one"),
+        ("frozen_gradients", {"after_blocks": -1}, r"after_blocks: expected .*0 or more"),
+        ("frozen_gradients", {"internal_batch_size": 0}, r"internal_batch_size: expected .*1 or more"),
+    ],
+)
+def test_bad_options(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        METHODS[name](**options)
+
+
+def test_more_blocks_than_there_are():
+    model = gpt2_like()
+    with pytest.raises(ValueError, match=r"after_blocks: expected .*from 0 to 1, got 2"):
+        lm.run(model, tokens(model, 1), lm.Gim(after_blocks=2))
