@@ -1,5 +1,17 @@
-"""How far to trust a map, and what to do with it: head importance, pruning curves, triggers."""
+"""How far to trust a map, and what to do with it: scales, head importance, pruning curves, triggers."""
 
+from lens_mix.evaluation.agreement import (
+    Interval,
+    average_precision,
+    bootstrap,
+    mass_accuracy,
+    partial_spearman,
+    reciprocal_rank,
+    spearman,
+    top_k_overlap,
+)
+from lens_mix.evaluation.cells import CellFaithfulness, keep_cells, pool_cells
+from lens_mix.evaluation.curves import RemovalCurves, removal_curves
 from lens_mix.evaluation.head_importance import (
     HeadImportance,
     ablation_importance,
@@ -8,6 +20,8 @@ from lens_mix.evaluation.head_importance import (
     pruned,
 )
 from lens_mix.evaluation.pruning import PruningCurves, pruning_curves
+from lens_mix.evaluation.removal import Drop, Removal, ReplaceTokens, SampleTokens, ZeroValues
+from lens_mix.evaluation.soft import SoftFaithfulness, soft_faithfulness
 from lens_mix.evaluation.triggers import (
     Example,
     Trigger,
@@ -19,18 +33,38 @@ from lens_mix.evaluation.triggers import (
 )
 
 __all__ = [
+    "CellFaithfulness",
+    "Drop",
     "Example",
     "HeadImportance",
+    "Interval",
     "PruningCurves",
+    "Removal",
+    "RemovalCurves",
+    "ReplaceTokens",
+    "SampleTokens",
+    "SoftFaithfulness",
     "Trigger",
     "TriggerReport",
+    "ZeroValues",
     "ablation_importance",
+    "average_precision",
+    "bootstrap",
     "extract_triggers",
     "head_importance",
     "importance_correlations",
     "insert_trigger",
+    "keep_cells",
+    "mass_accuracy",
+    "partial_spearman",
+    "pool_cells",
     "predict_by_token",
     "pruned",
     "pruning_curves",
+    "reciprocal_rank",
+    "removal_curves",
+    "soft_faithfulness",
+    "spearman",
+    "top_k_overlap",
     "trigger_report",
 ]
