@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 
 Operator = Literal["zero", "mean"]
 
-# MIB's steps from 1 % on; even ones above a tenth, where cells (unlike edges of a circuit) bring the target back.
+# MIB's steps from 1 % on, and even ones above a tenth: there, unlike edges, cells bring the target back.
 FRACTIONS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+Visible = Mapping[int, Tensor]
+# A map's cells, and how many of them are kept.
+Job = tuple["_Ranked", int]
 
 # Differences of the target that are smaller, relative to its size, are rounding.
 _FLAT = 1e-6
@@ -63,11 +67,24 @@ class CellFaithfulness:
         return tuple((value - removed) / (whole - removed) for value in self.values)
 
     @property
+    def area(self) -> float:
+        """∫₀¹ F(k) dk, in the target's unit: `cpr` before it is normalised, for intervals over prompts.
+
+        The ends F(0) and F(1) are the prompt's and the same for every map, so that differences between two
+        maps' areas are paired without dividing by what may be next to nothing.
+        """
+        return _area(self.values, self.shares)
+
+    @property
+    def distance(self) -> float:
+        """∫₀¹ abs(F(1) − F(k)) dk, in the target's unit, likewise of `cmd`; lower is better."""
+        return _area([abs(self.values[-1] - value) for value in self.values], self.shares)
+
+    @property
     def cpr(self) -> float:
         """∫₀¹ f(k) dk, as MIB's circuit performance ratio: higher is better.
 
-        Random orders give what the model loses by itself; cells that hold the target down, left out, bring it
-        above 1.
+        Where F(1) is next to F(0) it is as large as may be: pool prompts (`pool_cells`) rather than average.
         """
         return _area(self.faithfulness, self.shares)
 
@@ -149,14 +166,17 @@ def keep_cells(
     with edited_passes(model, prompt, target, **options) as passes:
         for name, mixing in named.items():
             _check_map(name, mixing, passes)
-        ranked = {name: _Ranked.of(mixing, passes, keep_diagonal, seed) for name, mixing in named.items()}
+        visible = _visible(passes)
+        ranked = {name: _Ranked.of(mixing, visible, keep_diagonal, seed) for name, mixing in named.items()}
         counts = {name: [round(one * cells.count) for one in asked] for name, cells in ranked.items()}
+        jobs = [(cells, count) for name, cells in ranked.items() for count in counts[name]]
+        values = _values(passes, jobs, visible, operator)
         curves = {}
-        for name, cells in ranked.items():
-            values = _values(passes, cells, counts[name], operator)
-            _check_whole(passes, values[-1])
+        for place, (name, cells) in enumerate(ranked.items()):
+            own = tuple(values[place * len(asked) : (place + 1) * len(asked)])
+            _check_whole(passes, own[-1])
             shares = tuple(count / cells.count for count in counts[name]) if cells.count else tuple(asked)
-            curves[name] = CellFaithfulness(name, operator, shares, tuple(values), cells.count)
+            curves[name] = CellFaithfulness(name, operator, shares, own, cells.count)
     return curves["map"] if isinstance(maps, MixingMap) else curves
 
 
@@ -196,41 +216,36 @@ class _Ranked:
     """Which cells of a map come first.
 
     Attributes:
-        ranks: per layer, [head or 1, query, key]: 0 for the first cell, -1 for what is always kept, `count`
-            for what the mask hides.
-        visible: per layer, what each query sees.
+        ranks: per layer that the map holds, [head or 1, query, key]: 0 for the first cell, -1 for what is
+            always kept, `count` for what the mask hides.
         count: how many cells are ranked.
     """
 
     ranks: Mapping[int, Int[Tensor, "head query key"]]
-    visible: Mapping[int, Bool[Tensor, "query key"]]
     count: int
 
     @classmethod
-    def of(cls, mixing: MixingMap, passes: EditedPasses, keep_diagonal: bool, seed: int) -> _Ranked:
-        layers = mixing.layer_labels
-        allowed = passes.passed.allowed_keys().by_layer
-        own = slice(0, passes.length)
-        visible = torch.stack([allowed[layer][0, own, own] for layer in layers]).cpu()
-        scores = mixing.scores.detach().cpu()
-        scores = scores if mixing.has_heads else scores[:, None]
-        diagonal = torch.eye(passes.length, dtype=torch.bool)
-        taken = visible & ~diagonal if keep_diagonal else visible
-        places = taken[:, None].expand_as(scores).flatten().nonzero()[:, 0]
+    def of(cls, mixing: MixingMap, visible: Visible, keep_diagonal: bool, seed: int) -> _Ranked:
+        scores = mixing.scores if mixing.has_heads else mixing.scores[:, None]
+        diagonal = torch.eye(scores.shape[-1], dtype=torch.bool)
+        taken = torch.stack([visible[layer] for layer in mixing.layer_labels])[:, None]
+        taken = (taken & ~diagonal if keep_diagonal else taken).expand_as(scores)
+        places = taken.flatten().nonzero()[:, 0]
         shuffled = places[torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))]
-        order = scores.flatten()[shuffled].argsort(descending=True, stable=True)
+        order = scores.cpu().flatten()[shuffled].argsort(descending=True, stable=True)
         ranks = torch.full((scores.numel(),), len(places))
         ranks[shuffled[order]] = torch.arange(len(places))
         ranks = ranks.view(scores.shape)
-        if keep_diagonal:
-            ranks = ranks.masked_fill(diagonal, -1)
-        return cls(
-            dict(zip(layers, ranks, strict=True)), dict(zip(layers, visible, strict=True)), len(places)
-        )
+        ranks = ranks.masked_fill(diagonal, -1) if keep_diagonal else ranks
+        return cls(dict(zip(mixing.layer_labels, ranks, strict=True)), len(places))
+
+    def kept(self, layer: int, count: int) -> Bool[Tensor, "#head #query #key"]:
+        """Which cells of a layer are among the first so many; all, where the map does not hold it."""
+        return self.ranks[layer] < count if layer in self.ranks else torch.ones(1, 1, 1, dtype=torch.bool)
 
 
 class _KeepCells(AttentionHook):
-    """z of one layer from the clean pattern with some cells kept, another number of them in each copy."""
+    """z of one layer from the clean pattern with some cells kept, another set of them in each copy."""
 
     points = ("values", "pattern", "mixed")
 
@@ -239,42 +254,51 @@ class _KeepCells(AttentionHook):
         layer: int,
         attention: str,
         clean: Float[Tensor, "1 head query key"],
-        cells: _Ranked,
-        kept: Int[Tensor, " copy"],
+        jobs: Sequence[Job],
+        visible: Bool[Tensor, "query key"],
         operator: str,
     ) -> None:
         super().__init__(layer, attention)
-        self._clean, self._operator, self._kept = clean, operator, kept.to(clean.device)
-        beyond = clean.shape[-1] - cells.visible[layer].shape[-1]
-        pad = (0, beyond, 0, beyond)
-        # Padding is never seen, and what it reads is never asked for.
-        self._ranks = torch.nn.functional.pad(cells.ranks[layer], pad, value=-1).to(clean.device)
-        self._visible = torch.nn.functional.pad(cells.visible[layer], pad).to(clean)
+        self._layer, self._clean, self._jobs, self._operator = layer, clean, jobs, operator
+        self._visible = visible
 
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
         if pattern is not None:
             check_mixing("keep_cells", mixed, pattern, values)
-        kept = self._ranks < self._kept[:, None, None, None]
-        edited = self._clean * kept
+        own = self._visible.shape[0]
+        clean, visible = self._clean[..., :own, :own], self._visible.to(self._clean)
+        shape = clean.shape[1:]
+        kept = torch.stack([cells.kept(self._layer, count).expand(shape) for cells, count in self._jobs])
+        kept = kept.to(clean.device)
+        edited = clean * kept
         if self._operator == "mean":
-            removed = (self._clean * ~kept).sum(-1, keepdim=True)
-            edited = edited + removed * (self._visible / self._visible.sum(-1, keepdim=True).clamp_min(1))
+            removed = (clean * ~kept).sum(-1, keepdim=True)
+            edited = edited + removed * (visible / visible.sum(-1, keepdim=True).clamp_min(1))
         self.calls += 1
-        return mix(edited, values)
+        # What padding reads is never asked for.
+        beyond = self._clean.shape[-1] - own
+        return mix(torch.nn.functional.pad(edited, (0, beyond, 0, beyond)), values)
 
 
-def _values(passes: EditedPasses, cells: _Ranked, counts: Sequence[int], operator: str) -> list[float]:
-    """The target with so many of the cells kept."""
-    stack = passes.passed.session.lens.stack
-    template, values = stack.attention_template, []
-    for part in passes.chunks(len(counts)):
-        kept = torch.tensor(counts[part])
-        pairs = []
-        for layer in cells.ranks:
+def _visible(passes: EditedPasses) -> dict[int, Bool[Tensor, "query key"]]:
+    """Per layer, the keys that each query of the prompt may see."""
+    own = slice(0, passes.length)
+    return {layer: mask[0, own, own].cpu() for layer, mask in passes.passed.allowed_keys().by_layer.items()}
+
+
+def _values(passes: EditedPasses, jobs: Sequence[Job], visible: Visible, operator: str) -> list[float]:
+    """The target of each job: so many of a map's cells kept."""
+    stack, values = passes.passed.session.lens.stack, []
+    layers = sorted({layer for cells, _ in jobs for layer in cells.ranks})
+    for part in passes.chunks(len(jobs)):
+        hooks = []
+        for layer in layers:
             clean = passes.passed.clean.recorded[stack.hook_name("pattern", layer)]
-            pairs.append(_KeepCells(layer, template, clean, cells, kept, operator)._pair())
-        with must_fire(*pairs) as hooks:
-            values += passes.with_hooks(hooks, len(kept)).double().tolist()
+            template = stack.attention_template
+            hook = _KeepCells(layer, template, clean, jobs[part], visible[layer], operator)
+            hooks.append((hook.matches, hook))
+        with must_fire(*hooks) as pairs:
+            values += passes.with_hooks(pairs, len(jobs[part])).double().tolist()
     return values
 
 

@@ -67,7 +67,7 @@ class RemovalCurves:
 
     @property
     def sufficiency(self) -> float:
-        """Normalised AOPC of the insertion curve, 0 to 1; LOWER is better: little is lost with the best kept."""
+        """Normalised AOPC of the insertion curve, 0 to 1; LOWER is better: the best, kept, lose little."""
         return self._normalised(self.aopc("insertion"))
 
     def to_dataframe(self) -> pandas.DataFrame:

@@ -112,9 +112,9 @@ class SampleTokens(_OtherTokens):
 class Drop(Removal):
     """No position attends to those that are taken out: the attention mask hides them, as it hides padding.
 
-    What the model makes of such a mask is its own: HookedTransformer and some models of transformers count
-    positions along the mask, so that the rest closes up; others leave every token in its place. The position
-    that the target reads keeps its residual stream and is never taken out.
+    TransformerLens counts the positions of most models along the mask, so that the rest closes up, as if the
+    tokens had been cut out; where a model has no such count (HookedEncoder), every token keeps its place. The
+    position that the target reads would keep its residual stream, and is never taken out.
     """
 
     @property
