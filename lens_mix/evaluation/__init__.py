@@ -1,6 +1,18 @@
 """How far to trust a map: scales and the leaderboard; and what to do with it: pruning, triggers."""
 
+from lens_mix.evaluation.agreement import (
+    Interval,
+    average_precision,
+    bootstrap,
+    mass_accuracy,
+    partial_spearman,
+    reciprocal_rank,
+    spearman,
+    top_k_overlap,
+)
+from lens_mix.evaluation.cells import CellFaithfulness, keep_cells, pool_cells
 from lens_mix.evaluation.controls import randomised
+from lens_mix.evaluation.curves import RemovalCurves, removal_curves
 from lens_mix.evaluation.head_importance import (
     HeadImportance,
     ablation_importance,
@@ -10,6 +22,8 @@ from lens_mix.evaluation.head_importance import (
 )
 from lens_mix.evaluation.leaderboard import Leaderboard, evaluate
 from lens_mix.evaluation.pruning import PruningCurves, pruning_curves
+from lens_mix.evaluation.removal import Drop, Removal, ReplaceTokens, SampleTokens, ZeroValues
+from lens_mix.evaluation.soft import SoftFaithfulness, soft_faithfulness
 from lens_mix.evaluation.tasks import Case, Cues, Importance, Task, blimp_cases, planted_facts
 from lens_mix.evaluation.triggers import (
     Example,
@@ -23,26 +37,46 @@ from lens_mix.evaluation.triggers import (
 
 __all__ = [
     "Case",
+    "CellFaithfulness",
     "Cues",
+    "Drop",
     "Example",
     "HeadImportance",
     "Importance",
+    "Interval",
     "Leaderboard",
     "PruningCurves",
+    "Removal",
+    "RemovalCurves",
+    "ReplaceTokens",
+    "SampleTokens",
+    "SoftFaithfulness",
     "Task",
     "Trigger",
     "TriggerReport",
+    "ZeroValues",
     "ablation_importance",
+    "average_precision",
     "blimp_cases",
+    "bootstrap",
     "evaluate",
     "extract_triggers",
     "head_importance",
     "importance_correlations",
     "insert_trigger",
+    "keep_cells",
+    "mass_accuracy",
+    "partial_spearman",
     "planted_facts",
+    "pool_cells",
     "predict_by_token",
     "pruned",
     "pruning_curves",
     "randomised",
+    "reciprocal_rank",
+    "removal_curves",
+    "soft_faithfulness",
+    "spearman",
+    "top_k_overlap",
     "trigger_report",
 ]

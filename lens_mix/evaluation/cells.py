@@ -1,0 +1,333 @@
+"""Faithfulness of a layer map without any rollout: keep its best cells, remove the rest, see what is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lens_mix.arguments import flags, instance, number, one_of, several, whole_number
+from lens_mix.evaluation.edited_passes import EditedPasses, edited_passes
+from lens_mix.hooks import must_fire
+from lens_mix.hooks.base import AttentionHook
+from lens_mix.hooks.mixing import check_mixing, mix, tolerance
+from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.maps import MixingMap
+from lens_mix.targets import TargetLike
+
+if TYPE_CHECKING:
+    import pandas
+
+Operator = Literal["zero", "mean"]
+
+# MIB's steps from 1 % on, and even ones above a tenth: there, unlike edges, cells bring the target back.
+FRACTIONS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+Visible = Mapping[int, Tensor]
+# A map's cells, and how many of them are kept.
+Job = tuple["_Ranked", int]
+
+# Differences of the target that are smaller, relative to its size, are rounding.
+_FLAT = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class CellFaithfulness:
+    """The target by the share of a layer map's cells that are kept, on one prompt (or pooled over several).
+
+    Attributes:
+        name: of the map.
+        operator: what became of the other cells, "zero" or "mean".
+        shares: the shares of all ranked cells that were kept, ascending from 0 to 1.
+        values: the target with these.
+        cells: how many cells were ranked.
+    """
+
+    name: str
+    operator: str
+    shares: tuple[float, ...]
+    values: tuple[float, ...]
+    cells: int
+
+    @property
+    def faithfulness(self) -> tuple[float, ...]:
+        """f(k) = (F(k) − F(0)) / (F(1) − F(0)) at each share: 0 with none kept, 1 with all.
+
+        NaN where removing all cells leaves the target as it is. Neither 0 nor 1 are bounds.
+        """
+        removed, whole = self.values[0], self.values[-1]
+        if abs(whole - removed) <= _FLAT * max(abs(whole), abs(removed)):
+            return (math.nan,) * len(self.values)
+        return tuple((value - removed) / (whole - removed) for value in self.values)
+
+    @property
+    def area(self) -> float:
+        """∫₀¹ F(k) dk, in the target's unit: `cpr` before it is normalised, for intervals over prompts.
+
+        The ends F(0) and F(1) are the prompt's and the same for every map, so that differences between two
+        maps' areas are paired without dividing by what may be next to nothing.
+        """
+        return _area(self.values, self.shares)
+
+    @property
+    def distance(self) -> float:
+        """∫₀¹ abs(F(1) − F(k)) dk, in the target's unit, likewise of `cmd`; lower is better."""
+        return _area([abs(self.values[-1] - value) for value in self.values], self.shares)
+
+    @property
+    def cpr(self) -> float:
+        """∫₀¹ f(k) dk, as MIB's circuit performance ratio: higher is better.
+
+        Where F(1) is next to F(0) it is as large as may be: pool prompts (`pool_cells`) rather than average.
+        """
+        return _area(self.faithfulness, self.shares)
+
+    @property
+    def cmd(self) -> float:
+        """∫₀¹ abs(1 − f(k)) dk, as MIB's circuit-model distance: lower is better, 0 the best."""
+        return _area([abs(1 - one) for one in self.faithfulness], self.shares)
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """Columns map, operator, share, value, faithfulness."""
+        import pandas as pd
+
+        lines = zip(self.shares, self.values, self.faithfulness, strict=True)
+        return pd.DataFrame(
+            [(self.name, self.operator, *line) for line in lines],
+            columns=["map", "operator", "share", "value", "faithfulness"],
+        )
+
+
+def keep_cells(
+    model: Any,
+    prompt: Any,
+    maps: Any,
+    *,
+    operator: Operator = "zero",
+    fractions: Sequence[float] = FRACTIONS,
+    target: TargetLike | None = None,
+    keep_diagonal: bool = True,
+    seed: int = 0,
+    **options: Any,
+) -> Any:
+    """Faithfulness of layer maps: the target when only the top share of their cells is kept.
+
+    A cell (layer, query, key), of one head where the map has heads, is what the query takes from the key
+    there: A_qk v_k. The cells of all layers are ranked together by the map's scores, as they are; where
+    layers are scaled differently, that is part of what is measured. For each fraction one pass runs in which
+    only the first so many cells are kept, in all layers at once. Patterns are frozen: A is the clean run's,
+    no key gets more because another is gone, while the values are those of the edited run. What becomes of
+    the other cells says the operator:
+
+    - "zero": nothing is taken from them, A_qk becomes 0;
+    - "mean": each is taken from the mean of the values that the query sees, Σ_j v_j / n, with its own A_qk:
+      only where the weight lies is lost, not how much of it there is. (Equal to spreading the row's removed
+      weight evenly over the keys that it sees.)
+
+    Cells are those that the model's mask allows, whatever the map says of others. No cell is left out for not
+    reaching the target: those of the last layer's other queries, say, are ranked like any.
+
+    Args:
+        model, prompt: as in `lm.run`.
+        maps: a `MixingMap` of kind "layer" of this prompt, with all its rows, or several by name. Layers that
+            a map does not hold stay as they are. Heads that are merged are removed together. Negative scores
+            rank last: give their absolute values for what matters in either direction.
+        operator: "zero" or "mean".
+        fractions: shares of the ranked cells to keep, 0 to 1; 0 and 1 are added.
+        target: what is measured; None: the log probability of what the model predicts last.
+        keep_diagonal: cells (q, q) are always kept and not ranked, since maps that hold the residual put it
+            there and the others don't; False: they are ranked like any.
+        seed: ties are broken at random, alike for every map.
+        options: stack, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
+
+    Returns:
+        `CellFaithfulness`; a dict of them by name for maps by name.
+
+    Raises:
+        TypeError, ValueError: bad input; a map of another prompt, of rows, of spans, or of kind "input".
+        UnsupportedModelError: patterns and values don't make the model's attention, so that a cell can't be
+            removed, or keeping all of them does not give the clean target.
+    """
+    one_of("operator", operator, ("zero", "mean"))
+    flags(keep_diagonal=keep_diagonal)
+    seed = whole_number("seed", seed, 0)
+    listed = several("fractions", fractions, "numbers from 0 to 1")
+    asked = sorted({0.0, 1.0, *(number("fractions", one, 0, 1) for one in listed)})
+    named = {"map": maps} if isinstance(maps, MixingMap) else maps
+    instance("maps", named, Mapping, "a MixingMap, or several by name")
+    if not named:
+        raise ValueError("maps: expected at least one map by its name, got none")
+    with edited_passes(model, prompt, target, **options) as passes:
+        for name, mixing in named.items():
+            _check_map(name, mixing, passes)
+        visible = _visible(passes)
+        ranked = {name: _Ranked.of(mixing, visible, keep_diagonal, seed) for name, mixing in named.items()}
+        counts = {name: [round(one * cells.count) for one in asked] for name, cells in ranked.items()}
+        jobs = [(cells, count) for name, cells in ranked.items() for count in counts[name]]
+        values = _values(passes, jobs, visible, operator)
+        curves = {}
+        for place, (name, cells) in enumerate(ranked.items()):
+            own = tuple(values[place * len(asked) : (place + 1) * len(asked)])
+            _check_whole(passes, own[-1])
+            shares = tuple(count / cells.count for count in counts[name]) if cells.count else tuple(asked)
+            curves[name] = CellFaithfulness(name, operator, shares, own, cells.count)
+    return curves["map"] if isinstance(maps, MixingMap) else curves
+
+
+def pool_cells(curves: Sequence[CellFaithfulness]) -> CellFaithfulness:
+    """One map's curves on several prompts as one, the targets averaged BEFORE f is made, as MIB does.
+
+    A prompt on which removing everything changes little can't blow up its mean, as it can the mean of `cpr`.
+    Shares are averaged too: prompts of different lengths round them differently.
+
+    Raises:
+        TypeError, ValueError: no curves; of different maps, operators or numbers of fractions.
+    """
+    listed = several("curves", curves, "curves of one map", least=1, kind=CellFaithfulness)
+    kinds = {(one.name, one.operator, len(one.shares)) for one in listed}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"curves: expected those of one map with one operator and the same fractions, got {sorted(kinds)}"
+        )
+    shares = np.mean([one.shares for one in listed], axis=0).tolist()
+    values = np.mean([one.values for one in listed], axis=0).tolist()
+    first = listed[0]
+    return CellFaithfulness(
+        first.name, first.operator, tuple(shares), tuple(values), sum(one.cells for one in listed)
+    )
+
+
+def _area(values: Sequence[float], shares: Sequence[float]) -> float:
+    """∫ over the shares, by trapezoids."""
+    return float(torch.trapezoid(*(torch.tensor(one, dtype=torch.float64) for one in (values, shares))))
+
+
+# ------------------------------------------------------------------ ranks and passes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ranked:
+    """Which cells of a map come first.
+
+    Attributes:
+        ranks: per layer that the map holds, [head or 1, query, key]: 0 for the first cell, -1 for what is
+            always kept, `count` for what the mask hides.
+        count: how many cells are ranked.
+    """
+
+    ranks: Mapping[int, Int[Tensor, "head query key"]]
+    count: int
+
+    @classmethod
+    def of(cls, mixing: MixingMap, visible: Visible, keep_diagonal: bool, seed: int) -> _Ranked:
+        scores = mixing.scores if mixing.has_heads else mixing.scores[:, None]
+        diagonal = torch.eye(scores.shape[-1], dtype=torch.bool)
+        taken = torch.stack([visible[layer] for layer in mixing.layer_labels])[:, None]
+        taken = (taken & ~diagonal if keep_diagonal else taken).expand_as(scores)
+        places = taken.flatten().nonzero()[:, 0]
+        shuffled = places[torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))]
+        order = scores.cpu().flatten()[shuffled].argsort(descending=True, stable=True)
+        ranks = torch.full((scores.numel(),), len(places))
+        ranks[shuffled[order]] = torch.arange(len(places))
+        ranks = ranks.view(scores.shape)
+        ranks = ranks.masked_fill(diagonal, -1) if keep_diagonal else ranks
+        return cls(dict(zip(mixing.layer_labels, ranks, strict=True)), len(places))
+
+    def kept(self, layer: int, count: int) -> Bool[Tensor, "#head #query #key"]:
+        """Which cells of a layer are among the first so many; all, where the map does not hold it."""
+        return self.ranks[layer] < count if layer in self.ranks else torch.ones(1, 1, 1, dtype=torch.bool)
+
+
+class _KeepCells(AttentionHook):
+    """z of one layer from the clean pattern with some cells kept, another set of them in each copy."""
+
+    points = ("values", "pattern", "mixed")
+
+    def __init__(
+        self,
+        layer: int,
+        attention: str,
+        clean: Float[Tensor, "1 head query key"],
+        jobs: Sequence[Job],
+        visible: Bool[Tensor, "query key"],
+        operator: str,
+    ) -> None:
+        super().__init__(layer, attention)
+        self._layer, self._clean, self._jobs, self._operator = layer, clean, jobs, operator
+        self._visible = visible
+
+    def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
+        if pattern is not None:
+            check_mixing("keep_cells", mixed, pattern, values)
+        own = self._visible.shape[0]
+        clean, visible = self._clean[..., :own, :own], self._visible.to(self._clean)
+        shape = clean.shape[1:]
+        kept = torch.stack([cells.kept(self._layer, count).expand(shape) for cells, count in self._jobs])
+        kept = kept.to(clean.device)
+        edited = clean * kept
+        if self._operator == "mean":
+            removed = (clean * ~kept).sum(-1, keepdim=True)
+            edited = edited + removed * (visible / visible.sum(-1, keepdim=True).clamp_min(1))
+        self.calls += 1
+        # What padding reads is never asked for.
+        beyond = self._clean.shape[-1] - own
+        return mix(torch.nn.functional.pad(edited, (0, beyond, 0, beyond)), values)
+
+
+def _visible(passes: EditedPasses) -> dict[int, Bool[Tensor, "query key"]]:
+    """Per layer, the keys that each query of the prompt may see."""
+    own = slice(0, passes.length)
+    return {layer: mask[0, own, own].cpu() for layer, mask in passes.passed.allowed_keys().by_layer.items()}
+
+
+def _values(passes: EditedPasses, jobs: Sequence[Job], visible: Visible, operator: str) -> list[float]:
+    """The target of each job: so many of a map's cells kept."""
+    stack, values = passes.passed.session.lens.stack, []
+    layers = sorted({layer for cells, _ in jobs for layer in cells.ranks})
+    for part in passes.chunks(len(jobs)):
+        hooks = []
+        for layer in layers:
+            clean = passes.passed.clean.recorded[stack.hook_name("pattern", layer)]
+            template = stack.attention_template
+            hook = _KeepCells(layer, template, clean, jobs[part], visible[layer], operator)
+            hooks.append((hook.matches, hook))
+        with must_fire(*hooks) as pairs:
+            values += passes.with_hooks(pairs, len(jobs[part])).double().tolist()
+    return values
+
+
+def _check_map(name: str, mixing: Any, passes: EditedPasses) -> None:
+    instance(f"maps[{name!r}]", mixing, MixingMap, "a MixingMap")
+    mixing = cast(MixingMap, mixing)
+    lens, argument = passes.passed.session.lens, f"maps[{name!r}]"
+    if mixing.kind != "layer" or mixing.key_tokens is not None:
+        raise ValueError(
+            f"{argument}: expected a map of single layers over the prompt's own tokens, got kind "
+            f"{mixing.kind!r}{'' if mixing.key_tokens is None else ' with other keys'}"
+        )
+    mixing.require_every_row("cells", argument)
+    heads = mixing.scores.shape[1] if mixing.has_heads else lens.n_heads
+    size = (mixing.scores.shape[-1], heads, max(mixing.layer_labels) < lens.n_layers)
+    if size != (passes.length, lens.n_heads, True):
+        raise ValueError(
+            f"{argument}: expected {passes.length} positions and layers of {lens.n_layers}, with "
+            f"{lens.n_heads} heads if any, got scores of shape {list(mixing.scores.shape)} of layers "
+            f"{mixing.layer_labels}; is it of this prompt?"
+        )
+
+
+def _check_whole(passes: EditedPasses, whole: float) -> None:
+    """Patterns that are put in again must give the model's own target."""
+    lens = passes.passed.session.lens
+    bound = 10 * tolerance(lens.dtype) * max(1.0, abs(passes.clean))
+    if not abs(whole - passes.clean) <= bound:
+        raise UnsupportedModelError(
+            f"keep_cells: expected the clean target, {passes.clean:.6g}, with all cells kept, got "
+            f"{whole:.6g}: patterns and values don't make this model's attention"
+        )

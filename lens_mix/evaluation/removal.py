@@ -1,0 +1,228 @@
+"""Ways to take tokens out of a prompt: another token, the attention mask, values zeroed in every layer."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lens_mix.arguments import several, whole_number
+from lens_mix.evaluation.edited_passes import EditedPasses
+from lens_mix.hooks import HookPair, must_fire, watch_pattern, zero_values
+from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.prompts import wrapped_config
+from lens_mix.targets import Context
+
+
+@dataclasses.dataclass(frozen=True)
+class Removal(abc.ABC):
+    """How a position of the mapped stack is taken out."""
+
+    @property
+    def keeps_target(self) -> bool:
+        """Whether the position that the target reads can't be taken out."""
+        return False
+
+    @abc.abstractmethod
+    def values(self, passes: EditedPasses, removed: Bool[Tensor, "copy pos"]) -> Float[Tensor, " copy"]:
+        """The target when in each copy of the prompt the positions marked are taken out, all at once."""
+
+
+class _OtherTokens(Removal):
+    """A position that is taken out holds another token; the mean over several fillings."""
+
+    def values(self, passes: EditedPasses, removed: Bool[Tensor, "copy pos"]) -> Float[Tensor, " copy"]:
+        return torch.stack([_filled(passes, removed, fill) for fill in self._fills(passes)]).mean(0)
+
+    @abc.abstractmethod
+    def _fills(self, passes: EditedPasses) -> Int[Tensor, "fill pos"]:
+        """What each position holds when it is taken out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplaceTokens(_OtherTokens):
+    """Every position that is taken out holds another token; the mean over the tokens given.
+
+    The prompt stays a prompt that the model can read, but says something else: what is measured is the
+    difference to these tokens, and a token that fits as well is "unimportant".
+
+    Attributes:
+        tokens: a token (its text, leading space included, or its number) or several; each takes all places,
+            and the target is averaged over them.
+    """
+
+    tokens: str | int | Sequence[str | int]
+
+    def __post_init__(self) -> None:
+        listed = several("tokens", self.tokens, "tokens", 1, alone=True)
+        checked = [one if isinstance(one, str) else whole_number("tokens", one, 0) for one in listed]
+        object.__setattr__(self, "tokens", tuple(checked))
+
+    def _fills(self, passes: EditedPasses) -> Int[Tensor, "fill pos"]:
+        model = passes.passed.session.lens.model
+        vocabulary = torch.empty(1, 1, _vocabulary(passes), device="meta")
+        context = Context(passes.passed.token_ids(0), vocabulary, getattr(model, "tokenizer", None))
+        listed = several("tokens", self.tokens, "tokens")
+        tokens = torch.tensor([context.token_id(token, "tokens") for token in listed])
+        return tokens[:, None].expand(-1, passes.length)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleTokens(_OtherTokens):
+    """Every position that is taken out holds a token drawn at random, the same one whenever it is taken out.
+
+    Attributes:
+        among: the token numbers to draw from, alike; None: the vocabulary but for special tokens. A
+            position's own token is never drawn, where there is another.
+        samples: how many draws the target is averaged over.
+        seed: of the draws.
+    """
+
+    among: Sequence[int] | None = None
+    samples: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        whole_number("samples", self.samples, 1)
+        whole_number("seed", self.seed, 0)
+        if self.among is not None:
+            listed = several("among", self.among, "token numbers", 1)
+            object.__setattr__(self, "among", tuple(whole_number("among", one, 0) for one in listed))
+
+    def _fills(self, passes: EditedPasses) -> Int[Tensor, "fill pos"]:
+        own, size = passes.passed.token_ids(0).cpu(), _vocabulary(passes)
+        if self.among is None:
+            tokenizer = getattr(passes.passed.session.lens.model, "tokenizer", None)
+            special = torch.tensor(getattr(tokenizer, "all_special_ids", []), dtype=torch.long)
+            pool = torch.arange(size)
+            pool = pool[~torch.isin(pool, special)]
+        else:
+            pool = torch.tensor([whole_number("among", token, 0, size - 1) for token in self.among]).unique()
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = torch.randint(len(pool), (self.samples, len(own)), generator=generator)
+        return pool[(drawn + (pool[drawn] == own).long()) % len(pool)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drop(Removal):
+    """No position attends to those that are taken out: the attention mask hides them, as it hides padding.
+
+    TransformerLens counts the positions of most models along the mask, so that the rest closes up, as if the
+    tokens had been cut out; where a model has no such count (HookedEncoder), every token keeps its place. The
+    position that the target reads would keep its residual stream, and is never taken out.
+    """
+
+    @property
+    def keeps_target(self) -> bool:
+        return True
+
+    def values(self, passes: EditedPasses, removed: Bool[Tensor, "copy pos"]) -> Float[Tensor, " copy"]:
+        lens = passes.passed.session.lens
+        if lens.stack.name == "decoder":
+            raise UnsupportedModelError(
+                "Drop: the decoder's side of an encoder-decoder takes no mask; use ReplaceTokens, "
+                "SampleTokens or ZeroValues"
+            )
+        values = []
+        for part in passes.chunks(len(removed)):
+            batch = passes.batch(part.stop - part.start)
+            hidden = _padded(removed[part], batch.real)
+            leaks: list[float] = []
+            hooks = [
+                watch_pattern(
+                    layer, _Leak(hidden, batch.real, leaks), attention=lens.stack.attention_template
+                )
+                for layer in range(lens.n_layers)
+            ]
+            values.append(passes.of_batch(dataclasses.replace(batch, real=batch.real & ~hidden), hooks))
+            if len(leaks) < lens.n_layers or max(leaks) > 0:
+                raise UnsupportedModelError(
+                    "Drop: expected the attention mask to hide what is taken out, got attention to it "
+                    f"(weight {max(leaks, default=0.0):.1e}); use ReplaceTokens, SampleTokens or ZeroValues"
+                )
+        return torch.cat(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroValues(Removal):
+    """The value vectors of the positions that are taken out are zero in every layer of the stack.
+
+    They are still attended to, but pass on nothing; their own residual stream goes on. Patterns are not
+    frozen: above the first layer they change with what the queries and keys have lost.
+    """
+
+    def values(self, passes: EditedPasses, removed: Bool[Tensor, "copy pos"]) -> Float[Tensor, " copy"]:
+        lens = passes.passed.session.lens
+        values = []
+        for part in passes.chunks(len(removed)):
+            zeroed = _padded(removed[part], passes.passed.clean.real)
+            pairs: list[HookPair] = [
+                zero_values(layer, zeroed, attention=lens.stack.attention_template)
+                for layer in range(lens.n_layers)
+            ]
+            with must_fire(*pairs) as hooks:
+                values.append(passes.with_hooks(hooks, len(zeroed)))
+        return torch.cat(values)
+
+
+NAMED: dict[str, type[Removal]] = {"drop": Drop, "sample": SampleTokens, "zero_values": ZeroValues}
+
+
+def as_removal(removal: Any) -> Removal:
+    """A removal as it is, or one of `NAMED` with its defaults; TypeError, ValueError if neither."""
+    if isinstance(removal, str) and removal in NAMED:
+        return NAMED[removal]()
+    if isinstance(removal, Removal):
+        return removal
+    expected = f"removal: expected one of {sorted(NAMED)} or a Removal (ReplaceTokens(' the'), say)"
+    error = ValueError if isinstance(removal, str) else TypeError
+    raise error(f"{expected}, got {removal!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leak:
+    """Notes the largest weight of what stays on what is hidden."""
+
+    hidden: Bool[Tensor, "copy pos"]
+    real: Bool[Tensor, "#copy pos"]
+    leaks: list[float]
+
+    def __call__(self, pattern: Float[Tensor, "copy head query key"]) -> None:
+        stays = (self.real & ~self.hidden)[:, :, None] & self.hidden[:, None, :]
+        self.leaks.append(float(pattern.abs().amax(1).masked_fill(~stays, 0).max()))
+
+
+def _filled(
+    passes: EditedPasses, removed: Bool[Tensor, "copy pos"], fill: Int[Tensor, " pos"]
+) -> Float[Tensor, " copy"]:
+    """The target with other tokens in the places that are taken out."""
+    decoder, values = passes.passed.session.lens.stack.name == "decoder", []
+    for part in passes.chunks(len(removed)):
+        batch = passes.batch(part.stop - part.start)
+        given = batch.target if decoder and batch.target is not None else batch.tokens
+        tokens = given.clone()
+        own = slice(0, passes.length)
+        tokens[:, own] = torch.where(removed[part].to(given.device), fill.to(given.device), given[:, own])
+        field = "tokens" if given is batch.tokens else "target"
+        edited: dict[str, Any] = {field: tokens}
+        values.append(passes.of_batch(dataclasses.replace(batch, **edited)))
+    return torch.cat(values)
+
+
+def _padded(
+    removed: Bool[Tensor, "copy pos"], real: Bool[Tensor, "#copy padded"]
+) -> Bool[Tensor, "copy padded"]:
+    """Marks over the prompt's positions, as marks over those of the batch."""
+    beyond = real.shape[1] - removed.shape[1]
+    return torch.nn.functional.pad(removed, (0, beyond)).to(real.device)
+
+
+def _vocabulary(passes: EditedPasses) -> int:
+    lens = passes.passed.session.lens
+    separate = wrapped_config(lens.model, "decoder_vocab_size") if lens.stack.name == "decoder" else None
+    return int(separate or lens.model.cfg.d_vocab)

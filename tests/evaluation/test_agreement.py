@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from lens_mix.evaluation import (
+    average_precision,
+    bootstrap,
+    mass_accuracy,
+    partial_spearman,
+    reciprocal_rank,
+    spearman,
+    top_k_overlap,
+)
+
+
+def row(*scores: float) -> torch.Tensor:
+    return torch.tensor(scores, dtype=torch.float64)
+
+
+def mask(*relevant: int) -> torch.Tensor:
+    return torch.tensor(relevant, dtype=torch.bool)
+
+
+def random_rows(keys: int, ties: bool, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    pair = torch.rand(2, keys, generator=generator, dtype=torch.float64)
+    first, second = (pair * 4).round() if ties else pair
+    return first, second
+
+
+# ------------------------------------------------------------------ correlations
+
+
+def test_spearman_by_hand():
+    # ranks 1 2 3 4 and 1 3 2 4: 1 - 6 * 2 / (4 * 15)
+    assert spearman(row(1, 2, 3, 4), row(0.1, 0.3, 0.2, 9)) == pytest.approx(0.8)
+    assert spearman(row(1, 2, 3), row(3, 2, 1)) == pytest.approx(-1)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_spearman_is_scipys(ties):
+    x, y = random_rows(9, ties, 3)
+    assert spearman(x, y) == pytest.approx(scipy.stats.spearmanr(x.numpy(), y.numpy()).statistic)
+
+
+def residuals(values: np.ndarray, given: np.ndarray) -> np.ndarray:
+    line = np.column_stack([given, np.ones_like(given)])
+    return values - line @ np.linalg.lstsq(line, values, rcond=None)[0]
+
+
+@pytest.mark.parametrize("given", [None, row(3, 1, 4, 1, 5, 9, 2, 6, 5)], ids=["position", "given"])
+@pytest.mark.parametrize("ties", [False, True])
+def test_partial_correlation_is_that_of_the_residuals_of_ranks(ties, given):
+    x, y = random_rows(9, ties, 5)
+    z = torch.arange(9.0) if given is None else given
+    ranks = [scipy.stats.rankdata(one.numpy()) for one in (x, y, z)]
+    left = [residuals(one, ranks[2]) for one in ranks[:2]]
+    expected = scipy.stats.pearsonr(*left).statistic
+    assert partial_spearman(x, y, given) == pytest.approx(expected, abs=1e-12)
+
+
+def test_partial_correlation_by_hand():
+    # Σ d² is 8 between them, 2 and 6 to the position: r = 1 - Σ d² / 10.
+    x, y = row(1, 3, 2, 4), row(3, 1, 2, 4)
+    r = [spearman(x, y), spearman(x, torch.arange(4.0)), spearman(y, torch.arange(4.0))]
+    assert r == pytest.approx([0.2, 0.8, 0.4])
+    expected = (0.2 - 0.8 * 0.4) / math.sqrt((1 - 0.64) * (1 - 0.16))
+    assert partial_spearman(x, y) == pytest.approx(expected)
+
+
+def test_a_row_that_is_the_position_has_no_partial_correlation():
+    importance = row(5, 1, 4, 2, 3, 9, 7)
+    for position in (torch.arange(7.0), -torch.arange(7.0), torch.arange(7.0).exp()):
+        assert math.isnan(partial_spearman(position, importance))
+        assert not math.isnan(spearman(position, importance))
+
+
+@pytest.mark.parametrize("measure", [spearman, partial_spearman])
+@pytest.mark.parametrize("pair", [(row(1), row(2)), (row(), row()), (row(2, 2, 2, 2), row(1, 4, 2, 3))])
+def test_correlations_that_are_not_defined(measure, pair):
+    assert math.isnan(measure(*pair))
+
+
+def test_two_keys_leave_nothing_to_partial_out():
+    assert spearman(row(1, 2), row(1, 2)) == pytest.approx(1)
+    assert math.isnan(partial_spearman(row(1, 2), row(1, 2)))
+
+
+# ------------------------------------------------------------------ top k
+
+
+def test_overlap_by_hand():
+    assert top_k_overlap(row(9, 8, 1, 0), row(9, 0, 8, 1), 2) == 0.5
+    assert top_k_overlap(row(9, 8, 1, 0), row(8, 9, 0, 1), 2) == 1
+    assert top_k_overlap(row(9, 8, 1, 0), row(0, 1, 8, 9), 2) == 0
+    assert top_k_overlap(row(1, 2, 3), row(3, 2, 1), 3) == 1
+    assert math.isnan(top_k_overlap(row(1, 2), row(1, 2), 3))
+
+
+def every_order(scores: torch.Tensor) -> list[list[int]]:
+    """All orders by falling score that ties leave open."""
+    orders = itertools.permutations(range(len(scores)))
+    return [list(order) for order in orders if bool((scores[list(order)].diff() <= 0).all())]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_ties_count_as_the_mean_over_their_orders(seed, k):
+    x, y = ((one / 2).round() for one in random_rows(5, True, seed))
+    shared = [len(set(a[:k]) & set(b[:k])) / k for a in every_order(x) for b in every_order(y)]
+    assert top_k_overlap(x, y, k) == pytest.approx(np.mean(shared))
+
+
+def test_a_constant_row_overlaps_by_chance():
+    assert top_k_overlap(row(1, 1, 1, 1, 1), row(1, 2, 3, 4, 5), 2) == pytest.approx(0.4)
+
+
+# ------------------------------------------------------------------ relevant keys
+
+
+def test_average_precision_by_hand():
+    # Relevant keys stand first and third: (1 / 1 + 2 / 3) / 2.
+    assert average_precision(row(9, 8, 7, 1), mask(1, 0, 1, 0)) == pytest.approx(5 / 6)
+    assert average_precision(row(1, 2, 3), mask(1, 0, 0)) == pytest.approx(1 / 3)
+    assert average_precision(row(3, 2, 1), mask(1, 1, 1)) == 1
+    # scikit-learn's own example: average_precision_score([0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]) is 0.83...
+    assert average_precision(row(0.1, 0.4, 0.35, 0.8), mask(0, 0, 1, 1)) == pytest.approx(0.8333333)
+    # Tied keys enter together: one threshold with precision 2 / 3 and recall 1.
+    assert average_precision(row(2, 2, 2, 1), mask(1, 1, 0, 0)) == pytest.approx(2 / 3)
+    assert average_precision(row(1, 1, 1, 1), mask(0, 1, 0, 0)) == 0.25
+    assert math.isnan(average_precision(row(1, 2), mask(0, 0)))
+
+
+def average_precision_by_thresholds(scores, relevant) -> float:
+    """Σ (R_n - R_{n-1}) P_n, threshold by threshold."""
+    total, before = 0.0, 0.0
+    for threshold in sorted(set(scores.tolist()), reverse=True):
+        found = scores >= threshold
+        recall = float((found & relevant).sum() / relevant.sum())
+        total += (recall - before) * float((found & relevant).sum() / found.sum())
+        before = recall
+    return total
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_average_precision_by_its_definition(ties, seed):
+    x, y = random_rows(11, ties, seed)
+    relevant = y > y.median()
+    expected = average_precision_by_thresholds(x, relevant)
+    assert average_precision(x, relevant) == pytest.approx(expected)
+
+
+def test_reciprocal_rank_by_hand():
+    assert reciprocal_rank(row(9, 8, 7), mask(0, 0, 1)) == pytest.approx(1 / 3)
+    assert reciprocal_rank(row(9, 8, 7), mask(0, 1, 1)) == 0.5
+    # One of two tied keys is relevant: first or second.
+    assert reciprocal_rank(row(5, 5), mask(1, 0)) == pytest.approx(0.75)
+    assert math.isnan(reciprocal_rank(row(5, 4), mask(0, 0)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_reciprocal_rank_is_the_mean_over_the_orders_of_ties(seed):
+    x, y = ((one / 2).round() for one in random_rows(6, True, seed))
+    relevant = y >= y.median()
+    ranks = [min(place for place, key in enumerate(order, 1) if relevant[key]) for order in every_order(x)]
+    assert reciprocal_rank(x, relevant) == pytest.approx(np.mean([1 / rank for rank in ranks]))
+
+
+def test_mass_accuracy_by_hand():
+    assert mass_accuracy(row(1, 2, 3, 4), mask(1, 0, 0, 1)) == 0.5
+    assert mass_accuracy(row(1, -7, 3), mask(1, 1, 0)) == 0.25
+    assert math.isnan(mass_accuracy(row(-1, 0, -2), mask(1, 0, 0)))
+    assert math.isnan(mass_accuracy(row(1, 2), mask(0, 0)))
+
+
+# ------------------------------------------------------------------ intervals
+
+
+def test_the_interval_is_scipys():
+    values = np.random.default_rng(1).normal(2, 1, 25)
+    found = bootstrap(torch.tensor(values), draws=20_000)
+    expected = scipy.stats.bootstrap(
+        (values,), np.mean, n_resamples=20_000, method="percentile", random_state=5
+    ).confidence_interval
+    assert (found.mean, found.count, found.left_out) == (pytest.approx(values.mean()), 25, 0)
+    # Two runs of the bootstrap differ by a few thousandths here.
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.02)
+    assert found == bootstrap(torch.tensor(values), draws=20_000)
+    assert found.low != bootstrap(torch.tensor(values), draws=20_000, seed=1).low
+
+
+def test_the_interval_covers():
+    """Of 200 samples about 95 % have the true mean inside; the percentile interval is a little too narrow."""
+    generator = np.random.default_rng(0)
+    inside = 0
+    for _ in range(200):
+        interval = bootstrap(generator.normal(0, 1, 40), draws=500)
+        inside += interval.low <= 0 <= interval.high
+    assert 180 <= inside <= 198
+
+
+def test_pairs_are_left_out_together():
+    nan = math.nan
+    ours, theirs = [3.0, nan, 5.0, 7.0, 1.0], [1.0, 2.0, nan, 4.0, 1.0]
+    found = bootstrap(ours, theirs)
+    assert (found.mean, found.count, found.left_out) == (pytest.approx(5 / 3), 3, 2)
+    # Of a constant difference nothing varies, though each side does.
+    apart = bootstrap([1.0, 5.0, 9.0], [0.0, 4.0, 8.0])
+    assert (apart.mean, apart.low, apart.high) == (1, 1, 1)
+
+
+def test_intervals_of_few_values():
+    none, one = bootstrap([math.nan, math.nan]), bootstrap([2.0, math.nan])
+    assert math.isnan(none.mean)
+    assert (none.count, none.left_out) == (0, 2)
+    assert one.mean == 2
+    assert math.isnan(one.low)
+    assert math.isnan(one.high)
+    assert list(one.to_dataframe()["left_out"]) == [1]
+
+
+def test_a_permuted_map_scores_as_random():
+    """With no relation between map and importance every measure's interval holds its chance."""
+    generator = torch.Generator().manual_seed(0)
+    measured = {"spearman": [], "partial": [], "overlap": [], "precision": [], "mass": [], "mrr": []}
+    for _ in range(200):
+        importance = torch.rand(8, generator=generator, dtype=torch.float64)
+        permuted = importance[torch.randperm(8, generator=generator)]
+        relevant = importance >= importance.sort().values[5]
+        measured["spearman"].append(spearman(permuted, importance))
+        measured["partial"].append(partial_spearman(permuted, importance))
+        measured["overlap"].append(top_k_overlap(permuted, importance, 2))
+        measured["precision"].append(average_precision(permuted, relevant))
+        measured["mass"].append(mass_accuracy(permuted, relevant))
+        measured["mrr"].append(reciprocal_rank(permuted, relevant))
+    orders = list(itertools.combinations(range(1, 9), 3))
+    precision = np.mean([np.mean([(i + 1) / place for i, place in enumerate(one)]) for one in orders])
+    chance = {"spearman": 0, "partial": 0, "overlap": 2 / 8, "precision": precision, "mass": 3 / 8}
+    chance["mrr"] = np.mean([1 / one[0] for one in orders])
+    for name, values in measured.items():
+        interval = bootstrap(values, confidence=0.99)
+        assert interval.low <= chance[name] <= interval.high, name
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"other: expected as many keys as row, 3, got 2"):
+        spearman(row(1, 2, 3), row(1, 2))
+    with pytest.raises(ValueError, match=r"row: expected finite scores"):
+        top_k_overlap(row(1, math.nan), row(1, 2), 1)
+    with pytest.raises(ValueError, match=r"relevant: expected one boolean per key"):
+        average_precision(row(1, 2), torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match=r"values: expected finite numbers"):
+        bootstrap([1.0, math.inf])
+    with pytest.raises(ValueError, match=r"against: expected 2 values"):
+        bootstrap([1.0, 2.0], [1.0])

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.evaluation import Drop, ReplaceTokens, SampleTokens, ZeroValues, removal_curves
+from lens_mix.evaluation.edited_passes import edited_passes
+from lens_mix.hooks import zero_values
+from tests import tiny_models
+from tests.hugging_face_oracle import Reference, edited_values
+from tests.matrix import build_or_skip, cases, prompt_of
+from tests.tiny_models import bridge, gpt2_like, hooked_transformer, toy_tokenizer, wrapped_model
+
+LOGIT = lm.targets.logit(7)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return gpt2_like(torch.float64, tokenizer=toy_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def prompt(model):
+    return tiny_models.tokens(model, 1, 6)[0]
+
+
+def sets(length: int, *removed: list[int]) -> torch.Tensor:
+    marks = torch.zeros(len(removed), length, dtype=torch.bool)
+    for row, positions in enumerate(removed):
+        marks[row, positions] = True
+    return marks
+
+
+def values(model, prompt, removal, *removed: list[int], target=LOGIT, **options) -> list[float]:
+    with edited_passes(model, prompt, target, **options) as passes:
+        return removal.values(passes, sets(passes.length, *removed)).tolist()
+
+
+def logit(model, tokens) -> float:
+    with torch.no_grad():
+        out = model(tokens[None])
+    return float((out if torch.is_tensor(out) else out.logits)[0, -1, 7])
+
+
+REMOVED = ([], [0], [1, 4], [0, 1, 2, 3, 4, 5])
+
+
+def test_given_tokens_are_put_in(model, prompt):
+    found = values(model, prompt, ReplaceTokens([8, "w9"]), *REMOVED)
+    for positions, value in zip(REMOVED, found, strict=True):
+        both = []
+        for token in (8, 9):
+            edited = prompt.clone()
+            edited[positions] = token
+            both.append(logit(model, edited))
+        assert value == pytest.approx(sum(both) / 2, abs=1e-9)
+
+
+def test_sampled_tokens_are_the_same_in_every_set(model, prompt):
+    removal = SampleTokens(among=[11], samples=3)
+    expected = values(model, prompt, ReplaceTokens(11), *REMOVED)
+    assert values(model, prompt, removal, *REMOVED) == pytest.approx(expected, abs=1e-9)
+    drawn = SampleTokens(samples=2, seed=4)
+    alone = values(model, prompt, drawn, [1, 4])
+    assert values(model, prompt, drawn, *REMOVED)[2] == pytest.approx(alone[0], abs=1e-9)
+    assert values(model, prompt, SampleTokens(samples=2, seed=5), [1, 4]) != pytest.approx(alone, abs=1e-6)
+
+
+def test_what_is_drawn(model, prompt):
+    """Neither special tokens nor the position's own; from the tokens given, where some are."""
+    with edited_passes(model, prompt, LOGIT) as passes:
+        fills = SampleTokens(samples=2000)._fills(passes)
+        assert not torch.isin(fills, torch.tensor([0, 1, 2])).any()
+        assert not (fills == prompt).any()
+        for position in range(6):
+            assert set(fills[:, position].tolist()) == set(range(3, 50)) - {int(prompt[position])}
+        own = [int(prompt[0]), 40, 41]
+        fills = SampleTokens(among=own, samples=50)._fills(passes)
+        assert set(fills[:, 0].tolist()) == {40, 41}
+
+
+def test_values_are_zeroed_in_every_layer(model, prompt):
+    found = values(model, prompt, ZeroValues(), *REMOVED)
+    for positions, value in zip(REMOVED, found, strict=True):
+        hooks = [zero_values(layer, positions=positions) for layer in range(2)] if positions else []
+        with torch.no_grad():
+            expected = model.run_with_hooks(prompt[None], fwd_hooks=hooks)[0, -1, 7]
+        assert value == pytest.approx(float(expected), abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_removals_are_those_of_the_hugging_face_model(name):
+    """transformers' own pass: other tokens, its attention mask, its values zeroed."""
+    model = build_or_skip(bridge, name, torch.float64)
+    reference_model = wrapped_model(name, torch.float64)
+    reference_model.set_attn_implementation("eager")
+    prompt = tiny_models.tokens(model, 1, 6)[0]
+    some = ([1], [1, 4], [2, 3])
+    replaced = values(model, prompt, ReplaceTokens(8), *some)
+    dropped = values(model, prompt, Drop(), *some)
+    zeroed = values(model, prompt, ZeroValues(), *some)
+    reference = Reference(reference_model, prompt[None])
+    for index, positions in enumerate(some):
+        edited, mask = prompt.clone(), torch.ones(1, 6, dtype=torch.long)
+        edited[positions], mask[:, positions] = 8, 0
+        assert replaced[index] == pytest.approx(logit(reference_model, edited), abs=1e-6)
+        with torch.no_grad():
+            # TransformerBridge counts positions along the mask; transformers alone would leave holes.
+            places = {"position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
+            masked = reference_model(prompt[None], attention_mask=mask, **places).logits[0, -1, 7]
+        assert dropped[index] == pytest.approx(float(masked), abs=1e-6)
+
+        def zero(value, positions=positions):
+            value = value.clone()
+            value[:, :, positions] = 0
+            return value
+
+        with contextlib.ExitStack() as stack:
+            for layer in range(2):
+                stack.enter_context(edited_values(reference._attention(layer), zero))
+            expected = logit(reference_model, prompt)
+        assert zeroed[index] == pytest.approx(expected, abs=1e-6)
+
+
+def test_dropping_cuts_tokens_out(model, prompt):
+    """Where positions are counted along the mask, what is left is the pass of the shorter prompt."""
+    found = values(model, prompt, Drop(), [0], [1, 4])
+    assert found[0] == pytest.approx(logit(model, prompt[1:]), abs=1e-9)
+    assert found[1] == pytest.approx(logit(model, prompt[[0, 2, 3, 5]]), abs=1e-9)
+
+
+def test_dropping_is_refused_where_nothing_is_masked():
+    model = build_or_skip(hooked_transformer, "bidirectional")
+    prompt = tiny_models.tokens(model, 1, 6)[0]
+    with pytest.raises(lm.UnsupportedModelError, match="Drop: expected the attention mask to hide"):
+        values(model, prompt, Drop(), [1])
+
+
+def test_the_position_of_the_target_can_not_be_dropped(model, prompt):
+    found = removal_curves(model, prompt, torch.arange(6.0), removal="drop")
+    assert found.positions == (4, 3, 2, 1, 0)
+    with pytest.raises(ValueError, match="positions: with 'drop' one position at least has to stay"):
+        removal_curves(model, prompt, torch.arange(6.0), removal="drop", positions=[1, 5])
+
+
+@pytest.mark.parametrize("removal", [ReplaceTokens(8), SampleTokens(), ZeroValues()], ids=str)
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.label)
+def test_every_model_takes_every_removal(case, removal):
+    """Nothing removed: the clean target. Removed one by one or in one batch: the same."""
+    model = case.build()
+    if case.refusal is not None:
+        pytest.skip("refused altogether (tests/evaluation/test_cells.py)")
+    prompt = prompt_of(model)
+    some = ([], [0], [1, 2])
+    found = values(model, prompt, removal, *some, stack=case.stack)
+    with edited_passes(model, prompt, LOGIT, stack=case.stack) as passes:
+        assert found[0] == pytest.approx(passes.clean, abs=1e-4)
+    for positions, value in zip(some[1:], found[1:], strict=True):
+        alone = values(model, prompt, removal, positions, stack=case.stack)
+        assert value == pytest.approx(alone[0], abs=1e-4)
+        assert value != found[0]
+
+
+def test_the_decoders_side():
+    """Other tokens take the decoder's own places; a mask has none there."""
+    model = build_or_skip(bridge, "bart", torch.float64)
+    source, target = prompt_of(model)
+    edited = target.clone()
+    edited[0, 1] = 8
+    with torch.no_grad():
+        expected = model(source, decoder_input=edited)[0, -1, 7]
+    found = values(model, (source, target), ReplaceTokens(8), [1], stack="decoder")
+    assert found[0] == pytest.approx(float(expected), abs=1e-9)
+    with pytest.raises(lm.UnsupportedModelError, match="takes no mask"):
+        values(model, (source, target), Drop(), [1], stack="decoder")
+
+
+def test_the_encoders_side_of_one_token():
+    """Its batch is padded to two tokens; the padding is neither read nor removed."""
+    model = build_or_skip(bridge, "bart", torch.float64)
+    target = tiny_models.tokens(model, 1, 4)
+    some = [
+        values(model, ([5], target), ReplaceTokens(8), [0]),
+        values(model, ([8], target), ZeroValues(), []),
+    ]
+    assert some[0] == pytest.approx(some[1], abs=1e-9)
+
+
+def test_head_of_ones_own(model, prompt):
+    """A classifier on the last residual, in passes that start from other tokens."""
+    target = lm.targets.head(lambda resid: resid[:, -1].sum(-1), after_final_norm=True)
+    found = values(model, prompt, ReplaceTokens(8), [1, 2], target=target)
+    edited = prompt.clone()
+    edited[[1, 2]] = 8
+    with torch.no_grad():
+        _, cache = model.run_with_cache(edited[None])
+    name = "ln_final.hook_out" if "ln_final.hook_out" in cache else "ln_final.hook_normalized"
+    assert found[0] == pytest.approx(float(cache[name][0, -1].sum()), abs=1e-9)
+
+
+def test_little_memory_gives_the_same(model, prompt):
+    every = [list(range(count)) for count in range(6)]
+    for removal in (ReplaceTokens(8), ZeroValues(), Drop()):
+        expected = values(model, prompt, removal, *every[:5])
+        found = values(model, prompt, removal, *every[:5], max_memory=400_000)
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
+def test_refusals(model, prompt):
+    with pytest.raises(ValueError, match="tokens: expected the text of one token"):
+        values(model, prompt, ReplaceTokens("w3 w4"), [0])
+    with pytest.raises(ValueError, match="tokens: expected a whole number from 0 to 49"):
+        values(model, prompt, ReplaceTokens(50), [0])
+    with pytest.raises(ValueError, match="among: expected a whole number from 0 to 49"):
+        values(model, prompt, SampleTokens(among=[70]), [0])
+    with pytest.raises(ValueError, match="samples: expected a whole number, 1 or more"):
+        SampleTokens(samples=0)
+    with pytest.raises(TypeError, match="tokens: expected"):
+        ReplaceTokens(1.5)

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.evaluation import bootstrap, soft_faithfulness
+from lens_mix.evaluation.soft import _scores, matched
+from tests import tiny_models
+from tests.matrix import cases, prompt_of
+from tests.tiny_models import gpt2_like, llama_like
+
+
+@pytest.fixture(scope="module")
+def model():
+    return gpt2_like(torch.float64)
+
+
+@pytest.fixture(scope="module")
+def prompt(model):
+    return tiny_models.tokens(model, 1, 5)[0]
+
+
+def row(*scores: float) -> torch.Tensor:
+    return torch.tensor(scores, dtype=torch.float64)
+
+
+# ------------------------------------------------------------------ matched retention
+
+
+def test_matched_by_hand():
+    assert matched(row(1, 2, 3, 4), 0.25).tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    # The highest is full at 1: the others share what is left by their scores.
+    assert matched(row(1, 2, 3, 94), 0.5).tolist() == pytest.approx([1 / 6, 2 / 6, 3 / 6, 1])
+    # More is asked for than the positive scores can hold: the others share the rest alike.
+    assert matched(row(5, 0, -3, 1), 0.75).tolist() == pytest.approx([1, 0.5, 0.5, 1])
+    assert matched(row(2, 2), 0.3).tolist() == pytest.approx([0.3, 0.3])
+    assert matched(row(0, 0, 0), 0.4).tolist() == pytest.approx([0.4] * 3)
+    assert matched(row(7), 0.4).tolist() == pytest.approx([0.4])
+
+
+@pytest.mark.parametrize("mean", [0.01, 0.3, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_row_keeps_as_much(mean, seed):
+    drawn = torch.randn(12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).exp() ** 3
+    for scores in (drawn, drawn * 1e6, drawn - drawn.median(), drawn.round()):
+        kept = matched(scores, mean)
+        assert float(kept.mean()) == pytest.approx(mean)
+        assert bool(((kept >= 0) & (kept <= 1)).all())
+        # No position with a lower score keeps more.
+        order = scores.argsort()
+        assert bool((kept[order].diff() >= -1e-12).all())
+    assert matched(drawn, mean).tolist() == pytest.approx(matched(drawn * 1e6, mean).tolist())
+
+
+# ------------------------------------------------------------------ the measure
+
+
+def test_formulas_by_hand():
+    # p(x) = 0.8, p(0) = 0.2: S(0) = 1 - 0.6. Without: 0.5, Soft-C = 0.3. With only: 0.7, Soft-S = 0.9.
+    assert _scores(0.8, 0.2, 0.5, 0.7) == pytest.approx((0.3 / 0.6, (0.9 - 0.4) / 0.6))
+    # What raises the target counts as nothing lost.
+    assert _scores(0.8, 0.2, 0.9, 0.9) == pytest.approx((0, 1))
+    assert all(map(math.isnan, _scores(0.2, 0.3, 0.1, 0.1)))
+
+
+def test_vectors_are_masked_as_by_hand(model, prompt):
+    """The residual stream that enters the first block, edited by a hook of the test's own."""
+    scores = row(5, 1, 0, 2, 2)
+    found = soft_faithfulness(model, prompt, scores, retained=0.4, samples=3, seed=2)
+    uniform = torch.rand(3, 5, 24, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with torch.no_grad():
+        clean = model(prompt[None])[0, -1].softmax(-1)
+        token = int(clean.argmax())
+
+        def probability(keep: torch.Tensor) -> float:
+            def mask(resid, hook):
+                return resid * (uniform < keep[:, None]).to(resid)
+
+            copies = prompt.expand(3, -1)
+            logits = model.run_with_hooks(copies, fwd_hooks=[("blocks.0.hook_resid_pre", mask)])
+            return float(logits[:, -1].softmax(-1)[:, token].mean())
+
+        assert found.clean == pytest.approx(float(clean[token]))
+        assert found.erased == pytest.approx(probability(torch.zeros(5)), abs=1e-9)
+        # 2 of 5 are kept on average: the factor 0.5 leaves no score above 1 but the first.
+        with_only = probability(row(1, 0.2, 0, 0.4, 0.4))
+        assert found.with_only == pytest.approx(with_only, abs=1e-9)
+        # 3 of 5 are removed: all of the first, and the others by their scores, 2 in 5.
+        without = probability(1 - row(1, 0.4, 0, 0.8, 0.8))
+        assert found.without == pytest.approx(without, abs=1e-9)
+    expected = _scores(found.clean, found.erased, found.without, found.with_only)
+    assert (found.comprehensiveness, found.sufficiency) == pytest.approx(expected, nan_ok=True)
+    assert list(found.to_dataframe()["retained"]) == [0.4]
+
+
+def test_the_scale_of_a_map_is_nothing(model, prompt):
+    """What the soft measures without matched retention reward: larger scores, more of the input kept."""
+    scores = torch.rand(5, generator=torch.Generator().manual_seed(0))
+    found = soft_faithfulness(model, prompt, {"small": scores * 1e-3, "large": scores * 1e3})
+    assert found["small"].with_only == pytest.approx(found["large"].with_only, abs=1e-12)
+    assert found["small"].without == pytest.approx(found["large"].without, abs=1e-12)
+
+
+def test_positions_that_are_not_ranked_stay(model, prompt):
+    first = soft_faithfulness(model, prompt, row(9, 1, 2, 3, 9), positions=[1, 2, 3])
+    other = soft_faithfulness(model, prompt, row(0, 1, 2, 3, 0), positions=[1, 2, 3])
+    assert first == other
+    one = soft_faithfulness(model, prompt, row(9, 1, 2, 3, 9), positions=[1], retained=0.999_999)
+    assert one.with_only == pytest.approx(one.clean, abs=1e-3)
+
+
+def test_one_token(model):
+    """One position keeps the share itself, important or not."""
+    found = soft_faithfulness(model, [5], row(3), retained=0.5)
+    assert found.with_only == pytest.approx(soft_faithfulness(model, [5], row(0.1)).with_only)
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.label)
+def test_every_model_is_masked(case):
+    model = case.build()
+    if case.refusal is not None:
+        pytest.skip("refused altogether (tests/evaluation/test_cells.py)")
+    prompt = prompt_of(model)
+    length = (prompt if not isinstance(prompt, tuple) else prompt[case.stack == "decoder"]).shape[1]
+    found = soft_faithfulness(
+        model, prompt, torch.arange(float(length)), stack=case.stack, retained=0.999_999, samples=2
+    )
+    assert found.with_only == pytest.approx(found.clean, abs=1e-3)
+    assert found.erased != pytest.approx(found.clean, abs=1e-5)
+
+
+def test_a_permuted_row_scores_as_a_random_one():
+    model, generator = llama_like(torch.float64), torch.Generator().manual_seed(0)
+    permuted, random = [], []
+    for number in range(16):
+        length = 4 + number % 3
+        prompt = tiny_models.tokens(model, 1, length, seed=number)[0]
+        scores = lm.rollout(lm.run(model, prompt, "value_zeroing")).scores[-1, -1]
+        rows = {
+            "permuted": scores[torch.randperm(length, generator=generator)],
+            "random": scores[torch.randperm(length, generator=generator)],
+        }
+        found = soft_faithfulness(model, prompt, rows)
+        permuted.append(found["permuted"].without - found["permuted"].clean)
+        random.append(found["random"].without - found["random"].clean)
+    interval = bootstrap(permuted, random)
+    assert interval.low <= 0 <= interval.high
+
+
+def test_refusals(model, prompt):
+    with pytest.raises(ValueError, match="target: expected a probability"):
+        soft_faithfulness(model, prompt, torch.ones(5), target=lm.targets.logit(3))
+    for retained in (0, 1, 1.5):
+        with pytest.raises(ValueError, match="retained: expected a number"):
+            soft_faithfulness(model, prompt, torch.ones(5), retained=retained)
+    with pytest.raises(ValueError, match=r"rows\['row'\]: expected one score per position"):
+        soft_faithfulness(model, prompt, torch.ones(4))
