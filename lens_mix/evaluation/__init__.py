@@ -1,5 +1,7 @@
-"""How far to trust a map, and what to do with it: head importance, pruning curves, triggers."""
+"""How far to trust a map, and what to do with it: ground truth, head importance, pruning curves, triggers."""
 
+from lens_mix.evaluation.constructed import ConstructedModel, Routes, constructed_models
+from lens_mix.evaluation.ground_truth import roc_area, score_constructed
 from lens_mix.evaluation.head_importance import (
     HeadImportance,
     ablation_importance,
@@ -19,12 +21,15 @@ from lens_mix.evaluation.triggers import (
 )
 
 __all__ = [
+    "ConstructedModel",
     "Example",
     "HeadImportance",
     "PruningCurves",
+    "Routes",
     "Trigger",
     "TriggerReport",
     "ablation_importance",
+    "constructed_models",
     "extract_triggers",
     "head_importance",
     "importance_correlations",
@@ -32,5 +37,7 @@ __all__ = [
     "predict_by_token",
     "pruned",
     "pruning_curves",
+    "roc_area",
+    "score_constructed",
     "trigger_report",
 ]
