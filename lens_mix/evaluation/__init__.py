@@ -11,8 +11,10 @@ from lens_mix.evaluation.agreement import (
     top_k_overlap,
 )
 from lens_mix.evaluation.cells import CellFaithfulness, keep_cells, pool_cells
+from lens_mix.evaluation.constructed import ConstructedModel, Routes, constructed_models
 from lens_mix.evaluation.controls import randomised
 from lens_mix.evaluation.curves import RemovalCurves, removal_curves
+from lens_mix.evaluation.ground_truth import roc_area, score_constructed
 from lens_mix.evaluation.head_importance import (
     HeadImportance,
     ablation_importance,
@@ -38,6 +40,7 @@ from lens_mix.evaluation.triggers import (
 __all__ = [
     "Case",
     "CellFaithfulness",
+    "ConstructedModel",
     "Cues",
     "Drop",
     "Example",
@@ -49,6 +52,7 @@ __all__ = [
     "Removal",
     "RemovalCurves",
     "ReplaceTokens",
+    "Routes",
     "SampleTokens",
     "SoftFaithfulness",
     "Task",
@@ -59,6 +63,7 @@ __all__ = [
     "average_precision",
     "blimp_cases",
     "bootstrap",
+    "constructed_models",
     "evaluate",
     "extract_triggers",
     "head_importance",
@@ -75,6 +80,8 @@ __all__ = [
     "randomised",
     "reciprocal_rank",
     "removal_curves",
+    "roc_area",
+    "score_constructed",
     "soft_faithfulness",
     "spearman",
     "top_k_overlap",

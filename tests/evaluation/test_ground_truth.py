@@ -1,0 +1,287 @@
+"""Areas under the curve, and what each method scores on the constructed models, worked out on paper."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import scipy.stats
+import torch
+
+import lens_mix as lm
+from lens_mix.evaluation import constructed_models, roc_area, score_constructed
+from lens_mix.evaluation.ground_truth import input_area, layer_area, mean_over_layers
+
+MODELS = constructed_models()
+COPY = MODELS["copy"]
+
+
+# ------------------------------------------------------------------ the area
+
+
+def test_roc_area_by_hand():
+    # Of the four pairs (true, false) three are right and one is a tie.
+    scores, truth = torch.tensor([3.0, 2.0, 2.0, 1.0]), torch.tensor([True, False, True, False])
+    assert roc_area(scores, truth) == 3.5 / 4
+    assert roc_area(-scores, truth) == 0.5 / 4
+    assert roc_area(torch.zeros(4), truth) == 0.5
+
+
+def test_roc_area_is_mann_whitney():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        scores = torch.randint(6, (5, 7), generator=generator).float()
+        truth = torch.rand(5, 7, generator=generator) < 0.3
+        u = scipy.stats.mannwhitneyu(scores[truth].numpy(), scores[~truth].numpy()).statistic
+        assert roc_area(scores, truth) == pytest.approx(u / int(truth.sum() * (~truth).sum()), abs=1e-12)
+
+
+def test_roc_area_without_anything_to_compare():
+    assert math.isnan(roc_area(torch.rand(3), torch.ones(3, dtype=torch.bool)))
+    assert math.isnan(roc_area(torch.rand(3), torch.zeros(3, dtype=torch.bool)))
+    assert math.isnan(roc_area(torch.rand(0), torch.zeros(0, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize(
+    ("scores", "truth", "text"),
+    [
+        (torch.rand(3), torch.tensor([True, False]), r"truth: expected the shape \(3,\), got \(2,\)"),
+        (torch.rand(3), torch.ones(3), "truth: expected a tensor of True and False, got torch.float32"),
+        (torch.tensor([1.0, math.nan]), torch.tensor([True, False]), "scores: expected finite numbers"),
+    ],
+)
+def test_roc_area_refuses(scores, truth, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        roc_area(scores, truth)
+
+
+def test_a_permuted_map_scores_as_chance():
+    prompt = COPY.prompts(count=1)[0]
+    routes, generator = COPY.routes(prompt), torch.Generator().manual_seed(0)
+    clean = lm.run(COPY.model(), prompt, "attention")
+    row = clean.scores[-1, -1]
+    areas = []
+    for _ in range(100):
+        scores = clean.scores.clone()
+        scores[-1, -1] = row[torch.randperm(len(row), generator=generator)]
+        areas.append(input_area(clean.replace(scores=scores, kind="input"), routes))
+    areas = torch.tensor(areas)
+    assert abs(areas.mean() - 0.5) < 3 * areas.std() / len(areas) ** 0.5
+    assert input_area(clean.replace(kind="input"), routes) == 1
+
+
+# ------------------------------------------------------------------ on paper: layer maps
+
+# Maps of the weights alone; of the vectors that attention moves; of the whole block; of a target.
+WEIGHTS = ("attention", "attn_res_w")
+VECTORS = ("value_norm", "attn_res", "attn_res_ln", "globenc")
+TARGETS = ("attention_attribution", "gradient_attention")
+
+
+def one_row(prompt, above: float) -> float:
+    """One true cell among the keys before the last position; so many of the false ones are above it."""
+    false = len(prompt) - 2
+    return (false - above) / false
+
+
+def false_in_relay(prompt) -> int:
+    """Layer 1: the last row. Layer 0: it and the row before it. Less the two true cells, and the diagonal."""
+    last = len(prompt) - 1
+    return last + last + (last - 1) - 2
+
+
+def false_in_induction(prompt) -> int:
+    """Layer 1: the last row. Layer 0: it and the row after the earlier occurrence."""
+    last, before = len(prompt) - 1, prompt.tolist().index(int(prompt[-1]))
+    return last + last + (before + 1) - 2
+
+
+def false_in_identity_blocks(prompt) -> int:
+    """The last row in all four layers, and in the lowest the row three positions before it."""
+    last = len(prompt) - 1
+    return 4 * last + (last - 3) - 1
+
+
+def same_before(prompt) -> int:
+    return prompt.tolist()[:-1].count(int(prompt[-1]))
+
+
+def two_true(false: int, wrong: float) -> float:
+    """Two true cells; so many of the pairs (true, false) are the wrong way round, ties half."""
+    return 1 - wrong / (2 * false)
+
+
+ON_PAPER = [
+    # Nothing else has a weight.
+    *(
+        (model, (*WEIGHTS, *VECTORS, *TARGETS, "alti", "value_zeroing", "decompx_local"), lambda p: 1)
+        for model in ("copy", "copy_layernorm", "copy_feed_forward", "planted_key", "broadcast_sink")
+    ),
+    # One cell has a higher weight and moves nothing.
+    *(
+        (model, methods, area)
+        for model in ("zero_value_heads", "cancelling_heads", "silent_sink")
+        for methods, area in [
+            (WEIGHTS, lambda p: one_row(p, 1)),
+            ((*VECTORS, *TARGETS, "alti", "value_zeroing", "decompx_local"), lambda p: 1),
+        ]
+    ),
+    # The erased cell is a tie before the feed-forward and gone after it; the feed-forward's own output holds
+    # it alone.
+    ("erased_copy", (*WEIGHTS, *VECTORS, "alti"), lambda p: one_row(p, 0.5)),
+    ("erased_copy", (*TARGETS, "value_zeroing", "atb_ff_res", "atb_ff_res_ln", "decompx_local"), lambda p: 1),
+    ("erased_copy", ("atb_ff",), lambda p: one_row(p, 1 + (len(p) - 3) / 2)),
+    # The unread cell has the same weight and a vector twice as long; only a target knows who reads.
+    ("unread_copy", WEIGHTS, lambda p: one_row(p, 0.5)),
+    ("unread_copy", (*VECTORS, "alti", "value_zeroing", "decompx_local"), lambda p: one_row(p, 1)),
+    ("unread_copy", TARGETS, lambda p: 1),
+    # Three rows of identity blocks, and one below the source, have a false cell with the true one's weight.
+    ("identity_blocks", WEIGHTS, lambda p: 1 - 4 * 0.5 / false_in_identity_blocks(p)),
+    ("identity_blocks", (*VECTORS, *TARGETS, "alti", "value_zeroing", "decompx_local"), lambda p: 1),
+    # In layer 0 the answer's own row moves something too, which nothing reads: a tie with both true cells,
+    # but where shares count (the stream is longer in layer 1) above one of them.
+    ("relay", (*WEIGHTS, *VECTORS, "decompx_local"), lambda p: two_true(false_in_relay(p), 1)),
+    ("relay", ("alti", "value_zeroing"), lambda p: two_true(false_in_relay(p), 1.5)),
+    ("relay", TARGETS, lambda p: 1),
+    ("induction", (*WEIGHTS, *VECTORS, "decompx_local"), lambda p: two_true(false_in_induction(p), 1)),
+    ("induction", ("alti", "value_zeroing"), lambda p: two_true(false_in_induction(p), 1.5)),
+    ("induction", ("attention_attribution",), lambda p: 1),
+    # A softmax that gives one key all has no gradient: the true cell below it ties with all false ones.
+    ("induction", ("gradient_attention",), lambda p: 0.75),
+    # The tokens that are counted have the first one's weight, and no value.
+    ("rasp_histogram", WEIGHTS, lambda p: one_row(p, 0.5 * same_before(p))),
+    ("rasp_histogram", (*VECTORS, "alti", "value_zeroing", "decompx_local"), lambda p: 1),
+    # Thresholds have no gradient where they are far.
+    ("rasp_histogram", ("gradient_attention",), lambda p: 0.5),
+]
+
+
+@pytest.mark.parametrize(("name", "methods", "area"), ON_PAPER, ids=lambda value: str(value)[:40])
+def test_layer_maps_score_as_on_paper(name, methods, area):
+    built = MODELS[name]
+    model = built.model()
+    for prompt in built.prompts(seed=7, count=2):
+        for method, layers in lm.run(model, prompt, list(methods)).items():
+            layers = layers.replace(scores=layers.scores.abs())
+            assert layer_area(layers, built.routes(prompt)) == pytest.approx(area(prompt)), (method, prompt)
+
+
+# ------------------------------------------------------------------ on paper: input maps
+
+
+def one_key(prompt, above: float) -> float:
+    """One true token; so many of the others are above it, ties half."""
+    false = len(prompt) - 1
+    return (false - above) / false
+
+
+def two_kinds(prompt) -> float:
+    """All true tokens have 0, as all false ones but the first, which has more."""
+    false = len(prompt) - same_before(prompt) - 1
+    return 0.5 * (false - 1) / false
+
+
+INPUT_ON_PAPER = [
+    # Half stays in the residual stream: the position itself ties.
+    ("copy", "attention", lm.rollout, lambda p: one_key(p, 0.5)),
+    ("copy", "value_zeroing", lm.rollout, lambda p: 1),
+    ("copy", "attention", mean_over_layers, lambda p: 1),
+    # The token and its position are the longer vector.
+    ("copy", "attn_res", mean_over_layers, lambda p: one_key(p, 1)),
+    # 0.45 first token, 0.5 the position itself, 0.05 the true one.
+    ("silent_sink", "attention", lm.rollout, lambda p: one_key(p, 2)),
+    ("silent_sink", "value_norm", lm.rollout, lambda p: one_key(p, 0.5)),
+    # Four paths of a quarter each: both steps, one, the other, none.
+    ("relay", "attention", lm.rollout, lambda p: one_key(p, 1.5)),
+    ("relay", "value_zeroing", lm.rollout, lambda p: 1),
+    # No layer alone goes from the answer to its source, which ties at 0; the two that have a cell are above.
+    ("relay", "attention", mean_over_layers, lambda p: one_key(p, 2 + (len(p) - 3) / 2)),
+    # ((1 + x) / 2)³ (1 + x³) / 2: x³ has 2 of 16 paths; x, x², x⁴ and x⁵ have 3.
+    ("identity_blocks", "attention", lm.rollout, lambda p: one_key(p, 4)),
+    # A row of zeros without a residual ends every path.
+    ("identity_blocks", "value_zeroing", lm.rollout, lambda p: 0.5),
+    ("identity_blocks", "value_norm", lm.rollout, lambda p: one_key(p, 0.5)),
+    # Only the first token has a value.
+    ("rasp_histogram", "value_zeroing", mean_over_layers, two_kinds),
+]
+
+
+@pytest.mark.parametrize(("name", "method", "aggregate", "area"), INPUT_ON_PAPER)
+def test_input_maps_score_as_on_paper(name, method, aggregate, area):
+    built = MODELS[name]
+    model = built.model()
+    for prompt in built.prompts(seed=8, count=2):
+        made = aggregate(lm.run(model, prompt, method))
+        assert input_area(made, built.routes(prompt)) == pytest.approx(area(prompt)), prompt
+
+
+def test_alti_logit_does_not_see_through_a_feed_forward():
+    frame = score_constructed("alti_logit", [MODELS["copy"], MODELS["copy_feed_forward"]], count=3)
+    areas = frame[frame.method == "alti_logit"].set_index("model").area
+    assert areas.to_dict() == {"copy": 1.0, "copy_feed_forward": 0.5}
+
+
+# ------------------------------------------------------------------ the table
+
+
+def test_the_table():
+    names = ["attention", "atb_ff", "decompx", "gradient_attention"]
+    frame = score_constructed(names, [COPY, MODELS["rasp_fraction"]], count=2)
+    assert list(frame) == ["model", "method", "aggregation", "area", "low", "high", "n", "note"]
+    of_copy = frame[frame.model == "copy"]
+    assert list(zip(of_copy.method, of_copy.aggregation, strict=True)) == [
+        ("position", "layers"),
+        ("position", "input"),
+        *(("attention", way) for way in ("layers", "mean", "rollout", "flow")),
+        ("atb_ff", "layers"),
+        ("decompx", "input"),
+        *(("gradient_attention", way) for way in ("layers", "mean", "rollout", "flow", "gradient_rollout")),
+    ]
+    refused = of_copy[of_copy.method == "atb_ff"].iloc[0]
+    assert refused.n == 0
+    assert math.isnan(refused.area)
+    assert "feed-forward" in refused.note
+    scored = frame[frame.note == ""]
+    assert (scored.n == 2).all()
+    assert ((scored.low <= scored.area) & (scored.area <= scored.high)).all()
+    # The answer of rasp_fraction stands before the end: the target is read there.
+    gradient = frame[(frame.model == "rasp_fraction") & (frame.method == "gradient_attention")]
+    assert gradient[gradient.aggregation == "layers"].area.item() == 1
+    again = score_constructed(names, [COPY, MODELS["rasp_fraction"]], count=2)
+    assert again.equals(frame)
+
+
+def test_position_is_scored_as_on_paper():
+    frame = score_constructed("attention", [COPY], count=5)
+    layers = frame[(frame.method == "position") & (frame.aggregation == "layers")].area.item()
+    # Two of the false keys come after the true one.
+    expected = [one_row(prompt, 2) for prompt in COPY.prompts(count=5)]
+    assert layers == pytest.approx(sum(expected) / 5)
+
+
+def test_aggregations_of_ones_own():
+    last = {"last layer": lambda layers: layers.select_layers([-1]).replace(kind="input")}
+    frame = score_constructed("attention", [COPY], last, count=2)
+    assert frame[frame.aggregation == "last layer"].area.item() == 1
+    assert "rollout" not in set(frame.aggregation)
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match="models: expected constructed models"):
+        score_constructed(models=["copy"])
+    with pytest.raises(ValueError, match="methods: expected one of"):
+        score_constructed("no_method")
+    with pytest.raises(ValueError, match="count: expected a whole number, 1 or more, got 0"):
+        score_constructed("attention", [COPY], count=0)
+
+
+def test_the_example_of_the_page_runs():
+    page = Path(__file__).parents[2] / "docs" / "constructed_models.md"
+    (example,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    names = {}
+    exec(compile(example, page.name, "exec"), names)
+    assert names["built"].name == "induction"
+    assert layer_area(names["m"], names["built"].routes(names["prompt"])) > 0.9
+    assert set(names["frame"].method) == {"position", "attention", "value_zeroing"}
