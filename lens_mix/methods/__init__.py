@@ -10,6 +10,7 @@ from lens_mix.methods.attn_res import AttnRes, AttnResLn, AttnResWeights
 from lens_mix.methods.decompx import DecompX, DecompXLocal
 from lens_mix.methods.globenc import GlobEnc
 from lens_mix.methods.gradient_attention import GradientAttention
+from lens_mix.methods.information_flow_routes import InformationFlowRoutes
 from lens_mix.methods.value_norms import ValueNorms
 from lens_mix.methods.value_zeroing import ValueZeroing
 
@@ -29,6 +30,7 @@ METHODS: dict[str, type[Method]] = {
         GradientAttention,
         GlobEnc,
         Alti,
+        InformationFlowRoutes,
         DecompX,
         DecompXLocal,
         AltiLogit,
