@@ -113,6 +113,17 @@ def distance_bytes(block: Block, heads: HeadVectors) -> int:
     return queries * (heads.value.shape[1] * pairs + 4 * batch * d_model * heads.dtype.itemsize)
 
 
+def head_proximity_bytes(heads: HeadVectors, queries: int) -> int:
+    """A key's vectors from all heads, twice, their weights and what they bring nearer, for all queries."""
+    copies = heads.heads * heads.d_model * heads.dtype.itemsize
+    return vector_bytes(heads) + copies + 6 * heads.heads * queries * heads.dtype.itemsize
+
+
+def route_bytes(block: Block, heads: HeadVectors) -> int:
+    """Shares of the parts of a block, up to its output."""
+    return 2 * distance_bytes(block, heads) + second_norm_bytes(block, heads)
+
+
 def second_norm_bytes(block: Block, heads: HeadVectors) -> int:
     """The true state that the norm after the feed-forward reads."""
     feed_forward = block.anatomy.feed_forward

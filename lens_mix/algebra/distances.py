@@ -1,4 +1,4 @@
-"""‖y_i - F_ij‖ for all pairs: how far the representation is from each key's vector."""
+"""How far each query's representation is from each key's vector, or from each head's share of it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.budget import chunk_size, chunks, vector_bytes
+from lens_mix.algebra.budget import chunk_size, chunks, head_proximity_bytes, vector_bytes
 from lens_mix.algebra.pair_norms import by_key
-from lens_mix.algebra.vectors import Vectors
+from lens_mix.algebra.vectors import Pairs, Vectors
+
+# The differences of one step, which are written once and read twice, in a processor's caches.
+STEP_BYTES = 1 << 20
 
 
 def lengths(vectors: Float[Tensor, "*batch d_model"], order: int) -> Float[Tensor, "*batch"]:
@@ -62,3 +65,55 @@ def _apart_by_key(
                 rows = slice(first, stop)
                 apart = torch.bmm(a[:, rows], w, out=memory[:, rows])
                 yield key, rows, apart.sub_(reduced[:, rows])
+
+
+def head_proximities(
+    vectors: Vectors, state: Float[Tensor, "batch query d_model"], per_head: bool
+) -> Float[Tensor, "batch *head query key"]:
+    """max(0, ‖state_i‖₁ - ‖state_i - scale_i a_ijh w_jh‖₁) for all pairs and heads; nothing added is in it.
+
+    Args:
+        vectors: of the pairs; heads are not summed before the norm.
+        state: what they are shares of.
+        per_head: keep the heads apart; False: the sum over heads.
+    """
+    pairs, heads = vectors.pairs, vectors.pairs.heads
+    batch, count, queries, keys = pairs.pattern.shape
+    reduced, scale = state / vectors.scale, vectors.scale.abs()
+    out = state.new_empty((batch, count, queries, keys) if per_head else (batch, queries, keys))
+    matrices, half = heads.after(pairs.chain), None if heads.budget is None else heads.budget // 2
+    size = chunk_size(batch * head_proximity_bytes(heads, queries), state.device, half)
+    for chunk in chunks(0, keys, size):
+        sent = heads.times(matrices, chunk).flatten(1, 2)
+        near = _nearer(pairs, chunk, sent, reduced, half).unflatten(1, (-1, count))
+        if per_head:
+            torch.mul(near.permute(0, 2, 3, 1), scale[:, None], out=out[..., chunk])
+        else:
+            torch.mul(near.sum(2).mT, scale, out=out[..., chunk])
+    return out
+
+
+def _nearer(
+    pairs: Pairs,
+    keys: slice,
+    sent: Float[Tensor, "batch source d_model"],
+    reduced: Float[Tensor, "batch query d_model"],
+    budget: int | None,
+) -> Float[Tensor, "batch source query"]:
+    """max(0, ‖reduced_i‖₁ - ‖reduced_i - a_ijh w_jh‖₁); sources are the heads of these keys."""
+    heads, (batch, count, *_), ranges = pairs.heads, pairs.pattern.shape, pairs.ranges()
+    weights = pairs.pattern[..., keys].permute(0, 3, 1, 2).flatten(1, 2).to(heads.dtype)
+    near, whole = torch.zeros_like(weights), lengths(reduced, 1)[:, None]
+    size = chunk_size(reduced.nbytes, reduced.device, budget, STEP_BYTES)
+    for step in chunks(0, weights.shape[1], size):
+        ends = [ranges[keys.start + source // count] for source in range(step.start, step.stop)]
+        if not any(stop for _, stop in ends):
+            continue
+        rows = slice(min(first for first, stop in ends if stop), max(stop for _, stop in ends))
+        shape = (batch, step.stop - step.start, rows.stop - rows.start, heads.d_model)
+        apart = heads.workspace.like("apart", reduced, shape, heads.dtype)
+        torch.mul(weights[:, step, rows, None], sent[:, step, None], out=apart)
+        apart = apart.sub_(reduced[:, None, rows]).abs_().sum(-1)
+        near[:, step, rows] = whole[..., rows] - apart
+    # A key without weight brings nothing nearer, whatever rounding says.
+    return near.clamp_min_(0).masked_fill_(weights == 0, 0)

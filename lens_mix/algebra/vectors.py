@@ -215,6 +215,12 @@ class AttentionVectors:
         return self.residual if norm is None else self.residual.through(norm, self.summed)
 
     @functools.cached_property
+    def kept(self) -> Float[Tensor, "batch query d_model"]:
+        """The residual stream's own share of `mid`."""
+        norm = self.anatomy.attention_residual
+        return self.resid_pre if norm is None else linear_part(norm, self.resid_pre) / norm.scale(self.summed)
+
+    @functools.cached_property
     def attention_out(self) -> Float[Tensor, "batch query d_model"]:
         """The attention's output, with b_O."""
         path, total = self.anatomy.value_path, self.attention.total

@@ -2,5 +2,13 @@
 
 from lens_mix.graphs.build import information_flow_graph, layered_graph, prune_graph
 from lens_mix.graphs.files import load_graph, save_graph
+from lens_mix.graphs.routes import information_flow_routes
 
-__all__ = ["information_flow_graph", "layered_graph", "load_graph", "prune_graph", "save_graph"]
+__all__ = [
+    "information_flow_graph",
+    "information_flow_routes",
+    "layered_graph",
+    "load_graph",
+    "prune_graph",
+    "save_graph",
+]

@@ -14,7 +14,7 @@ import networkx as nx
 from lens_mix.arguments import file_path, instance
 
 # What `lens_mix.graphs` and attribution trees write on a graph that is no string and no number.
-_NODES = {"target", "root"}
+_NODES = {"target", "targets", "root"}
 _LISTS = {"tokens", *_NODES}
 # The characters that XML 1.0 forbids, and the one that it changes when it is read (\r).
 _FORBIDDEN = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -13,6 +13,7 @@ from lens_mix.methods.frozen_gradients import FrozenGradients
 from lens_mix.methods.gim import Gim
 from lens_mix.methods.globenc import GlobEnc
 from lens_mix.methods.gradient_attention import GradientAttention
+from lens_mix.methods.information_flow_routes import InformationFlowRoutes
 from lens_mix.methods.input_gradients import InputGradients
 from lens_mix.methods.occlusion import Occlusion
 from lens_mix.methods.value_norms import ValueNorms
@@ -34,6 +35,7 @@ METHODS: dict[str, type[Method]] = {
         GradientAttention,
         GlobEnc,
         Alti,
+        InformationFlowRoutes,
         DecompX,
         DecompXLocal,
         AltiLogit,

@@ -1,0 +1,222 @@
+"""Information flow routes: how much nearer heads, residual and feed-forward bring the residual stream."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+import torch
+from einops import einsum, repeat
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.algebra.budget import attention_budget, head_proximity_bytes, route_bytes
+from lens_mix.algebra.distances import head_proximities, lengths
+from lens_mix.algebra.feed_forward import without_last_norm
+from lens_mix.algebra.head_vectors import linear_part
+from lens_mix.algebra.vectors import AttentionVectors, attention_vectors, head_vectors
+from lens_mix.arguments import instance, one_of
+from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.maps import MixingMap
+from lens_mix.method import Method
+from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class InformationFlowRoutes(Method):
+    """Importance of the edges of the information-flow graph (Ferrando & Voita, EMNLP 2024, section 2).
+
+    A part p of a state s has the proximity max(0, ‖s‖₁ - ‖s - p‖₁), and of all parts' proximities the share
+    that is its importance. s is the residual stream after the attention branch; its parts are what each head
+    sent from each key, a_ijh u_jh (b_V in), and the residual x_i. score[l, i, j] = Σ_h importance(a_ijh
+    u_jh), on the diagonal with that of x_i. Shape [layer, query, key] or [layer, head, query, key], 0 to 1.
+    Rows, summed over heads, sum to 1; where no part brings s nearer they stay zero. Roll-outs add no
+    identity.
+
+    The residual stream after the block has two parts, the feed-forward's output and what it was added to:
+    `part_shares(m)` has their importance, and that of x_i alone. docs/information_flow_routes.md says what
+    the parts are on every kind of block.
+
+    Args:
+        per_head: keep the heads apart. x_i is no head's: each has an equal part of its importance on the
+            diagonal, so that the heads' sum is the map, and roll-outs are the same.
+        biases: "whole" has b_O, and β of norms, in s alone, as the authors' code does; with "part" they are a
+            part of their own, whose importance is in no entry, so that rows sum to less.
+    """
+
+    name: ClassVar[str] = "information_flow_routes"
+    residual: ClassVar[float] = 0.0
+    engines: ClassVar[tuple[str, ...]] = ("algebra",)
+    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
+    citation: ClassVar[str] = "ferrando-voita-2024-information"
+
+    per_head: bool = False
+    biases: Literal["whole", "part"] = "whole"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("biases", self.biases, ("whole", "part"))
+
+    def relies_on_feed_forward(self, anatomy: BlockAnatomy) -> bool:
+        return anatomy.feed_forward_residual is not None and not _ends_unknown(anatomy)
+
+    def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
+        heads = head_vectors(block)
+        batch, queries, d_model = block.resid_pre.shape
+        step = max(head_proximity_bytes(heads, queries), queries * d_model * heads.dtype.itemsize)
+        beside = route_bytes(block, heads)
+        heads.budget = attention_budget(block, heads, beside, 2 * batch * step, self.name)
+        attention = attention_vectors(block, heads)
+        scores = head_proximities(attention.normed, attention.mid, self.per_head)
+        near = {"resid_pre": proximity(attention.kept, attention.mid)}
+        if self.biases == "part":
+            near["biases_mid"] = proximity(attention.mid - attention.normed.total, attention.mid)
+        from_keys = scores.sum(-1).sum(1) if self.per_head else scores.sum(-1)
+        total = _divisor(from_keys + sum(near.values()))
+        scores.div_(total[:, None, :, None] if self.per_head else total[..., None])
+        shares = {name: value / total for name, value in near.items()}
+        _add_on_diagonal(block, scores, shares["resid_pre"])
+        _record(block, shares | self._after_feed_forward(block, attention))
+        return scores
+
+    def _after_feed_forward(
+        self, block: Block, attention: AttentionVectors
+    ) -> dict[str, Float[Tensor, "batch query"]]:
+        """Importance of the parts of the block's output; none where they can't be told."""
+        anatomy, mid = block.anatomy, attention.mid
+        if _ends_unknown(anatomy):
+            return {}
+        whole, norm, kept = block.resid_post.to(mid.dtype), anatomy.feed_forward_residual, mid
+        added = torch.zeros_like(mid) if anatomy.feed_forward_kind == "none" else whole - mid
+        if norm is not None and anatomy.feed_forward is not None:
+            output = anatomy.feed_forward(anatomy.feed_forward_in(attention.resid_pre, mid))
+            summed = without_last_norm(anatomy).after_feed_forward(mid, output)
+            kept, added = (linear_part(norm, part) / norm.scale(summed) for part in (mid, summed - mid))
+        parts = {"resid_mid": kept, "mlp_out": added}
+        if self.biases == "part" and norm is not None:
+            parts["biases_post"] = whole - kept - added
+        near = {name: proximity(part, whole) for name, part in parts.items()}
+        total = _divisor(sum(near.values(), torch.zeros_like(whole[..., 0])))
+        return {name: value / total for name, value in near.items()}
+
+
+def proximity(
+    part: Float[Tensor, "*batch d_model"], whole: Float[Tensor, "*batch d_model"]
+) -> Float[Tensor, "*batch"]:
+    """max(0, ‖whole‖₁ - ‖whole - part‖₁)."""
+    return (lengths(whole, 1) - lengths(whole - part, 1)).clamp_min(0)
+
+
+class PartShares(NamedTuple):
+    """Importance of the parts that came from no other token, `[layer, query]`, 0 to 1.
+
+    Attributes:
+        resid_pre: of the residual stream that enters the block, in the one after the attention branch.
+        resid_mid: of the latter in the block's output.
+        mlp_out: of the feed-forward in the block's output.
+        parallel: per layer, whether the feed-forward reads what enters the block.
+    """
+
+    resid_pre: Float[Tensor, "layer query"]
+    resid_mid: Float[Tensor, "layer query"]
+    mlp_out: Float[Tensor, "layer query"]
+    parallel: list[bool]
+
+
+def part_shares(mixing_map: MixingMap) -> PartShares:
+    """What the map's record says of residual and feed-forward, for the layers and rows that the map holds.
+
+    Raises:
+        ValueError: no map of `information_flow_routes`; tokens dropped or merged since; blocks whose
+            feed-forward can't be told apart (cross-attention).
+    """
+    instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
+    entries = mixing_map.provenance.get("details", {}).get("parts", [])
+    if not entries:
+        got = f"got method {mixing_map.method!r} and none of its record"
+        raise ValueError(f"mixing_map: expected a map of information_flow_routes, {got}")
+    by_layer = {entry["layer"]: entry for entry in entries}
+    chosen = [by_layer[layer] for layer in mixing_map.layer_labels]
+    if chosen[0]["tokens"] != len(mixing_map.tokens):
+        expected = f"expected the {chosen[0]['tokens']} tokens of the run"
+        raise ValueError(
+            f"mixing_map: {expected}, got {len(mixing_map.tokens)} after tokens were dropped or merged"
+        )
+    unknown = next((entry["layer"] for entry in chosen if "mlp_out" not in entry), None)
+    if unknown is not None:
+        raise ValueError(
+            f"mixing_map: expected blocks whose output is attention, feed-forward and residual, got block "
+            f"{unknown}, which has cross-attention, or a post-norm feed-forward that can't be rebuilt"
+        )
+
+    def held(name: str) -> Float[Tensor, "layer query"]:
+        queries = mixing_map.query_positions
+        rows = [[entry[name][entry["queries"].index(query)] for query in queries] for entry in chosen]
+        return torch.tensor(rows, dtype=torch.float64)
+
+    parallel = [entry["parallel"] for entry in chosen]
+    return PartShares(held("resid_pre"), held("resid_mid"), held("mlp_out"), parallel)
+
+
+# ------------------------------------------------------------------ the definition
+
+
+def head_parts(
+    pattern: Float[Tensor, "batch head query key"],
+    value: Float[Tensor, "batch key value_head d_head"],
+    W_O: Float[Tensor, "head d_head d_model"],
+) -> Float[Tensor, "batch query head key d_model"]:
+    """a_ijh u_jh, written out: what each head sent from each key."""
+    group = len(W_O) // value.shape[2]
+    value = repeat(value, "batch key value_head d_head -> batch key (value_head group) d_head", group=group)
+    sent = einsum(value, W_O, "batch key head d_head, head d_head d_model -> batch key head d_model")
+    return einsum(
+        pattern, sent, "batch head query key, batch key head d_model -> batch query head key d_model"
+    )
+
+
+def importance(
+    parts: Float[Tensor, "batch query part d_model"], whole: Float[Tensor, "batch query d_model"]
+) -> Float[Tensor, "batch query part"]:
+    """The definition: each part's proximity, divided by the sum over parts."""
+    near = (whole.abs().sum(-1)[..., None] - (whole[:, :, None] - parts).abs().sum(-1)).clamp_min(0)
+    return near / _divisor(near.sum(-1, keepdim=True))
+
+
+# ------------------------------------------------------------------ helpers
+
+
+def _ends_unknown(anatomy: BlockAnatomy) -> bool:
+    """Whether the feed-forward's share of the block's output can't be told."""
+    unbuilt = anatomy.feed_forward is None and anatomy.feed_forward_kind != "none"
+    return anatomy.cross or (anatomy.feed_forward_residual is not None and unbuilt)
+
+
+def _divisor(total: Tensor) -> Tensor:
+    return torch.where(total > 0, total, torch.ones_like(total))
+
+
+def _add_on_diagonal(block: Block, scores: Tensor, shares: Float[Tensor, "batch query"]) -> None:
+    """In place; evenly over heads where there are any."""
+    index = block.queries[..., None]
+    if scores.ndim == 4:
+        index, shares = (
+            index[:, None].expand(-1, scores.shape[1], -1, -1),
+            (shares / scores.shape[1])[:, None],
+        )
+    scores.scatter_add_(-1, index, shares[..., None].expand(index.shape).to(scores.dtype))
+
+
+def _record(block: Block, shares: dict[str, Float[Tensor, "batch query"]]) -> None:
+    """Each prompt's shares by the positions of its rows, padding cut away."""
+    for index, real in enumerate(block.real):
+        kept, place = real.tolist(), (real.cumsum(0) - 1).tolist()
+        # A prompt with fewer rows than another repeats its last one.
+        rows = {place[p]: row for row, p in enumerate(block.queries[index].tolist()) if kept[p]}
+        values = {name: share[index, list(rows.values())].tolist() for name, share in shares.items()}
+        entry = {"layer": block.layer, "tokens": sum(kept), "queries": list(rows)}
+        block.detail(index, "parts", {**entry, "parallel": block.anatomy.parallel, **values})
