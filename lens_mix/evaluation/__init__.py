@@ -1,4 +1,4 @@
-"""How far to trust a map, and what to do with it: head importance, pruning curves, triggers."""
+"""How far to trust a map, and what to do with it: head importance, pruning curves, triggers, probes."""
 
 from lens_mix.evaluation.head_importance import (
     HeadImportance,
@@ -6,6 +6,13 @@ from lens_mix.evaluation.head_importance import (
     head_importance,
     importance_correlations,
     pruned,
+)
+from lens_mix.evaluation.probing import (
+    Probing,
+    ProbingAgreement,
+    probe_layers,
+    probing_agreement,
+    residuals_at,
 )
 from lens_mix.evaluation.pruning import PruningCurves, pruning_curves
 from lens_mix.evaluation.triggers import (
@@ -21,6 +28,8 @@ from lens_mix.evaluation.triggers import (
 __all__ = [
     "Example",
     "HeadImportance",
+    "Probing",
+    "ProbingAgreement",
     "PruningCurves",
     "Trigger",
     "TriggerReport",
@@ -30,7 +39,10 @@ __all__ = [
     "importance_correlations",
     "insert_trigger",
     "predict_by_token",
+    "probe_layers",
+    "probing_agreement",
     "pruned",
     "pruning_curves",
+    "residuals_at",
     "trigger_report",
 ]
