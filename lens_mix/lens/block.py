@@ -371,8 +371,12 @@ class Block:
     def _proven_head(self, norm: Norm | None, last: Float[Tensor, "batch pos d_model"]) -> Head:
         if self._lens.stack.name == "encoder":
             raise UnsupportedModelError("head: the encoder of an encoder-decoder has no logits")
-        resid = last[self.real].to(self._lens.wide_dtype)
-        logits = self.logits()[self.real].to(resid.dtype)
+        resid, logits = last[self.real].to(self._lens.wide_dtype), self.logits()
+        if logits.ndim != 3:
+            raise UnsupportedModelError(
+                f"head: expected logits of every position, got a classifier's {list(logits.shape)}"
+            )
+        logits = logits[self.real].to(resid.dtype)
         return proven_head(self._lens.model, norm, resid, logits, self._lens.tolerance)
 
     def changed_backward(

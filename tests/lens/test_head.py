@@ -9,7 +9,7 @@ import lens_mix as lm
 from lens_mix.lens.proof.engines import needs_head, refusal
 from lens_mix.lens.proof.record import HEAD, HEAD_UNPROVEN, Proof
 from tests.matrix import build_or_skip, prompt_of
-from tests.tiny_models import bridge, hooked_transformer
+from tests.tiny_models import available, bridge, hooked_transformer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CAPPED = [(bridge, "gemma2", {}), (hooked_transformer, "RMS", {"output_logits_soft_cap": 30.0})]
@@ -77,3 +77,20 @@ def test_check_says_it(model):
     capped = build_or_skip(bridge, "gemma2")
     assert "head: expected logits" in str(lm.check(capped, prompt_of(capped)))
     assert lm.check(capped, prompt_of(capped)).ok
+
+
+@pytest.mark.skipif(not available(bridge, "bert"), reason="no TransformerBridge in this TransformerLens")
+def test_a_classifier_has_no_logits_of_every_position():
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+    from transformers import BertConfig, BertForNextSentencePrediction
+
+    config = BertConfig(
+        vocab_size=50, hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+    )
+    model = BertForNextSentencePrediction._from_config(config, attn_implementation="eager")
+    classifier = build_bridge_from_module(model, architecture="BertForMaskedLM", hf_config=config).eval()
+    support = lm.support(classifier)
+    assert support["value_zeroing"] == "ok (algebra)"
+    assert "can't run on this model" in support["alti_logit"]
+    with pytest.raises(lm.UnsupportedModelError, match="alti_logit can't run on this model"):
+        lm.run(classifier, torch.tensor([1, 5, 6]), "alti_logit")

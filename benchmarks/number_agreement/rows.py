@@ -1,0 +1,123 @@
+"""What every map says [CLS] took from each word of a sentence, and how important each word is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import lens_mix as lm
+from benchmarks.number_agreement.encoder import Classifier
+from benchmarks.number_agreement.sentences import CLASSES, UNK, Sentence, token_ids, vocabulary
+
+
+class Row(NamedTuple):
+    """One map's row of [CLS] over the words, [CLS] itself left out."""
+
+    method: str
+    aggregation: str
+    layer: int
+    scores: np.ndarray
+
+
+# ------------------------------------------------------------------ importance, in plain words
+
+
+def blank_out(found: Classifier, ids: list[int], answer: int) -> Tensor:
+    """|change of the answer's probability| as each word becomes [UNK], one forward pass per word: [word]."""
+    blanked = [[*ids[:place], vocabulary()[UNK], *ids[place + 1 :]] for place in range(1, len(ids))]
+    probabilities = found.logits([ids, *blanked]).double().softmax(-1)[:, answer]
+    return (probabilities[1:] - probabilities[0]).abs()
+
+
+def input_gradients(found: Classifier, ids: list[int], answer: int) -> Tensor:
+    """Norm of the gradient of the answer's margin by each word's embedding: [word]."""
+    words = next(
+        module
+        for module in found.model.modules()
+        if isinstance(module, nn.Embedding) and module.num_embeddings == len(vocabulary())
+    )
+    looked_up: list[Tensor] = []
+    handle = words.register_forward_hook(lambda module, args, out: looked_up.append(out))
+    try:
+        with torch.enable_grad():
+            margin = found.margin(answer)(found.model(torch.tensor([ids])))[0]
+            (gradient,) = torch.autograd.grad(margin, looked_up)
+    finally:
+        handle.remove()
+    return gradient[0, 1:].norm(dim=-1)
+
+
+def importance(found: Classifier, ids: list[int], answer: int) -> dict[str, np.ndarray]:
+    """Both, by their names."""
+    return {
+        "blank-out": blank_out(found, ids, answer).numpy(),
+        "gradients": input_gradients(found, ids, answer).double().numpy(),
+    }
+
+
+# ------------------------------------------------------------------ maps
+
+
+def supported(found: Classifier) -> list[str]:
+    """Names of the methods of lens_mix that run on the encoder."""
+    return [name for name, engine, _ in lm.support(found.model) if engine is not None]
+
+
+def _methods(found: Classifier, answer: int, names: Sequence[str]) -> list[Any]:
+    """Those with a target explain the answer."""
+    chosen: list[Any] = []
+    for name in names:
+        kind: Any = lm.METHODS[name]
+        if name == "alti_logit":
+            token, against = (vocabulary()[CLASSES[place]] for place in (answer, 1 - answer))
+            chosen.append(kind(token=token, against=against))
+        elif name in ("attention_attribution", "gradient_attention"):
+            chosen.append(kind(target=found.margin(answer)))
+        else:
+            chosen.append(kind())
+    return chosen
+
+
+def rows(found: Classifier, ids: list[int], answer: int, names: Sequence[str]) -> Iterator[Row]:
+    """Every method, aggregation and depth (1 is the first layer)."""
+    asked = _methods(found, answer, names)
+    for name, mixing in lm.run(found.model, torch.tensor(ids), asked).items():
+        if mixing.kind == "input":
+            # alti_logit says what each layer adds: up to a layer is their sum.
+            summed = mixing.scores.cumsum(0) if name == "alti_logit" else mixing.scores
+            yield from _of_layers(name, "input map", summed.abs())
+            continue
+        # Attributions are signed, importance is not.
+        size = mixing.replace(scores=mixing.scores.abs())
+        yield from _of_layers(name, "row", size.scores)
+        counts = torch.arange(1, len(size.scores) + 1)[:, None, None]
+        yield from _of_layers(name, "mean of rows", size.scores.double().cumsum(0) / counts)
+        if name == "gradient_attention":
+            yield from _of_layers(name, "rollout", lm.gradient_rollout(mixing).scores)
+            continue
+        yield from _of_layers(name, "rollout", lm.rollout(size).scores)
+        if name == "attention":
+            yield from _of_layers(name, "flow", lm.flow(size, queries=[0]).scores)
+
+
+def controls(sentence: Sentence, draw: np.random.Generator) -> Iterator[Row]:
+    """What knows nothing of the model: chance, the position, the subject's place (as if it was known)."""
+    count = len(sentence.words)
+    yield Row("random", "control", 0, draw.random(count))
+    yield Row("position (later is more)", "control", 0, np.arange(count, dtype=float))
+    yield Row("the subject alone", "control", 0, np.eye(count)[sentence.subject])
+
+
+def _of_layers(method: str, aggregation: str, scores: Tensor) -> Iterator[Row]:
+    for layer, row in enumerate(scores[:, 0, 1:].double().numpy(), start=1):
+        yield Row(method, aggregation, layer, row)
+
+
+def ids_and_answer(found: Classifier, sentence: Sentence) -> tuple[list[int], int]:
+    """Token numbers, and what the model answers."""
+    ids = token_ids(sentence)
+    return ids, int(found.logits([ids])[0].argmax())

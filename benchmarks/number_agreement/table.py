@@ -1,0 +1,69 @@
+"""The table of Abnar & Zuidema (ACL 2020): rank correlation of [CLS]'s row with the words' importance."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from scipy.stats import rankdata
+from tqdm.auto import tqdm
+
+from benchmarks.number_agreement.encoder import Classifier, untrained
+from benchmarks.number_agreement.rows import Row, controls, ids_and_answer, importance, rows, supported
+from benchmarks.number_agreement.sentences import Sentence
+
+
+def measure(found: Classifier, examples: Sequence[Sentence]) -> pd.DataFrame:
+    """One line per sentence, map and importance: `spearman`, and `partial`, with the position partialled out.
+
+    The maps of the encoder before its training, against the same importance, are `weights` "untrained".
+    """
+    draw, blank, names = np.random.default_rng(0), untrained(found.recipe), supported(found)
+    frames = []
+    for number, sentence in enumerate(tqdm(examples, disable=None, desc="table")):
+        ids, answer = ids_and_answer(found, sentence)
+        important = importance(found, ids, answer)
+        before = [row for row in rows(blank, ids, answer, names) if row.layer == found.recipe.layers]
+        # How far one importance says what the other does: no map can be expected to do better.
+        others = [Row(name, "importance", 0, scores) for name, scores in important.items()]
+        given = {
+            "trained": [*rows(found, ids, answer, names), *controls(sentence, draw), *others],
+            "untrained": before,
+        }
+        for weights, found_rows in given.items():
+            for name, scores in important.items():
+                frame = _correlations(found_rows, scores)
+                frames.append(frame.assign(weights=weights, importance=name, sentence=number))
+    return pd.concat(frames, ignore_index=True)
+
+
+def summary(measured: pd.DataFrame) -> pd.DataFrame:
+    """Mean and standard error over the sentences; `undefined` counts those with a constant row."""
+    keys = ["weights", "importance", "method", "aggregation", "layer"]
+    groups = measured.groupby(keys, sort=False)
+    table = groups[["spearman", "partial"]].mean()
+    table["error"], table["spread"] = groups["spearman"].sem(), groups["spearman"].std()
+    table["undefined"] = groups["spearman"].apply(lambda values: int(values.isna().sum()))
+    return table.reset_index()
+
+
+def _correlations(given: Sequence[Row], importance: np.ndarray) -> pd.DataFrame:
+    """Of every row with the importance of the words; NaN where one is constant."""
+    ranks = rankdata(np.stack([row.scores for row in given]), axis=1)
+    important, position = rankdata(importance), np.arange(len(importance), dtype=float)
+    spearman, by_position = _pearson(ranks, important), _pearson(ranks, position)
+    known = _pearson(important[None], position)[0]
+    with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
+        rest = (1 - by_position**2) * (1 - known**2)
+        partial = np.where(rest > 1e-9, (spearman - by_position * known) / np.sqrt(rest), np.nan)
+    names = {field: [getattr(row, field) for row in given] for field in ("method", "aggregation", "layer")}
+    return pd.DataFrame({**names, "spearman": spearman, "partial": partial})
+
+
+def _pearson(ranks: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Of each row with one other row."""
+    left, right = ranks - ranks.mean(1, keepdims=True), other - other.mean()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return left @ right / np.sqrt((left**2).sum(1) * (right**2).sum())
