@@ -23,6 +23,7 @@ from lens_mix.evaluation.head_importance import (
     pruned,
 )
 from lens_mix.evaluation.leaderboard import Leaderboard, evaluate
+from lens_mix.evaluation.plausibility import blimp_cases, planted_facts
 from lens_mix.evaluation.probing import (
     Probing,
     ProbingAgreement,
@@ -33,7 +34,7 @@ from lens_mix.evaluation.probing import (
 from lens_mix.evaluation.pruning import PruningCurves, pruning_curves
 from lens_mix.evaluation.removal import Drop, Removal, ReplaceTokens, SampleTokens, ZeroValues
 from lens_mix.evaluation.soft import SoftFaithfulness, soft_faithfulness
-from lens_mix.evaluation.tasks import Case, Cues, Importance, Task, blimp_cases, planted_facts
+from lens_mix.evaluation.tasks import Case, Cells, Cues, Importance, Removals, Task
 from lens_mix.evaluation.triggers import (
     Example,
     Trigger,
@@ -47,6 +48,7 @@ from lens_mix.evaluation.triggers import (
 __all__ = [
     "Case",
     "CellFaithfulness",
+    "Cells",
     "ConstructedModel",
     "Cues",
     "Drop",
@@ -60,6 +62,7 @@ __all__ = [
     "PruningCurves",
     "Removal",
     "RemovalCurves",
+    "Removals",
     "ReplaceTokens",
     "Routes",
     "SampleTokens",

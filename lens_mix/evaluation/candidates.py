@@ -75,3 +75,14 @@ def candidate_rows(
             continue
         rows[name] = made.scores[-1][made.row_index(query)].double()
     return rows
+
+
+def layer_forms(m: MixingMap) -> dict[str, MixingMap]:
+    """A layer map as it is ("raw") and, where no score is below 0, with rows that sum to 1 ("shares").
+
+    Where cells of all layers are ranked together, it matters how the layers are scaled.
+    """
+    forms = {"raw": m.merge_heads()}
+    if bool((m.scores >= 0).all()):
+        forms["shares"] = forms["raw"].normalized()
+    return forms

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lens_mix.arguments import whole_number
 from lens_mix.lens.model import Lens
+from lens_mix.maps import MixingMap
 
 
 def control_rows(keys: int, seed: int) -> dict[str, Float[Tensor, " key"]]:
@@ -20,6 +21,22 @@ def control_rows(keys: int, seed: int) -> dict[str, Float[Tensor, " key"]]:
     return {
         "random": torch.rand(keys, generator=generator, dtype=torch.float64),
         "position": torch.arange(1, keys + 1, dtype=torch.float64),
+    }
+
+
+def control_maps(like: MixingMap, seed: int) -> dict[str, MixingMap]:
+    """Layer maps that know nothing of the prompt, of another one's layers, heads left out, and positions."""
+    merged = like.merge_heads()
+    shape = merged.scores.shape
+    generator = torch.Generator().manual_seed(seed)
+    rows = {
+        "random": torch.rand(shape, generator=generator, dtype=torch.float64),
+        "position": torch.arange(1, shape[-1] + 1, dtype=torch.float64).expand(shape),
+    }
+    visible = merged.visible().cpu()
+    return {
+        name: merged.replace(scores=scores.masked_fill(~visible, 0), method=name)
+        for name, scores in rows.items()
     }
 
 

@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix.arguments import flags, instance, one_of
 from lens_mix.evaluation.agreement import bootstrap
-from lens_mix.evaluation.candidates import AS_IT_IS, Aggregation, aggregations_by_name, candidate_rows
-from lens_mix.evaluation.controls import control_rows, randomised
+from lens_mix.evaluation.candidates import (
+    AS_IT_IS,
+    Aggregation,
+    aggregations_by_name,
+    candidate_rows,
+    layer_forms,
+)
+from lens_mix.evaluation.controls import control_maps, control_rows, randomised
 from lens_mix.evaluation.tasks import Case, Task
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.proof.support import model_name
@@ -195,21 +200,27 @@ class _Evaluation:
 
     def scores(self, number: int, case: Case) -> list[dict[str, Any]]:
         """The records of one case."""
-        truth = self._task.truth(self._model, case, **self._options).cpu()
-        rows = {(label, AS_IT_IS): row for label, row in control_rows(len(truth), number).items()}
-        rows |= self._rows(case, "")
+        candidates = self._candidates(case, "")
         if self._randomised:
             with randomised(self._model):
-                rows |= self._rows(case, ", randomised model")
+                candidates |= self._candidates(case, ", randomised model")
+        if candidates:
+            like = next(iter(candidates.values()))
+            of_maps = self._task.layer_maps
+            controls = control_maps(like, number) if of_maps else control_rows(len(like), number)
+            candidates = {(label, AS_IT_IS): one for label, one in controls.items()} | candidates
+        by_name = {f"{method} {aggregation}": one for (method, aggregation), one in candidates.items()}
+        found = self._task.scores(self._model, case, by_name, **self._options)
         records = []
-        for (method, aggregation), row in rows.items():
-            scores = self._task.score(row.cpu(), truth, case.query)
+        for method, aggregation in candidates:
+            scores = found[f"{method} {aggregation}"]
             known = {metric: None if score != score else score for metric, score in scores.items()}
             records.append({"case": number, "method": method, "aggregation": aggregation, **known})
         return records
 
-    def _rows(self, case: Case, suffix: str) -> dict[tuple[str, str], Tensor]:
-        rows: dict[tuple[str, str], Tensor] = {}
+    def _candidates(self, case: Case, suffix: str) -> dict[tuple[str, str], Any]:
+        """Rows of input maps, or the layer maps themselves where the task scores those."""
+        found: dict[tuple[str, str], Any] = {}
         for label, method in self._methods.items():
             if case.target is not None and hasattr(method, "target"):
                 method = dataclasses.replace(method, **{"target": case.target})
@@ -219,9 +230,14 @@ class _Evaluation:
             except UnsupportedModelError as problem:
                 self.refused[label + suffix] = str(problem)
                 continue
-            made = candidate_rows(m, case.query, self._aggregations)
-            rows |= {(label + suffix, name): row for name, row in made.items()}
-        return rows
+            if not self._task.layer_maps:
+                rows = candidate_rows(m, case.query, self._aggregations)
+                found |= {(label + suffix, name): row for name, row in rows.items()}
+            elif m.kind == "layer":
+                found |= {(label + suffix, name): form for name, form in layer_forms(m).items()}
+            else:
+                self.refused[label + suffix] = "an input map has no cells of single layers"
+        return found
 
 
 class _Finished:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import json
 import math
-import os
-import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix import targets
 from lens_mix.arguments import several, whole_number
 from lens_mix.evaluation.agreement import (
     average_precision,
@@ -25,6 +21,9 @@ from lens_mix.evaluation.agreement import (
     spearman,
     top_k_overlap,
 )
+from lens_mix.evaluation.cells import Operator, keep_cells
+from lens_mix.evaluation.curves import removal_curves
+from lens_mix.evaluation.removal import Removal
 from lens_mix.methods import Occlusion
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike
@@ -53,9 +52,11 @@ class Task(abc.ABC):
     Class attributes:
         name: in tables.
         metrics: the names of its scores; higher is better.
+        layer_maps: whether layer maps are scored as they are, and no input maps.
     """
 
     name: ClassVar[str]
+    layer_maps: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]]
 
     @abc.abstractmethod
@@ -63,20 +64,43 @@ class Task(abc.ABC):
         """The prompts, as the model reads them."""
 
     @abc.abstractmethod
-    def truth(self, model: Any, case: Case, **options: Any) -> Float[Tensor, " key"]:
-        """What the row is compared with, one number per key; `options` as in `lm.run`."""
+    def scores(
+        self, model: Any, case: Case, candidates: Mapping[str, Any], **options: Any
+    ) -> dict[str, dict[str, float]]:
+        """The scores of each candidate by metric; NaN where undefined.
 
-    @abc.abstractmethod
-    def score(self, row: Float[Tensor, " key"], truth: Float[Tensor, " key"], query: int) -> dict[str, float]:
-        """The scores of one row, by metric; NaN where undefined."""
+        Args:
+            model: the model.
+            case: one of `cases`.
+            candidates: by name, rows [key] of input maps for the case's query, or with `layer_maps` the maps.
+            options: as in `lm.run`.
+        """
 
     def describe(self) -> dict[str, Any]:
         """The task in plain words and numbers, for records."""
         return {"task": self.name}
 
 
+class RowTask(Task):
+    """A task that compares each row with one truth about the case."""
+
+    @abc.abstractmethod
+    def truth(self, model: Any, case: Case, **options: Any) -> Float[Tensor, " key"]:
+        """What the row is compared with, a number per key, NaN where it is not; `options` as in `lm.run`."""
+
+    @abc.abstractmethod
+    def score(self, row: Float[Tensor, " key"], truth: Float[Tensor, " key"], query: int) -> dict[str, float]:
+        """The scores of one row, by metric; NaN where undefined."""
+
+    def scores(
+        self, model: Any, case: Case, candidates: Mapping[str, Any], **options: Any
+    ) -> dict[str, dict[str, float]]:
+        truth = self.truth(model, case, **options).cpu()
+        return {name: self.score(row.cpu(), truth, case.query) for name, row in candidates.items()}
+
+
 @dataclasses.dataclass(frozen=True)
-class Importance(Task):
+class Importance(RowTask):
     """Does the map order the tokens as taking them out does?
 
     The truth is `Occlusion` of the model's own prediction at the query, mean of the sizes; a map's row is
@@ -133,7 +157,7 @@ class Importance(Task):
 
 
 @dataclasses.dataclass(frozen=True)
-class Cues(Task):
+class Cues(RowTask):
     """Does the map put its weight on the words that are known to decide?
 
     Args:
@@ -174,139 +198,75 @@ class Cues(Task):
         }
 
 
-# Where the word that decides stands in the context (the prefix) of BLiMP's minimal pairs.
-_BLIMP_CUES = {
-    "anaphor_number_agreement": "subject",
-    "determiner_noun_agreement_1": "last",
-    "regular_plural_subject_verb_agreement_1": "whole",
-}
-_DETERMINERS = {
-    "a",
-    "an",
-    "the",
-    "this",
-    "that",
-    "these",
-    "those",
-    "some",
-    "most",
-    "many",
-    "all",
-    "every",
-    "each",
-}
+@dataclasses.dataclass(frozen=True)
+class Removals(Task):
+    """Does the answer go when the tokens that the map ranks first go, and stay when they stay?
 
-
-def blimp_cases(model: Any, path: str | os.PathLike[str], count: int | None = None) -> list[Case]:
-    """Minimal pairs of BLiMP (Warstadt et al., TACL 2020), for causal models: the prefix, and what decides.
-
-    The target is the logit difference of the good and the bad word, by the first token in which they differ
-    (pairs without one are left out). The cue is the word that decides: the determiner before a noun, the
-    subject's words otherwise; all its tokens are relevant.
+    Normalised AOPC of the deletion and of the insertion curve (`removal_curves`), the latter as
+    1 − sufficiency, so that higher is better in both.
 
     Args:
-        path: a .jsonl file of BLiMP with `one_prefix_method`.
-        count: the first so many pairs that can be used; None: all.
-
-    Raises:
-        ValueError: a file without prefixes, or no pair that can be used.
+        prompts: as `lm.run` takes them.
+        removal: how tokens are taken out: "sample", "drop", "zero_values", or a `Removal`.
+        exact, beam: as in `removal_curves`.
     """
-    cases = []
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            pair = json.loads(line)
-            if not pair.get("one_prefix_method"):
-                raise ValueError(
-                    f"path: expected BLiMP pairs with one_prefix_method (one context, two next words), got "
-                    f"{pair.get('UID', 'something else')!r} without"
-                )
-            case = _blimp_case(model, pair)
-            cases += [] if case is None else [case]
-            if len(cases) == count:
-                break
-    if not cases:
-        raise ValueError(f"path: expected pairs whose words differ in their first token, got none in {path}")
-    return cases
+
+    name: ClassVar[str] = "removals"
+    metrics: ClassVar[tuple[str, ...]] = ("deletion", "insertion")
+
+    prompts: Sequence[Any]
+    removal: str | Removal = "sample"
+    exact: int = 8
+    beam: int = 3
+
+    def cases(self, model: Any) -> list[Case]:
+        return [Case(prompt) for prompt in several("prompts", self.prompts, "several prompts", least=1)]
+
+    def scores(
+        self, model: Any, case: Case, candidates: Mapping[str, Any], **options: Any
+    ) -> dict[str, dict[str, float]]:
+        how: dict[str, Any] = {"removal": self.removal, "exact": self.exact, "beam": self.beam}
+        curves = removal_curves(model, case.prompt, dict(candidates), target=case.target, **how, **options)
+        return {
+            name: {"deletion": curve.comprehensiveness, "insertion": 1 - curve.sufficiency}
+            for name, curve in curves.items()
+        }
+
+    def describe(self) -> dict[str, Any]:
+        how = self.removal if isinstance(self.removal, str) else repr(self.removal)
+        return {"task": self.name, "removal": how, "exact": self.exact, "beam": self.beam}
 
 
-def _blimp_case(model: Any, pair: dict[str, Any]) -> Case | None:
-    prefix = pair["one_prefix_prefix"]
-    words = [pair["one_prefix_word_good"], pair["one_prefix_word_bad"]]
-    good, bad = (model.tokenizer(f" {word}", add_special_tokens=False)["input_ids"] for word in words)
-    if good[0] == bad[0]:
-        return None
-    tokens = model.to_tokens(prefix)[0]
-    start, end = _cue_span(prefix, _BLIMP_CUES.get(pair["UID"], "whole"))
-    offsets = model.tokenizer(prefix, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    # special tokens that the model put in front
-    added = len(tokens) - len(offsets)
-    relevant = tuple(added + place for place, (a, b) in enumerate(offsets) if a < end and b > start)
-    return Case(tokens, -1, relevant, targets.logit_difference(good[0], bad[0])) if relevant else None
+@dataclasses.dataclass(frozen=True)
+class Cells(Task):
+    """Do the cells that a layer map ranks first carry the answer? Layer maps as they are, no rollout.
 
-
-def _cue_span(prefix: str, where: str) -> tuple[int, int]:
-    """Characters of the cue: the last word, the whole prefix, or the subject at its start."""
-    words = prefix.split(" ")
-    if where == "last":
-        return len(prefix) - len(words[-1]), len(prefix)
-    if where == "whole":
-        return 0, len(prefix)
-    count = 4 if prefix.startswith("A lot of ") else 2 if words[0].lower() in _DETERMINERS else 1
-    return 0, len(" ".join(words[:count]))
-
-
-_NAMES = ("Anna", "Peter", "Maria", "David", "Laura", "Simon", "Helen", "Robert")
-# What is asked about a person, the sentence that plants it, and what can stand there: one word each.
-_FACTS = (
-    ("{0}'s favourite colour is{1}.", (" green", " red", " blue", " yellow", " white", " black")),
-    ("{0} lives in the city of{1}.", (" Paris", " London", " Rome", " Berlin", " Madrid", " Tokyo")),
-    ("The animal that {0} keeps is a{1}.", (" dog", " cat", " horse", " rabbit", " bird", " fish")),
-)
-_FILLERS = (
-    "The meeting was moved to Thursday because of the weather.",
-    "A new bridge is being built over the river this year.",
-    "Most of the shops close early on Sunday.",
-    "The train to the coast takes about three hours.",
-    "Somebody left an umbrella under the table.",
-    "The museum has opened two more rooms.",
-    "It rained for most of the week.",
-    "The students are reading a long novel about the sea.",
-    "There is a small garden behind the school.",
-    "The old clock in the hall has stopped again.",
-)
-
-
-def planted_facts(model: Any, count: int = 40, *, sentences: int = 6, seed: int = 0) -> list[Case]:
-    """Long prompts in which one planted sentence holds the answer: does a map find its word? Causal models.
-
-    Sentences on other matters surround "Anna lives in the city of Rome."; the prompt ends with the sentence's
-    beginning once more. Only prompts that the model completes with the planted word are kept; that word's
-    token is relevant, and what the model predicts is the target.
+    `closeness` is −∫ abs(F(1) − F(k)) dk over the share k of cells that stay (`keep_cells`), `area` is
+    ∫ F(k) dk, both in the target's unit, so that means over prompts divide by nothing that may be next to 0.
+    Each map is scored as it is ("raw") and with rows that sum to 1 ("shares").
 
     Args:
-        model: with a tokenizer.
-        count: how many prompts to make, before those without the right answer go.
-        sentences: how many other sentences there are.
-        seed: of the draw.
-
-    Raises:
-        ValueError: the model finds none of the answers.
+        prompts: as `lm.run` takes them.
+        operator: "zero" or "mean".
     """
-    draw, cases = random.Random(whole_number("seed", seed, 0)), []
-    for _ in range(whole_number("count", count, 1)):
-        template, words = draw.choice(_FACTS)
-        name, word = draw.choice(_NAMES), draw.choice(words)
-        others = draw.sample(_FILLERS, whole_number("sentences", sentences, 0, len(_FILLERS)))
-        place = draw.randrange(len(others) + 1)
-        fact, question = template.format(name, word), template.split("{1}")[0].format(name)
-        before = " ".join([*others[:place], fact.removesuffix(f"{word}.")])
-        prompt = " ".join([*others[:place], fact, *others[place:], question])
-        tokens = model.to_tokens(prompt)[0]
-        position = len(model.to_tokens(before)[0])
-        answer = model.tokenizer(word, add_special_tokens=False)["input_ids"]
-        with torch.no_grad():
-            right = int(tokens[position]) == answer[0] == int(model(tokens[None])[0, -1].argmax())
-        cases += [Case(tokens, -1, (position,))] if right else []
-    if not cases:
-        raise ValueError("model: expected one that finds planted facts, got none of its answers right")
-    return cases
+
+    name: ClassVar[str] = "cells"
+    metrics: ClassVar[tuple[str, ...]] = ("closeness", "area")
+    layer_maps: ClassVar[bool] = True
+
+    prompts: Sequence[Any]
+    operator: Operator = "zero"
+
+    def cases(self, model: Any) -> list[Case]:
+        return [Case(prompt) for prompt in several("prompts", self.prompts, "several prompts", least=1)]
+
+    def scores(
+        self, model: Any, case: Case, candidates: Mapping[str, Any], **options: Any
+    ) -> dict[str, dict[str, float]]:
+        kept = keep_cells(
+            model, case.prompt, dict(candidates), operator=self.operator, target=case.target, **options
+        )
+        return {name: {"closeness": -one.distance, "area": one.area} for name, one in kept.items()}
+
+    def describe(self) -> dict[str, Any]:
+        return {"task": self.name, "operator": self.operator}

@@ -8,7 +8,17 @@ import torch
 import transformers
 
 import lens_mix as lm
-from lens_mix.evaluation import Case, Cues, Importance, blimp_cases, planted_facts, randomised, tasks
+from lens_mix.evaluation import (
+    Case,
+    Cells,
+    Cues,
+    Importance,
+    Removals,
+    blimp_cases,
+    planted_facts,
+    plausibility,
+    randomised,
+)
 from lens_mix.evaluation.agreement import bootstrap
 from lens_mix.evaluation.candidates import aggregations_by_name, candidate_rows
 from lens_mix.evaluation.controls import control_rows
@@ -135,6 +145,23 @@ def test_the_target_of_a_case_is_explained(model):
     assert record["mass_accuracy"] == pytest.approx(float(row[2] / row.sum()))
 
 
+def test_removals_and_cells_are_those_of_their_own_functions(model):
+    tokens = prompts(model)[1]
+    m = lm.run(model, tokens, "attention")
+    board = lm.evaluate(model, Removals([tokens], "zero_values"), "attention", ["mean"])
+    (record,) = [record for record in board.records if record["method"] == "attention"]
+    curve = lm.evaluation.removal_curves(model, tokens, m.scores.mean(0)[-1], removal="zero_values", beam=3)
+    assert record["deletion"] == pytest.approx(curve.comprehensiveness)
+    assert record["insertion"] == pytest.approx(1 - curve.sufficiency)
+    board = lm.evaluate(model, Cells([tokens], "mean"), ["attention", "input_gradients"])
+    raw, shares = [record for record in board.records if record["method"] == "attention"]
+    kept = lm.evaluation.keep_cells(model, tokens, m, operator="mean")
+    assert (raw["aggregation"], shares["aggregation"]) == ("raw", "shares")
+    assert (raw["closeness"], raw["area"]) == pytest.approx((-kept.distance, kept.area))
+    assert "no cells" in board.refused["input_gradients"]
+    assert {"random", "position"} < set(board.to_dataframe()["method"])
+
+
 def test_resumes_where_it_stopped(model, tmp_path):
     path = tmp_path / "runs" / "board.jsonl"
     task = Importance(prompts(model), OCCLUSION)
@@ -248,10 +275,10 @@ def test_blimp_cues(tmp_path):
 
 
 def test_planted_facts():
-    texts = [*tasks._FILLERS, *(template for template, _ in tasks._FACTS)]
-    answers = [word.strip() for _, words in tasks._FACTS for word in words]
-    words = {word for text in texts for word in text.split()} | set(answers) | set(tasks._NAMES)
-    words |= {f"{word}." for word in answers} | {f"{name}'s" for name in tasks._NAMES}
+    texts = [*plausibility._FILLERS, *(template for template, _ in plausibility._FACTS)]
+    answers = [word.strip() for _, words in plausibility._FACTS for word in words]
+    words = {word for text in texts for word in text.split()} | set(answers) | set(plausibility._NAMES)
+    words |= {f"{word}." for word in answers} | {f"{name}'s" for name in plausibility._NAMES}
     words |= {text.split("{1}")[0].split()[-1] for text in texts}
     # one word and its full stop are two tokens, as with real tokenizers
     model = CopyingModel(sorted(word for word in words if word not in {f"{answer}." for answer in answers}))

@@ -1,0 +1,151 @@
+"""Prompts whose deciding words are known: BLiMP's minimal pairs, and facts planted in long prompts."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from typing import Any
+
+import torch
+
+from lens_mix import targets
+from lens_mix.arguments import whole_number
+from lens_mix.evaluation.tasks import Case
+
+# Where the word that decides stands in the context (the prefix) of BLiMP's minimal pairs.
+_BLIMP_CUES = {
+    "anaphor_number_agreement": "subject",
+    "determiner_noun_agreement_1": "last",
+    "regular_plural_subject_verb_agreement_1": "whole",
+}
+_DETERMINERS = {
+    "a",
+    "an",
+    "the",
+    "this",
+    "that",
+    "these",
+    "those",
+    "some",
+    "most",
+    "many",
+    "all",
+    "every",
+    "each",
+}
+
+
+def blimp_cases(model: Any, path: str | os.PathLike[str], count: int | None = None) -> list[Case]:
+    """Minimal pairs of BLiMP (Warstadt et al., TACL 2020), for causal models: the prefix, and what decides.
+
+    The target is the logit difference of the good and the bad word, by the first token in which they differ
+    (pairs without one are left out). The cue is the word that decides: the determiner before a noun, the
+    subject's words otherwise; all its tokens are relevant.
+
+    Args:
+        path: a .jsonl file of BLiMP with `one_prefix_method`.
+        count: the first so many pairs that can be used; None: all.
+
+    Raises:
+        ValueError: a file without prefixes, or no pair that can be used.
+    """
+    cases = []
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            pair = json.loads(line)
+            if not pair.get("one_prefix_method"):
+                raise ValueError(
+                    f"path: expected BLiMP pairs with one_prefix_method (one context, two next words), got "
+                    f"{pair.get('UID', 'something else')!r} without"
+                )
+            case = _blimp_case(model, pair)
+            cases += [] if case is None else [case]
+            if len(cases) == count:
+                break
+    if not cases:
+        raise ValueError(f"path: expected pairs whose words differ in their first token, got none in {path}")
+    return cases
+
+
+def _blimp_case(model: Any, pair: dict[str, Any]) -> Case | None:
+    prefix = pair["one_prefix_prefix"]
+    words = [pair["one_prefix_word_good"], pair["one_prefix_word_bad"]]
+    good, bad = (model.tokenizer(f" {word}", add_special_tokens=False)["input_ids"] for word in words)
+    if good[0] == bad[0]:
+        return None
+    tokens = model.to_tokens(prefix)[0]
+    start, end = _cue_span(prefix, _BLIMP_CUES.get(pair["UID"], "whole"))
+    offsets = model.tokenizer(prefix, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    # special tokens that the model put in front
+    added = len(tokens) - len(offsets)
+    relevant = tuple(added + place for place, (a, b) in enumerate(offsets) if a < end and b > start)
+    return Case(tokens, -1, relevant, targets.logit_difference(good[0], bad[0])) if relevant else None
+
+
+def _cue_span(prefix: str, where: str) -> tuple[int, int]:
+    """Characters of the cue: the last word, the whole prefix, or the subject at its start."""
+    words = prefix.split(" ")
+    if where == "last":
+        return len(prefix) - len(words[-1]), len(prefix)
+    if where == "whole":
+        return 0, len(prefix)
+    count = 4 if prefix.startswith("A lot of ") else 2 if words[0].lower() in _DETERMINERS else 1
+    return 0, len(" ".join(words[:count]))
+
+
+_NAMES = ("Anna", "Peter", "Maria", "David", "Laura", "Simon", "Helen", "Robert")
+# What is asked about a person, the sentence that plants it, and what can stand there: one word each.
+_FACTS = (
+    ("{0}'s favourite colour is{1}.", (" green", " red", " blue", " yellow", " white", " black")),
+    ("{0} lives in the city of{1}.", (" Paris", " London", " Rome", " Berlin", " Madrid", " Tokyo")),
+    ("The animal that {0} keeps is a{1}.", (" dog", " cat", " horse", " rabbit", " bird", " fish")),
+)
+_FILLERS = (
+    "The meeting was moved to Thursday because of the weather.",
+    "A new bridge is being built over the river this year.",
+    "Most of the shops close early on Sunday.",
+    "The train to the coast takes about three hours.",
+    "Somebody left an umbrella under the table.",
+    "The museum has opened two more rooms.",
+    "It rained for most of the week.",
+    "The students are reading a long novel about the sea.",
+    "There is a small garden behind the school.",
+    "The old clock in the hall has stopped again.",
+)
+
+
+def planted_facts(model: Any, count: int = 40, *, sentences: int = 6, seed: int = 0) -> list[Case]:
+    """Long prompts in which one planted sentence holds the answer: does a map find its word? Causal models.
+
+    Sentences on other matters surround "Anna lives in the city of Rome."; the prompt ends with the sentence's
+    beginning once more. Only prompts that the model completes with the planted word are kept; that word's
+    token is relevant, and what the model predicts is the target.
+
+    Args:
+        model: with a tokenizer.
+        count: how many prompts to make, before those without the right answer go.
+        sentences: how many other sentences there are.
+        seed: of the draw.
+
+    Raises:
+        ValueError: the model finds none of the answers.
+    """
+    draw, cases = random.Random(whole_number("seed", seed, 0)), []
+    for _ in range(whole_number("count", count, 1)):
+        template, words = draw.choice(_FACTS)
+        name, word = draw.choice(_NAMES), draw.choice(words)
+        others = draw.sample(_FILLERS, whole_number("sentences", sentences, 0, len(_FILLERS)))
+        place = draw.randrange(len(others) + 1)
+        fact, question = template.format(name, word), template.split("{1}")[0].format(name)
+        before = " ".join([*others[:place], fact.removesuffix(f"{word}.")])
+        prompt = " ".join([*others[:place], fact, *others[place:], question])
+        tokens = model.to_tokens(prompt)[0]
+        position = len(model.to_tokens(before)[0])
+        answer = model.tokenizer(word, add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            right = int(tokens[position]) == answer[0] == int(model(tokens[None])[0, -1].argmax())
+        cases += [Case(tokens, -1, (position,))] if right else []
+    if not cases:
+        raise ValueError("model: expected one that finds planted facts, got none of its answers right")
+    return cases
