@@ -77,6 +77,13 @@ class Case:
         tables += [REFUSED_BEFORE_3] if major < 3 else []
         return next((table[self.label] for table in tables if self.label in table), None)
 
+    @property
+    def wrong_logits(self) -> bool:
+        """Whether this release gives maps of it, but wrong logits (of TransformerLens 2's decoder)."""
+        from lens_mix.lens.model_classes import transformer_lens_version
+
+        return self.label == "HookedEncoderDecoder encoder" and transformer_lens_version()[0] < 3
+
 
 def cases() -> list[Case]:
     """All of them; which ones exist depends on the TransformerLens release."""

@@ -471,6 +471,64 @@ def aggregated() -> Iterator[Case]:
 # ------------------------------------------------------------------ evaluation and statistics
 
 
+def scaled() -> Iterator[Case]:
+    row, relevant = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([True, False, True])
+    no_row = (
+        None,
+        "row",
+        3,
+        torch.ones(2, 2),
+        [1.0, NAN],
+        [INF, 1.0],
+        torch.ones(3, device="meta"),
+        {},
+        ["a"],
+    )
+    for function in (evaluation.spearman, evaluation.partial_spearman):
+        yield from each(function, "row", no_row, other=row)
+        yield from each(function, "other", (*no_row, [1.0, 2.0]), row=row)
+    yield from each(evaluation.partial_spearman, "given", ("a", 3, [1.0], [NAN] * 3), row=row, other=row)
+    yield from each(evaluation.top_k_overlap, "k", (*NO_WHOLE, None, 0, -1), row=row, other=row)
+    for function in (evaluation.average_precision, evaluation.reciprocal_rank, evaluation.mass_accuracy):
+        yield from each(function, "row", no_row, relevant=relevant)
+        wrong = (None, "a", [0, 2], torch.ones(3), torch.tensor([True]), relevant[None], 3)
+        yield from each(function, "relevant", wrong, row=row)
+    yield from each(evaluation.bootstrap, "values", (None, "a", 3, [[1.0]], [INF], ["a"], {}))
+    yield from each(evaluation.bootstrap, "against", ("a", 3, [1.0], [INF, 1.0]), values=[1.0, 2.0])
+    yield from each(evaluation.bootstrap, "draws", (*NO_WHOLE, None, 0), values=[1.0])
+    yield from each(evaluation.bootstrap, "confidence", (*NO_NUMBER, None, 2, -1), values=[1.0])
+    yield from each(evaluation.bootstrap, "seed", (*NO_WHOLE, None, -1), values=[1.0])
+    prompt = torch.tensor([3, 4, 5])
+    for function in (evaluation.removal_curves, evaluation.soft_faithfulness):
+        ask = with_model(function, prompt=prompt, rows=row)
+        yield from each(ask, "rows", (None, "row", 3, {}, {3: row}, {"a": None}, [1.0], [1.0, NAN, 2.0]))
+        yield from each(ask, "prompt", (None, 3, {}, []))
+        yield from each(ask, "positions", ("a", 1.5, 9, [0, 0], [], [True]))
+        yield from each(ask, "seed", (*NO_WHOLE, None, -1))
+        yield from each(ask, "target", (3, "Paris", [1]))
+        yield from each(function, "model", NO_MODEL, prompt=prompt, rows=row)
+    remove = with_model(evaluation.removal_curves, prompt=prompt, rows=row)
+    yield from each(remove, "removal", (None, 3, "delete", evaluation.Drop, {}))
+    yield from each(remove, "exact", (*NO_WHOLE, None, -1, 21))
+    yield from each(remove, "beam", (*NO_WHOLE, None, -1))
+    soft = with_model(evaluation.soft_faithfulness, prompt=prompt, rows=row)
+    yield from each(soft, "retained", (*NO_NUMBER, None, 0, 1, -1))
+    yield from each(soft, "samples", (*NO_WHOLE, None, 0))
+    yield from each(evaluation.ReplaceTokens, "tokens", (1.5, True, None, [], [1.5], {}, -1))
+    yield from each(evaluation.SampleTokens, "among", (3, "a", [], [1.5], [-1], {}))
+    yield from each(evaluation.SampleTokens, "samples", (*NO_WHOLE, None, 0))
+    yield from each(evaluation.SampleTokens, "seed", (*NO_WHOLE, None, -1))
+    keep = with_model(evaluation.keep_cells, prompt=prompt, maps=map_of())
+    others = (map_of(heads=3), map_of().select_queries([0]), map_of(kind="input"), map_of(layers=[0, 7]))
+    yield from each(keep, "maps", (*NO_MAP, {}, {"a": None}, *others))
+    yield from each(keep, "operator", NO_CHOICE)
+    yield from each(keep, "fractions", (None, "0.5", 0.5, [2], [-1], [NAN], ["a"], [True]))
+    yield from each(keep, "keep_diagonal", (*NO_FLAG, None))
+    yield from each(keep, "seed", (*NO_WHOLE, None, -1))
+    yield from each(evaluation.keep_cells, "model", NO_MODEL, prompt=prompt, maps=map_of())
+    yield from each(evaluation.pool_cells, "curves", (None, 3, [], [map_of()], {}))
+
+
 def evaluated() -> Iterator[Case]:
     measure = with_model(evaluation.head_importance, prompts=[PROMPT], by="attention")
     yield from each(measure, "prompts", ("w3 w4", {"a": "w3"}, None, 3, [], b"w3", [3, 4], [None]))
@@ -730,6 +788,7 @@ PARTS = (
     held_maps,
     files,
     aggregated,
+    scaled,
     evaluated,
     triggered,
 )

@@ -46,6 +46,15 @@ def test_the_readmes_examples_run_one_after_the_other(model: Any) -> None:
     assert names["logits"].shape[1] == len(names["m"].tokens)
 
 
+def test_the_examples_of_the_scales_run(model: Any) -> None:
+    names: dict[str, Any] = {"model": model}
+    (example,) = examples((ROOT / "docs" / "scales.md").read_text(encoding="utf-8"))
+    exec(compile(example, "scales.md", "exec"), names)
+    assert names["curves"]["value_zeroing"].exact
+    assert set(names["cells"]) == {"value_zeroing", "attn_res_ln"}
+    assert names["soft"]["random"].retained == 0.5
+
+
 def test_the_readmes_table_is_the_list_of_methods() -> None:
     rows = [line.split("|")[1] for line in README.splitlines() if line.startswith("| `")]
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]

@@ -124,6 +124,10 @@ def test_every_model_gives_its_own_target_with_all_cells(case):
             keep_cells(model, torch.tensor([3, 4, 5]), random_map(3), stack=case.stack)
         return
     prompt = prompt_of(model)
+    if case.wrong_logits:
+        with pytest.raises(lm.UnsupportedModelError, match="logits that a target reads are wrong"):
+            keep_cells(model, prompt, random_map(prompt[0].shape[1]), stack=case.stack)
+        return
     lens = lm.Lens(model, case.stack)
     length = (prompt if not isinstance(prompt, tuple) else prompt[case.stack == "decoder"]).shape[1]
     mixing = random_map(length, heads=lens.n_heads)

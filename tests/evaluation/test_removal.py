@@ -151,7 +151,7 @@ def test_the_position_of_the_target_can_not_be_dropped(model, prompt):
 def test_every_model_takes_every_removal(case, removal):
     """Nothing removed: the clean target. Removed one by one or in one batch: the same."""
     model = case.build()
-    if case.refusal is not None:
+    if case.refusal is not None or case.wrong_logits:
         pytest.skip("refused altogether (tests/evaluation/test_cells.py)")
     prompt = prompt_of(model)
     some = ([], [0], [1, 2])
