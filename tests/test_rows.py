@@ -15,7 +15,7 @@ CASES = {case.label: case for case in cases()}
 
 
 def supported(model, stack):
-    """The methods that run on a model: those that make their rows alone, all of layers, of the whole model."""
+    """The methods that run on a model: those that make their rows alone, all of layers, of all of it."""
     names = [name for name, engine, _ in lm.support(model, stack=stack) if engine is not None]
     alone = [name for name in names if METHODS[name].kind == "layer" and METHODS[name].engines[0] != "hooks"]
     whole = [name for name in names if METHODS[name].whole_model]
