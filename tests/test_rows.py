@@ -15,10 +15,11 @@ CASES = {case.label: case for case in cases()}
 
 
 def supported(model, stack):
-    """The methods that run on a model; those that make their rows alone, and all of them."""
+    """The methods that run on a model: those that make their rows alone, all of layers, of all of it."""
     names = [name for name, engine, _ in lm.support(model, stack=stack) if engine is not None]
     alone = [name for name in names if METHODS[name].kind == "layer" and METHODS[name].engines[0] != "hooks"]
-    return alone, names
+    whole = [name for name in names if METHODS[name].whole_model]
+    return alone, [name for name in names if name not in whole], whole
 
 
 def assert_cut(part, whole, queries, layers):
@@ -39,14 +40,17 @@ def test_rows_and_layers_equal_the_cut_of_the_whole_map(label):
     if case.refusal is not None:
         pytest.skip("refused altogether: tested with the matrix")
     prompt = prompt_of(model, 9)
-    alone, every = supported(model, case.stack)
-    whole = lm.run(model, prompt, every, stack=case.stack)
+    alone, every, one_map = supported(model, case.stack)
+    whole = lm.run(model, prompt, [*every, *one_map], stack=case.stack)
     # Alone the pass records these rows only; with the others it records all, and each block is cut.
     for names, queries, layers in (
         (alone, [-1], [1]),
         (every, [5, 2], [0]),
         (every, slice(-3, None), [1, 0]),
+        (one_map, [5, 2], [1]),
     ):
+        if not names:
+            continue
         parts = lm.run(model, prompt, names, stack=case.stack, queries=queries, layers=layers)
         for name in names:
             assert_cut(parts[name], whole[name], queries, layers)
@@ -59,7 +63,7 @@ def test_rows_and_layers_equal_the_cut_of_the_whole_map(label):
 def test_the_last_row_of_padded_prompts_is_each_prompts_own(factory, name, side):
     model = build_or_skip(factory, name)
     prompts = [tokens(model, 1, size, seed=size)[0] for size in (7, 4, 6)]
-    alone, _ = supported(model, None)
+    alone, _, _ = supported(model, None)
     many = lm.run_many(model, prompts, alone, queries=[-1, 0], layers=-1, padding_side=side)
     for prompt, parts in zip(prompts, many, strict=True):
         single = lm.run(model, prompt, alone, queries=[-1, 0], layers=-1)

@@ -210,8 +210,8 @@ def read_norm(module: nn.Module | None, cfg: Any) -> Norm | None:
     """A norm module of any class; None for nothing or Identity."""
     if module is None or type(module).__name__ == "Identity":
         return None
-    own = hasattr(module, "hook_scale")
-    inner = getattr(module, "original_component", None) if own else module
+    # A norm of Hugging Face's that no component of TransformerLens wraps is read as it is.
+    inner = getattr(module, "original_component", None if hasattr(module, "hook_scale") else module)
     if type(inner).__name__ == "Identity":
         return None
     if inner is None:

@@ -26,7 +26,8 @@ class FrozenGradients(ChangedGradients):
 
     One map [1, query, key], signed, in the target's unit, a backward pass per row.
 
-    Args: as `Gim`.
+    Args:
+        target, readout, after_blocks, activations, internal_batch_size: as `Gim`.
 
     Raises: as `Gim`.
     """

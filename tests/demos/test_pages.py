@@ -78,6 +78,14 @@ def test_the_example_method_of_the_page_runs(model: Any, monkeypatch: pytest.Mon
         module.__dict__["LargestWeight"](floor=2)
 
 
+def test_the_example_of_the_page_on_gradients_runs(model: Any) -> None:
+    names: dict[str, Any] = {"model": model}
+    (example,) = examples((ROOT / "docs" / "input_gradients.md").read_text(encoding="utf-8"))
+    exec(compile(example, "input_gradients.md", "exec"), names)
+    ((gap,),) = names["f"].provenance["details"]["conservation_gap"]
+    assert abs(gap) < 1e-4 * float(names["f"].scores.abs().sum())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
