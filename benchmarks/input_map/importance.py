@@ -44,7 +44,9 @@ def load(model_name: str):
     import models
 
     path = {"smollm2": models.smollm2_folder, "gemma3": models.gemma3_folder}[model_name]()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     return model, AutoTokenizer.from_pretrained(path)
 
 
@@ -111,7 +113,9 @@ def main(model_name: str, half: str) -> None:
         tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
         torch.save(measure(model, tokenizer, tokens), path)
         if number % 10 == 0:
-            print(f"{number + 1}/{len(prompts)} {len(tokens)} tokens, {time.time() - start:.0f} s", flush=True)
+            print(
+                f"{number + 1}/{len(prompts)} {len(tokens)} tokens, {time.time() - start:.0f} s", flush=True
+            )
 
 
 if __name__ == "__main__":
