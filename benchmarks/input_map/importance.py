@@ -2,8 +2,8 @@
 
     python -m benchmarks.input_map.importance smollm2 choose        (or gemma3, held_out)
 
-Per prompt a file with the tokens, the answer, and for every scored position the mean over four replacement words
-of abs(Δ log p(answer)) and of KL(p ‖ p replaced), besides the same with the token's embedding replaced by the
+Per prompt a file with the tokens, the answer, and for every scored position the mean over four replacement
+words of abs(Δ log p(answer)) and of KL(p ‖ p replaced), besides the same with the token's embedding replaced by the
 mean embedding (one more way to take it out: the practical ceiling of agreement). The first token is left out;
 of prompts with more than 48 tokens 32 positions are drawn, and the last one.
 """
@@ -39,9 +39,8 @@ def file_of(model_name: str, prompt: Prompt) -> Path:
 
 def load(model_name: str):
     """The plain model of transformers and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     import models
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = {"smollm2": models.smollm2_folder, "gemma3": models.gemma3_folder}[model_name]()
     model = AutoModelForCausalLM.from_pretrained(
