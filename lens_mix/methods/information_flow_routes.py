@@ -142,9 +142,9 @@ def part_shares(mixing_map: MixingMap) -> PartShares:
     by_layer = {entry["layer"]: entry for entry in entries}
     chosen = [by_layer[layer] for layer in mixing_map.layer_labels]
     if chosen[0]["tokens"] != len(mixing_map.tokens):
-        expected = f"expected the {chosen[0]['tokens']} tokens of the run"
         raise ValueError(
-            f"mixing_map: {expected}, got {len(mixing_map.tokens)} after tokens were dropped or merged"
+            f"mixing_map: expected the {chosen[0]['tokens']} tokens of the run, got {len(mixing_map.tokens)} "
+            "after tokens were dropped or merged; words= of graphs.information_flow_routes merges them"
         )
     unknown = next((entry["layer"] for entry in chosen if "mlp_out" not in entry), None)
     if unknown is not None:

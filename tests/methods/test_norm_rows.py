@@ -30,6 +30,8 @@ METHODS = [
     lm.GlobEnc(),
     lm.Alti(),
     lm.Alti("l2", normalize=False),
+    lm.InformationFlowRoutes(),
+    lm.InformationFlowRoutes(per_head=True, biases="part"),
 ]
 LENGTHS = (9, 6, 7)
 

@@ -1,0 +1,180 @@
+"""The graph of information-flow routes: what is in it, from maps made by hand and from models."""
+
+import networkx as nx
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.graphs import information_flow_routes, load_graph, prune_graph, save_graph
+from lens_mix.methods.information_flow_routes import part_shares
+from lens_mix.view import information_flow
+from tests.matrix import build_or_skip
+from tests.tiny_models import bridge, hooked_transformer, tokens
+
+TOKENS = [" one", " t", "wo"]
+
+
+def by_hand(heads=None, parallel=False, **fields):
+    """Two layers over three tokens; the residual's part is in the scores' diagonal."""
+    resid_pre = torch.tensor([[1.0, 0.5, 0.4], [1.0, 0.7, 0.03]], dtype=torch.float64)
+    layers = [
+        [[0.0, 0.0, 0.0], [0.48, 0.02, 0.0], [0.3, 0.3, 0.0]],
+        [[0.0, 0.0, 0.0], [0.28, 0.02, 0.0], [0.02, 0.6, 0.35]],
+    ]
+    attention = torch.tensor(layers, dtype=torch.float64)
+    scores = attention + torch.diag_embed(resid_pre)
+    if heads is not None:
+        scores = torch.stack([attention * share for share in heads], dim=1)
+        scores = scores + torch.diag_embed(resid_pre / len(heads))[:, None]
+    parts = [
+        {"layer": 4 + place, "tokens": 3, "queries": [0, 1, 2], "parallel": parallel}
+        | {"resid_pre": resid_pre[place].tolist(), "mlp_out": mlp, "resid_mid": [1 - share for share in mlp]}
+        for place, mlp in enumerate([[0.2, 0.0, 0.99], [0.5, 0.03, 0.3]])
+    ]
+    record = {"tokens": TOKENS, "method": "information_flow_routes", "causal": True, "layers": [4, 5]}
+    return lm.MixingMap(scores=scores, **record | {"provenance": {"details": {"parts": parts}}} | fields)
+
+
+def weights(graph):
+    return {edge: round(weight, 9) for *edge, weight in graph.edges(data="weight") for edge in [tuple(edge)]}
+
+
+def test_only_what_is_above_the_threshold_and_leads_to_the_query():
+    graph = information_flow_routes(by_hand())
+    assert weights(graph) == {
+        # Layer 5: output from feed-forward and residual stream, this one from " t" and "wo".
+        ((4, 2), (6, 2)): 0.7,
+        ((5, 2), (6, 2)): 0.3,
+        ((4, 2), (5, 2)): 1.0,
+        ((3, 1), (4, 2)): 0.6,
+        # What stays: attention to itself alone, the residual's 0.03 is too little.
+        ((3, 2), (4, 2)): 0.35,
+        # Layer 4: of "wo" the feed-forward alone, of " t" none of it.
+        ((2, 2), (3, 2)): 0.99,
+        ((1, 2), (2, 2)): 1.0,
+        ((1, 1), (3, 1)): 1.0,
+        ((0, 0), (1, 2)): 0.3,
+        ((0, 1), (1, 2)): 0.3,
+        ((0, 2), (1, 2)): 0.4,
+        ((0, 0), (1, 1)): 0.48,
+        ((0, 1), (1, 1)): 0.5,
+    }
+    own, stays = graph.edges[(3, 2), (4, 2)], graph.edges[(0, 1), (1, 1)]
+    assert own == {
+        "weight": pytest.approx(0.35),
+        "attention": pytest.approx(0.35),
+        "residual": 0.0,
+        "layer": 5,
+    }
+    assert (stays["attention"], stays["residual"], stays["layer"]) == (0.0, 0.5, 4)
+    assert graph.nodes[5, 2] == {"level": 5, "position": 2, "token": "wo", "layer": 5, "kind": "mlp_out"}
+    kinds = {level: kind for (level, _), kind in graph.nodes(data="kind")}
+    assert kinds == dict(enumerate(["resid_pre", *["resid_mid", "mlp_out", "resid_post"] * 2]))
+    assert (graph.nodes[0, 0]["layer"], graph.graph["target"], graph.graph["threshold"]) == (3, (6, 2), 0.04)
+
+
+def test_another_query_several_and_a_higher_threshold():
+    graph = information_flow_routes(by_hand(), " one")
+    assert {position for _, position in graph} == {0}
+    assert set(graph.in_edges((6, 0))) == {((4, 0), (6, 0)), ((5, 0), (6, 0))}
+    both = information_flow_routes(by_hand(), [0, -1])
+    alone = nx.compose(graph, information_flow_routes(by_hand(), -1))
+    assert nx.utils.graphs_equal(nx.DiGraph(both.edges), nx.DiGraph(alone.edges))
+    assert both.graph["targets"] == ((6, 0), (6, 2))
+    assert "target" not in both.graph
+    # A branch that nothing above the threshold leads to ends where it is.
+    few = information_flow_routes(by_hand(), threshold=0.6)
+    assert weights(few) == {((4, 2), (6, 2)): 0.7}
+    assert set(information_flow_routes(by_hand(), threshold=1)) == {(6, 2)}
+
+
+def test_each_head_is_an_edge_of_its_own():
+    """Heads of 0.36, 0.18 and 0.06 of what is 0.6 together: at 0.1 the last goes."""
+    graph = information_flow_routes(by_hand([0.6, 0.1, 0.3]), threshold=0.1)
+    edge = graph.edges[(3, 1), (4, 2)]
+    assert [head for head, _ in edge["heads"]] == [0, 2]
+    assert [share for _, share in edge["heads"]] == pytest.approx([0.36, 0.18])
+    assert (edge["weight"], edge["attention"]) == (pytest.approx(0.54), pytest.approx(0.54))
+    # The residual is one edge, whatever each head's diagonal holds of it.
+    assert graph.edges[(0, 2), (1, 2)] == {
+        "weight": 0.4,
+        "attention": 0,
+        "residual": 0.4,
+        "layer": 4,
+        "heads": [],
+    }
+
+
+def test_the_feed_forward_of_a_parallel_block_reads_its_input():
+    graph = information_flow_routes(by_hand(parallel=True))
+    assert set(graph.in_edges((5, 2))) == {((3, 2), (5, 2))}
+
+
+def test_words():
+    graph = information_flow_routes(by_hand(), " two", words="words")
+    assert graph.graph["tokens"] == [" one", " two"]
+    # Rows of " t" and "wo" are averaged, their columns summed; " t" to itself is attention within the word.
+    edge = graph.edges[(3, 1), (4, 1)]
+    assert edge["residual"] == pytest.approx((0.7 + 0.03) / 2)
+    assert edge["attention"] == pytest.approx((0.02 + 0.6 + 0.35) / 2)
+    assert graph.edges[(3, 0), (4, 1)]["weight"] == pytest.approx((0.28 + 0.02) / 2)
+    assert graph.edges[(5, 1), (6, 1)]["weight"] == pytest.approx((0.03 + 0.3) / 2)
+    for words in ([[0], [1, 2]], ["one", "two"]):
+        again = information_flow_routes(by_hand(), words=words)
+        assert weights(again) == weights(graph)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "gpt_neox", "LN"])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_of_a_model_it_is_the_cut_of_all_edges(name, per_head):
+    factory = hooked_transformer if name == "LN" else bridge
+    model = build_or_skip(factory, name, torch.float64)
+    found = lm.run(model, tokens(model, 1, 7, 1), lm.InformationFlowRoutes(per_head=per_head))
+    everything = information_flow_routes(found, list(range(7)), threshold=0)
+    mids = [node for node, kind in everything.nodes(data="kind") if kind in ("resid_mid", "resid_post")]
+    for node in mids:
+        # All edges into a node sum to 1, so that they are the shares of what it is made of.
+        assert sum(values["weight"] for *_, values in everything.in_edges(node, data=True)) == pytest.approx(
+            1
+        )
+    some = information_flow_routes(found, threshold=0.1)
+    assert 1 < len(some) < len(everything)
+    for start, end, values in some.edges(data=True):
+        assert values["weight"] > 0.1
+        assert values["weight"] <= everything.edges[start, end]["weight"] + 1e-12
+    assert set(some) - {(6, 6)} == nx.ancestors(some, (6, 6))
+    assert everything.edges[(4, 6), (6, 6)]["weight"] == pytest.approx(
+        float(part_shares(found).resid_mid[1, -1])
+    )
+
+
+def test_it_goes_where_other_graphs_go(tmp_path):
+    graph = information_flow_routes(by_hand([0.5, 0.5]))
+    pruned = prune_graph(graph, threshold=0.04)
+    top = sum(values["share"] for *_, values in pruned.in_edges((6, 2), data=True))
+    assert top == pytest.approx(1)
+    assert information_flow(graph).get_size_inches()[1] > 1
+    for ending in ("json", "graphml"):
+        save_graph(graph, tmp_path / f"graph.{ending}")
+        again = load_graph(tmp_path / f"graph.{ending}")
+        assert weights(again) == weights(graph)
+        assert again.graph["targets"] == ((6, 2),)
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="expected a map of information_flow_routes, got method 'attention'"):
+        information_flow_routes(by_hand(method="attention", provenance={}))
+    with pytest.raises(ValueError, match="threshold: expected"):
+        information_flow_routes(by_hand(), threshold=2)
+    with pytest.raises(ValueError, match="queries: expected different positions"):
+        information_flow_routes(by_hand(), [-1, 2])
+    with pytest.raises(ValueError, match="queries: expected a token that occurs once"):
+        information_flow_routes(by_hand(), " two")
+    with pytest.raises(ValueError, match="expected the rows of all 3 positions"):
+        information_flow_routes(by_hand().select_queries([-1]))
+    with pytest.raises(ValueError, match="expected layers that follow one another"):
+        information_flow_routes(by_hand(layers=[4, 6]))
+    with pytest.raises(ValueError, match="after tokens were dropped or merged; words="):
+        information_flow_routes(by_hand().merge_words())
+    with pytest.raises(TypeError, match="mixing_map: expected a MixingMap"):
+        information_flow_routes("attention")
