@@ -229,7 +229,8 @@ def test_what_is_the_importance_itself_correlates_fully(found):
 @pytest.mark.skipif(not has_native(), reason="no native TransformerBridge in this TransformerLens")
 def test_the_whole_page(tmp_path, monkeypatch):
     monkeypatch.setenv("LENS_MIX_CACHE", str(tmp_path))
-    page = "\n\n".join(benchmark.sections(TINY, seeds=1, count=4, others=4))
+    sizes = benchmark.Sizes(TINY, seeds=1, sentences=20, others=4)
+    page = "\n".join(benchmark.make(name, sizes) for name in benchmark.PARTS)
     for heading in ("The encoders", "The seed's own table", "Every map", "Pruning", "Trees", "Probing"):
         assert f"# {heading}\n" in page
     for line in re.findall(r"^\|.*$", page, re.MULTILINE):
@@ -237,7 +238,8 @@ def test_the_whole_page(tmp_path, monkeypatch):
     assert "nan" not in page
 
 
-def test_the_page_in_the_repository_is_this_scripts():
-    page = (Path(__file__).parents[1] / "benchmarks" / "NUMBER_AGREEMENT.md").read_text(encoding="utf-8")
-    assert page.startswith("# Number agreement\n\nWritten by `python -m benchmarks.number_agreement`")
-    assert "| gpt2, seed 0 | rollout |" in page
+def test_the_pages_in_the_repository_are_this_scripts():
+    folder = Path(benchmark.__file__).parent / "results"
+    assert {path.stem for path in folder.iterdir()} == set(benchmark.PARTS)
+    for path in folder.iterdir():
+        assert path.read_text(encoding="utf-8").startswith(f"# Number agreement: {path.stem}\n\nWritten by")

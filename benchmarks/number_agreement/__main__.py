@@ -1,7 +1,8 @@
-"""Two papers' own tables on an encoder that is trained here; writes benchmarks/NUMBER_AGREEMENT.md.
+"""Three papers' own experiments on encoders that are trained here; writes results/ beside this file.
 
-python -m benchmarks.number_agreement                      about 45 minutes on one core, 15 of them training
-python -m benchmarks.number_agreement --sentences 20       the same, roughly, in a few minutes
+python -m benchmarks.number_agreement                    about 40 minutes on a free core, 15 of them training
+python -m benchmarks.number_agreement --only heads       one part of: table, heads, probing
+python -m benchmarks.number_agreement --sentences 20     the same, roughly
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -25,52 +26,80 @@ THEIRS = {"blank-out": (0.29, 0.71, 0.70), "gradients": (0.46, 0.54, 0.61)}
 OTHERS_SEED = 2_000_000
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sentences", type=int, default=400, help="of the first encoder's tables")
-    parser.add_argument("--seeds", type=int, default=3, help="how many encoders with GPT-2's blocks")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "NUMBER_AGREEMENT.md")
-    options = parser.parse_args()
-    start, parts = time.perf_counter(), []
-    for part in sections(Recipe(), options.seeds, options.sentences):
-        parts.append(part)
-        print(part, flush=True)
-    facts = ", ".join(f"{name} {value}" for name, value in machine().items())
-    seconds = time.perf_counter() - start
-    heading = (
-        "# Number agreement\n\nWritten by `python -m benchmarks.number_agreement`, discussed in "
-        f"[docs/number_agreement.md](../docs/number_agreement.md).\n\nMachine: {facts}; {seconds:.0f} s."
-    )
-    options.out.write_text("\n\n".join([heading, *parts]) + "\n", encoding="utf-8")
+Part = Callable[["Sizes"], Iterator[str]]
 
 
-def sections(recipe: Recipe, seeds: int, count: int, others: int = 500) -> Iterator[str]:
-    """The parts of the page, as they are done.
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much is measured.
 
-    Args:
+    Attributes:
         recipe: of the first encoder; the others differ in their seed, the last one in its blocks.
-        seeds: how many with its blocks.
-        count: sentences of the first encoder's tables; half as many elsewhere.
+        seeds: how many encoders with its blocks.
+        sentences: of the first encoder's tables and of the probes; half as many for the other encoders, a
+            quarter for its heads (which take a hundred passes each).
         others: sentences that accuracy is measured on.
     """
-    fewer = max(count // 2, 2)
-    recipes = [dataclasses.replace(recipe, seed=seed) for seed in range(seeds)]
-    recipes.append(dataclasses.replace(recipe, blocks="bert"))
-    encoders = {f"{recipe.blocks}, seed {recipe.seed}": classifier("verb", recipe) for recipe in recipes}
-    yield "## The encoders\n\n" + _accuracies(encoders)
-    first = next(iter(encoders.values()))
-    measured = {
-        name: table.summary(table.measure(found, held_out(count if found is first else fewer)))
-        for name, found in encoders.items()
-    }
-    yield from _seeds_own(measured)
-    yield from _every_map(measured)
-    other_seed = classifier("verb", recipes[min(1, seeds - 1)])
-    yield from _heads(first, other_seed, fewer, held_out(others, seed=OTHERS_SEED))
-    yield from _probing(first, count)
+
+    recipe: Recipe = dataclasses.field(default_factory=Recipe)
+    seeds: int = 3
+    sentences: int = 400
+    others: int = 500
+
+    def encoders(self) -> dict[str, Classifier]:
+        """By their names; the first one is what all parts look at."""
+        recipes = [dataclasses.replace(self.recipe, seed=seed) for seed in range(self.seeds)]
+        recipes.append(dataclasses.replace(self.recipe, blocks="bert"))
+        return {f"{recipe.blocks}, seed {recipe.seed}": classifier("verb", recipe) for recipe in recipes}
+
+    def share(self, of: int) -> list[Sentence]:
+        """A share of the sentences, 1 / `of`, of which nothing was trained on."""
+        return held_out(max(self.sentences // of, 2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", choices=list(PARTS), help="one part; default: all")
+    parser.add_argument(
+        "--sentences", type=int, default=Sizes.sentences, help="of the first encoder's tables"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=Sizes.seeds, help="how many encoders with GPT-2's blocks"
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder")
+    options = parser.parse_args()
+    options.out.mkdir(exist_ok=True)
+    for name in [options.only] if options.only else PARTS:
+        page = make(name, Sizes(seeds=options.seeds, sentences=options.sentences))
+        (options.out / f"{name}.md").write_text(page, encoding="utf-8")
+        print(page, flush=True)
+
+
+def make(name: str, sizes: Sizes) -> str:
+    """A page of results, with where and when it was made."""
+    start = time.perf_counter()
+    texts = list(PARTS[name](sizes))
+    facts = ", ".join(f"{fact} {value}" for fact, value in machine().items())
+    heading = (
+        f"# Number agreement: {name}\n\nWritten by `python -m benchmarks.number_agreement`, discussed in "
+        "[docs/number_agreement.md](../../../docs/number_agreement.md).\n\n"
+        f"Machine: {facts}; {time.perf_counter() - start:.0f} s."
+    )
+    return "\n\n".join([heading, *texts]) + "\n"
 
 
 # ------------------------------------------------------------------ Abnar & Zuidema
+
+
+def _tables(sizes: Sizes) -> Iterator[str]:
+    encoders = sizes.encoders()
+    yield "## The encoders\n\n" + _accuracies(encoders)
+    measured = {
+        name: table.summary(table.measure(found, sizes.share(2 if place else 1)))
+        for place, (name, found) in enumerate(encoders.items())
+    }
+    yield from _seeds_own(measured)
+    yield from _every_map(measured)
 
 
 def _accuracies(encoders: dict[str, Classifier]) -> str:
@@ -148,10 +177,10 @@ def _chosen(
 # ------------------------------------------------------------------ Hao et al.
 
 
-def _heads(
-    found: Classifier, other_seed: Classifier, count: int, others: Sequence[Sentence]
-) -> Iterator[str]:
-    examples = held_out(count)
+def _heads(sizes: Sizes) -> Iterator[str]:
+    found, other_seed, *_ = sizes.encoders().values()
+    examples, others = sizes.share(4), held_out(sizes.others, seed=OTHERS_SEED)
+    count = len(examples)
     ranked = heads.rankings(found, examples)
     top = [
         {
@@ -189,8 +218,9 @@ def _heads(
 # ------------------------------------------------------------------ probing
 
 
-def _probing(found: Classifier, count: int) -> Iterator[str]:
-    examples = held_out(max(count, 20))
+def _probing(sizes: Sizes) -> Iterator[str]:
+    found, *_ = sizes.encoders().values()
+    examples = sizes.share(1)
     probed = probes.probed(found, examples)
     tables = [
         f"{cue} (majority {probing.majority:.2f}):\n\n"
@@ -222,6 +252,8 @@ def _markdown(frame: pd.DataFrame) -> str:
     rows = frame.itertuples(index=False, name=None)
     return "\n".join([line(frame.columns), "|" + " --- |" * len(frame.columns), *map(line, rows)])
 
+
+PARTS: dict[str, Part] = {"table": _tables, "heads": _heads, "probing": _probing}
 
 if __name__ == "__main__":
     main()
