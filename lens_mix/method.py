@@ -24,14 +24,12 @@ class Method:
 
     Class attributes:
         name: the method's name in strings (`lm.run(model, prompt, name)`).
-        residual: the residual weight that the method's own paper mixes in when maps
-            are rolled out: 0.5 where the map holds the attention branch only, 0 where
-            it already holds the residual.
+        residual: the residual weight that the method's own paper mixes in when maps are rolled out: 0.5 where
+            the map holds the attention branch only, 0 where it already holds the residual.
         engines: the ways it can be computed, fastest first. "recorded" reads the clean pass,
             "hooks" intervenes and runs blocks again, "algebra" needs a proven anatomy.
         kind: "layer" for maps of one block, "input" for maps from the stack down to the tokens.
-        whole_model: whether there is one map, of all blocks together, whose row says which tokens what stands
-            over that position came from; it is filed under the last layer.
+        whole_model: whether there is one map of all blocks together, which counts as the last layer's.
         causal_only: whether it speaks of causal models only.
         records: what the clean pass must record of each attention module ("pattern", "value", "z").
         parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof`).
@@ -51,8 +49,9 @@ class Method:
     citation: ClassVar[str]
 
     def __post_init__(self) -> None:
+        fields = dataclasses.fields(self)
         flags(
-            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if isinstance(f.default, bool)}
+            **{field.name: getattr(self, field.name) for field in fields if isinstance(field.default, bool)}
         )
 
     def hooks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from tests.source_tree import LIBRARY, ROOT, Import, imports, module_level_stores, module_name, trees
 
@@ -124,16 +125,21 @@ def test_circles_are_found():
 
 
 def test_the_library_stays_small():
-    # 15,940 when the house was rebuilt; the edges of the proof took 1,000, the scales of trust the rest.
-    assert sum(lines()) <= 20_000
+    """15,940 lines when the house was rebuilt; the edges of the proof took 1,000 more.
+
+    Since then: 2,000 for methods on the whole model (gradients, occlusion, routes), 3,000 to judge maps.
+    """
+    evaluation = lines(LIBRARY / "evaluation")
+    assert sum(evaluation) <= 4_500
+    assert sum(lines()) - sum(evaluation) <= 18_700
 
 
 def test_files_stay_small():
     assert statistics.median(lines()) <= 120
 
 
-def lines() -> list[int]:
-    return [len(path.read_text().splitlines()) for path in LIBRARY.rglob("*.py")]
+def lines(folder: Path = LIBRARY) -> list[int]:
+    return [len(path.read_text().splitlines()) for path in folder.rglob("*.py")]
 
 
 def test_no_symbolic_link():

@@ -39,7 +39,7 @@ def logits_from(
         clean: the clean pass to start from.
         layer: first block to run.
         fwd_hooks: TransformerLens hooks for this pass, which see `[row, ...]` tensors.
-        resid_pre: the residual stream to enter that block; the clean one by default.
+        resid_pre: what enters that block; the clean residual stream by default.
         rows: which prompt of the clean batch each row is (repeats allowed); all, once, by default.
         gradients: build the graph.
         positions: unembed one position per row only, [row 1 d_vocab].
@@ -87,7 +87,7 @@ def _run_from(
     if batch is None:
         batch = clean.batch if rows is None else clean.batch.select(rows)
     if last_outputs is not None:
-        changes.append(forward_hook(lens.stack.blocks[-1], _keep_and_stop(last_outputs)))
+        changes += [forward_hook(lens.stack.blocks[-1], _keep_and_stop(last_outputs))]
     with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes(changes):
         return lens.forward(batch, return_type="logits")
 
@@ -95,18 +95,16 @@ def _run_from(
 def _entered_at(clean: CleanPass, start: int, resid_pre: Tensor | None, rows: Tensor | None) -> list[Change]:
     """What makes a pass enter the model at a block."""
     lens, blocks = clean.lens, clean.lens.stack.blocks
-    whole = rows is None
-    rows = torch.arange(len(clean.batch), device=clean.batch.tokens.device) if rows is None else rows
     replay = clean.replay(start)
     with lens.evaluation_mode():
         replay.prepare()
-    entering = clean.calls[start].resid_pre.index_select(0, rows) if resid_pre is None else resid_pre
-    skipped = [clean.calls[below].output for below in range(start)]
-    if not whole:
-        skipped = [replay.expand(output, rows) for output in skipped]
+    if resid_pre is None:
+        entry = clean.calls[start].resid_pre
+        resid_pre = entry if rows is None else entry.index_select(0, rows)
+    outputs = [clean.calls[below].output for below in range(start)]
+    skipped = outputs if rows is None else [replay.expand(output, rows) for output in outputs]
     changes = [_skipped(block, output) for block, output in zip(blocks[:start], skipped, strict=True)]
-    changes.append(forward_pre_hook(blocks[start], enter_with(entering), with_kwargs=True))
-    return changes
+    return [*changes, forward_pre_hook(blocks[start], enter_with(resid_pre), with_kwargs=True)]
 
 
 def _keep_and_stop(outputs: list[Tensor]) -> Callable[..., None]:

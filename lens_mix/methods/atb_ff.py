@@ -113,10 +113,10 @@ def atb_ff(
 def refuses_feed_forward(anatomy: BlockAnatomy) -> str | None:
     """Why vectors can't be followed through the feed-forward; None where they can."""
     if anatomy.cross:
-        return (
-            "cross-attention lies between self-attention and feed-forward: what the feed-forward reads "
-            "came from the other stack too (expected a block without cross-attention)"
+        reads = (
+            "cross-attention lies between self-attention and feed-forward, which reads the other stack too"
         )
+        return f"{reads} (expected a block without cross-attention)"
     if anatomy.feed_forward is None:
         kind = anatomy.feed_forward_kind
         return f"expected a plain or gated feed-forward, found {kind!r}; attn_res stops before it"
