@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lens_mix.aggregation.collapse import collapse_notes
 from lens_mix.aggregation.flow_bounds import first_layer_bound
 from lens_mix.aggregation.flow_rows import all_flows
 from lens_mix.aggregation.max_flow import Solver
@@ -106,7 +107,10 @@ def flow(
         residual=weight,
         kind="input",
         provenance={**stack.provenance, "aggregation": {**aggregation, "first_layer_share": shares}},
-        notes=_notes(stack, levels, shares, receptive_field),
+        notes=(
+            *_notes(stack, levels, shares, receptive_field),
+            *collapse_notes(scores[-1], reached_inputs(visible.cpu(), weight)[-1][chosen], chosen),
+        ),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lens_mix.aggregation.collapse import collapse_notes
 from lens_mix.aggregation.products import add_residual, cumulative, lower_product
 from lens_mix.aggregation.receptive_field import normalise_rollout, reachable
 from lens_mix.arguments import flags, instance
@@ -74,6 +75,9 @@ def rollout(
     else:
         scores = cumulative(maps, heads, product)
     options = {"receptive_field": receptive_field, "per_head": per_head, "drop_bos": drop_bos}
+    if not per_head and len(chosen.layer_labels) > 1:
+        reached = reached_inputs(chosen.visible(), weight)[-1]
+        notes = (*notes, *collapse_notes(scores[-1], reached, chosen.query_positions))
     return chosen.replace(
         scores=scores,
         mask=None if chosen.mask is None else reached_inputs(chosen.visible(), weight),
