@@ -246,8 +246,8 @@ def _read_method(method: object) -> Method:
 
 
 def _label(method: Method) -> str:
-    default = type(method)()
-    changed = {name: value for name, value in method.parameters().items() if value != getattr(default, name)}
+    default = type(method)().parameters()
+    changed = {name: value for name, value in method.parameters().items() if value != default[name]}
     inside = ", ".join(f"{name}={value!r}" for name, value in changed.items())
     return f"{method.name}({inside})" if inside else method.name
 
