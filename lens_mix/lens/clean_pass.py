@@ -92,7 +92,7 @@ def clean_pass(
         fwd_hooks: TransformerLens hooks that record, into `recorded`.
         recorded: what they fill.
         required: names that have to be in it afterwards.
-        watched: layers of which it is kept which keys got weight; None: all that run.
+        watched: layers of which it is kept which keys got weight; None: all that run and have attention.
         stop_after: last block to run; the pass ends there.
         rows: the rows that the hooks record, and that are watched; None: all positions.
         run_cache: what the passes of one run share.
@@ -104,7 +104,8 @@ def clean_pass(
     """
     last = lens.layer_index(stop_after)
     recorded = {} if recorded is None else recorded
-    layers = list(range(last + 1) if watched is None else watched)
+    present = [layer for layer in lens.stack.attention_layers if layer <= last]
+    layers = present if watched is None else list(watched)
     run_cache = {} if run_cache is None else run_cache
     clean = CleanPass(lens, batch, {}, recorded, {}, rows, run_cache=run_cache)
     template = lens.stack.attention_template

@@ -15,9 +15,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair
+from lens_mix.lens.anatomy import Norm
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook, replaced_forward
 from lens_mix.lens.clean_pass import CleanPass, StopForward
-from lens_mix.lens.head import row_at, unembedding_at
+from lens_mix.lens.head import Head, proven_head, row_at, unembedding_at
+from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.replay import enter_with, first_tensor
 
 
@@ -43,11 +45,13 @@ def logits_from(
         positions: unembed one position per row only, [row 1 d_vocab].
 
     Raises:
-        UnsupportedModelError: the block does not give its own output when run again.
+        UnsupportedModelError: the block does not give its own output when run again, or the model no logits.
     """
     with clean.lens.evaluation_mode(), unembedding_at(clean.lens.model, positions) as narrowed:
-        out = _run_from(clean, layer, fwd_hooks, resid_pre, rows, gradients)
-    logits = out if torch.is_tensor(out) else out.logits
+        out = run_from(clean, layer, fwd_hooks, resid_pre=resid_pre, rows=rows, gradients=gradients)
+    logits = out if torch.is_tensor(out) else getattr(out, "logits", None)
+    if logits is None:
+        raise UnsupportedModelError(f"logits: expected the model to return them, got a {type(out).__name__}")
     return logits if positions is None or narrowed else row_at(logits, positions)
 
 
@@ -61,21 +65,39 @@ def last_residual_from(
 ) -> Float[Tensor, "row pos d_model"]:
     """What the stack's last block gives, before any final norm; else as `logits_from`. No head is run."""
     outputs: list[Tensor] = []
+    keeping = [forward_hook(clean.lens.stack.blocks[-1], _keep_and_stop(outputs))]
     with contextlib.suppress(StopForward):
-        _run_from(clean, layer, fwd_hooks, None, rows, gradients, outputs)
+        run_from(clean, layer, fwd_hooks, rows=rows, gradients=gradients, changes=keeping)
     return outputs[0]
 
 
-def _run_from(
+def head_from(clean: CleanPass, norm: Norm | None) -> Head:
+    """The model's head, proven on a pass that reached the last block.
+
+    Raises:
+        UnsupportedModelError: the logits are not this final norm, then unembedding.
+    """
+    lens, last = clean.lens, clean.lens.n_layers - 1
+    if lens.stack.name == "encoder":
+        raise UnsupportedModelError("head: the encoder of an encoder-decoder has no logits")
+    resid = clean.calls[last].resid_post[clean.real].to(lens.wide_dtype)
+    logits = logits_from(clean, last)
+    if logits.ndim != 3:
+        raise UnsupportedModelError(f"head: expected logits of every position, got {list(logits.shape)}")
+    return proven_head(lens.model, norm, resid, logits[clean.real].to(resid.dtype), lens.tolerance)
+
+
+def run_from(
     clean: CleanPass,
     layer: int,
-    fwd_hooks: Sequence[HookPair],
-    resid_pre: Tensor | None,
-    rows: Tensor | None,
-    gradients: bool,
-    last_outputs: list[Tensor] | None = None,
+    fwd_hooks: Sequence[HookPair] = (),
+    *,
+    resid_pre: Tensor | None = None,
+    rows: Tensor | None = None,
+    gradients: bool = False,
+    changes: Sequence[Change] = (),
 ) -> Any:
-    """The model's output; with `last_outputs` to fill, the pass ends after the last block."""
+    """The model's output, with further changes to it; else as `logits_from`."""
     lens = clean.lens
     start, blocks = lens.layer_index(layer), lens.stack.blocks
     whole = rows is None
@@ -87,11 +109,9 @@ def _run_from(
     skipped = [clean.calls[below].output for below in range(start)]
     if not whole:
         skipped = [replay.expand(output, rows) for output in skipped]
-    changes = [_skipped(block, output) for block, output in zip(blocks[:start], skipped, strict=True)]
-    changes.append(forward_pre_hook(blocks[start], enter_with(entering), with_kwargs=True))
-    if last_outputs is not None:
-        changes.append(forward_hook(blocks[-1], _keep_and_stop(last_outputs)))
-    with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes(changes):
+    skips = [_skipped(block, output) for block, output in zip(blocks[:start], skipped, strict=True)]
+    enters = forward_pre_hook(blocks[start], enter_with(entering), with_kwargs=True)
+    with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes([*skips, enters, *changes]):
         return lens.forward(clean.batch if whole else clean.batch.select(rows), return_type="logits")
 
 

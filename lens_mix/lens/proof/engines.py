@@ -41,19 +41,22 @@ def refusal(proof: Proof, engine: str, method: HasEngines | None = None) -> str 
     parts = getattr(method, "parts", ALGEBRA_PARTS)
     reason = proof.hooks_refusal or proof.failure(parts)
     if reason is None and method is not None and hasattr(method, "refuses"):
-        refusals = ((layer, method.refuses(anatomy)) for layer, anatomy in enumerate(proof.anatomy))
+        refusals = ((layer, method.refuses(anatomy)) for layer, anatomy in proof.anatomy.items())
         reason = next((f"block {layer}: {why}" for layer, why in refusals if why is not None), None)
     return proof.head_refusal if reason is None and HEAD in parts else reason
 
 
-def logits_refusal(lens: Lens, method: HasEngines) -> str | None:
-    """Why a method with a target can't run on a model whose logits are wrong; None when it can."""
-    wrong = (
-        known_faults.wrong_logits(lens.model_class, transformer_lens_version())
-        if hasattr(method, "target")
-        else None
-    )
-    return None if wrong is None else f"{method.name} can't run on this model: {wrong}"
+def refused_outright(lens: Lens, method: HasEngines) -> str | None:
+    """Why a method can't run on a model, whatever its proof says; None when it may.
+
+    A method with a target needs right logits, one that goes down to the input a stack without gaps.
+    """
+    reason = None
+    if hasattr(method, "target"):
+        reason = known_faults.wrong_logits(lens.model_class, transformer_lens_version())
+    if reason is None and getattr(method, "kind", "layer") == "input" and lens.stack.gaps is not None:
+        reason = f"{lens.stack.gaps}, so that nothing can be followed through the whole stack"
+    return None if reason is None else f"{method.name} can't run on this model: {reason}"
 
 
 def choose_engine(method: HasEngines, proof: Proof, engine: str, no_algebra: str | None = None) -> str:
