@@ -56,7 +56,7 @@ REFUSED = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa", "youtu"), _LATENT),
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv"), _WITHOUT),
     **dict.fromkeys(("nemotron_h", "recurrent_gemma"), _WITHOUT),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _GATED),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), rf"{_GATED}|a hybrid: of 4 blocks"),
 }
 # One method's refusal on a model that others run on has to say one of these.
 REASONS = (

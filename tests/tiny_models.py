@@ -411,6 +411,8 @@ def wrapped_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, 
     if not hasattr(transformers, model_class) or not hasattr(transformers, config_class):
         raise Unavailable(f"transformers {transformers.__version__} has no {model_class}")
     with _quietly():
+        # What `randomise` keeps (A_log) is drawn here; two models of one seed must be alike.
+        torch.manual_seed(seed)
         model = getattr(transformers, model_class)(getattr(transformers, config_class)(**{**usual, **config}))
     # the grouped matrix product that transformers takes for mixtures knows no float64
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
