@@ -188,15 +188,17 @@ def _read_block(
     """The anatomy whose parts fit what was recorded best, and how well each fits."""
     config = getattr(getattr(lens.model, "original_model", None), "config", None)
     multiplier = float(getattr(config, "residual_multiplier", 1.0) or 1.0)
-    best: tuple[float, BlockAnatomy, list[PartError]] | None = None
+    best: tuple[tuple[int, float], BlockAnatomy, list[PartError]] | None = None
     block, attention = lens.stack.blocks[layer], lens.stack.self_attention(layer)
     for anatomy in candidates(block, attention, lens.model.cfg, multiplier):
         anatomy, feed_forward_error = _with_activation(anatomy, recorded, below, lens.tolerance)
         errors = _part_errors(anatomy, recorded, layer, lens.tolerance, feed_forward_error)
         known = [entry.error for entry in errors if entry.error is not None]
         worst = max(known, default=0.0)
-        if best is None or worst < best[0]:
-            best = worst, anatomy, errors
+        # Where one part is not what it was read as (values with an adapter over them), the others still tell.
+        misfit = sum(not entry.ok for entry in errors), worst
+        if best is None or misfit < best[0]:
+            best = misfit, anatomy, errors
         if worst <= lens.tolerance:
             break
     if best is None:
