@@ -45,7 +45,6 @@ REFUSED = {
     "bitnet": r"normalised \(attn_sub_norm\) before the output matrix",
     "gemma4": r"the values are normalised \(v_norm\)",
     "olmo_clipped": r"clipped at 1 \(clip_qkv\)",
-    "openai_gpt": r"OpenAI GPT with an attention mask \(it loses causality\)",
     "switch encoder": r"hook_pattern holds no attention weights",
     "switch decoder": r"hook_pattern holds no attention weights",
     "jetmoe": _NO_HOOKS,

@@ -351,14 +351,15 @@ def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bo
     """Whether padded keys stay out of every pattern when a shorter prompt is padded.
 
     Padding can also make NaN: in float64, a row that sees nothing but padding does in transformers itself
-    (padding on the left, or a sliding window). What blocks without attention make of it is not looked at.
+    (padding on the left, or a sliding window). What blocks without attention make of it is not looked at,
+    nor what a mask does that is more than one of padding.
 
     Args:
         lens: the face of the model.
         prompt: what to try it on; a short piece is used.
         side: where the padding is.
     """
-    if lens.stack.gaps is not None:
+    if lens.stack.gaps is not None or not lens.bears_a_mask:
         return False
     short = proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
     half = max(1, len(short.tokens) // 2)
