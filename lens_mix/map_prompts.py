@@ -140,6 +140,7 @@ class _Record:
         scores = prompt_mask.without_rounding(scores, groups, accepted)
         tokens = self._passed.tokens(index)
         blocks = [self._mapped[label].blocks[layer] for layer in layers]
+        gaps = self._passed.clean.lens.stack.gaps
         spans = None if groups is None else ["".join(tokens[p] for p in group) for group in groups]
         return MixingMap(
             scores=scores.clone(),
@@ -155,6 +156,7 @@ class _Record:
             kind=method.kind,
             provenance={**self._provenance, "engine": engine, **provenance.details(blocks, index)},
             notes=(
+                *([gaps] if gaps else []),
                 *provenance.notes(scores, layers, queries),
                 *(text for block in blocks for text in block.warnings[index]),
             ),

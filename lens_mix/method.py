@@ -114,6 +114,10 @@ class Method:
         """Whether the algebra engine computes such a block's feed-forward."""
         return "feed_forward" in self.parts
 
+    def reads_next_norm(self, anatomy: BlockAnatomy) -> bool:
+        """Whether the map of such a block needs the norm that reads its output (`Block.next_norm`)."""
+        return False
+
     def check(self, n_heads: int, n_layers: int) -> None:
         """Refuse parameters that this model can't have (a head out of range, say).
 

@@ -54,7 +54,7 @@ def run(
             or several of these.
         queries: positions of the rows to make and keep, as a number, numbers or a slice; negative numbers
             count from the prompt's end. None: all.
-        layers: the layers to make and keep, likewise.
+        layers: the layers to make and keep, likewise. None: all that have attention; `m.layers` names them.
         stack: "encoder" (default) or "decoder" of an encoder-decoder.
         engine: "auto", or "hooks" / "algebra" for methods that have both.
         max_memory: bytes for the temporary tensors of one step.

@@ -25,7 +25,7 @@ from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.prompts import Batch, PaddingSide, Prompt, pad, pad_token, read_prompt, token_strings
 from lens_mix.lens.proof.check import another_pass, edits, refuted_here, unmixed
-from lens_mix.lens.proof.engines import choose_engine, logits_refusal, needs_head
+from lens_mix.lens.proof.engines import choose_engine, needs_head, refused_outright
 from lens_mix.lens.proof.proofs import proof_of
 from lens_mix.lens.proof.prove import padding_leaks
 from lens_mix.lens.proof.record import VALUE, Proof
@@ -45,7 +45,7 @@ class Session:
         engine: "auto", "hooks" or "algebra".
         max_memory: bytes for the temporaries of one step; None: no bound.
         queries: the rows that are asked for; None: all.
-        layers: the layers that are asked for; None: all.
+        layers: the layers that are asked for; None: all that have attention.
 
     Raises:
         TypeError, ValueError: an option that is none, or that this model can't have.
@@ -68,12 +68,15 @@ class Session:
             max_memory = whole_number("max_memory", max_memory, 1, what="a number of bytes")
         for method in methods.values():
             method.check(lens.n_heads, lens.n_layers)
-            reason = logits_refusal(lens, method)
+            reason = refused_outright(lens, method)
             if reason is not None:
                 raise UnsupportedModelError(reason)
         self.lens, self.methods = lens, dict(methods)
         self.engine, self.max_memory, self.queries = engine, max_memory, queries
-        self.layers = read_selection(layers, lens.n_layers, "layers") or list(range(lens.n_layers))
+        present = lens.stack.attention_layers
+        self.layers = read_selection(layers, lens.n_layers, "layers") or present
+        if not set(self.layers) <= set(present):
+            raise ValueError(f"layers: expected some of {present}, got {self.layers} ({lens.stack.gaps})")
         whole = [label for label, method in methods.items() if method.whole_model]
         if whole and lens.n_layers - 1 not in self.layers:
             raise ValueError(
@@ -230,7 +233,8 @@ class Session:
         last = lens.n_layers - 1 if reads_end else layers[-1]
         # Padding may leak in any block that runs.
         padded = not bool(batch.real_positions(lens.stack.name).all())
-        watched = range(last + 1) if padded else layers
+        present = [layer for layer in lens.stack.attention_layers if layer <= last]
+        watched = present if padded else layers
         return clean_pass(
             lens,
             batch,
@@ -274,8 +278,7 @@ class Passed:
 
     def _block(self, layer: int, engine: str, cut: bool) -> Block:
         queries = self.rows.positions if cut and self.rows is not None else None
-        anatomy, above = self.proof.anatomy[layer], self.proof.anatomy[layer + 1 :]
-        block = Block(self.clean, layer, anatomy, engine, self.session.max_memory, queries, above)
+        block = Block(self.clean, layer, self.proof, engine, self.session.max_memory, queries)
         for index, edit in itertools.product(range(len(self.clean.batch)), self.edits.get(layer, ())):
             block.warn(index, edit)
         return block

@@ -137,11 +137,13 @@ def _only(values: Tensor, key: int) -> Tensor:
 
 
 def _layers(model: Any, stack: str | None) -> list[nn.Module]:
-    """The layers of the stack: the first list of modules that holds attention."""
+    """The layers of the stack that have attention: of the first list of modules that holds some."""
     root = model if stack is None else getattr(model.base_model, stack)
     for module in root.modules():
-        if isinstance(module, nn.ModuleList) and len(module) >= 2 and _attentions(module[0]):
-            return list(module)
+        if isinstance(module, nn.ModuleList) and len(module) >= 2:
+            holding = [layer for layer in module if _attentions(layer)]
+            if holding:
+                return holding
     raise AssertionError("no list of layers found")
 
 

@@ -51,7 +51,7 @@ def test_refused_models_say_why_and_all_others_are_proven(label):
     proof = lm.check(model, prompt_of(model), stack=case.stack).proof
     assert proof.hooks_refusal is None
     assert max(entry.error for entry in proof.parts if entry.error is not None) < 1e-12
-    if {anatomy.feed_forward_kind for anatomy in proof.anatomy} == {"mixture"}:
+    if {anatomy.feed_forward_kind for anatomy in proof.anatomy.values()} == {"mixture"}:
         assert "mixture feed-forward" in proof.algebra_refusal
     else:
         assert proof.algebra_refusal is None

@@ -35,7 +35,6 @@ FLOAT32 = ("xglm",)
 _GATED = r"gated attention is not supported"
 _LATENT = r"latent attention|DeepSeek-V3"
 _WITHOUT = r"TransformerLens shows no attention module in any block"
-_HYBRID = r"a hybrid: of 2 blocks of 'blocks' only \[1\] have attention"
 _HIDDEN = r"hooks that never fired: .*an attention kernel that keeps no pattern"
 _NO_HOOKS = r"is wrapped without them"
 # Refused altogether, with these words; those of the main matrix stand in `tests/matrix.py`.
@@ -46,7 +45,6 @@ REFUSED = {
     "bitnet": r"normalised \(attn_sub_norm\) before the output matrix",
     "gemma4": r"the values are normalised \(v_norm\)",
     "olmo_clipped": r"clipped at 1 \(clip_qkv\)",
-    "openai_gpt": r"OpenAI GPT with an attention mask \(it loses causality\)",
     "switch encoder": r"hook_pattern holds no attention weights",
     "switch decoder": r"hook_pattern holds no attention weights",
     "jetmoe": _NO_HOOKS,
@@ -57,8 +55,7 @@ REFUSED = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa", "youtu"), _LATENT),
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv"), _WITHOUT),
     **dict.fromkeys(("nemotron_h", "recurrent_gemma"), _WITHOUT),
-    **dict.fromkeys(("bamba", "granite_moe_hybrid", "jamba", "lfm2", "olmo_hybrid"), _HYBRID),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _HYBRID),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), rf"{_GATED}|a hybrid: of 4 blocks"),
 }
 # One method's refusal on a model that others run on has to say one of these.
 REASONS = (
@@ -72,6 +69,8 @@ REASONS = (
     r"a norm on the residual stream \(post-norm\)",
     r"besides attention and feed-forward the block holds",
     r"multiplier",
+    r"a hybrid: of 4 blocks of 'blocks' only \[1, 3\] have attention",
+    r"next norm: block 2 has no attention",
 )
 
 

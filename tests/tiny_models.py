@@ -186,7 +186,12 @@ _MBART = {**_BART, "decoder_start_token_id": 2, "max_length": 32}
 _LINEAR = _sizes(
     "linear_num_key_heads=2 linear_num_value_heads=2 linear_key_head_dim=8 linear_value_head_dim=8"
 )
-_HYBRID = {**_LLAMA, **_LINEAR, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+_HYBRID = {
+    **_LLAMA,
+    **_LINEAR,
+    **_sizes("num_hidden_layers=4 head_dim=8"),
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 _STATE_SPACE = _sizes(
     "hidden_size=32 intermediate_size=48 num_hidden_layers=2 num_attention_heads=4 num_key_value_heads=2 "
     "max_position_embeddings=32 mamba_n_heads=4 mamba_d_state=8 mamba_d_head=16 mamba_n_groups=1"
@@ -200,7 +205,12 @@ _WIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "afmoe": ("AfmoeForCausalLM", "AfmoeConfig", {**_MOE, "head_dim": 8, "num_dense_layers": 1, **_ONE_KIND}),
     "apertus": ("ApertusForCausalLM", "ApertusConfig", _LLAMA),
     "arcee": ("ArceeForCausalLM", "ArceeConfig", {**_LLAMA, "head_dim": 6}),
-    "bamba": ("BambaForCausalLM", "BambaConfig", {**_STATE_SPACE, "attn_layer_indices": [1]}),
+    # Every second block of a hybrid has attention.
+    "bamba": (
+        "BambaForCausalLM",
+        "BambaConfig",
+        {**_STATE_SPACE, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    ),
     "bitnet": ("BitNetForCausalLM", "BitNetConfig", _LLAMA),
     "blenderbot": ("BlenderbotForConditionalGeneration", "BlenderbotConfig", _BART),
     "codegen": ("CodeGenForCausalLM", "CodeGenConfig", {**_GPT2, "n_embd": 32, "rotary_dim": 4}),
@@ -227,19 +237,33 @@ _WIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite_moe_hybrid": (
         "GraniteMoeHybridForCausalLM",
         "GraniteMoeHybridConfig",
-        {**_MOE, **_STATE_SPACE, "layer_types": ["mamba", "attention"]},
+        {
+            **_MOE,
+            **_STATE_SPACE,
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "attention"] * 2,
+            "position_embedding_type": "rope",
+        },
     ),
     "hunyuan": ("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Config", {**_LLAMA, "head_dim": 6}),
     "jais2": ("Jais2ForCausalLM", "Jais2Config", {**_LLAMA, "head_dim": 6}),
     "jamba": (
         "JambaForCausalLM",
         "JambaConfig",
-        {**_MOE, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+        {
+            **_MOE,
+            **_sizes("num_hidden_layers=4 attn_layer_period=2 attn_layer_offset=1"),
+            "use_mamba_kernels": False,
+        },
     ),
     "jetmoe": ("JetMoeForCausalLM", "JetMoeConfig", {**_MOE, "kv_channels": 6, "num_key_value_heads": 2}),
     "laguna": ("LagunaForCausalLM", "LagunaConfig", {**_MOE, "head_dim": 8}),
     "led": ("LEDForConditionalGeneration", "LEDConfig", {**_BART, "attention_window": 4}),
-    "lfm2": ("Lfm2ForCausalLM", "Lfm2Config", {**_LLAMA, "layer_types": ["conv", "full_attention"]}),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
+        {**_LLAMA, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    ),
     "lfm2_attention": ("Lfm2ForCausalLM", "Lfm2Config", {**_LLAMA, **_ONE_KIND}),
     "lfm2_moe": ("Lfm2MoeForCausalLM", "Lfm2MoeConfig", {**_MOE, **_ONE_KIND, "num_dense_layers": 1}),
     "llama4": ("Llama4ForCausalLM", "Llama4TextConfig", {**_MOE, "head_dim": 8, "intermediate_size_mlp": 48}),
@@ -273,7 +297,11 @@ _WIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {**_MOE, **_HYBRID}),
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _HYBRID),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**_MOE, **_HYBRID}),
-    "qwen3_5_attention": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**_HYBRID, **_ONE_KIND}),
+    "qwen3_5_attention": (
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextConfig",
+        {**_HYBRID, **_ONE_KIND, "num_hidden_layers": 2},
+    ),
     "recurrent_gemma": (
         "RecurrentGemmaForCausalLM",
         "RecurrentGemmaConfig",
@@ -383,6 +411,8 @@ def wrapped_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, 
     if not hasattr(transformers, model_class) or not hasattr(transformers, config_class):
         raise Unavailable(f"transformers {transformers.__version__} has no {model_class}")
     with _quietly():
+        # What `randomise` keeps (A_log) is drawn here; two models of one seed must be alike.
+        torch.manual_seed(seed)
         model = getattr(transformers, model_class)(getattr(transformers, config_class)(**{**usual, **config}))
     # the grouped matrix product that transformers takes for mixtures knows no float64
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):

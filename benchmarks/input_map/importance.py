@@ -3,8 +3,8 @@
     python -m benchmarks.input_map.importance smollm2 choose        (or gemma3, held_out)
 
 Per prompt a file with the tokens, the answer, and for every scored position the mean over four replacement
-words of abs(Δ log p(answer)) and of KL(p ‖ p replaced), besides the same with the token's embedding replaced by the
-mean embedding (one more way to take it out: the practical ceiling of agreement). The first token is left out;
+words of abs(Δ log p(answer)) and of KL(p ‖ p replaced), besides the same with the token's embedding
+replaced by the mean embedding (one more way to take it out: the practical ceiling of agreement). The first token is left out;
 of prompts with more than 48 tokens 32 positions are drawn, and the last one.
 """
 

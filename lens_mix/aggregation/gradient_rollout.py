@@ -29,6 +29,7 @@ def gradient_rollout(mixing_map: MixingMap, *, normalize: bool = False) -> Mixin
     """
     flags(normalize=normalize)
     refuse_unstackable(mixing_map, "gradient_rollout")
+    mixing_map.require_no_gaps()
     if bool((mixing_map.scores < 0).any()):
         raise ValueError(
             "mixing_map: expected scores of 0 or more (gradient_attention with rectify=True), got "

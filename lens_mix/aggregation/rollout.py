@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 
 import torch
@@ -171,14 +170,8 @@ def layers_to_mix(
             f"from_layer: expected no later layer than to_layer, got from_layer={from_layer} and "
             f"to_layer={to_layer}"
         )
-    chosen = labels[first : last + 1]
-    if any(right != left + 1 for left, right in itertools.pairwise(chosen)):
-        raise ValueError(
-            f"mixing_map: expected layers that follow one another, got layers {chosen}; ask for those "
-            "between with lm.run(..., layers=...), or, where these do follow one another, say so with "
-            ".replace(layers=None)"
-        )
-    layers = mixing_map.select_layers(chosen)
+    layers = mixing_map.select_layers(labels[first : last + 1])
+    layers.require_no_gaps()
     return layers.drop_bos() if drop_bos else layers, weight
 
 

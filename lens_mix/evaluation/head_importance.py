@@ -18,6 +18,7 @@ from lens_mix import targets as targets_module
 from lens_mix.arguments import flags, instance, number, one_of, pairs, real_tensor, several, whole_number
 from lens_mix.hooks import must_fire, prune_heads
 from lens_mix.lens.model import Lens
+from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods import AttentionAttribution, AttentionWeights, GradientAttention, Method
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike
@@ -134,6 +135,7 @@ def head_importance(
 
     Raises:
         ValueError: no prompts; an unknown option; another number of targets than of prompts.
+        UnsupportedModelError: a hybrid, some of whose blocks have no heads; else as `lm.run`.
     """
     one_of("by", by, ("attribution", "attention", "taylor"))
     flags(progress=progress)
@@ -141,6 +143,9 @@ def head_importance(
         raise ValueError(f"method: applies to by='attribution' only, got by={by!r}")
     prompts = several("prompts", prompts, "several prompts", least=1)
     by_prompt = one_target_each("prompts", prompts, targets)
+    every_block_has_heads(model, stack, "head_importance")
+    if "layers" in options:
+        raise ValueError("layers: expected none, as importances have a row for every layer; cut the scores")
     one_of("statistic", statistic, ("max", "mean"))
     values = []
     warned: collections.Counter[str] = collections.Counter()
@@ -177,8 +182,12 @@ def pruned(model: Any, heads: Iterable[Head], *, stack: str | None = None) -> It
     """
     lens = Lens(model, stack)
     by_layer: dict[int, list[int]] = {}
+    gaps = lens.stack.gaps
     for layer, head in pairs("heads", heads, "(layer, head) pairs"):
-        chosen = by_layer.setdefault(whole_number("heads", layer, 0, lens.n_layers - 1, "layers"), [])
+        layer = whole_number("heads", layer, 0, lens.n_layers - 1, "layers")
+        if layer not in lens.stack.attention_layers:
+            raise ValueError(f"heads: expected heads of blocks that have some, got layer {layer} ({gaps})")
+        chosen = by_layer.setdefault(layer, [])
         chosen.append(whole_number("heads", head, 0, lens.n_heads - 1, "heads"))
     template = lens.stack.attention_template
     pruning = [prune_heads(layer, chosen, attention=template) for layer, chosen in by_layer.items()]
@@ -199,9 +208,11 @@ def ablation_importance(
 
     Raises:
         RuntimeError: the metric does not run the model.
+        UnsupportedModelError: as `head_importance`.
     """
     flags(progress=progress)
-    examples, lens = whole_number("examples", examples, 0), Lens(model, stack)
+    examples = whole_number("examples", examples, 0)
+    lens = every_block_has_heads(model, stack, "ablation_importance")
     whole = measured(metric, model)
     scores = torch.zeros(lens.n_layers, lens.n_heads, dtype=torch.float64)
     places = list(itertools.product(range(lens.n_layers), range(lens.n_heads)))
@@ -209,6 +220,17 @@ def ablation_importance(
         with pruned(model, [place], stack=stack):
             scores[place] = whole - measured(metric, model)
     return HeadImportance(scores, "ablation", examples)
+
+
+def every_block_has_heads(model: Any, stack: str | None, what: str) -> Lens:
+    """The face of a model whose heads are a table, layer x head; a hybrid is refused."""
+    lens = Lens(model, stack)
+    if lens.stack.gaps is not None:
+        raise UnsupportedModelError(
+            f"{what}: expected heads in every block, got {lens.stack.gaps} (lm.run maps "
+            "the heads that there are, with methods that take per_head=True)"
+        )
+    return lens
 
 
 def measured(metric: Metric, model: Any) -> float:

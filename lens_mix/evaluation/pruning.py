@@ -13,7 +13,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix.arguments import flags, instance, number, one_of, real_tensor, several, whole_number
-from lens_mix.evaluation.head_importance import Head, HeadImportance, Metric, measured, pruned
+from lens_mix.evaluation.head_importance import (
+    Head,
+    HeadImportance,
+    Metric,
+    every_block_has_heads,
+    measured,
+    pruned,
+)
 from lens_mix.lens.model import Lens
 
 if TYPE_CHECKING:
@@ -94,8 +101,9 @@ def pruning_curves(
     Raises:
         ValueError: no ranking; scores of another shape than [layer, head]; shares that do not ascend in 0..1.
         RuntimeError: the metric does not run the model.
+        UnsupportedModelError: a hybrid, some of whose blocks have no heads.
     """
-    lens = Lens(model, stack)
+    lens = every_block_has_heads(model, stack, "pruning_curves")
     total = lens.n_layers * lens.n_heads
     given = several("fractions", fractions, "ascending shares from 0 to 1", least=1)
     fractions = [number("fractions", fraction, 0, 1) for fraction in given]

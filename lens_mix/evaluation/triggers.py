@@ -15,6 +15,7 @@ from lens_mix.evaluation.head_importance import method_for, one_target_each
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import model_class_of
 from lens_mix.lens.prompts import device_of, read_prompt, token_strings
+from lens_mix.maps import MixingMap
 from lens_mix.methods import AttentionAttribution
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike
@@ -126,8 +127,8 @@ def extract_triggers(
     for example, target in zip(bar, by_example, strict=True):
         tokens = torch.tensor(example.tokens, device=device_of(model))
         attribution = method_for("attribution", target, method)
-        scores = run(model, tokens, attribution, stack=stack, **options).scores
-        trigger = _trigger(model, scores, example, special, second)
+        mixing = run(model, tokens, attribution, stack=stack, **options)
+        trigger = _trigger(model, mixing, example, special, second)
         if trigger.pieces and sum(trigger.strength) >= least:
             triggers.append(trigger)
     return sorted(triggers, key=lambda trigger: -sum(trigger.strength))
@@ -255,8 +256,9 @@ def predict_by_token(
 
 
 def _trigger(
-    model: Any, scores: torch.Tensor, example: Example, special: Collection[int], second: float
+    model: Any, mixing: MixingMap, example: Example, special: Collection[int], second: float
 ) -> Trigger:
+    scores = mixing.scores
     _, heads, count, _ = scores.shape
     layer, head = divmod(int(scores.flatten(2).amax(-1).argmax()), heads)
     best = torch.sort(scores[layer, head].flatten(), descending=True, stable=True)
@@ -270,7 +272,8 @@ def _trigger(
         for index, (start, stop) in enumerate(_segments(example, special))
         if start <= position < stop and example.tokens[position] not in special
     ]
-    return Trigger(tuple(pieces), strength, (pairs[0], pairs[-1]), layer, head, example)
+    label = mixing.layer_labels[layer]
+    return Trigger(tuple(pieces), strength, (pairs[0], pairs[-1]), label, head, example)
 
 
 def _segments(example: Example, special: Collection[int]) -> list[Span]:

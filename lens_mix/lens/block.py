@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,11 +15,12 @@ from lens_mix.hooks import HookPair
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, read_norm
 from lens_mix.lens.changed_backward import Rules, changed_backward
 from lens_mix.lens.clean_pass import CleanPass
-from lens_mix.lens.continuation import last_residual_from, logits_from
+from lens_mix.lens.continuation import head_from, last_residual_from, logits_from
 from lens_mix.lens.copies import copies_within
-from lens_mix.lens.head import Head, proven_head
+from lens_mix.lens.head import Head
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import Batch, Prompt, pad, pad_token
+from lens_mix.lens.proof.record import Proof
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import rows_at
 
@@ -31,27 +31,25 @@ class Block:
     Args:
         clean: the clean pass.
         layer: which block.
-        anatomy: what the block was found to be.
+        proof: what this block and those above were found to be.
         engine: how the method is to be computed.
         max_memory: bytes for the temporaries of one step; None: no bound.
         queries: positions of the rows that are asked for; None: all of them. A prompt with fewer than another
             one repeats its last.
-        above: the anatomies of the blocks above it.
     """
 
     def __init__(
         self,
         clean: CleanPass,
         layer: int,
-        anatomy: BlockAnatomy,
+        proof: Proof,
         engine: str,
         max_memory: int | None,
         queries: Int[Tensor, "batch query"] | None = None,
-        above: Sequence[BlockAnatomy] = (),
     ) -> None:
-        self._lens, self._clean, self._queries = clean.lens, clean, queries
-        self._above = above
-        self.layer, self.anatomy, self.engine, self.max_memory = layer, anatomy, engine, max_memory
+        self._lens, self._clean, self._queries, self._proof = clean.lens, clean, queries, proof
+        self.layer, self.engine, self.max_memory = layer, engine, max_memory
+        self.anatomy: BlockAnatomy = proof.anatomy[layer]
         self.details: list[dict[str, Any]] = [{} for _ in clean.batch.prompts]
         self.warnings: list[list[str]] = [[] for _ in clean.batch.prompts]
 
@@ -304,53 +302,42 @@ class Block:
         with self._lens.evaluation_mode(gradients):
             return norm(resid)
 
-    @functools.cached_property
+    @property
     def _final_norm(self) -> nn.Module | None:
-        """The model's own final norm; None where there is none, which is proven then.
+        """The model's own final norm, proven to read the last block's output; None where there is none."""
+        self._refuse_unknown_norm(self._lens.n_layers - 1)
+        return self._lens.final_norm()
 
-        After a stack that ends in a norm nothing is missing; else the logits have to do without.
-        """
-        norm = self._lens.final_norm()
-        if norm is not None or (self._above[-1] if self._above else self.anatomy).ends_in_norm:
-            return norm
-        try:
-            self._proven_head(None, self.last_residual())
-        except UnsupportedModelError as problem:
-            raise UnsupportedModelError(
-                "final norm: expected the model's own, or logits without one; TransformerLens maps none "
-                f"here, but {problem}. Leave the last layer out, or ask for what comes before that norm "
-                "(last_layer='before_final_norm', next_norm=False, after_final_norm=False)"
-            ) from problem
-        return None
+    def _refuse_unknown_norm(self, layer: int) -> None:
+        if layer in self._proof.next_norm_refusals:
+            raise UnsupportedModelError(self._proof.next_norm_refusals[layer])
 
     def next_norm(self) -> Norm | None:
         """The norm that reads the block's output: the next block's first one, after the last the final one.
 
         Raises:
-            ValueError: the block above was not given.
-            UnsupportedModelError: the final norm's parts don't give what the model's own norm gives.
+            UnsupportedModelError: it is not known (the next block has no attention, say), or the final norm's
+                parts don't give what the model's own norm gives.
         """
         if self.is_last:
             return self.final_norm()
-        if not self._above:
-            raise ValueError(f"next_norm: expected the anatomy of block {self.layer + 1}, got none")
-        return self._above[0].attention_input
+        self._refuse_unknown_norm(self.layer)
+        return self._proof.anatomy[self.layer + 1].attention_input
 
     def final_norm(self) -> Norm | None:
-        """The model's final norm as its parts, proven on this block's output; None where there is none.
+        """The model's final norm as its parts, proven on the last block's output; None where there is none.
 
         Raises:
-            UnsupportedModelError: the parts don't give what the model's own norm gives, or none is mapped
-                though the model may have one.
+            UnsupportedModelError: the parts don't give what the model's own norm gives, or it is not known
+                which norm reads that output.
         """
         module = self._final_norm
         if module is None:
             return None
         norm = read_norm(module, self._lens.model.cfg)
-        resid = self.resid_post[self.real_queries]
-        resid = resid.to(torch.promote_types(resid.dtype, torch.float32))
+        resid = self.final_residual[self.real_queries].to(self._lens.wide_dtype)
         rebuilt = resid if norm is None else norm(resid)
-        normed = self.after_final_norm(self.resid_post)[self.real_queries]
+        normed = self.after_final_norm(self.final_residual)[self.real_queries]
         error = relative_error(rebuilt, normed.to(resid.dtype))
         if not error <= self._lens.tolerance:
             raise UnsupportedModelError(
@@ -365,19 +352,7 @@ class Block:
         Raises:
             UnsupportedModelError: the logits are not final norm, then unembedding.
         """
-        last = self._clean.calls[self._lens.n_layers - 1].resid_post
-        return self._proven_head(None if self._lens.final_norm() is None else self.final_norm(), last)
-
-    def _proven_head(self, norm: Norm | None, last: Float[Tensor, "batch pos d_model"]) -> Head:
-        if self._lens.stack.name == "encoder":
-            raise UnsupportedModelError("head: the encoder of an encoder-decoder has no logits")
-        resid, logits = last[self.real].to(self._lens.wide_dtype), self.logits()
-        if logits.ndim != 3:
-            raise UnsupportedModelError(
-                f"head: expected logits of every position, got a classifier's {list(logits.shape)}"
-            )
-        logits = logits[self.real].to(resid.dtype)
-        return proven_head(self._lens.model, norm, resid, logits, self._lens.tolerance)
+        return head_from(self._clean, None if self._lens.final_norm() is None else self.final_norm())
 
     def changed_backward(
         self, rules: Rules, above: Sequence[Block], **options: Any

@@ -19,6 +19,9 @@ from lens_mix.lens.prompts import Batch
 from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls
 from lens_mix.lens.rows import Rows, rows_at
 
+# How torch complains of two dtypes, or of a number that one of them can't hold.
+_DTYPE_TEXTS = ("scalar type", "dtype", "without overflow")
+
 
 class StopForward(Exception):
     """Ends a forward pass once the last wanted block has run."""
@@ -92,19 +95,21 @@ def clean_pass(
         fwd_hooks: TransformerLens hooks that record, into `recorded`.
         recorded: what they fill.
         required: names that have to be in it afterwards.
-        watched: layers of which it is kept which keys got weight; None: all that run.
+        watched: layers of which it is kept which keys got weight; None: all that run and have attention.
         stop_after: last block to run; the pass ends there.
         rows: the rows that the hooks record, and that are watched; None: all positions.
         run_cache: what the passes of one run share.
         as_given: as in `Lens.forward`.
 
     Raises:
-        ValueError: a hook name that the model does not have, or a block output that is not finite.
-        UnsupportedModelError: a hook that the model has but that never fired.
+        ValueError: a hook name that the model does not have, an input out of its range, or a block output
+            that is not finite.
+        UnsupportedModelError: a hook that the model has but that never fired; as `_explain`.
     """
     last = lens.layer_index(stop_after)
     recorded = {} if recorded is None else recorded
-    layers = list(range(last + 1) if watched is None else watched)
+    present = [layer for layer in lens.stack.attention_layers if layer <= last]
+    layers = present if watched is None else list(watched)
     run_cache = {} if run_cache is None else run_cache
     clean = CleanPass(lens, batch, {}, recorded, {}, rows, run_cache=run_cache)
     template = lens.stack.attention_template
@@ -113,9 +118,32 @@ def clean_pass(
     capturing.append(forward_hook(lens.stack.blocks[last], _stop))
     hooks = lens.hooked([*fwd_hooks, *watching])
     with lens.evaluation_mode(), hooks, Changes(capturing), contextlib.suppress(StopForward):
-        lens.forward(batch, as_given=as_given)
+        try:
+            lens.forward(batch, as_given=as_given)
+        except (RuntimeError, IndexError) as problem:
+            _explain(lens, batch, problem)
+            raise
     _require_complete(clean, required, layers, last)
     return clean
+
+
+def _explain(lens: Lens, batch: Batch, problem: Exception) -> None:
+    """Say in words why the model's own forward pass fails, where that is known.
+
+    Raises:
+        ValueError: an input that the model has no row for.
+        UnsupportedModelError: something in the model is of one dtype whatever the rest is cast to.
+    """
+    if isinstance(problem, IndexError) and batch.inputs:
+        got = {name: f"{value.min()}..{value.max()}" for name, value in batch.inputs.items()}
+        raise ValueError(
+            f"model inputs: expected numbers that the model has rows for, got {got}"
+        ) from problem
+    if lens.dtype != torch.float32 and any(text in str(problem) for text in _DTYPE_TEXTS):
+        raise UnsupportedModelError(
+            f"the model's own forward pass fails in {lens.dtype} ({problem}): something in it is made for "
+            "another dtype; cast the model (model.to(torch.float32))"
+        ) from problem
 
 
 def _watch_keys(layer: int, clean: CleanPass) -> Callable[[Tensor], None]:

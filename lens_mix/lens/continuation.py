@@ -15,9 +15,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair
+from lens_mix.lens.anatomy import Norm
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook, replaced_forward
 from lens_mix.lens.clean_pass import CleanPass, StopForward
-from lens_mix.lens.head import row_at, unembedding_at
+from lens_mix.lens.head import Head, proven_head, row_at, unembedding_at
+from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import Batch
 from lens_mix.lens.replay import enter_with, first_tensor
 
@@ -46,11 +48,15 @@ def logits_from(
         batch: other prompts to run instead, from their tokens on: `layer` and `rows` count for nothing.
 
     Raises:
-        UnsupportedModelError: the block does not give its own output when run again.
+        UnsupportedModelError: the block does not give its own output when run again, or the model no logits.
     """
     with clean.lens.evaluation_mode(), unembedding_at(clean.lens.model, positions) as narrowed:
-        out = _run_from(clean, layer, fwd_hooks, resid_pre, rows, gradients, batch)
-    logits = out if torch.is_tensor(out) else out.logits
+        out = run_from(
+            clean, layer, fwd_hooks, resid_pre=resid_pre, rows=rows, gradients=gradients, batch=batch
+        )
+    logits = out if torch.is_tensor(out) else getattr(out, "logits", None)
+    if logits is None:
+        raise UnsupportedModelError(f"logits: expected the model to return them, got a {type(out).__name__}")
     return logits if positions is None or narrowed else row_at(logits, positions)
 
 
@@ -66,29 +72,52 @@ def last_residual_from(
 ) -> Float[Tensor, "row pos d_model"]:
     """What the stack's last block gives, before any final norm; else as `logits_from`. No head is run."""
     outputs: list[Tensor] = []
+    keeping = [forward_hook(clean.lens.stack.blocks[-1], _keep_and_stop(outputs))]
     with contextlib.suppress(StopForward):
-        _run_from(clean, layer, fwd_hooks, resid_pre, rows, gradients, batch, outputs)
+        options: dict[str, Any] = {
+            "resid_pre": resid_pre,
+            "rows": rows,
+            "gradients": gradients,
+            "batch": batch,
+        }
+        run_from(clean, layer, fwd_hooks, changes=keeping, **options)
     return outputs[0]
 
 
-def _run_from(
+def head_from(clean: CleanPass, norm: Norm | None) -> Head:
+    """The model's head, proven on a pass that reached the last block.
+
+    Raises:
+        UnsupportedModelError: the logits are not this final norm, then unembedding.
+    """
+    lens, last = clean.lens, clean.lens.n_layers - 1
+    if lens.stack.name == "encoder":
+        raise UnsupportedModelError("head: the encoder of an encoder-decoder has no logits")
+    resid = clean.calls[last].resid_post[clean.real].to(lens.wide_dtype)
+    logits = logits_from(clean, last)
+    if logits.ndim != 3:
+        raise UnsupportedModelError(f"head: expected logits of every position, got {list(logits.shape)}")
+    return proven_head(lens.model, norm, resid, logits[clean.real].to(resid.dtype), lens.tolerance)
+
+
+def run_from(
     clean: CleanPass,
     layer: int,
-    fwd_hooks: Sequence[HookPair],
-    resid_pre: Tensor | None,
-    rows: Tensor | None,
-    gradients: bool,
-    batch: Batch | None,
-    last_outputs: list[Tensor] | None = None,
+    fwd_hooks: Sequence[HookPair] = (),
+    *,
+    resid_pre: Tensor | None = None,
+    rows: Tensor | None = None,
+    gradients: bool = False,
+    batch: Batch | None = None,
+    changes: Sequence[Change] = (),
 ) -> Any:
-    """The model's output; with `last_outputs` to fill, the pass ends after the last block."""
+    """The model's output, with further changes to it; else as `logits_from`."""
     lens = clean.lens
-    changes = _entered_at(clean, lens.layer_index(layer), resid_pre, rows) if batch is None else []
+    enters: list[Change] = []
     if batch is None:
+        enters = _entered_at(clean, lens.layer_index(layer), resid_pre, rows)
         batch = clean.batch if rows is None else clean.batch.select(rows)
-    if last_outputs is not None:
-        changes += [forward_hook(lens.stack.blocks[-1], _keep_and_stop(last_outputs))]
-    with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes(changes):
+    with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes([*enters, *changes]):
         return lens.forward(batch, return_type="logits")
 
 

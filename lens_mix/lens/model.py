@@ -110,6 +110,11 @@ class Lens:
         """TransformerLens's hook points by name, aliases included."""
         return self.model.hook_dict
 
+    @property
+    def bears_a_mask(self) -> bool:
+        """Whether an attention mask only hides padding: OpenAI GPT's takes the place of the causal one."""
+        return wrapped_config(self.model, "model_type") != "openai-gpt"
+
     def where(self, layer: int) -> str:
         """Name of a block, for errors."""
         return self.stack.template.format(layer=layer)
@@ -190,8 +195,8 @@ class Lens:
             return self.model(batch.tokens, **inputs, **options)
         # Where it keeps no cache, a model of transformers reads packed prompts off positions that restart,
         # unless it is given a mask.
-        packs = bool(batch.real.all()) and wrapped_config(self.model, "use_cache") is False
-        inputs["attention_mask"] = None if packs else mask
+        packs = wrapped_config(self.model, "use_cache") is False or not self.bears_a_mask
+        inputs["attention_mask"] = None if packs and bool(batch.real.all()) else mask
         # use_cache=False: a block that is run again must not find the keys of its first run.
         return self.model(batch.tokens, use_cache=False, **inputs, **options)
 

@@ -229,6 +229,9 @@ def _like_tokens(value: Tensor, tokens: Int[Tensor, " pos"], name: str) -> Tenso
             "lm.ValueZeroing(per_head=True))"
         )
     plain_tensor(name, value)
+    whole = name.endswith("_ids") or name == "labels"
+    if whole and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
+        raise TypeError(f"{name}: expected whole numbers, got {value.dtype}")
     if value.ndim == 2 and value.shape[0] == 1:
         value = value[0]
     if value.shape != tokens.shape:

@@ -42,6 +42,22 @@ class Stack:
     def __len__(self) -> int:
         return len(self.blocks)
 
+    @property
+    def attention_layers(self) -> list[int]:
+        """The blocks that have attention, ascending: all of them, but in a hybrid."""
+        return [layer for layer, block in enumerate(self.blocks) if hasattr(block, self.attention)]
+
+    @property
+    def gaps(self) -> str | None:
+        """What maps of a hybrid do not speak of, in words; None where every block has attention."""
+        present = self.attention_layers
+        if len(present) == len(self):
+            return None
+        return (
+            f"a hybrid: of {len(self)} blocks of {self.name!r} only {present} have attention; the others mix "
+            "tokens without values or patterns"
+        )
+
 
 def _modules(model: nn.Module, name: str) -> tuple[nn.Module, ...]:
     blocks = getattr(model, name, None)
@@ -52,7 +68,7 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
     """All stacks of the model by name: {"blocks"} or {"encoder", "decoder"}.
 
     Raises:
-        UnsupportedModelError: a stack has no blocks, or a block no attention module.
+        UnsupportedModelError: a stack has no blocks, or none of them an attention module.
     """
     kind = model_class_of(model)
     if kind is ModelClass.HOOKED_ENCODER_DECODER:
@@ -75,22 +91,11 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
 
 
 def _require_attention(stack: Stack) -> None:
-    without = [layer for layer, block in enumerate(stack.blocks) if not hasattr(block, stack.attention)]
-    if not without:
+    if stack.attention_layers:
         return
-    children = stack.blocks[without[0]].named_children()
-    names = sorted(name for name, _ in children if not name.startswith(("hook", "_")))
-    found = f"expected {stack.attention!r}, found {names}"
-    if len(without) == len(stack):
-        raise UnsupportedModelError(
-            f"TransformerLens shows no attention module in any block of {stack.name!r} ({found}): without "
-            "attention there are no values or patterns, and context mixing is not defined (state-space and "
-            "recurrent models)"
-        )
-    attention = [layer for layer in range(len(stack)) if layer not in without]
+    names = sorted(name for name, _ in stack.blocks[0].named_children() if not name.startswith(("hook", "_")))
     raise UnsupportedModelError(
-        f"a hybrid: of {len(stack)} blocks of {stack.name!r} only {attention} have attention; block "
-        f"{without[0]} mixes tokens without values or patterns ({found}), so that maps of the whole stack "
-        "are not defined, and of some blocks of a hybrid are not supported; TransformerLens's cache holds "
-        "the patterns of those blocks"
+        f"TransformerLens shows no attention module in any block of {stack.name!r} (expected "
+        f"{stack.attention!r}, found {names}): without attention there are no values or patterns, and "
+        "context mixing is not defined (state-space and recurrent models)"
     )

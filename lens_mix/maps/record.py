@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -169,6 +170,16 @@ class MixingMap:
             raise ValueError(
                 f"{argument}: expected the rows of all {len(self.tokens)} positions for {purpose}, got only "
                 f"those of {shortened(self.queries)}; ask for all with lm.run(..., queries=None)"
+            )
+
+    def require_no_gaps(self) -> None:
+        """Raise a ValueError where layers do not follow one another."""
+        labels = self.layer_labels
+        if any(right != left + 1 for left, right in itertools.pairwise(labels)):
+            raise ValueError(
+                f"mixing_map: expected layers that follow one another, got layers {labels}; ask for those "
+                "between with lm.run(..., layers=...), or, where these do follow one another, say so with "
+                ".replace(layers=None); over blocks without attention (a hybrid) maps do not chain"
             )
 
     def layer_index(self, layer: int, argument: str = "layer") -> int:
@@ -373,7 +384,7 @@ class MixingMap:
 
         Args:
             layer: label (negative: from the end), or None for all: a ValueError on input maps and maps with
-                key_tokens, whose layers do not chain, and on a map that holds some rows only.
+                key_tokens, whose layers do not chain, and on a map that holds some rows, or layers with gaps.
             head: one head; None: the mean over heads.
             threshold: only edges whose absolute weight is above this.
         """
@@ -384,6 +395,7 @@ class MixingMap:
         if self.kind == "input" or self.key_tokens is not None:
             raise ValueError("layer: expected one layer for a map whose layers do not chain, got None")
         self.require_every_row("the graph of all layers")
+        self.require_no_gaps()
         return exchange.stack_graph(self, single.scores, threshold)
 
     @classmethod

@@ -92,9 +92,11 @@ class AtbFfResLn(AtbFf):
 
     next_norm: bool = False
 
+    def reads_next_norm(self, anatomy: BlockAnatomy) -> bool:
+        return self.next_norm and anatomy.feed_forward_residual is None
+
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
-        reads_next = self.next_norm and block.anatomy.feed_forward_residual is None
-        reading = block.next_norm() if reads_next else None
+        reading = block.next_norm() if self.reads_next_norm(block.anatomy) else None
         return feed_forward_maps(block, self.biases, reading).normed
 
 

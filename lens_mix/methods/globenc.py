@@ -59,6 +59,9 @@ class GlobEnc(Method):
     def relies_on_feed_forward(self, anatomy: BlockAnatomy) -> bool:
         return anatomy.feed_forward_residual is not None
 
+    def reads_next_norm(self, anatomy: BlockAnatomy) -> bool:
+        return anatomy.feed_forward_residual is None
+
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         heads = head_vectors(block)
         heads.budget = attention_budget(block, heads, second_norm_bytes(block, heads), what="globenc")
@@ -67,7 +70,7 @@ class GlobEnc(Method):
     def vectors(self, block: Block, attention: AttentionVectors) -> Vectors:
         """The vectors whose norms the map holds."""
         anatomy = block.anatomy
-        if anatomy.feed_forward_residual is None:
+        if self.reads_next_norm(anatomy):
             state = block.resid_post.to(attention.resid_pre.dtype)
             return attention.normed.through(block.next_norm(), state)
         state = attention.mid

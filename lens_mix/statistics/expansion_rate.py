@@ -30,7 +30,7 @@ def expansion_rates(model: Any, stack: str | None = None) -> pd.DataFrame:
         Columns layer, head (a number, or "all"), rate. Raises ValueError: a block without such matrices.
     """
     rows: list[tuple[int, int | str, float]] = []
-    for layer, anatomy in enumerate(check(model, stack=stack).proof.anatomy):
+    for layer, anatomy in check(model, stack=stack).proof.anatomy.items():
         if anatomy.value_path is None:
             raise ValueError(f"block {layer}: expected value and output matrices, found none")
         heads, together = path_rates(anatomy.value_path)

@@ -66,11 +66,15 @@ class Adapted(nn.Module):
         return self.base_layer(x) + self.lora_B(self.lora_A(x))
 
 
-def test_an_adapter_over_values_is_mapped_and_one_over_the_output_named():
+@pytest.mark.parametrize("size", [1, 30])
+def test_an_adapter_over_values_is_mapped_and_one_over_the_output_named(size):
+    """However large: the block's wiring has to be found though its values are not what its weights give."""
     model = bridge("llama")
     projection = model.blocks[0].attn.v
     plain = lm.run(model, tokens(model, 1, 7), "value_norm")
     adapted = Adapted(projection.original_component)
+    with torch.no_grad():
+        adapted.lora_B.weight *= size
     projection.set_original_component(adapted)
     found = lm.run(model, tokens(model, 1, 7), "value_norm")
     assert "layer 0: a hook or an adapter edits its values" in found.notes[0]
@@ -78,7 +82,7 @@ def test_an_adapter_over_values_is_mapped_and_one_over_the_output_named():
         adapted.base_layer.weight += adapted.lora_B.weight @ adapted.lora_A.weight
     projection.set_original_component(adapted.base_layer)
     merged = lm.run(model, tokens(model, 1, 7), "value_norm")
-    torch.testing.assert_close(found.scores, merged.scores)
+    torch.testing.assert_close(found.scores, merged.scores, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(found.scores, plain.scores)
 
     projection = model.blocks[0].attn.o
@@ -99,3 +103,100 @@ def test_an_unknown_activation_refuses_only_what_needs_the_feed_forward():
         lm.UnsupportedModelError, match="the activation XIELUActivation is not among those known"
     ):
         lm.run(model, tokens(model, 1, 7), "atb_ff")
+
+
+class Quantised(nn.Module):
+    """A linear layer with weights of eight bits and a scale, as bitsandbytes'."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.scale = base.weight.detach().abs().max() / 127
+        stored = (base.weight.detach() / self.scale).round().to(torch.int8)
+        self.weight = nn.Parameter(stored, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight.to(x.dtype) * self.scale).T
+
+
+class Packed(nn.Module):
+    """The same, behind a method, as torch's own quantised layers have it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.inner = [Quantised(base)]
+
+    def weight(self) -> torch.Tensor:
+        return self.inner[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner[0](x)
+
+
+@pytest.mark.parametrize("kind", [Quantised, Packed])
+def test_quantised_weights_are_named_and_maps_that_read_none_are_made(kind):
+    model = bridge("llama")
+    for block in model.blocks:
+        block.attn.o.set_original_component(kind(block.attn.o.original_component))
+    x = tokens(model, 1, 7)
+    words = rf"holds quantised weights \({kind.__name__}\), which are not read"
+    with pytest.raises(lm.UnsupportedModelError, match=words):
+        lm.run(model, x, "value_norm")
+    # The same numbers in a plain matrix.
+    expected = lm.run(plain_copy(model), x, ["attention", "value_zeroing"])
+    found = lm.run(model, x, ["attention", "value_zeroing"])
+    assert found["value_zeroing"].provenance["engine"] == "hooks"
+    for name, mixing_map in found.items():
+        torch.testing.assert_close(mixing_map.scores, expected[name].scores, atol=1e-5, rtol=0)
+
+
+def plain_copy(model):
+    plain = bridge("llama")
+    for block, other in zip(plain.blocks, model.blocks, strict=True):
+        inner = other.attn.o.original_component
+        with torch.no_grad():
+            block.attn.o.original_component.weight.copy_(
+                inner.forward(torch.eye(block.attn.o.original_component.weight.shape[1])).T
+            )
+    return plain
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("xglm", torch.float64), ("olmo", torch.bfloat16)])
+def test_a_dtype_that_the_model_itself_cannot_run_in_is_said(name, dtype):
+    if not available(bridge, name):
+        pytest.skip("no bridge for it here")
+    model = bridge(name, dtype)
+    words = rf"own forward pass fails in {dtype} .* cast the model \(model.to\(torch.float32\)\)"
+    with pytest.raises(lm.UnsupportedModelError, match=words):
+        lm.run(model, tokens(model, 1, 7), "attention")
+    assert "cast the model" in lm.support(model)["attention"]
+    model.to(torch.float32)
+    assert bool(lm.run(model, tokens(model, 1, 7), "attention").scores.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("bert", {"token_type_ids": torch.zeros(7)}),
+        ("bert", {"token_type_ids": torch.zeros(7, dtype=torch.bool)}),
+        ("llama", {"position_ids": torch.arange(7.0)}),
+        ("llama", {"labels": torch.zeros(7)}),
+    ],
+)
+def test_numbers_of_rows_are_whole(name, given):
+    model = bridge(name)
+    with pytest.raises(TypeError, match=r"\w+: expected whole numbers, got torch\.\w+"):
+        lm.run(model, tokens(model, 1, 7), "attention", **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("bert", {"token_type_ids": torch.full((7,), 9)}),
+        ("gpt2", {"position_ids": torch.arange(7) + 1000}),
+        ("gpt2", {"position_ids": torch.arange(7) - 3}),
+    ],
+)
+def test_numbers_of_rows_that_the_model_does_not_have_are_said(name, given):
+    model = bridge(name)
+    with pytest.raises(ValueError, match="model inputs: expected numbers that the model has rows for, got"):
+        lm.run(model, tokens(model, 1, 7), "attention", **given)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -86,3 +88,33 @@ def test_a_native_bridge_without_norms_needs_none():
     model = TransformerBridge.boot_native(config).eval()
     found = lm.run(model, prompt_of(model), lm.ValueZeroing(last_layer="after_final_norm"))
     torch.testing.assert_close(found.scores, lm.run(model, prompt_of(model), "value_zeroing").scores)
+
+
+def test_support_says_what_run_does():
+    model = build_or_skip(bridge, "opt_projected")
+    assert lm.support(model)["globenc"].startswith("final norm: expected the model's own")
+    assert lm.support(model)["attn_res_ln"] == "ok (algebra)"
+
+
+@EACH
+def test_a_mapped_norm_has_to_read_the_last_residual(method, engine, without):
+    """A projection (here: one that turns the axes round) may lie between the two."""
+    model = gpt2_like()
+    norm = model.ln_final
+    norm.register_forward_pre_hook(lambda module, args: (args[0].flip(-1), *args[1:]))
+    words = (
+        r"final norm: expected the norm that TransformerLens maps to read what the last block gives, but it"
+    )
+    with pytest.raises(lm.UnsupportedModelError, match=words):
+        lm.run(model, prompt_of(model), method, engine=engine)
+    if without is not None:
+        lm.run(model, prompt_of(model), without, engine=engine)
+
+
+def test_nor_one_that_is_never_asked(monkeypatch):
+    model = gpt2_like()
+    spare = copy.deepcopy(model.ln_final)
+    monkeypatch.setattr(Lens, "final_norm", lambda lens: spare)
+    with pytest.raises(lm.UnsupportedModelError, match="gives, but it never ran"):
+        lm.run(model, prompt_of(model), "globenc")
+    assert "never ran" in lm.support(model)["alti_logit"]

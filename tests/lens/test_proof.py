@@ -44,7 +44,7 @@ def test_anatomy_as_found(factory, name, placement, parallel, kind, activation):
     # float64: gelu and BLOOM's rounding of it differ by 1e-9
     arguments = (name, torch.float64) if name else (torch.float64,)
     model = build_or_skip(factory, *arguments)
-    for anatomy in lm.check(model, prompt_of(model)).proof.anatomy:
+    for anatomy in lm.check(model, prompt_of(model)).proof.anatomy.values():
         assert (anatomy.placement, anatomy.parallel, anatomy.feed_forward_kind) == (placement, parallel, kind)
         assert (anatomy.feed_forward.activation if anatomy.feed_forward else None) == activation
 

@@ -95,7 +95,7 @@ def test_maps_are_those_of_the_plain_formula(case):
 
 def at_rows(block, queries):
     """The same block with these rows only."""
-    return Block(block._clean, block.layer, block.anatomy, block.engine, block.max_memory, queries)
+    return Block(block._clean, block.layer, block._proof, block.engine, block.max_memory, queries)
 
 
 def padded_blocks(model, lengths, side):

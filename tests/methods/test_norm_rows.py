@@ -44,7 +44,7 @@ def supported(model: Any) -> list[Method]:
     """The methods above that the model's blocks allow."""
     session = Session(model, {"attn_res": lm.AttnRes()})
     with session.passed([session.read(prompts_of()[0], **NOTHING)]) as passed:
-        anatomies = passed.proof.anatomy
+        anatomies = passed.proof.anatomy.values()
     return [method for method in METHODS if all(method.refuses(one) is None for one in anatomies)]
 
 

@@ -53,26 +53,27 @@ def _refused_block(proof: Proof, method: HasEngines | None) -> str | None:
     """Why a method has nothing to say of one of the blocks; None where it has of all."""
     if method is None or not hasattr(method, "refuses"):
         return None
-    refusals = ((layer, method.refuses(anatomy)) for layer, anatomy in enumerate(proof.anatomy))
+    refusals = ((layer, method.refuses(anatomy)) for layer, anatomy in proof.anatomy.items())
     return next((f"block {layer}: {why}" for layer, why in refusals if why is not None), None)
 
 
-def logits_refusal(lens: Lens, method: HasEngines) -> str | None:
-    """Why a method with a target can't run on a model whose logits are wrong; None when it can.
+def refused_outright(lens: Lens, method: HasEngines) -> str | None:
+    """Why a method can't run on a model, whatever its proof says; None when it may.
 
-    Nor can a map of the whole model, from one stack to what stands over the other.
+    A method with a target needs right logits, one that goes down to the input a stack without gaps, and a map
+    of the whole model logits that stand over the tokens of the mapped stack.
     """
-    if getattr(method, "whole_model", False) and lens.stack.name == "encoder":
-        return (
-            f"{method.name} can't run on an encoder whose logits stand over the decoder's tokens: its rows "
-            "would be those; expected stack='decoder' (the share of the target's own tokens)"
+    reason = None
+    if hasattr(method, "target"):
+        reason = known_faults.wrong_logits(lens.model_class, transformer_lens_version())
+    if reason is None and getattr(method, "kind", "layer") == "input" and lens.stack.gaps is not None:
+        reason = f"{lens.stack.gaps}, so that nothing can be followed through the whole stack"
+    if reason is None and getattr(method, "whole_model", False) and lens.stack.name == "encoder":
+        reason = (
+            "the logits stand over the decoder's tokens, and so would its rows; expected stack='decoder' "
+            "(the share of the target's own tokens)"
         )
-    wrong = (
-        known_faults.wrong_logits(lens.model_class, transformer_lens_version())
-        if hasattr(method, "target")
-        else None
-    )
-    return None if wrong is None else f"{method.name} can't run on this model: {wrong}"
+    return None if reason is None else f"{method.name} can't run on this model: {reason}"
 
 
 def choose_engine(method: HasEngines, proof: Proof, engine: str, no_algebra: str | None = None) -> str:

@@ -33,7 +33,6 @@ def known_fault(model: Any, kind: ModelClass, stack: str, version: tuple[int, in
         "t5": _t5,
         "gpt_oss": _gpt_oss,
         "opt": _opt,
-        "openai-gpt": _openai_gpt,
     }
     return checks[family](model, config, version) if family in checks else None
 
@@ -76,11 +75,6 @@ def _opt(model: Any, config: Any, version: tuple[int, int]) -> str | None:
         "TransformerBridge cannot run OPT with do_layer_norm_before=False: "
         "its forward pass calls a final norm that this model does not have"
     )
-
-
-def _openai_gpt(model: Any, config: Any, version: tuple[int, int]) -> str | None:
-    # The mask that it is given takes the place of the causal one: every query sees every key.
-    return _wrong("OpenAI GPT with an attention mask (it loses causality)", "1.2")
 
 
 def _stablelm(model: Any, config: Any, version: tuple[int, int]) -> str | None:

@@ -50,9 +50,8 @@ def proof_of(
 
 def _head_refusal(lens: Lens, prompt: Prompt, proof: Proof) -> str | None:
     clean = clean_pass(lens, short_batch(lens, prompt), watched=())
-    last = lens.n_layers - 1
     try:
-        Block(clean, last, proof.anatomy[last], "algebra", None).head()
+        Block(clean, max(proof.anatomy), proof, "algebra", None).head()
     except UnsupportedModelError as problem:
         return str(problem)
     return None

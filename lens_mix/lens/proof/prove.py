@@ -11,6 +11,8 @@ measures, as the largest relative error of any position,
     block         everything, from x and the pattern alone, against the block's output
     zero_value    the hook on z after zeroing one value vector, against pattern @ v without it
 
+Blocks of a hybrid that have no attention are just run.
+
 `mixing` and `zero_value` must hold for any method to run; the rest must hold for the algebra engine.
 Methods that split logits name one part more, `head`: final norm and unembedding, against the logits. It is
 no block's, and proven only where one of them is asked for.
@@ -32,6 +34,7 @@ from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import Batch, PaddingSide, Prompt, pad, pad_token
+from lens_mix.lens.proof.next_norms import next_norm_refusals
 from lens_mix.lens.proof.reasons import explained
 from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE, PartError, Proof
 from lens_mix.lens.replay import captured_outputs, first_tensor, relative_error
@@ -55,11 +58,11 @@ def proof_prompt(prompt: Prompt, n_ctx: int) -> Prompt:
 def prove(lens: Lens, prompt: Prompt) -> Proof:
     """Prove every block of the lens's stack on a short piece of `prompt`."""
     batch = short_batch(lens, prompt)
-    layers = range(lens.n_layers)
+    layers = lens.stack.attention_layers
     names = [lens.stack.hook_name(role, layer) for layer in layers for role in ("value", "pattern", "z")]
     absent = [name for name in names if name not in lens.hook_points]
     if absent:
-        kind = type(getattr(lens.stack.self_attention(0), "original_component", None)).__name__
+        kind = type(getattr(lens.stack.self_attention(layers[0]), "original_component", None)).__name__
         raise UnsupportedModelError(
             "expected hooks on values, patterns and the mixed values of every block, found none at "
             f"{absent[0]!r} ({kind} is wrapped without them): no method can run"
@@ -71,17 +74,18 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
         store: dict[str, Tensor] = {}
         clean = clean_pass(lens, batch, record_all(store, [*names, *optional]), store, required=names)
     parts: list[PartError] = []
-    anatomies: list[BlockAnatomy] = []
+    anatomies: dict[int, BlockAnatomy] = {}
     factors: dict[int, Tensor] = {}
     for layer in layers:
         recorded = _Recorded.of(lens, clean, layer, points[layer], outputs)
-        anatomy, errors = _read_block(lens, layer, recorded, anatomies[-1] if anatomies else None)
-        anatomies.append(anatomy)
+        below = next(reversed(anatomies.values()), None)
+        anatomies[layer], errors = _read_block(lens, layer, recorded, below)
         parts += errors
         if recorded.factors is not None:
             factors[layer] = recorded.factors
         parts.append(_zero_value(lens, clean, layer, recorded))
-    return Proof(tuple(parts), tuple(anatomies), _is_causal(clean), head_factors=factors)
+    norms = next_norm_refusals(clean, anatomies)
+    return Proof(tuple(parts), anatomies, _is_causal(clean), norms, head_factors=factors)
 
 
 def short_batch(lens: Lens, prompt: Prompt) -> Batch:
@@ -184,15 +188,17 @@ def _read_block(
     """The anatomy whose parts fit what was recorded best, and how well each fits."""
     config = getattr(getattr(lens.model, "original_model", None), "config", None)
     multiplier = float(getattr(config, "residual_multiplier", 1.0) or 1.0)
-    best: tuple[float, BlockAnatomy, list[PartError]] | None = None
+    best: tuple[tuple[int, float], BlockAnatomy, list[PartError]] | None = None
     block, attention = lens.stack.blocks[layer], lens.stack.self_attention(layer)
     for anatomy in candidates(block, attention, lens.model.cfg, multiplier):
         anatomy, feed_forward_error = _with_activation(anatomy, recorded, below, lens.tolerance)
         errors = _part_errors(anatomy, recorded, layer, lens.tolerance, feed_forward_error)
         known = [entry.error for entry in errors if entry.error is not None]
         worst = max(known, default=0.0)
-        if best is None or worst < best[0]:
-            best = worst, anatomy, errors
+        # Where one part is not what it was read as (values with an adapter over them), the others still tell.
+        misfit = sum(not entry.ok for entry in errors), worst
+        if best is None or misfit < best[0]:
+            best = misfit, anatomy, errors
         if worst <= lens.tolerance:
             break
     if best is None:
@@ -345,13 +351,16 @@ def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bo
     """Whether padded keys stay out of every pattern when a shorter prompt is padded.
 
     Padding can also make NaN: in float64, a row that sees nothing but padding does in transformers itself
-    (padding on the left, or a sliding window).
+    (padding on the left, or a sliding window). What blocks without attention make of it is not looked at,
+    nor what a mask does that is more than one of padding.
 
     Args:
         lens: the face of the model.
         prompt: what to try it on; a short piece is used.
         side: where the padding is.
     """
+    if lens.stack.gaps is not None or not lens.bears_a_mask:
+        return False
     short = proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
     half = max(1, len(short.tokens) // 2)
     shorter = Prompt(short.tokens[:half], short.target, {name: v[:half] for name, v in short.inputs.items()})

@@ -56,12 +56,14 @@ def _width(module: nn.Module, name: str, axis: int) -> int | None:
 
 def _block(block: nn.Module, part: str) -> Iterator[str]:
     """Why a block's weights and modules, as read, may not be what it computes with."""
-    for name, module in block.named_modules():
+    for path, module in block.named_modules():
+        name = path.replace("_original_component.", "")
         if hasattr(module, "lora_A"):
             yield f"a LoRA adapter lies over {name}: merge it into the weights, then wrap the model; {_NEXT}"
         weight = getattr(module, "weight", None)
         if callable(weight) or (isinstance(weight, Tensor) and not weight.is_floating_point()):
-            yield f"{name} holds quantised weights ({type(module).__name__}), which are not read; {_NEXT}"
+            kind = type(getattr(module, "original_component", module)).__name__
+            yield f"{name} holds quantised weights ({kind}), which are not read; {_NEXT}"
     children = [name for name, _ in block.named_children() if not name.startswith(_KNOWN_CHILDREN)]
     if children:
         yield f"besides attention and feed-forward the block holds {children}; {_NEXT}"

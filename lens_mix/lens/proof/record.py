@@ -48,16 +48,18 @@ class Proof:
 
     Attributes:
         parts: one entry per block and part.
-        anatomy: what each block was found to be.
+        anatomy: what each block was found to be; of a hybrid, each that has attention.
         causal: whether no query saw a later key in any block.
+        next_norm_refusals: by layer, why it is not known which norm reads its output; none where it is.
         masks_padding: side of the padding -> whether it is kept out of attention; the sides that were tried.
         head_refusal: why the logits can't be computed from the last residual stream; None when they can.
         head_factors: by layer, z of each head over pattern @ values, where that is not 1 (an ablated head).
     """
 
     parts: tuple[PartError, ...]
-    anatomy: tuple[BlockAnatomy, ...]
+    anatomy: Mapping[int, BlockAnatomy]
     causal: bool
+    next_norm_refusals: Mapping[int, str] = dataclasses.field(default_factory=dict)
     masks_padding: Mapping[str, bool] = dataclasses.field(default_factory=dict)
     head_refusal: str | None = HEAD_UNPROVEN
     head_factors: Mapping[int, Float[Tensor, " head"]] = dataclasses.field(default_factory=dict)

@@ -11,7 +11,7 @@ import torch
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.prompts import device_of, read_prompt
-from lens_mix.lens.proof.engines import HasEngines, choose_engine, logits_refusal, needs_head
+from lens_mix.lens.proof.engines import HasEngines, choose_engine, needs_head, refused_outright
 from lens_mix.lens.proof.proofs import proof_of
 from lens_mix.lens.proof.record import Proof
 from lens_mix.lens.replay import is_out_of_memory
@@ -88,7 +88,7 @@ class Check:
             f"(accepted: {self.proof.parts[0].tolerance:.0e})",
             "block  " + "  ".join(f"{part:>12}" for part in parts) + "  anatomy",
         ]
-        for layer, anatomy in enumerate(self.proof.anatomy):
+        for layer, anatomy in self.proof.anatomy.items():
             cells = [_cell(errors[layer, part].error, errors[layer, part].ok) for part in parts]
             wiring = f"{anatomy.placement}-norm" if anatomy.placement != "none" else "no norm"
             if anatomy.parallel:
@@ -154,7 +154,7 @@ def support_table(
             raise
         return Support(model_name(model), tuple((method.name, None, str(problem)) for method in methods))
     for method in methods:
-        wrong = logits_refusal(lens, method)
+        wrong = refused_outright(lens, method) or _norm_refusal(method, proof)
         if wrong is not None:
             rows.append((method.name, None, wrong))
             continue
@@ -163,6 +163,15 @@ def support_table(
         except UnsupportedModelError as problem:
             rows.append((method.name, None, str(problem)))
     return Support(model_name(model), tuple(rows))
+
+
+def _norm_refusal(method: HasEngines, proof: Proof) -> str | None:
+    """Why some layer has no map: the method asks for the norm that reads it, which is not known."""
+    asks = getattr(method, "reads_next_norm", lambda anatomy: False)
+    reasons = proof.next_norm_refusals.items()
+    return next(
+        (why for layer, why in reasons if layer in proof.anatomy and asks(proof.anatomy[layer])), None
+    )
 
 
 def model_name(model: TransformerLensModel) -> str:

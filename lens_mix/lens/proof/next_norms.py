@@ -1,0 +1,82 @@
+"""Which norm reads each block's output: the next block's first one, after the last block the final norm."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.changes import forward_pre_hook
+from lens_mix.lens.clean_pass import CleanPass, StopForward
+from lens_mix.lens.continuation import head_from, run_from
+from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.replay import relative_error
+
+_WITHOUT = "(last_layer='before_final_norm', next_norm=False, after_final_norm=False)"
+
+
+def next_norm_refusals(clean: CleanPass, anatomy: Mapping[int, BlockAnatomy]) -> dict[int, str]:
+    """Why it is not known what reads a block's output, by layer; nothing for those where it is.
+
+    Args:
+        clean: a pass that reached the last block.
+        anatomy: of every block that has attention.
+    """
+    last = clean.lens.n_layers - 1
+    refusals = {
+        layer: f"next norm: block {layer + 1} has no attention, and its norms are not read; leave layer "
+        f"{layer} out (layers=), or ask for what comes before that norm {_WITHOUT}"
+        for layer in anatomy
+        if layer < last and layer + 1 not in anatomy
+    }
+    final = _final_norm_refusal(clean, last in anatomy and anatomy[last].ends_in_norm)
+    return refusals if final is None else {**refusals, last: final}
+
+
+def _final_norm_refusal(clean: CleanPass, ends_in_norm: bool) -> str | None:
+    """Why the mapped final norm (or none where none is) may not be what reads the last residual stream.
+
+    After a stack that ends in a norm nothing is missing; else the logits have to do without one.
+    """
+    norm = clean.lens.final_norm()
+    if norm is not None:
+        return _reads_another(clean, norm)
+    if ends_in_norm:
+        return None
+    try:
+        head_from(clean, None)
+    except UnsupportedModelError as problem:
+        return (
+            "final norm: expected the model's own, or logits without one; TransformerLens maps none here, "
+            f"but {problem}. Leave the last layer out, or ask for what comes before that norm {_WITHOUT}"
+        )
+    return None
+
+
+def _reads_another(clean: CleanPass, norm: nn.Module) -> str | None:
+    lens, last = clean.lens, clean.lens.n_layers - 1
+    resid = clean.calls[last].resid_post
+    read: list[Tensor] = []
+
+    def stop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        read.extend(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        raise StopForward
+
+    with contextlib.suppress(StopForward):
+        run_from(clean, last, changes=[forward_pre_hook(norm, stop, with_kwargs=True)])
+    fits = bool(read) and read[0].numel() == resid.numel()
+    error = relative_error(read[0].reshape(resid.shape), resid, clean.real) if fits else None
+    if error is not None and error <= lens.tolerance:
+        return None
+    found = (
+        "never ran"
+        if not read
+        else f"reads {list(read[0].shape)}" + f", {error:.1e} off" * (error is not None)
+    )
+    return (
+        "final norm: expected the norm that TransformerLens maps to read what the last block gives, but it "
+        f"{found}. Leave the last layer out, or ask for what comes before that norm {_WITHOUT}"
+    )
