@@ -4,8 +4,8 @@
 
 Per prompt a file with the tokens, the answer, and for every scored position the mean over four replacement
 words of abs(Δ log p(answer)) and of KL(p ‖ p replaced), besides the same with the token's embedding
-replaced by the mean embedding (one more way to take it out: the practical ceiling of agreement). The first token is left out;
-of prompts with more than 48 tokens 32 positions are drawn, and the last one.
+replaced by the mean embedding (one more way to take it out: the practical ceiling of agreement). The first
+token is left out; of prompts with more than 48 tokens 32 positions are drawn, and the last one.
 """
 
 from __future__ import annotations

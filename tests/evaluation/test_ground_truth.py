@@ -158,7 +158,9 @@ ON_PAPER = [
 ]
 
 
-@pytest.mark.parametrize(("name", "methods", "area"), ON_PAPER, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("name", "methods", "area"), ON_PAPER, ids=[f"{name}-{methods[0]}" for name, methods, _ in ON_PAPER]
+)
 def test_layer_maps_score_as_on_paper(name, methods, area):
     built = MODELS[name]
     model = built.model()
