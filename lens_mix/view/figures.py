@@ -13,7 +13,7 @@ ImportError where matplotlib is not installed.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +41,7 @@ def layer_maps(
     layers: Sequence[int] | None = None,
     head: int | None = None,
     columns: int = 6,
-    normalize: bool = True,
+    normalize: bool | None = None,
     title: str | None = None,
 ) -> Figure:
     """One heat map per layer, query × key, on a common colour scale.
@@ -54,7 +54,8 @@ def layer_maps(
         layers: labels of the layers to draw (negative: from the end); None: all.
         head: one head; None: the mean over heads.
         columns: heat maps side by side, 1 or more.
-        normalize: rows divided by their sum (0 to 1); False: the scores as they are.
+        normalize: rows divided by their sum (0 to 1); False: the scores as they are; None: their sum, but
+            where there are negative scores, which are drawn as they are, on a scale around 0.
         title: above the figure; None: the method's name, and the aggregation's if there was one.
 
     Raises:
@@ -65,7 +66,9 @@ def layer_maps(
     instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     columns = _checked_options(columns, normalize, title)
     shown = mixing_map if layers is None else mixing_map.select_layers(layers)
-    shown = _merged("mixing_map", shown if head is None else shown.head(head), normalize)
+    shown = (shown if head is None else shown.head(head)).merge_heads()
+    normalize = _normalizes(normalize, [shown])
+    shown = shown.normalized() if normalize else shown
     before = "" if shown.kind == "layer" else "up to "
     names = [f"{before}layer {label}" for label in shown.layer_labels]
     title = default_title(mixing_map, head) if title is None else title
@@ -78,7 +81,7 @@ def query_maps(
     maps: Mapping[str, MixingMap],
     query: int = -1,
     columns: int = 2,
-    normalize: bool = True,
+    normalize: bool | None = None,
     title: str | None = None,
 ) -> Figure:
     """One heat map per method, layer × key: what one query used in each layer. One colour scale for all.
@@ -97,7 +100,10 @@ def query_maps(
     columns = _checked_options(columns, normalize, title)
     if not instance("maps", maps, Mapping, "a dict of MixingMaps"):
         raise ValueError("maps: expected at least one map, got none")
-    shown = {name: _merged(f"maps[{name!r}]", each, normalize) for name, each in maps.items()}
+    shown = {name: instance(f"maps[{name!r}]", each, MixingMap, "a MixingMap") for name, each in maps.items()}
+    shown = {name: each.merge_heads() for name, each in shown.items()}
+    normalize = _normalizes(normalize, shown.values())
+    shown = {name: each.normalized() if normalize else each for name, each in shown.items()}
     first = next(iter(shown.values()))
     for name, each in shown.items():
         if (each.tokens, each.key_labels, each.layers) != (first.tokens, first.key_labels, first.layers):
@@ -192,15 +198,16 @@ def _row_of_map(
     return torch.cat([torch.full((left_out,), torch.nan, dtype=torch.float64), scores])
 
 
-def _checked_options(columns: int, normalize: bool, title: str | None) -> int:
-    flags(normalize=normalize)
+def _checked_options(columns: int, normalize: bool | None, title: str | None) -> int:
+    if normalize is not None:
+        flags(normalize=normalize)
     instance("title", title, (str, type(None)), "a text")
     return whole_number("columns", columns, 1)
 
 
-def _merged(name: str, value: MixingMap, normalize: bool) -> MixingMap:
-    merged: MixingMap = instance(name, value, MixingMap, "a MixingMap").merge_heads()
-    return merged.normalized() if normalize else merged
+def _normalizes(asked: bool | None, maps: Iterable[MixingMap]) -> bool:
+    """Whether rows are divided by their sum: as asked, or where no map has scores below 0."""
+    return not any(bool((each.scores < 0).any()) for each in maps) if asked is None else asked
 
 
 def _in_lines(name: str) -> str:

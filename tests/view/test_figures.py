@@ -154,6 +154,15 @@ class TestLayerMaps:
         with pytest.raises(TypeError, match="mixing_map: expected a MixingMap, got Tensor"):
             layer_maps(torch.rand(2, 3, 3))  # type: ignore[arg-type]
 
+    def test_signed_maps_are_drawn_around_zero(self) -> None:
+        scores = torch.tensor([[[1.0, 0.0], [-3.0, 2.0]]])
+        signed = MixingMap(scores=scores, tokens=["a", "b"])
+        for figure in (layer_maps(signed), signed.show(), query_maps({"signed": signed})):
+            (image,) = [axes.images[0] for axes in figure.axes if axes.images][:1]
+            assert image.get_clim()[0] == -image.get_clim()[1]
+        assert layer_maps(signed).axes[0].images[0].get_clim() == (-3, 3)
+        assert query_maps({"signed": signed}).axes[0].images[0].get_clim() == (-3, 3)
+
     def test_refuses_to_call_negative_scores_shares(self) -> None:
         with pytest.raises(ValueError, match="normalise first"):
             layer_maps(MixingMap(scores=-torch.rand(1, 2, 2), tokens=["a", "b"]))
