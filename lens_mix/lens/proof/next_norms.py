@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.changes import forward_pre_hook
+from lens_mix.lens.changes import forward_hook, forward_pre_hook
 from lens_mix.lens.clean_pass import CleanPass, StopForward
 from lens_mix.lens.continuation import head_from, run_from
 from lens_mix.lens.model_classes import UnsupportedModelError
@@ -60,13 +60,17 @@ def _reads_another(clean: CleanPass, norm: nn.Module) -> str | None:
     lens, last = clean.lens, clean.lens.n_layers - 1
     resid = clean.calls[last].resid_post
     read: list[Tensor] = []
+    ended: list[bool] = []
 
     def stop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        read.extend(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        raise StopForward
+        # NanoChat's norm is asked before the first block too.
+        if ended:
+            read.extend(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            raise StopForward
 
     with contextlib.suppress(StopForward):
-        run_from(clean, last, changes=[forward_pre_hook(norm, stop, with_kwargs=True)])
+        ends = forward_hook(lens.stack.blocks[last], lambda *call: ended.append(True))
+        run_from(clean, last, changes=[ends, forward_pre_hook(norm, stop, with_kwargs=True)])
     fits = bool(read) and read[0].numel() == resid.numel()
     error = relative_error(read[0].reshape(resid.shape), resid, clean.real) if fits else None
     if error is not None and error <= lens.tolerance:
