@@ -165,7 +165,7 @@ class TestLayerMaps:
 
     def test_refuses_to_call_negative_scores_shares(self) -> None:
         with pytest.raises(ValueError, match="normalise first"):
-            layer_maps(MixingMap(scores=-torch.rand(1, 2, 2), tokens=["a", "b"]))
+            layer_maps(MixingMap(scores=-torch.rand(1, 2, 2), tokens=["a", "b"]), normalize=True)
 
 
 class TestQueryMaps:
