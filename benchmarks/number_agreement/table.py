@@ -40,7 +40,7 @@ def measure(found: Classifier, examples: Sequence[Sentence], randomised: bool = 
 
 
 def summary(measured: pd.DataFrame) -> pd.DataFrame:
-    """Means over the sentences, and the standard error of `spearman`; `undefined` counts those with a constant row."""
+    """Means over the sentences, standard errors, and how many are `undefined` (a constant row)."""
     keys = ["weights", "importance", "method", "aggregation", "layer"]
     groups = measured.groupby(keys, sort=False)
     table = groups[["spearman", "partial"]].mean()
