@@ -229,7 +229,7 @@ def test_what_is_the_importance_itself_correlates_fully(found):
 @pytest.mark.skipif(not has_native(), reason="no native TransformerBridge in this TransformerLens")
 def test_the_whole_page(tmp_path, monkeypatch):
     monkeypatch.setenv("LENS_MIX_CACHE", str(tmp_path))
-    sizes = benchmark.Sizes(TINY, seeds=1, sentences=20, others=4)
+    sizes = benchmark.Sizes(TINY, seeds=1, sentences=8, others=4)
     page = "\n".join(benchmark.make(name, sizes) for name in benchmark.PARTS)
     for heading in ("The encoders", "The seed's own table", "Every map", "Pruning", "Trees", "Probing"):
         assert f"# {heading}\n" in page

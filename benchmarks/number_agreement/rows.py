@@ -75,8 +75,11 @@ def _methods(found: Classifier, answer: int, names: Sequence[str]) -> list[Any]:
         if name == "alti_logit":
             token, against = (vocabulary()[CLASSES[place]] for place in (answer, 1 - answer))
             chosen.append(kind(token=token, against=against))
-        elif name in ("attention_attribution", "gradient_attention"):
+        elif name == "gradient_attention":
             chosen.append(kind(target=found.margin(answer)))
+        elif name == "attention_attribution":
+            # Points enough for an order; as many as its error asks for would take most of the time.
+            chosen.append(kind(target=found.margin(answer), n_steps=8))
         else:
             chosen.append(kind())
     return chosen

@@ -15,23 +15,23 @@ from benchmarks.number_agreement.rows import Row, controls, ids_and_answer, impo
 from benchmarks.number_agreement.sentences import Sentence
 
 
-def measure(found: Classifier, examples: Sequence[Sentence]) -> pd.DataFrame:
+def measure(found: Classifier, examples: Sequence[Sentence], randomised: bool = True) -> pd.DataFrame:
     """One line per sentence, map and importance: `spearman`, and `partial`, with the position partialled out.
 
-    The maps of the encoder before its training, against the same importance, are `weights` "untrained".
+    With `randomised` the maps of the encoder before its training, against the same importance, are there too,
+    as `weights` "untrained".
     """
     draw, blank, names = np.random.default_rng(0), untrained(found.recipe), supported(found)
     frames = []
     for number, sentence in enumerate(tqdm(examples, disable=None, desc="table")):
         ids, answer = ids_and_answer(found, sentence)
         important = importance(found, ids, answer)
-        before = [row for row in rows(blank, ids, answer, names) if row.layer == found.recipe.layers]
         # How far one importance says what the other does: no map can be expected to do better.
         others = [Row(name, "importance", 0, scores) for name, scores in important.items()]
-        given = {
-            "trained": [*rows(found, ids, answer, names), *controls(sentence, draw), *others],
-            "untrained": before,
-        }
+        given = {"trained": [*rows(found, ids, answer, names), *controls(sentence, draw), *others]}
+        if randomised:
+            before = rows(blank, ids, answer, names)
+            given["untrained"] = [row for row in before if row.layer == found.recipe.layers]
         for weights, found_rows in given.items():
             for name, scores in important.items():
                 frame = _correlations(found_rows, scores)
@@ -40,11 +40,11 @@ def measure(found: Classifier, examples: Sequence[Sentence]) -> pd.DataFrame:
 
 
 def summary(measured: pd.DataFrame) -> pd.DataFrame:
-    """Mean and standard error over the sentences; `undefined` counts those with a constant row."""
+    """Means over the sentences, standard errors, and how many are `undefined` (a constant row)."""
     keys = ["weights", "importance", "method", "aggregation", "layer"]
     groups = measured.groupby(keys, sort=False)
     table = groups[["spearman", "partial"]].mean()
-    table["error"], table["spread"] = groups["spearman"].sem(), groups["spearman"].std()
+    table["error"] = groups["spearman"].sem()
     table["undefined"] = groups["spearman"].apply(lambda values: int(values.isna().sum()))
     return table.reset_index()
 
