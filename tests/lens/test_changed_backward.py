@@ -75,7 +75,7 @@ def test_a_norm_with_its_scale_held_is_linear(kind):
 def test_without_gradients_nothing_is_changed_and_idle_rules_are_an_error(name):
     model = build_or_skip(bridge, name)
     lens = Lens(model)
-    anatomies = lm.check(model).proof.anatomy
+    anatomies = list(lm.check(model).proof.anatomy.values())
     rules = lm.Gim().rules
     clean = model(tokens(model, 1))
     with (
