@@ -55,7 +55,7 @@ def _bend(tensor, hook):
 def test_the_head_is_looked_at_only_for_methods_that_split_logits(model, monkeypatch):
     looked = []
     original = lm.lens.head.proven_head
-    monkeypatch.setattr("lens_mix.lens.block.proven_head", lambda *a: looked.append(1) or original(*a))
+    monkeypatch.setattr("lens_mix.lens.continuation.proven_head", lambda *a: looked.append(1) or original(*a))
     lm.run(model, prompt_of(model), ["attention", "value_zeroing", "alti", "decompx"])
     assert looked == []
     lm.run(model, prompt_of(model), "alti_logit")
@@ -66,7 +66,7 @@ def test_the_head_is_looked_at_only_for_methods_that_split_logits(model, monkeyp
 
 
 def test_a_head_that_was_not_looked_at_is_no_proven_head():
-    proof = Proof((), (), True)
+    proof = Proof((), {}, True)
     assert HEAD in lm.AltiLogit.parts
     assert refusal(proof, "algebra", lm.AltiLogit()) == HEAD_UNPROVEN
     assert refusal(proof, "algebra", lm.Alti()) is None
