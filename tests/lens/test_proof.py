@@ -350,7 +350,7 @@ def test_check_and_support_print_and_tabulate():
 
 def test_a_part_that_is_far_off_is_reported_with_its_numbers():
     entry = proof_record.PartError(3, "block", 0.5, 1e-4)
-    made = proof_record.Proof((entry,), (), True)
+    made = proof_record.Proof((entry,), {}, True)
     assert made.failure(("block",)) == (
         "block 3: block is not proven: expected relative error <= 1e-04, got relative error 5.0e-01"
     )
