@@ -2,9 +2,11 @@
 
     python -m benchmarks.input_map.prompts          prints how many there are of each kind
 
-Each kind has families of templates for the half to choose on and others for the half that is held out. What is
-explained is whatever the model itself says next, so no prompt needs to be answered rightly.
+Each kind has families of templates for the half to choose on and others for the half that is held out. What
+is explained is whatever the model itself says next, so no prompt needs to be answered rightly.
 """
+
+# ruff: noqa: E501 (templates are read more easily whole)
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ HALVES = ("choose", "held_out")
 NAMES = "Anna Peter Maria David Laura Simon Helen Robert Clara Martin Julia Thomas Emma Oliver Sarah Daniel".split()
 CITIES = "Paris London Rome Berlin Madrid Vienna Tokyo Lisbon Dublin Cairo Athens Oslo".split()
 COUNTRIES = "France England Italy Germany Spain Austria Japan Portugal Ireland Egypt Greece Norway".split()
-LANGUAGES = "French English Italian German Spanish German Japanese Portuguese English Arabic Greek Norwegian".split()
+LANGUAGES = (
+    "French English Italian German Spanish German Japanese Portuguese English Arabic Greek Norwegian".split()
+)
 COLOURS = "red blue green yellow black white brown purple orange grey".split()
 ANIMALS = "dog cat horse rabbit parrot turtle goat fish pony hamster".split()
 OBJECTS = "key letter coin ring watch map book lamp umbrella wallet".split()
