@@ -1,11 +1,11 @@
 """The yardstick: what replacing each token does to the model's own answer, kept on disk.
 
-    python -m benchmarks.input_map.importance smollm2 choose        (or gemma3, held_out)
+    python -m benchmarks.input_map.importance smollm2 choose [limit]       (or gemma3, held_out)
 
 Per prompt a file with the tokens, the answer, and for every scored position the mean over four replacement
-words of abs(Δ log p(answer)) and of KL(p ‖ p replaced), besides the same with the token's embedding
-replaced by the mean embedding (one more way to take it out: the practical ceiling of agreement). The first
-token is left out; of prompts with more than 48 tokens 32 positions are drawn, and the last one.
+words of abs(Δ log p(answer)) and of KL(p ‖ p replaced), besides three more ways to take the token out: its
+embedding replaced by the mean embedding, its values zeroed in all layers, and the attention to it masked. The
+first token is left out; of prompts with more than 48 tokens 32 positions are drawn, and the last one.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
+from benchmarks.input_map.decoder import Decoder
 from benchmarks.input_map.prompts import Prompt, make
 
 WORDS = (" table", " seven", " quickly", " Norway")
 LONG, DRAWN = 48, 32
+TOKENS = 600
 
 
 def folder(model_name: str) -> Path:
@@ -35,6 +39,12 @@ def folder(model_name: str) -> Path:
 def file_of(model_name: str, prompt: Prompt) -> Path:
     """A prompt's file."""
     return folder(model_name) / f"{hashlib.sha256(prompt.text.encode()).hexdigest()[:16]}.pt"
+
+
+def tokens_of(tokenizer: Any, prompt: Prompt) -> Int[Tensor, " pos"]:
+    """With the model's first token, where it has one."""
+    text = (tokenizer.bos_token or "") + prompt.text
+    return tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
 
 
 def load(model_name: str):
@@ -50,67 +60,69 @@ def load(model_name: str):
 
 
 @torch.no_grad()
-def log_probabilities(model, embeddings: Tensor, chunk: int) -> Tensor:
-    """Of the next token after the last position, [copy d_vocab]."""
-    parts = [
-        model(inputs_embeds=part, logits_to_keep=1, use_cache=False).logits[:, -1].log_softmax(-1)
-        for part in embeddings.split(chunk)
-    ]
-    return torch.cat(parts)
+def measure(decoder: Decoder, tokenizer: Any, tokens: Tensor) -> dict[str, Tensor]:
+    """Importance of the scored positions of one prompt.
 
-
-@torch.no_grad()
-def measure(model, tokenizer, tokens: Tensor) -> dict[str, Tensor]:
-    """Importance of the scored positions of one prompt."""
-    embed = model.get_input_embeddings()
+    As attention is causal, what stands before a replaced token is computed once.
+    """
     count = len(tokens)
     positions = list(range(1, count))
     if count > LONG:
         positions = sorted({*random.Random(count).sample(range(1, count - 1), DRAWN), count - 1})
     words = [tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in WORDS]
-    whole = embed(tokens)
-    clean = log_probabilities(model, whole[None], 1)[0]
+    whole = decoder.embed(tokens)
+    layers, logits = decoder.forward(whole)
+    clean = logits.log_softmax(-1)
     answer = int(clean.argmax())
-    mean = embed(torch.arange(0, embed.num_embeddings, 7)).mean(0)
-    copies = []
-    for position in positions:
-        for vector in (*embed(torch.tensor(words)), mean):
-            copy = whole.clone()
-            copy[position] = vector
-            copies.append(copy)
-    chunk = max(1, 640 // count)
+    mean = decoder.embed(torch.arange(0, decoder.embed.num_embeddings, 7)).mean(0)
+    others = torch.cat([decoder.embed(torch.tensor(words)), mean[None]])
+    ways = len(others) + 2
     changes, divergences = [], []
-    # logits of a large vocabulary are not kept
-    for part in torch.stack(copies).split(chunk * 4):
-        changed = log_probabilities(model, part, chunk)
-        changes.append(clean[answer] - changed[:, answer])
-        divergences.append((clean.exp() * (clean - changed)).sum(-1))
-    change = torch.cat(changes).reshape(len(positions), len(words) + 1)
-    divergence = torch.cat(divergences).reshape(len(positions), len(words) + 1)
+    while len(changes) < len(positions):
+        start = positions[len(changes)]
+        # small products are slow, so several positions go together, from the first of them on
+        together = positions[len(changes) :][: max(1, TOKENS // (ways * (count - start)))]
+        copies = whole[start:].repeat(len(together), ways, 1, 1)
+        zeroed, dropped = torch.zeros(2, len(together), ways, count - start, dtype=torch.bool)
+        for place, position in enumerate(together):
+            copies[place, : len(others), position - start] = others
+            zeroed[place, -2, position - start] = dropped[place, -1, position - start] = True
+        flat = (part.flatten(0, 1) for part in (copies, zeroed, dropped))
+        copied, no_values, not_seen = flat
+        changed = decoder.suffixes(copied, layers, no_values, not_seen).log_softmax(-1)
+        changes += (clean[answer] - changed[:, answer]).unflatten(0, (-1, ways))
+        divergences += (clean.exp() * (clean - changed)).sum(-1).unflatten(0, (-1, ways))
+    change, divergence = torch.stack(changes), torch.stack(divergences)
     return {
         "tokens": tokens,
         "answer": torch.tensor(answer),
         "probability": clean[answer].exp(),
         "positions": torch.tensor(positions),
-        "importance": change[:, :-1].abs().mean(-1),
-        "divergence": divergence[:, :-1].mean(-1),
-        "mean_embedding": change[:, -1].abs(),
+        "importance": change[:, :4].abs().mean(-1),
+        "divergence": divergence[:, :4].mean(-1),
+        "mean_embedding": change[:, 4].abs(),
+        "values_zeroed": change[:, 5].abs(),
+        # of the last position nothing is masked: not to be scored
+        "dropped": change[:, 6].abs(),
         "halves": torch.stack([change[:, :2].abs().mean(-1), change[:, 2:4].abs().mean(-1)]),
     }
 
 
-def main(model_name: str, half: str) -> None:
+def main(model_name: str, half: str, limit: str = "1000") -> None:
+    torch.set_num_threads(1)
     model, tokenizer = load(model_name)
+    decoder = Decoder(model)
     start = time.time()
     prompts = [prompt for prompt in make() if prompt.half == half]
-    prompts.sort(key=lambda prompt: len(prompt.text))
+    # In an order that makes whatever is done fair to all kinds.
+    random.Random(0).shuffle(prompts)
+    prompts = prompts[: int(limit)]
     for number, prompt in enumerate(prompts):
         path = file_of(model_name, prompt)
-        if path.exists():
+        if path.exists() and "dropped" in torch.load(path):
             continue
-        text = (tokenizer.bos_token or "") + prompt.text
-        tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
-        torch.save(measure(model, tokenizer, tokens), path)
+        tokens = tokens_of(tokenizer, prompt)
+        torch.save(measure(decoder, tokenizer, tokens), path)
         if number % 10 == 0:
             print(
                 f"{number + 1}/{len(prompts)} {len(tokens)} tokens, {time.time() - start:.0f} s", flush=True
@@ -118,4 +130,4 @@ def main(model_name: str, half: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:])

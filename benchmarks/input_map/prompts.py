@@ -4,9 +4,11 @@
 
     python -m benchmarks.input_map.prompts          prints how many there are of each kind
 
-Each kind has families of templates for the half to choose on and others for the half that is held out. What is
-explained is whatever the model itself says next, so no prompt needs to be answered rightly.
+Each kind has families of templates for the half to choose on and others for the half that is held out. What
+is explained is whatever the model itself says next, so no prompt needs to be answered rightly.
 """
+
+# ruff: noqa: E501 (templates are read more easily whole)
 
 from __future__ import annotations
 

