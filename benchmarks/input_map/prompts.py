@@ -1,5 +1,3 @@
-# Templates read best on one line.
-# ruff: noqa: E501
 """Prompts for the search of an input map: two halves for good, with no template in both.
 
     python -m benchmarks.input_map.prompts          prints how many there are of each kind
