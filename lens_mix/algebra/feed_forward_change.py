@@ -35,7 +35,7 @@ class Neurons(NamedTuple):
 
     # What changes are added to, per matrix: pre-activations, or zeros for those that are carried.
     start: list[Float[Tensor, "row column"]]
-    # Minus what W_out reads (no b_hidden); of those that are carried g, u, SiLU(g) and 2 SiLU(g) - g.
+    # Minus what W_out reads (no b_hidden); of those that are carried g, u, SiLU(g) and SiLU(g) - g / 2.
     clean: list[Float[Tensor, "row column"]]
     bases: list[list[Float[Tensor, "row column"]]]  # per input and matrix
     W_out: Float[Tensor, "column d_model"]
@@ -94,10 +94,11 @@ class FeedForwardChange:
             # The first ones are made where they go: one tensor less in the caches.
             in_place = number == 0 and start.dtype == out.dtype
             pre = out if in_place else torch.empty_like(out, dtype=start.dtype)
-            changed = start[rows].expand(pre.shape)
+            changed, part = start[rows], 0.5 if self._carries and number == 0 else 1.0
             for bases, factor in zip(neurons.bases, factors, strict=False):
-                changed = torch.addcmul(changed, bases[number][rows], factor, out=pre)
-            now.append(torch.baddbmm(changed, weights, vectors[number], out=pre).to(out.dtype))
+                changed = torch.addcmul(changed, bases[number][rows], factor, value=part, out=pre)
+            pre = torch.baddbmm(changed, weights, vectors[number], alpha=part, out=pre)
+            now.append(pre.to(out.dtype))
         if self._carries:
             _carry_silu(neurons, rows, now, out)
         else:
@@ -109,7 +110,7 @@ class FeedForwardChange:
         if self._carries:
             gate, up = narrow
             activated = gate * gate.sigmoid()
-            return [torch.zeros_like(x) for x in pre], [gate, up, activated, 2 * activated - gate]
+            return [torch.zeros_like(x) for x in pre], [gate, up, activated, activated - gate / 2]
         # By the steps of the changed layer: a difference of two ways to round costs three times the error.
         hidden = self._hidden(narrow, torch.zeros_like(narrow[0]), torch.empty_like(narrow[0]))
         return pre, [hidden.neg_()]
@@ -125,10 +126,12 @@ class FeedForwardChange:
 
 
 def _carry_silu(neurons: Neurons, rows: slice, changes: Sequence[Tensor], out: Tensor) -> None:
-    """The change of a layer gated by SiLU, into `out` (which may be the gate's change)."""
-    gate, up = changes
+    """The change of a layer gated by SiLU, into `out`, from half the gate's change (which may be `out`)."""
+    half, up = changes
     clean_gate, clean_up, activated, turned = (x[rows] for x in neurons.clean)
-    sigma, tanh = torch.add(gate, clean_gate).sigmoid_(), torch.mul(gate, 0.5).tanh_()
-    change = torch.addcmul(gate, tanh, turned, value=-1, out=out).mul_(sigma).addcmul_(tanh, activated)
+    sigma, tanh = torch.add(clean_gate, half, alpha=2).sigmoid_(), half.tanh()
+    # Half the change of SiLU; powers of two cost no digits.
+    change = torch.addcmul(half, tanh, turned, value=-1, out=out).mul_(sigma)
+    change.addcmul_(tanh, activated, value=0.5)
     changed_up = torch.add(up, clean_up, out=sigma)
-    torch.addcmul(up.mul_(activated), change, changed_up, out=out)
+    torch.addcmul(up.mul_(activated), change, changed_up, value=2, out=out)

@@ -147,10 +147,10 @@ class _Maps:
             of_heads = torch.bmm(by_head, matrix).unflatten(1, positions.shape)
             return of_heads.permute(1, 2, 0, 3).flatten(1, 2)
 
-        parts = zip(
-            *(matrix[group].split(self._sizes.columns, dim=-1) for matrix in self._folded), strict=True
-        )
-        first = [[through(matrix) for matrix in part] for part in parts]
+        # One large tensor per matrix: memory of many middle-sized ones goes back to the system when they go,
+        # and to get it anew made a map of GPT-2 5 to 9 % slower. A product reads a part of it as fast.
+        wide = [through(matrix[group]).split(self._sizes.columns, dim=-1) for matrix in self._folded]
+        first = list(zip(*wide, strict=True))
         factors, pattern = self._factors[sources, :, group], self._pattern[:, group]
         return _Values(positions, factors, pattern, through(self._W_O[group]), first)
 
@@ -182,8 +182,9 @@ class _Maps:
             moved.append(weights.any(-1))
             entered.append((rows, factors, weights * scale, rectangle.sources))
         if clean.hidden is not None:
+            memory = mid.new_empty(len(mid) * self._sizes.columns)
             for neurons, first in zip(clean.hidden.parts, values.first, strict=True):
-                hidden = mid.new_empty((len(mid), len(neurons.W_out)))
+                hidden = memory[: len(mid) * len(neurons.W_out)].view(len(mid), -1)
                 for (rows, factors, weights, sources), out in zip(entered, rectangles(hidden), strict=True):
                     vectors = [x[sources] for x in first]
                     clean.hidden.change(neurons, rows, factors, weights, vectors, out)
