@@ -234,7 +234,8 @@ def feed_forward(mlp: Any, x: Tensor, rules: Rules) -> Tensor:
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
     act = mlp.act_fn(gate)
     if rules.ratio:
-        act = gate * (act / gate).detach()
+        # at 0 both activations have the derivative 1/2, which is the limit of the ratio
+        act = gate * torch.where(gate == 0, 0.5, act / gate).detach()
     return mlp.down_proj(scaled(act * up, rules.product))
 
 

@@ -70,7 +70,7 @@ def interval(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def main(model_name: str, half: str, main_row: str = "ours: words, sum of abs + direct") -> None:
+def main(model_name: str, half: str, main_row: str = "ours: copies, root of squares + direct") -> None:
     found, used = collect(model_name, half)
     against = found[main_row]
     print(f"{model_name}, {half}: {len(used)} prompts\n")
