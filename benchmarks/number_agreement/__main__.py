@@ -36,7 +36,7 @@ class Sizes:
     Attributes:
         recipe: of the first encoder; the others differ in their seed, the last one in its blocks.
         seeds: how many encoders with its blocks.
-        sentences: of the first encoder's table; half as many for the other encoders and for its heads,
+        sentences: of the first encoder's table; half as many for the other encoders, a quarter for its heads,
             twice as many for the probes.
         others: sentences that accuracy is measured on.
     """
@@ -72,13 +72,15 @@ def main() -> None:
     for name in [options.only] if options.only else PARTS:
         page = make(name, Sizes(seeds=options.seeds, sentences=options.sentences))
         (options.out / f"{name}.md").write_text(page, encoding="utf-8")
-        print(page, flush=True)
 
 
 def make(name: str, sizes: Sizes) -> str:
     """A page of results, with where and when it was made."""
     start = time.perf_counter()
-    texts = list(PARTS[name](sizes))
+    texts = []
+    for text in PARTS[name](sizes):
+        texts.append(text)
+        print(f"{text}\n", flush=True)
     facts = ", ".join(f"{fact} {value}" for fact, value in machine().items())
     heading = (
         f"# Number agreement: {name}\n\nWritten by `python -m benchmarks.number_agreement`, discussed in "
@@ -179,7 +181,7 @@ def _chosen(
 
 def _heads(sizes: Sizes) -> Iterator[str]:
     found, other_seed, *_ = sizes.encoders().values()
-    examples, others = sizes.examples(0.5), held_out(sizes.others, seed=OTHERS_SEED)
+    examples, others = sizes.examples(0.25), held_out(sizes.others, seed=OTHERS_SEED)
     count = len(examples)
     ranked = heads.rankings(found, examples)
     top = [
@@ -194,7 +196,7 @@ def _heads(sizes: Sizes) -> Iterator[str]:
     pruned = heads.pruning(found, ranked, others).reset_index()
     yield (
         f"### Pruning\n\nAccuracy on {len(others)} other sentences, the least important heads pruned first; "
-        "random: mean of ten orders.\n\n" + _markdown(pruned)
+        "random: mean of five orders.\n\n" + _markdown(pruned)
     )
     tuned = {task: classifier(task, found.recipe) for task in TASKS if task != "verb"}
     right = ", ".join(f"{task} {one.accuracy(others, task):.3f}" for task, one in tuned.items())

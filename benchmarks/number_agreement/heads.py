@@ -76,7 +76,7 @@ def pruning(
 ) -> pd.DataFrame:
     """Accuracy on sentences that the rankings have not seen, the least important heads pruned first."""
     curves = evaluation.pruning_curves(
-        found.model, accuracy_of(found, others), ranked, fractions=SHARES, random=10
+        found.model, accuracy_of(found, others), ranked, fractions=SHARES, random=5
     )
     table = curves.to_dataframe().pivot(index="ranking", columns="fraction", values="value")
     table = table.loc[[*ranked, "random"]]

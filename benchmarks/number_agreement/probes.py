@@ -44,6 +44,9 @@ def agreement(found: Classifier, examples: Sequence[Sentence], probing: Probing)
             shares[row.method, row.aggregation][row.layer].append(share)
     table = []
     for (method, aggregation), by_layer in shares.items():
+        if len(by_layer) < len(probing.accuracy):
+            # A map of the whole model says nothing of the layers between.
+            continue
         mixed = torch.tensor([by_layer[layer] for layer in sorted(by_layer)], dtype=torch.float64)
         found_agreement = probing_agreement(probing, mixed)
         by_prompt = found_agreement.prompts.numpy()

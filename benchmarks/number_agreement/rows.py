@@ -97,7 +97,9 @@ def rows(found: Classifier, ids: list[int], answer: int, names: Sequence[str]) -
         if mixing.kind == "input":
             # alti_logit says what each layer adds: up to a layer is their sum.
             summed = mixing.scores.cumsum(0) if name == "alti_logit" else mixing.scores
-            yield from _of_layers(name, "input map", summed.abs())
+            # A map of the whole model has one layer, the last.
+            first = found.recipe.layers - len(summed) + 1
+            yield from _of_layers(name, "input map", summed.abs(), first)
             continue
         # Attributions are signed, importance is not.
         size = mixing.replace(scores=mixing.scores.abs())
@@ -120,8 +122,8 @@ def controls(sentence: Sentence, draw: np.random.Generator) -> Iterator[Row]:
     yield Row("the subject alone", "control", 0, np.eye(count)[sentence.subject])
 
 
-def _of_layers(method: str, aggregation: str, scores: Tensor) -> Iterator[Row]:
-    for layer, row in enumerate(scores[:, 0, 1:].double().numpy(), start=1):
+def _of_layers(method: str, aggregation: str, scores: Tensor, first: int = 1) -> Iterator[Row]:
+    for layer, row in enumerate(scores[:, 0, 1:].double().numpy(), start=first):
         yield Row(method, aggregation, layer, row)
 
 
