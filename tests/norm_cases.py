@@ -31,6 +31,8 @@ def blocks_of(case: Case, method: Method) -> Any:
         blocks = _passed(case)
     except UnsupportedModelError as reason:
         pytest.skip(f"refused: {reason}")
+    if method.kind == "input" and [block.layer for block in blocks] != list(range(len(blocks))):
+        pytest.skip("refused: a stack with gaps")
     for block in blocks:
         reason = method.refuses(block.anatomy)
         if reason is None and "feed_forward" in method.parts and block.anatomy.feed_forward is None:
@@ -38,6 +40,17 @@ def blocks_of(case: Case, method: Method) -> Any:
         if reason is not None:
             pytest.skip(f"refused: {reason}")
     return blocks
+
+
+def read_by_a_norm(blocks: Any) -> Any:
+    """The blocks whose next norm is known; before a block without attention it is refused in words."""
+    layers, n_layers = {block.layer for block in blocks}, blocks[0]._clean.lens.n_layers
+    known = [block for block in blocks if block.layer + 1 in {*layers, n_layers}]
+    for block in blocks:
+        if block not in known:
+            with pytest.raises(UnsupportedModelError, match="next norm: block"):
+                block.next_norm()
+    return known or pytest.skip("refused: no block with attention follows another")
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from lens_mix.algebra.feed_forward import feed_forward_maps, feed_forward_shares
 from lens_mix.algebra.vectors import attention_vectors
 from lens_mix.lens.anatomy import ACTIVATIONS
 from lens_mix.methods.atb_ff import atb_ff
-from tests.norm_cases import CASES, blocks_of, largest, written_out
+from tests.norm_cases import CASES, blocks_of, largest, read_by_a_norm, written_out
 from tests.norm_oracle import norms, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
 from tests.tiny_models import available, bridge, hooked_transformer
@@ -74,7 +74,7 @@ def test_equals_the_definition_written_out(case):
 @CASES
 def test_next_norm_is_the_one_that_reads_the_output(case):
     method = lm.AtbFfResLn(next_norm=True)
-    blocks = blocks_of(case, method)
+    blocks = read_by_a_norm(blocks_of(case, method))
     maps = [method(block)[0] for block in blocks]
     for layer, block in enumerate(blocks):
         norm = None if block.anatomy.feed_forward_residual is not None else block.next_norm()

@@ -5,7 +5,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.methods.globenc import globenc, rollout
-from tests.norm_cases import CASES, blocks_of, largest, written_out
+from tests.norm_cases import CASES, blocks_of, largest, read_by_a_norm, written_out
 from tests.norm_oracle import oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
 from tests.tiny_models import available, bridge
@@ -25,7 +25,7 @@ def test_equals_globenc(class_name, row):
 
 @CASES
 def test_equals_the_definition_written_out(case):
-    blocks = blocks_of(case, lm.GlobEnc())
+    blocks = read_by_a_norm(blocks_of(case, lm.GlobEnc()))
     maps = [lm.GlobEnc()(block) for block in blocks]
     for scores, block in zip(maps, blocks, strict=True):
         anatomy, definition = block.anatomy, written_out(block)

@@ -33,7 +33,7 @@ def refusal(proof: Proof, engine: str, method: HasEngines | None = None) -> str 
         method: whose algebra: it may need fewer parts than all (`parts`), and may know blocks that its
             formulas don't speak of (`refuses`).
     """
-    if getattr(method, "causal_only", False) and not proof.causal:
+    if proof.hooks_refusal is None and getattr(method, "causal_only", False) and not proof.causal:
         return "expected a causal model, got one whose positions read later ones"
     if engine != "algebra":
         edits = hasattr(method, "target") and not getattr(method, "whole_model", False)
