@@ -31,6 +31,7 @@ class Method:
         kind: "layer" for maps of one block, "input" for maps from the stack down to the tokens.
         whole_model: whether there is one map of all blocks together, which counts as the last layer's.
         causal_only: whether it speaks of causal models only.
+        places_tokens: whether it runs tokens at positions of its own, which the model has to take.
         records: what the clean pass must record of each attention module ("pattern", "value", "z").
         parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof`).
         reads_last_residual: whether the clean pass has to run to the last block, whatever layers are asked.
@@ -43,6 +44,7 @@ class Method:
     kind: ClassVar[Literal["layer", "input"]] = "layer"
     whole_model: ClassVar[bool] = False
     causal_only: ClassVar[bool] = False
+    places_tokens: ClassVar[bool] = False
     records: ClassVar[frozenset[str]] = frozenset()
     parts: ClassVar[tuple[str, ...]] = ALGEBRA_PARTS
     reads_last_residual: ClassVar[bool] = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.hooks._arguments import Chosen, Position, as_position, position_mask
@@ -51,17 +52,34 @@ class _MaskKeys(AttentionHook):
         self._position = position
 
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
-        if pattern is None:
-            raise RuntimeError(
-                f"position: expected {self.module}.hook_pattern to fire before hook_z, as its weights are to "
-                "be shared out anew; this model leaves attention to transformers: use its attention mask"
-            )
-        check_mixing("position", mixed, pattern, values)
-        kept = pattern.masked_fill(position_mask(self._position, values)[:, None, None], 0)
-        # Summed, not 1 minus what is hidden, which has few digits left beside a sink; what rows lack of 1 is
-        # an attention sink that stands for no key (gpt-oss).
-        lacking = 1 - pattern.sum(-1, keepdim=True)
-        lacking = torch.where(lacking > 1e-3, lacking, torch.zeros_like(lacking))
-        left = kept.sum(-1, keepdim=True) + lacking
+        hidden = position_mask(self._position, values)[:, None, None]
+        shared = shared_out_anew(self, mixed, values, pattern, ~hidden)
         self.calls += 1
-        return mix(torch.where(left > 0, kept / left, pattern), values)
+        return mix(shared, values)
+
+
+def shared_out_anew(
+    hook: AttentionHook,
+    mixed: Float[Tensor, "batch query head d_head"],
+    values: Float[Tensor, "batch key value_head d_head"],
+    pattern: Float[Tensor, "batch head query key"] | None,
+    kept: Bool[Tensor, "*batch *head #query key"],
+) -> Float[Tensor, "batch head query key"]:
+    """The softmax over the keys that are kept; a row that keeps none goes on seeing what it saw.
+
+    Raises:
+        RuntimeError: no pattern fired before `hook_z`, or `hook_z` is not pattern @ values.
+    """
+    if pattern is None:
+        raise RuntimeError(
+            f"position: expected {hook.module}.hook_pattern to fire before hook_z, as its weights are to "
+            "be shared out anew; this model leaves attention to transformers: use its attention mask"
+        )
+    check_mixing("position", mixed, pattern, values)
+    weights = pattern.masked_fill(~kept, 0)
+    # Summed, not 1 minus what is hidden, which has few digits left beside a sink; what rows lack of 1 is
+    # an attention sink that stands for no key (gpt-oss).
+    lacking = 1 - pattern.sum(-1, keepdim=True)
+    lacking = torch.where(lacking > 1e-3, lacking, torch.zeros_like(lacking))
+    left = weights.sum(-1, keepdim=True) + lacking
+    return torch.where(left > 0, weights / left, pattern)

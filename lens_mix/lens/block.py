@@ -129,6 +129,23 @@ class Block:
         batch = pad(altered, pad_token(self._lens.model), "right")
         return dataclasses.replace(batch, real=torch.ones_like(batch.real))
 
+    def placed_batch(
+        self, tokens: Int[Tensor, "copy pos"], positions: Int[Tensor, "copy pos"]
+    ) -> Batch:
+        """Tokens at positions that are given, which may repeat.
+
+        Raises:
+            UnsupportedModelError: the model takes no positions.
+        """
+        if not self._lens.takes_input("position_ids"):
+            raise UnsupportedModelError(
+                "positions: expected a model that takes position_ids (a TransformerBridge), got "
+                f"{self._lens.model_class.value}"
+            )
+        prompts = tuple(Prompt(row) for row in tokens)
+        inputs = {"position_ids": positions}
+        return Batch(prompts, tokens, torch.ones_like(tokens, dtype=torch.bool), None, None, inputs)
+
     def own_tokens(self, prompt: int) -> Int[Tensor, " pos"]:
         """The tokens of one prompt that the mapped stack reads, without padding."""
         return self.tokens[prompt][self.real[prompt]]

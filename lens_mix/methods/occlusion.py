@@ -14,8 +14,9 @@ from lens_mix.arguments import one_of, several, whole_number
 from lens_mix.hooks import mask_keys, must_fire, zero_values
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.method import Method
+from lens_mix.methods.replacements import stand_ins
 from lens_mix.methods.row_targets import RowTargets, bind_rows
-from lens_mix.targets import Context, TargetLike, as_target, describe, predicted
+from lens_mix.targets import TargetLike, as_target, describe, predicted
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -119,25 +120,10 @@ class Occlusion(Method):
         prompts, positions = first.real.nonzero().unbind(-1)
         tokens = first.tokens[prompts, positions][:, None]
         if self.by == "replace":
-            tokens = self._replacements(first, tokens)
+            tokens = stand_ins(first, tokens, self.replacements, self.n_samples, self.seed)
         repeats = tokens.shape[1]
         prompts, positions = (each.repeat_interleave(repeats) for each in (prompts, positions))
         return _Copies(prompts, positions, tokens.flatten(), repeats)
-
-    def _replacements(self, first: Block, tokens: Int[Tensor, "place 1"]) -> Int[Tensor, "place sample"]:
-        """The tokens that stand in the place of each."""
-        special = set(getattr(first.tokenizer, "all_special_ids", ()))
-        usable = torch.tensor([token for token in range(first.d_vocab) if token not in special])
-        if self.replacements is None:
-            generator = torch.Generator().manual_seed(self.seed)
-            chosen = torch.randperm(len(usable), generator=generator)[: self.n_samples].to(tokens.device)
-            usable = usable.to(tokens.device)
-            same = usable[chosen] == tokens
-            return usable[torch.where(same, (chosen + 1) % len(usable), chosen)]
-        context = Context(first.tokens[0], torch.empty(1, first.d_vocab), first.tokenizer)
-        given = torch.tensor([context.token_id(token, "replacements") for token in self.replacements])
-        given = given.to(tokens.device)
-        return torch.where(given == tokens, (given + 1) % first.d_vocab, given)
 
     def _changed(
         self, blocks: Sequence[Block], bound: RowTargets, copies: _Copies

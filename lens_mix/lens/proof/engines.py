@@ -73,6 +73,11 @@ def refused_outright(lens: Lens, method: HasEngines) -> str | None:
             "the logits stand over the decoder's tokens, and so would its rows; expected stack='decoder' "
             "(the share of the target's own tokens)"
         )
+    if reason is None and getattr(method, "places_tokens", False) and not lens.takes_input("position_ids"):
+        reason = (
+            "it runs tokens at repeated positions; expected a TransformerBridge whose model takes "
+            f"position_ids, got {lens.model_class.value}"
+        )
     return None if reason is None else f"{method.name} can't run on this model: {reason}"
 
 
