@@ -22,11 +22,11 @@ from .methods import (
     AttnRes,
     AttnResLn,
     AttnResWeights,
+    AttributionPatching,
     ContextLength,
     DecompX,
     DecompXLocal,
     FrozenGradients,
-    AttributionPatching,
     Gim,
     GlobEnc,
     GradientAttention,
@@ -37,6 +37,7 @@ from .methods import (
     ValueNorms,
     ValueZeroing,
 )
+from .recommended import input_map
 from .runner import run, run_many, support
 
 __version__: str
@@ -53,11 +54,11 @@ __all__ = [
     "AttnRes",
     "AttnResLn",
     "AttnResWeights",
+    "AttributionPatching",
     "ContextLength",
     "DecompX",
     "DecompXLocal",
     "FrozenGradients",
-    "AttributionPatching",
     "Gim",
     "GlobEnc",
     "GradientAttention",
@@ -77,6 +78,7 @@ __all__ = [
     "evaluation",
     "flow",
     "gradient_rollout",
+    "input_map",
     "layer_mean",
     "rollout",
     "run",

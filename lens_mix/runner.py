@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, overload
@@ -14,7 +15,7 @@ from lens_mix.lens import masks
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.prompts import PaddingSide, Prompt
-from lens_mix.lens.proof.support import Support, support_table
+from lens_mix.lens.proof.support import Support, any_tokens, support_table
 from lens_mix.lens.rows import Selection
 from lens_mix.map_prompts import map_prompts
 from lens_mix.maps import MixingMap
@@ -211,7 +212,21 @@ def support(model: TransformerLensModel, *, stack: str | None = None) -> Support
         model: any TransformerLens model.
         stack: "encoder" or "decoder" of an encoder-decoder.
     """
-    return support_table(model, [method() for method in METHODS.values()], stack)
+    table = support_table(model, [method() for method in METHODS.values()], stack)
+    rows = tuple(row if row[1] is None else _tried(model, row, stack) for row in table)
+    return dataclasses.replace(table, rows=rows)
+
+
+def _tried(
+    model: TransformerLensModel, row: tuple[str, str | None, str], stack: str | None
+) -> tuple[str, str | None, str]:
+    """The row of a table of support; where only a run tells whether a method can run, after one."""
+    if METHODS[row[0]].places_tokens:
+        try:
+            run(model, any_tokens(model), row[0], stack=stack, queries=[-1])
+        except UnsupportedModelError as problem:
+            return row[0], None, str(problem)
+    return row
 
 
 def read_methods(methods: MethodLike | Sequence[MethodLike]) -> tuple[dict[str, Method], bool]:

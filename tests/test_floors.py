@@ -25,6 +25,7 @@ FLOORS = {
     "map_prompts": 6,
     "method": 3,
     "runner": 6,
+    "recommended": 7,
     "view": 7,
     "citations": 8,
     "cli": 8,
@@ -131,7 +132,7 @@ def test_the_library_stays_small():
     """
     evaluation = lines(LIBRARY / "evaluation")
     assert sum(evaluation) <= 4_500
-    assert sum(lines()) - sum(evaluation) <= 19_000
+    assert sum(lines()) - sum(evaluation) <= 19_300
 
 
 def test_files_stay_small():

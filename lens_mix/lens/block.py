@@ -129,9 +129,7 @@ class Block:
         batch = pad(altered, pad_token(self._lens.model), "right")
         return dataclasses.replace(batch, real=torch.ones_like(batch.real))
 
-    def placed_batch(
-        self, tokens: Int[Tensor, "copy pos"], positions: Int[Tensor, "copy pos"]
-    ) -> Batch:
+    def placed_batch(self, tokens: Int[Tensor, "copy pos"], positions: Int[Tensor, "copy pos"]) -> Batch:
         """Tokens at positions that are given, which may repeat.
 
         Raises:

@@ -6,8 +6,8 @@ from lens_mix.methods.alti_logit import AltiLogit
 from lens_mix.methods.atb_ff import AtbFf, AtbFfRes, AtbFfResLn
 from lens_mix.methods.attention import AttentionWeights
 from lens_mix.methods.attention_attribution import AttentionAttribution
-from lens_mix.methods.attribution_patching import AttributionPatching
 from lens_mix.methods.attn_res import AttnRes, AttnResLn, AttnResWeights
+from lens_mix.methods.attribution_patching import AttributionPatching
 from lens_mix.methods.context_length import ContextLength
 from lens_mix.methods.decompx import DecompX, DecompXLocal
 from lens_mix.methods.frozen_gradients import FrozenGradients

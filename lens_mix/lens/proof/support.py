@@ -134,7 +134,7 @@ def check(
     """
     lens = Lens(model, stack)
     if prompt is None:
-        prompt = _any_tokens(model)
+        prompt = any_tokens(model)
     read = read_prompt(model, lens.model_class, prompt, prepend_bos=prepend_bos, inputs=inputs)
     return Check(model_name(model), proof_of(lens, read, head=True, padding="right", again=True))
 
@@ -147,7 +147,7 @@ def support_table(
     methods = list(methods)
     try:
         lens = Lens(model, stack)
-        read = read_prompt(model, lens.model_class, _any_tokens(model))
+        read = read_prompt(model, lens.model_class, any_tokens(model))
         proof = proof_of(lens, read, head=needs_head(methods))
     except (UnsupportedModelError, RuntimeError) as problem:
         if is_out_of_memory(problem):
@@ -181,6 +181,7 @@ def model_name(model: TransformerLensModel) -> str:
     return str(name or getattr(config, "_name_or_path", None) or type(model).__name__)
 
 
-def _any_tokens(model: TransformerLensModel) -> torch.Tensor:
+def any_tokens(model: TransformerLensModel) -> torch.Tensor:
+    """Eight tokens of the vocabulary."""
     d_vocab = int(model.cfg.d_vocab)
     return (torch.arange(8, device=device_of(model)) * 7 + d_vocab // 2) % d_vocab

@@ -1,0 +1,159 @@
+"""Attribution patching against plain transformers, occlusion, and a softmax worked out anew."""
+
+import pytest
+import torch
+
+import lens_mix as lm
+from benchmarks.input_map import recipe
+from benchmarks.input_map.decoder import Decoder
+from lens_mix.methods.attribution_patching import Layout, between_paths, patched_effects
+from tests.matrix import build_or_skip, cases, prompt_of, slow, wide_cases
+from tests.tiny_models import bridge, hooked_transformer, tokens, wrapped_model
+
+CASES = [*cases(), *map(slow, wide_cases())]
+STAND_INS = [5, 11]
+# Of the main matrix; the rest is refused in words, by `support` and `run` alike (tests/test_matrix.py).
+RUNNING = {
+    *("gpt2", "llama", "gemma", "qwen2", "qwen3", "gpt_neox", "gpt_neox_seq", "phi", "phi3", "falcon_mqa"),
+    *("olmo", "olmo2", "stablelm", "granite", "gpt_bigcode", "cohere", "mixtral"),
+}
+
+
+def last_row(model, prompt, **options):
+    method = lm.AttributionPatching(**{"replacements": STAND_INS, **options})
+    return lm.run(model, prompt, method, queries=[-1]).scores[0, 0]
+
+
+@pytest.mark.parametrize("paths", ["direct", "all"])
+def test_equals_plain_transformers_layer_by_layer(paths):
+    """The second implementation stands in benchmarks/input_map and uses none of TransformerLens."""
+    model, prompt = build_or_skip(bridge, "llama", torch.float64), torch.arange(20, 29)
+    untouched = wrapped_model("llama", torch.float64, attn_implementation="eager")
+    decoder, words = Decoder(untouched.requires_grad_(False)), torch.tensor(STAND_INS)
+    rows = recipe.recipe_rows(decoder, prompt, words, recipe.word_states(decoder, words, int(prompt[0])))
+    expected = rows["direct" if paths == "direct" else "copies, root of squares + direct"]
+    # Hugging Face's norms are float32 in any dtype.
+    torch.testing.assert_close(last_row(model, prompt, paths=paths), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+def test_without_tokens_between_it_is_occlusion(case):
+    if case.refusal is not None:
+        pytest.skip("refused altogether")
+    model = case.build(torch.float64)
+    prompt, options = prompt_of(model), {"stack": case.stack, "queries": [-1]}
+    runs = case.label.startswith("bridge ") and case.label.split(" ")[1] in RUNNING
+    try:
+        found = lm.run(model, prompt, lm.AttributionPatching(replacements=STAND_INS), **options).scores
+    except lm.UnsupportedModelError:
+        assert not runs
+        return
+    replaced = lm.Occlusion(replacements=STAND_INS, measure="absolute")
+    expected = lm.run(model, prompt, replaced, **options).scores
+    torch.testing.assert_close(found[..., -2:], expected[..., -2:], atol=1e-5, rtol=0)
+
+
+def test_terms_add_up_and_neighbours_have_nothing_between():
+    model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 10)
+    direct, between, both = (last_row(model, prompt, paths=paths) for paths in ("direct", "between", "all"))
+    torch.testing.assert_close(both, direct + between)
+    assert bool((between[:-2] > 0).all())
+    assert bool((between[-2:] == 0).all())
+
+
+def test_rows_and_prompts_are_as_alone():
+    model = build_or_skip(bridge, "gpt2", torch.float64)
+    method = lm.AttributionPatching(replacements=STAND_INS)
+    prompts = [tokens(model, 1, length, seed=length)[0] for length in (7, 4)]
+    together = list(lm.run_many(model, prompts, method, batch_size=2))
+    for prompt, found in zip(prompts, together, strict=True):
+        for query in range(len(prompt)):
+            alone = lm.run(model, prompt[: query + 1], method, queries=[-1]).scores[0, 0]
+            torch.testing.assert_close(found.scores[0, query, : query + 1], alone, atol=1e-9, rtol=0)
+            assert bool((found.scores[0, query, query + 1 :] == 0).all())
+
+
+def test_effects_are_those_of_a_softmax_worked_out_anew():
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    scores, other_scores, value, other = (
+        normal(1, 2, 4, 4),
+        normal(1, 2, 4, 4),
+        normal(1, 4, 2, 3),
+        normal(1, 4, 2, 3),
+    )
+    gradient, pattern = normal(4, 2, 3), scores.softmax(-1)
+    mixed = torch.einsum("hqk,khd->qhd", pattern[0], value[0])
+    weight = other_scores.exp() / scores.exp().sum(-1, keepdim=True)
+    found = patched_effects(gradient, mixed, pattern, value, weight, other)
+    for key in range(4):
+        new_scores, new_value = scores.clone(), value.clone()
+        new_scores[..., key], new_value[:, key] = other_scores[..., key], other[:, key]
+        changed = torch.einsum("hqk,khd->qhd", new_scores.softmax(-1)[0], new_value[0]) - mixed
+        torch.testing.assert_close(found[0, :, key], (gradient * changed).sum((1, 2)))
+
+
+def test_paths_between_by_hand():
+    effects = torch.tensor(
+        [[[9.0, 0, 0], [3.0, 9.0, 0], [7.0, 7.0, 9.0]], [[9.0, 0, 0], [-5.0, 9.0, 0], [1.0, 1.0, 9.0]]]
+    )
+    assert between_paths(effects).tolist() == [4.0, 0.0, 0.0]
+
+
+def test_layout_by_hand():
+    layout = Layout.of(3)
+    assert layout.positions.tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
+    assert layout.read.tolist() == [6, 7, 5]
+    seen = [row.nonzero()[:, 0].tolist() for row in layout.allowed]
+    # t0 s0 t1 s1 t2 s2, then the last token beside s0 and t1, and beside t0 and s1
+    assert seen == [[0], [1], [0, 2], [0, 3], [0, 2, 4], [0, 2, 5], [1, 2, 6], [0, 3, 7]]
+
+
+def test_one_token():
+    model = build_or_skip(bridge, "gpt2", torch.float64)
+    found = last_row(model, torch.tensor([7]))
+    expected = lm.run(model, torch.tensor([7]), lm.Occlusion(replacements=STAND_INS, measure="absolute"))
+    torch.testing.assert_close(found, expected.scores[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mistral", "a sliding window shorter than three prompts"),
+        ("gptj", "leaves attention to transformers"),
+    ],
+)
+def test_models_it_can_not_run_on_say_why(name, reason):
+    model = build_or_skip(bridge, name, torch.float64)
+    with pytest.raises(lm.UnsupportedModelError, match=reason):
+        last_row(model, torch.arange(3, 12))
+    assert reason in lm.support(model)["attribution_patching"]
+
+
+def test_hooked_transformers_are_refused():
+    with pytest.raises(lm.UnsupportedModelError, match="a TransformerBridge whose model takes position_ids"):
+        last_row(build_or_skip(hooked_transformer, "LN", torch.float64), torch.arange(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"paths": "indirect"}, ValueError, "paths: expected 'all'"),
+        ({"n_samples": 0}, ValueError, "n_samples"),
+        ({"replacements": []}, ValueError, "replacements"),
+        ({"target": 3}, TypeError, "target"),
+    ],
+)
+def test_bad_options(options, error, words):
+    with pytest.raises(error, match=words):
+        lm.AttributionPatching(**options)
+
+
+def test_targets_of_several_positions_are_refused():
+    model = build_or_skip(bridge, "gpt2", torch.float64)
+    with pytest.raises(ValueError, match="one that reads a single position"):
+        last_row(model, torch.arange(3, 9), target=lambda logits: logits.sum((1, 2)))

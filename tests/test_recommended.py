@@ -1,0 +1,66 @@
+"""`lm.input_map`: the best map that a model allows, and why not a better one."""
+
+import json
+
+import pytest
+import torch
+
+import lens_mix as lm
+from tests.matrix import build_or_skip
+from tests.tiny_models import bridge, hooked_encoder, hooked_transformer, tokens
+
+
+def test_causal_bridges_get_patching_with_its_record():
+    model = build_or_skip(bridge, "gpt2", torch.float64)
+    prompt = tokens(model, 1, 6, 1)[0]
+    found = lm.input_map(model, prompt)
+    assert (found.method, found.queries, found.kind, found.notes) == (
+        "attribution_patching",
+        [5],
+        "input",
+        (),
+    )
+    expected = lm.run(model, prompt, lm.AttributionPatching(), queries=[-1])
+    assert torch.equal(found.scores, expected.scores)
+    assert "0.52 [0.41, 0.63]" in json.dumps(found.provenance["input_map"])
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        (lambda: build_or_skip(hooked_transformer, "LN", torch.float64), "a TransformerBridge whose model"),
+        (lambda: build_or_skip(hooked_encoder, torch.float64), "a TransformerBridge whose model takes"),
+        (lambda: build_or_skip(bridge, "bert", torch.float64), "expected a causal model"),
+        (lambda: build_or_skip(bridge, "mistral", torch.float64), "a sliding window"),
+    ],
+    ids=["HookedTransformer", "HookedEncoder", "bert", "mistral"],
+)
+def test_other_models_get_gradients_and_the_reason(build, why):
+    model = build()
+    prompt = tokens(model, 1, 7, 1)[0]
+    found = lm.input_map(model, prompt, queries=[2, -1])
+    assert (found.method, found.parameters["activations"], found.queries) == ("gim", "ratio", [2, 6])
+    assert why in found.notes[-1]
+    method = lm.Gim(lm.targets.predicted(of="log_probability"), "absolute", activations="ratio")
+    assert torch.equal(found.scores, lm.run(model, prompt, method, queries=[2, -1]).scores)
+
+
+def test_feed_forwards_that_are_not_written_down():
+    model = build_or_skip(bridge, "gpt_oss", torch.float64)
+    found = lm.input_map(model, tokens(model, 1, 7, 1)[0])
+    assert (found.method, found.parameters["activations"]) == ("gim", "gradient")
+    assert "needs a feed-forward that is written down" in found.notes[-1]
+
+
+def test_encoders_of_encoder_decoders_have_none():
+    model = build_or_skip(bridge, "bart", torch.float64)
+    with pytest.raises(
+        lm.UnsupportedModelError, match=r"input_map: .*the logits stand over the decoder's tokens"
+    ):
+        lm.input_map(model, (torch.arange(3, 9), torch.arange(3, 8)), stack="encoder")
+
+
+def test_targets_are_handed_on():
+    model = build_or_skip(bridge, "gpt2", torch.float64)
+    found = lm.input_map(model, torch.arange(3, 9), target=lm.targets.logit(4))
+    assert "logit" in str(found.parameters["target"])
