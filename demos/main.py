@@ -58,7 +58,9 @@ def map_prompt(model: Any, name: str, prompt: str, folder: Path) -> list[Path]:
     tokens = layers["attention"].tokens
     print(f"\n{prompt!r}\n  {len(tokens)} tokens, mapped in {seconds:.1f} s")
     print(f"  the model goes on with {likeliest(model, prompt)}")
-    rows = every_row(layers)
+    recommended = lm.input_map(model, prompt)
+    name_of_it = f"input map ({recommended.method.replace('_', ' ')})"
+    rows = {name_of_it: recommended.normalized(), **every_row(layers)}
     print_sources(rows)
     print_largest_by_layer(layers)
     return draw(name, layers, rows, folder)
@@ -86,7 +88,7 @@ def draw(
 
 
 def every_row(layers: dict[str, lm.MixingMap]) -> dict[str, lm.MixingMap]:
-    """What is compared: per method its last layer and its rollouts, all with rows that sum to 1."""
+    """What the recommended map is compared with: each method's last layer and rollouts, rows to sum 1."""
     rows = {}
     for method, mixing_map in layers.items():
         name = method.replace("_", " ")

@@ -28,8 +28,8 @@ def test_causal_bridges_get_patching_with_its_record():
 @pytest.mark.parametrize(
     ("build", "why"),
     [
-        (lambda: build_or_skip(hooked_transformer, "LN", torch.float64), "a TransformerBridge whose model"),
-        (lambda: build_or_skip(hooked_encoder, torch.float64), "a TransformerBridge whose model takes"),
+        (lambda: build_or_skip(hooked_transformer, "LN", torch.float64), "decoder-only TransformerBridge"),
+        (lambda: build_or_skip(hooked_encoder, torch.float64), "decoder-only TransformerBridge"),
         (lambda: build_or_skip(bridge, "bert", torch.float64), "expected a causal model"),
         (lambda: build_or_skip(bridge, "mistral", torch.float64), "a sliding window"),
     ],

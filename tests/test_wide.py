@@ -64,7 +64,7 @@ REASONS = (
     r"the activation .* is not among those known",
     r"cross-attention",
     r"expected a causal model",
-    r"expected a TransformerBridge whose model takes position_ids",
+    r"decoder-only TransformerBridge whose model takes position_ids",
     r"expected attention to read tokens and their positions alone",
     r"this model leaves attention to transformers",
     r"head: the encoder of an encoder-decoder has no logits",
@@ -132,6 +132,8 @@ def refusal_of(label, name="attention"):
     """The words of a refusal altogether; None where maps are expected."""
     if METHODS[name].whole_model and CASES[label].stack == "encoder":
         return r"the logits stand over the decoder's tokens"
+    if METHODS[name].places_tokens and CASES[label].stack == "decoder":
+        return r"whose model takes position_ids"
     return CASES[label].refusal or REFUSED.get(name_of(label))
 
 

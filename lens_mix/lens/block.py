@@ -130,16 +130,7 @@ class Block:
         return dataclasses.replace(batch, real=torch.ones_like(batch.real))
 
     def placed_batch(self, tokens: Int[Tensor, "copy pos"], positions: Int[Tensor, "copy pos"]) -> Batch:
-        """Tokens at positions that are given, which may repeat.
-
-        Raises:
-            UnsupportedModelError: the model takes no positions.
-        """
-        if not self._lens.takes_input("position_ids"):
-            raise UnsupportedModelError(
-                "positions: expected a model that takes position_ids (a TransformerBridge), got "
-                f"{self._lens.model_class.value}"
-            )
+        """Tokens at positions that are given, which may repeat; for models that take `position_ids`."""
         prompts = tuple(Prompt(row) for row in tokens)
         inputs = {"position_ids": positions}
         return Batch(prompts, tokens, torch.ones_like(tokens, dtype=torch.bool), None, None, inputs)
@@ -376,15 +367,16 @@ class Block:
         anatomies = [self.anatomy, *(block.anatomy for block in above)]
         return changed_backward(self._lens, anatomies, rules, **options)
 
-    def chunks(self, copies: int, *, logits: bool = False) -> Iterator[slice]:
+    def chunks(self, copies: int, *, logits: bool = False, positions: int | None = None) -> Iterator[slice]:
         """Slices over `copies` copies of a prompt, as many at a time as the memory bound allows.
 
         Args:
             copies: how many there are.
             logits: whether the logits of all positions are made too.
+            positions: of each, where they are not the prompts'.
         """
-        outputs = self.logits_tokens.shape[1] if logits else 0
-        step = copies_within(self._lens, self.max_memory, self.real.shape[1], logits=outputs)
+        outputs = (positions or self.logits_tokens.shape[1]) if logits else 0
+        step = copies_within(self._lens, self.max_memory, positions or self.real.shape[1], logits=outputs)
         for start in range(0, copies, step):
             yield slice(start, min(start + step, copies))
 

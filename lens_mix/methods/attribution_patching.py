@@ -122,23 +122,36 @@ class AttributionPatching(Method):
         others = stand_ins(first, tokens[:, None], self.replacements, self.n_samples, self.seed).T
         layout = Layout.of(len(tokens))
         backward = _mixed_gradients(blocks, bound, row, places)
-        hooks = [_Interleaved(block, layout, *backward[block.layer]) for block in blocks]
-        batch = first.placed_batch(layout.filled(tokens, others), layout.positions.expand(len(others), -1))
-        pairs = [(hook.matches, hook) for hook in hooks]
-        try:
-            with torch.no_grad(), must_fire(*pairs):
-                logits = first.logits(pairs, batch=batch)
-        except RuntimeError as problem:
-            raise UnsupportedModelError(f"{self.name}: {problem}") from problem
-        read = logits[:, layout.read].flatten(0, 1)
-        as_prompt = read[:, None].expand(-1, int(first.real[prompt].sum()), -1)
-        changed = target_passes.evaluate(bound.functions[row], as_prompt).unflatten(0, (len(others), -1))
+        changes, effects = [], []
+        for part in first.chunks(len(others), logits=True, positions=len(layout.positions)):
+            hooks = [_Interleaved(block, layout, *backward[block.layer]) for block in blocks]
+            logits = self._run(first, hooks, layout, layout.filled(tokens, others[part]))
+            as_prompt = logits[:, None].expand(-1, int(first.real[prompt].sum()), -1)
+            changes.append(target_passes.evaluate(bound.functions[row], as_prompt))
+            effects.append(torch.stack([hook.effects for hook in hooks]).sum(0))
+        changed = torch.cat(changes).unflatten(0, (len(others), -1))
         terms = {
             "direct": (changed - bound.clean[row]).abs().mean(0),
-            "between": between_paths(torch.stack([hook.effects for hook in hooks]).sum(0)),
+            "between": between_paths(torch.cat(effects)),
         }
         terms["all"] = terms["direct"] + terms["between"]
         scores[places] = terms[self.paths].to(scores.dtype)
+
+    def _run(
+        self,
+        first: Block,
+        hooks: Sequence[_Interleaved],
+        layout: Layout,
+        tokens: Int[Tensor, "copy index"],
+    ) -> Float[Tensor, "read d_vocab"]:
+        """The logits that the layout reads, copy after copy; the hooks fill themselves."""
+        batch = first.placed_batch(tokens, layout.positions.to(tokens.device).expand(len(tokens), -1))
+        pairs = [(hook.matches, hook) for hook in hooks]
+        try:
+            with torch.no_grad(), must_fire(*pairs):
+                return first.logits(pairs, batch=batch)[:, layout.read].flatten(0, 1)
+        except RuntimeError as problem:
+            raise UnsupportedModelError(f"{self.name}: {problem}") from problem
 
 
 def between_paths(effects: Float[Tensor, "copy query key"]) -> Float[Tensor, " key"]:

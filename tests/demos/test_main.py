@@ -49,9 +49,10 @@ def test_prints_the_top_sources_of_every_row(printed: tuple[str, Path]) -> None:
     lines = [
         line
         for line in printed[0].splitlines()
-        if re.match(r"  (attention|value zeroing)[ ,].* \d\.\d{3}", line)
+        if re.match(r"  (input map|attention|value zeroing)[ ,].* \d\.\d{3}", line)
     ]
-    assert len(lines) == 10
+    assert len(lines) == 11
+    assert lines[0].startswith("  input map (")
     for line in lines:
         shares = [float(share) for share in re.findall(r" (\d\.\d{3})", line)]
         assert len(shares) == 5

@@ -74,6 +74,16 @@ def test_rows_and_prompts_are_as_alone():
             assert bool((found.scores[0, query, query + 1 :] == 0).all())
 
 
+def test_little_memory_changes_nothing():
+    model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 12)
+    method = lm.AttributionPatching(n_samples=3)
+    whole = lm.run(model, prompt, method, queries=[-1]).scores
+    pieces = lm.run(model, prompt, method, queries=[-1], max_memory=1_000_000).scores
+    torch.testing.assert_close(pieces, whole)
+    with pytest.raises(ValueError, match="max_memory: expected at least"):
+        lm.run(model, prompt, method, queries=[-1], max_memory=100_000)
+
+
 def test_effects_are_those_of_a_softmax_worked_out_anew():
     generator = torch.Generator().manual_seed(0)
 
@@ -135,7 +145,7 @@ def test_models_it_can_not_run_on_say_why(name, reason):
 
 
 def test_hooked_transformers_are_refused():
-    with pytest.raises(lm.UnsupportedModelError, match="a TransformerBridge whose model takes position_ids"):
+    with pytest.raises(lm.UnsupportedModelError, match="decoder-only TransformerBridge"):
         last_row(build_or_skip(hooked_transformer, "LN", torch.float64), torch.arange(3, 8))
 
 

@@ -73,10 +73,11 @@ def refused_outright(lens: Lens, method: HasEngines) -> str | None:
             "the logits stand over the decoder's tokens, and so would its rows; expected stack='decoder' "
             "(the share of the target's own tokens)"
         )
-    if reason is None and getattr(method, "places_tokens", False) and not lens.takes_input("position_ids"):
+    places = lens.takes_input("position_ids") and lens.stack.name != "decoder"
+    if reason is None and getattr(method, "places_tokens", False) and not places:
         reason = (
-            "it runs tokens at repeated positions; expected a TransformerBridge whose model takes "
-            f"position_ids, got {lens.model_class.value}"
+            "it runs tokens at repeated positions; expected a decoder-only TransformerBridge whose model "
+            "takes position_ids"
         )
     return None if reason is None else f"{method.name} can't run on this model: {reason}"
 
