@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,10 @@ from tqdm.auto import tqdm
 
 from lens_mix.aggregation.flow import flow
 from lens_mix.aggregation.gradient_rollout import gradient_rollout
+from lens_mix.aggregation.layer_mean import layer_mean
 from lens_mix.aggregation.rollout import rollout
 from lens_mix.arguments import flags, instance, several
+from lens_mix.evaluation.agreement import bootstrap
 from lens_mix.evaluation.constructed import ConstructedModel, Routes, constructed_models
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.maps import MixingMap
@@ -36,7 +37,6 @@ Aggregation = Callable[[MixingMap], MixingMap]
 Marked = tuple[MixingMap, Routes]
 # Scores that differ by less than this share of the map's largest one tie: rounding decides no order.
 TIE = 1e-5
-RESAMPLES = 2000
 
 
 def roc_area(scores: Float[Tensor, "*shape"], truth: Bool[Tensor, "*shape"]) -> float:
@@ -88,16 +88,9 @@ def _with_ties(scores: Tensor) -> Tensor:
     return (scores / (largest * TIE)).round() if largest > 0 else scores
 
 
-def mean_over_layers(mixing_map: MixingMap) -> MixingMap:
-    """The mean of raw layer maps, as an input map: nothing is chained."""
-    merged = mixing_map.merge_heads()
-    last = merged.select_layers(merged.layer_labels[-1:])
-    return last.replace(scores=merged.scores.mean(0, keepdim=True), kind="input")
-
-
 def aggregations_of(method: Method) -> dict[str, Aggregation]:
     """From a method's layer maps to input maps: mean, rollout, flow; for Chefer's maps their own way too."""
-    ways: dict[str, Aggregation] = {"mean": mean_over_layers, "rollout": rollout}
+    ways: dict[str, Aggregation] = {"mean": layer_mean, "rollout": rollout}
     ways["flow"] = functools.partial(flow, layer=-1)
     return {**ways, "gradient_rollout": gradient_rollout} if isinstance(method, GradientAttention) else ways
 
@@ -202,13 +195,7 @@ def _row(
     built: ConstructedModel, method: str, aggregation: str, areas: list[float], note: str = ""
 ) -> dict[str, Any]:
     """The mean, and a percentile bootstrap of it over the prompts."""
-    values = torch.tensor([area for area in areas if not math.isnan(area)], dtype=torch.float64)
+    over_prompts = bootstrap(areas)
+    figures = {"area": over_prompts.mean, "low": over_prompts.low, "high": over_prompts.high}
     named = {"model": built.name, "method": method, "aggregation": aggregation}
-    area = low = high = math.nan
-    if len(values):
-        drawn = torch.randint(
-            len(values), (RESAMPLES, len(values)), generator=torch.Generator().manual_seed(0)
-        )
-        low, high = values[drawn].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-        area = float(values.mean())
-    return {**named, "area": area, "low": low, "high": high, "n": len(values), "note": note}
+    return {**named, **figures, "n": over_prompts.count, "note": note}

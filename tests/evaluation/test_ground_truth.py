@@ -12,7 +12,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.evaluation import constructed_models, roc_area, score_constructed
-from lens_mix.evaluation.ground_truth import input_area, layer_area, mean_over_layers
+from lens_mix.evaluation.ground_truth import input_area, layer_area
 
 MODELS = constructed_models()
 COPY = MODELS["copy"]
@@ -189,9 +189,9 @@ INPUT_ON_PAPER = [
     # Half stays in the residual stream: the position itself ties.
     ("copy", "attention", lm.rollout, lambda p: one_key(p, 0.5)),
     ("copy", "value_zeroing", lm.rollout, lambda p: 1),
-    ("copy", "attention", mean_over_layers, lambda p: 1),
+    ("copy", "attention", lm.layer_mean, lambda p: 1),
     # The token and its position are the longer vector.
-    ("copy", "attn_res", mean_over_layers, lambda p: one_key(p, 1)),
+    ("copy", "attn_res", lm.layer_mean, lambda p: one_key(p, 1)),
     # 0.45 first token, 0.5 the position itself, 0.05 the true one.
     ("silent_sink", "attention", lm.rollout, lambda p: one_key(p, 2)),
     ("silent_sink", "value_norm", lm.rollout, lambda p: one_key(p, 0.5)),
@@ -199,14 +199,14 @@ INPUT_ON_PAPER = [
     ("relay", "attention", lm.rollout, lambda p: one_key(p, 1.5)),
     ("relay", "value_zeroing", lm.rollout, lambda p: 1),
     # No layer alone goes from the answer to its source, which ties at 0; the two that have a cell are above.
-    ("relay", "attention", mean_over_layers, lambda p: one_key(p, 2 + (len(p) - 3) / 2)),
+    ("relay", "attention", lm.layer_mean, lambda p: one_key(p, 2 + (len(p) - 3) / 2)),
     # ((1 + x) / 2)³ (1 + x³) / 2: x³ has 2 of 16 paths; x, x², x⁴ and x⁵ have 3.
     ("identity_blocks", "attention", lm.rollout, lambda p: one_key(p, 4)),
     # A row of zeros without a residual ends every path.
     ("identity_blocks", "value_zeroing", lm.rollout, lambda p: 0.5),
     ("identity_blocks", "value_norm", lm.rollout, lambda p: one_key(p, 0.5)),
     # Only the first token has a value.
-    ("rasp_histogram", "value_zeroing", mean_over_layers, two_kinds),
+    ("rasp_histogram", "value_zeroing", lm.layer_mean, two_kinds),
 ]
 
 
