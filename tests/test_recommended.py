@@ -64,3 +64,18 @@ def test_targets_are_handed_on():
     model = build_or_skip(bridge, "gpt2", torch.float64)
     found = lm.input_map(model, torch.arange(3, 9), target=lm.targets.logit(4))
     assert "logit" in str(found.parameters["target"])
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"target": lambda logits: logits[:, -2:].sum((1, 2))}, "one that reads a single position"),
+        ({"position_ids": torch.arange(6)}, "expected tokens alone"),
+    ],
+    ids=["target", "inputs"],
+)
+def test_what_patching_can_not_take_goes_to_gradients(options, why):
+    model = build_or_skip(bridge, "gpt2", torch.float64)
+    found = lm.input_map(model, torch.arange(3, 9), **options)
+    assert found.method == "gim"
+    assert why in found.notes[-1]

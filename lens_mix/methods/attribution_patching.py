@@ -62,7 +62,8 @@ class AttributionPatching(Method):
     Raises:
         TypeError, ValueError: an unknown option; a target or stand-in that does not fit.
         UnsupportedModelError: a model that is not causal, that takes no positions, or whose attention reads
-            more than these (a sliding window shorter than three prompts, ALiBi).
+            more than these (a sliding window shorter than three prompts, ALiBi); model inputs besides tokens;
+            a target that reads several positions.
     """
 
     name: ClassVar[str] = "attribution_patching"
@@ -98,7 +99,7 @@ class AttributionPatching(Method):
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         bound = bind_rows(blocks, self.target)
         if bound.positions is None:
-            raise ValueError(
+            raise UnsupportedModelError(
                 f"target: expected one that reads a single position, got {describe(bound.target)}, which "
                 "reads several"
             )
@@ -113,7 +114,7 @@ class AttributionPatching(Method):
         """One row: its prompt up to the query, in a pass that holds clean tokens, stand-ins and copies."""
         first, prompt = bound.first, int(bound.prompts[row])
         if first.batch.prompts[prompt].inputs:
-            raise ValueError(
+            raise UnsupportedModelError(
                 "model inputs: expected tokens alone, as they are run at repeated positions, got "
                 f"{sorted(first.batch.prompts[prompt].inputs)} besides"
             )

@@ -165,5 +165,5 @@ def test_bad_options(options, error, words):
 
 def test_targets_of_several_positions_are_refused():
     model = build_or_skip(bridge, "gpt2", torch.float64)
-    with pytest.raises(ValueError, match="one that reads a single position"):
+    with pytest.raises(lm.UnsupportedModelError, match="one that reads a single position"):
         last_row(model, torch.arange(3, 9), target=lambda logits: logits.sum((1, 2)))
