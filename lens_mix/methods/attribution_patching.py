@@ -157,14 +157,12 @@ class AttributionPatching(Method):
 
 
 def between_paths(effects: Float[Tensor, "copy query key"]) -> Float[Tensor, " key"]:
-    """sqrt(sum_i E[i, j]²) over positions i before the last but j itself; the mean over stand-ins."""
-    others = 1 - torch.eye(effects.shape[-1], dtype=effects.dtype, device=effects.device)
-    return (effects * others)[:, :-1].pow(2).sum(1).sqrt().mean(0)
+    """sqrt(sum_i E[i, j]²) over positions i between j and the last; the mean over stand-ins."""
+    return effects.tril(-1)[:, :-1].pow(2).sum(1).sqrt().mean(0)
 
 
 def patched_effects(
     gradient: Float[Tensor, "query head d_head"],
-    mixed: Float[Tensor, "query head d_head"],
     pattern: Float[Tensor, "copy head query key"],
     value: Float[Tensor, "copy key head d_head"],
     weight: Float[Tensor, "copy head query key"],
@@ -173,15 +171,26 @@ def patched_effects(
     """g · dz of one layer, summed over heads (the class's docstring).
 
     Args:
-        gradient, mixed: g and z.
+        gradient: g.
         pattern, value: p and v of the clean tokens.
         weight, other: r and v' of their stand-ins.
     """
-    had = einsum(gradient, mixed, "query head d_head, query head d_head -> head query")[..., None]
     axes = "query head d_head, copy key head d_head -> copy head query key"
-    lost, won = pattern * einsum(gradient, value, axes), weight * einsum(gradient, other, axes)
-    whole = (1 - pattern + weight).clamp_min(1e-6)
-    return ((had - lost + won) / whole - had).sum(1)
+    sent = pattern * einsum(gradient, value, axes)
+    replaced = weight * einsum(gradient, other, axes)
+    # What a row lacks of 1 is an attention sink that stands for no key.
+    lacking = 1 - pattern.sum(-1, keepdim=True)
+    lacking = torch.where(lacking > 1e-3, lacking, 0)
+    # Sums over the other keys: 1 - p has no digits left where one key has nearly all of the weight.
+    left = (_of_others(pattern) + lacking + weight).clamp_min(torch.finfo(pattern.dtype).tiny)
+    return ((_of_others(sent) + replaced) / left - sent.sum(-1, keepdim=True)).sum(1)
+
+
+def _of_others(x: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
+    """For every key, the sum over all others."""
+    before = torch.nn.functional.pad(x.cumsum(-1)[..., :-1], (1, 0))
+    after = torch.nn.functional.pad(x.flip(-1).cumsum(-1)[..., :-1], (1, 0)).flip(-1)
+    return before + after
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,8 +304,7 @@ class _Interleaved(AttentionHook):
         weight = (pattern * scale)[:, :, rows, other].tril(-1)
         self.effects = patched_effects(
             self._gradient,
-            self._clean,
-            _wide(shared[:, :, rows, clean].tril(-1)),
+            _wide(shared[:, :, rows, clean]),
             _wide(each[:, clean]),
             _wide(weight),
             _wide(each[:, other]),

@@ -1,5 +1,7 @@
 """Attribution patching against plain transformers, occlusion, and a softmax worked out anew."""
 
+import math
+
 import pytest
 import torch
 
@@ -99,12 +101,22 @@ def test_effects_are_those_of_a_softmax_worked_out_anew():
     gradient, pattern = normal(4, 2, 3), scores.softmax(-1)
     mixed = torch.einsum("hqk,khd->qhd", pattern[0], value[0])
     weight = other_scores.exp() / scores.exp().sum(-1, keepdim=True)
-    found = patched_effects(gradient, mixed, pattern, value, weight, other)
+    found = patched_effects(gradient, pattern, value, weight, other)
     for key in range(4):
         new_scores, new_value = scores.clone(), value.clone()
         new_scores[..., key], new_value[:, key] = other_scores[..., key], other[:, key]
         changed = torch.einsum("hqk,khd->qhd", new_scores.softmax(-1)[0], new_value[0]) - mixed
         torch.testing.assert_close(found[0, :, key], (gradient * changed).sum((1, 2)))
+
+
+def test_a_key_with_nearly_all_of_the_weight_keeps_its_digits():
+    scores = torch.tensor([0.0, -20.0, -21.0])
+    pattern, weight = scores.softmax(-1).reshape(1, 1, 1, 3), torch.zeros(1, 1, 1, 3)
+    value = torch.tensor([5.0, 1.0, 3.0]).reshape(1, 3, 1, 1)
+    found = patched_effects(torch.ones(1, 1, 1), pattern, value, weight, value)
+    # Without the first key the others share the row by e to 1.
+    e = math.e
+    assert found[0, 0, 0] == pytest.approx((e * 1 + 3) / (e + 1) - 5, rel=1e-5)
 
 
 def test_paths_between_by_hand():
