@@ -41,6 +41,7 @@ INPUT_METHODS: list[Any] = [
     "frozen_gradients",
     "gim",
     lm.Gim(activations="ratio", readout="absolute"),
+    lm.AttributionPatching(replacements=(" thing", " green")),
     "context_length",
     lm.Occlusion(by="mask"),
     lm.Occlusion(by="values"),

@@ -53,13 +53,14 @@ class _MaskKeys(AttentionHook):
 
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
         hidden = position_mask(self._position, values)[:, None, None]
-        shared = shared_out_anew(self, mixed, values, pattern, ~hidden)
+        shared = shared_out_anew(self, "position", mixed, values, pattern, ~hidden)
         self.calls += 1
         return mix(shared, values)
 
 
 def shared_out_anew(
     hook: AttentionHook,
+    argument: str,
     mixed: Float[Tensor, "batch query head d_head"],
     values: Float[Tensor, "batch key value_head d_head"],
     pattern: Float[Tensor, "batch head query key"] | None,
@@ -67,15 +68,17 @@ def shared_out_anew(
 ) -> Float[Tensor, "batch head query key"]:
     """The softmax over the keys that are kept; a row that keeps none goes on seeing what it saw.
 
+    `argument` is what makes this necessary, for the error.
+
     Raises:
         RuntimeError: no pattern fired before `hook_z`, or `hook_z` is not pattern @ values.
     """
     if pattern is None:
         raise RuntimeError(
-            f"position: expected {hook.module}.hook_pattern to fire before hook_z, as its weights are to "
+            f"{argument}: expected {hook.module}.hook_pattern to fire before hook_z, as its weights are to "
             "be shared out anew; this model leaves attention to transformers: use its attention mask"
         )
-    check_mixing("position", mixed, pattern, values)
+    check_mixing(argument, mixed, pattern, values)
     weights = pattern.masked_fill(~kept, 0)
     # Summed, not 1 minus what is hidden, which has few digits left beside a sink; what rows lack of 1 is
     # an attention sink that stands for no key (gpt-oss).

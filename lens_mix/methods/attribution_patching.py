@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from einops import einsum, repeat
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_mix.arguments import one_of, several, whole_number
@@ -210,7 +210,7 @@ class Layout:
     replaced: Int[Tensor, " pos"]
     read: Int[Tensor, " pos"]
     positions: Int[Tensor, " index"]
-    allowed: Any
+    allowed: Bool[Tensor, "index index"]
 
     @classmethod
     def of(cls, count: int) -> Layout:
@@ -291,7 +291,7 @@ class _Interleaved(AttentionHook):
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
         layout = self._layout
         allowed = layout.allowed.to(mixed.device)
-        shared = shared_out_anew(self, mixed, values, pattern, allowed)
+        shared = shared_out_anew(self, "stand-ins", mixed, values, pattern, allowed)
         edited = mix(shared, values)
         self._refuse_unlike(edited[:, layout.clean])
         assert pattern is not None
