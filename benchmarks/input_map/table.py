@@ -51,9 +51,10 @@ def collect(model_name: str, half: str, target: str = "importance") -> tuple[dic
             continue
         rows = {"position": torch.arange(len(record["tokens"]))}
         rows |= {f"ours: {name}": row for name, row in torch.load(recipe).items()}
-        published = folder(f"{model_name} published") / path.name
-        if published.exists():
-            rows |= torch.load(published)
+        for made in ("published", "library"):
+            more = folder(f"{model_name} {made}") / path.name
+            if more.exists():
+                rows |= torch.load(more)
         rows = {name: row[positions] for name, row in rows.items()}
         rows |= {name: record[key] for name, key in YARDSTICKS.items() if key in record}
         other, place = record[target].double().numpy(), positions.double().numpy()
