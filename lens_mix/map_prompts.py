@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +16,17 @@ from lens_mix.lens.masks import AllowedKeys, PromptMask
 from lens_mix.lens.prompts import PaddingSide, Prompt
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
+from lens_mix.methods.residual_shares import ResidualShares
 from lens_mix.session import Passed, Session
+
+# The label under which a session's methods hold what measures the residual; no name of a method's.
+_MEASURED = "measured residual"
+
+
+def measuring(methods: Mapping[str, Method]) -> dict[str, Method]:
+    """What to add to the methods of a session so that maps without the residual get its measured shares."""
+    need = any(method.kind == "layer" and not method.holds_residual for method in methods.values())
+    return {_MEASURED: ResidualShares()} if need else {}
 
 
 def map_prompts(
@@ -52,9 +62,23 @@ def map_prompts(
         allowed = passed.allowed_keys()
     record = _Record(passed, mapped, allowed, prepend_bos)
     return [
-        {label: record.map_of(label, index, groups[index][label]) for label in session.methods}
+        _with_shares(
+            session.methods,
+            {label: record.map_of(label, index, groups[index][label]) for label in session.methods},
+        )
         for index in range(len(prompts))
     ]
+
+
+def _with_shares(methods: Mapping[str, Method], maps: dict[str, MixingMap]) -> dict[str, MixingMap]:
+    """The maps of one prompt, those without the residual with its measured shares, where these were made."""
+    if _MEASURED not in maps:
+        return maps
+    shares = maps.pop(_MEASURED).scores[..., 0]
+    for label, m in maps.items():
+        if m.kind == "layer" and not methods[label].holds_residual:
+            maps[label] = m.replace(residual_shares=shares)
+    return maps
 
 
 @dataclasses.dataclass(frozen=True)

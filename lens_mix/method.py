@@ -28,6 +28,7 @@ class Method:
             the map holds the attention branch only, 0 where it already holds the residual.
         engines: the ways it can be computed, fastest first. "recorded" reads the clean pass,
             "hooks" intervenes and runs blocks again, "algebra" needs a proven anatomy.
+        holds_residual: whether the map's diagonal holds the residual stream.
         kind: "layer" for maps of one block, "input" for maps from the stack down to the tokens.
         whole_model: whether there is one map of all blocks together, which counts as the last layer's.
         causal_only: whether it speaks of causal models only.
@@ -41,6 +42,7 @@ class Method:
     name: ClassVar[str]
     residual: ClassVar[float]
     engines: ClassVar[tuple[str, ...]]
+    holds_residual: ClassVar[bool] = False
     kind: ClassVar[Literal["layer", "input"]] = "layer"
     whole_model: ClassVar[bool] = False
     causal_only: ClassVar[bool] = False

@@ -17,7 +17,7 @@ from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelEr
 from lens_mix.lens.prompts import PaddingSide, Prompt
 from lens_mix.lens.proof.support import Support, any_tokens, support_table
 from lens_mix.lens.rows import Selection
-from lens_mix.map_prompts import map_prompts
+from lens_mix.map_prompts import map_prompts, measuring
 from lens_mix.maps import MixingMap
 from lens_mix.methods import METHODS, Method
 from lens_mix.session import Session
@@ -41,6 +41,7 @@ def run(
     stack: str | None = None,
     engine: str = "auto",
     max_memory: int | None = None,
+    residual_shares: bool = False,
     progress: bool = False,
     prepend_bos: bool | None = None,
     attention_mask: Tensor | None = None,
@@ -59,6 +60,8 @@ def run(
         stack: "encoder" (default) or "decoder" of an encoder-decoder.
         engine: "auto", or "hooks" / "algebra" for methods that have both.
         max_memory: bytes for the temporary tensors of one step.
+        residual_shares: measure how much of each row is its own residual stream, for
+            `lm.rollout(m, residual="measured")`; maps that hold the residual need none.
         progress: show a bar over the blocks.
         prepend_bos: as in TransformerLens; strings only.
         attention_mask: [pos] or [1, pos], 0 for padding, which is cut away.
@@ -72,8 +75,9 @@ def run(
         TypeError, ValueError: bad input, naming what was expected and what was got.
         UnsupportedModelError: the model or the method on it can't be trusted, with the reason.
     """
-    flags(progress=progress)
+    flags(progress=progress, residual_shares=residual_shares)
     labelled, single = read_methods(methods)
+    labelled |= measuring(labelled) if residual_shares else {}
     session = Session(
         model, labelled, stack=stack, engine=engine, max_memory=max_memory, queries=queries, layers=layers
     )
@@ -101,6 +105,7 @@ def run_many(
     stack: str | None = None,
     engine: str = "auto",
     max_memory: int | None = None,
+    residual_shares: bool = False,
     progress: bool = False,
     prepend_bos: bool | None = None,
     attention_mask: Tensor | None = None,
@@ -113,7 +118,7 @@ def run_many(
     gets its prompts one by one.
 
     Args:
-        model, methods, queries, layers, stack, engine, max_memory, prepend_bos: as in `run`.
+        model, methods, queries, layers, stack, engine, max_memory, residual_shares, prepend_bos: as in `run`.
         prompts: strings, token tensors, or one padded tensor [batch, pos] with `attention_mask`.
         batch_size: prompts per clean pass.
         progress: show a bar over the prompts.
@@ -131,8 +136,9 @@ def run_many(
         raise TypeError(f"prompts: expected several prompts, got {shown(prompts)}; use run for one prompt")
     batch_size = whole_number("batch_size", batch_size, 1)
     one_of("padding_side", padding_side, ("left", "right"))
-    flags(progress=progress)
+    flags(progress=progress, residual_shares=residual_shares)
     labelled, single = read_methods(methods)
+    labelled |= measuring(labelled) if residual_shares else {}
     session = Session(
         model, labelled, stack=stack, engine=engine, max_memory=max_memory, queries=queries, layers=layers
     )

@@ -41,6 +41,7 @@ class Alti(Method):
 
     name: ClassVar[str] = "alti"
     residual: ClassVar[float] = 0.0
+    holds_residual: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS

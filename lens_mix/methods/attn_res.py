@@ -31,6 +31,7 @@ class AttnRes(Method):
 
     name: ClassVar[str] = "attn_res"
     residual: ClassVar[float] = 0.0
+    holds_residual: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
@@ -57,6 +58,7 @@ class AttnResLn(Method):
 
     name: ClassVar[str] = "attn_res_ln"
     residual: ClassVar[float] = 0.0
+    holds_residual: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
@@ -87,6 +89,7 @@ class AttnResWeights(Method):
 
     name: ClassVar[str] = "attn_res_w"
     residual: ClassVar[float] = 0.0
+    holds_residual: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("recorded",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = "kobayashi-etal-2021-incorporating"
