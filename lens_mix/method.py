@@ -128,3 +128,7 @@ class Method:
         Raises:
             ValueError: with what was expected and what was got.
         """
+
+    def named_layers(self) -> Sequence[int]:
+        """The layers that its parameters name, each of which has to have attention."""
+        return ()

@@ -77,6 +77,12 @@ class Session:
         self.layers = read_selection(layers, lens.n_layers, "layers") or present
         if not set(self.layers) <= set(present):
             raise ValueError(f"layers: expected some of {present}, got {self.layers} ({lens.stack.gaps})")
+        for label, method in methods.items():
+            if not set(method.named_layers()) <= set(present):
+                named = sorted(method.named_layers())
+                raise ValueError(
+                    f"{label}: expected some of layers {present}, got {named} ({lens.stack.gaps})"
+                )
         whole = [label for label, method in methods.items() if method.whole_model]
         if whole and lens.n_layers - 1 not in self.layers:
             raise ValueError(

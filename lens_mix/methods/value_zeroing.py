@@ -87,6 +87,9 @@ class ValueZeroing(Method):
             if outside:
                 raise ValueError(f"heads: expected query heads 0..{n_heads - 1}, got {outside}")
 
+    def named_layers(self) -> Sequence[int]:
+        return list(self.heads) if isinstance(self.heads, Mapping) else ()
+
     def key_groups(self, positions: int) -> list[list[int]] | None:
         if self.spans is None:
             return None
