@@ -72,7 +72,8 @@ def main(model_name: str, half: str, limit: str = "1000") -> None:
         if not normalised:
             found = [scores[key] for key in ((name, weight, False), (name, weight, True)) if key in scores]
             cells = [cell([pair[which] for pair in pairs]) for pairs in found for which in (0, 1)]
-            print(f"| {name} | {weight} | {' | '.join(cells)} |", flush=True)
+            cells += [""] * (4 - len(cells))
+            print(f"| {name} | {weight} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

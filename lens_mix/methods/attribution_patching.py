@@ -12,13 +12,13 @@ from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.arguments import one_of, several, whole_number
+from lens_mix.arguments import one_of
 from lens_mix.hooks import must_fire
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.method import Method
 from lens_mix.methods import target_passes
 from lens_mix.methods.interleaved import Interleaved, Layout, mixed_gradients
-from lens_mix.methods.replacements import stand_ins
+from lens_mix.methods.replacements import check_replacements, stand_ins
 from lens_mix.methods.row_targets import RowTargets, bind_rows
 from lens_mix.targets import TargetLike, as_target, describe, predicted
 
@@ -84,11 +84,7 @@ class AttributionPatching(Method):
         super().__post_init__()
         as_target(self.target)
         one_of("paths", self.paths, ("all", "direct", "between"))
-        whole_number("n_samples", self.n_samples, 1)
-        whole_number("seed", self.seed, 0)
-        if self.replacements is not None:
-            tokens = several("replacements", self.replacements, "tokens", least=1)
-            object.__setattr__(self, "replacements", tuple(tokens))
+        check_replacements(self)
 
     def parameters(self) -> dict[str, object]:
         given = None if self.replacements is None else list(self.replacements)
