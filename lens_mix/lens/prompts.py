@@ -66,12 +66,16 @@ class Batch:
         return Batch(prompts, self.tokens[rows], self.real[rows], target, target_real, inputs)
 
     def real_positions(self, stack: str) -> Bool[Tensor, "batch pos"]:
-        """Which positions of the given stack are the prompts' own."""
-        if stack != "decoder":
+        """Which positions of the given stack's queries are the prompts' own."""
+        if stack not in ("decoder", "cross"):
             return self.real
         if self.target_real is None:
-            raise ValueError("stack='decoder': the prompts have no decoder side")
+            raise ValueError(f"part={stack!r}: the prompts have no decoder side")
         return self.target_real
+
+    def real_keys(self, stack: str) -> Bool[Tensor, "batch key"]:
+        """Which positions of the given stack's keys are the prompts' own."""
+        return self.real if stack == "cross" else self.real_positions(stack)
 
 
 def is_encoder_decoder(model: Any, kind: ModelClass) -> bool:

@@ -30,6 +30,7 @@ class AttentionWeights(Method):
 
     name: ClassVar[str] = "attention"
     residual: ClassVar[float] = 0.5
+    cross: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("recorded",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = "clark-etal-2019-bert"

@@ -66,6 +66,7 @@ class AttentionAttribution(Method):
 
     name: ClassVar[str] = "attention_attribution"
     residual: ClassVar[float] = 0.5
+    cross: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = "hao-etal-2021-self"

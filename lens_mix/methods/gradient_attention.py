@@ -42,6 +42,7 @@ class GradientAttention(Method):
 
     name: ClassVar[str] = "gradient_attention"
     residual: ClassVar[float] = 0.5
+    cross: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = "chefer-etal-2021-generic"

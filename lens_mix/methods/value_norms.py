@@ -40,6 +40,7 @@ class ValueNorms(Method):
 
     name: ClassVar[str] = "value_norm"
     residual: ClassVar[float] = 0.5
+    cross: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS

@@ -50,6 +50,7 @@ class ValueZeroing(Method):
 
     name: ClassVar[str] = "value_zeroing"
     residual: ClassVar[float] = 0.0
+    cross: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("algebra", "hooks")
     records: ClassVar[frozenset[str]] = frozenset({"pattern", "value"})
     citation: ClassVar[str] = "mohebbi-etal-2023-quantifying"
@@ -128,9 +129,9 @@ class ValueZeroing(Method):
         return self.heads.get(layer) if isinstance(self.heads, Mapping) else self.heads
 
     def _map(self, block: Block, heads: Sequence[int] | None) -> Float[Tensor, "batch query key"]:
-        rows, keys, zeroed = self._copies(block.real)
-        batch, positions = block.real.shape
-        scores = block.zeros(batch, positions, positions if self.spans is None else len(self.spans))
+        rows, keys, zeroed = self._copies(block.real_keys)
+        places = block.real_keys.shape[1] if self.spans is None else len(self.spans)
+        scores = block.zeros(*block.real.shape, places)
         clean = self._compared(block, block.resid_post)
         for chunk in block.chunks(len(rows)):
             hook = zero_values(block.layer, zeroed[chunk], heads=heads, attention=block.attention_template)
@@ -148,7 +149,7 @@ class ValueZeroing(Method):
     def _compared(self, block: Block, resid: Tensor) -> Tensor:
         return block.after_final_norm(resid) if self._after_final_norm(block) else resid
 
-    def _copies(self, real: Bool[Tensor, "batch pos"]) -> tuple[Tensor, Tensor, Bool[Tensor, "copy pos"]]:
+    def _copies(self, real: Bool[Tensor, "batch key"]) -> tuple[Tensor, Tensor, Bool[Tensor, "copy key"]]:
         """One copy per prompt and key: the prompt's row, the map's key, the positions to zero."""
         copies = []
         for row, is_real in enumerate(real):
