@@ -15,7 +15,7 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.masks import AllowedKeys, PromptMask
 from lens_mix.lens.prompts import PaddingSide, Prompt
 from lens_mix.maps import MixingMap
-from lens_mix.method import Method
+from lens_mix.method import RESIDUAL_KEY, Method
 from lens_mix.session import Passed, Session
 
 
@@ -132,10 +132,10 @@ class _Record:
         layers, rows = session.mapped_layers(method), self._passed.rows
         keys = self._passed.clean.real_keys[index].nonzero()[:, 0]
         queries = None if rows is None else list(rows.by_prompt[index])
-        own = method.own_key if self._passed.clean.lens.stack.is_cross else None
-        scores = self._scores(label, index, keys, layers, groups, own is not None)
+        own = self._passed.clean.lens.stack.is_cross and method.cross == "source and residual"
+        scores = self._scores(label, index, keys, layers, groups, own)
         prompt_mask = self._visible(method, index, keys, layers)
-        prompt_mask = prompt_mask if own is None else prompt_mask.with_own_key()
+        prompt_mask = prompt_mask.with_own_key() if own else prompt_mask
         causal, mask = prompt_mask.causal_and_mask()
         # What whole passes round differently, every block on the way makes larger.
         accepted = max(1e-3, self._passed.clean.lens.tolerance) if method.whole_model else 0.0
@@ -153,7 +153,7 @@ class _Record:
             method=method.name,
             causal=causal and groups is None,
             mask=mask if groups is None else None,
-            key_tokens=key_tokens if own is None or key_tokens is None else [*key_tokens, own],
+            key_tokens=[*key_tokens, RESIDUAL_KEY] if own and key_tokens is not None else key_tokens,
             queries=queries,
             layers=layers,
             parameters=method.parameters(),
@@ -176,7 +176,7 @@ class _Record:
         groups: list[list[int]] | None,
         own: bool,
     ) -> Float[Tensor, "layer *head query key"]:
-        """The asked layers and rows of one prompt, padding cut away; `own`: there is a last key beside them."""
+        """The asked layers and rows of one prompt, padding cut away; `own`: with a last key beside."""
         mapped, maps = self._mapped[label], []
         # An input map has the rows of the last block in every layer.
         every_query = mapped.blocks[max(mapped.blocks)].every_query

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # The key that a decoder position's own residual stream is on cross-attention: it has no place in the source.
 RESIDUAL_KEY = "[RESIDUAL]"
+CrossKeys = Literal["source", "source and residual"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +35,8 @@ class Method:
         kind: "layer" for maps of one block, "input" for maps from the stack down to the tokens.
         whole_model: whether there is one map of all blocks together, which counts as the last layer's.
         causal_only: whether it speaks of causal models only.
-        cross: whether it is defined on cross-attention too, whose keys are another sequence (`Block.is_cross`).
-        own_key: label of a key that stands after those of the source on cross-attention, for what a query
-            keeps of its own; None: there is none.
+        cross: which keys its map has on cross-attention (`Block.is_cross`): the source's positions, or these
+            and `RESIDUAL_KEY` after them; None: it is not defined there.
         places_tokens: whether it runs tokens at positions of its own, which the model has to take.
         records: what the clean pass must record of each attention module ("pattern", "value", "z").
         parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof`).
@@ -50,8 +50,7 @@ class Method:
     kind: ClassVar[Literal["layer", "input"]] = "layer"
     whole_model: ClassVar[bool] = False
     causal_only: ClassVar[bool] = False
-    cross: ClassVar[bool] = False
-    own_key: ClassVar[str | None] = None
+    cross: ClassVar[CrossKeys | None] = None
     places_tokens: ClassVar[bool] = False
     records: ClassVar[frozenset[str]] = frozenset()
     parts: ClassVar[tuple[str, ...]] = ALGEBRA_PARTS

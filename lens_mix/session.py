@@ -88,8 +88,9 @@ class Session:
 
     def read(self, prompt: Any, **options: Any) -> Prompt:
         """One prompt as the user gave it (`lens_mix.lens.prompts.read_prompt`)."""
+        needed = self.lens.stack.name if self.lens.stack.reads_target else None
         with reading(self.lens.model):
-            return read_prompt(self.lens.model, self.lens.model_class, prompt, **options)
+            return read_prompt(self.lens.model, self.lens.model_class, prompt, target_for=needed, **options)
 
     def batches(self, prompts: list[Prompt], side: PaddingSide = "right") -> list[list[Prompt]]:
         """The prompts as one batch; one by one where lengths differ and the model does not mask padding.

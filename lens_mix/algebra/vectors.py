@@ -11,7 +11,7 @@ changes w, what was added, and scale. `lens_mix.algebra.definitions` writes F ou
 (`lens_mix.algebra.pair_norms`), and the norm of Σ_j F_ij no pair at all.
 
 The rows are the queries that are asked for. "The diagonal" is each query's pair with its own position. On
-cross-attention no key is the query's own position: what is added is a key of its own, after those of the source.
+cross-attention no key is the query's own position: what is added is a key of its own, after the source's.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Pairs:
 
     def put_diagonal(
         self, scores: Float[Tensor, "batch query key"], values: Float[Tensor, "batch query"]
-    ) -> Float[Tensor, "batch query key"]:
+    ) -> Float[Tensor, "batch query keys_and_own"]:
         """The map, with these values on its diagonal, or (on cross-attention) as one key more."""
         if self.cross:
             return torch.cat([scores, values[..., None].to(scores.dtype)], dim=-1)

@@ -164,9 +164,15 @@ class BlockAnatomy:
         It starts at the residual stream that its self-attention leaves (`entered`), and its keys are the
         encoder's outputs. `value_path` has to be the cross-attention's.
         """
-        inside = {"before": self.attention_residual, "attention_residual": self.cross_residual}
-        gone = {"cross_input": None, "cross_residual": None}
-        return dataclasses.replace(self, cross=False, attention_input=None, **inside, **gone)
+        return dataclasses.replace(
+            self,
+            cross=False,
+            before=self.attention_residual,
+            attention_input=None,
+            attention_residual=self.cross_residual,
+            cross_input=None,
+            cross_residual=None,
+        )
 
     def entered(self, x: Tensor, self_attention_out: Tensor) -> Tensor:
         """The residual stream that the cross-attention's branch is added to (`by_cross_attention`)."""

@@ -241,7 +241,7 @@ class Block:
 
     @property
     def resid_pre(self) -> Float[Tensor, "batch query d_model"]:
-        """The residual stream entering the block (its cross-attention, if read by that), at the asked rows."""
+        """The residual stream entering the block (on cross-attention: entering that), at the asked rows."""
         return self.rows_of(self._clean.resid_pre(self.layer))
 
     @property

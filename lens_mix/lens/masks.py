@@ -75,7 +75,7 @@ class PromptMask:
     def with_own_key(self) -> PromptMask:
         """The same with one key more, which every row may see."""
         allowed = torch.cat([self.allowed, torch.ones_like(self.allowed[..., :1])], dim=-1)
-        return dataclasses.replace(self, allowed=allowed)
+        return dataclasses.replace(self, allowed=allowed, keys=torch.cat([self.keys, self.keys[-1:] + 1]))
 
     def causal_and_mask(self) -> tuple[bool, Bool[Tensor, "*layer query key"] | None]:
         """Whether the prompt's attention is causal, and its mask where a triangle does not say it all.
@@ -161,11 +161,9 @@ def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
     places = torch.arange(length, device=real.device)
     positions = places.expand(batch, length) if clean.rows is None else clean.rows.positions
     wanted = rows_at(real, positions)[:, :, None] & keys[:, None, :]
-    if clean.lens.stack.is_cross:
-        # A key's place says nothing about the queries': only all of the keys are what needs no second look.
-        triangle = torch.ones_like(wanted)
-    else:
-        triangle = places <= positions[:, :, None]
+    # On cross-attention a key's place says nothing of a query's: there is no triangle.
+    cross = clean.lens.stack.is_cross
+    triangle = torch.ones_like(wanted) if cross else places <= positions[:, :, None]
     layers = {}
     for layer, attended in clean.attended.items():
         complete = bool((attended | ~wanted).all())
@@ -177,7 +175,7 @@ def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
         layers[layer] = attended
     # Hugging Face makes some patterns and norms in float32 in any model (GPT-Neo, GPT-J).
     step = max(torch.finfo(clean.lens.dtype).eps, torch.finfo(torch.float32).eps)
-    return AllowedKeys(layers, positions, causal_model, step, clean.lens.stack.is_cross)
+    return AllowedKeys(layers, positions, causal_model, step, cross)
 
 
 def _attended_without_queries(clean: CleanPass, layer: int) -> Bool[Tensor, "batch query key"]:

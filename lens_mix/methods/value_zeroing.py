@@ -14,7 +14,7 @@ from lens_mix.algebra.value_zeroing import value_zeroing_maps
 from lens_mix.arguments import number, one_of, several, whole_number
 from lens_mix.hooks import zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.method import Method
+from lens_mix.method import CrossKeys, Method
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -50,7 +50,7 @@ class ValueZeroing(Method):
 
     name: ClassVar[str] = "value_zeroing"
     residual: ClassVar[float] = 0.0
-    cross: ClassVar[bool] = True
+    cross: ClassVar[CrossKeys | None] = "source"
     engines: ClassVar[tuple[str, ...]] = ("algebra", "hooks")
     records: ClassVar[frozenset[str]] = frozenset({"pattern", "value"})
     citation: ClassVar[str] = "mohebbi-etal-2023-quantifying"

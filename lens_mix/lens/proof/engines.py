@@ -64,7 +64,7 @@ def refused_outright(lens: Lens, method: HasEngines) -> str | None:
     of the whole model logits that stand over the tokens of the mapped stack.
     """
     reason = None
-    if lens.stack.is_cross and not getattr(method, "cross", False):
+    if lens.stack.is_cross and getattr(method, "cross", None) is None:
         reason = (
             "it speaks of self-attention, and is not defined on part='cross' (queries of the target, keys of "
             "the source); expected part='encoder' or 'decoder'"

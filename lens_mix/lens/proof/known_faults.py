@@ -31,6 +31,7 @@ def known_fault(model: Any, kind: ModelClass, stack: str, version: tuple[int, in
         "cohere": _before_4("Cohere", "0.14"),
         "deepseek_v3": _before_4("DeepSeek-V3", "4.8"),
         "t5": _t5,
+        "mt5": _t5,
         "gpt_oss": _gpt_oss,
         "opt": _opt,
     }
