@@ -1,6 +1,7 @@
 from . import evaluation, targets
 from .aggregation.flow import flow
 from .aggregation.gradient_rollout import gradient_rollout
+from .aggregation.joint import joint
 from .aggregation.layer_mean import layer_mean
 from .aggregation.rollout import rollout
 from .aggregation.tree import attribution_tree, tree_text
@@ -79,6 +80,7 @@ __all__ = [
     "flow",
     "gradient_rollout",
     "input_map",
+    "joint",
     "layer_mean",
     "rollout",
     "run",

@@ -15,7 +15,7 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.masks import AllowedKeys, PromptMask
 from lens_mix.lens.prompts import PaddingSide, Prompt
 from lens_mix.maps import MixingMap
-from lens_mix.method import Method
+from lens_mix.method import RESIDUAL_KEY, Method
 from lens_mix.methods.residual_shares import ResidualShares
 from lens_mix.session import Passed, Session
 
@@ -52,7 +52,7 @@ def map_prompts(
     # Before the pass: a span that a prompt does not have needs no clean pass to be refused.
     groups = [
         {
-            label: method.key_groups(len(session.mapped_tokens(prompt)))
+            label: method.key_groups(len(session.key_tokens(prompt)))
             for label, method in session.methods.items()
         }
         for prompt in prompts
@@ -154,10 +154,12 @@ class _Record:
         session, engine = self._passed.session, self._passed.engines[label]
         method = session.methods[label]
         layers, rows = session.mapped_layers(method), self._passed.rows
-        keys = self._passed.clean.real[index].nonzero()[:, 0]
+        keys = self._passed.clean.real_keys[index].nonzero()[:, 0]
         queries = None if rows is None else list(rows.by_prompt[index])
-        scores = self._scores(label, index, keys, layers, groups)
+        own = self._passed.clean.lens.stack.is_cross and method.cross == "source and residual"
+        scores = self._scores(label, index, keys, layers, groups, own)
         prompt_mask = self._visible(method, index, keys, layers)
+        prompt_mask = prompt_mask.with_own_key() if own else prompt_mask
         causal, mask = prompt_mask.causal_and_mask()
         # What whole passes round differently, every block on the way makes larger.
         accepted = max(1e-3, self._passed.clean.lens.tolerance) if method.whole_model else 0.0
@@ -165,14 +167,17 @@ class _Record:
         tokens = self._passed.tokens(index)
         blocks = [self._mapped[label].blocks[layer] for layer in layers]
         gaps = self._passed.clean.lens.stack.gaps
-        spans = None if groups is None else ["".join(tokens[p] for p in group) for group in groups]
+        key_tokens = self._passed.source_tokens(index)
+        if groups is not None:
+            spelled = tokens if key_tokens is None else key_tokens
+            key_tokens = ["".join(spelled[p] for p in group) for group in groups]
         return MixingMap(
             scores=scores.clone(),
             tokens=tokens,
             method=method.name,
             causal=causal and groups is None,
             mask=mask if groups is None else None,
-            key_tokens=spans,
+            key_tokens=[*key_tokens, RESIDUAL_KEY] if own and key_tokens is not None else key_tokens,
             queries=queries,
             layers=layers,
             parameters=method.parameters(),
@@ -187,13 +192,19 @@ class _Record:
         )
 
     def _scores(
-        self, label: str, index: int, keys: Tensor, layers: Sequence[int], groups: list[list[int]] | None
+        self,
+        label: str,
+        index: int,
+        keys: Tensor,
+        layers: Sequence[int],
+        groups: list[list[int]] | None,
+        own: bool,
     ) -> Float[Tensor, "layer *head query key"]:
-        """The asked layers and rows of one prompt, padding cut away."""
+        """The asked layers and rows of one prompt, padding cut away; `own`: with a last key beside."""
         mapped, maps = self._mapped[label], []
         # An input map has the rows of the last block in every layer.
         every_query = mapped.blocks[max(mapped.blocks)].every_query
-        places = self._row_positions(index, keys)
+        places = self._row_positions(index)
         for layer in layers:
             scores = mapped.layers[layer][index]
             if every_query:
@@ -201,12 +212,16 @@ class _Record:
             else:
                 maps.append(scores[..., : len(places), :])
         stacked = torch.stack(maps)
+        if own:
+            keys = torch.cat([keys, keys.new_tensor([stacked.shape[-1] - 1])])
         return stacked if groups is not None else stacked.index_select(-1, keys)
 
-    def _row_positions(self, index: int, keys: Tensor) -> Int[Tensor, " query"]:
+    def _row_positions(self, index: int) -> Int[Tensor, " query"]:
         """Positions of one prompt's rows in the padded batch."""
         rows = self._passed.rows
-        return keys if rows is None else rows.positions[index, : len(rows.by_prompt[index])]
+        if rows is None:
+            return self._passed.clean.real[index].nonzero()[:, 0]
+        return rows.positions[index, : len(rows.by_prompt[index])]
 
     def _visible(self, method: Method, index: int, keys: Tensor, layers: Sequence[int]) -> PromptMask:
         """Which of its keys one prompt's rows may see."""
@@ -214,7 +229,7 @@ class _Record:
         if method.kind == "input":
             self._reaching = self._reaching or allowed.reaching()
             allowed = self._reaching
-        rows = self._row_positions(index, keys)
+        rows = self._row_positions(index)
         if self._passed.clean.rows is not None:
             rows = torch.arange(len(rows), device=rows.device)
         return allowed.of_prompt(index, rows, keys, layers)

@@ -14,6 +14,7 @@ from lens_mix.arguments import flags, one_of, shown, whole_number
 from lens_mix.lens import masks
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.parts import one_part, parts_of
 from lens_mix.lens.prompts import PaddingSide, Prompt
 from lens_mix.lens.proof.support import Support, any_tokens, support_table
 from lens_mix.lens.rows import Selection
@@ -38,6 +39,7 @@ def run(
     *,
     queries: Selection | None = None,
     layers: Selection | None = None,
+    part: str | None = None,
     stack: str | None = None,
     engine: str = "auto",
     max_memory: int | None = None,
@@ -46,7 +48,7 @@ def run(
     prepend_bos: bool | None = None,
     attention_mask: Tensor | None = None,
     **inputs: Any,
-) -> MixingMap | dict[str, MixingMap]:
+) -> Any:
     """Map one prompt with one method or several, from one clean pass.
 
     Args:
@@ -57,11 +59,13 @@ def run(
         queries: positions of the rows to make and keep, as a number, numbers or a slice; negative numbers
             count from the prompt's end. None: all.
         layers: the layers to make and keep, likewise. None: all that have attention; `m.layers` names them.
-        stack: "encoder" (default) or "decoder" of an encoder-decoder.
+        part: of an encoder-decoder "encoder" (default), "decoder", "cross" (the decoder's cross-attention:
+            queries are the target's tokens, keys the source's), or "all" three.
+        stack: an older name of `part`.
         engine: "auto", or "hooks" / "algebra" for methods that have both.
         max_memory: bytes for the temporary tensors of one step.
         residual_shares: measure how much of each row is its own residual stream, for
-            `lm.rollout(m, residual="measured")`; maps that hold the residual need none.
+            `lm.rollout(m, residual="measured")`; maps that hold the residual need none, cross-attention has none.
         progress: show a bar over the blocks.
         prepend_bos: as in TransformerLens; strings only.
         attention_mask: [pos] or [1, pos], 0 for padding, which is cut away.
@@ -69,17 +73,24 @@ def run(
 
     Returns:
         A `MixingMap` for one method, a dict of them by name for several. Two methods of the same name get
-        their parameters in the key.
+        their parameters in the key. With part="all" a dict {"encoder", "decoder", "cross"} of what each
+        part alone gives, from a pass per part.
 
     Raises:
         TypeError, ValueError: bad input, naming what was expected and what was got.
         UnsupportedModelError: the model or the method on it can't be trusted, with the reason.
     """
     flags(progress=progress, residual_shares=residual_shares)
+    part = one_part(part, stack)
+    if part == "all":
+        options = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
+        options |= {"residual_shares": residual_shares}
+        options |= {"progress": progress, "prepend_bos": prepend_bos, "attention_mask": attention_mask}
+        return {each: run(model, prompt, methods, part=each, **options, **inputs) for each in parts_of(model)}
     labelled, single = read_methods(methods)
-    labelled |= measuring(labelled) if residual_shares else {}
+    labelled |= measuring(labelled) if residual_shares and part != "cross" else {}
     session = Session(
-        model, labelled, stack=stack, engine=engine, max_memory=max_memory, queries=queries, layers=layers
+        model, labelled, stack=part, engine=engine, max_memory=max_memory, queries=queries, layers=layers
     )
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
     maps = map_prompts(session, [read], prepend_bos=prepend_bos, progress=progress)[0]
@@ -102,6 +113,7 @@ def run_many(
     batch_size: int = 16,
     queries: Selection | None = None,
     layers: Selection | None = None,
+    part: str | None = None,
     stack: str | None = None,
     engine: str = "auto",
     max_memory: int | None = None,
@@ -118,7 +130,8 @@ def run_many(
     gets its prompts one by one.
 
     Args:
-        model, methods, queries, layers, stack, engine, max_memory, residual_shares, prepend_bos: as in `run`.
+        model, methods, queries, layers, part, stack, engine, max_memory, residual_shares, prepend_bos: as in
+            `run`.
         prompts: strings, token tensors, or one padded tensor [batch, pos] with `attention_mask`.
         batch_size: prompts per clean pass.
         progress: show a bar over the prompts.
@@ -136,11 +149,12 @@ def run_many(
         raise TypeError(f"prompts: expected several prompts, got {shown(prompts)}; use run for one prompt")
     batch_size = whole_number("batch_size", batch_size, 1)
     one_of("padding_side", padding_side, ("left", "right"))
-    flags(progress=progress, residual_shares=residual_shares)
+        model, methods, queries, layers, part, stack, engine, max_memory, residual_shares, prepend_bos: as in
+            `run`.
     labelled, single = read_methods(methods)
-    labelled |= measuring(labelled) if residual_shares else {}
+    labelled |= measuring(labelled) if residual_shares and part != "cross" else {}
     session = Session(
-        model, labelled, stack=stack, engine=engine, max_memory=max_memory, queries=queries, layers=layers
+        model, labelled, stack=part, engine=engine, max_memory=max_memory, queries=queries, layers=layers
     )
     if padding_side == "left":
         _refuse_left_padding(session.lens)
@@ -211,13 +225,15 @@ def _refuse_spare_rows(rows: Mapping[str, Any], count: int) -> None:
             raise ValueError(f"{name}: expected one row per prompt ({count}), got {len(value)} rows")
 
 
-def support(model: TransformerLensModel, *, stack: str | None = None) -> Support:
+def support(model: TransformerLensModel, *, part: str | None = None, stack: str | None = None) -> Support:
     """Table method x model: ok with the engine that "auto" would take, or the reason why not.
 
     Args:
         model: any TransformerLens model.
-        stack: "encoder" or "decoder" of an encoder-decoder.
+        part: "encoder" (default), "decoder" or "cross" of an encoder-decoder.
+        stack: an older name of `part`.
     """
+    stack = one_part(part, stack)
     table = support_table(model, [method() for method in METHODS.values()], stack)
     rows = tuple(row if row[1] is None else _tried(model, row, stack) for row in table)
     return dataclasses.replace(table, rows=rows)

@@ -129,11 +129,11 @@ def test_the_library_stays_small():
     """15,940 lines when the house was rebuilt; the edges of the proof took 1,000 more.
 
     Since then: 2,000 for methods on the whole model (gradients, occlusion, routes), 3,000 to judge maps, 200
-    for rollouts with the residual that was measured.
+    for rollouts with the residual that was measured, 500 for cross-attention.
     """
     evaluation = lines(LIBRARY / "evaluation")
     assert sum(evaluation) <= 4_500
-    assert sum(lines()) - sum(evaluation) <= 19_500
+    assert sum(lines()) - sum(evaluation) <= 20_000
 
 
 def test_files_stay_small():
