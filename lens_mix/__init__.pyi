@@ -1,10 +1,12 @@
 from . import evaluation, targets
+from .again import run_again
 from .aggregation.flow import flow
 from .aggregation.gradient_rollout import gradient_rollout
 from .aggregation.layer_mean import layer_mean
 from .aggregation.rollout import rollout
 from .aggregation.tree import attribution_tree, tree_text
 from .citations import citation
+from .evaluation.compare import compare
 from .evaluation.leaderboard import evaluate
 from .lens.model import Lens
 from .lens.model_classes import UnsupportedModelError
@@ -74,6 +76,7 @@ __all__ = [
     "attribution_tree",
     "check",
     "citation",
+    "compare",
     "evaluate",
     "evaluation",
     "flow",
@@ -82,6 +85,7 @@ __all__ = [
     "layer_mean",
     "rollout",
     "run",
+    "run_again",
     "run_many",
     "support",
     "targets",

@@ -124,6 +124,7 @@ class _Record:
         self._passed, self._mapped, self._allowed = passed, mapped, allowed
         self._reaching: AllowedKeys | None = None
         self._provenance = provenance.of_run(passed.clean.lens, prepend_bos)
+        self._head = provenance.dropped_head(passed.clean.lens)
 
     def map_of(self, label: str, index: int, groups: list[list[int]] | None) -> MixingMap:
         """One prompt's map by one method."""
@@ -141,6 +142,7 @@ class _Record:
         tokens = self._passed.tokens(index)
         blocks = [self._mapped[label].blocks[layer] for layer in layers]
         gaps = self._passed.clean.lens.stack.gaps
+        read = provenance.of_prompt(self._passed.clean.batch.prompts[index])
         spans = None if groups is None else ["".join(tokens[p] for p in group) for group in groups]
         return MixingMap(
             scores=scores.clone(),
@@ -154,13 +156,21 @@ class _Record:
             parameters=method.parameters(),
             residual=method.residual,
             kind=method.kind,
-            provenance={**self._provenance, "engine": engine, **provenance.details(blocks, index)},
+            provenance={**self._provenance, **read, "engine": engine, **provenance.details(blocks, index)},
+            default_query=self._default_query(label, index, len(tokens)),
             notes=(
                 *([gaps] if gaps else []),
+                *([self._head] if self._head else []),
                 *provenance.notes(scores, layers, queries),
                 *(text for block in blocks for text in block.warnings[index]),
             ),
         )
+
+    def _default_query(self, label: str, index: int, count: int) -> int | None:
+        """The position that the method's target reads, else 0 where the model sees both ways."""
+        explained = [block.explained[index] for block in self._mapped[label].blocks.values()]
+        positions = [position for position in explained if position is not None and position < count]
+        return positions[0] if positions else None if self._passed.proof.causal else 0
 
     def _scores(
         self, label: str, index: int, keys: Tensor, layers: Sequence[int], groups: list[list[int]] | None

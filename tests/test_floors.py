@@ -16,6 +16,7 @@ FLOORS = {
     "targets": 1,
     "algebra": 2,
     "session": 3,
+    "again": 7,
     "aggregation": 4,
     "methods": 4,
     "graphs": 5,
@@ -26,8 +27,10 @@ FLOORS = {
     "method": 3,
     "runner": 6,
     "recommended": 7,
+    "version": 0,
     "view": 7,
     "citations": 8,
+    "classifiers": 1,
     "cli": 8,
     "__main__": 9,
     # lens_mix itself: names are imported when they are first asked for
@@ -128,11 +131,13 @@ def test_circles_are_found():
 def test_the_library_stays_small():
     """15,940 lines when the house was rebuilt; the edges of the proof took 1,000 more.
 
-    Since then: 2,000 for methods on the whole model (gradients, occlusion, routes), 3,000 to judge maps.
+    Since then: 2,000 for methods on the whole model (gradients, occlusion, routes), 3,000 to judge maps;
+    650 for a record that is read back, compared, subtracted and run again, prompts as tokenizers and chats
+    give them, and classifiers of transformers.
     """
     evaluation = lines(LIBRARY / "evaluation")
     assert sum(evaluation) <= 4_500
-    assert sum(lines()) - sum(evaluation) <= 19_300
+    assert sum(lines()) - sum(evaluation) <= 19_950
 
 
 def test_files_stay_small():

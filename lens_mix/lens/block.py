@@ -52,6 +52,7 @@ class Block:
         self.anatomy: BlockAnatomy = proof.anatomy[layer]
         self.details: list[dict[str, Any]] = [{} for _ in clean.batch.prompts]
         self.warnings: list[list[str]] = [[] for _ in clean.batch.prompts]
+        self.explained: list[int | None] = [None for _ in clean.batch.prompts]
 
     def detail(self, index: int, name: str, value: Any) -> None:
         """Put a fact about one prompt's layer map into its record (`provenance["details"][name]`)."""
@@ -60,6 +61,14 @@ class Block:
     def warn(self, index: int, text: str) -> None:
         """Put a warning about one prompt's layer map into its record (`notes`)."""
         self.warnings[index].append(f"layer {self.layer}: {text}")
+
+    def explain(self, index: int, position: int | None) -> None:
+        """Tell which position of one prompt a target reads, without padding: its row is the one meant.
+
+        Where the logits stand over other tokens than the rows (an encoder's map of an encoder-decoder), and
+        where the target reads no single position (None), no row is.
+        """
+        self.explained[index] = position if self.logits_tokens is self.tokens else None
 
     @property
     def batch(self) -> Batch:
