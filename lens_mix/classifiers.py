@@ -22,8 +22,10 @@ def read_head(model: Any) -> tuple[Logits, bool]:
     Raises:
         TypeError: no classifier of transformers. ValueError: in training mode, or a head of unknown form.
     """
-    base = getattr(model, "base_model", None)
-    if not isinstance(model, nn.Module) or base is None or base is model or not hasattr(model, "config"):
+    from transformers import PreTrainedModel
+
+    base: Any = getattr(model, "base_model", None)
+    if not isinstance(model, PreTrainedModel) or base is model:
         raise TypeError(
             "hf_model: expected a classifier of transformers (AutoModelForSequenceClassification), got "
             f"{type(model).__name__}"

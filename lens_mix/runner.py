@@ -14,7 +14,7 @@ from lens_mix.arguments import flags, one_of, shown, whole_number
 from lens_mix.lens import masks
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.prompts import PaddingSide, Prompt
+from lens_mix.lens.prompts import PaddingSide, Prompt, of_encoding
 from lens_mix.lens.proof.support import Support, any_tokens, support_table
 from lens_mix.lens.rows import Selection
 from lens_mix.map_prompts import map_prompts
@@ -50,7 +50,8 @@ def run(
 
     Args:
         model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge; unchanged.
-        prompt: a string, tokens [pos] or [1, pos]; (source, target) for an encoder-decoder.
+        prompt: a string, tokens [pos] or [1, pos]; (source, target) for an encoder-decoder; a pair of strings
+            for a BERT; chat messages; what a tokenizer returns (`lens_mix.lens.prompts.read_prompt`).
         methods: a name ("attention", "value_zeroing"), a method (`lm.ValueZeroing(metric="euclidean")`),
             or several of these.
         queries: positions of the rows to make and keep, as a number, numbers or a slice; negative numbers
@@ -114,7 +115,8 @@ def run_many(
 
     Args:
         model, methods, queries, layers, stack, engine, max_memory, prepend_bos: as in `run`.
-        prompts: strings, token tensors, or one padded tensor [batch, pos] with `attention_mask`.
+        prompts: what `run` takes, several of it; one padded tensor [batch, pos] with `attention_mask`; what a
+            tokenizer returns for several prompts with `padding=True`.
         batch_size: prompts per clean pass.
         progress: show a bar over the prompts.
         attention_mask: [batch, pos] for a padded tensor of prompts.
@@ -126,6 +128,8 @@ def run_many(
             come first.
         UnsupportedModelError: as in `run`.
     """
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        prompts, attention_mask, inputs = of_encoding(prompts, attention_mask, inputs)
     alone = isinstance(prompts, (str, bytes, Mapping)) or getattr(prompts, "ndim", 1) == 0
     if alone or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts: expected several prompts, got {shown(prompts)}; use run for one prompt")

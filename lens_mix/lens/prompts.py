@@ -123,7 +123,7 @@ def read_prompt(
     elif _is_chat(prompt):
         prompt = _chat_tokens(model, prompt)
     if isinstance(prompt, Mapping):
-        prompt, attention_mask, given = _of_encoding(prompt, attention_mask, given)
+        prompt, attention_mask, given = of_encoding(prompt, attention_mask, given)
     target = given.pop("decoder_input_ids", None)
     encoder_decoder = is_encoder_decoder(model, kind)
     if prepend_bos is not None:
@@ -194,7 +194,7 @@ def _chat_tokens(model: Any, messages: Any) -> Int[Tensor, " pos"]:
     return torch.tensor(ids, dtype=torch.long, device=device_of(model))
 
 
-def _of_encoding(
+def of_encoding(
     encoding: Mapping[str, Any], attention_mask: Any, given: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
     """What a tokenizer returned: its tokens, their mask, and the inputs that models take."""
@@ -202,11 +202,16 @@ def _of_encoding(
         raise TypeError(
             f"prompt: expected what a tokenizer returns (with input_ids), got a mapping with {list(encoding)}"
         )
-    tensors = {
-        name: value if torch.is_tensor(value) else torch.tensor(value)
-        for name, value in encoding.items()
-        if name not in _NOT_FOR_MODELS and name not in given
-    }
+    taken = {name: value for name, value in encoding.items() if name not in {*_NOT_FOR_MODELS, *given}}
+    try:
+        tensors = {
+            name: value if torch.is_tensor(value) else torch.tensor(value) for name, value in taken.items()
+        }
+    except (TypeError, ValueError) as problem:
+        raise ValueError(
+            "prompt: expected what a tokenizer returns for prompts of one length (padding=True), got "
+            f"{problem}"
+        ) from problem
     own_mask = tensors.pop("attention_mask", None)
     tokens = tensors.pop("input_ids")
     return tokens, own_mask if attention_mask is None else attention_mask, {**tensors, **given}
