@@ -12,7 +12,7 @@ from lens_mix.arguments import instance
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
-from lens_mix.methods import METHODS
+from lens_mix.registry import all_methods
 from lens_mix.runner import run
 from lens_mix.targets import from_record
 
@@ -59,16 +59,15 @@ def run_again(
 
 
 def _mapped(record: Mapping[str, Any]) -> list[int]:
-    return record["target_token_ids"] if record.get("stack") == "decoder" else record["token_ids"]
+    return record["target_token_ids"] if record.get("stack") in ("decoder", "cross") else record["token_ids"]
 
 
 def _method(mixing_map: MixingMap) -> Method:
     """The method of a record; ValueError where it does not hold it whole."""
-    if mixing_map.method not in METHODS:
-        raise ValueError(
-            f"method: expected one of {sorted(METHODS)}, got {mixing_map.method!r}; give method="
-        )
-    kind = METHODS[mixing_map.method]
+    known = all_methods()
+    if mixing_map.method not in known:
+        raise ValueError(f"method: expected one of {sorted(known)}, got {mixing_map.method!r}; give method=")
+    kind = known[mixing_map.method]
     names = {field.name for field in dataclasses.fields(kind)}
     parameters = {name: value for name, value in mixing_map.parameters.items() if name in names}
     try:

@@ -103,9 +103,14 @@ def _checked_shape(scores: Tensor, method: Method, block: Block) -> Tensor:
     """A method's map, with the rows that it was asked for.
 
     Raises:
-        ValueError: it has other rows.
+        TypeError, ValueError: no tensor of numbers; other rows or keys.
     """
     batch, rows = block.queries.shape
+    if not isinstance(scores, Tensor) or not scores.is_floating_point():
+        got = f"a tensor of {scores.dtype}" if isinstance(scores, Tensor) else type(scores).__name__
+        raise TypeError(
+            f"{method.name}: expected a tensor of real numbers [batch, (head,) query, key], got {got}"
+        )
     if scores.ndim not in (3, 4) or (scores.shape[0], scores.shape[-2]) != (batch, rows):
         raise ValueError(
             f"{method.name}: expected a map [batch, (head,) query, key] with batch {batch} and {rows} "
@@ -187,6 +192,12 @@ class _Record:
             else:
                 maps.append(scores[..., : len(places), :])
         stacked = torch.stack(maps)
+        if groups is None and stacked.shape[-1] <= int(keys[-1]):
+            raise ValueError(
+                f"{label}: expected a key per position, {int(keys[-1]) + 1} or more, got "
+                f"{stacked.shape[-1]}; "
+                "keys that stand for other things are told by key_groups"
+            )
         return stacked if groups is not None else stacked.index_select(-1, keys)
 
     def _row_positions(self, index: int, keys: Tensor) -> Int[Tensor, " query"]:

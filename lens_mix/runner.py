@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, overload
@@ -19,7 +20,8 @@ from lens_mix.lens.proof.support import Support, any_tokens, support_table
 from lens_mix.lens.rows import Selection
 from lens_mix.map_prompts import map_prompts
 from lens_mix.maps import MixingMap
-from lens_mix.methods import METHODS, Method
+from lens_mix.method import Method
+from lens_mix.registry import all_methods, check_class
 from lens_mix.session import Session
 
 MethodLike = str | Method
@@ -216,7 +218,7 @@ def support(model: TransformerLensModel, *, stack: str | None = None) -> Support
         model: any TransformerLens model.
         stack: "encoder" or "decoder" of an encoder-decoder.
     """
-    table = support_table(model, [method() for method in METHODS.values()], stack)
+    table = support_table(model, [method() for method in all_methods().values()], stack)
     rows = tuple(row if row[1] is None else _tried(model, row, stack) for row in table)
     return dataclasses.replace(table, rows=rows)
 
@@ -225,7 +227,7 @@ def _tried(
     model: TransformerLensModel, row: tuple[str, str | None, str], stack: str | None
 ) -> tuple[str, str | None, str]:
     """The row of a table of support; where only a run tells whether a method can run, after one."""
-    if METHODS[row[0]].places_tokens:
+    if all_methods()[row[0]].places_tokens:
         try:
             run(model, any_tokens(model), row[0], stack=stack, queries=[-1])
         except UnsupportedModelError as problem:
@@ -256,11 +258,15 @@ def read_methods(methods: MethodLike | Sequence[MethodLike]) -> tuple[dict[str, 
 
 def _read_method(method: object) -> Method:
     if isinstance(method, str):
-        if method not in METHODS:
-            raise ValueError(f"methods: expected one of {sorted(METHODS)}, got {method!r}")
-        return METHODS[method]()
+        known = all_methods()
+        if method not in known:
+            near = difflib.get_close_matches(method, known, 1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"methods: expected one of {sorted(known)}, got {method!r}{meant}")
+        return known[method]()
     if not isinstance(method, Method):
         raise TypeError(f"methods: expected a name or a method, got {type(method).__name__}")
+    check_class(type(method))
     return method
 
 
