@@ -127,9 +127,14 @@ def _checked_shape(scores: Tensor, method: Method, block: Block) -> Tensor:
     """A method's map, with the rows that it was asked for.
 
     Raises:
-        ValueError: it has other rows.
+        TypeError, ValueError: no tensor of numbers; other rows or keys.
     """
     batch, rows = block.queries.shape
+    if not isinstance(scores, Tensor) or not scores.is_floating_point():
+        got = f"a tensor of {scores.dtype}" if isinstance(scores, Tensor) else type(scores).__name__
+        raise TypeError(
+            f"{method.name}: expected a tensor of real numbers [batch, (head,) query, key], got {got}"
+        )
     if scores.ndim not in (3, 4) or (scores.shape[0], scores.shape[-2]) != (batch, rows):
         raise ValueError(
             f"{method.name}: expected a map [batch, (head,) query, key] with batch {batch} and {rows} "
@@ -148,6 +153,7 @@ class _Record:
         self._passed, self._mapped, self._allowed = passed, mapped, allowed
         self._reaching: AllowedKeys | None = None
         self._provenance = provenance.of_run(passed.clean.lens, prepend_bos)
+        self._head = provenance.dropped_head(passed.clean.lens)
 
     def map_of(self, label: str, index: int, groups: list[list[int]] | None) -> MixingMap:
         """One prompt's map by one method."""
@@ -171,6 +177,7 @@ class _Record:
         if groups is not None:
             spelled = tokens if key_tokens is None else key_tokens
             key_tokens = ["".join(spelled[p] for p in group) for group in groups]
+        read = provenance.of_prompt(self._passed.clean.batch.prompts[index])
         return MixingMap(
             scores=scores.clone(),
             tokens=tokens,
@@ -183,13 +190,21 @@ class _Record:
             parameters=method.parameters(),
             residual=method.residual,
             kind=method.kind,
-            provenance={**self._provenance, "engine": engine, **provenance.details(blocks, index)},
+            provenance={**self._provenance, **read, "engine": engine, **provenance.details(blocks, index)},
+            default_query=self._default_query(label, index, len(tokens)),
             notes=(
                 *([gaps] if gaps else []),
+                *([self._head] if self._head else []),
                 *provenance.notes(scores, layers, queries),
                 *(text for block in blocks for text in block.warnings[index]),
             ),
         )
+
+    def _default_query(self, label: str, index: int, count: int) -> int | None:
+        """The position that the method's target reads, else 0 where the model sees both ways."""
+        explained = [block.explained[index] for block in self._mapped[label].blocks.values()]
+        positions = [position for position in explained if position is not None and position < count]
+        return positions[0] if positions else None if self._passed.proof.causal else 0
 
     def _scores(
         self,
@@ -214,6 +229,12 @@ class _Record:
         stacked = torch.stack(maps)
         if own:
             keys = torch.cat([keys, keys.new_tensor([stacked.shape[-1] - 1])])
+        elif groups is None and stacked.shape[-1] <= int(keys[-1]):
+            raise ValueError(
+                f"{label}: expected a key per position, {int(keys[-1]) + 1} or more, got "
+                f"{stacked.shape[-1]}; "
+                "keys that stand for other things are told by key_groups"
+            )
         return stacked if groups is not None else stacked.index_select(-1, keys)
 
     def _row_positions(self, index: int) -> Int[Tensor, " query"]:

@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lens_mix.hooks import HookPair
+from lens_mix.hooks import HookPair, record
+from lens_mix.hooks.record import ATTENTION_ROLES
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, read_norm
 from lens_mix.lens.changed_backward import Rules, changed_backward
 from lens_mix.lens.clean_pass import CleanPass
@@ -52,6 +53,7 @@ class Block:
         self.anatomy: BlockAnatomy = proof.anatomy[layer]
         self.details: list[dict[str, Any]] = [{} for _ in clean.batch.prompts]
         self.warnings: list[list[str]] = [[] for _ in clean.batch.prompts]
+        self.explained: list[int | None] = [None for _ in clean.batch.prompts]
 
     def detail(self, index: int, name: str, value: Any) -> None:
         """Put a fact about one prompt's layer map into its record (`provenance["details"][name]`)."""
@@ -60,6 +62,14 @@ class Block:
     def warn(self, index: int, text: str) -> None:
         """Put a warning about one prompt's layer map into its record (`notes`)."""
         self.warnings[index].append(f"layer {self.layer}: {text}")
+
+    def explain(self, index: int, position: int | None) -> None:
+        """Tell which position of one prompt a target reads, without padding: its row is the one meant.
+
+        Where the logits stand over other tokens than the rows (an encoder's map of an encoder-decoder), and
+        where the target reads no single position (None), no row is.
+        """
+        self.explained[index] = position if self.logits_tokens is self.tokens else None
 
     @property
     def batch(self) -> Batch:
@@ -264,10 +274,16 @@ class Block:
 
         Where a hook of the user's scales z, "pattern" is times its factors.
         """
+        name = self._lens.stack.hook_name(role, self.layer) if role in ATTENTION_ROLES else ""
+        if name not in self._clean.recorded:
+            raise ValueError(
+                f"role: expected one of {sorted(ATTENTION_ROLES)} that the method's `records` names, got "
+                f"{role!r}; write records: ClassVar[frozenset[str]] = frozenset({{{role!r}}})"
+            )
         if role == "pattern":
             tensor = self._clean.effective_pattern(self.layer)
         else:
-            tensor = self._clean.recorded[self._lens.stack.hook_name(role, self.layer)]
+            tensor = self._clean.recorded[name]
         return tensor if role == "value" else self._of_recorded_rows(tensor, 2 if role == "pattern" else 1)
 
     def _of_recorded_rows(self, tensor: Tensor, axis: int = 1) -> Tensor:
@@ -301,6 +317,23 @@ class Block:
             replay.prepare()
             with self._lens.hooked(fwd_hooks):
                 return replay.run(rows)
+
+    def cross_output(self) -> Float[Tensor, "batch query d_model"] | None:
+        """What a decoder's cross-attention gave, before any norm, at the asked rows; None without one.
+
+        Raises:
+            UnsupportedModelError: as `replay`; no hook point shows it.
+        """
+        if not self.anatomy.cross:
+            return None
+        kept: dict[str, Tensor] = {}
+        where = self._lens.where(self.layer)
+        names = (f"{where}.cross_attn.o.hook_out", f"{where}.hook_cross_attn_out")
+        name = next((name for name in names if name in self._lens.hook_points), None)
+        if name is None:
+            raise UnsupportedModelError(f"{where}: no hook point shows what its cross-attention gives")
+        self.replay(torch.arange(len(self.batch), device=self.real.device), [record(kept, name)])
+        return self.rows_of(kept[name])
 
     def after_final_norm(
         self, resid: Float[Tensor, "*batch d_model"], gradients: bool = False

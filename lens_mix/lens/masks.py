@@ -128,7 +128,8 @@ class PromptMask:
         if largest > max(accepted, 100 * self.rounding) * max(1.0, float(scores.abs().max())):
             raise UnsupportedModelError(
                 f"a key that the attention mask hides has a score of {largest:.1e} (expected 0): "
-                "the model mixes tokens by another way than attention"
+                "the model mixes tokens by another way than attention, or the method gives scores to keys "
+                "whatever `block.attended` says"
             )
         return scores.masked_fill(hidden, 0)
 
