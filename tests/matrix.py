@@ -85,17 +85,20 @@ class Case:
         return self.label == "HookedEncoderDecoder encoder" and transformer_lens_version()[0] < 3
 
 
-def cases() -> list[Case]:
-    """All of them; which ones exist depends on the TransformerLens release."""
-    found = []
+def cases(*, cross: bool = False) -> list[Case]:
+    """All of them; which ones exist depends on the TransformerLens release.
+
+    `cross`: with cross-attention too, on which most methods are not defined.
+    """
+    found, parts = [], PARTS if cross else PARTS[:2]
     for name in BRIDGE_NAMES:
         if name in ENCODER_DECODERS:
-            found += [Case(f"bridge {name} {part}", part) for part in PARTS]
+            found += [Case(f"bridge {name} {part}", part) for part in parts]
         else:
             found.append(Case(f"bridge {name}"))
     found += [Case(f"HookedTransformer {name}") for name in HOOKED_TRANSFORMER_NAMES]
     found.append(Case("HookedEncoder"))
-    found += [Case(f"HookedEncoderDecoder {part}", part) for part in PARTS]
+    found += [Case(f"HookedEncoderDecoder {part}", part) for part in parts]
     return found
 
 
@@ -105,7 +108,7 @@ def wide_cases() -> list[Case]:
     return [
         Case(f"bridge {name}{f' {stack}' if stack else ''}", stack)
         for name, pair in pairs
-        for stack in (PARTS if pair else (None,))
+        for stack in (PARTS[:2] if pair else (None,))
     ]
 
 

@@ -13,7 +13,7 @@ from lens_mix.lens.prompts import pad, pad_token, read_prompt
 from lens_mix.methods import METHODS
 from tests.matrix import Case, cases, prompt_of, slow
 
-CASES = {case.label: case for case in cases()}
+CASES = {case.label: case for case in cases(cross=True)}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

@@ -11,7 +11,7 @@ from tests.matrix import build_or_skip, cases, prompt_of
 from tests.tiny_models import bridge, gpt2_like, hooked_transformer, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-CASES = {case.label: case for case in cases()}
+CASES = {case.label: case for case in cases(cross=True)}
 
 
 def supported(model, stack):

@@ -12,6 +12,8 @@ import pytest
 
 import lens_mix as lm
 from tests.demos.tiny_folder import save_tiny_llama
+from tests.matrix import build_or_skip
+from tests.tiny_models import bridge, toy_tokenizer
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -84,6 +86,21 @@ def test_the_example_of_the_page_on_gradients_runs(model: Any) -> None:
     exec(compile(example, "input_gradients.md", "exec"), names)
     ((gap,),) = names["f"].provenance["details"]["conservation_gap"]
     assert abs(gap) < 1e-4 * float(names["f"].scores.abs().sum())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_examples_of_the_page_on_encoder_decoders_run_one_after_the_other() -> None:
+    model = build_or_skip(bridge, "bart")
+    model.tokenizer = toy_tokenizer()
+    names: dict[str, Any] = {"model": model}
+    found = examples((ROOT / "docs" / "encoder_decoder.md").read_text(encoding="utf-8"))
+    assert len(found) == 3
+    for example in found:
+        exec(compile(example, "encoder_decoder.md", "exec"), names)
+    assert names["m"].key_tokens[-1] == "w3"
+    assert names["whole"].key_tokens[-1] == "[RESIDUAL]"
+    assert names["rows"].query_labels == names["m"].tokens
+    assert float(names["rows"].scores.sum(-1).min()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -13,7 +13,7 @@ from tests.matrix import build_or_skip, cases, prompt_of
 from tests.tiny_models import bridge
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-CASES = {case.label: case for case in cases()}
+CASES = {case.label: case for case in cases(cross=True)}
 
 
 def lens_and_clean(label, lengths=(7, 5)):

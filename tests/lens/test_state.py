@@ -21,7 +21,7 @@ LABELS = [
     "HookedTransformer LN",
     "HookedEncoder",
 ]
-CASES = {case.label: case for case in cases()}
+CASES = {case.label: case for case in cases(cross=True)}
 
 
 def state_of(model):

@@ -68,7 +68,7 @@ def exactness(case: Case) -> float:
     return 1e-6 if case.label in ("bridge gpt_neo", "bridge gptj") else 1e-10
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.label)
+@pytest.mark.parametrize("case", cases(cross=True), ids=lambda case: case.label)
 def test_algebra_is_hooks_on_every_model(case: Case) -> None:
     if case.refusal:
         pytest.skip("refused altogether")
@@ -89,7 +89,7 @@ def test_algebra_is_hooks_on_every_model(case: Case) -> None:
     assert float(auto.scores.abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.label)
+@pytest.mark.parametrize("case", cases(cross=True), ids=lambda case: case.label)
 def test_rows_are_the_cut_of_the_whole_map(case: Case) -> None:
     """Few rows go through W_O and W_in pair by pair, not key by key."""
     if case.refusal or any(name in case.label for name in BY_HOOKS):
