@@ -13,6 +13,8 @@ from lens_mix.algebra.definitions import norms, through_norm, value_vectors
 from lens_mix.lens.anatomy import Norm
 from lens_mix.method import RESIDUAL_KEY
 from lens_mix.methods.alti import alti, shares
+from lens_mix.statistics.contextualisation import top_pairs
+from lens_mix.statistics.mixing_ratio import mixing_ratios
 from tests.matrix import build_or_skip, prompt_of, slow
 from tests.reference_models import REFERENCE, inseq_t5
 from tests.tiny_models import bridge, gpt2_like, hooked_encoder_decoder, toy_tokenizer, wrapped_model
@@ -355,6 +357,20 @@ def test_memory_bounds_hold_for_more_keys_than_queries():
         if method not in ("attention",):
             with pytest.raises(ValueError, match="max_memory: expected at least"):
                 lm.run(model, pair, method, part="cross", max_memory=100)
+
+
+def test_statistics_of_positions_and_scales_of_edits_refuse_it_in_words():
+    model = any_pair_model()
+    pair = prompt_of(model)
+    with pytest.raises(lm.UnsupportedModelError, match="statistics: expected part 'encoder' or 'decoder'"):
+        mixing_ratios(model, pair, stack="cross")
+    m = lm.run(model, pair, lm.AttentionWeights(per_head=True), part="cross")
+    with pytest.raises(ValueError, match="expected the tokens as keys"):
+        lm.statistics.attention_statistics(m)
+    with pytest.raises(lm.UnsupportedModelError, match="is not defined on part='cross'"):
+        lm.evaluation.removal_curves(model, pair, torch.arange(5.0), stack="cross")
+    pairs = top_pairs(lm.run(model, pair, "attention", part="cross"), count=70)
+    assert len(pairs) == 2 * 5 * 7
 
 
 # ------------------------------------------------------------------ errors
