@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -28,6 +28,10 @@ from lens_mix.session import Session
 MethodLike = str | Method
 
 
+@overload
+def run(
+    model: TransformerLensModel, prompt: Any, methods: Any, *, part: Literal["all"], **options: Any
+) -> dict[str, Any]: ...
 @overload
 def run(model: TransformerLensModel, prompt: Any, methods: MethodLike, **options: Any) -> MixingMap: ...
 @overload
@@ -101,6 +105,10 @@ def run(
     return next(iter(maps.values())) if single else maps
 
 
+@overload
+def run_many(
+    model: TransformerLensModel, prompts: Iterable[Any], methods: Any, *, part: Literal["all"], **options: Any
+) -> Iterator[dict[str, Any]]: ...
 @overload
 def run_many(
     model: TransformerLensModel, prompts: Iterable[Any], methods: MethodLike, **options: Any

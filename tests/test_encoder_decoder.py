@@ -13,12 +13,15 @@ from lens_mix.algebra.definitions import norms, through_norm, value_vectors
 from lens_mix.lens.anatomy import Norm
 from lens_mix.method import RESIDUAL_KEY
 from lens_mix.methods.alti import alti, shares
-from tests.matrix import build_or_skip, prompt_of
+from lens_mix.statistics.contextualisation import top_pairs
+from lens_mix.statistics.mixing_ratio import mixing_ratios
+from tests.matrix import build_or_skip, prompt_of, slow
 from tests.reference_models import REFERENCE, inseq_t5
 from tests.tiny_models import bridge, gpt2_like, hooked_encoder_decoder, toy_tokenizer, wrapped_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = ["t5", "t5_gated", "mt5", "bart", "marian"]
+OTHERS = ["longt5", "blenderbot", "m2m100", "mbart", "pegasus"]
 METHODS = ["attention", "value_norm", "value_zeroing", "attn_res", "attn_res_ln", "alti"]
 GRADIENTS = ["attention_attribution", "gradient_attention"]
 
@@ -109,7 +112,7 @@ def pair_of(name):
     return model, pair, Plain(name, pair)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *map(slow, OTHERS)])
 def test_attention_and_value_zeroing_equal_transformers_alone(name):
     model, pair, plain = pair_of(name)
     maps = lm.run(model, pair, [lm.AttentionWeights(per_head=True), "value_zeroing"], part="cross")
@@ -298,6 +301,43 @@ def test_rows_spans_and_heads_of_value_zeroing(engine):
         lm.run(model, pair, lm.ValueZeroing(spans=[(0, 7)]), **options)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_a_padded_source_gives_what_it_gives_alone(name, side):
+    model, _, _ = pair_of(name)
+    source, target, padding = torch.arange(3, 10), torch.arange(20, 24), torch.zeros(3, dtype=torch.long)
+    ones = torch.ones_like(source)
+    parts = [(padding, padding), (source, ones)] if side == "left" else [(source, ones), (padding, padding)]
+    padded, mask = (torch.cat(kind) for kind in zip(*parts, strict=True))
+    alone = lm.run(model, (source, target), METHODS, part="cross")
+    for method, found in lm.run(model, (padded, target), METHODS, part="cross", attention_mask=mask).items():
+        assert found.key_tokens == alone[method].key_tokens
+        torch.testing.assert_close(found.scores, alone[method].scores)
+
+
+def test_prompts_of_other_lengths_in_one_batch():
+    """Beside those of the matrix: the longest source has the shortest target."""
+    model = bridge_or_hooked()
+    pairs = [(torch.arange(3, 4 + n), torch.arange(20, 27 - n)) for n in range(5)]
+    methods = [*METHODS, *GRADIENTS]
+    for pair, maps in zip(pairs, lm.run_many(model, pairs, methods, part="cross"), strict=True):
+        alone = lm.run(model, pair, methods, part="cross")
+        for method in methods:
+            torch.testing.assert_close(maps[method].scores, alone[method].scores)
+
+
+def test_a_pruned_cross_head_is_in_no_map():
+    model = bridge_or_hooked()
+    pair = prompt_of(model)
+    per_head = lm.run(model, pair, lm.AttentionWeights(per_head=True), part="cross").scores
+    with lm.evaluation.pruned(model, [(0, 1)], stack="cross"):
+        found = lm.run(model, pair, [lm.AttentionWeights(per_head=True), "value_zeroing"], part="cross")
+        hooks = lm.run(model, pair, "value_zeroing", part="cross", engine="hooks")
+    assert float(found["attention"].scores[0, 1].abs().max()) == 0
+    torch.testing.assert_close(found["attention"].scores[0, [0, 2, 3]], per_head[0, [0, 2, 3]])
+    torch.testing.assert_close(found["value_zeroing"].scores, hooks.scores)
+
+
 @pytest.mark.parametrize("method", [*METHODS, *GRADIENTS])
 def test_a_source_of_one_token(method):
     model = any_pair_model()
@@ -317,6 +357,20 @@ def test_memory_bounds_hold_for_more_keys_than_queries():
         if method not in ("attention",):
             with pytest.raises(ValueError, match="max_memory: expected at least"):
                 lm.run(model, pair, method, part="cross", max_memory=100)
+
+
+def test_statistics_of_positions_and_scales_of_edits_refuse_it_in_words():
+    model = any_pair_model()
+    pair = prompt_of(model)
+    with pytest.raises(lm.UnsupportedModelError, match="statistics: expected part 'encoder' or 'decoder'"):
+        mixing_ratios(model, pair, stack="cross")
+    m = lm.run(model, pair, lm.AttentionWeights(per_head=True), part="cross")
+    with pytest.raises(ValueError, match="expected the tokens as keys"):
+        lm.statistics.attention_statistics(m)
+    with pytest.raises(lm.UnsupportedModelError, match="is not defined on part='cross'"):
+        lm.evaluation.removal_curves(model, pair, torch.arange(5.0), stack="cross")
+    pairs = top_pairs(lm.run(model, pair, "attention", part="cross"), count=70)
+    assert len(pairs) == 2 * 5 * 7
 
 
 # ------------------------------------------------------------------ errors

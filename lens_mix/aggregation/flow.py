@@ -26,6 +26,7 @@ from lens_mix.aggregation.rollout import (
     looks_causal_note,
     mixed_layers,
     reached_inputs,
+    refuse_joint,
 )
 from lens_mix.arguments import flags, one_of, whole_number
 from lens_mix.maps import MixingMap
@@ -83,6 +84,8 @@ def flow(
     flags(normalize=normalize, receptive_field=receptive_field, drop_bos=drop_bos, progress=progress)
     stack, visible, weight = capacity_stack(mixing_map, residual, to_layer=layer, drop_bos=drop_bos)
     one_of("solver", solver, ("scipy", "networkx"))
+    if receptive_field:
+        refuse_joint(stack, "receptive_field")
     processes = whole_number("processes", processes, 1)
     chosen = as_positions(slice(None) if queries is None else queries, len(stack.tokens))
     levels = list(range(1, len(stack.scores) + 1)) if layer is None else [len(stack.scores)]

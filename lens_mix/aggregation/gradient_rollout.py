@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lens_mix.aggregation.products import cumulative
-from lens_mix.aggregation.rollout import reached_inputs, refuse_unstackable, to_float64
+from lens_mix.aggregation.rollout import reached_inputs, refuse_joint, refuse_unstackable, to_float64
 from lens_mix.arguments import flags
 from lens_mix.maps import MixingMap
 
@@ -29,6 +29,7 @@ def gradient_rollout(mixing_map: MixingMap, *, normalize: bool = False) -> Mixin
     """
     flags(normalize=normalize)
     refuse_unstackable(mixing_map, "gradient_rollout")
+    refuse_joint(mixing_map, "gradient_rollout")
     mixing_map.require_no_gaps()
     if bool((mixing_map.scores < 0).any()):
         raise ValueError(

@@ -64,6 +64,8 @@ def rollout(
             was; a total below 0, or besides `residual`; no heads for `per_head`.
     """
     flags(receptive_field=receptive_field, per_head=per_head, drop_bos=drop_bos)
+    if receptive_field and isinstance(mixing_map, MixingMap):
+        refuse_joint(mixing_map, "receptive_field")
     chosen, weights = _layers_and_weights(mixing_map, residual, total_mixing, from_layer, to_layer, drop_bos)
     one_weight = isinstance(weights, float)
     largest = weights if isinstance(weights, float) else float(weights.max())
@@ -198,6 +200,15 @@ def refuse_unstackable(mixing_map: MixingMap, purpose: str) -> None:
             f"keys for {len(mixing_map.tokens)} tokens; such layers do not chain"
         )
     mixing_map.require_every_row(purpose)
+
+
+def refuse_joint(mixing_map: MixingMap, purpose: str) -> None:
+    """Raise a ValueError for a stack of `joint`: its layers leave positions as they are, or keep shares."""
+    if "joint" in mixing_map.provenance:
+        raise ValueError(
+            f"mixing_map: expected maps of one part for {purpose}, got a joint stack (lm.joint), whose "
+            "layers hold residuals that its formula does not know of; use lm.rollout or lm.flow as they are"
+        )
 
 
 def to_float64(scores: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

@@ -82,6 +82,8 @@ def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> 
     """
     count = whole_number("count", count, 1)
     flags(diagonal=diagonal)
+    # Where keys are other tokens, no pair is one of a position with itself.
+    diagonal = diagonal or getattr(amplified, "key_tokens", None) is not None
     table = instance("amplified", amplified, MixingMap, "a MixingMap").to_dataframe()
     # the table has the order of the scores
     kept = amplified.visible().cpu().numpy().ravel()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lens_mix.arguments import several
 from lens_mix.lens.block import Block
-from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.rows import Selection
 from lens_mix.method import Method
 from lens_mix.session import Session
@@ -51,6 +51,11 @@ def prompt_blocks(
     asked = [methods] if isinstance(methods, Method) else list(methods)
     labelled = {method.name: method for method in asked}
     session = Session(model, labelled, stack=stack, queries=queries, layers=layers)
+    if session.lens.stack.is_cross:
+        raise UnsupportedModelError(
+            "statistics: expected part 'encoder' or 'decoder', got 'cross', whose keys are another sequence "
+            "than its queries: there is no diagonal to set apart"
+        )
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
     with session.passed([read]) as passed:
         blocks = passed.blocks(asked[-1].name)

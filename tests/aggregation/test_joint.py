@@ -163,6 +163,17 @@ def test_what_does_not_fit_is_refused(change, error, message):
         lm.joint(change(by_hand()))
 
 
+def test_formulas_that_know_of_no_other_residual_refuse_it():
+    joined = lm.joint(by_hand())
+    for aggregate in (lm.rollout, lm.flow):
+        with pytest.raises(
+            ValueError, match="expected maps of one part for receptive_field, got a joint stack"
+        ):
+            aggregate(joined, receptive_field=True)
+    with pytest.raises(ValueError, match="expected maps of one part for gradient_rollout, got a joint stack"):
+        lm.gradient_rollout(joined)
+
+
 def test_weights_that_are_none():
     with pytest.raises(ValueError, match=r"residual: expected some of \['encoder', 'decoder', 'cross'\]"):
         lm.joint(by_hand(), residual={"middle": 0.5})
