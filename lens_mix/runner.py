@@ -286,7 +286,8 @@ def read_methods(methods: MethodLike | Sequence[MethodLike]) -> tuple[dict[str, 
     """
     single = isinstance(methods, (str, Method))
     if not single and (isinstance(methods, (type, bytes, Mapping)) or not isinstance(methods, Iterable)):
-        got = f"the class {methods.__name__}" if isinstance(methods, type) else type(methods).__name__
+        name = getattr(methods, "__name__", "")
+        got = f"the class {name}; write {name}()" if isinstance(methods, type) else type(methods).__name__
         raise TypeError(f"methods: expected a name, a method (with its parameters), or several; got {got}")
     asked: list[Any] = [methods] if isinstance(methods, (str, Method)) else list(methods)
     if not asked:
@@ -308,7 +309,8 @@ def _read_method(method: object) -> Method:
             raise ValueError(f"methods: expected one of {sorted(known)}, got {method!r}{meant}")
         return known[method]()
     if not isinstance(method, Method):
-        raise TypeError(f"methods: expected a name or a method, got {type(method).__name__}")
+        meant = f"the class {method.__name__}; write {method.__name__}()" if isinstance(method, type) else ""
+        raise TypeError(f"methods: expected a name or a method, got {meant or type(method).__name__}")
     check_class(type(method))
     return method
 

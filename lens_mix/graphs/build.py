@@ -58,7 +58,7 @@ def layered_graph(
 
 def information_flow_graph(
     mixing_map: MixingMap,
-    query: int | str = -1,
+    query: int | str | None = None,
     *,
     by: Literal["rollout", "flow", "weight"] = "rollout",
     key: int | str | None = None,
@@ -79,7 +79,8 @@ def information_flow_graph(
     | "weight" | its weight Â |
 
     Args:
-        query: position (negative: from the end), or a token that occurs once, at the last level.
+        query: position (negative: from the end), or a token that occurs once, at the last level; None: the
+            row that the map means (`MixingMap.default_query`).
         key: the input position or token; for "flow" only, and needed there.
         threshold: 0 or more. Amounts of "rollout" and "flow" sum to 1 over the edges of each level. None:
             0.01, or half the largest that leaves a path from an input, if that is less.
@@ -98,6 +99,8 @@ def information_flow_graph(
         raise ValueError(f"key: expected one with by='flow' and none otherwise, got key={key!r}, by={by!r}")
     graph = layered_graph(mixing_map, residual=residual, layer=layer, drop_bos=drop_bos)
     tokens: list[str] = graph.graph["tokens"]
+    if query is None:
+        query = (mixing_map.drop_bos() if drop_bos else mixing_map).meant_query
     target = (max(level for level, _ in graph.nodes), query_position(tokens, query))
     source = None if key is None else (0, query_position(tokens, key, "key"))
     if source is not None:
@@ -109,7 +112,7 @@ def information_flow_graph(
     if threshold is None:
         threshold = min(0.01, _widths(graph, "amount")[target] / 2)
     pruned = prune_graph(graph, target, threshold, by="amount", from_inputs=True)
-    pruned.graph.update(by=by, threshold=threshold)
+    pruned.graph.update(by=by, threshold=threshold, edges_before=graph.number_of_edges())
     return pruned
 
 

@@ -348,7 +348,10 @@ def _checked_tokens(model: Any, tokens: Int[Tensor, " pos"], name: str) -> Int[T
         raise ValueError(f"{name}: expected tokens in 0..{d_vocab - 1}, got tokens in {low}..{high}")
     n_ctx = getattr(model.cfg, "n_ctx", None)
     if n_ctx and len(tokens) > n_ctx and not _has_positions_beyond(model):
-        raise ValueError(f"{name}: expected at most n_ctx={n_ctx} tokens, got {len(tokens)}")
+        raise ValueError(
+            f"{name}: expected at most n_ctx={n_ctx} tokens, got {len(tokens)}; cut it, or load the model "
+            "with a longer context"
+        )
     return tokens
 
 

@@ -15,17 +15,17 @@ def as_position(value: object, count: int, argument: str = "query", also: str = 
     return whole_number(argument, value, -count, count - 1, f"{also}a position") % count
 
 
-def as_positions(values: object, count: int) -> list[int]:
-    """Different positions of the `queries` argument: a number, a slice, or several numbers.
+def as_positions(values: object, count: int, argument: str = "queries") -> list[int]:
+    """Different positions: a number, a slice, or several numbers.
 
     No whole number is a TypeError; no such position, none at all, or one twice a ValueError.
     """
     if isinstance(values, slice):
-        values = range(count)[whole_slice("queries", values)]
-    given = several("queries", values, "positions", alone=True)
-    positions = [as_position(value, count, "queries") for value in given]
+        values = range(count)[whole_slice(argument, values)]
+    given = several(argument, values, "positions", alone=True)
+    positions = [as_position(value, count, argument) for value in given]
     if not positions or len(set(positions)) != len(positions):
-        raise ValueError(f"queries: expected at least one position, none twice, got {given}")
+        raise ValueError(f"{argument}: expected at least one position, none twice, got {given}")
     return positions
 
 

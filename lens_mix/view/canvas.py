@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from matplotlib import font_manager
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.textpath import TextPath
 
-from lens_mix.view.labels import FONT, INK, QUIET, TITLE_FONT, shown_positions
+from lens_mix.view.labels import FONT, INK, QUIET, TITLE_FONT, label_places
 
 # From almost white to almost black through one hue, at equal distances in CIELAB: equal steps of a score
 # look equal, and the order holds for colour-blind readers and in grey.
@@ -20,6 +23,16 @@ BLUES = """f9fbfd e3f3fb cce9f7 b4def3 9ed1ed 89c3e6 73b4de 5ca6d6 4296cb
 SIGNED = "PuOr"
 HIDDEN = "#e9e9e9"
 LINE = "#cccccc"
+# How long, in points, the line from a column to its label is.
+LEADER = 5.0
+# Fonts of other scripts and of signs, as systems have them; matplotlib draws no colour emoji.
+OTHER_FONTS = (
+    *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans JP", "Noto Sans KR"),
+    *("Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback", "IPAexGothic"),
+    *("PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic"),
+    *("Arial Unicode MS", "Noto Sans Devanagari", "Noto Sans Arabic", "Noto Sans Thai", "Noto Emoji"),
+    *("Symbola", "Segoe UI Symbol", "Segoe UI Emoji", "Unifont"),
+)
 
 
 class Picture(Figure):
@@ -35,6 +48,14 @@ class Picture(Figure):
         box = (left / whole_width, bottom / whole_height, width / whole_width, height / whole_height)
         return self.add_axes(box)
 
+    def draw(self, renderer: Any) -> None:
+        """Drawn with a font for every character, or the character's number where no font has it."""
+        for text in self.findobj(Text):
+            text.set_fontfamily(families())
+            if not (shown := text.get_text()).isascii() and shown != (legible := readable(shown)):
+                text.set_text(legible)
+        super().draw(renderer)
+
     def write(self, left: float, bottom: float, text: str, **options: Any) -> Any:
         """Text at a place given in inches; a `$` in it stays a `$`."""
         whole_width, whole_height = self.get_size_inches()
@@ -45,6 +66,12 @@ class Picture(Figure):
         if title:
             top = self.get_size_inches()[1] - 0.12
             self.write(0.12, top, title, size=size, color=INK, va="top", weight="bold")
+
+    def write_subtitle(self, subtitle: str | None, below_title: bool = True) -> None:
+        """A quiet line below the title, if there is one."""
+        if subtitle:
+            top = self.get_size_inches()[1] - (0.32 if below_title else 0.12)
+            self.write(0.12, top, subtitle, size=FONT, color=QUIET, va="top")
 
     def add_colour_bar(self, image: Any, left: float, bottom: float, height: float, extend: str) -> Any:
         """A narrow colour bar at a place given in inches."""
@@ -76,18 +103,74 @@ def colours(signed: bool) -> Colormap:
     return LinearSegmentedColormap.from_list("lens_mix", steps).with_extremes(bad=HIDDEN)
 
 
+@functools.cache
+def families() -> list[str]:
+    """matplotlib's own font, then those that are installed of the ones with other scripts and signs."""
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    return ["DejaVu Sans", *(name for name in OTHER_FONTS if name in installed)]
+
+
+@functools.cache
+def _has_a_glyph(character: str) -> bool:
+    files = (font_manager.findfont(name, fallback_to_default=False) for name in families())
+    return any(font_manager.get_font(file).get_char_index(ord(character)) for file in files)
+
+
+def readable(text: str) -> str:
+    """The text; a character that no font has becomes its number, U+4E2D say, and no empty box."""
+    return "".join(c if c.isascii() or _has_a_glyph(c) else f"U+{ord(c):04X}" for c in text)
+
+
 def longest(labels: Iterable[str], points: float) -> float:
     """The length in inches of the longest label."""
+    font = font_manager.FontProperties(family=families())
     # A `$` would be read as the start of a formula; an S is as wide.
-    paths = (TextPath((0, 0), label.replace("$", "S"), size=points) for label in labels if label.strip())
+    paths = (
+        TextPath((0, 0), readable(label.replace("$", "S")), size=points, prop=font)
+        for label in labels
+        if label.strip()
+    )
     return max((path.get_extents().width for path in paths), default=0.0) / 72
 
 
 def label_ticks(
-    axis: Any, labels: Sequence[str], limit: int | None = None, colour: str = INK, rotation: int = 0
+    axis: Any,
+    labels: Sequence[str],
+    limit: int | None = None,
+    colour: str = INK,
+    rotation: int = 0,
+    strongest: Sequence[int] = (),
 ) -> None:
-    """Tokens as labels at 0, 1, …, thinned to `limit` of them (None: all); a `$` in one is no formula."""
-    places = shown_positions(len(labels), len(labels) if limit is None else limit)
-    axis.set_ticks(places, labels=[labels[place] for place in places])
-    for label in axis.get_ticklabels():
-        label.set(parse_math=False, size=FONT, color=colour, rotation=rotation)
+    """Tokens as labels at 0, 1, …, thinned to `limit` of them (None: all); a `$` in one is no formula.
+
+    Where they are thinned, the `strongest` positions keep theirs (on a horizontal axis a line leads from one
+    that had to be moved aside to its place), and the others are quiet.
+    """
+    chosen = label_places(len(labels), len(labels) if limit is None else limit, strongest)
+    axis.set_ticks(
+        [place for _, place in chosen], labels=[readable(labels[position]) for position, _ in chosen]
+    )
+    thinned = len(chosen) < len(labels) and bool(strongest)
+    for label, (position, _) in zip(axis.get_ticklabels(), chosen, strict=True):
+        hue = QUIET if thinned and position not in strongest else colour
+        label.set(parse_math=False, size=FONT, color=hue, rotation=rotation)
+    if thinned:
+        _lead_to_labels(axis, chosen)
+
+
+def _lead_to_labels(axis: Any, chosen: Sequence[tuple[int, float]]) -> None:
+    """Lines in place of ticks, from a column to its label."""
+    axes = axis.axes
+    points = axes.get_position().height * axes.figure.get_size_inches()[1] * 72
+    axis.set_tick_params(length=0, pad=LEADER + 1)
+    for position, place in chosen:
+        axes.plot(
+            [position, place],
+            [0, -LEADER / points],
+            transform=axes.get_xaxis_transform(),
+            color=QUIET,
+            lw=0.5,
+            clip_on=False,
+            scalex=False,
+            scaley=False,
+        )

@@ -26,7 +26,7 @@ def information_flow(
     """A graph drawn over the tokens: one row per level, the input below, wider edges carry more.
 
     Edges that stay at their position are grey, those that move are blue; a `target` or `root` is red.
-    Nodes are as large as their `share`, where they have one.
+    Nodes are as large as their `share`, where they have one. A legend says so, and what was pruned.
 
     Args:
         graph: nodes `(level, position)` with `token` where known, edges the way the information went:
@@ -44,21 +44,50 @@ def information_flow(
     canvas = need_canvas()
     _check_graph(graph)
     layer_height = number("layer_height", layer_height, 0, above=True)
-    widths = _widths(graph, by)
-    frame = Frame(graph, title, layer_height)
+    name, widths = _widths(graph, by)
+    legend = _legend(graph, name, widths)
+    frame = Frame(graph, title, layer_height, len(legend))
     picture = canvas.Picture(frame.width, frame.height)
     axes = picture.add_box(frame.left, frame.bottom, frame.inner, frame.rows)
     _draw_edges(axes, frame, widths)
     _draw_nodes(axes, frame, graph)
     _label(axes, frame)
     picture.write_title(title)
+    look = {"loc": "lower left", "bbox_to_anchor": (0.05 / frame.width, 0.0), "frameon": False}
+    for text in picture.legend(handles=legend, fontsize=FONT - 0.5, labelcolor=QUIET, **look).get_texts():
+        text.set_parse_math(False)
     return picture
+
+
+def _legend(graph: networkx.DiGraph, name: str, widths: dict[Any, float]) -> list[Any]:
+    """What colours, widths and sizes stand for, and what is not there."""
+    from matplotlib.lines import Line2D
+
+    lines = {
+        "stays at its position": (STAYS, any(start[1] == end[1] for start, end in widths)),
+        "comes from another position": (MOVES, any(start[1] != end[1] for start, end in widths)),
+    }
+    handles = [Line2D([], [], color=hue, lw=2, label=text) for text, (hue, there) in lines.items() if there]
+    if widths:
+        text = f"width: {name}, up to {max(widths.values()):.3g}"
+        handles.append(Line2D([], [], color=INK, lw=THICKEST, alpha=0.4, label=text))
+    dot: Any = {"marker": "o", "lw": 0, "markersize": 4}
+    if graph.graph.get("target", graph.graph.get("root")) in graph:
+        handles.append(Line2D([], [], color=TARGET, label="what is explained", **dot))
+    if any("share" in values for _, values in graph.nodes(data=True)):
+        handles.append(Line2D([], [], color=INK, label="size: the position's share in its layer", **dot))
+    if "threshold" in graph.graph:
+        of = f" of {graph.graph['edges_before']}" if "edges_before" in graph.graph else ""
+        above = f"those above {graph.graph['threshold']:.3g}"
+        text = f"pruned: {graph.number_of_edges()}{of} edges are left, {above}"
+        handles.append(Line2D([], [], lw=0, label=text))
+    return handles
 
 
 class Frame:
     """Where levels and positions stand, and how large everything is, in inches."""
 
-    def __init__(self, graph: networkx.DiGraph, title: str | None, layer_height: float) -> None:
+    def __init__(self, graph: networkx.DiGraph, title: str | None, layer_height: float, lines: int) -> None:
         longest = need_canvas().longest
         positions, self.tokens = _tokens(graph)
         levels = sorted({level for level, _ in graph.nodes})
@@ -69,7 +98,8 @@ class Frame:
         self.rows = max(layer_height * len(levels), 0.6)
         self.turned = bool(longest(self.tokens, FONT) > self.inner / len(self.tokens))
         self.left = 0.3 + longest(self.names, FONT)
-        self.bottom = 0.3 + (longest(self.tokens, FONT) if self.turned else 0.12)
+        below = 0.16 * lines + 0.12
+        self.bottom = 0.18 + below + (longest(self.tokens, FONT) if self.turned else 0.12)
         self.width = self.left + self.inner + 0.15
         self.height = (0.42 if title else 0.12) + self.rows + self.bottom
 
@@ -100,7 +130,8 @@ def _level_names(graph: networkx.DiGraph, levels: list[int]) -> list[str]:
     return names
 
 
-def _widths(graph: networkx.DiGraph, by: str | None) -> dict[Any, float]:
+def _widths(graph: networkx.DiGraph, by: str | None) -> tuple[str, dict[Any, float]]:
+    """The attribute that is shown, and its value for every edge."""
     edges = list(graph.edges(data=True))
     name = by or ("share" if edges and all("share" in values for *_, values in edges) else "weight")
     widths = {}
@@ -110,7 +141,7 @@ def _widths(graph: networkx.DiGraph, by: str | None) -> dict[Any, float]:
             expected = f"expected every edge to have {name!r}, a finite number, 0 or more"
             raise ValueError(f"by: {expected}, got {value!r} at {start} -> {end}")
         widths[start, end] = float(value)
-    return widths
+    return name, widths
 
 
 def _draw_edges(axes: Any, frame: Frame, widths: dict[Any, float]) -> None:

@@ -12,8 +12,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.maps import MixingMap
-from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, room_for
+from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, room_for, visible_token
 from lens_mix.view.lazy import need_canvas
+
+# On a logarithmic scale, this share of the largest score and less have the lightest colour.
+FAINTEST = 1e-4
+# Characters of a prompt in a subtitle.
+_LONGEST_PROMPT = 60
 
 
 class Grid:
@@ -21,21 +26,31 @@ class Grid:
 
     top, gap, heading, bar = 0.42, 0.12, 0.24, 0.85
 
-    def __init__(self, names: list[str], columns: int, rows: list[str], keys: list[str], title: str) -> None:
+    def __init__(
+        self,
+        names: list[str],
+        columns: int,
+        rows: list[str],
+        keys: list[str],
+        title: str,
+        subtitle: str | None = None,
+    ) -> None:
         longest = need_canvas().longest
-        self.names, self.row_labels, self.key_labels, self.title = names, rows, keys, title
+        self.names, self.row_labels, self.key_labels = names, rows, keys
+        self.title, self.subtitle = title, subtitle
         self.columns = min(columns, len(names))
         # A single row of few heat maps has the room to be read token by token.
         widest_panel = 2.2 if self.columns > 3 else 5.4
         self.panel_width = max(min(0.15 * len(keys), widest_panel), 1.3, longest(names, NAME_FONT) + 0.1)
         self.panel_height = min(max(0.15 * len(rows), 1.3), widest_panel)
-        self.left, self.bottom = 0.36 + longest(rows, FONT), 0.36 + longest(keys, FONT)
+        self.left, self.bottom = 0.36 + longest(rows, FONT), 0.42 + longest(keys, FONT)
         # where the last column ends, and the first row begins
         self.right = self.left + self.columns * (self.panel_width + self.gap) - self.gap
         self.rows = math.ceil(len(names) / self.columns)
         self.ceiling = self.bottom + self.rows * (self.panel_height + self.heading) - self.heading
-        self.width = max(self.right + self.gap + self.bar, longest([title], TITLE_FONT) * 1.15 + 0.3)
-        self.height = self.ceiling + self.heading + self.top
+        written = max(longest([title], TITLE_FONT) * 1.15, longest([subtitle or ""], FONT) * 1.1)
+        self.width = max(self.right + self.gap + self.bar, written + 0.3)
+        self.height = self.ceiling + self.heading + self.top + (0.16 if subtitle else 0)
 
     def corner(self, place: int) -> tuple[float, float]:
         """Left and bottom of one heat map."""
@@ -48,38 +63,57 @@ def draw_grid(
     grid: Grid,
     panels: Sequence[tuple[Float[Tensor, "row key"], Bool[Tensor, "row key"]]],
     rows: str,
-    scale: str,
+    unit: str,
+    logarithmic: bool = False,
+    strongest: Sequence[int] = (),
 ) -> Any:
     """The figure of heat maps (scores, and which are visible) on one colour scale.
 
-    `rows` and `scale` are what the rows and the colours stand for, written once for all.
+    `rows` and `unit` are what the rows and the colours stand for, written once for all; `strongest` are the
+    keys that have a label whatever happens.
     """
     picture = need_canvas().Picture(grid.width, grid.height)
-    limits = _colour_limits(scores for scores, _ in panels)
+    limits = _colour_limits(scores.masked_fill(~visible, 0) for scores, visible in panels)
     for place, (scores, visible) in enumerate(panels):
-        image = _draw_panel(picture, grid, place, scores, visible, limits)
+        image = _draw_panel(picture, grid, place, scores, visible, limits, logarithmic, strongest)
     up, look = grid.ceiling - grid.bottom, {"size": FONT + 1, "color": QUIET}
     picture.write(0.1, grid.bottom + up / 2, rows, rotation=90, ha="left", va="center", **look)
     picture.write((grid.left + grid.right) / 2, 0.08, "key", ha="center", va="bottom", **look)
     height = min(up, 2.6)
     left = grid.right + grid.gap + 0.06
     bar = picture.add_colour_bar(image, left, grid.ceiling - height, height, extend="neither")
-    bar.set_label(scale, size=FONT, color=QUIET)
+    least = f", logarithmic from {FAINTEST * limits[1]:.2g}" if logarithmic else ""
+    if logarithmic and limits[0] < 0:
+        # Its own ticks would be written over each other around 0.
+        ticks = [share * limits[1] for share in (-1, -0.1, -0.01, 0, 0.01, 0.1, 1)]
+        bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
+        bar.ax.minorticks_off()
+    bar.set_label(unit + least, size=FONT, color=QUIET)
     picture.write_title(grid.title)
+    picture.write_subtitle(grid.subtitle)
     return picture
 
 
 def _draw_panel(
-    picture: Any, grid: Grid, place: int, scores: Tensor, visible: Tensor, limits: tuple[float, float]
+    picture: Any,
+    grid: Grid,
+    place: int,
+    scores: Tensor,
+    visible: Tensor,
+    limits: tuple[float, float],
+    logarithmic: bool,
+    strongest: Sequence[int],
 ) -> Any:
     """One heat map; entries that are not visible are grey. Labels only where no other heat map stands."""
     canvas = need_canvas()
     axes = picture.add_box(*grid.corner(place), grid.panel_width, grid.panel_height)
+    drawn = scores.detach().to("cpu", torch.float64)
+    if logarithmic and limits[0] == 0:
+        drawn = drawn.clamp_min(FAINTEST * limits[1])
     image = axes.imshow(
-        np.ma.masked_array(scores.detach().to("cpu", torch.float64).numpy(), ~visible.cpu().numpy()),
+        np.ma.masked_array(drawn.numpy(), ~visible.cpu().numpy()),
         cmap=canvas.colours(signed=limits[0] < 0),
-        vmin=limits[0],
-        vmax=limits[1],
+        norm=_norm(limits, logarithmic),
         aspect="auto",
         interpolation="nearest",
     )
@@ -90,8 +124,20 @@ def _draw_panel(
     if place % grid.columns == 0:
         canvas.label_ticks(axes.yaxis, grid.row_labels, room_for(grid.panel_height, FONT))
     if place + grid.columns >= len(grid.names):
-        canvas.label_ticks(axes.xaxis, grid.key_labels, room_for(grid.panel_width, FONT), rotation=90)
+        room = room_for(grid.panel_width, FONT)
+        canvas.label_ticks(axes.xaxis, grid.key_labels, room, rotation=90, strongest=strongest)
     return image
+
+
+def _norm(limits: tuple[float, float], logarithmic: bool) -> Any:
+    from matplotlib import colors
+
+    low, high = limits
+    if not logarithmic:
+        return colors.Normalize(low, high)
+    if low < 0:
+        return colors.SymLogNorm(FAINTEST * high, vmin=low, vmax=high)
+    return colors.LogNorm(FAINTEST * high, high)
 
 
 def _colour_limits(scores: Iterable[Tensor]) -> tuple[float, float]:
@@ -102,9 +148,22 @@ def _colour_limits(scores: Iterable[Tensor]) -> tuple[float, float]:
     return (-bound, bound) if low < 0 else (0.0, bound)
 
 
-def default_title(mixing_map: MixingMap, head: int | None) -> str:
+def default_title(mixing_map: MixingMap, head: int | str | None, every_head: bool = False) -> str:
     aggregation = mixing_map.provenance.get("aggregation")
     name = mixing_map.method + (f", {aggregation['name']}" if isinstance(aggregation, dict) else "")
-    if mixing_map.has_heads:
+    if every_head and len(mixing_map) == 1:
+        name += f", layer {mixing_map.layer_labels[0]}"
+    if mixing_map.has_heads and not every_head:
         name += ", mean over heads" if head is None else f", head {head}"
     return name
+
+
+def subtitle(mixing_map: MixingMap, unit: str) -> str:
+    """The model, the prompt and the unit, as far as the map's record tells them."""
+    record = mixing_map.provenance
+    # Of a hub's name all, of a folder the end.
+    model = "/".join(str(record.get("model", "")).rstrip("/").split("/")[-2:])
+    text = record.get("prompt")
+    prompt = text if isinstance(text, str) else "".join(mixing_map.tokens) if model else ""
+    prompt = prompt and visible_token(prompt, _LONGEST_PROMPT).replace("·", " ").strip()
+    return " · ".join(part for part in (model, f"“{prompt}”" if prompt else "", unit) if part)

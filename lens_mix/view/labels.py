@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 FONT = 7.0
 NAME_FONT = 8.0
@@ -44,6 +45,28 @@ def shown_positions(count: int, limit: int) -> list[int]:
             positions.pop()
         positions.append(count - 1)
     return positions
+
+
+def label_places(count: int, limit: int, strongest: Sequence[int] = ()) -> list[tuple[int, float]]:
+    """Which of `count` positions get a label, and where it stands: labels keep `count / limit` apart.
+
+    Where there is no room for all, the strongest have theirs whatever happens (as many as half of the labels,
+    at least one), moved aside where two of them are neighbours; the others are spread over the rest.
+    """
+    if count <= limit:
+        return [(position, float(position)) for position in range(count)]
+    gap = count / limit
+    chosen = sorted(strongest[: max(1, limit // 2)])
+    places = list(map(float, chosen))
+    for right in range(1, len(places)):
+        places[right] = max(places[right], places[right - 1] + gap)
+    end = count - 1.0
+    for left in reversed(range(len(places))):
+        places[left] = end = max(min(places[left], end), 0.0)
+        end -= gap
+    placed = list(zip(chosen, places, strict=True))
+    rest = [(p, float(p)) for p in shown_positions(count, limit) if all(abs(p - at) >= gap for at in places)]
+    return sorted([*placed, *rest], key=lambda each: each[1])
 
 
 def room_for(inches: float, points: float) -> int:

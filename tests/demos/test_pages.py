@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import types
@@ -9,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lens_mix as lm
-from tests.demos.tiny_folder import save_tiny_llama
+from lens_mix import registry
+from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.block import Block
+from tests.demos.tiny_folder import save_tiny_bert, save_tiny_classifier, save_tiny_llama
 from tests.matrix import build_or_skip
-from tests.tiny_models import bridge, toy_tokenizer
+from tests.tiny_models import available, bridge, toy_tokenizer
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -48,6 +53,111 @@ def test_the_readmes_examples_run_one_after_the_other(model: Any) -> None:
     assert names["logits"].shape[1] == len(names["m"].tokens)
 
 
+# ---------------------------------------------------------------------- pages from a clean start
+
+# What a page takes as given; the others load their models themselves, or take `model` alone.
+GIVEN: dict[str, dict[str, Any]] = {
+    "number_agreement.md": {
+        "prompts": [f"She {verb} the country" for verb in ("left", "cooked", "sang", "born", "live", "was")]
+        * 4,
+        "numbers": [0, 1, 0, 1, 0, 1] * 4,
+        "cue_words": ["left", "cooked", "sang", "born", "live", "was"] * 4,
+        "mixed": torch.rand(3, 24, generator=torch.Generator().manual_seed(0)),
+    },
+}
+# Run by tests of their own, which look at what they give.
+ELSEWHERE = {"README.md", "attribution.md", "how_to_add_a_method.md", "input_gradients.md", "scales.md"}
+SLOW = {"receptive_field.md"}
+SELF_CONTAINED = {
+    *("quickstart.md", "which_method.md", "bert_and_classifiers.md", "many_prompts.md"),
+    *("saving_and_exporting.md", "troubleshooting.md"),
+}
+WITH_CODE = [
+    pytest.param(page, marks=pytest.mark.slow if page.name in SLOW else (), id=page.name)
+    for page in PAGES
+    if "```python" in page.read_text(encoding="utf-8") and page.name not in ELSEWHERE
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tiny models that stand in for those of a hub, by what their names hold."""
+    return {
+        "SST-2": save_tiny_classifier(tmp_path_factory.mktemp("classifier")),
+        "bert": save_tiny_bert(tmp_path_factory.mktemp("bert")),
+        "": save_tiny_llama(tmp_path_factory.mktemp("llama")),
+    }
+
+
+@pytest.fixture(scope="module")
+def stand_ins(folders: dict[str, Path]) -> dict[str, Any]:
+    """The same as models of TransformerLens; without the BERTs where it has no Bridge."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "demos")
+        import models
+
+        known = folders if available(bridge, "bert") else {"": folders[""]}
+        loaded = {part: models.load(folder) for part, folder in known.items()}
+        patch.delitem(sys.modules, "models")
+    return loaded
+
+
+@pytest.fixture
+def hub(folders: dict[str, Path], stand_ins: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way in which a page loads a model gives a tiny one, whatever TransformerLens is installed."""
+    import transformer_lens
+    import transformers
+
+    def load(name: str) -> Any:
+        return next(model for part, model in stand_ins.items() if part in name)
+
+    classifier = transformers.AutoModelForSequenceClassification.from_pretrained
+
+    def load_classifier(name: str) -> Any:
+        return classifier(next(folder for part, folder in folders.items() if part in name))
+
+    loader = types.SimpleNamespace(boot_transformers=load, from_pretrained=load)
+    module = types.ModuleType("transformer_lens.model_bridge")
+    module.TransformerBridge = loader  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformer_lens.model_bridge", module)
+    monkeypatch.setitem(vars(transformer_lens), "HookedTransformer", loader)
+    auto = types.SimpleNamespace(from_pretrained=load_classifier)
+    monkeypatch.setitem(vars(transformers), "AutoModelForSequenceClassification", auto)
+
+
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_every_code_block_runs_from_a_clean_start(
+    page: Path, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if page.name == "bert_and_classifiers.md" and not available(bridge, "bert"):
+        pytest.skip("no BERT with a tokenizer in this TransformerLens")
+    monkeypatch.chdir(tmp_path)
+    # A dataclass looks its module up by name.
+    module = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+    names = module.__dict__
+    if page.name in SELF_CONTAINED:
+        request.getfixturevalue("hub")
+    else:
+        prompt, given = "My grandmother was born in Italy", GIVEN.get(page.name, {})
+        names.update(lm=lm, model=request.getfixturevalue("model"), prompt=prompt, **given)
+    for example in examples(page.read_text(encoding="utf-8")):
+        exec(compile(example, page.name, "exec"), names)
+
+
+def test_ways_to_load_that_the_pages_name_are_there() -> None:
+    from lens_mix.lens.model_classes import transformer_lens_version
+
+    if transformer_lens_version()[0] >= 3:
+        from transformer_lens.model_bridge import TransformerBridge
+
+        assert callable(TransformerBridge.boot_transformers)
+    if transformer_lens_version()[0] <= 3:
+        from transformer_lens import HookedTransformer
+
+        assert callable(HookedTransformer.from_pretrained)
+
+
 def test_the_examples_of_the_scales_run(model: Any) -> None:
     names: dict[str, Any] = {"model": model}
     (example,) = examples((ROOT / "docs" / "scales.md").read_text(encoding="utf-8"))
@@ -70,6 +180,8 @@ def test_the_example_method_of_the_page_runs(model: Any, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "example", module)
     prompt = "My grandmother was born in"
     module.__dict__.update(lm=lm, model=model, prompt=prompt)
+    # What it registers is for the page alone.
+    monkeypatch.setattr(registry, "_registered", {})
     for example in (method, use):
         exec(compile(example, "how_to_add_a_method.md", "exec"), module.__dict__)
     found = module.__dict__["m"]
@@ -78,6 +190,15 @@ def test_the_example_method_of_the_page_runs(model: Any, monkeypatch: pytest.Mon
     assert found.scores.equal(largest.where(largest >= 0.1, 0.0))
     with pytest.raises(ValueError, match="floor: expected a number from 0 to 1, got 2"):
         module.__dict__["LargestWeight"](floor=2)
+
+
+def test_the_page_names_all_that_a_block_offers() -> None:
+    of_block = {name for name in dir(Block) if not name.startswith("_")}
+    of_block |= {"layer", "engine", "max_memory", "anatomy", "details", "warnings", "explained"}
+    of_anatomy = {name for name in dir(BlockAnatomy) if not name.startswith("_")}
+    of_anatomy |= {field.name for field in dataclasses.fields(BlockAnatomy)}
+    missing = [name for name in sorted(of_block | of_anatomy) if not re.search(rf"`{name}\b", HOW_TO)]
+    assert missing == []
 
 
 def test_the_example_of_the_page_on_gradients_runs(model: Any) -> None:

@@ -72,6 +72,18 @@ def save_tiny_bert(folder: Path) -> Path:
     return folder
 
 
+def save_tiny_classifier(folder: Path) -> Path:
+    """That BERT with a head of two classes in place of the masked-language one."""
+    from transformers import BertForSequenceClassification, BertTokenizerFast
+
+    save_tiny_bert(folder)
+    model = BertForSequenceClassification.from_pretrained(folder, num_labels=2)
+    _randomise(model, around_one="LayerNorm.weight")
+    model.save_pretrained(folder)
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
 def _randomise(model: torch.nn.Module, around_one: str) -> None:
     """Weights that are no defaults, so that a map that ignores one of them is seen."""
     generator = torch.Generator().manual_seed(0)
