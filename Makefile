@@ -17,7 +17,7 @@ WORKERS ?= 2
 # One thread each: the tests' tensors are too small to gain from more.
 RUN_TESTS = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(CASES) $(PYTEST)
 
-.PHONY: help demo test test-tl4 test-tl3 test-tl2 lint format types wheel clean bench peers
+.PHONY: help demo test test-tl4 test-tl3 test-tl2 browser lint format types wheel clean bench peers
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -30,17 +30,24 @@ demo: $(TL4)/.ready
 
 test: test-tl4 test-tl3
 
-test-tl4: $(TL4)/.ready
+test-tl4: $(TL4)/.ready browser
 	@echo "== tests on TransformerLens 4.3"
 	@$(call RUN_TESTS,$(TL4))
 
-test-tl3: $(TL3)/.ready
+test-tl3: $(TL3)/.ready browser
 	@echo "== tests on TransformerLens 3.9"
 	@$(call RUN_TESTS,$(TL3))
 
 test-tl2: $(TL2)/.ready
 	@echo "== tests on TransformerLens 2.18"
 	@$(call RUN_TESTS,$(TL2))
+
+# The page's tests want a browser; where none can be installed (no Debian, no rights) they are skipped.
+browser:
+	@command -v chromedriver >/dev/null 2>&1 || { command -v apt-get >/dev/null 2>&1 && [ "$$(id -u)" = 0 ] && \
+		echo "Installing a browser for the page's tests" && \
+		(timeout 120 apt-get update && timeout 300 apt-get install --yes --no-install-recommends \
+		chromium chromium-driver) >/dev/null 2>&1; } || echo "no chromium here: the page's browser tests are skipped"
 
 # One thread, so that ratios say something about the code and not about the machine's cores.
 bench: $(TL4)/.ready

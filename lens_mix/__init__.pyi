@@ -44,6 +44,7 @@ from .methods import (
 from .recommended import input_map
 from .registry import register
 from .runner import run, run_many, support
+from .view.page import page
 
 __version__: str
 
@@ -89,6 +90,7 @@ __all__ = [
     "input_map",
     "joint",
     "layer_mean",
+    "page",
     "register",
     "rollout",
     "run",

@@ -1,4 +1,4 @@
-"""The command line: `lens-mix support MODEL`, `lens-mix check MODEL`, `lens-mix evaluate MODEL ...`.
+"""The command line: `lens-mix map TEXT --model MODEL`, `support MODEL`, `check MODEL`, `evaluate MODEL ...`.
 
 Needs the extra `cli` (typer). MODEL is a name or a folder that transformers knows.
 """
@@ -19,6 +19,34 @@ app = typer.Typer(
 
 _Model = Annotated[str, typer.Argument(help="name or folder of a model that transformers knows")]
 _DEFAULT_METHODS = "attention,value_zeroing,attn_res_ln,alti,decompx,gradient_attention,input_gradients"
+
+
+@app.command("map")
+def map_text(
+    text: Annotated[str, typer.Argument(help="the prompt")],
+    model: Annotated[str, typer.Option(help="name or folder of a model that transformers knows")],
+    method: Annotated[
+        list[str] | None, typer.Option(help="a method's name; may be given several times")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="the page to write, one self-contained file")] = Path("page.html"),
+) -> None:
+    """Map a prompt and write a page to look through: text, grid, flow, methods side by side."""
+    from lens_mix import runner
+    from lens_mix.lens.model_classes import UnsupportedModelError
+    from lens_mix.recommended import input_map
+    from lens_mix.view.page import page
+
+    if not out.parent.is_dir():
+        raise typer.BadParameter(f"--out: expected a folder that is there, got {out.parent}")
+    loaded = _load(model)
+    try:
+        maps = runner.run(loaded, text, method or ["attention", "value_zeroing"])
+        if not method:
+            maps["input_map"] = input_map(loaded, text)
+    except (ValueError, UnsupportedModelError) as problem:
+        raise typer.BadParameter(str(problem)) from problem
+    page(maps, out)
+    typer.echo(f"{out}: {', '.join(maps)}")
 
 
 @app.command()

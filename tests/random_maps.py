@@ -30,7 +30,7 @@ def map_of(scores: Tensor | None = None, **fields: Any) -> MixingMap:
     """A causal map of attention over the tokens " t0", " t1", ...; by default of `random_attention()`."""
     scores = random_attention() if scores is None else scores
     tokens = [f" t{position}" for position in range(scores.shape[-2])]
-    return MixingMap(scores=scores, tokens=tokens, **{"method": "attention", "causal": True, **fields})
+    return MixingMap(scores=scores, **{"tokens": tokens, "method": "attention", "causal": True, **fields})
 
 
 def reference_arrays(name: str) -> dict[str, Tensor]:

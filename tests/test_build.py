@@ -39,6 +39,7 @@ print(json.dumps({
     "shape": list(mixing_map.scores.shape),
     "row_sums": mixing_map.normalized().scores.sum(-1).flatten().tolist(),
     "causal": bool((mixing_map.scores.triu(1) == 0).all()),
+    "page": lm.page(mixing_map).html.count("</script>"),
 }))
 """
 
@@ -135,3 +136,4 @@ def test_the_wheel_runs_a_map_in_a_clean_environment(folder: Path, sdist: Path, 
     assert result["shape"] == [3, 5, 5]
     assert result["row_sums"] == pytest.approx([1.0] * 15, abs=1e-12)
     assert result["causal"]
+    assert result["page"] == 2

@@ -47,6 +47,15 @@ def test_evaluate(folder, tmp_path):
     assert "| attention | mean |" in (tmp_path / "board.md").read_text()
 
 
+def test_map_writes_a_page(folder, tmp_path):
+    found = called("map", "My grandmother was born in", "--model", folder, "--out", tmp_path / "page.html")
+    assert found.exit_code == 0, found.output
+    assert "attention, value_zeroing, input_map" in found.output
+    assert "<!DOCTYPE html>" in (tmp_path / "page.html").read_text()
+    found = called("map", "She left", "--model", folder, "--method", "alti", "--out", tmp_path / "one.html")
+    assert found.output.endswith("one.html: alti\n")
+
+
 def test_mistakes(folder, tmp_path):
     found = called("evaluate", folder)
     assert found.exit_code == 2
@@ -54,3 +63,8 @@ def test_mistakes(folder, tmp_path):
     found = called("evaluate", folder, "--planted", 3, "--out", tmp_path / "x.docx")
     assert found.exit_code == 2
     assert ".md, .csv or .png" in found.output
+    found = called("map", "She left", "--model", folder, "--method", "altii", "--out", tmp_path / "page.html")
+    assert found.exit_code == 2
+    assert "did you mean 'alti'" in found.output.replace("\n", " ")
+    found = called("map", "She left", "--model", folder, "--out", tmp_path / "none" / "page.html")
+    assert found.exit_code == 2

@@ -66,7 +66,10 @@ GIVEN: dict[str, dict[str, Any]] = {
     },
 }
 # Run by tests of their own, which look at what they give.
-ELSEWHERE = {"README.md", "attribution.md", "how_to_add_a_method.md", "input_gradients.md", "scales.md"}
+ELSEWHERE = {
+    *("README.md", "attribution.md", "encoder_decoder.md", "how_to_add_a_method.md"),
+    *("input_gradients.md", "scales.md"),
+}
 SLOW = {"receptive_field.md"}
 SELF_CONTAINED = {
     *("quickstart.md", "which_method.md", "bert_and_classifiers.md", "many_prompts.md"),

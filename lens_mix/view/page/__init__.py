@@ -1,0 +1,136 @@
+"""One self-contained HTML page: no server, no network, no library."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import html
+import importlib.resources
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lens_mix.arguments import file_path, instance
+from lens_mix.maps import MixingMap
+from lens_mix.version import __version__
+from lens_mix.view.page.data import pack
+
+Maps = MixingMap | Mapping[str, MixingMap] | Sequence[MixingMap | Mapping[str, MixingMap]]
+
+# What the leaderboard says of a method: the best partial correlation of its input maps with importance by
+# replacement, SmolLM2-135M, 40 prompts (docs/leaderboard.md).
+SCORES = {
+    **{"attention": 0.18, "value_zeroing": 0.33, "value_norm": 0.27, "attn_res": 0.25, "attn_res_ln": 0.25},
+    **{"atb_ff_res_ln": 0.29, "globenc": 0.28, "alti": 0.32, "alti_logit": 0.17, "decompx": 0.42},
+    **{"gradient_attention": 0.30, "information_flow_routes": 0.36, "input_gradients": 0.28},
+    **{"gim": 0.41, "frozen_gradients": 0.25, "attribution_patching": 0.41, "occlusion": 0.36},
+    **{"context_length": -0.03},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """A page about some maps. In a notebook it shows itself; `save` writes the file.
+
+    Attributes:
+        html: the whole file.
+    """
+
+    html: str = dataclasses.field(repr=False)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the file; a folder that is not there is a ValueError."""
+        place = Path(file_path("path", path, write=True))
+        place.write_text(self.html, encoding="utf-8")
+        return place
+
+    def _repr_html_(self) -> str:
+        """A frame that holds the page, and grows to its height."""
+        name = f"lens-mix-{hashlib.sha256(self.html.encode()).hexdigest()[:12]}"
+        return (
+            f'<iframe id="{name}" srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" '
+            'style="width:100%;height:640px;border:0"></iframe><script>addEventListener("message",e=>{'
+            f'const f=document.getElementById("{name}");if(f&&e.source===f.contentWindow&&e.data&&'
+            "e.data.lensMixHeight)f.style.height=Math.min(e.data.lensMixHeight,2000)+'px'})</script>"
+        )
+
+
+def page(maps: Maps, path: str | os.PathLike[str] | None = None) -> Page:
+    """One HTML file in which maps can be looked through: text, grid, flow and methods side by side.
+
+    It needs no server, no network and no library, and holds the numbers themselves: as float16, or one byte
+    each where there are more than 400,000 (the largest error stands beside them).
+
+    Args:
+        maps: a map; several maps of one prompt, as `lm.run` returns them; or a list with one of these per
+            prompt.
+        path: also write the file there.
+
+    Returns:
+        The page; the last expression of a notebook's cell shows it.
+
+    Raises:
+        TypeError: no maps. ValueError: none at all; a folder that is not there.
+    """
+    prompts = [_labelled(one) for one in _by_prompt(maps)]
+    data = {
+        "version": __version__,
+        "scores": SCORES,
+        "prompts": [[pack(m, label) for label, m in labelled.items()] for labelled in prompts],
+    }
+    made = Page(_document(data))
+    if path is not None:
+        made.save(path)
+    return made
+
+
+def _by_prompt(maps: Maps) -> list[MixingMap | Mapping[str, MixingMap]]:
+    if isinstance(maps, (MixingMap, Mapping)):
+        return [maps]
+    instance("maps", maps, Sequence, "a MixingMap, several by name, or a list with one of these per prompt")
+    if not maps:
+        raise ValueError("maps: expected at least one map, got none")
+    return list(maps)
+
+
+def _labelled(one: MixingMap | Mapping[str, Any]) -> dict[str, MixingMap]:
+    if isinstance(one, MixingMap):
+        return {_name(one): one}
+    instance("maps", one, Mapping, "a MixingMap or a dict of them per prompt")
+    if not one:
+        raise ValueError("maps: expected at least one map, got an empty dict")
+    return {str(label): instance("maps", m, MixingMap, "MixingMaps") for label, m in one.items()}
+
+
+def _name(m: MixingMap) -> str:
+    aggregation = m.provenance.get("aggregation")
+    extra = aggregation.get("name", "") if isinstance(aggregation, dict) else ""
+    return f"{m.method} {extra}".strip()
+
+
+def _document(data: Mapping[str, Any]) -> str:
+    files = importlib.resources.files(__package__)
+    template, style, script = (
+        (files / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
+    )
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": _json(data)}
+    # Each place once and in one go: what a token spells is never taken for a place.
+    pieces = template.split("%%")
+    return "".join(parts.get(piece, piece) for piece in pieces)
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    """JSON that can't end the element it stands in; ASCII, so that no lone surrogate breaks the file."""
+    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,101 @@
+"""A `MixingMap` as the page reads it: words for what it is, and its numbers packed layer by layer."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lens_mix.aggregation import residual_weight
+from lens_mix.maps import MixingMap
+from lens_mix.maps.words import word_groups
+
+# Up to so many numbers are kept as float16 (three digits), more as one byte each.
+_MOST_FLOAT16 = 400_000
+_STEPS = {"uint8": 255, "int8": 127}
+
+
+def pack(mixing_map: MixingMap, label: str) -> dict[str, Any]:
+    """What the page is told of a map; JSON-able."""
+    scores, seen = mixing_map.scores.detach().cpu(), mixing_map.visible().cpu()
+    code = _code(scores, seen)
+    masked = mixing_map.mask is not None
+    layers = [
+        {**_packed(layer, keys, code), **({"visible": _bits(keys)} if masked else {})}
+        for layer, keys in zip(scores, seen, strict=True)
+    ]
+    try:
+        words: list[list[int]] | None = word_groups(mixing_map.key_labels)
+    except ValueError:
+        words = None
+    return {
+        "label": label,
+        "method": mixing_map.method,
+        "kind": mixing_map.kind,
+        "tokens": mixing_map.tokens,
+        "keys": mixing_map.key_tokens,
+        "queries": mixing_map.query_positions,
+        "query": mixing_map.meant_query,
+        "causal": mixing_map.causal,
+        "residual": _residual(mixing_map),
+        "heads": scores.shape[1] if mixing_map.has_heads else 0,
+        "names": mixing_map.layer_labels,
+        "signed": bool((scores < 0).any()),
+        "code": code,
+        "words": words,
+        "notes": list(mixing_map.notes),
+        "parameters": json.loads(json.dumps(mixing_map.parameters, default=str)),
+        "provenance": json.loads(json.dumps(mixing_map.provenance, default=str)),
+        "layers": layers,
+    }
+
+
+def _residual(mixing_map: MixingMap) -> float:
+    """What rollout mixes in; 0 where nobody has said."""
+    try:
+        return residual_weight(mixing_map, None)
+    except ValueError:
+        return 0.0
+
+
+def _code(scores: Tensor, seen: Tensor) -> str:
+    heads = scores.shape[1] if scores.ndim == 4 else 1
+    if int(seen.sum()) * heads <= _MOST_FLOAT16:
+        return "float16"
+    return "int8" if bool((scores < 0).any()) else "uint8"
+
+
+def _packed(
+    layer: Float[Tensor, "*head query key"], seen: Bool[Tensor, "query key"], code: str
+) -> dict[str, Any]:
+    """The visible numbers of one layer, row by row, head by head; `largest`, and the largest `error`.
+
+    float16: x / largest. uint8 and int8: the square root of it in steps, so that small numbers keep digits.
+    """
+    values = layer[..., seen].to(torch.float64).numpy()
+    largest = float(np.abs(values).max(initial=0.0)) or 1.0
+    if code == "float16":
+        kept = (values / largest).astype("<f2")
+        back = kept.astype(np.float64)
+    else:
+        steps = _STEPS[code]
+        kept = np.rint(np.sign(values) * np.sqrt(np.abs(values) / largest) * steps).astype(code)
+        part = kept.astype(np.float64) / steps
+        back = np.sign(part) * part**2
+    error = float(np.abs(back * largest - values).max(initial=0.0))
+    return {"largest": largest, "error": error, "data": _text(kept.tobytes())}
+
+
+def _bits(seen: Bool[Tensor, "query key"]) -> str:
+    return _text(np.packbits(seen.numpy(), axis=None, bitorder="little").tobytes())
+
+
+def _text(data: bytes) -> str:
+    """Deflated, in base 64."""
+    return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
