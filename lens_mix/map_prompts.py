@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,7 @@ from lens_mix.lens.prompts import PaddingSide, Prompt
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
 from lens_mix.session import Passed, Session
+from lens_mix.targets import as_target
 
 
 def map_prompts(
@@ -130,6 +132,9 @@ class _Record:
         self._reaching: AllowedKeys | None = None
         self._provenance = provenance.of_run(passed.clean.lens, prepend_bos)
         self._head = provenance.dropped_head(passed.clean.lens)
+        targets = [method.target for method in passed.session.methods.values() if hasattr(method, "target")]
+        if self._head and any(as_target(target).reads == "logits" for target in targets):
+            warnings.warn(f"the target reads logits, but {self._head}", stacklevel=2)
 
     def map_of(self, label: str, index: int, groups: list[list[int]] | None) -> MixingMap:
         """One prompt's map by one method."""

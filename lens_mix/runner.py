@@ -21,7 +21,7 @@ from lens_mix.lens.rows import Selection
 from lens_mix.map_prompts import map_prompts
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
-from lens_mix.registry import all_methods, check_class
+from lens_mix.registry import all_methods, check_attributes
 from lens_mix.session import Session
 
 MethodLike = str | Method
@@ -268,7 +268,7 @@ def _read_method(method: object) -> Method:
     if not isinstance(method, Method):
         meant = f"the class {method.__name__}; write {method.__name__}()" if isinstance(method, type) else ""
         raise TypeError(f"methods: expected a name or a method, got {meant or type(method).__name__}")
-    check_class(type(method))
+    check_attributes(type(method))
     return method
 
 
