@@ -2,6 +2,7 @@ from . import evaluation, targets, testing
 from .again import run_again
 from .aggregation.flow import flow
 from .aggregation.gradient_rollout import gradient_rollout
+from .aggregation.joint import joint
 from .aggregation.layer_mean import layer_mean
 from .aggregation.rollout import rollout
 from .aggregation.tree import attribution_tree, tree_text
@@ -86,6 +87,7 @@ __all__ = [
     "flow",
     "gradient_rollout",
     "input_map",
+    "joint",
     "layer_mean",
     "register",
     "rollout",

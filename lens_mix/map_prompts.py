@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -16,9 +16,19 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.masks import AllowedKeys, PromptMask
 from lens_mix.lens.prompts import PaddingSide, Prompt
 from lens_mix.maps import MixingMap
-from lens_mix.method import Method
+from lens_mix.method import RESIDUAL_KEY, Method
+from lens_mix.methods.residual_shares import ResidualShares
 from lens_mix.session import Passed, Session
 from lens_mix.targets import as_target
+
+# The label under which a session's methods hold what measures the residual; no name of a method's.
+_MEASURED = "measured residual"
+
+
+def measuring(methods: Mapping[str, Method]) -> dict[str, Method]:
+    """What to add to the methods of a session so that maps without the residual get its measured shares."""
+    need = any(method.kind == "layer" and not method.holds_residual for method in methods.values())
+    return {_MEASURED: ResidualShares()} if need else {}
 
 
 def map_prompts(
@@ -44,7 +54,7 @@ def map_prompts(
     # Before the pass: a span that a prompt does not have needs no clean pass to be refused.
     groups = [
         {
-            label: method.key_groups(len(session.mapped_tokens(prompt)))
+            label: method.key_groups(len(session.key_tokens(prompt)))
             for label, method in session.methods.items()
         }
         for prompt in prompts
@@ -54,9 +64,23 @@ def map_prompts(
         allowed = passed.allowed_keys()
     record = _Record(passed, mapped, allowed, prepend_bos)
     return [
-        {label: record.map_of(label, index, groups[index][label]) for label in session.methods}
+        _with_shares(
+            session.methods,
+            {label: record.map_of(label, index, groups[index][label]) for label in session.methods},
+        )
         for index in range(len(prompts))
     ]
+
+
+def _with_shares(methods: Mapping[str, Method], maps: dict[str, MixingMap]) -> dict[str, MixingMap]:
+    """The maps of one prompt, those without the residual with its measured shares, where these were made."""
+    if _MEASURED not in maps:
+        return maps
+    shares = maps.pop(_MEASURED).scores[..., 0]
+    for label, m in maps.items():
+        if m.kind == "layer" and not methods[label].holds_residual:
+            maps[label] = m.replace(residual_shares=shares)
+    return maps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,10 +165,12 @@ class _Record:
         session, engine = self._passed.session, self._passed.engines[label]
         method = session.methods[label]
         layers, rows = session.mapped_layers(method), self._passed.rows
-        keys = self._passed.clean.real[index].nonzero()[:, 0]
+        keys = self._passed.clean.real_keys[index].nonzero()[:, 0]
         queries = None if rows is None else list(rows.by_prompt[index])
-        scores = self._scores(label, index, keys, layers, groups)
+        own = self._passed.clean.lens.stack.is_cross and method.cross == "source and residual"
+        scores = self._scores(label, index, keys, layers, groups, own)
         prompt_mask = self._visible(method, index, keys, layers)
+        prompt_mask = prompt_mask.with_own_key() if own else prompt_mask
         causal, mask = prompt_mask.causal_and_mask()
         # What whole passes round differently, every block on the way makes larger.
         accepted = max(1e-3, self._passed.clean.lens.tolerance) if method.whole_model else 0.0
@@ -152,15 +178,18 @@ class _Record:
         tokens = self._passed.tokens(index)
         blocks = [self._mapped[label].blocks[layer] for layer in layers]
         gaps = self._passed.clean.lens.stack.gaps
+        key_tokens = self._passed.source_tokens(index)
+        if groups is not None:
+            spelled = tokens if key_tokens is None else key_tokens
+            key_tokens = ["".join(spelled[p] for p in group) for group in groups]
         read = provenance.of_prompt(self._passed.clean.batch.prompts[index])
-        spans = None if groups is None else ["".join(tokens[p] for p in group) for group in groups]
         return MixingMap(
             scores=scores.clone(),
             tokens=tokens,
             method=method.name,
             causal=causal and groups is None,
             mask=mask if groups is None else None,
-            key_tokens=spans,
+            key_tokens=[*key_tokens, RESIDUAL_KEY] if own and key_tokens is not None else key_tokens,
             queries=queries,
             layers=layers,
             parameters=method.parameters(),
@@ -183,13 +212,19 @@ class _Record:
         return positions[0] if positions else None if self._passed.proof.causal else 0
 
     def _scores(
-        self, label: str, index: int, keys: Tensor, layers: Sequence[int], groups: list[list[int]] | None
+        self,
+        label: str,
+        index: int,
+        keys: Tensor,
+        layers: Sequence[int],
+        groups: list[list[int]] | None,
+        own: bool,
     ) -> Float[Tensor, "layer *head query key"]:
-        """The asked layers and rows of one prompt, padding cut away."""
+        """The asked layers and rows of one prompt, padding cut away; `own`: with a last key beside."""
         mapped, maps = self._mapped[label], []
         # An input map has the rows of the last block in every layer.
         every_query = mapped.blocks[max(mapped.blocks)].every_query
-        places = self._row_positions(index, keys)
+        places = self._row_positions(index)
         for layer in layers:
             scores = mapped.layers[layer][index]
             if every_query:
@@ -197,7 +232,9 @@ class _Record:
             else:
                 maps.append(scores[..., : len(places), :])
         stacked = torch.stack(maps)
-        if groups is None and stacked.shape[-1] <= int(keys[-1]):
+        if own:
+            keys = torch.cat([keys, keys.new_tensor([stacked.shape[-1] - 1])])
+        elif groups is None and stacked.shape[-1] <= int(keys[-1]):
             raise ValueError(
                 f"{label}: expected a key per position, {int(keys[-1]) + 1} or more, got "
                 f"{stacked.shape[-1]}; "
@@ -205,10 +242,12 @@ class _Record:
             )
         return stacked if groups is not None else stacked.index_select(-1, keys)
 
-    def _row_positions(self, index: int, keys: Tensor) -> Int[Tensor, " query"]:
+    def _row_positions(self, index: int) -> Int[Tensor, " query"]:
         """Positions of one prompt's rows in the padded batch."""
         rows = self._passed.rows
-        return keys if rows is None else rows.positions[index, : len(rows.by_prompt[index])]
+        if rows is None:
+            return self._passed.clean.real[index].nonzero()[:, 0]
+        return rows.positions[index, : len(rows.by_prompt[index])]
 
     def _visible(self, method: Method, index: int, keys: Tensor, layers: Sequence[int]) -> PromptMask:
         """Which of its keys one prompt's rows may see."""
@@ -216,7 +255,7 @@ class _Record:
         if method.kind == "input":
             self._reaching = self._reaching or allowed.reaching()
             allowed = self._reaching
-        rows = self._row_positions(index, keys)
+        rows = self._row_positions(index)
         if self._passed.clean.rows is not None:
             rows = torch.arange(len(rows), device=rows.device)
         return allowed.of_prompt(index, rows, keys, layers)

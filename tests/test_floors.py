@@ -134,13 +134,14 @@ def test_circles_are_found():
 def test_the_library_stays_small():
     """15,940 lines when the house was rebuilt; the edges of the proof took 1,000 more.
 
-    Since then: 2,000 for methods on the whole model (gradients, occlusion, routes), 3,000 to judge maps;
-    1,500 for a record that is read back, subtracted and run again, prompts as tokenizers and chats give them,
-    classifiers of transformers, methods of other authors, and figures of 400 tokens.
+    Since then: 2,000 for methods on the whole model (gradients, occlusion, routes), 3,000 to judge maps; 200
+    for rollouts with the residual that was measured, 500 for cross-attention; 1,500 for a record that is read
+    back, compared, subtracted and run again, prompts as tokenizers and chats give them, classifiers of
+    transformers, the surface for methods of other authors, and figures of 400 tokens.
     """
     evaluation = lines(LIBRARY / "evaluation")
     assert sum(evaluation) <= 4_500
-    assert sum(lines()) - sum(evaluation) <= 20_750
+    assert sum(lines()) - sum(evaluation) <= 21_450
 
 
 def test_files_stay_small():

@@ -104,7 +104,7 @@ class Block:
             tokens: the tokens that the mapped stack reads.
             masked: which of them are hidden, besides padding. Where the model takes positions, they stay.
         """
-        batch, decoder = self.batch.select(rows), self._lens.stack.name == "decoder"
+        batch, decoder = self.batch.select(rows), self._lens.stack.reads_target
         if tokens is not None and decoder:
             batch = dataclasses.replace(batch, target=tokens)
         elif tokens is not None:
@@ -134,7 +134,7 @@ class Block:
             raise ValueError(
                 f"model inputs: expected tokens alone, as they are cut, got {sorted(given.inputs)} besides"
             )
-        decoder = self._lens.stack.name == "decoder" and given.target is not None
+        decoder = self._lens.stack.reads_target and given.target is not None
         altered = [Prompt(given.tokens, one) if decoder else Prompt(one, given.target) for one in tokens]
         batch = pad(altered, pad_token(self._lens.model), "right")
         return dataclasses.replace(batch, real=torch.ones_like(batch.real))
@@ -155,7 +155,7 @@ class Block:
 
         HookedTransformer counts positions by the mask, so that they would move up.
         """
-        if self._lens.stack.name == "decoder":
+        if self._lens.stack.reads_target:
             return self._lens.takes_input("decoder_attention_mask")
         return self._lens.model_class in (ModelClass.BRIDGE, ModelClass.HOOKED_ENCODER)
 
@@ -163,9 +163,7 @@ class Block:
     def tokens(self) -> Int[Tensor, "batch pos"]:
         """The tokens that the mapped stack reads."""
         batch = self.batch
-        return (
-            batch.target if self._lens.stack.name == "decoder" and batch.target is not None else batch.tokens
-        )
+        return batch.target if self._lens.stack.reads_target and batch.target is not None else batch.tokens
 
     @property
     def d_vocab(self) -> int:
@@ -237,14 +235,24 @@ class Block:
         return self._clean.real
 
     @property
+    def is_cross(self) -> bool:
+        """Whether its attention is the cross-attention: keys are the encoder's outputs."""
+        return self._lens.stack.is_cross
+
+    @property
+    def real_keys(self) -> Bool[Tensor, "batch key"]:
+        """Which keys are the prompts' own: positions, but for cross-attention those of the source."""
+        return self._clean.real_keys
+
+    @property
     def real_queries(self) -> Bool[Tensor, "batch query"]:
         """Which of the asked rows are the prompts' own positions."""
         return self.rows_of(self.real)
 
     @property
     def resid_pre(self) -> Float[Tensor, "batch query d_model"]:
-        """The residual stream entering the block, at the asked rows."""
-        return self.rows_of(self._clean.calls[self.layer].resid_pre)
+        """The residual stream entering the block (on cross-attention: entering that), at the asked rows."""
+        return self.rows_of(self._clean.resid_pre(self.layer))
 
     @property
     def whole_resid_pre(self) -> Float[Tensor, "batch pos d_model"]:

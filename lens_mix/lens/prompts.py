@@ -71,12 +71,16 @@ class Batch:
         return Batch(prompts, self.tokens[rows], self.real[rows], target, target_real, inputs)
 
     def real_positions(self, stack: str) -> Bool[Tensor, "batch pos"]:
-        """Which positions of the given stack are the prompts' own."""
-        if stack != "decoder":
+        """Which positions of the given stack's queries are the prompts' own."""
+        if stack not in ("decoder", "cross"):
             return self.real
         if self.target_real is None:
-            raise ValueError("stack='decoder': the prompts have no decoder side")
+            raise ValueError(f"part={stack!r}: the prompts have no decoder side")
         return self.target_real
+
+    def real_keys(self, stack: str) -> Bool[Tensor, "batch key"]:
+        """Which positions of the given stack's keys are the prompts' own."""
+        return self.real if stack == "cross" else self.real_positions(stack)
 
 
 def is_encoder_decoder(model: Any, kind: ModelClass) -> bool:
@@ -97,6 +101,7 @@ def read_prompt(
     prepend_bos: bool | None = None,
     attention_mask: Tensor | None = None,
     inputs: Mapping[str, Tensor] | None = None,
+    target_for: str | None = None,
 ) -> Prompt:
     """One prompt as the user gave it.
 
@@ -109,6 +114,7 @@ def read_prompt(
         prepend_bos: as in TransformerLens; None for the model's default. Strings only.
         attention_mask: [pos] or [1, pos], 1 for the prompt's own tokens; padding is cut away.
         inputs: further model inputs by name, [pos] or [1, pos] each; `decoder_input_ids` is the target.
+        target_for: the part of the model that can't do without a target; None: the start token will do.
 
     Raises:
         TypeError, ValueError: with what was expected and what was got.
@@ -138,6 +144,11 @@ def read_prompt(
         if target is not None:
             raise ValueError("prompt: the target was given twice, in the pair and as decoder_input_ids")
         prompt, target = prompt
+    if target is None and target_for is not None:
+        raise ValueError(
+            f"target: expected a pair (source, target) for part={target_for!r}, got the source alone; the "
+            'target is a string, or the decoder\'s tokens from the start token on ("" for that alone)'
+        )
     padded = _tokens(model, kind, prompt, prepend_bos, "prompt")
     real = _real_positions(attention_mask, padded)
     tokens = _checked_tokens(model, padded[real], "prompt")

@@ -46,6 +46,8 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     tensors = {"scores": mixing_map.scores.contiguous()}
     if mixing_map.mask is not None:
         tensors["mask"] = mixing_map.mask.contiguous()
+    if mixing_map.residual_shares is not None:
+        tensors["residual_shares"] = mixing_map.residual_shares.contiguous()
     text = json.dumps(record)
     if len(text) > _LONGEST_RECORD:
         raise ValueError(

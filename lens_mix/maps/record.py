@@ -71,6 +71,8 @@ class MixingMap:
         notes: warnings about this map.
         queries: positions of the rows of `scores` and `mask` among `tokens`, each once, in any order;
             None: all positions in order (a list that says so becomes None).
+        residual_shares: how much of each row's representation is its own residual stream, measured, `[layer,
+            query]`, 0 to 1, for `rollout(residual="measured")`; None: not measured.
         default_query: position of the row that is meant where none is named (`top`, tables of a notebook,
             figures). Of a map that a run made: the position that its target reads, else 0 in a model that
             sees both ways (its [CLS]). None, or a row that is not held: the last that is held.
@@ -95,6 +97,7 @@ class MixingMap:
     provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     queries: list[int] | None = None
+    residual_shares: Tensor | None = None
     default_query: int | None = None
 
     def __post_init__(self) -> None:
@@ -130,6 +133,7 @@ class MixingMap:
         values: dict[str, Any] = {"scores": scores, "tokens": tokens, "mask": mask, "layers": layers}
         values |= {"key_tokens": key_tokens, "queries": queries, "causal": bool(self.causal)}
         values |= {name: checks.as_record(name, getattr(self, name)) for name in ("parameters", "provenance")}
+        values["residual_shares"] = checks.as_shares(self.residual_shares, scores)
         values["residual"] = None if self.residual is None else checks.as_residual(self.residual)
         notes = [self.notes] if isinstance(self.notes, str) else self.notes
         values["notes"] = tuple(several("notes", notes, "strings", kind=str))
@@ -236,7 +240,8 @@ class MixingMap:
             return self
         mask = self.mask[index] if self.mask is not None and self.mask.ndim == 3 else self.mask
         labels = [self.layer_labels[place] for place in index]
-        return self.replace(scores=self.scores[index], mask=mask, layers=labels)
+        shares = None if self.residual_shares is None else self.residual_shares[index]
+        return self.replace(scores=self.scores[index], mask=mask, layers=labels, residual_shares=shares)
 
     def select_queries(self, queries: Queries) -> MixingMap:
         """The rows of some queries, in the order given; keys and tokens stay.
@@ -247,7 +252,9 @@ class MixingMap:
         positions = as_positions(queries, len(self.tokens))
         rows = [self.row_index(position, "queries") for position in positions]
         mask = None if self.mask is None else self.mask[..., rows, :]
-        return self.replace(scores=self.scores[..., rows, :], mask=mask, queries=positions)
+        shares = None if self.residual_shares is None else self.residual_shares[:, rows]
+        scores = self.scores[..., rows, :]
+        return self.replace(scores=scores, mask=mask, queries=positions, residual_shares=shares)
 
     def head(self, head: int) -> MixingMap:
         """The maps of one head, `[layer, query, key]`; no head axis or no such head is a ValueError."""
@@ -343,6 +350,7 @@ class MixingMap:
             mask=None if mask is None else mask[..., rows, :][..., keys],
             key_tokens=key_tokens,
             causal=causal,
+            residual_shares=None if self.residual_shares is None else self.residual_shares[:, rows],
             default_query=None if self.default_query is None else place_after.get(self.default_query),
         )
 
@@ -392,6 +400,7 @@ class MixingMap:
             key_tokens=key_names,
             causal=causal,
             mask=None if mask is None else words.merge_mask(mask, rows, key_words),
+            residual_shares=None,
             provenance={**self.provenance, "merged_words": {"keys": keys, "queries": queries}},
             default_query=meant[0] if meant else None,
             notes=(*self.notes, *words.left_out_note(query_words, names, self.query_positions, numbers)),
