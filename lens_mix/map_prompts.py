@@ -206,10 +206,11 @@ class _Record:
         )
 
     def _default_query(self, label: str, index: int, count: int) -> int | None:
-        """The position that the method's target reads, else 0 where the model sees both ways."""
+        """The position that the method's target reads, else 0 in an encoder: what sees both ways."""
+        encoder = not self._passed.proof.causal and not self._passed.clean.lens.stack.reads_target
         explained = [block.explained[index] for block in self._mapped[label].blocks.values()]
         positions = [position for position in explained if position is not None and position < count]
-        return positions[0] if positions else None if self._passed.proof.causal else 0
+        return positions[0] if positions else 0 if encoder else None
 
     def _scores(
         self,
