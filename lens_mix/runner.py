@@ -164,7 +164,9 @@ def run_many(
         options |= {"prepend_bos": prepend_bos, "attention_mask": attention_mask, "progress": progress}
         options |= {"padding_side": padding_side, "batch_size": batch_size, **inputs}
         parts = parts_of(model)
-        copies = [prompts] * len(parts) if isinstance(prompts, Sized) else itertools.tee(prompts, len(parts))
+        copies: Any = (
+            [prompts] * len(parts) if isinstance(prompts, Sized) else itertools.tee(prompts, len(parts))
+        )
         streams = [
             run_many(model, copy, methods, part=each, **options)
             for each, copy in zip(parts, copies, strict=True)
