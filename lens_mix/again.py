@@ -41,6 +41,11 @@ def run_again(
             "mixing_map: expected a map that lm.run made (its provenance holds token_ids), got one of "
             f"method {mixing_map.method!r} without; run it with lm.run(model, prompt, method)"
         )
+    if "joint" in record:
+        raise ValueError(
+            "mixing_map: expected a map of one part, got a joint one; make it again with lm.joint of "
+            'lm.run(..., part="all")'
+        )
     # Rows and layers keep their names as long as no token is dropped or merged.
     whole = mixing_map.kind == "input" and len(mixing_map) > 1
     asked = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,6 +19,7 @@ from lens_mix.maps import MixingMap
 from lens_mix.method import RESIDUAL_KEY, Method
 from lens_mix.methods.residual_shares import ResidualShares
 from lens_mix.session import Passed, Session
+from lens_mix.targets import as_target
 
 # The label under which a session's methods hold what measures the residual; no name of a method's.
 _MEASURED = "measured residual"
@@ -154,6 +156,9 @@ class _Record:
         self._reaching: AllowedKeys | None = None
         self._provenance = provenance.of_run(passed.clean.lens, prepend_bos)
         self._head = provenance.dropped_head(passed.clean.lens)
+        targets = [method.target for method in passed.session.methods.values() if hasattr(method, "target")]
+        if self._head and any(as_target(target).reads == "logits" for target in targets):
+            warnings.warn(f"the target reads logits, but {self._head}", stacklevel=2)
 
     def map_of(self, label: str, index: int, groups: list[list[int]] | None) -> MixingMap:
         """One prompt's map by one method."""
@@ -201,10 +206,11 @@ class _Record:
         )
 
     def _default_query(self, label: str, index: int, count: int) -> int | None:
-        """The position that the method's target reads, else 0 where the model sees both ways."""
+        """The position that the method's target reads, else 0 in an encoder: what sees both ways."""
+        encoder = not self._passed.proof.causal and not self._passed.clean.lens.stack.reads_target
         explained = [block.explained[index] for block in self._mapped[label].blocks.values()]
         positions = [position for position in explained if position is not None and position < count]
-        return positions[0] if positions else None if self._passed.proof.causal else 0
+        return positions[0] if positions else 0 if encoder else None
 
     def _scores(
         self,

@@ -90,7 +90,25 @@ def _plugins() -> dict[str, type[Method]]:
 
 
 def check_class(method: object) -> None:
-    """Refuse what is no method, with what to change (TypeError, ValueError)."""
+    """Refuse what can't be a method by its name alone, with what to change (TypeError, ValueError)."""
+    made = check_attributes(method)
+    fields = vars(made).get("__dataclass_fields__")
+    annotated = [name for name in vars(made).get("__annotations__", {}) if not hasattr(Method, name)]
+    options = [name for name in annotated if "ClassVar" not in str(made.__annotations__[name])]
+    if fields is None and options:
+        raise ValueError(
+            f"{made.__name__}: expected a dataclass, since it has the parameters {options}; write "
+            "@dataclasses.dataclass(frozen=True) above it"
+        )
+    for field in dataclasses.fields(made):
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ValueError(
+                f"{made.__name__}.{field.name}: expected a default, so that the name alone gives a method"
+            )
+
+
+def check_attributes(method: object) -> type[Method]:
+    """The class of a method, if it is one that can run; errors as `check_class`."""
     if not isinstance(method, type) or not issubclass(method, Method) or method is Method:
         raise TypeError(f"method: expected a class derived from lens_mix.Method, got {shown(method)}")
     where = method.__name__
@@ -106,21 +124,9 @@ def check_class(method: object) -> None:
         raise ValueError(f"{where}.residual: expected a number from 0 to 1, got {method.residual!r}")
     for name, allowed in _ALLOWED.items():
         _check_words(f"{where}.{name}", getattr(method, name), allowed, alone=name == "kind")
-    fields = vars(method).get("__dataclass_fields__")
-    annotated = [name for name in vars(method).get("__annotations__", {}) if not hasattr(Method, name)]
-    options = [name for name in annotated if "ClassVar" not in str(method.__annotations__[name])]
-    if fields is None and options:
-        raise ValueError(
-            f"{where}: expected a dataclass, since it has the parameters {options}; write "
-            "@dataclasses.dataclass(frozen=True) above it"
-        )
     if method.__call__ is Method.__call__ and method.of_stack is Method.of_stack:
         raise ValueError(f"{where}: expected a __call__(self, block) that gives a block's map, found none")
-    for field in dataclasses.fields(method):
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ValueError(
-                f"{where}.{field.name}: expected a default, so that the name alone gives a method"
-            )
+    return method
 
 
 def _check_words(what: str, given: object, allowed: tuple[str, ...], alone: bool) -> None:

@@ -22,7 +22,7 @@ from lens_mix.lens.rows import Selection
 from lens_mix.map_prompts import map_prompts, measuring
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
-from lens_mix.registry import all_methods, check_class
+from lens_mix.registry import all_methods, check_attributes
 from lens_mix.session import Session
 
 MethodLike = str | Method
@@ -172,7 +172,9 @@ def run_many(
         options |= {"prepend_bos": prepend_bos, "attention_mask": attention_mask, "progress": progress}
         options |= {"padding_side": padding_side, "batch_size": batch_size, **inputs}
         parts = parts_of(model)
-        copies = [prompts] * len(parts) if isinstance(prompts, Sized) else itertools.tee(prompts, len(parts))
+        copies: Any = (
+            [prompts] * len(parts) if isinstance(prompts, Sized) else itertools.tee(prompts, len(parts))
+        )
         streams = [
             run_many(model, copy, methods, part=each, **options)
             for each, copy in zip(parts, copies, strict=True)
@@ -311,7 +313,7 @@ def _read_method(method: object) -> Method:
     if not isinstance(method, Method):
         meant = f"the class {method.__name__}; write {method.__name__}()" if isinstance(method, type) else ""
         raise TypeError(f"methods: expected a name or a method, got {meant or type(method).__name__}")
-    check_class(type(method))
+    check_attributes(type(method))
     return method
 
 

@@ -63,6 +63,13 @@ def test_with_inputs_and_pairs():
         except lm.UnsupportedModelError:
             pytest.skip("no T5 in this TransformerLens")
         assert torch.equal(lm.run_again(bridge("t5"), made).scores, made.scores)
+        cross = lm.run(bridge("t5"), (TOKENS, TOKENS[:3]), "attention", part="cross")
+        assert torch.equal(lm.run_again(bridge("t5"), cross).scores, cross.scores)
+        # Its rows are the target's tokens, the last of which is meant.
+        assert cross.meant_query == 2
+        joint = lm.joint(lm.run(bridge("t5"), (TOKENS, TOKENS[:3]), "attention", part="all"))
+        with pytest.raises(ValueError, match=r"got a joint one; make it again with lm.joint"):
+            lm.run_again(bridge("t5"), joint)
     if available(hooked_encoder):
         types = torch.tensor([0, 0, 0, 1, 1, 1])
         made = lm.run(hooked_encoder(), TOKENS, "attention", token_type_ids=types)

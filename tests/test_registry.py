@@ -91,7 +91,10 @@ def test_another_class_can_not_take_a_name():
     ],
 )
 def test_what_is_no_method_is_refused_in_words(changes, message):
-    for use in (lm.register, lambda kind: lm.run(gpt2_like(), TOKENS, kind()), lm.testing.check_method):
+    uses = [lm.register, lm.testing.check_method]
+    # What has class attributes by another name may run, but not by its name alone.
+    uses += [] if "dataclasses" in message else [lambda kind: lm.run(gpt2_like(), TOKENS, kind())]
+    for use in uses:
         with pytest.raises(ValueError, match=message):
             use(variant(**changes))
 

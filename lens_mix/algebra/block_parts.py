@@ -66,8 +66,11 @@ def block_parts(block: Block) -> BlockParts:
     The method that calls it records "pattern" and "value", and names in `parts` what it relies on.
 
     Raises:
-        UnsupportedModelError: a norm stands behind a feed-forward that can't be written down.
+        UnsupportedModelError: a norm stands behind a feed-forward that can't be written down; a map of
+            cross-attention.
     """
+    if block.is_cross:
+        raise UnsupportedModelError("block_parts: expected self-attention (part='decoder'), got part='cross'")
     anatomy, wide = block.anatomy, torch.promote_types(block.resid_post.dtype, torch.float32)
     path, s = value_path(block), anatomy.residual_multiplier
     pattern, value, x = (

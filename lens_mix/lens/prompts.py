@@ -223,6 +223,9 @@ def of_encoding(
             "prompt: expected what a tokenizer returns for prompts of one length (padding=True), got "
             f"{problem}"
         ) from problem
+    # Some tokenizers give them for models that take none; zeros are what a model reads without.
+    if "token_type_ids" in tensors and not bool(tensors["token_type_ids"].any()):
+        del tensors["token_type_ids"]
     own_mask = tensors.pop("attention_mask", None)
     tokens = tensors.pop("input_ids")
     return tokens, own_mask if attention_mask is None else attention_mask, {**tensors, **given}

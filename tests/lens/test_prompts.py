@@ -71,6 +71,11 @@ def test_what_a_tokenizer_returns(bert):
         lm.run(bert, {"text": "a b"}, "attention")
 
 
+def test_token_types_of_zeros_are_no_input(model):
+    encoded = {"input_ids": torch.tensor([[5, 6]]), "token_type_ids": torch.tensor([[0, 0]])}
+    assert lm.run(model, encoded, "attention").provenance["token_ids"] == [5, 6]
+
+
 def test_a_pair_is_refused_by_a_decoder(model):
     with pytest.raises(ValueError, match=r"pair of strings for encoders .* is neither; .*run_many"):
         lm.run(model, ("w5 w6", "w7"), "attention")
