@@ -12,9 +12,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix.lens import provenance
+from lens_mix.lens.batches import PaddingSide, Prompt
 from lens_mix.lens.block import Block
 from lens_mix.lens.masks import AllowedKeys, PromptMask
-from lens_mix.lens.prompts import PaddingSide, Prompt
 from lens_mix.maps import MixingMap
 from lens_mix.method import RESIDUAL_KEY, Method
 from lens_mix.methods.residual_shares import ResidualShares

@@ -13,10 +13,11 @@ from tqdm.auto import tqdm
 
 from lens_mix.arguments import flags, one_of, shown, whole_number
 from lens_mix.lens import masks
+from lens_mix.lens.batches import PaddingSide, Prompt
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.parts import one_part, parts_of
-from lens_mix.lens.prompts import PaddingSide, Prompt, of_encoding
+from lens_mix.lens.prompts import of_encoding
 from lens_mix.lens.proof.support import Support, any_tokens, support_table
 from lens_mix.lens.rows import Selection
 from lens_mix.map_prompts import map_prompts, measuring

@@ -18,13 +18,14 @@ from torch import Tensor
 from lens_mix.algebra import large_product
 from lens_mix.arguments import whole_number
 from lens_mix.hooks import HookPair, record_all, record_attention
+from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.block import Block
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.cross import names_before_cross, streams_before_cross
 from lens_mix.lens.masks import AllowedKeys, allowed_keys
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.prompts import Batch, PaddingSide, Prompt, pad, pad_token, read_prompt, token_strings
+from lens_mix.lens.prompts import pad_token, read_prompt, token_strings
 from lens_mix.lens.proof.check import another_pass, edits, refuted_here, unmixed
 from lens_mix.lens.proof.engines import choose_engine, needs_head, refused_outright
 from lens_mix.lens.proof.proofs import proof_of

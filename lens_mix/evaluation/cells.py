@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from lens_mix.arguments import flags, instance, number, one_of, several, whole_number
 from lens_mix.evaluation.edited_passes import EditedPasses, edited_passes
+from lens_mix.evaluation.kept_cells import Job, KeepCells, RankedCells, Visible
 from lens_mix.hooks import must_fire
-from lens_mix.hooks.base import AttentionHook
-from lens_mix.hooks.mixing import check_mixing, mix, tolerance
+from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.maps import MixingMap
 from lens_mix.targets import TargetLike
@@ -28,10 +28,6 @@ Operator = Literal["zero", "mean"]
 
 # MIB's steps from 1 % on, and even ones above a tenth: there, unlike edges, cells bring the target back.
 FRACTIONS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-
-Visible = Mapping[int, Tensor]
-# A map's cells, and how many of them are kept.
-Job = tuple["_Ranked", int]
 
 # Differences of the target that are smaller, relative to its size, are rounding.
 _FLAT = 1e-6
@@ -167,7 +163,9 @@ def keep_cells(
         for name, mixing in named.items():
             _check_map(name, mixing, passes)
         visible = _visible(passes)
-        ranked = {name: _Ranked.of(mixing, visible, keep_diagonal, seed) for name, mixing in named.items()}
+        ranked = {
+            name: RankedCells.of(mixing, visible, keep_diagonal, seed) for name, mixing in named.items()
+        }
         counts = {name: [round(one * cells.count) for one in asked] for name, cells in ranked.items()}
         jobs = [(cells, count) for name, cells in ranked.items() for count in counts[name]]
         values = _values(passes, jobs, visible, operator)
@@ -211,75 +209,6 @@ def _area(values: Sequence[float], shares: Sequence[float]) -> float:
 # ------------------------------------------------------------------ ranks and passes
 
 
-@dataclasses.dataclass(frozen=True)
-class _Ranked:
-    """Which cells of a map come first.
-
-    Attributes:
-        ranks: per layer that the map holds, [head or 1, query, key]: 0 for the first cell, -1 for what is
-            always kept, `count` for what the mask hides.
-        count: how many cells are ranked.
-    """
-
-    ranks: Mapping[int, Int[Tensor, "head query key"]]
-    count: int
-
-    @classmethod
-    def of(cls, mixing: MixingMap, visible: Visible, keep_diagonal: bool, seed: int) -> _Ranked:
-        scores = mixing.scores if mixing.has_heads else mixing.scores[:, None]
-        diagonal = torch.eye(scores.shape[-1], dtype=torch.bool)
-        taken = torch.stack([visible[layer] for layer in mixing.layer_labels])[:, None]
-        taken = (taken & ~diagonal if keep_diagonal else taken).expand_as(scores)
-        places = taken.flatten().nonzero()[:, 0]
-        shuffled = places[torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))]
-        order = scores.cpu().flatten()[shuffled].argsort(descending=True, stable=True)
-        ranks = torch.full((scores.numel(),), len(places))
-        ranks[shuffled[order]] = torch.arange(len(places))
-        ranks = ranks.view(scores.shape)
-        ranks = ranks.masked_fill(diagonal, -1) if keep_diagonal else ranks
-        return cls(dict(zip(mixing.layer_labels, ranks, strict=True)), len(places))
-
-    def kept(self, layer: int, count: int) -> Bool[Tensor, "#head #query #key"]:
-        """Which cells of a layer are among the first so many; all, where the map does not hold it."""
-        return self.ranks[layer] < count if layer in self.ranks else torch.ones(1, 1, 1, dtype=torch.bool)
-
-
-class _KeepCells(AttentionHook):
-    """z of one layer from the clean pattern with some cells kept, another set of them in each copy."""
-
-    points = ("values", "pattern", "mixed")
-
-    def __init__(
-        self,
-        layer: int,
-        attention: str,
-        clean: Float[Tensor, "1 head query key"],
-        jobs: Sequence[Job],
-        visible: Bool[Tensor, "query key"],
-        operator: str,
-    ) -> None:
-        super().__init__(layer, attention)
-        self._layer, self._clean, self._jobs, self._operator = layer, clean, jobs, operator
-        self._visible = visible
-
-    def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
-        if pattern is not None:
-            check_mixing("keep_cells", mixed, pattern, values)
-        own = self._visible.shape[0]
-        clean, visible = self._clean[..., :own, :own], self._visible.to(self._clean)
-        shape = clean.shape[1:]
-        kept = torch.stack([cells.kept(self._layer, count).expand(shape) for cells, count in self._jobs])
-        kept = kept.to(clean.device)
-        edited = clean * kept
-        if self._operator == "mean":
-            removed = (clean * ~kept).sum(-1, keepdim=True)
-            edited = edited + removed * (visible / visible.sum(-1, keepdim=True).clamp_min(1))
-        self.calls += 1
-        # What padding reads is never asked for.
-        beyond = self._clean.shape[-1] - own
-        return mix(torch.nn.functional.pad(edited, (0, beyond, 0, beyond)), values)
-
-
 def _visible(passes: EditedPasses) -> dict[int, Bool[Tensor, "query key"]]:
     """Per layer, the keys that each query of the prompt may see."""
     own = slice(0, passes.length)
@@ -295,7 +224,7 @@ def _values(passes: EditedPasses, jobs: Sequence[Job], visible: Visible, operato
         for layer in layers:
             clean = passes.passed.clean.recorded[stack.hook_name("pattern", layer)]
             template = stack.attention_template
-            hook = _KeepCells(layer, template, clean, jobs[part], visible[layer], operator)
+            hook = KeepCells(layer, template, clean, jobs[part], visible[layer], operator)
             hooks.append((hook.matches, hook))
         with must_fire(*hooks) as pairs:
             values += passes.with_hooks(pairs, len(jobs[part])).double().tolist()

@@ -15,12 +15,12 @@ from torch import Tensor
 from lens_mix import targets
 from lens_mix.arguments import instance, real_tensor
 from lens_mix.hooks import HookPair
+from lens_mix.lens.batches import Batch
 from lens_mix.lens.block import Block
 from lens_mix.lens.changes import Change, Changes
 from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.copies import copies_within
 from lens_mix.lens.head import row_at, unembedding_at
-from lens_mix.lens.prompts import Batch
 from lens_mix.lens.rows import Selection, read_selection
 from lens_mix.method import Method
 from lens_mix.methods import target_passes

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from lens_mix.hooks import HookPair, record
 from lens_mix.hooks.record import ATTENTION_ROLES
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, read_norm
+from lens_mix.lens.batches import Batch, Prompt, pad
 from lens_mix.lens.changed_backward import Rules, changed_backward
 from lens_mix.lens.clean_pass import CleanPass
 from lens_mix.lens.continuation import head_from, last_residual_from, logits_from
 from lens_mix.lens.copies import copies_within
 from lens_mix.lens.head import Head
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
-from lens_mix.lens.prompts import Batch, Prompt, pad, pad_token
+from lens_mix.lens.prompts import pad_token
 from lens_mix.lens.proof.record import Proof
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import rows_at

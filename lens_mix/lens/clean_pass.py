@@ -12,10 +12,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair, watch_pattern
+from lens_mix.lens.batches import Batch
 from lens_mix.lens.changes import Changes, forward_hook
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.prompts import Batch
 from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls
 from lens_mix.lens.rows import Rows, rows_at
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair
 from lens_mix.lens.anatomy import Norm
+from lens_mix.lens.batches import Batch
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook, replaced_forward
 from lens_mix.lens.clean_pass import CleanPass, StopForward
 from lens_mix.lens.head import Head, proven_head, row_at, unembedding_at
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.prompts import Batch
 from lens_mix.lens.replay import enter_with, first_tensor
 
 

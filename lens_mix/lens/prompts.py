@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,74 +12,14 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lens_mix.arguments import flags, plain_tensor, shown, whole_number
+from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import ModelClass
-
-PaddingSide = Literal["left", "right"]
 
 # What tokenizers return besides, on request.
 _NOT_FOR_MODELS = {"offset_mapping", "special_tokens_mask", "length", "overflow_to_sample_mapping"}
 
 # Learned positions are tables: a longer prompt has no row to read.
 _EXTENSIBLE_POSITIONS = {"alibi", "relative_positional_bias", "none"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """One prompt, without any padding.
-
-    Attributes:
-        tokens: what the (first) stack reads.
-        target: what the decoder of an encoder-decoder reads; None elsewhere.
-        inputs: further model inputs of the shape of `tokens`, by name.
-        text: as it was given, for the record: a string, a pair of them, chat messages; None for tokens.
-    """
-
-    tokens: Int[Tensor, " pos"]
-    target: Int[Tensor, " target_pos"] | None = None
-    inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
-    text: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Prompts padded to one length.
-
-    Attributes:
-        prompts: the prompts in order.
-        tokens, real: padded tokens and which of them are the prompts' own.
-        target, target_real: the same for the decoder's side; None without a decoder.
-        inputs: further model inputs, padded with zeros.
-    """
-
-    prompts: tuple[Prompt, ...]
-    tokens: Int[Tensor, "batch pos"]
-    real: Bool[Tensor, "batch pos"]
-    target: Int[Tensor, "batch target_pos"] | None
-    target_real: Bool[Tensor, "batch target_pos"] | None
-    inputs: Mapping[str, Tensor]
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def select(self, rows: Int[Tensor, " row"]) -> Batch:
-        """Some of the prompts, repeats allowed, with the padding they have here."""
-        prompts = tuple(self.prompts[row] for row in rows.tolist())
-        target = None if self.target is None else self.target[rows]
-        target_real = None if self.target_real is None else self.target_real[rows]
-        inputs = {name: value[rows] for name, value in self.inputs.items()}
-        return Batch(prompts, self.tokens[rows], self.real[rows], target, target_real, inputs)
-
-    def real_positions(self, stack: str) -> Bool[Tensor, "batch pos"]:
-        """Which positions of the given stack's queries are the prompts' own."""
-        if stack not in ("decoder", "cross"):
-            return self.real
-        if self.target_real is None:
-            raise ValueError(f"part={stack!r}: the prompts have no decoder side")
-        return self.target_real
-
-    def real_keys(self, stack: str) -> Bool[Tensor, "batch key"]:
-        """Which positions of the given stack's keys are the prompts' own."""
-        return self.real if stack == "cross" else self.real_positions(stack)
 
 
 def is_encoder_decoder(model: Any, kind: ModelClass) -> bool:
@@ -376,36 +315,6 @@ def _vocabulary(model: Any, name: str) -> int:
 def device_of(model: Any) -> torch.device:
     """The device of the model's first parameter."""
     return next(iter(model.parameters())).device
-
-
-def pad(prompts: Sequence[Prompt], pad_token: int, side: PaddingSide) -> Batch:
-    """Prompts of different lengths as one batch, padded on one side."""
-    sources, target, target_real, least = [prompt.tokens for prompt in prompts], None, None, 1
-    if prompts[0].target is not None and all(len(source) == 1 for source in sources):
-        # TransformerBridge repeats T5's position bias over copies of a source of one token, and then fails.
-        least, side = 2, "right"
-    tokens, real = _pad(sources, pad_token, side, least)
-    if prompts[0].target is not None:
-        # A decoder is causal: padding on its right cannot reach the prompt's own positions.
-        target, target_real = _pad([p.target for p in prompts if p.target is not None], pad_token, "right")
-    names = prompts[0].inputs
-    if any(set(prompt.inputs) != set(names) for prompt in prompts):
-        raise ValueError(f"model inputs: expected {sorted(names)} for every prompt of a batch, some differ")
-    inputs = {name: _pad([p.inputs[name] for p in prompts], 0, side, least)[0] for name in names}
-    return Batch(tuple(prompts), tokens, real, target, target_real, inputs)
-
-
-def _pad(
-    rows: Sequence[Tensor], value: int, side: PaddingSide, least: int = 1
-) -> tuple[Tensor, Bool[Tensor, "batch pos"]]:
-    longest = max(least, *(len(row) for row in rows))
-    padded = rows[0].new_full((len(rows), longest), value)
-    real = torch.zeros_like(padded, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        span = slice(longest - len(row), longest) if side == "left" else slice(0, len(row))
-        padded[index, span] = row
-        real[index, span] = True
-    return padded, real
 
 
 def pad_token(model: Any) -> int:

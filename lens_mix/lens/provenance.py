@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lens_mix.lens.batches import Prompt
 from lens_mix.lens.block import Block
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import transformer_lens_version
 from lens_mix.lens.precision import switched_off
-from lens_mix.lens.prompts import Prompt
 from lens_mix.lens.proof.support import model_name
 from lens_mix.version import __version__
 

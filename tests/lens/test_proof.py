@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.prompts import Prompt
 from lens_mix.lens.proof import prove as proofs
 from lens_mix.lens.proof import record as proof_record
 from tests.matrix import build_or_skip, prompt_of

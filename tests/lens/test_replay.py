@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.lens.batches import pad
 from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.continuation import logits_from
-from lens_mix.lens.prompts import pad, read_prompt
+from lens_mix.lens.prompts import read_prompt
 from tests.matrix import build_or_skip, cases, prompt_of
 from tests.tiny_models import bridge
 

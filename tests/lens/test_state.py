@@ -147,7 +147,8 @@ def test_after_an_exception_while_starting_at_a_block(label):
 
 
 def pass_of(lens, model):
-    from lens_mix.lens.prompts import pad, read_prompt
+    from lens_mix.lens.batches import pad
+    from lens_mix.lens.prompts import read_prompt
 
     return clean_pass(lens, pad([read_prompt(model, lens.model_class, prompt_of(model))], 0, "right"))
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import BlockAnatomy, ValuePath
+from lens_mix.lens.batches import pad
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
-from lens_mix.lens.prompts import pad
 from lens_mix.lens.proof.record import Proof
 from lens_mix.lens.proof.sketch import random_vectors, sketched_error
 from lens_mix.lens.replay import relative_error

@@ -6,11 +6,11 @@ import dataclasses
 import weakref
 from typing import Any
 
+from lens_mix.lens.batches import PaddingSide, Prompt
 from lens_mix.lens.block import Block
 from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.prompts import PaddingSide, Prompt
 from lens_mix.lens.proof.prove import masks_padding, prove, short_batch
 from lens_mix.lens.proof.record import HEAD_UNPROVEN, Proof
 

@@ -30,11 +30,12 @@ from torch import Tensor
 from lens_mix.hooks import record, record_all, zero_values
 from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates
+from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.cross import names_before_cross
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
-from lens_mix.lens.prompts import Batch, PaddingSide, Prompt, pad, pad_token
+from lens_mix.lens.prompts import pad_token
 from lens_mix.lens.proof.next_norms import next_norm_refusals
 from lens_mix.lens.proof.reasons import explained
 from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE, PartError, Proof
