@@ -3,7 +3,8 @@
     python -m benchmarks.leaderboard smollm2 importance        one model, one task; resumes where it stopped
     python -m benchmarks.leaderboard --tables                  all finished tables as Markdown
 
-Models: smollm2, gemma3, minilm. Tasks: importance, planted, removals, cells. Finished cases are kept in
+Models: smollm2, gemma3, minilm. Tasks: importance, planted, removals, cells, and
+shuffled (importance by few methods, beside the same on shuffled weights). Finished cases are kept in
 outputs/leaderboard/, one file per model and task.
 """
 
@@ -45,6 +46,12 @@ INPUT_METHODS: list[Any] = [
     "context_length",
     lm.Occlusion(by="mask"),
     lm.Occlusion(by="values"),
+]
+# What "shuffled" compares with itself on shuffled weights.
+FEW: list[Any] = [
+    *("attention", "attn_res_ln", "alti", "value_zeroing", "decompx", "input_gradients"),
+    lm.Gim(activations="ratio", readout="absolute"),
+    lm.AttributionPatching(replacements=(" thing", " green")),
 ]
 AGGREGATIONS = {
     "rollout": lm.rollout,
@@ -91,8 +98,8 @@ def task_of(name: str, model_name: str, model: Any) -> evaluation.Task:
     if model_name == "minilm":
         # What counts is the sentence's vector: the first position's residual stream stands for it here.
         return evaluation.Removals(SENTENCES, "sample", beam=2)
-    if name == "importance":
-        return evaluation.Importance(short_prompts(40))
+    if name in ("importance", "shuffled"):
+        return evaluation.Importance(short_prompts(40 if name == "importance" else 25))
     if name == "planted":
         return evaluation.Cues(evaluation.planted_facts(model, 24, sentences=3), leave_out=(0,))
     if name == "removals":
@@ -107,13 +114,15 @@ def main(model_name: str, task_name: str) -> None:
     model = {"smollm2": models.smollm2, "gemma3": models.gemma3, "minilm": models.minilm}[model_name]()
     task = task_of(task_name, model_name, model)
     methods = LAYER_METHODS if task.layer_maps else [*LAYER_METHODS, *INPUT_METHODS]
+    if task_name == "shuffled":
+        methods = FEW
     start = time.time()
     board = lm.evaluate(
         model,
         task,
         methods,
         AGGREGATIONS,
-        randomised_model=True,
+        randomised_model=task_name == "shuffled" or model_name != "smollm2",
         resume=FOLDER / f"{model_name}-{task_name}.jsonl",
         progress=True,
     )

@@ -29,11 +29,9 @@ def test_causal_bridges_get_patching_with_its_record():
     ("build", "why"),
     [
         (lambda: build_or_skip(hooked_transformer, "LN", torch.float64), "decoder-only TransformerBridge"),
-        (lambda: build_or_skip(hooked_encoder, torch.float64), "decoder-only TransformerBridge"),
-        (lambda: build_or_skip(bridge, "bert", torch.float64), "expected a causal model"),
         (lambda: build_or_skip(bridge, "mistral", torch.float64), "a sliding window"),
     ],
-    ids=["HookedTransformer", "HookedEncoder", "bert", "mistral"],
+    ids=["HookedTransformer", "mistral"],
 )
 def test_other_models_get_gradients_and_the_reason(build, why):
     model = build()
@@ -43,6 +41,20 @@ def test_other_models_get_gradients_and_the_reason(build, why):
     assert why in found.notes[-1]
     method = lm.Gim(lm.targets.predicted(of="log_probability"), "absolute", activations="ratio")
     assert torch.equal(found.scores, lm.run(model, prompt, method, queries=[2, -1]).scores)
+
+
+@pytest.mark.parametrize("name", ["bert", "HookedEncoder"])
+def test_encoders_get_decompx_and_gradients_where_a_target_is_asked(name):
+    factory = (hooked_encoder, torch.float64) if name == "HookedEncoder" else (bridge, name, torch.float64)
+    model = build_or_skip(*factory)
+    prompt = tokens(model, 1, 7, 1)[0]
+    found = lm.input_map(model, prompt, queries=[2, -1])
+    assert (found.method, found.queries, len(found)) == ("decompx", [2, 6], 1)
+    expected = lm.run(model, prompt, "decompx", queries=[2, -1], layers=[-1])
+    assert torch.equal(found.scores, expected.scores)
+    assert "0.56 [0.52, 0.61]" in json.dumps(found.provenance["input_map"])
+    asked = lm.input_map(model, prompt, target=lm.targets.logit(3))
+    assert (asked.method, asked.parameters["activations"]) == ("gim", "ratio")
 
 
 def test_feed_forwards_that_are_not_written_down():
