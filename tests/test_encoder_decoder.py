@@ -388,7 +388,7 @@ def test_what_can_not_be_asked_is_an_error_in_words():
         lm.run(model, (torch.full((33,), 5), source), "attention", part="cross")
     with pytest.raises(ValueError, match="part: expected part= alone"):
         lm.run(model, (source, source), "attention", part="cross", stack="decoder")
-    with pytest.raises(ValueError, match=r"part: expected one of \['cross', 'decoder', 'encoder'\]"):
+    with pytest.raises(ValueError, match=r"expected one of \['cross', 'decoder', 'encoder'\]"):
         lm.run(model, (source, source), "attention", part="both")
     with pytest.raises(lm.UnsupportedModelError, match="is not defined on part='cross'"):
         lm.run(model, (source, source), "globenc", part="cross")
@@ -401,7 +401,7 @@ def test_decoder_only_models_have_no_parts():
     model = gpt2_like()
     tokens = torch.arange(3, 9)
     for part in ("cross", "decoder"):
-        with pytest.raises(ValueError, match=r"part: expected one of \['blocks'\]"):
+        with pytest.raises(ValueError, match=r"part \(stack\): expected one of \['blocks'\]"):
             lm.run(model, tokens, "attention", part=part)
     with pytest.raises(ValueError, match="part: expected None, got 'all'"):
         lm.run(model, tokens, "attention", part="all")

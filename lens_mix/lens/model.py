@@ -54,7 +54,8 @@ class Lens:
         if not isinstance(name, str) or name not in stacks:
             alone = " (no encoder-decoder: a part is of these)" * ("blocks" in stacks)
             raise ValueError(
-                f"part: expected one of {sorted(stacks)} for {self.model_class.value}{alone}, got {stack!r}"
+                f"part (stack): expected one of {sorted(stacks)} for {self.model_class.value}{alone}, "
+                f"got {stack!r}"
             )
         self.stack: Stack = stacks[name]
         if self.device.type == "meta":
