@@ -30,8 +30,9 @@ PROMPTS = {
     "war, but all her life she cooked the food of her home and sang to us in",
 }
 METHODS = ["attention", "value_zeroing"]
-ROLLOUTS: dict[str, dict[str, bool]] = {
+ROLLOUTS: dict[str, dict[str, Any]] = {
     "rollout": {},
+    "rollout, residual measured": {"residual": "measured"},
     "rollout, receptive field": {"receptive_field": True},
     "rollout, first token dropped": {"drop_bos": True},
     "rollout, first token dropped, receptive field": {"drop_bos": True, "receptive_field": True},
@@ -43,17 +44,26 @@ def main() -> None:
     model = models.load(options.model) if options.model else models.demo_model()
     prompts = {"prompt": options.prompt} if options.prompt else PROMPTS
     pictures: list[Path] = []
+    pages: list[dict[str, lm.MixingMap]] = []
     for name, prompt in prompts.items():
-        pictures += map_prompt(model, name, prompt, options.outputs)
+        drawn, maps = map_prompt(model, name, prompt, options.outputs)
+        pictures += drawn
+        # The one with the most to see comes first.
+        pages.insert(0, maps)
     print("\nPictures:")
     for picture in pictures:
         print(f"  {picture}")
+    place = options.outputs / "page.html"
+    lm.page(pages, place)
+    print(f"\nThe maps to look through, in a browser:\n  {place}")
 
 
-def map_prompt(model: Any, name: str, prompt: str, folder: Path) -> list[Path]:
-    """Maps one prompt, prints the sources of its last position, and returns the pictures drawn."""
+def map_prompt(
+    model: Any, name: str, prompt: str, folder: Path
+) -> tuple[list[Path], dict[str, lm.MixingMap]]:
+    """Maps one prompt, prints the sources of its last position; the pictures drawn, and the page's maps."""
     start = time.perf_counter()
-    layers = lm.run(model, prompt, METHODS)
+    layers = lm.run(model, prompt, METHODS, residual_shares=True)
     seconds = time.perf_counter() - start
     tokens = layers["attention"].tokens
     print(f"\n{prompt!r}\n  {len(tokens)} tokens, mapped in {seconds:.1f} s")
@@ -63,7 +73,10 @@ def map_prompt(model: Any, name: str, prompt: str, folder: Path) -> list[Path]:
     rows = {name_of_it: recommended.normalized(), **every_row(layers)}
     print_sources(rows)
     print_largest_by_layer(layers)
-    return draw(name, layers, rows, folder)
+    shown = {name_of_it: recommended}
+    shown |= {method.replace("_", " "): mixing_map for method, mixing_map in layers.items()}
+    shown |= {row: mixing_map for row, mixing_map in rows.items() if row.endswith(("rollout", "measured"))}
+    return draw(name, layers, rows, folder), shown
 
 
 def draw(

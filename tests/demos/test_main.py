@@ -43,6 +43,8 @@ def test_prints_the_paths_of_the_pictures_that_it_wrote(printed: tuple[str, Path
     assert [picture.name for picture in pictures] == [f"prompt_{name}.png" for name in names]
     assert all(str(picture) in text for picture in pictures)
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    assert text.rstrip().endswith(str(folder / "page.html"))
+    assert "<!DOCTYPE html>" in (folder / "page.html").read_text(encoding="utf-8")
 
 
 def test_prints_the_top_sources_of_every_row(printed: tuple[str, Path]) -> None:
@@ -51,7 +53,7 @@ def test_prints_the_top_sources_of_every_row(printed: tuple[str, Path]) -> None:
         for line in printed[0].splitlines()
         if re.match(r"  (input map|attention|value zeroing)[ ,].* \d\.\d{3}", line)
     ]
-    assert len(lines) == 11
+    assert len(lines) == 13
     assert lines[0].startswith("  input map (")
     for line in lines:
         shares = [float(share) for share in re.findall(r" (\d\.\d{3})", line)]
