@@ -128,10 +128,11 @@ def test_circles_are_found():
 def test_the_library_stays_small():
     """15,940 lines when the house was rebuilt; the edges of the proof took 1,000 more.
 
-    Since then: 2,000 for methods on the whole model (gradients, occlusion, routes), 3,000 to judge maps.
+    Since then: 2,000 for methods on the whole model (gradients, occlusion, routes), 3,000 to judge maps
+    (250 of them for word alignments and their error rates).
     """
     evaluation = lines(LIBRARY / "evaluation")
-    assert sum(evaluation) <= 4_500
+    assert sum(evaluation) <= 4_750
     assert sum(lines()) - sum(evaluation) <= 19_300
 
 
