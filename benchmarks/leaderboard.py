@@ -50,7 +50,15 @@ AGGREGATIONS = {
     "rollout": lm.rollout,
     "rollout, receptive field": lambda m: lm.rollout(m, receptive_field=True),
     "rollout, residual 0.5": lambda m: lm.rollout(m, residual=0.5),
-    "rollout, residual 0.95": lambda m: lm.rollout(m, residual=0.95),
+    "rollout, residual measured": lambda m: lm.rollout(m, residual="measured"),
+    "rollout, residual measured, receptive field": lambda m: lm.rollout(
+        m, residual="measured", receptive_field=True
+    ),
+    "rollout, total mixing 1.5": lambda m: lm.rollout(m, total_mixing=1.5),
+    "rollout, total mixing 5": lambda m: lm.rollout(m, total_mixing=5),
+    "rollout, total mixing 1.5, receptive field": lambda m: lm.rollout(
+        m, total_mixing=1.5, receptive_field=True
+    ),
     "mean": lm.layer_mean,
     "mean of shares": lambda m: lm.layer_mean(m, normalize=True),
     "gradient_rollout": lm.gradient_rollout,
@@ -101,7 +109,13 @@ def main(model_name: str, task_name: str) -> None:
     methods = LAYER_METHODS if task.layer_maps else [*LAYER_METHODS, *INPUT_METHODS]
     start = time.time()
     board = lm.evaluate(
-        model, task, methods, AGGREGATIONS, resume=FOLDER / f"{model_name}-{task_name}.jsonl", progress=True
+        model,
+        task,
+        methods,
+        AGGREGATIONS,
+        randomised_model=True,
+        resume=FOLDER / f"{model_name}-{task_name}.jsonl",
+        progress=True,
     )
     (FOLDER / f"{model_name}-{task_name}.md").write_text(board.to_markdown("position") + "\n")
     print(board.to_markdown("position"))

@@ -25,7 +25,7 @@ The hooks that the methods are made of work on their own, next to your own:
 
 import lazy_loader
 
-__version__ = "0.1.0"
+from lens_mix.version import __version__ as __version__
 
 # Names are imported when first used, so that `import lens_mix` costs next to nothing beside TransformerLens.
 # `__init__.pyi` says where each of them lives, for this and for type checkers.

@@ -1,10 +1,14 @@
-from . import evaluation, targets
+from . import evaluation, targets, testing
+from .again import run_again
 from .aggregation.flow import flow
 from .aggregation.gradient_rollout import gradient_rollout
+from .aggregation.joint import joint
 from .aggregation.layer_mean import layer_mean
 from .aggregation.rollout import rollout
 from .aggregation.tree import attribution_tree, tree_text
+from .algebra.block_parts import BlockParts, block_parts
 from .citations import citation
+from .evaluation.compare import compare
 from .evaluation.leaderboard import evaluate
 from .lens.model import Lens
 from .lens.model_classes import UnsupportedModelError
@@ -38,6 +42,7 @@ from .methods import (
     ValueZeroing,
 )
 from .recommended import input_map
+from .registry import register
 from .runner import run, run_many, support
 
 __version__: str
@@ -55,6 +60,7 @@ __all__ = [
     "AttnResLn",
     "AttnResWeights",
     "AttributionPatching",
+    "BlockParts",
     "ContextLength",
     "DecompX",
     "DecompXLocal",
@@ -72,18 +78,24 @@ __all__ = [
     "ValueNorms",
     "ValueZeroing",
     "attribution_tree",
+    "block_parts",
     "check",
     "citation",
+    "compare",
     "evaluate",
     "evaluation",
     "flow",
     "gradient_rollout",
     "input_map",
+    "joint",
     "layer_mean",
+    "register",
     "rollout",
     "run",
+    "run_again",
     "run_many",
     "support",
     "targets",
+    "testing",
     "tree_text",
 ]

@@ -6,7 +6,7 @@ import re
 from importlib import resources
 
 from lens_mix.arguments import one_of
-from lens_mix.methods import METHODS
+from lens_mix.registry import all_methods
 
 _AGGREGATIONS = dict.fromkeys(("flow", "rollout"), "abnar-zuidema-2020-quantifying")
 
@@ -15,9 +15,13 @@ def citation(name: str) -> str:
     """BibTeX of the paper of a method or an aggregation, by its name in strings.
 
     Raises:
-        ValueError: no such method or aggregation.
+        ValueError: no such method or aggregation; a method that names no paper.
     """
-    keys = {label: method.citation for label, method in METHODS.items()} | _AGGREGATIONS
+    keys = {label: getattr(method, "citation", "") for label, method in all_methods().items()} | _AGGREGATIONS
     one_of("name", name, sorted(keys))
+    if not keys[name]:
+        raise ValueError(f"name: {name!r} names no paper; its class attribute `citation` may hold the BibTeX")
+    if keys[name].startswith("@"):
+        return keys[name]
     entries = re.split(r"\n\n(?=@)", resources.files("lens_mix").joinpath("references.bib").read_text())
     return next(entry.strip() for entry in entries if f"{{{keys[name]}," in entry)

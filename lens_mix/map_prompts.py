@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -15,8 +15,18 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.masks import AllowedKeys, PromptMask
 from lens_mix.lens.prompts import PaddingSide, Prompt
 from lens_mix.maps import MixingMap
-from lens_mix.method import Method
+from lens_mix.method import RESIDUAL_KEY, Method
+from lens_mix.methods.residual_shares import ResidualShares
 from lens_mix.session import Passed, Session
+
+# The label under which a session's methods hold what measures the residual; no name of a method's.
+_MEASURED = "measured residual"
+
+
+def measuring(methods: Mapping[str, Method]) -> dict[str, Method]:
+    """What to add to the methods of a session so that maps without the residual get its measured shares."""
+    need = any(method.kind == "layer" and not method.holds_residual for method in methods.values())
+    return {_MEASURED: ResidualShares()} if need else {}
 
 
 def map_prompts(
@@ -42,7 +52,7 @@ def map_prompts(
     # Before the pass: a span that a prompt does not have needs no clean pass to be refused.
     groups = [
         {
-            label: method.key_groups(len(session.mapped_tokens(prompt)))
+            label: method.key_groups(len(session.key_tokens(prompt)))
             for label, method in session.methods.items()
         }
         for prompt in prompts
@@ -52,9 +62,23 @@ def map_prompts(
         allowed = passed.allowed_keys()
     record = _Record(passed, mapped, allowed, prepend_bos)
     return [
-        {label: record.map_of(label, index, groups[index][label]) for label in session.methods}
+        _with_shares(
+            session.methods,
+            {label: record.map_of(label, index, groups[index][label]) for label in session.methods},
+        )
         for index in range(len(prompts))
     ]
+
+
+def _with_shares(methods: Mapping[str, Method], maps: dict[str, MixingMap]) -> dict[str, MixingMap]:
+    """The maps of one prompt, those without the residual with its measured shares, where these were made."""
+    if _MEASURED not in maps:
+        return maps
+    shares = maps.pop(_MEASURED).scores[..., 0]
+    for label, m in maps.items():
+        if m.kind == "layer" and not methods[label].holds_residual:
+            maps[label] = m.replace(residual_shares=shares)
+    return maps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +127,14 @@ def _checked_shape(scores: Tensor, method: Method, block: Block) -> Tensor:
     """A method's map, with the rows that it was asked for.
 
     Raises:
-        ValueError: it has other rows.
+        TypeError, ValueError: no tensor of numbers; other rows or keys.
     """
     batch, rows = block.queries.shape
+    if not isinstance(scores, Tensor) or not scores.is_floating_point():
+        got = f"a tensor of {scores.dtype}" if isinstance(scores, Tensor) else type(scores).__name__
+        raise TypeError(
+            f"{method.name}: expected a tensor of real numbers [batch, (head,) query, key], got {got}"
+        )
     if scores.ndim not in (3, 4) or (scores.shape[0], scores.shape[-2]) != (batch, rows):
         raise ValueError(
             f"{method.name}: expected a map [batch, (head,) query, key] with batch {batch} and {rows} "
@@ -124,16 +153,19 @@ class _Record:
         self._passed, self._mapped, self._allowed = passed, mapped, allowed
         self._reaching: AllowedKeys | None = None
         self._provenance = provenance.of_run(passed.clean.lens, prepend_bos)
+        self._head = provenance.dropped_head(passed.clean.lens)
 
     def map_of(self, label: str, index: int, groups: list[list[int]] | None) -> MixingMap:
         """One prompt's map by one method."""
         session, engine = self._passed.session, self._passed.engines[label]
         method = session.methods[label]
         layers, rows = session.mapped_layers(method), self._passed.rows
-        keys = self._passed.clean.real[index].nonzero()[:, 0]
+        keys = self._passed.clean.real_keys[index].nonzero()[:, 0]
         queries = None if rows is None else list(rows.by_prompt[index])
-        scores = self._scores(label, index, keys, layers, groups)
+        own = self._passed.clean.lens.stack.is_cross and method.cross == "source and residual"
+        scores = self._scores(label, index, keys, layers, groups, own)
         prompt_mask = self._visible(method, index, keys, layers)
+        prompt_mask = prompt_mask.with_own_key() if own else prompt_mask
         causal, mask = prompt_mask.causal_and_mask()
         # What whole passes round differently, every block on the way makes larger.
         accepted = max(1e-3, self._passed.clean.lens.tolerance) if method.whole_model else 0.0
@@ -141,35 +173,53 @@ class _Record:
         tokens = self._passed.tokens(index)
         blocks = [self._mapped[label].blocks[layer] for layer in layers]
         gaps = self._passed.clean.lens.stack.gaps
-        spans = None if groups is None else ["".join(tokens[p] for p in group) for group in groups]
+        key_tokens = self._passed.source_tokens(index)
+        if groups is not None:
+            spelled = tokens if key_tokens is None else key_tokens
+            key_tokens = ["".join(spelled[p] for p in group) for group in groups]
+        read = provenance.of_prompt(self._passed.clean.batch.prompts[index])
         return MixingMap(
             scores=scores.clone(),
             tokens=tokens,
             method=method.name,
             causal=causal and groups is None,
             mask=mask if groups is None else None,
-            key_tokens=spans,
+            key_tokens=[*key_tokens, RESIDUAL_KEY] if own and key_tokens is not None else key_tokens,
             queries=queries,
             layers=layers,
             parameters=method.parameters(),
             residual=method.residual,
             kind=method.kind,
-            provenance={**self._provenance, "engine": engine, **provenance.details(blocks, index)},
+            provenance={**self._provenance, **read, "engine": engine, **provenance.details(blocks, index)},
+            default_query=self._default_query(label, index, len(tokens)),
             notes=(
                 *([gaps] if gaps else []),
+                *([self._head] if self._head else []),
                 *provenance.notes(scores, layers, queries),
                 *(text for block in blocks for text in block.warnings[index]),
             ),
         )
 
+    def _default_query(self, label: str, index: int, count: int) -> int | None:
+        """The position that the method's target reads, else 0 where the model sees both ways."""
+        explained = [block.explained[index] for block in self._mapped[label].blocks.values()]
+        positions = [position for position in explained if position is not None and position < count]
+        return positions[0] if positions else None if self._passed.proof.causal else 0
+
     def _scores(
-        self, label: str, index: int, keys: Tensor, layers: Sequence[int], groups: list[list[int]] | None
+        self,
+        label: str,
+        index: int,
+        keys: Tensor,
+        layers: Sequence[int],
+        groups: list[list[int]] | None,
+        own: bool,
     ) -> Float[Tensor, "layer *head query key"]:
-        """The asked layers and rows of one prompt, padding cut away."""
+        """The asked layers and rows of one prompt, padding cut away; `own`: with a last key beside."""
         mapped, maps = self._mapped[label], []
         # An input map has the rows of the last block in every layer.
         every_query = mapped.blocks[max(mapped.blocks)].every_query
-        places = self._row_positions(index, keys)
+        places = self._row_positions(index)
         for layer in layers:
             scores = mapped.layers[layer][index]
             if every_query:
@@ -177,12 +227,22 @@ class _Record:
             else:
                 maps.append(scores[..., : len(places), :])
         stacked = torch.stack(maps)
+        if own:
+            keys = torch.cat([keys, keys.new_tensor([stacked.shape[-1] - 1])])
+        elif groups is None and stacked.shape[-1] <= int(keys[-1]):
+            raise ValueError(
+                f"{label}: expected a key per position, {int(keys[-1]) + 1} or more, got "
+                f"{stacked.shape[-1]}; "
+                "keys that stand for other things are told by key_groups"
+            )
         return stacked if groups is not None else stacked.index_select(-1, keys)
 
-    def _row_positions(self, index: int, keys: Tensor) -> Int[Tensor, " query"]:
+    def _row_positions(self, index: int) -> Int[Tensor, " query"]:
         """Positions of one prompt's rows in the padded batch."""
         rows = self._passed.rows
-        return keys if rows is None else rows.positions[index, : len(rows.by_prompt[index])]
+        if rows is None:
+            return self._passed.clean.real[index].nonzero()[:, 0]
+        return rows.positions[index, : len(rows.by_prompt[index])]
 
     def _visible(self, method: Method, index: int, keys: Tensor, layers: Sequence[int]) -> PromptMask:
         """Which of its keys one prompt's rows may see."""
@@ -190,7 +250,7 @@ class _Record:
         if method.kind == "input":
             self._reaching = self._reaching or allowed.reaching()
             allowed = self._reaching
-        rows = self._row_positions(index, keys)
+        rows = self._row_positions(index)
         if self._passed.clean.rows is not None:
             rows = torch.arange(len(rows), device=rows.device)
         return allowed.of_prompt(index, rows, keys, layers)

@@ -17,6 +17,10 @@ from lens_mix.lens.proof.record import ALGEBRA_PARTS
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
+# The key that a decoder position's own residual stream is on cross-attention: it has no place in the source.
+RESIDUAL_KEY = "[RESIDUAL]"
+CrossKeys = Literal["source", "source and residual"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Method:
@@ -28,9 +32,12 @@ class Method:
             the map holds the attention branch only, 0 where it already holds the residual.
         engines: the ways it can be computed, fastest first. "recorded" reads the clean pass,
             "hooks" intervenes and runs blocks again, "algebra" needs a proven anatomy.
+        holds_residual: whether the map's diagonal holds the residual stream.
         kind: "layer" for maps of one block, "input" for maps from the stack down to the tokens.
         whole_model: whether there is one map of all blocks together, which counts as the last layer's.
         causal_only: whether it speaks of causal models only.
+        cross: which keys its map has on cross-attention (`Block.is_cross`): the source's positions, or these
+            and `RESIDUAL_KEY` after them; None: it is not defined there.
         places_tokens: whether it runs tokens at positions of its own, which the model has to take.
         records: what the clean pass must record of each attention module ("pattern", "value", "z").
         parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof`).
@@ -41,9 +48,11 @@ class Method:
     name: ClassVar[str]
     residual: ClassVar[float]
     engines: ClassVar[tuple[str, ...]]
+    holds_residual: ClassVar[bool] = False
     kind: ClassVar[Literal["layer", "input"]] = "layer"
     whole_model: ClassVar[bool] = False
     causal_only: ClassVar[bool] = False
+    cross: ClassVar[CrossKeys | None] = None
     places_tokens: ClassVar[bool] = False
     records: ClassVar[frozenset[str]] = frozenset()
     parts: ClassVar[tuple[str, ...]] = ALGEBRA_PARTS
@@ -126,3 +135,7 @@ class Method:
         Raises:
             ValueError: with what was expected and what was got.
         """
+
+    def named_layers(self) -> Sequence[int]:
+        """The layers that its parameters name, each of which has to have attention."""
+        return ()

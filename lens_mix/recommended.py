@@ -44,7 +44,7 @@ def input_map(
         queries: the rows to make, as in `lm.run`; every row is a backward pass. The last by default.
         target: what is explained, read at each row's position; None: the log probability of what the model
             itself predicts there.
-        options: as in `lm.run` (`stack`, `max_memory`, `prepend_bos`, `attention_mask`, model inputs).
+        options: as in `lm.run` (`part`, `max_memory`, `prepend_bos`, `attention_mask`, model inputs).
 
     Returns:
         A map [1, query, key], 0 or more, in the target's unit. `method` and `parameters` tell the recipe,
@@ -53,6 +53,8 @@ def input_map(
     Raises:
         TypeError, ValueError: as `lm.run`. UnsupportedModelError: none of them can run, with each reason.
     """
+    if options.get("part") == "all":
+        raise ValueError("part: expected 'decoder', whose tokens the logits stand over, got 'all'")
     asked = predicted(of="log_probability") if target is None else target
     reasons: list[str] = []
     for method, figures in _recipes(model, asked):

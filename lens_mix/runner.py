@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, overload
@@ -14,12 +15,14 @@ from lens_mix.arguments import flags, one_of, shown, whole_number
 from lens_mix.lens import masks
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.prompts import PaddingSide, Prompt
+from lens_mix.lens.parts import one_part, parts_of
+from lens_mix.lens.prompts import PaddingSide, Prompt, of_encoding
 from lens_mix.lens.proof.support import Support, any_tokens, support_table
 from lens_mix.lens.rows import Selection
-from lens_mix.map_prompts import map_prompts
+from lens_mix.map_prompts import map_prompts, measuring
 from lens_mix.maps import MixingMap
-from lens_mix.methods import METHODS, Method
+from lens_mix.method import Method
+from lens_mix.registry import all_methods, check_class
 from lens_mix.session import Session
 
 MethodLike = str | Method
@@ -38,27 +41,35 @@ def run(
     *,
     queries: Selection | None = None,
     layers: Selection | None = None,
+    part: str | None = None,
     stack: str | None = None,
     engine: str = "auto",
     max_memory: int | None = None,
+    residual_shares: bool = False,
     progress: bool = False,
     prepend_bos: bool | None = None,
     attention_mask: Tensor | None = None,
     **inputs: Any,
-) -> MixingMap | dict[str, MixingMap]:
+) -> Any:
     """Map one prompt with one method or several, from one clean pass.
 
     Args:
         model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge; unchanged.
-        prompt: a string, tokens [pos] or [1, pos]; (source, target) for an encoder-decoder.
+        prompt: a string, tokens [pos] or [1, pos]; (source, target) for an encoder-decoder; a pair of strings
+            for a BERT; chat messages; what a tokenizer returns (`lens_mix.lens.prompts.read_prompt`).
         methods: a name ("attention", "value_zeroing"), a method (`lm.ValueZeroing(metric="euclidean")`),
             or several of these.
         queries: positions of the rows to make and keep, as a number, numbers or a slice; negative numbers
             count from the prompt's end. None: all.
         layers: the layers to make and keep, likewise. None: all that have attention; `m.layers` names them.
-        stack: "encoder" (default) or "decoder" of an encoder-decoder.
+        part: of an encoder-decoder "encoder" (default), "decoder", "cross" (the decoder's cross-attention:
+            queries are the target's tokens, keys the source's), or "all" three.
+        stack: an older name of `part`.
         engine: "auto", or "hooks" / "algebra" for methods that have both.
         max_memory: bytes for the temporary tensors of one step.
+        residual_shares: measure how much of each row is its own residual stream, for
+            `lm.rollout(m, residual="measured")`; maps that hold the residual need none,
+            and cross-attention has none.
         progress: show a bar over the blocks.
         prepend_bos: as in TransformerLens; strings only.
         attention_mask: [pos] or [1, pos], 0 for padding, which is cut away.
@@ -66,16 +77,24 @@ def run(
 
     Returns:
         A `MixingMap` for one method, a dict of them by name for several. Two methods of the same name get
-        their parameters in the key.
+        their parameters in the key. With part="all" a dict {"encoder", "decoder", "cross"} of what each
+        part alone gives, from a pass per part.
 
     Raises:
         TypeError, ValueError: bad input, naming what was expected and what was got.
         UnsupportedModelError: the model or the method on it can't be trusted, with the reason.
     """
-    flags(progress=progress)
+    flags(progress=progress, residual_shares=residual_shares)
+    part = one_part(part, stack)
+    if part == "all":
+        options = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
+        options |= {"residual_shares": residual_shares}
+        options |= {"progress": progress, "prepend_bos": prepend_bos, "attention_mask": attention_mask}
+        return {each: run(model, prompt, methods, part=each, **options, **inputs) for each in parts_of(model)}
     labelled, single = read_methods(methods)
+    labelled |= measuring(labelled) if residual_shares and part != "cross" else {}
     session = Session(
-        model, labelled, stack=stack, engine=engine, max_memory=max_memory, queries=queries, layers=layers
+        model, labelled, stack=part, engine=engine, max_memory=max_memory, queries=queries, layers=layers
     )
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
     maps = map_prompts(session, [read], prepend_bos=prepend_bos, progress=progress)[0]
@@ -98,9 +117,11 @@ def run_many(
     batch_size: int = 16,
     queries: Selection | None = None,
     layers: Selection | None = None,
+    part: str | None = None,
     stack: str | None = None,
     engine: str = "auto",
     max_memory: int | None = None,
+    residual_shares: bool = False,
     progress: bool = False,
     prepend_bos: bool | None = None,
     attention_mask: Tensor | None = None,
@@ -113,8 +134,10 @@ def run_many(
     gets its prompts one by one.
 
     Args:
-        model, methods, queries, layers, stack, engine, max_memory, prepend_bos: as in `run`.
-        prompts: strings, token tensors, or one padded tensor [batch, pos] with `attention_mask`.
+        model, methods, queries, layers, part, stack, engine, max_memory, residual_shares, prepend_bos: as in
+            `run`.
+        prompts: what `run` takes, several of it; one padded tensor [batch, pos] with `attention_mask`; what a
+            tokenizer returns for several prompts with `padding=True`.
         batch_size: prompts per clean pass.
         progress: show a bar over the prompts.
         attention_mask: [batch, pos] for a padded tensor of prompts.
@@ -126,15 +149,31 @@ def run_many(
             come first.
         UnsupportedModelError: as in `run`.
     """
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        prompts, attention_mask, inputs = of_encoding(prompts, attention_mask, inputs)
     alone = isinstance(prompts, (str, bytes, Mapping)) or getattr(prompts, "ndim", 1) == 0
     if alone or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts: expected several prompts, got {shown(prompts)}; use run for one prompt")
     batch_size = whole_number("batch_size", batch_size, 1)
     one_of("padding_side", padding_side, ("left", "right"))
-    flags(progress=progress)
+    flags(progress=progress, residual_shares=residual_shares)
+    part = one_part(part, stack)
+    if part == "all":
+        options = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
+        options |= {"residual_shares": residual_shares}
+        options |= {"prepend_bos": prepend_bos, "attention_mask": attention_mask, "progress": progress}
+        options |= {"padding_side": padding_side, "batch_size": batch_size, **inputs}
+        parts = parts_of(model)
+        copies = [prompts] * len(parts) if isinstance(prompts, Sized) else itertools.tee(prompts, len(parts))
+        streams = [
+            run_many(model, copy, methods, part=each, **options)
+            for each, copy in zip(parts, copies, strict=True)
+        ]
+        return (dict(zip(parts, maps, strict=True)) for maps in zip(*streams, strict=True))
     labelled, single = read_methods(methods)
+    labelled |= measuring(labelled) if residual_shares and part != "cross" else {}
     session = Session(
-        model, labelled, stack=stack, engine=engine, max_memory=max_memory, queries=queries, layers=layers
+        model, labelled, stack=part, engine=engine, max_memory=max_memory, queries=queries, layers=layers
     )
     if padding_side == "left":
         _refuse_left_padding(session.lens)
@@ -205,14 +244,16 @@ def _refuse_spare_rows(rows: Mapping[str, Any], count: int) -> None:
             raise ValueError(f"{name}: expected one row per prompt ({count}), got {len(value)} rows")
 
 
-def support(model: TransformerLensModel, *, stack: str | None = None) -> Support:
+def support(model: TransformerLensModel, *, part: str | None = None, stack: str | None = None) -> Support:
     """Table method x model: ok with the engine that "auto" would take, or the reason why not.
 
     Args:
         model: any TransformerLens model.
-        stack: "encoder" or "decoder" of an encoder-decoder.
+        part: "encoder" (default), "decoder" or "cross" of an encoder-decoder.
+        stack: an older name of `part`.
     """
-    table = support_table(model, [method() for method in METHODS.values()], stack)
+    stack = one_part(part, stack)
+    table = support_table(model, [method() for method in all_methods().values()], stack)
     rows = tuple(row if row[1] is None else _tried(model, row, stack) for row in table)
     return dataclasses.replace(table, rows=rows)
 
@@ -221,7 +262,7 @@ def _tried(
     model: TransformerLensModel, row: tuple[str, str | None, str], stack: str | None
 ) -> tuple[str, str | None, str]:
     """The row of a table of support; where only a run tells whether a method can run, after one."""
-    if METHODS[row[0]].places_tokens:
+    if all_methods()[row[0]].places_tokens:
         try:
             run(model, any_tokens(model), row[0], stack=stack, queries=[-1])
         except UnsupportedModelError as problem:
@@ -252,11 +293,15 @@ def read_methods(methods: MethodLike | Sequence[MethodLike]) -> tuple[dict[str, 
 
 def _read_method(method: object) -> Method:
     if isinstance(method, str):
-        if method not in METHODS:
-            raise ValueError(f"methods: expected one of {sorted(METHODS)}, got {method!r}")
-        return METHODS[method]()
+        known = all_methods()
+        if method not in known:
+            near = difflib.get_close_matches(method, known, 1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"methods: expected one of {sorted(known)}, got {method!r}{meant}")
+        return known[method]()
     if not isinstance(method, Method):
         raise TypeError(f"methods: expected a name or a method, got {type(method).__name__}")
+    check_class(type(method))
     return method
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from lens_mix.algebra import large_product
 from lens_mix.arguments import whole_number
-from lens_mix.hooks import HookPair, record_attention
+from lens_mix.hooks import HookPair, record_all, record_attention
 from lens_mix.lens.block import Block
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
+from lens_mix.lens.cross import names_before_cross, streams_before_cross
 from lens_mix.lens.masks import AllowedKeys, allowed_keys
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
@@ -41,7 +42,7 @@ class Session:
     Args:
         model: any TransformerLens model.
         methods: by their labels; at least one.
-        stack: "encoder" or "decoder" of an encoder-decoder.
+        stack: "encoder", "decoder" or "cross" of an encoder-decoder.
         engine: "auto", "hooks" or "algebra".
         max_memory: bytes for the temporaries of one step; None: no bound.
         queries: the rows that are asked for; None: all.
@@ -77,6 +78,12 @@ class Session:
         self.layers = read_selection(layers, lens.n_layers, "layers") or present
         if not set(self.layers) <= set(present):
             raise ValueError(f"layers: expected some of {present}, got {self.layers} ({lens.stack.gaps})")
+        for label, method in methods.items():
+            if not set(method.named_layers()) <= set(present):
+                named = sorted(method.named_layers())
+                raise ValueError(
+                    f"{label}: expected some of layers {present}, got {named} ({lens.stack.gaps})"
+                )
         whole = [label for label, method in methods.items() if method.whole_model]
         if whole and lens.n_layers - 1 not in self.layers:
             raise ValueError(
@@ -87,8 +94,9 @@ class Session:
 
     def read(self, prompt: Any, **options: Any) -> Prompt:
         """One prompt as the user gave it (`lens_mix.lens.prompts.read_prompt`)."""
+        needed = self.lens.stack.name if self.lens.stack.reads_target else None
         with reading(self.lens.model):
-            return read_prompt(self.lens.model, self.lens.model_class, prompt, **options)
+            return read_prompt(self.lens.model, self.lens.model_class, prompt, target_for=needed, **options)
 
     def batches(self, prompts: list[Prompt], side: PaddingSide = "right") -> list[list[Prompt]]:
         """The prompts as one batch; one by one where lengths differ and the model does not mask padding.
@@ -106,7 +114,11 @@ class Session:
     def mapped_tokens(self, prompt: Prompt) -> Int[Tensor, " pos"]:
         """The tokens that the mapped stack reads."""
         target = prompt.target
-        return target if self.lens.stack.name == "decoder" and target is not None else prompt.tokens
+        return target if self.lens.stack.reads_target and target is not None else prompt.tokens
+
+    def key_tokens(self, prompt: Prompt) -> Int[Tensor, " key"]:
+        """The tokens that the keys stand for."""
+        return prompt.tokens if self.lens.stack.is_cross else self.mapped_tokens(prompt)
 
     def mapped_layers(self, method: Method) -> list[int]:
         """The layers that a method's map has."""
@@ -136,7 +148,8 @@ class Session:
             rows = None if self.queries is None else Rows.of(self.queries, real)
             watched = self._recorded_layers() if carries_users_hooks(lens.modules) else []
             clean = self._clean_pass(batch, rows, engines, watched)
-            clean = dataclasses.replace(clean, head_factors=proof.head_factors)
+            entering = streams_before_cross(clean, proof.anatomy)
+            clean = dataclasses.replace(clean, head_factors=proof.head_factors, entering=entering)
             different = another_pass(clean)
             if different is not None:
                 raise UnsupportedModelError(different)
@@ -220,6 +233,9 @@ class Session:
         checked = {"pattern", "value"} if "algebra" in engines.values() or hooked else set()
         checked |= {"z"} if hooked else set()
         template = lens.stack.attention_template
+        before = record_all(store, names_before_cross(lens, layers))
+        fwd_hooks += before
+        required += [str(name) for name, _ in before]
         for method in self.methods.values():
             for layer in self.layers_of(method):
                 fwd_hooks += method.hooks(layer, store, queries=positions, attention=template)
@@ -294,3 +310,8 @@ class Passed:
     def tokens(self, index: int) -> list[str]:
         """The same as strings."""
         return token_strings(self.session.lens.model, self.token_ids(index))
+
+    def source_tokens(self, index: int) -> list[str] | None:
+        """The source's tokens, where these are the keys; None where the keys are the queries' own tokens."""
+        prompt, lens = self.clean.batch.prompts[index], self.session.lens
+        return token_strings(lens.model, prompt.tokens) if lens.stack.is_cross else None

@@ -10,6 +10,7 @@ without padding, so that position -1 is the prompt's last. The functions here ma
     lm.targets.loss()                              next-token cross-entropy of the prompt
     lm.targets.masked_token("cat")                 at the prompt's mask token
     lm.targets.class_(2)                           of a model whose output is [batch, class]
+    lm.targets.hf_classifier(hf_model, 2)          of a classifier of transformers with the same weights
     lm.targets.head(classifier)                    a head that TransformerLens does not hold
 
 For encoder-decoders the logits are the decoder's, whichever stack is mapped, and positions count in the
@@ -19,14 +20,15 @@ target text; `head` reads the mapped stack.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.arguments import flags, instance, one_of, whole_number
+from lens_mix import classifiers
+from lens_mix.arguments import flags, instance, one_of, shown, whole_number
 
 Measure = Literal["probability", "log_probability", "logit"]
 Reads = Literal["logits", "last_residual"]
@@ -39,14 +41,16 @@ class Context:
     """What a target may know of one prompt.
 
     Attributes:
-        tokens: the tokens that the output stands over (of an encoder-decoder: the target's).
+        tokens: the tokens that the output stands over (of an encoder-decoder the target's, for logits).
         output: the output of the clean pass, logits [1 pos d_vocab] or [1 class], or the residual stream.
         tokenizer: the model's; None where it has none.
+        inputs: the model's further inputs, of the mapped tokens' shape, by name.
     """
 
     tokens: Int[Tensor, " pos"]
     output: Float[Tensor, "batch ..."]
     tokenizer: Any = None
+    inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def token_id(self, token: str | int, name: str = "token") -> int:
         """A token's number, checked.
@@ -219,6 +223,34 @@ class Head(_Custom):
     after_final_norm: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class _HfClassifier(Head):
+    """A class of a classifier of transformers (see `hf_classifier`); `function` is its head."""
+
+    hf_model: Any = None
+    index: int | None = None
+    of: Measure = "probability"
+
+    def of_prompt(self, context: Context) -> Explained:
+        hidden = classifiers.last_hidden(self.hf_model, context.tokens[None], **_batched(context.inputs))
+        if hidden.shape != context.output.shape or not classifiers.close(context.output, hidden):
+            raise ValueError(
+                "hf_model: expected the weights of the mapped model, got one whose last hidden states differ "
+                "on this prompt; load both from the same folder, without folding or centring weights"
+            )
+        dtype = next(iter(self.hf_model.parameters())).dtype
+
+        def logits(resid: Tensor) -> Tensor:
+            return self.function(resid.to(dtype))
+
+        index = int(logits(context.output)[0].argmax()) if self.index is None else self.index
+        return lambda resid: _measured(logits(resid), self.of)[:, index]
+
+
+def _batched(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value[None] for name, value in inputs.items()}
+
+
 # ------------------------------------------------------------------ what users call
 
 
@@ -297,6 +329,37 @@ def head(function: Explained, after_final_norm: bool = False) -> Target:
     return Head(function, after_final_norm)
 
 
+def hf_classifier(hf_model: Any, class_: int | str | None = None, of: Measure = "probability") -> Target:
+    """A class of a classifier of transformers, whose head TransformerLens drops when it loads the model.
+
+    Map the model with TransformerBridge as it loads (a `BertForMaskedLM`, say), and give the classifier of
+    the same weights here:
+
+        hf_model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+        lm.run(bridge, text, lm.InputGradients(target=lm.targets.hf_classifier(hf_model, 3)), queries=[0])
+
+    Its head is read off the model and proven: on four tokens here, and on each prompt that the mapped model
+    ends in the hidden states that the classifier reads (one pass of `hf_model` per prompt).
+
+    Args:
+        hf_model: in evaluation mode, on the mapped model's device.
+        class_: its number, or its name in `config.label2id`; None: the one that it predicts.
+        of: "probability" (0 to 1), "log_probability" or "logit".
+
+    Raises:
+        TypeError: no such model. ValueError: training mode, a head of unknown form, no such class; when it
+            meets a prompt, other weights than the mapped model's.
+    """
+    function, after = classifiers.read_head(hf_model)
+    names, count = hf_model.config.label2id or {}, hf_model.config.num_labels
+    if isinstance(class_, str):
+        if class_ not in names:
+            raise ValueError(f"class_: expected one of {list(names)}, got {shown(class_)}")
+        class_ = names[class_]
+    index = None if class_ is None else whole_number("class_", class_, 0, count - 1)
+    return _HfClassifier(function, after, hf_model, index, _checked_measure(of))
+
+
 # ------------------------------------------------------------------ reading targets
 
 
@@ -320,6 +383,18 @@ def describe(target: Target) -> dict[str, Any]:
         for name, value in fields.items()
     }
     return {"target": type(target).__name__.lstrip("_"), **plain}
+
+
+def from_record(record: Mapping[str, Any]) -> Target:
+    """The target that `describe` described. ValueError: one that holds a function, which no record keeps."""
+    known = {
+        kind.__name__.lstrip("_"): kind for kind in (_Token, _LogitDifference, _Class, _MaskedToken, _Loss)
+    }
+    fields = dict(record)
+    name = fields.pop("target", None)
+    if name not in known:
+        raise ValueError(f"target: expected one of {sorted(known)} to make it again, got {name!r}")
+    return known[name](**fields)
 
 
 def _place(context: Context, position: int) -> int | None:

@@ -23,6 +23,7 @@ from tests.tiny_models import (
 )
 
 ENCODER_DECODERS = ("t5", "t5_gated", "bart", "marian")
+PARTS = ("encoder", "decoder", "cross")
 
 # Refused altogether, with these words in the reason. Everything else has to give maps.
 REFUSED = {
@@ -36,12 +37,11 @@ REFUSED = {
 }
 REFUSED_BEFORE_4 = {
     "bridge cohere": "Cohere before TransformerLens 4 wrongly",
-    "bridge t5 encoder": "cannot run T5",
-    "bridge t5 decoder": "cannot run T5",
-    "bridge t5_gated encoder": "cannot run T5",
-    "bridge t5_gated decoder": "cannot run T5",
+    **{f"bridge {name} {part}": "cannot run T5" for name in ("t5", "t5_gated") for part in PARTS},
 }
-REFUSED_BEFORE_3 = {"HookedEncoderDecoder decoder": "not causal in TransformerLens 2.x"}
+REFUSED_BEFORE_3 = {
+    f"HookedEncoderDecoder {part}": "not causal in TransformerLens 2.x" for part in ("decoder", "cross")
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +90,12 @@ def cases() -> list[Case]:
     found = []
     for name in BRIDGE_NAMES:
         if name in ENCODER_DECODERS:
-            found += [Case(f"bridge {name} {stack}", stack) for stack in ("encoder", "decoder")]
+            found += [Case(f"bridge {name} {part}", part) for part in PARTS]
         else:
             found.append(Case(f"bridge {name}"))
     found += [Case(f"HookedTransformer {name}") for name in HOOKED_TRANSFORMER_NAMES]
     found.append(Case("HookedEncoder"))
-    found += [Case(f"HookedEncoderDecoder {stack}", stack) for stack in ("encoder", "decoder")]
+    found += [Case(f"HookedEncoderDecoder {part}", part) for part in PARTS]
     return found
 
 
@@ -105,7 +105,7 @@ def wide_cases() -> list[Case]:
     return [
         Case(f"bridge {name}{f' {stack}' if stack else ''}", stack)
         for name, pair in pairs
-        for stack in (("encoder", "decoder") if pair else (None,))
+        for stack in (PARTS if pair else (None,))
     ]
 
 

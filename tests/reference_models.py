@@ -66,6 +66,21 @@ def inseq_gpt2(model_class: str) -> Any:
     )
 
 
+def inseq_t5(model_class: str) -> Any:
+    """The T5 of the inseq run in float64: "TransformerBridge" or "HookedEncoderDecoder"."""
+    sizes = {"vocab_size": 60, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4}
+    model = transformers.T5ForConditionalGeneration._from_config(
+        transformers.T5Config(**sizes, decoder_start_token_id=1)
+    )
+    _load(model, load_file(REFERENCE / "inseq_vz_t5_tiny.safetensors"))
+    if model_class == "TransformerBridge":
+        return to_bridge(model)
+    options = {"positional_embedding_type": "relative_positional_bias", "relative_attention_num_buckets": 32}
+    options |= {"relative_attention_max_distance": 128, "attention_dir": "bidirectional", "act_fn": "relu"}
+    options |= {"normalization_type": "RMS", "d_mlp": 64, "use_attn_scale": False, "eps": 1e-6}
+    return to_hooked(model, model_class, "convert_t5_weights", n_ctx=64, decoder_start_token_id=1, **options)
+
+
 def _load(model: Any, weights: dict[str, torch.Tensor]) -> None:
     """The reference's weights; heads that it does not have stay as they are."""
     result = model.load_state_dict(weights, strict=False)
@@ -115,7 +130,7 @@ def to_hooked(model: Any, model_class: str, convert: str, *, n_ctx: int, **optio
     with contextlib.redirect_stdout(io.StringIO()):
         lens_model = hooked(cfg)
     state = getattr(weight_conversions, convert)(model, cfg)
-    if model_class == "HookedEncoder":
+    if model_class in ("HookedEncoder", "HookedEncoderDecoder"):
         lens_model.load_state_dict(state, strict=False)
     else:
         lens_model.load_and_process_state_dict(

@@ -83,7 +83,7 @@ def test_bad_prompts(model, prompt, error, message):
         ({"engine": "gpu"}, ValueError, "engine: expected 'auto', 'hooks' or 'algebra', got 'gpu'"),
         ({"max_memory": 0}, ValueError, "max_memory: expected a number of bytes, 1 or more, got 0"),
         ({"max_memory": 100}, ValueError, r"max_memory: expected at least \d+ bytes"),
-        ({"stack": "decoder"}, ValueError, r"stack: expected one of \['blocks'\]"),
+        ({"stack": "decoder"}, ValueError, r"part: expected one of \['blocks'\]"),
         ({"prepend_bos": True}, ValueError, "prepend_bos: applies to strings only"),
         (
             {"attention_mask": torch.ones(1, 3)},
@@ -160,7 +160,7 @@ def test_encoder_decoder_targets(encoder_decoder):
         lm.run(encoder_decoder, pair, "attention", decoder_input_ids=GOOD)
     with pytest.raises(ValueError, match=r"target: expected tokens in 0\.\.49"):
         lm.run(encoder_decoder, (GOOD, torch.tensor([[77]])), "attention")
-    with pytest.raises(ValueError, match=r"stack: expected one of \['decoder', 'encoder'\]"):
+    with pytest.raises(ValueError, match=r"part: expected one of \['cross', 'decoder', 'encoder'\]"):
         lm.run(encoder_decoder, pair, "attention", stack="blocks")
     with pytest.raises(ValueError, match="target: a string needs a tokenizer"):
         lm.run(encoder_decoder, (GOOD, "w3"), "attention")

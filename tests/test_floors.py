@@ -16,6 +16,7 @@ FLOORS = {
     "targets": 1,
     "algebra": 2,
     "session": 3,
+    "again": 7,
     "aggregation": 4,
     "methods": 4,
     "graphs": 5,
@@ -26,8 +27,12 @@ FLOORS = {
     "method": 3,
     "runner": 6,
     "recommended": 7,
+    "registry": 5,
+    "testing": 8,
+    "version": 0,
     "view": 7,
     "citations": 8,
+    "classifiers": 1,
     "cli": 8,
     "__main__": 9,
     # lens_mix itself: names are imported when they are first asked for
@@ -45,6 +50,7 @@ STORES = {
     "algebra.weight_cache._store": "the one cache of products of weights, up to one bound",
     "lens.proof.proofs._proofs": "proofs, by the model that they are about",
     "lens.state._evaluated_models": "models that are in evaluation mode at this moment",
+    "registry._registered": "methods that the user registered, for names to work in every later call",
     "lens.state._locks": "which thread has a model open, by the model",
 }
 
@@ -128,12 +134,14 @@ def test_circles_are_found():
 def test_the_library_stays_small():
     """15,940 lines when the house was rebuilt; the edges of the proof took 1,000 more.
 
-    Since then: 2,000 for methods on the whole model (gradients, occlusion, routes), 3,000 to judge maps
-    (250 of them for word alignments and their error rates).
+    Since then: 2,000 for methods on the whole model (gradients, occlusion, routes), 3,000 to judge maps, 250
+    to align words; 200 for rollouts with the residual that was measured, 500 for cross-attention; 1,100 for a record that is read
+    back, compared, subtracted and run again, prompts as tokenizers and chats give them, classifiers of
+    transformers, and the surface for methods of other authors.
     """
     evaluation = lines(LIBRARY / "evaluation")
     assert sum(evaluation) <= 4_750
-    assert sum(lines()) - sum(evaluation) <= 19_300
+    assert sum(lines()) - sum(evaluation) <= 21_100
 
 
 def test_files_stay_small():

@@ -439,21 +439,24 @@ def test_to_dataframe(heads):
     assert len(table) == mixing_map.scores.numel()
     for row in table.sample(20, random_state=0).itertuples():
         place = (row.layer == 9, *([] if heads is None else [row.head]), row.query, row.key)
-        assert row.score == mixing_map.scores[tuple(map(int, place))].item()
+        score = mixing_map.scores[tuple(map(int, place))].item()
+        assert row.score == score if row.key <= row.query else np.isnan(row.score)
         assert (row.query_token, row.key_token) == (TOKENS[row.query], TOKENS[row.key])
     assert isinstance(table, pd.DataFrame)
 
 
 def test_to_dataframe_of_half_precision():
     scores = attention(dtype=torch.bfloat16)
-    assert np.array_equal(make(scores=scores).to_dataframe().score, scores.float().flatten().numpy())
+    expected = scores.float().masked_fill(~make().visible(), torch.nan).flatten().numpy()
+    assert np.array_equal(make(scores=scores).to_dataframe().score, expected, equal_nan=True)
 
 
 def test_to_xarray():
     mixing_map = make(scores=attention(heads=2), layers=[4, 9], parameters={"per_head": True})
     array = mixing_map.to_xarray()
     assert array.dims == ("layer", "head", "query", "key")
-    assert np.array_equal(array.sel(layer=9, head=1).values, mixing_map.scores[1, 1].numpy())
+    expected = mixing_map.scores[1, 1].masked_fill(~mixing_map.visible()[1], torch.nan).numpy()
+    assert np.array_equal(array.sel(layer=9, head=1).values, expected, equal_nan=True)
     assert array.query_token.values.tolist() == TOKENS
     assert array.attrs["method"] == "attention"
     assert make().to_xarray().dims == ("layer", "query", "key")
@@ -604,3 +607,134 @@ def test_load_says_what_a_damaged_map_lacks(tmp_path, tensors, record, lacks):
     save_file({name: torch.ones(1) for name in tensors}, tmp_path / "damaged", metadata=metadata)
     with pytest.raises(ValueError, match=r"got .*damaged, which lacks " + lacks):
         MixingMap.load(tmp_path / "damaged")
+
+
+# ---------------------------------------------------------------------- the row that is meant, and its unit
+
+
+def signed(**changes):
+    scores = torch.tensor([[[1.0, 0, 0], [0.5, -2, 0], [3, -4, 1]]])
+    return MixingMap(scores=scores, tokens=["a", "b", "c"], causal=True, **changes)
+
+
+def test_the_row_that_is_meant():
+    assert make().meant_query == 4
+    assert make(default_query=2).meant_query == 2
+    assert make(default_query=-4).default_query == 1
+    assert make(default_query=2).top(1) == make().top(1, query=2)
+    assert make(default_query=2).select_queries([3, 1]).meant_query == 3
+    assert make(default_query=2).select_queries([3, 2]).meant_query == 2
+    assert "query 2" in make(default_query=2)._repr_html_()
+    with pytest.raises(ValueError, match="default_query: expected a position from -5 to 4, got 5"):
+        make(default_query=5)
+
+
+def test_the_row_that_is_meant_moves_with_its_token():
+    mixing_map = make(default_query=3)
+    assert mixing_map.drop_bos().default_query == 2
+    assert mixing_map.drop(3).default_query is None
+    assert mixing_map.merge_words().tokens[mixing_map.merge_words().default_query] == " Eiffel"
+
+
+def test_top_by_magnitude_where_there_are_signs():
+    assert signed().top() == [Source("b", 1, -4.0), Source("a", 0, 3.0), Source("c", 2, 1.0)]
+    assert signed().top(1, unit="share") == [Source("b", 1, -0.5)]
+    shares = make().top(5, unit="share")
+    expected = make().normalized().top(5)
+    assert [source.position for source in shares] == [source.position for source in expected]
+    assert [source.score for source in shares] == pytest.approx([source.score for source in expected])
+    with pytest.raises(ValueError, match="unit: expected 'raw' or 'share', got 'percent'"):
+        make().top(unit="percent")
+
+
+# ---------------------------------------------------------------------- as a stack of layers
+
+
+def test_layers_as_items():
+    mixing_map = make(layers=[3, 7])
+    assert len(mixing_map) == 2
+    assert torch.equal(mixing_map[7].scores, mixing_map.scores[1:])
+    assert mixing_map[[7, 3]].layers == [7, 3]
+    assert mixing_map[np.int64(3)].layers == [3]
+    assert [each.layers for each in mixing_map] == [[3], [7]]
+    with pytest.raises(ValueError, match=r"expected one of \[3, 7\]"):
+        mixing_map[0]
+    with pytest.raises(TypeError, match=r"expected a layer's label or a list of them.*select_queries"):
+        mixing_map[1:, 0]
+
+
+def test_as_an_array():
+    assert np.array_equal(np.asarray(make()), make().scores.numpy())
+    assert np.asarray(make(), dtype=np.float32).dtype == np.float32
+    assert np.array(make(scores=attention(dtype=torch.bfloat16))).dtype == np.float32
+
+
+def test_difference():
+    one, other = make(), make(scores=attention(seed=1), method="value_norm", notes="flat")
+    found = one - other
+    assert torch.equal(found.scores, one.scores - other.scores)
+    assert (found.method, found.notes, found.causal) == (
+        "attention - value_norm",
+        ("value_norm: flat",),
+        True,
+    )
+    assert (one - one).scores.abs().max() == 0
+    window = torch.ones(5, 5, dtype=torch.bool).tril()
+    window[4, 0] = False
+    masked = one.replace(mask=window, scores=one.scores * window)
+    assert torch.equal((masked - one).visible(), one.visible())
+    with pytest.raises(ValueError, match=r"same tokens, key_labels, got .*select_queries"):
+        one - other.replace(tokens=list("abcde"))
+    with pytest.raises(ValueError, match=r"same heads"):
+        one - make(scores=attention(heads=2))
+    with pytest.raises(TypeError, match="unsupported operand"):
+        one - 1
+
+
+# ---------------------------------------------------------------------- back from a table
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"scores": attention(heads=3), "layers": [4, 9], "notes": ("one",), "residual": 0.5},
+        {"scores": attention(causal=False), "causal": False},
+        {"causal": False, "default_query": 2, "parameters": {"k": [1]}},
+        {"scores": attention()[:, [4, 2]], "queries": [4, 2], "kind": "input"},
+        {"scores": attention()[:, :, :3] * 0 + 1, "causal": False, "key_tokens": ["x", "y", "z"]},
+    ],
+)
+def test_back_from_a_table_and_an_array(changes):
+    original = make(**changes)
+    table = original.to_dataframe()
+    for found in (
+        MixingMap.from_dataframe(table.sample(frac=1, random_state=1)),
+        MixingMap.from_xarray(original.to_xarray()),
+    ):
+        # Rows are sorted by their position.
+        expected = original.select_queries(found.query_positions)
+        assert torch.equal(found.scores, expected.scores)
+        assert torch.equal(found.visible(), expected.visible())
+        for field in dataclasses.fields(MixingMap):
+            if field.name not in ("scores", "mask", "queries"):
+                assert getattr(found, field.name) == getattr(original, field.name), field.name
+
+
+def test_back_from_a_file_of_text(tmp_path):
+    make().to_dataframe().to_csv(tmp_path / "map.csv", index=False)
+    found = MixingMap.from_dataframe(pd.read_csv(tmp_path / "map.csv"), method="attention")
+    assert (found.tokens, found.method, found.causal) == (TOKENS, "attention", True)
+    assert torch.allclose(found.scores, make().scores, rtol=1e-12)
+
+
+def test_tables_that_hold_no_map():
+    table = make().to_dataframe()
+    with pytest.raises(ValueError, match=r"table with the columns .* missing \['key_token'\]"):
+        MixingMap.from_dataframe(table.drop(columns="key_token"))
+    with pytest.raises(ValueError, match=r"every layer x query x key once, 50 rows, got 49"):
+        MixingMap.from_dataframe(table.drop(index=3))
+    with pytest.raises(ValueError, match="some of them twice"):
+        MixingMap.from_dataframe(pd.concat([table, table]))
+    with pytest.raises(ValueError, match=r"array: expected one of MixingMap.to_xarray"):
+        MixingMap.from_xarray(make().to_xarray().isel(layer=0))

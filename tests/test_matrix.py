@@ -77,7 +77,7 @@ def value_zeroing_oracle(model, case, prompt):
     """Whole forward passes, one per layer and position; outputs read by hooks of torch, not of ours."""
     lens = Lens(model, case.stack)
     batch = pad([read_prompt(model, lens.model_class, prompt)], pad_token(model), "right")
-    positions = batch.real_positions(lens.stack.name).shape[1]
+    positions = batch.real_keys(lens.stack.name).shape[1]
     rows = []
     for layer in range(lens.n_layers):
         name = f"{lens.stack.attention_template.format(layer=layer)}.hook_v"

@@ -215,3 +215,110 @@ def test_text_needs_a_tokenizer():
 def test_a_loss_needs_two_tokens(model):
     with pytest.raises(ValueError, match="at least two tokens"):
         clean_value(model, lm.targets.loss(), TOKENS[:1])
+
+
+# ---------------------------------------------------------------------- classifiers of transformers
+
+
+def classifier_of(name, kind, labels=5, **config):
+    """A classifier with the weights of `bridge(name)`, and a head drawn at random."""
+    import transformers
+
+    wrapped = wrapped_model(name, **config)
+    settings = type(wrapped.config)(**{**wrapped.config.to_dict(), "num_labels": labels})
+    made = tiny_models.randomise(getattr(transformers, kind)(settings), seed=3).eval()
+    made.base_model.load_state_dict(wrapped.base_model.state_dict(), strict=False)
+    return made
+
+
+CLASSIFIERS = {
+    "bert": "BertForSequenceClassification",
+    "roberta": "RobertaForSequenceClassification",
+    "gpt2": "GPT2ForSequenceClassification",
+    "llama": "LlamaForSequenceClassification",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSIFIERS if available(bridge, name)])
+def test_the_classifiers_own_logit(name):
+    classifier = classifier_of(name, CLASSIFIERS[name])
+    with torch.no_grad():
+        logits = classifier(TOKENS[None], attention_mask=torch.ones_like(TOKENS[None])).logits[0]
+    mapped = bridge(name)
+    for class_ in (0, 3, "LABEL_3", None):
+        index = {"LABEL_3": 3, None: int(logits.argmax())}.get(class_, class_)
+        for of, expected in (("logit", logits[index]), ("probability", logits.softmax(-1)[index])):
+            target = lm.targets.hf_classifier(classifier, class_, of=of)
+            assert clean_value(mapped, target) == pytest.approx(expected.item(), abs=2e-5)
+
+
+@pytest.mark.skipif(not available(bridge, "bert"), reason="no BERT in a Bridge here")
+def test_a_classifier_reads_token_types():
+    classifier, types = classifier_of("bert", CLASSIFIERS["bert"]), torch.tensor([0, 0, 0, 1, 1, 1])
+    with torch.no_grad():
+        logits = classifier(TOKENS[None], token_type_ids=types[None]).logits[0]
+    target = lm.targets.hf_classifier(classifier, 2, of="logit")
+    method = lm.InputGradients(target=target, score="times_input")
+    found = lm.run(bridge("bert"), TOKENS, lm.GradientAttention(target=target), token_type_ids=types)
+    assert found.provenance["details"]["target_value"][0] == pytest.approx(logits[2].item(), abs=2e-5)
+    assert found.default_query == 0
+    assert lm.run(bridge("bert"), TOKENS, method, token_type_ids=types, queries=[0]).scores.abs().sum() > 0
+
+
+@pytest.mark.skipif(not available(bridge, "bert"), reason="no BERT in a Bridge here")
+def test_a_classifier_of_other_weights_is_refused():
+    classifier = classifier_of("bert", CLASSIFIERS["bert"], seed=1)
+    target = lm.targets.hf_classifier(classifier, 2)
+    with pytest.raises(ValueError, match=r"the weights of the mapped model.*load both from the same"):
+        lm.run(bridge("bert"), TOKENS, lm.GradientAttention(target=target))
+    with pytest.raises(ValueError, match=r"class_: expected one of \['LABEL_0', .*got 'spam'"):
+        lm.targets.hf_classifier(classifier, "spam")
+    with pytest.raises(ValueError, match="class_: expected a whole number from 0 to 4, got 5"):
+        lm.targets.hf_classifier(classifier, 5)
+    with pytest.raises(ValueError, match=r"training mode; call hf_model.eval\(\) first"):
+        lm.targets.hf_classifier(classifier.train(), 2)
+    with pytest.raises(TypeError, match="AutoModelForSequenceClassification"):
+        lm.targets.hf_classifier(bridge("bert"), 2)
+
+
+@pytest.mark.skipif(not available(bridge, "bert"), reason="no BERT in a Bridge here")
+def test_a_dropped_head_is_told():
+    model = bridge("bert")
+    assert lm.run(model, TOKENS, "attention").notes == ()
+    model.original_model.config.architectures = ["BertForSequenceClassification"]
+    (note,) = lm.run(model, TOKENS, "attention").notes
+    assert "dropped the head of BertForSequenceClassification" in note
+    assert "lm.targets.hf_classifier" in note
+    model.original_model.config.architectures = ["BertModel"]
+    assert lm.run(model, TOKENS, "attention").notes == ()
+
+
+# ---------------------------------------------------------------------- the row that is meant
+
+
+def test_the_targets_row_is_the_one_that_is_meant(model):
+    targets = lm.targets
+    for target, expected in [
+        (targets.predicted(), 5),
+        (targets.token("w9", position=2), 2),
+        (targets.logit_difference(9, 12, position=-3), 3),
+        (targets.loss(), None),
+        (lambda logits: logits[:, 1, 3], None),
+    ]:
+        found = lm.run(model, TOKENS, lm.GradientAttention(target=target))
+        assert found.default_query == expected
+        assert found.meant_query == (5 if expected is None else expected)
+    rows = lm.run(model, TOKENS, lm.InputGradients(target=targets.token("w9", position=2)))
+    assert (rows.default_query, rows.select_queries([4]).meant_query) == (2, 4)
+    assert lm.run(model, TOKENS, "attention").default_query is None
+    assert lm.rollout(lm.run(model, TOKENS, "attention"), drop_bos=True).meant_query == 4
+
+
+@pytest.mark.skipif(not available(bridge, "bert"), reason="no BERT in a Bridge here")
+def test_the_first_row_of_an_encoder():
+    found = lm.run(bridge("bert"), TOKENS, "attention")
+    assert found.default_query == 0
+    assert found.top(2) == found.top(2, query=0)
+    assert lm.rollout(found).meant_query == 0
+    target = lm.targets.masked_token(9, position=3)
+    assert lm.run(bridge("bert"), TOKENS, lm.GradientAttention(target=target)).default_query == 3

@@ -14,13 +14,20 @@ from torch import Tensor
 _LOG_SAFE = -650.0
 
 
-def add_residual(maps: Float[Tensor, "*axes query key"], weight: float) -> Float[Tensor, "*axes query key"]:
+def add_residual(
+    maps: Float[Tensor, "*axes query key"], weight: float | Float[Tensor, "*rows query"]
+) -> Float[Tensor, "*axes query key"]:
     """(1 − weight) · maps + weight · identity, written over maps whose rows sum to 1 or are all zero.
 
     An all-zero row becomes the identity's row where the weight is above 0 (nothing but the residual came in,
-    as in (A + I) / rowsum) and stays zero where it is 0.
+    as in (A + I) / rowsum) and stays zero where it is 0. A tensor holds one per row
+    (heads may share them).
     """
-    if weight > 0:
+    if isinstance(weight, Tensor):
+        empty = ~maps.any(-1) & (weight > 0)
+        diagonal = maps.mul_((1 - weight)[..., None]).diagonal(dim1=-2, dim2=-1)
+        diagonal.add_(weight).masked_fill_(empty, 1.0)
+    elif weight > 0:
         empty = ~maps.any(-1)
         diagonal = maps.mul_(1 - weight).diagonal(dim1=-2, dim2=-1)
         diagonal.add_(weight).masked_fill_(empty, 1.0)

@@ -8,6 +8,10 @@ allows, and R the rollout of L layers:
     R0 = rollout of the U_l with the same L and w          (what rollout makes of no preference)
     B0 = w^L I + (1 − w^L) U, U even over the reachable keys  (what no preference should look like)
     result = R · B0 / R0, elementwise, each row scaled back to the sum it had in R
+
+Where a map holds the residual stream, or its weight was measured row by row, w differs from layer to layer or
+from row to row, and w^L is the product of the layers' weights. The null model must stay where the map stays:
+against one that does not, the quotient of a deep map that does is the null model's own shape, the position.
 """
 
 from __future__ import annotations
@@ -21,11 +25,14 @@ from torch import Tensor
 
 from lens_mix.aggregation.products import Product, add_residual, compose, cumulative, log_matmul
 
+# One weight for all layers and rows, or one for each.
+Residual = float | Float[Tensor, "layer query"]
+
 
 def normalise_rollout(
     maps: Float[Tensor, "layer query key"],
     visible: Bool[Tensor, "layer query key"],
-    residual: float,
+    residual: Residual,
     heads: Float[Tensor, "layer head query key"] | None = None,
     arithmetic: str = "auto",
     product: Product = torch.matmul,
@@ -37,7 +44,7 @@ def normalise_rollout(
     Args:
         maps: float64, the residual already mixed in (`add_residual`), heads merged; rows sum to 1 or, where
             nothing is known, are all zero. Zero wherever not visible.
-        residual: the residual weight w mixed into `maps`, 0 to 1.
+        residual: the residual weight w in `maps`, 0 to 1: one, or one per layer and query.
         heads: float64, the same per head; the result then has a head axis.
         arithmetic: "float64", "log", or "auto": float64 where a bound shows that nothing underflows,
             logarithms elsewhere. Another name is a ValueError.
@@ -46,7 +53,8 @@ def normalise_rollout(
     if arithmetic not in ("auto", "float64", "log"):
         raise ValueError(f"arithmetic: expected 'auto', 'float64' or 'log', got {arithmetic!r}")
     null = null_maps(visible, residual)
-    targets = even_targets(reachable(visible, residual), residual)
+    stays = residual if isinstance(residual, float | int) else float(residual.max())
+    targets = even_targets(reachable(visible, stays), residual)
     if arithmetic == "float64" or (arithmetic == "auto" and float64_suffices(null, residual)):
         return _in_float64(cumulative(maps, heads, product), null, targets, product)
     rolled = cumulative(maps.log(), None if heads is None else heads.log(), log_matmul)
@@ -59,8 +67,33 @@ def even_attention(visible: Bool[Tensor, "*axes query key"]) -> Float[Tensor, "*
     return weights / weights.sum(-1, keepdim=True).clamp(min=1)
 
 
-def null_maps(visible: Bool[Tensor, "layer query key"], residual: float) -> Float[Tensor, "layer query key"]:
+def held_residual(
+    maps: Float[Tensor, "layer query key"], visible: Bool[Tensor, "layer query key"], least: float
+) -> Float[Tensor, "layer query"]:
+    """The residual weight of maps whose diagonal holds the residual stream: one per layer, for all its rows.
+
+    With n visible keys, even attention and a weight w put w + (1 − w)/n on the diagonal. This w is read off
+    each row that sees more than itself, and averaged over the layer's rows: one weight per layer keeps
+    bidirectional maps unchanged.
+
+    Args:
+        maps: rows sum to 1 or are all zero; `least` mixed in already.
+        least: what was mixed in, below which no layer can be.
+    """
+    even = even_attention(visible).diagonal(dim1=-2, dim2=-1)
+    diagonal = maps.diagonal(dim1=-2, dim2=-1)
+    counts = (even > 0) & (even < 1) & maps.any(-1)
+    weights = torch.where(counts, (diagonal - even) / (1 - even).clamp(min=0.5), 0.0)
+    mean = weights.sum(-1) / counts.sum(-1).clamp(min=1)
+    return mean.clamp(least, 1.0)[:, None].expand(diagonal.shape)
+
+
+def null_maps(
+    visible: Bool[Tensor, "layer query key"], residual: Residual
+) -> Float[Tensor, "layer query key"]:
     """The null model's layers: even attention with the residual mixed in, float64."""
+    if isinstance(residual, Tensor):
+        return add_residual(even_attention(visible), residual)
     if len(visible) > 1 and bool((visible == visible[:1]).all()):
         return null_maps(visible[:1], residual).expand(visible.shape)
     return add_residual(even_attention(visible), residual)
@@ -86,23 +119,25 @@ def reachable(visible: Bool[Tensor, "layer query key"], residual: float) -> Bool
 
 
 def even_targets(
-    reached: Bool[Tensor, "layer query key"], residual: float
+    reached: Bool[Tensor, "layer query key"], residual: Residual
 ) -> Iterator[Float[Tensor, "query key"]]:
     """B0 at each depth. A position that reaches nothing by attention keeps itself where w > 0."""
     identity = torch.eye(reached.shape[-1], dtype=torch.float64, device=reached.device)
+    weights = torch.as_tensor(residual, dtype=torch.float64, device=reached.device)
+    stayed = weights.expand(reached.shape[:2]).cumprod(0)
+    # −expm1 of the logarithm: 1 − w^L keeps its digits where w is near 1
+    moved = -torch.expm1(weights.expand(reached.shape[:2]).log().cumsum(0))
     for place, keys in enumerate(reached):
         if place == 0 or not torch.equal(keys, reached[place - 1]):
             even = even_attention(keys)
-            if residual > 0:
+            if bool((weights > 0).any()):
                 even = torch.where(keys.any(-1, keepdim=True), even, identity)
-        depth = place + 1
-        moved = 1.0 if residual == 0 else 0.0 if residual == 1 else -math.expm1(depth * math.log(residual))
-        target = moved * even
-        target.diagonal().add_(residual**depth)
+        target = moved[place, :, None] * even
+        target.diagonal().add_(stayed[place])
         yield target
 
 
-def float64_suffices(null: Float[Tensor, "layer query key"], residual: float) -> bool:
+def float64_suffices(null: Float[Tensor, "layer query key"], residual: Residual) -> bool:
     """Whether R · B0 / R0 can be computed in float64 without loss.
 
     Every entry of R0 that is not zero is at least the product over layers of the null model's smallest entry
@@ -112,6 +147,10 @@ def float64_suffices(null: Float[Tensor, "layer query key"], residual: float) ->
 
         product of smallest entries > smallest normal number · layers · n² · 1e16 / (1 − w)
     """
+    if isinstance(residual, Tensor):
+        residual = float(residual.max())
+        if residual == 1:
+            return False
     if residual == 1:
         return True
     layers, size = null.shape[0], null.shape[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from lens_mix.aggregation.collapse import collapse_notes
 from lens_mix.aggregation.products import add_residual, cumulative, lower_product
-from lens_mix.aggregation.receptive_field import normalise_rollout, reachable
-from lens_mix.arguments import flags, instance
+from lens_mix.aggregation.receptive_field import held_residual, normalise_rollout, reachable
+from lens_mix.arguments import flags, instance, number
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import refuse_negative, with_empty_rows
 from lens_mix.maps.checks import as_residual
@@ -20,7 +21,8 @@ from lens_mix.maps.checks import as_residual
 def rollout(
     mixing_map: MixingMap,
     *,
-    residual: float | None = None,
+    residual: float | Literal["measured"] | None = None,
+    total_mixing: float | None = None,
     receptive_field: bool = False,
     per_head: bool = False,
     drop_bos: bool = False,
@@ -37,10 +39,15 @@ def rollout(
     Args:
         mixing_map: layer maps `[layer, query, key]` or `[layer, head, query, key]`, none below 0.
         residual: the weight w, 0 to 1. None: what the method calls for, 0.5 for attention (equal to the
-            paper's (A + I) / rowsum) and 0 where the map already holds the residual.
+            paper's (A + I) / rowsum) and 0 where the map already holds the residual. "measured": each row's
+            own, of `lm.run(..., residual_shares=True)`; 0 for maps that hold the residual, whose diagonal is
+            a measurement already.
+        total_mixing: in place of `residual`, how much is mixed over all layers together: w = 1 − total / L
+            with L the number of layers, at least 0. With w fixed, deep stacks mix more the deeper they are,
+            until nothing is left of the tokens; 1.5 and 5 did well (docs/input_map.md).
         receptive_field: normalise against the rollout of even attention, so that keys are not preferred for
-            being reachable on many paths (causal maps: for being early). The paper gives no formula; ours
-            is derived in docs/receptive_field.md.
+            being reachable on many paths (causal maps: for being early). Even attention keeps as much of the
+            residual as the map does. The paper gives no formula; ours is derived in docs/receptive_field.md.
         per_head: the appendix variant: each head of layer l times the rollout, heads merged, of those below.
         drop_bos: drop position 0, whatever its token, on both axes first; rows sum to 1 without it.
         from_layer, to_layer: roll out these layers and those between, by label (negative: from the end).
@@ -53,42 +60,90 @@ def rollout(
     Raises:
         TypeError: not a `MixingMap`; a residual that is no number.
         ValueError: input maps; keys that are not the tokens; layers that do not follow one another; scores
-            below 0; a residual outside 0 to 1, or None where the method has none; no heads for `per_head`.
+            below 0; a residual outside 0 to 1, or None where the method has none; "measured" where nothing
+            was; a total below 0, or besides `residual`; no heads for `per_head`.
     """
     flags(receptive_field=receptive_field, per_head=per_head, drop_bos=drop_bos)
-    chosen, weight = layers_to_mix(mixing_map, "rollout", residual, from_layer, to_layer, drop_bos)
+    chosen, weights = _layers_and_weights(mixing_map, residual, total_mixing, from_layer, to_layer, drop_bos)
+    one_weight = isinstance(weights, float)
+    largest = weights if isinstance(weights, float) else float(weights.max())
     if per_head and not chosen.has_heads:
         raise ValueError(
             f"per_head: expected a map with heads, got scores of shape {tuple(chosen.scores.shape)}"
         )
-    maps, notes = mixed_layers(chosen, weight)
+    maps, notes = mixed_layers(chosen, weights)
     heads = None
     if per_head:
         separate = chosen.replace(scores=to_float64(chosen.scores)).normalized()
-        heads = add_residual(separate.scores, weight)
+        heads = add_residual(separate.scores, weights[:, None] if isinstance(weights, Tensor) else weights)
         notes = (*notes, *(note for note in separate.notes if note not in notes))
     product = lower_product if chosen.causal else torch.matmul
     if receptive_field:
         visible = chosen.visible().to(maps.device)
-        scores = normalise_rollout(maps, visible, weight, heads, product=product)
+        held = isinstance(weights, float) and holds_residual(chosen)
+        null = held_residual(maps, visible, largest) if held else weights
+        scores = normalise_rollout(maps, visible, null, heads, product=product)
     else:
         scores = cumulative(maps, heads, product)
-    options = {"receptive_field": receptive_field, "per_head": per_head, "drop_bos": drop_bos}
+    options: dict[str, object] = {"residual": largest if one_weight else "measured"}
+    options |= {"receptive_field": receptive_field, "per_head": per_head, "drop_bos": drop_bos}
     if not per_head and len(chosen.layer_labels) > 1:
-        reached = reached_inputs(chosen.visible(), weight)[-1]
+        reached = reached_inputs(chosen.visible(), largest)[-1]
         notes = (*notes, *collapse_notes(scores[-1], reached, chosen.query_positions))
     return chosen.replace(
         scores=scores,
-        mask=None if chosen.mask is None else reached_inputs(chosen.visible(), weight),
-        residual=weight,
+        mask=None if chosen.mask is None else reached_inputs(chosen.visible(), largest),
+        residual=largest if one_weight else None,
         kind="input",
-        provenance={**chosen.provenance, "aggregation": {"name": "rollout", "residual": weight, **options}},
+        provenance={**chosen.provenance, "aggregation": {"name": "rollout", **options}},
         notes=_notes(chosen, notes, receptive_field),
     )
 
 
+def _layers_and_weights(
+    mixing_map: MixingMap,
+    residual: float | Literal["measured"] | None,
+    total_mixing: float | None,
+    *layers: Any,
+) -> tuple[MixingMap, float | Float[Tensor, "layer query"]]:
+    """The layers to roll out, and the weight of the residual in all of them, or in each row of each."""
+    if total_mixing is None and residual != "measured":
+        return layers_to_mix(mixing_map, "rollout", residual, *layers)
+    # No weight of the method's is asked for.
+    chosen, _ = layers_to_mix(mixing_map, "rollout", 0.0, *layers)
+    if total_mixing is None:
+        return chosen, measured_residual(chosen)
+    if residual is not None:
+        raise ValueError(f"total_mixing: expected no residual besides it, got residual={residual!r}")
+    total = number("total_mixing", total_mixing, 0)
+    return chosen, max(0.0, 1 - total / len(chosen.layer_labels))
+
+
+def measured_residual(chosen: MixingMap) -> float | Float[Tensor, "layer query"]:
+    """The residual weights that a map's run has measured, float64; 0 where its diagonal holds the residual.
+
+    A map without them that needs them is a ValueError.
+    """
+    if chosen.residual_shares is not None:
+        return to_float64(chosen.residual_shares)
+    if holds_residual(chosen):
+        return 0.0
+    raise ValueError(
+        "residual: expected a map with measured residual shares for 'measured', got one without; ask for "
+        "them with lm.run(..., residual_shares=True), or give MixingMap(residual_shares=) [layer, query]"
+    )
+
+
+def holds_residual(chosen: MixingMap) -> bool:
+    """Whether the map says of its diagonal that the residual stream is in it, so that none is mixed in."""
+    from lens_mix.methods import METHODS
+
+    method = METHODS.get(chosen.method)
+    return chosen.residual == 0 and (method is None or method.holds_residual)
+
+
 def mixed_layers(
-    chosen: MixingMap, weight: float
+    chosen: MixingMap, weight: float | Float[Tensor, "layer query"]
 ) -> tuple[Float[Tensor, "layer query key"], tuple[str, ...]]:
     """Â_l = (1 − w) A_l + w I of every layer, float64: heads averaged and rows divided by their sum first.
 
@@ -104,7 +159,7 @@ def mixed_layers(
         totals = maps[place].sum(-1, keepdim=True)
         empty[place] = (totals == 0).squeeze(-1)
         maps[place].div_(totals.masked_fill(totals == 0, 1))
-        add_residual(maps[place], weight)
+        add_residual(maps[place], weight if isinstance(weight, float) else weight[place])
     return maps, with_empty_rows(chosen.notes, empty, chosen.layer_labels, chosen.query_positions)
 
 

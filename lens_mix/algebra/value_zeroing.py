@@ -91,7 +91,7 @@ class _Maps:
         # No copy of all heads.
         self._groups = [slice(None) if group == every_head else group for group in groups]
         self._pattern, self._W_O = block.recorded("pattern")[prompts], path.W_O.to(wide)
-        value, real = block.recorded("value")[prompts].to(wide), block.real[prompts]
+        value, real = block.recorded("value")[prompts].to(wide), block.real_keys[prompts]
         self._value = value.repeat_interleave(block.n_heads // value.shape[2], dim=2)
         attended = block.attended[prompts] & block.real_queries[prompts, :, None] & real[:, None]
         self._sources = find_sources(attended, real, spans)

@@ -10,7 +10,8 @@ The residual stream is added; a norm's linear part γ ⊙ (v - mean v) / s_i, s_
 changes w, what was added, and scale. `lens_mix.algebra.definitions` writes F out; norms need no pair's vector
 (`lens_mix.algebra.pair_norms`), and the norm of Σ_j F_ij no pair at all.
 
-The rows are the queries that are asked for. "The diagonal" is each query's pair with its own position.
+The rows are the queries that are asked for. "The diagonal" is each query's pair with its own position. On
+cross-attention no key is the query's own position: what is added is a key of its own, after the source's.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Pairs:
     """Σ_h a_ijh w_jh for all pairs, as factors.
 
     `pattern` is a, `heads` u, `chain` the norms that made w of u; `queries` are the positions of the rows,
-    None for all positions in order.
+    None for all positions in order; `cross`: keys are another sequence than the rows.
     """
 
     def __init__(
@@ -52,14 +53,18 @@ class Pairs:
         heads: HeadVectors,
         queries: Int[Tensor, "batch query"] | None = None,
         chain: Chain = (),
+        cross: bool = False,
     ) -> None:
         self.pattern, self.heads, self.queries, self.chain = pattern, heads, queries, chain
+        self.cross = cross
         self.writes_out = pattern.shape[2] <= WRITTEN_OUT_QUERIES
         self._by_factors: PairNorms | None = None
 
     def through(self, norm: Norm | None) -> Pairs:
         """The same after a norm's linear part."""
-        return self if norm is None else Pairs(self.pattern, self.heads, self.queries, (*self.chain, norm))
+        if norm is None:
+            return self
+        return Pairs(self.pattern, self.heads, self.queries, (*self.chain, norm), self.cross)
 
     def written_out(self, keys: slice = slice(None)) -> Float[Tensor, "batch query key d_model"]:
         """The vectors of all pairs with these keys."""
@@ -79,7 +84,7 @@ class Pairs:
     def norms(self) -> Float[Tensor, "batch query key"]:
         """Euclidean norms of all pairs."""
         if not self.writes_out:
-            weights = self._diagonal_weights() if self.queries is None else None
+            weights = self._diagonal_weights() if self.queries is None and not self.cross else None
             self._by_factors = norms_by_factors(self.pattern, self.heads, self.chain, weights)
             return self._by_factors.pairs
         norms = self.heads.value.new_empty(self.pattern[:, 0].shape)
@@ -95,7 +100,10 @@ class Pairs:
 
     @functools.cached_property
     def diagonal(self) -> Float[Tensor, "batch query d_model"]:
-        """The vectors of each query's pair with its own position."""
+        """The vectors of each query's pair with its own position; of cross-attention zeros: there is none."""
+        if self.cross:
+            batch, _, queries, _ = self.pattern.shape
+            return self.heads.value.new_zeros((batch, queries, self.heads.d_model))
         if self._by_factors is not None and self._by_factors.diagonal is not None:
             return self._by_factors.diagonal
         return through(self.chain, self.heads.mixed(self._diagonal_weights(), self.queries))
@@ -110,8 +118,10 @@ class Pairs:
 
     def put_diagonal(
         self, scores: Float[Tensor, "batch query key"], values: Float[Tensor, "batch query"]
-    ) -> Float[Tensor, "batch query key"]:
-        """The map, with these values on its diagonal."""
+    ) -> Float[Tensor, "batch query keys_and_own"]:
+        """The map, with these values on its diagonal, or (on cross-attention) as one key more."""
+        if self.cross:
+            return torch.cat([scores, values[..., None].to(scores.dtype)], dim=-1)
         if self.queries is None:
             scores.diagonal(dim1=1, dim2=2).copy_(values)
             return scores
@@ -190,7 +200,7 @@ class AttentionVectors:
     def __init__(self, block: Block, heads: HeadVectors) -> None:
         self.anatomy, self.resid_pre = block.anatomy, block.resid_pre.detach().to(heads.dtype)
         queries = None if block.every_query else block.queries
-        self.pairs = Pairs(block.recorded("pattern").detach(), heads, queries)
+        self.pairs = Pairs(block.recorded("pattern").detach(), heads, queries, cross=block.is_cross)
         self._z = block.recorded("z").detach()
 
     @functools.cached_property

@@ -19,10 +19,16 @@ Aggregation = Callable[[MixingMap], MixingMap]
 
 # What a map of the whole stack is called where it is taken as it is.
 AS_IT_IS = "-"
+# What needs `lm.run(..., residual_shares=True)`.
+MEASURED = "rollout, residual measured"
 
 
 def _receptive_field(m: MixingMap) -> MixingMap:
     return rollout(m, receptive_field=True)
+
+
+def _measured(m: MixingMap) -> MixingMap:
+    return rollout(m, residual="measured")
 
 
 def _last_layer(m: MixingMap) -> MixingMap:
@@ -32,8 +38,8 @@ def _last_layer(m: MixingMap) -> MixingMap:
 def aggregations_by_name(asked: Sequence[str] | Mapping[str, Aggregation]) -> dict[str, Aggregation]:
     """Functions from layer maps to an input map, by their names in tables.
 
-    "rollout", "rollout, receptive field", "flow", "gradient_rollout", "mean" (of the layers' raw rows),
-    "last" (the last layer's row), or functions of your own as a mapping.
+    "rollout", "rollout, receptive field", "rollout, residual measured", "flow", "gradient_rollout",
+    "mean" (of the layers' raw rows), "last" (the last layer's row), or functions of your own as a mapping.
 
     Raises:
         ValueError: none of these, or none at all.
@@ -43,6 +49,7 @@ def aggregations_by_name(asked: Sequence[str] | Mapping[str, Aggregation]) -> di
     known: dict[str, Aggregation] = {
         "rollout": rollout,
         "rollout, receptive field": _receptive_field,
+        MEASURED: _measured,
         "flow": flow,
         "gradient_rollout": gradient_rollout,
         "mean": layer_mean,

@@ -16,6 +16,7 @@ from lens_mix.arguments import flags, instance, one_of
 from lens_mix.evaluation.agreement import bootstrap
 from lens_mix.evaluation.candidates import (
     AS_IT_IS,
+    MEASURED,
     Aggregation,
     aggregations_by_name,
     candidate_rows,
@@ -138,7 +139,8 @@ def evaluate(
         task: what is scored (`lens_mix.evaluation.Importance`, `Cues`, or a `Task` of your own).
         methods: as in `lm.run`. Those with a `target` explain the case's, where it has one.
         aggregations: how layer maps become an input map: names (`candidates.aggregations_by_name`), or
-            functions MixingMap -> MixingMap by name. Maps of the whole model are taken as they are ("-").
+            functions MixingMap -> MixingMap by name; with one called "rollout, residual measured" maps come
+            with measured shares. Maps of the whole model are taken as they are ("-").
         randomised_model: score every method on a copy of the model's shuffled weights too, as a control: the
             rows "<method>, randomised model".
         resume: a file of finished cases (JSON, one per line), which is filled, and read when it is there.
@@ -224,7 +226,8 @@ class _Evaluation:
         for label, method in self._methods.items():
             if case.target is not None and hasattr(method, "target"):
                 method = dataclasses.replace(method, **{"target": case.target})
-            asked = {"queries": [case.query]} if method.whole_model else {}
+            asked: dict[str, Any] = {"queries": [case.query]} if method.whole_model else {}
+            asked |= {"residual_shares": MEASURED in self._aggregations and not method.holds_residual}
             try:
                 m = run(self._model, case.prompt, method, **asked, **self._options)
             except UnsupportedModelError as problem:

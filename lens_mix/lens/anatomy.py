@@ -136,6 +136,8 @@ class BlockAnatomy:
         feed_forward: None where there is none or where it can't be written this way.
         feed_forward_kind: "plain", "gated", "mixture", "opaque" (unknown) or "none".
         cross: whether a cross-attention branch lies between the two.
+        before: of a block read by its cross-attention (`by_cross_attention`), the norm that its
+            self-attention ends in.
         residual_multiplier: what the branches are multiplied by before they join the residual stream.
     """
 
@@ -153,7 +155,28 @@ class BlockAnatomy:
     feed_forward_branch: Norm | None = None
     feed_forward_residual: Norm | None = None
     cross: bool = False
+    before: Norm | None = None
     residual_multiplier: float = 1.0
+
+    def by_cross_attention(self) -> BlockAnatomy:
+        """The block from its cross-attention on, read as one whose attention that is.
+
+        It starts at the residual stream that its self-attention leaves (`entered`), and its keys are the
+        encoder's outputs. `value_path` has to be the cross-attention's.
+        """
+        return dataclasses.replace(
+            self,
+            cross=False,
+            before=self.attention_residual,
+            attention_input=None,
+            attention_residual=self.cross_residual,
+            cross_input=None,
+            cross_residual=None,
+        )
+
+    def entered(self, x: Tensor, self_attention_out: Tensor) -> Tensor:
+        """The residual stream that the cross-attention's branch is added to (`by_cross_attention`)."""
+        return _apply(self.before, x + self_attention_out * self.residual_multiplier)
 
     def after_attention(self, x: Tensor, attention_out: Tensor, cross_out: Tensor | None = None) -> Tensor:
         """The residual stream after the attention branch (and the cross-attention branch)."""

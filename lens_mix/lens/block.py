@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lens_mix.hooks import HookPair
+from lens_mix.hooks import HookPair, record
+from lens_mix.hooks.record import ATTENTION_ROLES
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, read_norm
 from lens_mix.lens.changed_backward import Rules, changed_backward
 from lens_mix.lens.clean_pass import CleanPass
@@ -52,6 +53,7 @@ class Block:
         self.anatomy: BlockAnatomy = proof.anatomy[layer]
         self.details: list[dict[str, Any]] = [{} for _ in clean.batch.prompts]
         self.warnings: list[list[str]] = [[] for _ in clean.batch.prompts]
+        self.explained: list[int | None] = [None for _ in clean.batch.prompts]
 
     def detail(self, index: int, name: str, value: Any) -> None:
         """Put a fact about one prompt's layer map into its record (`provenance["details"][name]`)."""
@@ -60,6 +62,14 @@ class Block:
     def warn(self, index: int, text: str) -> None:
         """Put a warning about one prompt's layer map into its record (`notes`)."""
         self.warnings[index].append(f"layer {self.layer}: {text}")
+
+    def explain(self, index: int, position: int | None) -> None:
+        """Tell which position of one prompt a target reads, without padding: its row is the one meant.
+
+        Where the logits stand over other tokens than the rows (an encoder's map of an encoder-decoder), and
+        where the target reads no single position (None), no row is.
+        """
+        self.explained[index] = position if self.logits_tokens is self.tokens else None
 
     @property
     def batch(self) -> Batch:
@@ -94,7 +104,7 @@ class Block:
             tokens: the tokens that the mapped stack reads.
             masked: which of them are hidden, besides padding. Where the model takes positions, they stay.
         """
-        batch, decoder = self.batch.select(rows), self._lens.stack.name == "decoder"
+        batch, decoder = self.batch.select(rows), self._lens.stack.reads_target
         if tokens is not None and decoder:
             batch = dataclasses.replace(batch, target=tokens)
         elif tokens is not None:
@@ -124,7 +134,7 @@ class Block:
             raise ValueError(
                 f"model inputs: expected tokens alone, as they are cut, got {sorted(given.inputs)} besides"
             )
-        decoder = self._lens.stack.name == "decoder" and given.target is not None
+        decoder = self._lens.stack.reads_target and given.target is not None
         altered = [Prompt(given.tokens, one) if decoder else Prompt(one, given.target) for one in tokens]
         batch = pad(altered, pad_token(self._lens.model), "right")
         return dataclasses.replace(batch, real=torch.ones_like(batch.real))
@@ -145,7 +155,7 @@ class Block:
 
         HookedTransformer counts positions by the mask, so that they would move up.
         """
-        if self._lens.stack.name == "decoder":
+        if self._lens.stack.reads_target:
             return self._lens.takes_input("decoder_attention_mask")
         return self._lens.model_class in (ModelClass.BRIDGE, ModelClass.HOOKED_ENCODER)
 
@@ -153,9 +163,7 @@ class Block:
     def tokens(self) -> Int[Tensor, "batch pos"]:
         """The tokens that the mapped stack reads."""
         batch = self.batch
-        return (
-            batch.target if self._lens.stack.name == "decoder" and batch.target is not None else batch.tokens
-        )
+        return batch.target if self._lens.stack.reads_target and batch.target is not None else batch.tokens
 
     @property
     def d_vocab(self) -> int:
@@ -227,14 +235,24 @@ class Block:
         return self._clean.real
 
     @property
+    def is_cross(self) -> bool:
+        """Whether its attention is the cross-attention: keys are the encoder's outputs."""
+        return self._lens.stack.is_cross
+
+    @property
+    def real_keys(self) -> Bool[Tensor, "batch key"]:
+        """Which keys are the prompts' own: positions, but for cross-attention those of the source."""
+        return self._clean.real_keys
+
+    @property
     def real_queries(self) -> Bool[Tensor, "batch query"]:
         """Which of the asked rows are the prompts' own positions."""
         return self.rows_of(self.real)
 
     @property
     def resid_pre(self) -> Float[Tensor, "batch query d_model"]:
-        """The residual stream entering the block, at the asked rows."""
-        return self.rows_of(self._clean.calls[self.layer].resid_pre)
+        """The residual stream entering the block (on cross-attention: entering that), at the asked rows."""
+        return self.rows_of(self._clean.resid_pre(self.layer))
 
     @property
     def whole_resid_pre(self) -> Float[Tensor, "batch pos d_model"]:
@@ -256,10 +274,16 @@ class Block:
 
         Where a hook of the user's scales z, "pattern" is times its factors.
         """
+        name = self._lens.stack.hook_name(role, self.layer) if role in ATTENTION_ROLES else ""
+        if name not in self._clean.recorded:
+            raise ValueError(
+                f"role: expected one of {sorted(ATTENTION_ROLES)} that the method's `records` names, got "
+                f"{role!r}; write records: ClassVar[frozenset[str]] = frozenset({{{role!r}}})"
+            )
         if role == "pattern":
             tensor = self._clean.effective_pattern(self.layer)
         else:
-            tensor = self._clean.recorded[self._lens.stack.hook_name(role, self.layer)]
+            tensor = self._clean.recorded[name]
         return tensor if role == "value" else self._of_recorded_rows(tensor, 2 if role == "pattern" else 1)
 
     def _of_recorded_rows(self, tensor: Tensor, axis: int = 1) -> Tensor:
@@ -293,6 +317,23 @@ class Block:
             replay.prepare()
             with self._lens.hooked(fwd_hooks):
                 return replay.run(rows)
+
+    def cross_output(self) -> Float[Tensor, "batch query d_model"] | None:
+        """What a decoder's cross-attention gave, before any norm, at the asked rows; None without one.
+
+        Raises:
+            UnsupportedModelError: as `replay`; no hook point shows it.
+        """
+        if not self.anatomy.cross:
+            return None
+        kept: dict[str, Tensor] = {}
+        where = self._lens.where(self.layer)
+        names = (f"{where}.cross_attn.o.hook_out", f"{where}.hook_cross_attn_out")
+        name = next((name for name in names if name in self._lens.hook_points), None)
+        if name is None:
+            raise UnsupportedModelError(f"{where}: no hook point shows what its cross-attention gives")
+        self.replay(torch.arange(len(self.batch), device=self.real.device), [record(kept, name)])
+        return self.rows_of(kept[name])
 
     def after_final_norm(
         self, resid: Float[Tensor, "*batch d_model"], gradients: bool = False

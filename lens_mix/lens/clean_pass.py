@@ -42,6 +42,7 @@ class CleanPass:
         cache: per block, what the methods of one run share about it, for as long as it is being mapped.
         run_cache: what the blocks of one run share, such as scratch memory.
         head_factors: by layer, what hooks multiply z of each head by (`Proof.head_factors`).
+        entering: per block that is read by its cross-attention, the residual stream before that.
     """
 
     lens: Lens
@@ -54,6 +55,11 @@ class CleanPass:
     cache: dict[int, dict[Any, Any]] = dataclasses.field(default_factory=dict)
     run_cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
     head_factors: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
+    entering: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
+
+    def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream that the mapped attention's branch is added to."""
+        return self.entering[layer] if layer in self.entering else self.calls[layer].resid_pre
 
     def effective_pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
         """The recorded pattern times what hooks multiply z of each head by: what mixed the values."""
@@ -62,8 +68,13 @@ class CleanPass:
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:
-        """Which positions of the lens's stack are the prompts' own."""
+        """Which positions of the lens's stack (its queries) are the prompts' own."""
         return self.batch.real_positions(self.lens.stack.name)
+
+    @property
+    def real_keys(self) -> Bool[Tensor, "batch key"]:
+        """Which of the keys are the prompts' own: in cross-attention the source's positions."""
+        return self.batch.real_keys(self.lens.stack.name)
 
     def replay(self, layer: int) -> BlockReplay:
         """Block `layer`, ready to run again in any number of copies."""

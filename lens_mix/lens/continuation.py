@@ -32,7 +32,7 @@ def logits_from(
     resid_pre: Float[Tensor, "row pos d_model"] | None = None,
     rows: Int[Tensor, " row"] | None = None,
     gradients: bool = False,
-    positions: Int[Tensor, " row"] | None = None,
+    positions: Int[Tensor, " row"] | Int[Tensor, "row read"] | None = None,
     batch: Batch | None = None,
 ) -> Float[Tensor, "row *pos d_vocab"]:
     """The model's logits, with hooks, from a block on.
@@ -44,7 +44,7 @@ def logits_from(
         resid_pre: what enters that block; the clean residual stream by default.
         rows: which prompt of the clean batch each row is (repeats allowed); all, once, by default.
         gradients: build the graph.
-        positions: unembed one position per row only, [row 1 d_vocab].
+        positions: unembed one position per row only, [row 1 d_vocab], or several, [row read d_vocab].
         batch: other prompts to run instead, from their tokens on: `layer` and `rows` count for nothing.
 
     Raises:

@@ -91,13 +91,14 @@ def _weight(model: Any, name: str) -> Tensor | None:
 
 
 def row_at(tensor: Tensor, positions: Tensor) -> Tensor:
-    """One position of each row of [row pos ...], as [row 1 ...]."""
-    return tensor[torch.arange(len(tensor), device=tensor.device), positions.to(tensor.device)][:, None]
+    """One position of each row of [row pos ...], as [row 1 ...]; several, given as [row read]."""
+    places = positions.to(tensor.device).reshape(len(tensor), -1)
+    return tensor[torch.arange(len(tensor), device=tensor.device)[:, None], places]
 
 
 @contextlib.contextmanager
 def unembedding_at(model: Any, positions: Tensor | None) -> Iterator[list[bool]]:
-    """The unembedding sees one position per row; the list is filled if it ran at all."""
+    """The unembedding sees one position per row, or those of [row read]; the list is filled if it ran."""
     narrowed: list[bool] = []
     unembed = getattr(model, "unembed", None)
     if positions is None or not isinstance(unembed, nn.Module):

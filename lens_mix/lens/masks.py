@@ -25,12 +25,14 @@ class AllowedKeys:
         positions: of the rows, in the batch.
         causal_model: whether the model was proven to be causal, which a few rows alone can't tell.
         rounding: the model's coarsest step.
+        cross: whether keys are places in another sequence, so that none is later than a query.
     """
 
     by_layer: dict[int, Bool[Tensor, "batch query key"]]
     positions: Int[Tensor, "batch query"]
     causal_model: bool
     rounding: float
+    cross: bool = False
 
     def reaching(self) -> AllowedKeys:
         """The same for maps down to the input: which inputs can have reached each query by each layer.
@@ -55,7 +57,8 @@ class AllowedKeys:
             layers: which layers, in the order wanted.
         """
         allowed = torch.stack([self.by_layer[layer][index][rows][:, keys] for layer in layers])
-        return PromptMask(allowed, self.positions[index][rows], keys, self.causal_model, self.rounding)
+        positions = self.positions[index][rows]
+        return PromptMask(allowed, positions, keys, self.causal_model, self.rounding, self.cross)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,12 @@ class PromptMask:
     keys: Int[Tensor, " key"]
     causal_model: bool
     rounding: float
+    cross: bool = False
+
+    def with_own_key(self) -> PromptMask:
+        """The same with one key more, which every row may see."""
+        allowed = torch.cat([self.allowed, torch.ones_like(self.allowed[..., :1])], dim=-1)
+        return dataclasses.replace(self, allowed=allowed, keys=torch.cat([self.keys, self.keys[-1:] + 1]))
 
     def causal_and_mask(self) -> tuple[bool, Bool[Tensor, "*layer query key"] | None]:
         """Whether the prompt's attention is causal, and its mask where a triangle does not say it all.
@@ -76,6 +85,9 @@ class PromptMask:
             itself (causal); else bool [query, key], or [layer, query, key] where layers differ.
         """
         layers = self.allowed.cpu()
+        if self.cross:
+            same = bool((layers == layers[0]).all())
+            return False, None if bool(layers.all()) else layers[0] if same else layers
         triangle = (self.keys <= self.positions[:, None]).cpu()
         every_row = len(self.positions) == len(self.keys)
         causal = len(self.keys) > 1 and not bool((layers & ~triangle).any())
@@ -116,7 +128,8 @@ class PromptMask:
         if largest > max(accepted, 100 * self.rounding) * max(1.0, float(scores.abs().max())):
             raise UnsupportedModelError(
                 f"a key that the attention mask hides has a score of {largest:.1e} (expected 0): "
-                "the model mixes tokens by another way than attention"
+                "the model mixes tokens by another way than attention, or the method gives scores to keys "
+                "whatever `block.attended` says"
             )
         return scores.masked_fill(hidden, 0)
 
@@ -144,12 +157,14 @@ def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
         clean: the clean pass.
         causal_model: what the proof has found.
     """
-    real = clean.real
+    real, keys = clean.real, clean.real_keys
     batch, length = real.shape
     places = torch.arange(length, device=real.device)
     positions = places.expand(batch, length) if clean.rows is None else clean.rows.positions
-    wanted = rows_at(real, positions)[:, :, None] & real[:, None, :]
-    triangle = places <= positions[:, :, None]
+    wanted = rows_at(real, positions)[:, :, None] & keys[:, None, :]
+    # On cross-attention a key's place says nothing of a query's: there is no triangle.
+    cross = clean.lens.stack.is_cross
+    triangle = torch.ones_like(wanted) if cross else places <= positions[:, :, None]
     layers = {}
     for layer, attended in clean.attended.items():
         complete = bool((attended | ~wanted).all())
@@ -161,7 +176,7 @@ def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
         layers[layer] = attended
     # Hugging Face makes some patterns and norms in float32 in any model (GPT-Neo, GPT-J).
     step = max(torch.finfo(clean.lens.dtype).eps, torch.finfo(torch.float32).eps)
-    return AllowedKeys(layers, positions, causal_model, step)
+    return AllowedKeys(layers, positions, causal_model, step, cross)
 
 
 def _attended_without_queries(clean: CleanPass, layer: int) -> Bool[Tensor, "batch query key"]:

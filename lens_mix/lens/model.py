@@ -33,7 +33,7 @@ class Lens:
 
     Args:
         model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge.
-        stack: "encoder" (default) or "decoder" of an encoder-decoder; None or "blocks" elsewhere.
+        stack: "encoder" (default), "decoder" or "cross" of an encoder-decoder; None or "blocks" elsewhere.
 
     Raises:
         TypeError: not a TransformerLens model.
@@ -51,8 +51,9 @@ class Lens:
         stacks = stacks_of(self.model)
         name = next(iter(stacks)) if stack is None else stack
         if not isinstance(name, str) or name not in stacks:
+            alone = " (no encoder-decoder: a part is of these)" * ("blocks" in stacks)
             raise ValueError(
-                f"stack: expected one of {sorted(stacks)} for {self.model_class.value}, got {stack!r}"
+                f"part: expected one of {sorted(stacks)} for {self.model_class.value}{alone}, got {stack!r}"
             )
         self.stack: Stack = stacks[name]
         if self.device.type == "meta":
@@ -129,7 +130,7 @@ class Lens:
             "blocks": ("ln_final",),
             "encoder": ("encoder_final_ln", "encoder_ln_final"),
             "decoder": ("decoder_final_ln", "decoder_ln_final"),
-        }[self.stack.name]
+        }["decoder" if self.stack.is_cross else self.stack.name]
         for name in names:
             norm = getattr(self.model, name, None)
             # The masked-language heads of BERT-like models are mapped to `ln_final` too, but that norm sits

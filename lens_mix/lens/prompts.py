@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix.arguments import flags, plain_tensor, whole_number
+from lens_mix.arguments import flags, plain_tensor, shown, whole_number
 from lens_mix.lens.model_classes import ModelClass
 
 PaddingSide = Literal["left", "right"]
+
+# What tokenizers return besides, on request.
+_NOT_FOR_MODELS = {"offset_mapping", "special_tokens_mask", "length", "overflow_to_sample_mapping"}
 
 # Learned positions are tables: a longer prompt has no row to read.
 _EXTENSIBLE_POSITIONS = {"alibi", "relative_positional_bias", "none"}
@@ -29,11 +32,13 @@ class Prompt:
         tokens: what the (first) stack reads.
         target: what the decoder of an encoder-decoder reads; None elsewhere.
         inputs: further model inputs of the shape of `tokens`, by name.
+        text: as it was given, for the record: a string, a pair of them, chat messages; None for tokens.
     """
 
     tokens: Int[Tensor, " pos"]
     target: Int[Tensor, " target_pos"] | None = None
     inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    text: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +71,16 @@ class Batch:
         return Batch(prompts, self.tokens[rows], self.real[rows], target, target_real, inputs)
 
     def real_positions(self, stack: str) -> Bool[Tensor, "batch pos"]:
-        """Which positions of the given stack are the prompts' own."""
-        if stack != "decoder":
+        """Which positions of the given stack's queries are the prompts' own."""
+        if stack not in ("decoder", "cross"):
             return self.real
         if self.target_real is None:
-            raise ValueError("stack='decoder': the prompts have no decoder side")
+            raise ValueError(f"part={stack!r}: the prompts have no decoder side")
         return self.target_real
+
+    def real_keys(self, stack: str) -> Bool[Tensor, "batch key"]:
+        """Which positions of the given stack's keys are the prompts' own."""
+        return self.real if stack == "cross" else self.real_positions(stack)
 
 
 def is_encoder_decoder(model: Any, kind: ModelClass) -> bool:
@@ -92,18 +101,35 @@ def read_prompt(
     prepend_bos: bool | None = None,
     attention_mask: Tensor | None = None,
     inputs: Mapping[str, Tensor] | None = None,
+    target_for: str | None = None,
 ) -> Prompt:
-    """One prompt as the user gave it: a string, tokens `[pos]` or `[1, pos]`, or a pair (source, target).
+    """One prompt as the user gave it.
+
+    A string; tokens `[pos]` or `[1, pos]`; what a tokenizer of Hugging Face's returns (a `BatchEncoding` with
+    its mask and token types); chat messages, `[{"role": "user", "content": "..."}]`, which go through the
+    tokenizer's chat template; a pair (source, target) for an encoder-decoder; a pair of strings for an
+    encoder whose tokenizer joins pairs (BERT: `[CLS] a [SEP] b [SEP]`, with token types).
 
     Args:
         prepend_bos: as in TransformerLens; None for the model's default. Strings only.
         attention_mask: [pos] or [1, pos], 1 for the prompt's own tokens; padding is cut away.
         inputs: further model inputs by name, [pos] or [1, pos] each; `decoder_input_ids` is the target.
+        target_for: the part of the model that can't do without a target; None: the start token will do.
 
     Raises:
         TypeError, ValueError: with what was expected and what was got.
     """
+    text = _as_text(prompt)
     given = dict(inputs or {})
+    if _is_pair_of_strings(prompt) and _joins_pairs(model, kind):
+        if prepend_bos is not None:
+            raise ValueError("prepend_bos: expected None for a pair, which the tokenizer joins")
+        first, second = cast(Sequence[str], prompt)
+        prompt = model.tokenizer(first, second)
+    elif _is_chat(prompt):
+        prompt = _chat_tokens(model, prompt)
+    if isinstance(prompt, Mapping):
+        prompt, attention_mask, given = of_encoding(prompt, attention_mask, given)
     target = given.pop("decoder_input_ids", None)
     encoder_decoder = is_encoder_decoder(model, kind)
     if prepend_bos is not None:
@@ -111,12 +137,18 @@ def read_prompt(
     if isinstance(prompt, (tuple, list)) and len(prompt) == 2 and not all(map(_is_number, prompt)):
         if not encoder_decoder:
             raise ValueError(
-                "prompt: a pair (source, target) is for encoder-decoders, "
-                f"and {type(model).__name__} is not one; for several prompts use run_many"
+                "prompt: a pair (source, target) is for encoder-decoders, and a pair of strings for encoders "
+                f"whose tokenizer joins pairs; {type(model).__name__} is neither; for several prompts use "
+                "run_many"
             )
         if target is not None:
             raise ValueError("prompt: the target was given twice, in the pair and as decoder_input_ids")
         prompt, target = prompt
+    if target is None and target_for is not None:
+        raise ValueError(
+            f"target: expected a pair (source, target) for part={target_for!r}, got the source alone; the "
+            'target is a string, or the decoder\'s tokens from the start token on ("" for that alone)'
+        )
     padded = _tokens(model, kind, prompt, prepend_bos, "prompt")
     real = _real_positions(attention_mask, padded)
     tokens = _checked_tokens(model, padded[real], "prompt")
@@ -124,10 +156,76 @@ def read_prompt(
     if isinstance(prompt, str) and kind is ModelClass.HOOKED_ENCODER and "token_type_ids" not in extra:
         extra["token_type_ids"] = model.to_tokens(prompt)[1][0].to(tokens.device)
     if encoder_decoder:
-        return Prompt(tokens, _checked_tokens(model, _target_tokens(model, kind, target), "target"), extra)
+        read = _checked_tokens(model, _target_tokens(model, kind, target), "target")
+        return Prompt(tokens, read, extra, text)
     if target is not None:
         raise ValueError(f"decoder_input_ids: {type(model).__name__} has no decoder side")
-    return Prompt(tokens, None, extra)
+    return Prompt(tokens, None, extra, text)
+
+
+def _as_text(prompt: object) -> Any:
+    """The prompt if it is text, for the record."""
+    if isinstance(prompt, str) or _is_chat(prompt):
+        return prompt
+    return prompt if _is_pair_of_strings(prompt) else None
+
+
+def _is_pair_of_strings(prompt: object) -> bool:
+    return isinstance(prompt, (tuple, list)) and len(prompt) == 2 and all(isinstance(p, str) for p in prompt)
+
+
+def _joins_pairs(model: Any, kind: ModelClass) -> bool:
+    """Whether the model reads two texts as one, its tokenizer putting a separator between them."""
+    tokenizer: Any = getattr(model, "tokenizer", None)
+    if is_encoder_decoder(model, kind) or getattr(tokenizer, "sep_token_id", None) is None:
+        return False
+    decoder = kind is ModelClass.HOOKED_TRANSFORMER or bool(wrapped_config(model, "is_decoder"))
+    return not decoder and tokenizer.num_special_tokens_to_add(pair=True) > 1
+
+
+def _is_chat(prompt: object) -> bool:
+    return isinstance(prompt, (tuple, list)) and bool(prompt) and all(isinstance(m, Mapping) for m in prompt)
+
+
+def _chat_tokens(model: Any, messages: Any) -> Int[Tensor, " pos"]:
+    """Messages through the chat template; where the last one is the user's, the assistant is to go on."""
+    _require_tokenizer(model, "prompt")
+    if not getattr(model.tokenizer, "chat_template", None):
+        raise ValueError(
+            "prompt: expected a tokenizer with a chat template for chat messages, got one without; set "
+            "model.tokenizer.chat_template, or give a string"
+        )
+    if not all({"role", "content"} <= set(message) for message in messages):
+        raise ValueError(f'prompt: expected messages with "role" and "content", got {shown(messages)}')
+    goes_on = messages[-1]["role"] != "assistant"
+    text = model.tokenizer.apply_chat_template(
+        list(map(dict, messages)), tokenize=False, add_generation_prompt=goes_on
+    )
+    ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.long, device=device_of(model))
+
+
+def of_encoding(
+    encoding: Mapping[str, Any], attention_mask: Any, given: dict[str, Any]
+) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """What a tokenizer returned: its tokens, their mask, and the inputs that models take."""
+    if "input_ids" not in encoding:
+        raise TypeError(
+            f"prompt: expected what a tokenizer returns (with input_ids), got a mapping with {list(encoding)}"
+        )
+    taken = {name: value for name, value in encoding.items() if name not in {*_NOT_FOR_MODELS, *given}}
+    try:
+        tensors = {
+            name: value if torch.is_tensor(value) else torch.tensor(value) for name, value in taken.items()
+        }
+    except (TypeError, ValueError) as problem:
+        raise ValueError(
+            "prompt: expected what a tokenizer returns for prompts of one length (padding=True), got "
+            f"{problem}"
+        ) from problem
+    own_mask = tensors.pop("attention_mask", None)
+    tokens = tensors.pop("input_ids")
+    return tokens, own_mask if attention_mask is None else attention_mask, {**tensors, **given}
 
 
 def _is_number(token: object) -> bool:

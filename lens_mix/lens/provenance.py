@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,15 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import transformer_lens_version
 from lens_mix.lens.precision import switched_off
+from lens_mix.lens.prompts import Prompt
 from lens_mix.lens.proof.support import model_name
+from lens_mix.version import __version__
+
+# Heads that TransformerBridge has no place for.
+_HEADS = {
+    *("SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice"),
+    "NextSentencePrediction",
+}
 
 
 def details(blocks: list[Block], index: int) -> dict[str, Any]:
@@ -53,12 +62,13 @@ def notes(scores: Tensor, layers: Sequence[int], queries: Sequence[int] | None) 
 def of_run(lens: Lens, prepend_bos: bool | None) -> dict[str, Any]:
     """Where the maps of a run came from: the model, its weights' processing, versions."""
     model = lens.model
-    value_bias = getattr(lens.stack.self_attention(lens.stack.attention_layers[0]), "b_V", None)
+    value_bias = getattr(lens.stack.attention_module(lens.stack.attention_layers[0]), "b_V", None)
     has_bias = torch.is_tensor(value_bias) and bool((value_bias != 0).any())
     return {
         "model": model_name(model),
         "model_class": lens.model_class.value,
         "stack": lens.stack.name,
+        "lens_mix": __version__,
         "transformer_lens": ".".join(map(str, transformer_lens_version())),
         "torch": torch.__version__,
         "dtype": str(lens.dtype).removeprefix("torch."),
@@ -66,4 +76,31 @@ def of_run(lens: Lens, prepend_bos: bool | None) -> dict[str, Any]:
         "compatibility_mode": bool(getattr(model, "compatibility_mode", False)),
         "value_biases": "present" if has_bias else "none (absent, or folded into b_O)",
         "prepend_bos": prepend_bos,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def of_prompt(prompt: Prompt) -> dict[str, Any]:
+    """What was mapped, enough to map it again (`lens_mix.run_again`): the text, and what the model read."""
+    target = {} if prompt.target is None else {"target_token_ids": prompt.target.tolist()}
+    inputs = {name: value.tolist() for name, value in prompt.inputs.items()}
+    given = {"inputs": inputs} if inputs else {}
+    return {"prompt": prompt.text, "token_ids": prompt.tokens.tolist(), **target, **given}
+
+
+def dropped_head(lens: Lens) -> str | None:
+    """That the Bridge holds another head than the one that the model was trained with; None where it doesn't.
+
+    TransformerBridge loads a classifier of BERT's kind as a masked language model, with a head of random
+    weights.
+    """
+    wrapped = getattr(lens.model, "original_model", None)
+    named = getattr(getattr(wrapped, "config", None), "architectures", None) or []
+    loaded = type(wrapped).__name__
+    dropped = [name for name in named if name != loaded and name.partition("For")[2] in _HEADS]
+    if not dropped or wrapped is None:
+        return None
+    return (
+        f"the Bridge holds a {loaded} and dropped the head of {dropped[0]}, which config.architectures "
+        "names: its logits are not that model's; lm.targets.hf_classifier(hf_model, class_) explains a class"
+    )

@@ -12,31 +12,43 @@ from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError, model
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """One stack of blocks: all blocks of a decoder or an encoder, or one side of an encoder-decoder.
+    """One stack of blocks: all blocks of a decoder or an encoder, or one part of an encoder-decoder.
 
     Attributes:
-        name: "blocks", "encoder" or "decoder".
+        name: "blocks", "encoder", "decoder", or "cross" (the decoder's blocks, by their cross-attention).
         template: name of block `layer`, e.g. "encoder_blocks.{layer}".
-        attention: name of the self-attention module inside the block.
+        attention: name of the attention module inside the block.
         blocks: the modules.
+        before: of "cross", the name of the self-attention that comes first in the block.
     """
 
     name: str
     template: str
     attention: str
     blocks: tuple[nn.Module, ...]
+    before: str | None = None
+
+    @property
+    def is_cross(self) -> bool:
+        """Whether the keys are the encoder's outputs."""
+        return self.name == "cross"
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether the queries are the tokens that the decoder of an encoder-decoder reads."""
+        return self.name in ("decoder", "cross")
 
     @property
     def attention_template(self) -> str:
-        """Name of block `layer`'s self-attention, as `lens_mix.hooks` takes it (`attention=`)."""
+        """Name of block `layer`'s attention, as `lens_mix.hooks` takes it (`attention=`)."""
         return f"{self.template}.{self.attention}"
 
     def hook_name(self, role: str, layer: int) -> str:
         """TransformerLens's name of the hook point that plays `role`: "query", "value", "pattern" or "z"."""
         return f"{self.attention_template.format(layer=layer)}.{ATTENTION_ROLES[role]}"
 
-    def self_attention(self, layer: int) -> nn.Module:
-        """The self-attention module of block `layer`."""
+    def attention_module(self, layer: int) -> nn.Module:
+        """The attention module of block `layer`."""
         return getattr(self.blocks[layer], self.attention)
 
     def __len__(self) -> int:
@@ -65,7 +77,7 @@ def _modules(model: nn.Module, name: str) -> tuple[nn.Module, ...]:
 
 
 def stacks_of(model: nn.Module) -> dict[str, Stack]:
-    """All stacks of the model by name: {"blocks"} or {"encoder", "decoder"}.
+    """All stacks of the model by name: {"blocks"} or {"encoder", "decoder", "cross"}.
 
     Raises:
         UnsupportedModelError: a stack has no blocks, or none of them an attention module.
@@ -87,6 +99,11 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
                 f"the model has no {stack.name}: expected a stack of blocks, found none"
             )
         _require_attention(stack)
+    if "decoder" in stacks:
+        own = stacks["decoder"]
+        cross = dataclasses.replace(own, name="cross", attention="cross_attn", before=own.attention)
+        if cross.attention_layers:
+            stacks["cross"] = cross
     return stacks
 
 

@@ -39,6 +39,13 @@ def normalise_rows(
     return shares, empty
 
 
+def shares(scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
+    """Rows divided by the sum of their magnitudes, signs kept; an all-zero row stays zeros."""
+    scores = at_least_float32(scores)
+    total = scores.abs().sum(-1, keepdim=True)
+    return scores / total.masked_fill(total == 0, 1)
+
+
 def refuse_negative(scores: Float[Tensor, "*axes query key"]) -> None:
     """Raise a ValueError that names the smallest score where one is below 0."""
     smallest = scores.min().item()

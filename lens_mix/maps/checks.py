@@ -105,6 +105,18 @@ def as_mask(mask: object, scores: Tensor) -> Bool[Tensor, "*layer query key"] | 
     return tensor.to(scores.device, torch.bool)
 
 
+def as_shares(shares: object, scores: Tensor) -> Float[Tensor, "layer query"] | None:
+    """`residual_shares` as numbers `[layer, query]` from 0 to 1; other shapes or numbers are a ValueError."""
+    if shares is None:
+        return None
+    tensor, shape = real_tensor("residual_shares", shares), (len(scores), scores.shape[-2])
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"residual_shares: expected shape {shape} [layer, query], got {tuple(tensor.shape)}")
+    if not bool(((tensor >= 0) & (tensor <= 1)).all()):
+        raise ValueError("residual_shares: expected numbers from 0 to 1, got others")
+    return tensor.to(scores.device)
+
+
 def as_layers(layers: object, count: int) -> list[int]:
     """Labels of the layers: `count` different whole numbers, 0 or more.
 

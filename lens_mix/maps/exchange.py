@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 FORMAT = "lens_mix.MixingMap/1"
 _FIELDS = "tokens method causal key_tokens parameters residual kind layers provenance notes".split()
-# Written since rows can be asked for; a file without it holds all rows.
-_OPTIONAL = ("queries",)
+# Written since rows can be asked for, and be meant; a file without them holds all rows.
+_OPTIONAL = ("queries", "default_query")
 # safetensors writes longer headers, and refuses to read them.
 _LONGEST_RECORD = 90_000_000
 
@@ -46,6 +46,8 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     tensors = {"scores": mixing_map.scores.contiguous()}
     if mixing_map.mask is not None:
         tensors["mask"] = mixing_map.mask.contiguous()
+    if mixing_map.residual_shares is not None:
+        tensors["residual_shares"] = mixing_map.residual_shares.contiguous()
     text = json.dumps(record)
     if len(text) > _LONGEST_RECORD:
         raise ValueError(
@@ -116,7 +118,10 @@ def _axes(mixing_map: MixingMap) -> dict[str, Sequence[int]]:
 
 
 def to_dataframe(mixing_map: MixingMap) -> pandas.DataFrame:
-    """Long form: columns layer, (head,) query, key, query_token, key_token, score."""
+    """Long form: columns layer, (head,) query, key, query_token, key_token, score.
+
+    Scores are raw; NaN where the query could not see the key. `attrs` holds what columns can't, as JSON.
+    """
     import numpy as np
     import pandas as pd
 
@@ -124,12 +129,31 @@ def to_dataframe(mixing_map: MixingMap) -> pandas.DataFrame:
     table = pd.MultiIndex.from_product(list(axes.values()), names=list(axes)).to_frame(index=False)
     table["query_token"] = np.asarray(mixing_map.tokens, dtype=object)[table["query"]]
     table["key_token"] = np.asarray(mixing_map.key_labels, dtype=object)[table["key"]]
-    table["score"] = to_numpy(mixing_map.scores).ravel()
+    table["score"] = _seen_scores(mixing_map).ravel()
+    table.attrs = _attributes(mixing_map)
     return table
 
 
+def _seen_scores(mixing_map: MixingMap) -> Any:
+    """The scores, NaN where a query could not see a key: a zero there would count in means."""
+    visible = mixing_map.visible()
+    visible = visible[:, None] if mixing_map.has_heads else visible
+    return to_numpy(mixing_map.scores.masked_fill(~visible, torch.nan))
+
+
+def _attributes(mixing_map: MixingMap) -> dict[str, Any]:
+    """What the axes and scores do not tell, as a file of netCDF can keep it."""
+    attributes = {"method": mixing_map.method, "kind": mixing_map.kind, "causal": int(mixing_map.causal)}
+    for name in ("parameters", "provenance", "notes", "residual", "tokens", "default_query"):
+        attributes[name] = json.dumps(getattr(mixing_map, name), default=str)
+    return {**attributes, "keys_are_tokens": int(mixing_map.key_tokens is None), "unit": "raw"}
+
+
 def to_xarray(mixing_map: MixingMap) -> xarray.DataArray:
-    """A labelled array: dimensions layer, (head,) query, key; tokens as coordinates, the rest as attrs."""
+    """A labelled array: dimensions layer, (head,) query, key; tokens as coordinates, the rest as attrs.
+
+    Scores are raw; NaN where the query could not see the key.
+    """
     try:
         import xarray
     except ImportError as error:
@@ -137,10 +161,7 @@ def to_xarray(mixing_map: MixingMap) -> xarray.DataArray:
 
     axes = _axes(mixing_map)
     tokens = {"query_token": ("query", mixing_map.query_labels), "key_token": ("key", mixing_map.key_labels)}
-    attributes = {"method": mixing_map.method, "kind": mixing_map.kind, "causal": int(mixing_map.causal)}
-    for name in ("parameters", "provenance", "notes"):
-        attributes[name] = json.dumps(getattr(mixing_map, name), default=str)
-    scores = to_numpy(mixing_map.scores)
+    scores, attributes = _seen_scores(mixing_map), _attributes(mixing_map)
     return xarray.DataArray(scores, {**axes, **tokens}, list(axes), name="score", attrs=attributes)
 
 
@@ -204,15 +225,15 @@ def describe(mixing_map: MixingMap) -> str:
 
 
 def describe_html(mixing_map: MixingMap) -> str:
-    """The line of `describe` and a small table of the last row's top keys in the last layer."""
-    last = max(mixing_map.query_positions)
-    of_the_last = "the last query" if last == len(mixing_map.tokens) - 1 else f"query {last}"
+    """The line of `describe`, and the top keys of the row that is meant, in the last layer."""
+    meant = mixing_map.meant_query
+    of_the_row = "the last query" if meant == len(mixing_map.tokens) - 1 else f"query {meant}"
     rows = "".join(
         f"<tr><td>{source.position}</td><td><code>{html.escape(source.token)}</code></td>"
         f"<td>{source.score:.4g}</td></tr>"
-        for source in mixing_map.top(5, query=last)
+        for source in mixing_map.top(5)
     )
     return (
-        f"<code>{html.escape(describe(mixing_map))}</code><table><caption>Top keys of {of_the_last}, "
-        f"last layer</caption><tr><th>position</th><th>token</th><th>score</th></tr>{rows}</table>"
+        f"<code>{html.escape(describe(mixing_map))}</code><table><caption>Top keys of {of_the_row}, "
+        f"last layer</caption><tr><th>position</th><th>token</th><th>score (raw)</th></tr>{rows}</table>"
     )

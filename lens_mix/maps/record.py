@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -13,11 +13,22 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from lens_mix.arguments import flags, instance, number, one_of, several, whole_number
-from lens_mix.maps import arithmetic, checks, exchange, words
-from lens_mix.maps.positions import Dropped, Queries, as_positions, kept_positions, query_position, shortened
+from lens_mix.maps import arithmetic, checks, difference, exchange, read_back, words
+from lens_mix.maps.positions import (
+    Dropped,
+    Queries,
+    as_position,
+    as_positions,
+    kept_positions,
+    query_position,
+    shortened,
+)
 
 if TYPE_CHECKING:
     import networkx
+    import numpy
+    import pandas
+    import xarray
     from matplotlib.figure import Figure
 
 Groups = Sequence[str] | Sequence[Sequence[int]] | None
@@ -60,6 +71,11 @@ class MixingMap:
         notes: warnings about this map.
         queries: positions of the rows of `scores` and `mask` among `tokens`, each once, in any order;
             None: all positions in order (a list that says so becomes None).
+        residual_shares: how much of each row's representation is its own residual stream, measured, `[layer,
+            query]`, 0 to 1, for `rollout(residual="measured")`; None: not measured.
+        default_query: position of the row that is meant where none is named (`top`, tables of a notebook,
+            figures). Of a map that a run made: the position that its target reads, else 0 in a model that
+            sees both ways (its [CLS]). None, or a row that is not held: the last that is held.
 
     Raises:
         TypeError: scores, tokens, mask, layers, queries or residual of a wrong type.
@@ -81,6 +97,8 @@ class MixingMap:
     provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     queries: list[int] | None = None
+    residual_shares: Tensor | None = None
+    default_query: int | None = None
 
     def __post_init__(self) -> None:
         scores = checks.as_scores(self.scores)
@@ -99,6 +117,9 @@ class MixingMap:
         else:
             tokens = checks.as_tokens(self.tokens, rows, "tokens", "query")
         positions = list(range(len(tokens))) if queries is None else queries
+        if self.default_query is not None:
+            default = as_position(self.default_query, len(tokens), "default_query")
+            object.__setattr__(self, "default_query", default)
         one_of("kind", self.kind, ("layer", "input"))
         instance("method", self.method, str, "a name")
         flags(causal=self.causal)
@@ -112,6 +133,7 @@ class MixingMap:
         values: dict[str, Any] = {"scores": scores, "tokens": tokens, "mask": mask, "layers": layers}
         values |= {"key_tokens": key_tokens, "queries": queries, "causal": bool(self.causal)}
         values |= {name: checks.as_record(name, getattr(self, name)) for name in ("parameters", "provenance")}
+        values["residual_shares"] = checks.as_shares(self.residual_shares, scores)
         values["residual"] = None if self.residual is None else checks.as_residual(self.residual)
         notes = [self.notes] if isinstance(self.notes, str) else self.notes
         values["notes"] = tuple(several("notes", notes, "strings", kind=str))
@@ -149,11 +171,19 @@ class MixingMap:
         """Which keys each query could see."""
         return checks.visible_keys(self.mask, self.causal, self.scores, self.query_positions)
 
-    def row_index(self, query: int | str, argument: str = "query") -> int:
+    @property
+    def meant_query(self) -> int:
+        """The position of the row that is taken where none is named (see `default_query`)."""
+        held, default = self.query_positions, self.default_query
+        return max(held) if default is None or default not in held else default
+
+    def row_index(self, query: int | str | None, argument: str = "query") -> int:
         """Place on the query axis of a position (negative: from the end of the prompt), or of a token.
 
+        None: the row that is meant where none is named, `meant_query`.
         No such position, a token that does not occur exactly once, or a row that is not held is a ValueError.
         """
+        query = self.meant_query if query is None else query
         position = query_position(self.tokens, query, argument)
         if self.queries is None:
             return position
@@ -210,7 +240,8 @@ class MixingMap:
             return self
         mask = self.mask[index] if self.mask is not None and self.mask.ndim == 3 else self.mask
         labels = [self.layer_labels[place] for place in index]
-        return self.replace(scores=self.scores[index], mask=mask, layers=labels)
+        shares = None if self.residual_shares is None else self.residual_shares[index]
+        return self.replace(scores=self.scores[index], mask=mask, layers=labels, residual_shares=shares)
 
     def select_queries(self, queries: Queries) -> MixingMap:
         """The rows of some queries, in the order given; keys and tokens stay.
@@ -221,7 +252,9 @@ class MixingMap:
         positions = as_positions(queries, len(self.tokens))
         rows = [self.row_index(position, "queries") for position in positions]
         mask = None if self.mask is None else self.mask[..., rows, :]
-        return self.replace(scores=self.scores[..., rows, :], mask=mask, queries=positions)
+        shares = None if self.residual_shares is None else self.residual_shares[:, rows]
+        scores = self.scores[..., rows, :]
+        return self.replace(scores=scores, mask=mask, queries=positions, residual_shares=shares)
 
     def head(self, head: int) -> MixingMap:
         """The maps of one head, `[layer, query, key]`; no head axis or no such head is a ValueError."""
@@ -229,6 +262,29 @@ class MixingMap:
             raise ValueError(f"head: expected a map with heads, got shape {tuple(self.scores.shape)}")
         count = self.scores.shape[1]
         return self.replace(scores=self.scores[:, whole_number("head", head, -count, count - 1)])
+
+    def __len__(self) -> int:
+        """The number of layers."""
+        return len(self.scores)
+
+    def __getitem__(self, layer: int | Sequence[int]) -> MixingMap:
+        """The map of one layer or of several, by their labels: `m[23]`, `m[[22, 23]]`, `m[-1]`."""
+        if isinstance(layer, (slice, tuple, str)):
+            raise TypeError(
+                f"layer: expected a layer's label or a list of them, got {layer!r}; rows are cut with "
+                ".select_queries, heads with .head, and numbers with .scores[...]"
+            )
+        return self.select_layers(several("layer", layer, "labels of layers", alone=True))
+
+    def __iter__(self) -> Iterator[MixingMap]:
+        return (self.layer(label) for label in self.layer_labels)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> numpy.ndarray:
+        """`scores` as a numpy array."""
+        numbers = exchange.to_numpy(self.scores)
+        return numbers.astype(dtype or numbers.dtype, copy=bool(copy))
+
+    __sub__ = difference.difference
 
     # ------------------------------------------------------------------ functional updates
 
@@ -294,6 +350,8 @@ class MixingMap:
             mask=None if mask is None else mask[..., rows, :][..., keys],
             key_tokens=key_tokens,
             causal=causal,
+            residual_shares=None if self.residual_shares is None else self.residual_shares[:, rows],
+            default_query=None if self.default_query is None else place_after.get(self.default_query),
         )
 
     def drop_bos(self) -> MixingMap:
@@ -333,6 +391,7 @@ class MixingMap:
         numbers, rows = words.rows_of_words(query_words, self.query_positions, queries)
         causal = self.causal and words.in_order(query_words)
         mask = self.visible()[0] if self.causal and not causal and self.mask is None else self.mask
+        meant = [number for number, word in enumerate(query_words) if self.default_query in word]
         scores = words.merge_axis(arithmetic.at_least_float32(self.scores), key_words, -1, reduce_keys)
         return self.replace(
             scores=words.merge_axis(scores, rows, -2, reduce_queries),
@@ -341,30 +400,43 @@ class MixingMap:
             key_tokens=key_names,
             causal=causal,
             mask=None if mask is None else words.merge_mask(mask, rows, key_words),
+            residual_shares=None,
             provenance={**self.provenance, "merged_words": {"keys": keys, "queries": queries}},
+            default_query=meant[0] if meant else None,
             notes=(*self.notes, *words.left_out_note(query_words, names, self.query_positions, numbers)),
         )
 
     # ------------------------------------------------------------------ reading it
 
     def top(
-        self, k: int = 5, query: int | str = -1, layer: int = -1, head: int | None = None
+        self,
+        k: int = 5,
+        query: int | str | None = None,
+        layer: int = -1,
+        head: int | None = None,
+        unit: Literal["raw", "share"] = "raw",
     ) -> list[Source]:
-        """The `k` (1 or more) highest-scoring keys among those the query could see, best first.
+        """The `k` (1 or more) largest keys among those the query could see, best first.
+
+        Where there are scores below 0, the largest by magnitude; they keep their signs.
 
         Args:
-            query: position (negative: from the end of the prompt), or a token that occurs once.
+            query: position (negative: from the end of the prompt), or a token that occurs once; None: the
+                row that is meant (`default_query`).
             layer: label (negative: from the end).
             head: one head; None: the mean over heads.
+            unit: "raw": as the method defines its scores; "share": divided by the row's sum of magnitudes.
 
         Raises:
             ValueError: no such query, layer or head; a row that is not held; k below 1.
         """
         k = whole_number("k", k, 1)
+        one_of("unit", unit, ("raw", "share"))
         place, row = self.layer_index(layer), self.row_index(query)
         scores = (self.merge_heads() if head is None else self.head(head)).scores[place, row]
+        scores = arithmetic.shares(scores) if unit == "share" else scores
         visible = self.visible()[place, row].nonzero().flatten()
-        best = visible[torch.sort(scores[visible], descending=True, stable=True).indices[:k]].tolist()
+        best = visible[torch.sort(scores[visible].abs(), descending=True, stable=True).indices[:k]].tolist()
         return [Source(self.key_labels[key], key, scores[key].item()) for key in best]
 
     to_dataframe = exchange.to_dataframe
@@ -372,6 +444,24 @@ class MixingMap:
     save = exchange.save
     __repr__ = exchange.describe
     _repr_html_ = exchange.describe_html
+
+    @classmethod
+    def from_dataframe(cls, table: pandas.DataFrame, **fields: Any) -> MixingMap:
+        """The map that a table of `to_dataframe` holds, in any order of its rows, read from a CSV too.
+
+        The table knows tokens, layers, heads, rows and hidden keys (no score, NaN); what it knows besides is
+        in its `attrs`, which a file of text loses: `fields` are the others of a `MixingMap`
+        (`method="attention"`), and go before the table's.
+
+        Raises:
+            TypeError, ValueError: no such table; an entry missing or there twice; fields that do not fit.
+        """
+        return cls(**{**read_back.fields_of_table(table), **fields})
+
+    @classmethod
+    def from_xarray(cls, array: xarray.DataArray, **fields: Any) -> MixingMap:
+        """The map that an array of `to_xarray` holds; `fields` and errors as in `from_dataframe`."""
+        return cls(**{**read_back.fields_of_array(array), **fields})
 
     def to_networkx(
         self, layer: int | None = None, head: int | None = None, threshold: float = 0.0

@@ -13,7 +13,7 @@ from lens_mix.algebra.budget import attention_budget, distance_bytes
 from lens_mix.algebra.distances import distances, lengths
 from lens_mix.algebra.vectors import attention_vectors, head_vectors
 from lens_mix.arguments import one_of
-from lens_mix.method import Method
+from lens_mix.method import CrossKeys, Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class Alti(Method):
 
     name: ClassVar[str] = "alti"
     residual: ClassVar[float] = 0.0
+    holds_residual: ClassVar[bool] = True
+    cross: ClassVar[CrossKeys | None] = "source and residual"
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS

@@ -69,6 +69,7 @@ class AtbFfRes(AtbFf):
 
     name: ClassVar[str] = "atb_ff_res"
     residual: ClassVar[float] = 0.0
+    holds_residual: ClassVar[bool] = True
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         return feed_forward_maps(block, self.biases).residual
@@ -89,6 +90,7 @@ class AtbFfResLn(AtbFf):
 
     name: ClassVar[str] = "atb_ff_res_ln"
     residual: ClassVar[float] = 0.0
+    holds_residual: ClassVar[bool] = True
 
     next_norm: bool = False
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.method import Method
+from lens_mix.method import CrossKeys, Method
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -30,6 +30,7 @@ class AttentionWeights(Method):
 
     name: ClassVar[str] = "attention"
     residual: ClassVar[float] = 0.5
+    cross: ClassVar[CrossKeys | None] = "source"
     engines: ClassVar[tuple[str, ...]] = ("recorded",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = "clark-etal-2019-bert"

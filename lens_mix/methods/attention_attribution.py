@@ -13,7 +13,7 @@ from torch import Tensor
 from lens_mix.algebra.quadrature import NestedRules, nested_rules, one_rule, rule_name
 from lens_mix.arguments import number, whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, replace_pattern
-from lens_mix.method import Method
+from lens_mix.method import CrossKeys, Method
 from lens_mix.methods import target_passes
 from lens_mix.methods.baselines import baseline_of, check_baseline, describe_baseline
 from lens_mix.methods.path_integral import Integral, Path
@@ -66,6 +66,7 @@ class AttentionAttribution(Method):
 
     name: ClassVar[str] = "attention_attribution"
     residual: ClassVar[float] = 0.5
+    cross: ClassVar[CrossKeys | None] = "source"
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = "hao-etal-2021-self"

@@ -12,7 +12,7 @@ from lens_mix.algebra.budget import budget_beside
 from lens_mix.algebra.definitions import norms, residual_vectors, through_norm
 from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors
 from lens_mix.lens.anatomy import Norm
-from lens_mix.method import Method
+from lens_mix.method import CrossKeys, Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ class AttnRes(Method):
 
     name: ClassVar[str] = "attn_res"
     residual: ClassVar[float] = 0.0
+    holds_residual: ClassVar[bool] = True
+    cross: ClassVar[CrossKeys | None] = "source and residual"
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
@@ -57,6 +59,8 @@ class AttnResLn(Method):
 
     name: ClassVar[str] = "attn_res_ln"
     residual: ClassVar[float] = 0.0
+    holds_residual: ClassVar[bool] = True
+    cross: ClassVar[CrossKeys | None] = "source and residual"
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
@@ -87,6 +91,7 @@ class AttnResWeights(Method):
 
     name: ClassVar[str] = "attn_res_w"
     residual: ClassVar[float] = 0.0
+    holds_residual: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("recorded",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = "kobayashi-etal-2021-incorporating"

@@ -52,6 +52,7 @@ class DecompX(Method):
 
     name: ClassVar[str] = "decompx"
     residual: ClassVar[float] = 0.0
+    holds_residual: ClassVar[bool] = True
     kind: ClassVar[Literal["layer", "input"]] = "input"
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     parts: ClassVar[tuple[str, ...]] = (*ALGEBRA_PARTS, VALUE)

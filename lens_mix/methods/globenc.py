@@ -38,6 +38,7 @@ class GlobEnc(Method):
 
     name: ClassVar[str] = "globenc"
     residual: ClassVar[float] = 0.0
+    holds_residual: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, add_to_pattern, must_fire
-from lens_mix.method import Method
+from lens_mix.method import CrossKeys, Method
 from lens_mix.methods import target_passes
 from lens_mix.methods.target_passes import BoundTarget
 from lens_mix.targets import TargetLike, as_target, describe, predicted
@@ -42,6 +42,7 @@ class GradientAttention(Method):
 
     name: ClassVar[str] = "gradient_attention"
     residual: ClassVar[float] = 0.5
+    cross: ClassVar[CrossKeys | None] = "source"
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = "chefer-etal-2021-generic"

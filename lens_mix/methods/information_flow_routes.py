@@ -49,6 +49,7 @@ class InformationFlowRoutes(Method):
 
     name: ClassVar[str] = "information_flow_routes"
     residual: ClassVar[float] = 0.0
+    holds_residual: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS

@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.arguments import one_of, several, whole_number
+from lens_mix.arguments import one_of
 from lens_mix.hooks import mask_keys, must_fire, zero_values
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.method import Method
-from lens_mix.methods.replacements import stand_ins
+from lens_mix.methods.replacements import check_replacements, stand_ins
 from lens_mix.methods.row_targets import RowTargets, bind_rows
 from lens_mix.targets import TargetLike, as_target, describe, predicted
 
@@ -74,17 +74,13 @@ class Occlusion(Method):
         super().__post_init__()
         one_of("by", self.by, ("replace", "mask", "values"))
         one_of("measure", self.measure, ("difference", "absolute", "kl"))
-        whole_number("n_samples", self.n_samples, 1)
-        whole_number("seed", self.seed, 0)
         if self.measure == "kl" and as_target(self.target).reads != "logits":
             raise ValueError(
                 "measure: 'kl' compares the model's predictions; expected a target on its logits"
             )
-        if self.replacements is not None:
-            if self.by != "replace":
-                raise ValueError(f"replacements: for by='replace' only, got by={self.by!r}")
-            tokens = several("replacements", self.replacements, "tokens", least=1)
-            object.__setattr__(self, "replacements", tuple(tokens))
+        if self.replacements is not None and self.by != "replace":
+            raise ValueError(f"replacements: for by='replace' only, got by={self.by!r}")
+        check_replacements(self)
 
     def parameters(self) -> dict[str, object]:
         given = None if self.replacements is None else list(self.replacements)

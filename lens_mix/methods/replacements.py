@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from lens_mix.arguments import several, whole_number
 from lens_mix.targets import Context
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
+
+
+def check_replacements(method: Any) -> None:
+    """Refuse options that are none, and keep `replacements` as a tuple, on a frozen method."""
+    whole_number("n_samples", method.n_samples, 1)
+    whole_number("seed", method.seed, 0)
+    if method.replacements is not None:
+        tokens = several("replacements", method.replacements, "tokens", least=1)
+        object.__setattr__(method, "replacements", tuple(tokens))
 
 
 def stand_ins(

@@ -155,9 +155,8 @@ def bind_rows(blocks: Sequence[Block], target: TargetLike) -> RowTargets:
     with torch.no_grad():
         output = target_passes.output_of(last, read, ())
         for prompt, span, part in target_passes.parts(last, read, output, range(len(output))):
-            numbers = torch.arange(span.stop - span.start, device=last.real.device)
-            tokens = last.logits_tokens[prompt, span] if read.reads == "logits" else numbers
-            context = Context(tokens, part, last.tokenizer)
+            context = target_passes.context_of(last, read, prompt, span, part)
+            last.explain(prompt, read.reads_position(context))
             own = last.real_queries[prompt].nonzero()[:, 0].tolist()
             places = [int(last.queries[prompt, column]) - span.start for column in own]
             for place in places:

@@ -55,15 +55,22 @@ def bind(block: Block, target: object) -> BoundTarget:
         output = output_of(block, read, ())
         functions, clean, places = [], [], []
         for prompt, span, part in parts(block, read, output, range(len(output))):
-            numbers = torch.arange(span.stop - span.start, device=block.real.device)
-            tokens = block.logits_tokens[prompt, span] if read.reads == "logits" else numbers
-            context = Context(tokens, part, block.tokenizer)
+            context = context_of(block, read, prompt, span, part)
             functions.append(read.of_prompt(context))
             clean.append(evaluate(functions[-1], part))
             place = read.reads_position(context)
+            block.explain(prompt, place)
             places += [] if place is None else [place + span.start]
     positions = torch.tensor(places, device=output.device) if len(places) == len(functions) else None
     return BoundTarget(read, tuple(functions), torch.cat(clean), positions)
+
+
+def context_of(block: Block, target: Target, prompt: int, span: slice, output: Tensor) -> Context:
+    """What a target may know of one prompt, whose own positions are `span`."""
+    tokens = block.logits_tokens if target.reads == "logits" else block.tokens
+    given = {} if target.reads == "logits" else block.batch.inputs
+    inputs = {name: value[prompt, span] for name, value in given.items()}
+    return Context(tokens[prompt, span], output, block.tokenizer, inputs)
 
 
 def values(

@@ -11,7 +11,7 @@ from torch import Tensor
 from lens_mix.algebra.budget import budget_beside, vector_bytes
 from lens_mix.algebra.definitions import norms, value_vectors
 from lens_mix.algebra.vectors import attention_vectors, head_vectors
-from lens_mix.method import Method
+from lens_mix.method import CrossKeys, Method
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -40,6 +40,7 @@ class ValueNorms(Method):
 
     name: ClassVar[str] = "value_norm"
     residual: ClassVar[float] = 0.5
+    cross: ClassVar[CrossKeys | None] = "source"
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS

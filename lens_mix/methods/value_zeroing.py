@@ -14,7 +14,7 @@ from lens_mix.algebra.value_zeroing import value_zeroing_maps
 from lens_mix.arguments import number, one_of, several, whole_number
 from lens_mix.hooks import zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.method import Method
+from lens_mix.method import CrossKeys, Method
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -50,6 +50,7 @@ class ValueZeroing(Method):
 
     name: ClassVar[str] = "value_zeroing"
     residual: ClassVar[float] = 0.0
+    cross: ClassVar[CrossKeys | None] = "source"
     engines: ClassVar[tuple[str, ...]] = ("algebra", "hooks")
     records: ClassVar[frozenset[str]] = frozenset({"pattern", "value"})
     citation: ClassVar[str] = "mohebbi-etal-2023-quantifying"
@@ -86,6 +87,9 @@ class ValueZeroing(Method):
             outside = [head for head in heads if not 0 <= head < n_heads]
             if outside:
                 raise ValueError(f"heads: expected query heads 0..{n_heads - 1}, got {outside}")
+
+    def named_layers(self) -> Sequence[int]:
+        return list(self.heads) if isinstance(self.heads, Mapping) else ()
 
     def key_groups(self, positions: int) -> list[list[int]] | None:
         if self.spans is None:
@@ -128,9 +132,9 @@ class ValueZeroing(Method):
         return self.heads.get(layer) if isinstance(self.heads, Mapping) else self.heads
 
     def _map(self, block: Block, heads: Sequence[int] | None) -> Float[Tensor, "batch query key"]:
-        rows, keys, zeroed = self._copies(block.real)
-        batch, positions = block.real.shape
-        scores = block.zeros(batch, positions, positions if self.spans is None else len(self.spans))
+        rows, keys, zeroed = self._copies(block.real_keys)
+        places = block.real_keys.shape[1] if self.spans is None else len(self.spans)
+        scores = block.zeros(*block.real.shape, places)
         clean = self._compared(block, block.resid_post)
         for chunk in block.chunks(len(rows)):
             hook = zero_values(block.layer, zeroed[chunk], heads=heads, attention=block.attention_template)
@@ -148,7 +152,7 @@ class ValueZeroing(Method):
     def _compared(self, block: Block, resid: Tensor) -> Tensor:
         return block.after_final_norm(resid) if self._after_final_norm(block) else resid
 
-    def _copies(self, real: Bool[Tensor, "batch pos"]) -> tuple[Tensor, Tensor, Bool[Tensor, "copy pos"]]:
+    def _copies(self, real: Bool[Tensor, "batch key"]) -> tuple[Tensor, Tensor, Bool[Tensor, "copy key"]]:
         """One copy per prompt and key: the prompt's row, the map's key, the positions to zero."""
         copies = []
         for row, is_real in enumerate(real):

@@ -416,3 +416,105 @@ def test_the_page_prints_what_it_says(capsys):
     printed = text.split("```text\n")[1].split("```")[0]
     exec(compile(code, str(PAGE), "exec"), {})
     assert capsys.readouterr().out == printed
+
+
+# ---------------------------------------------------------------------- maps that hold the residual
+
+
+def holding(scores, weights, mask=None):
+    """Attention maps with the residual mixed in already, `weights` per layer; residual 0 says so."""
+    weights = torch.as_tensor(weights, dtype=torch.float64)[:, None, None]
+    identity = torch.eye(scores.shape[-1], dtype=torch.float64)
+    mixed = (1 - weights) * scores + weights * identity
+    return make(mixed, mask=mask, causal=mask is None).replace(method="attn_res", residual=0.0)
+
+
+WEIGHTS_BY_LAYER = [0.3, 0.9, 0.5, 0.0]
+
+
+def test_even_attention_that_holds_the_residual_comes_out_even():
+    """As with the same weights mixed in by the rollout."""
+    even = receptive_field.even_attention(triangle(7)).expand(4, 7, 7)
+    result = rollout(holding(even, WEIGHTS_BY_LAYER), receptive_field=True).scores
+    share = 1.0
+    for weight, rows in zip(WEIGHTS_BY_LAYER, result, strict=True):
+        share *= weight
+        expected = share * torch.eye(7, dtype=torch.float64) + (1 - share) * even[0]
+        assert torch.allclose(rows, expected, rtol=0, atol=1e-14)
+
+
+def test_bidirectional_maps_that_hold_the_residual_are_unchanged():
+    mask = MASKS["bidirectional"]
+    mixing_map = holding(attention(mask), WEIGHTS_BY_LAYER, mask)
+    plain = rollout(mixing_map).scores
+    assert torch.allclose(rollout(mixing_map, receptive_field=True).scores, plain, rtol=0, atol=1e-14)
+
+
+def test_what_is_mixed_in_counts_too():
+    """A weight on top of what the map holds; no layer can hold less."""
+    even = receptive_field.even_attention(triangle(7)).expand(4, 7, 7)
+    held = receptive_field.held_residual(
+        receptive_field.add_residual(holding(even, WEIGHTS_BY_LAYER).scores.clone(), 0.2),
+        triangle(7).expand(4, 7, 7),
+        0.2,
+    )
+    assert held[:, 0].tolist() == pytest.approx([1 - 0.8 * (1 - weight) for weight in WEIGHTS_BY_LAYER])
+    less = torch.zeros(1, 7, 7, dtype=torch.float64)
+    less[:, :, 0] = 1
+    assert receptive_field.held_residual(less, triangle(7)[None], 0.25).unique().tolist() == [0.25]
+
+
+def test_a_deep_map_that_holds_the_residual_is_not_the_position():
+    """A planted key is found in 30 layers that keep 95 %; against a null model that moves on it never is."""
+    generator = torch.Generator().manual_seed(0)
+    found = {"held": 0, "moving": 0}
+    ordered = 0
+    for _ in range(20):
+        key = int(torch.randint(2, 31, (1,), generator=generator))
+        logits = 0.5 * torch.randn(30, 32, 32, generator=generator, dtype=torch.float64)
+        logits[:, :, key] += 1.5
+        scores = logits.masked_fill(~triangle(32), -torch.inf).softmax(-1)
+        mixing_map = holding(scores, [0.95] * 30)
+        row = rollout(mixing_map, receptive_field=True).scores[-1, -1, :-1]
+        moving = receptive_field.normalise_rollout(
+            mixing_map.scores.clone(), triangle(32).expand(30, 32, 32), 0.0
+        )[-1, -1, :-1]
+        ordered += int(bool((moving.diff() > 0).all()))
+        found["held"] += int(row.argmax()) == key
+        found["moving"] += int(moving.argmax()) == key
+    assert found == {"held": 20, "moving": 0}
+    assert ordered == 20
+
+
+# ---------------------------------------------------------------------- measured shares
+
+
+def test_measured_shares_that_are_all_alike_are_a_residual():
+    mixing_map = make(attention(triangle(7), heads=2), causal=True)
+    measured = mixing_map.replace(residual_shares=torch.full((4, 7), 0.3, dtype=torch.float64))
+    for options in ({}, {"receptive_field": True}, {"per_head": True}, {"from_layer": 1, "drop_bos": True}):
+        expected = rollout(mixing_map, residual=0.3, **options).scores
+        result = rollout(measured, residual="measured", **options).scores
+        assert torch.allclose(result, expected, rtol=0, atol=1e-14)
+
+
+def test_even_attention_with_measured_shares_comes_out_even_but_for_the_diagonal():
+    shares = torch.rand(5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    even = receptive_field.even_attention(triangle(7)).expand(5, 7, 7)
+    measured = make(even, causal=True).replace(residual_shares=shares)
+    result = rollout(measured, residual="measured", receptive_field=True).scores
+    stayed = shares.cumprod(0)
+    expected = torch.diag_embed(stayed) + (1 - stayed)[..., None] * even
+    assert torch.allclose(result, expected, rtol=0, atol=1e-13)
+
+
+def test_measured_shares_in_logarithms_agree():
+    masks = triangle(7).expand(5, 7, 7)
+    shares = torch.rand(5, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    maps = receptive_field.add_residual(attention(triangle(7), layers=5), shares)
+    numbers = receptive_field.normalise_rollout(maps.clone(), masks, shares, arithmetic="float64")
+    logs = receptive_field.normalise_rollout(maps.clone(), masks, shares, arithmetic="log")
+    assert torch.allclose(numbers, logs, rtol=1e-10)
+    shares[2, 3] = 1.0
+    assert not receptive_field.float64_suffices(receptive_field.null_maps(masks, shares), shares)
+    assert torch.isfinite(receptive_field.normalise_rollout(maps, masks, shares)).all()

@@ -241,3 +241,51 @@ def test_refused():
         rollout(map_of(layers=[0, 2, 3, 4]))
     with pytest.raises(ValueError, match="none below 0"):
         rollout(map_of(-random_attention()))
+
+
+# ---------------------------------------------------------------------- how much is mixed
+
+
+def test_measured_shares_are_mixed_in_row_by_row():
+    mixing_map = map_of(random_attention(layers=2, size=4), causal=True).replace(
+        residual_shares=[[1.0, 0.5, 0.25, 0.0], [0.0, 0.1, 0.2, 0.9]]
+    )
+    first, second = (
+        torch.stack(
+            [
+                (1 - share) * row + share * torch.eye(4, dtype=torch.float64)[place]
+                for place, (row, share) in enumerate(zip(rows, shares, strict=True))
+            ]
+        )
+        for rows, shares in zip(
+            mixing_map.normalized().scores.double(), mixing_map.residual_shares.tolist(), strict=True
+        )
+    )
+    result = rollout(mixing_map, residual="measured")
+    assert torch.allclose(result.scores, torch.stack([first, second @ first]), rtol=0, atol=1e-7)
+    assert result.provenance["aggregation"]["residual"] == "measured"
+    assert result.residual is None
+
+
+def test_measured_shares_where_nothing_was_measured():
+    with pytest.raises(ValueError, match="residual_shares=True"):
+        rollout(map_of(), residual="measured")
+    holding = map_of(method="attn_res", residual=0.0)
+    assert torch.equal(rollout(holding, residual="measured").scores, rollout(holding).scores)
+
+
+@pytest.mark.parametrize(("total", "weight"), [(0, 1.0), (0.5, 0.75), (2, 0.0), (5, 0.0)])
+def test_a_total_of_mixing_is_a_weight_by_the_number_of_layers(total, weight):
+    mixing_map = map_of(random_attention(layers=3, size=4), causal=True)
+    result = rollout(mixing_map, total_mixing=total, to_layer=1)
+    assert torch.equal(result.scores, rollout(mixing_map, residual=weight, to_layer=1).scores)
+    assert result.residual == weight
+    # a weight of the method's is not asked for
+    assert rollout(mixing_map.replace(method="custom"), total_mixing=total).residual is not None
+
+
+def test_a_total_of_mixing_that_is_none():
+    with pytest.raises(ValueError, match="total_mixing: expected no residual besides it"):
+        rollout(map_of(), total_mixing=1, residual=0.5)
+    with pytest.raises(ValueError, match="total_mixing: expected a finite number, 0 or more"):
+        rollout(map_of(), total_mixing=-1)

@@ -47,6 +47,14 @@ def test_a_layer_without_attention_is_an_error(model, prompt, layers):
         lm.run(model, prompt, "attention", layers=layers)
 
 
+def test_heads_of_a_layer_without_attention_are_an_error(model, prompt):
+    with pytest.raises(
+        ValueError, match=rf"value_zeroing: expected some of layers \[1, 3\], got \[0, 1\] .*{HYBRID}"
+    ):
+        lm.run(model, prompt, lm.ValueZeroing(heads={0: [0], 1: [1]}))
+    assert lm.run(model, prompt, lm.ValueZeroing(heads={1: [1]})).layers == [1, 3]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["lfm2", "bamba", "falcon_h1"])
 def test_prompts_of_different_lengths_give_what_each_gives_alone(name, side):

@@ -50,7 +50,8 @@ def test_maps_are_of_full_precision_and_say_so(model, reduced):
     assert still_on == [reduced]
     for name in METHODS:
         torch.testing.assert_close(inside[name].scores, outside[name].scores, rtol=0, atol=1e-6)
-        assert inside[name].provenance == outside[name].provenance
+        one, other = (dict(found[name].provenance, date="") for found in (inside, outside))
+        assert one == other
         assert any(reduced in note for note in inside[name].notes)
         assert not any(reduced in note for note in outside[name].notes)
 

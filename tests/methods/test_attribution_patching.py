@@ -8,7 +8,8 @@ import torch
 import lens_mix as lm
 from benchmarks.input_map import recipe
 from benchmarks.input_map.decoder import Decoder
-from lens_mix.methods.attribution_patching import Layout, between_paths, patched_effects
+from lens_mix.methods.attribution_patching import between_paths, patched_effects
+from lens_mix.methods.interleaved import Layout
 from tests.matrix import build_or_skip, cases, prompt_of, slow, wide_cases
 from tests.tiny_models import bridge, hooked_transformer, tokens, wrapped_model
 

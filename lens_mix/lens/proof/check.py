@@ -54,7 +54,8 @@ def refuted_here(
         path = proof.anatomy[layer].value_path
         if path is None:
             continue
-        error = _value_error(clean, layer, proof.anatomy[layer], path) if values else 0.0
+        traced = values and not lens.stack.is_cross
+        error = _value_error(clean, layer, proof.anatomy[layer], path) if traced else 0.0
         if error <= lens.tolerance:
             error = _output_error(
                 clean, layer, proof.anatomy[layer], path, every if layer in whole else sampled
@@ -97,7 +98,7 @@ def edits(clean: CleanPass, proof: Proof, layers: Sequence[int]) -> dict[int, li
         if layer in clean.head_factors:
             factors = [round(factor, 4) for factor in clean.head_factors[layer].tolist()]
             found[layer].append(f"a hook scales z of its heads by {factors}; the pattern has these factors")
-        path = anatomy.value_path
+        path = None if clean.lens.stack.is_cross else anatomy.value_path
         if path is not None and not _value_error(clean, layer, anatomy, path) <= clean.lens.tolerance:
             found[layer].append("a hook or an adapter edits its values; they are taken as they are")
     return found
@@ -154,13 +155,13 @@ def _output_error(
     """Largest relative error of the block's output at some rows; 0 where no output can be rebuilt."""
     if anatomy.cross or not anatomy.is_written_down:
         return 0.0
-    wide, call = clean.lens.wide_dtype, clean.calls[layer]
+    wide, entering, left = clean.lens.wide_dtype, clean.resid_pre(layer), clean.calls[layer].resid_post
     pattern, value = clean.effective_pattern(layer), _recorded(clean, "value", layer).to(wide)
     errors = []
     for places in samples.split(max(1, _CHUNK_ROWS // len(samples)), dim=1):
         positions = places if clean.rows is None else rows_at(clean.rows.positions, places)
         attention_out = path.project(mix(rows_at(pattern, places, axis=2).to(wide), value))
-        rebuilt = anatomy.after(rows_at(call.resid_pre, positions).to(wide), attention_out)
-        errors.append(relative_error(rebuilt, rows_at(call.resid_post, positions)))
+        rebuilt = anatomy.after(rows_at(entering, positions).to(wide), attention_out)
+        errors.append(relative_error(rebuilt, rows_at(left, positions)))
     # Python's own max may lose a NaN.
     return float(torch.tensor(errors).max())

@@ -64,7 +64,12 @@ def refused_outright(lens: Lens, method: HasEngines) -> str | None:
     of the whole model logits that stand over the tokens of the mapped stack.
     """
     reason = None
-    if hasattr(method, "target"):
+    if lens.stack.is_cross and getattr(method, "cross", None) is None:
+        reason = (
+            "it speaks of self-attention, and is not defined on part='cross' (queries of the target, keys of "
+            "the source); expected part='encoder' or 'decoder'"
+        )
+    if reason is None and hasattr(method, "target"):
         reason = known_faults.wrong_logits(lens.model_class, transformer_lens_version())
     if reason is None and getattr(method, "kind", "layer") == "input" and lens.stack.gaps is not None:
         reason = f"{lens.stack.gaps}, so that nothing can be followed through the whole stack"
@@ -73,7 +78,7 @@ def refused_outright(lens: Lens, method: HasEngines) -> str | None:
             "the logits stand over the decoder's tokens, and so would its rows; expected stack='decoder' "
             "(the share of the target's own tokens)"
         )
-    places = lens.takes_input("position_ids") and lens.stack.name != "decoder"
+    places = lens.takes_input("position_ids") and not lens.stack.reads_target
     if reason is None and getattr(method, "places_tokens", False) and not places:
         reason = (
             "it runs tokens at repeated positions; expected a decoder-only TransformerBridge whose model "

@@ -14,7 +14,7 @@ from lens_mix.lens.model_classes import ModelClass
 
 def known_fault(model: Any, kind: ModelClass, stack: str, version: tuple[int, int]) -> str | None:
     """Why this model's maps would be wrong; None when nothing is known against it."""
-    if kind is ModelClass.HOOKED_ENCODER_DECODER and stack == "decoder" and version[0] < 3:
+    if kind is ModelClass.HOOKED_ENCODER_DECODER and stack != "encoder" and version[0] < 3:
         return (
             "the decoder's self-attention of HookedEncoderDecoder is not causal in TransformerLens 2.x "
             "(positions see later ones, logits differ from Hugging Face's by .5); "
@@ -31,6 +31,7 @@ def known_fault(model: Any, kind: ModelClass, stack: str, version: tuple[int, in
         "cohere": _before_4("Cohere", "0.14"),
         "deepseek_v3": _before_4("DeepSeek-V3", "4.8"),
         "t5": _t5,
+        "mt5": _t5,
         "gpt_oss": _gpt_oss,
         "opt": _opt,
     }

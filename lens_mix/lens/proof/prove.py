@@ -31,6 +31,7 @@ from lens_mix.hooks import record, record_all, zero_values
 from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
+from lens_mix.lens.cross import names_before_cross
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import Batch, PaddingSide, Prompt, pad, pad_token
@@ -62,7 +63,7 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
     names = [lens.stack.hook_name(role, layer) for layer in layers for role in ("value", "pattern", "z")]
     absent = [name for name in names if name not in lens.hook_points]
     if absent:
-        kind = type(getattr(lens.stack.self_attention(layers[0]), "original_component", None)).__name__
+        kind = type(getattr(lens.stack.attention_module(layers[0]), "original_component", None)).__name__
         raise UnsupportedModelError(
             "expected hooks on values, patterns and the mixed values of every block, found none at "
             f"{absent[0]!r} ({kind} is wrapped without them): no method can run"
@@ -85,7 +86,8 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
             factors[layer] = recorded.factors
         parts.append(_zero_value(lens, clean, layer, recorded))
     norms = next_norm_refusals(clean, anatomies)
-    return Proof(tuple(parts), anatomies, _is_causal(clean), norms, head_factors=factors)
+    causal = not lens.stack.is_cross and _is_causal(clean)
+    return Proof(tuple(parts), anatomies, causal, norms, head_factors=factors)
 
 
 def short_batch(lens: Lens, prompt: Prompt) -> Batch:
@@ -103,7 +105,8 @@ def _is_causal(clean: CleanPass) -> bool:
 class _Recorded:
     """What the clean pass recorded of one block, in the dtype of the rebuilding.
 
-    The pattern is the effective one: times the factors of the heads, where z has any.
+    The pattern is the effective one: times the factors of the heads, where z has any. Of a block that is read
+    by its cross-attention, `before` is what its self-attention adds.
     """
 
     resid_pre: Tensor
@@ -111,6 +114,7 @@ class _Recorded:
     value: Tensor
     pattern: Tensor
     z: Tensor
+    before: Tensor | None
     attention_out: Tensor | None
     cross_out: Tensor | None
     feed_forward_out: Tensor | None
@@ -143,11 +147,18 @@ class _Recorded:
             value,
             pattern if factors is None else pattern * factors[:, None, None],
             z,
+            output("before"),
             output("attention_out"),
             output("cross_out"),
             output("feed_forward_out"),
             factors,
         )
+
+    def entered(self, anatomy: BlockAnatomy) -> _Recorded:
+        """The same from where the mapped attention's branch starts."""
+        if self.before is None:
+            return self
+        return dataclasses.replace(self, resid_pre=anatomy.entered(self.resid_pre, self.before))
 
 
 def _output_points(lens: Lens, layer: int) -> dict[str, list[str]]:
@@ -164,6 +175,8 @@ def _output_points(lens: Lens, layer: int) -> dict[str, list[str]]:
         # The last matrix's own output, before any norm, scale or residual that some blocks put into `mlp`.
         "feed_forward_out": (f"{block}.mlp.out.hook_out", f"{block}.mlp.hook_out"),
     }
+    if lens.stack.is_cross:
+        wanted |= {"before": tuple(names_before_cross(lens, [layer])), "cross_out": ()}
     return {role: [name for name in options if name in known] for role, options in wanted.items()}
 
 
@@ -171,12 +184,9 @@ def _output_modules(lens: Lens) -> dict[tuple[int, str], Any]:
     if lens.model_class is ModelClass.BRIDGE:
         return {}
     modules = {}
+    own, cross = ("before", "attention_out") if lens.stack.is_cross else ("attention_out", "cross_out")
     for layer, block in enumerate(lens.stack.blocks):
-        for role, name in (
-            ("attention_out", "attn"),
-            ("cross_out", "cross_attn"),
-            ("feed_forward_out", "mlp"),
-        ):
+        for role, name in ((own, "attn"), (cross, "cross_attn"), ("feed_forward_out", "mlp")):
             if hasattr(block, name):
                 modules[layer, role] = getattr(block, name)
     return modules
@@ -189,10 +199,13 @@ def _read_block(
     config = getattr(getattr(lens.model, "original_model", None), "config", None)
     multiplier = float(getattr(config, "residual_multiplier", 1.0) or 1.0)
     best: tuple[tuple[int, float], BlockAnatomy, list[PartError]] | None = None
-    block, attention = lens.stack.blocks[layer], lens.stack.self_attention(layer)
+    block, attention = lens.stack.blocks[layer], lens.stack.attention_module(layer)
     for anatomy in candidates(block, attention, lens.model.cfg, multiplier):
-        anatomy, feed_forward_error = _with_activation(anatomy, recorded, below, lens.tolerance)
-        errors = _part_errors(anatomy, recorded, layer, lens.tolerance, feed_forward_error)
+        if lens.stack.is_cross:
+            anatomy = anatomy.by_cross_attention()
+        seen = recorded.entered(anatomy)
+        anatomy, feed_forward_error = _with_activation(anatomy, seen, below, lens.tolerance)
+        errors = _part_errors(anatomy, seen, layer, lens.tolerance, feed_forward_error)
         known = [entry.error for entry in errors if entry.error is not None]
         worst = max(known, default=0.0)
         # Where one part is not what it was read as (values with an adapter over them), the others still tell.
@@ -244,10 +257,13 @@ def _part_errors(
     if anatomy.feed_forward is None and anatomy.feed_forward_kind != "none":
         note = f"{anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
     if path is not None:
-        normed = x if anatomy.attention_input is None else anatomy.attention_input(x)
-        values = path.values(normed)
-        if values.shape == recorded.value.shape:
-            errors[VALUE] = relative_error(values.flatten(2), recorded.value.flatten(2))
+        # Cross-attention makes its values of the encoder's outputs: no method goes back to these.
+        if recorded.before is None:
+            normed = x if anatomy.attention_input is None else anatomy.attention_input(x)
+            values = path.values(normed)
+            if values.shape == recorded.value.shape:
+                errors[VALUE] = relative_error(values.flatten(2), recorded.value.flatten(2))
+        if recorded.value.shape[2:] == (path.W_V.shape[0], path.W_V.shape[2]):
             mixed = path.project(mix(recorded.pattern, recorded.value))
         if recorded.attention_out is not None:
             z = recorded.z.reshape(*recorded.z.shape[:2], path.W_O.shape[0], -1)
@@ -375,5 +391,5 @@ def padding_leaks(clean: CleanPass) -> list[int]:
     """The watched blocks in which a padded key got weight from a prompt's own position."""
     real = clean.real
     queries = real if clean.rows is None else rows_at(real, clean.rows.positions)
-    hidden = queries[:, :, None] & ~real[:, None, :]
+    hidden = queries[:, :, None] & ~clean.real_keys[:, None, :]
     return [layer for layer, attended in clean.attended.items() if bool((attended & hidden).any())]

@@ -10,6 +10,7 @@ import torch
 
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.parts import one_part
 from lens_mix.lens.prompts import device_of, read_prompt
 from lens_mix.lens.proof.engines import HasEngines, choose_engine, needs_head, refused_outright
 from lens_mix.lens.proof.proofs import proof_of
@@ -116,6 +117,7 @@ def check(
     model: TransformerLensModel,
     prompt: Any = None,
     *,
+    part: str | None = None,
     stack: str | None = None,
     prepend_bos: bool | None = None,
     **inputs: Any,
@@ -125,14 +127,15 @@ def check(
     Args:
         model: any TransformerLens model.
         prompt: a string, tokens, or a pair for an encoder-decoder; None for eight tokens of the vocabulary.
-        stack: "encoder" or "decoder" of an encoder-decoder.
+        part: "encoder" (default), "decoder" or "cross" of an encoder-decoder.
+        stack: an older name of `part`.
         prepend_bos: as in TransformerLens.
         inputs: further model inputs by name.
 
     Raises:
         UnsupportedModelError: the model can't be looked through at all.
     """
-    lens = Lens(model, stack)
+    lens = Lens(model, one_part(part, stack))
     if prompt is None:
         prompt = any_tokens(model)
     read = read_prompt(model, lens.model_class, prompt, prepend_bos=prepend_bos, inputs=inputs)

@@ -1,0 +1,80 @@
+"""A map that was kept, made again: the same method on the same tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lens_mix.arguments import instance
+from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.maps import MixingMap
+from lens_mix.method import Method
+from lens_mix.registry import all_methods
+from lens_mix.runner import run
+from lens_mix.targets import from_record
+
+
+def run_again(
+    model: TransformerLensModel, mixing_map: MixingMap, method: Method | None = None, **options: Any
+) -> MixingMap:
+    """Make the map that `lm.run` made once more, from its record: on a new release, on other weights.
+
+    The record holds the method with its parameters, the tokens, the rows, the layers, the stack and the
+    engine. Of a map that was merged or aggregated afterwards, the layer maps underneath come back.
+
+    Args:
+        model: the model to map.
+        mixing_map: of `lm.run`, `lm.run_many` or `lm.input_map`, loaded from a file maybe.
+        method: what to run instead of what the record says; needed where a parameter was a function or a
+            tensor, of which records keep the name only.
+        options: as in `lm.run`, in place of the record's.
+
+    Raises:
+        TypeError: no map. ValueError: a map that no run made; a method that its record does not hold whole.
+    """
+    record = instance("mixing_map", mixing_map, MixingMap, "a MixingMap").provenance
+    if "token_ids" not in record:
+        raise ValueError(
+            "mixing_map: expected a map that lm.run made (its provenance holds token_ids), got one of "
+            f"method {mixing_map.method!r} without; run it with lm.run(model, prompt, method)"
+        )
+    # Rows and layers keep their names as long as no token is dropped or merged.
+    whole = mixing_map.kind == "input" and len(mixing_map) > 1
+    asked = {
+        "queries": mixing_map.queries if len(mixing_map.tokens) == len(_mapped(record)) else None,
+        "layers": None if whole else mixing_map.layer_labels,
+        "stack": record.get("stack"),
+    }
+    asked |= {name: torch.tensor(values) for name, values in record.get("inputs", {}).items()}
+    prompt: Any = torch.tensor(record["token_ids"])
+    if "target_token_ids" in record:
+        prompt = (prompt, torch.tensor(record["target_token_ids"]))
+    again = _method(mixing_map) if method is None else method
+    if record.get("engine") in again.engines and len(again.engines) > 1:
+        asked["engine"] = record["engine"]
+    return run(model, prompt, again, **{**asked, **options})
+
+
+def _mapped(record: Mapping[str, Any]) -> list[int]:
+    return record["target_token_ids"] if record.get("stack") in ("decoder", "cross") else record["token_ids"]
+
+
+def _method(mixing_map: MixingMap) -> Method:
+    """The method of a record; ValueError where it does not hold it whole."""
+    known = all_methods()
+    if mixing_map.method not in known:
+        raise ValueError(f"method: expected one of {sorted(known)}, got {mixing_map.method!r}; give method=")
+    kind = known[mixing_map.method]
+    names = {field.name for field in dataclasses.fields(kind)}
+    parameters = {name: value for name, value in mixing_map.parameters.items() if name in names}
+    try:
+        if isinstance(parameters.get("target"), dict):
+            parameters["target"] = from_record(parameters["target"])
+        return kind(**parameters)
+    except (TypeError, ValueError) as problem:
+        raise ValueError(
+            f"method: the record does not hold {mixing_map.method!r} whole, give it as method=: {problem}"
+        ) from problem

@@ -1,0 +1,91 @@
+"""From a table or a labelled array back to the fields of a `MixingMap`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from lens_mix.arguments import check_columns, shown
+
+if TYPE_CHECKING:
+    import pandas
+    import xarray
+
+_COLUMNS = ("layer", "query", "key", "query_token", "key_token", "score")
+# As JSON in `attrs`; "tokens" too, since a map that holds some rows names no others.
+_WRITTEN = ("parameters", "provenance", "notes", "residual", "tokens", "default_query")
+
+
+def fields_of_table(table: pandas.DataFrame) -> dict[str, Any]:
+    """The fields that a table tells; errors as `MixingMap.from_dataframe`."""
+    check_columns("table", table, _COLUMNS)
+    axes = ["layer", *(["head"] if "head" in table.columns else []), "query", "key"]
+    numbers = table.set_index(axes)["score"].sort_index()
+    labels = [sorted(set(table[axis].tolist())) for axis in axes]
+    expected = 1
+    for each in labels:
+        expected *= len(each)
+    if numbers.index.has_duplicates or len(numbers) != expected:
+        raise ValueError(
+            f"table: expected every {' x '.join(axes)} once, {expected} rows, got {len(numbers)}"
+            f"{', some of them twice' if numbers.index.has_duplicates else ''}"
+        )
+    places = dict(zip(axes, labels, strict=True))
+    queries = _tokens(table, "query", places["query"])
+    keys = _tokens(table, "key", places["key"])
+    if places["key"] != list(range(len(keys))):
+        raise ValueError(f"table: expected keys 0 to {len(keys) - 1}, got {shown(places['key'])}")
+    scores = numbers.to_numpy().reshape([len(each) for each in labels])
+    return _fields(scores, places, queries, keys, table.attrs)
+
+
+def _tokens(table: pandas.DataFrame, axis: str, positions: list[int]) -> dict[int, str]:
+    """The token of each position, read as text (a file of text may give numbers back)."""
+    first = table.drop_duplicates(axis).set_index(axis)[f"{axis}_token"]
+    return {position: str(first[position]) for position in positions}
+
+
+def fields_of_array(array: xarray.DataArray) -> dict[str, Any]:
+    """The fields that a labelled array tells; errors as `MixingMap.from_xarray`."""
+    import xarray
+
+    known = isinstance(array, xarray.DataArray) and {"query_token", "key_token"} <= set(array.coords)
+    if not known or not {"layer", "query", "key"} <= set(array.dims) <= {"layer", "head", "query", "key"}:
+        got = f"dimensions {array.dims}" if isinstance(array, xarray.DataArray) else shown(array)
+        raise ValueError(f"array: expected one of MixingMap.to_xarray, with its tokens, got {got}")
+    axes: list[str] = [axis for axis in ("layer", "head", "query", "key") if axis in array.dims]
+    array = array.transpose(*axes)
+    places = {axis: [int(place) for place in array[axis].values] for axis in axes}
+    tokens = {axis: [str(token) for token in array[f"{axis}_token"].values] for axis in ("query", "key")}
+    queries, keys = (dict(zip(places[axis], tokens[axis], strict=True)) for axis in ("query", "key"))
+    return _fields(array.values, places, queries, keys, array.attrs)
+
+
+def _fields(
+    scores: Any, places: dict[str, list[int]], queries: dict[int, str], keys: dict[int, str], attrs: Any
+) -> dict[str, Any]:
+    import numpy as np
+
+    hidden = np.isnan(scores)
+    fields: dict[str, Any] = {name: attrs[name] for name in ("method", "kind") if name in attrs}
+    fields |= {name: json.loads(attrs[name]) for name in _WRITTEN if name in attrs}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    names = list(keys.values())
+    alike = all(keys.get(place) == token for place, token in queries.items())
+    own = bool(attrs.get("keys_are_tokens", alike))
+    if "tokens" not in fields:
+        fields["tokens"] = names if own else list(queries.values())
+    below = np.arange(len(names)) > np.asarray(places["query"])[:, None]
+    # One mask for all heads; a row of zeros is no hidden one.
+    hidden = hidden[:, 0] if hidden.ndim == 4 else hidden
+    triangle = bool((hidden == below).all())
+    causal = own and (bool(attrs["causal"]) if "causal" in attrs else triangle and len(names) > 1)
+    return {
+        **fields,
+        "scores": np.where(np.isnan(scores), 0, scores),
+        "layers": places["layer"],
+        "key_tokens": None if own else names,
+        "queries": places["query"],
+        "causal": causal,
+        "mask": None if (causal and triangle) or not hidden.any() else ~hidden,
+    }

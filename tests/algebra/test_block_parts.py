@@ -1,0 +1,78 @@
+"""A block's parts sum to its output, on every anatomy; and each part is what it says."""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.lens.stacks import stacks_of
+from tests.matrix import cases, prompt_of
+
+CASES = {case.label: case for case in cases() if case.refusal is None}
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe(lm.Method):
+    """Keeps the parts of every block, and what they are to sum to."""
+
+    name: ClassVar[str] = "probe"
+    residual: ClassVar[float] = 0.0
+    engines: ClassVar[tuple[str, ...]] = ("algebra",)
+    records: ClassVar[frozenset[str]] = frozenset({"pattern", "value"})
+    parts: ClassVar[tuple[str, ...]] = ("projection", "residual")
+
+    kept: list = dataclasses.field(default_factory=list)
+
+    def __call__(self, block):
+        parts = lm.block_parts(block)
+        self.kept.append((block, parts, block.resid_post))
+        return parts.keys.norm(dim=-1)
+
+    def parameters(self):
+        return {}
+
+
+@functools.cache
+def model_of(label):
+    return CASES[label].build(torch.float64)
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_the_parts_sum_to_the_output(label):
+    model, probe = model_of(label), Probe()
+    lm.run(model, prompt_of(model), probe, stack=CASES[label].stack)
+    assert len(probe.kept) == len(stacks_of(model)[CASES[label].stack or "blocks"].attention_layers)
+    for block, parts, output in probe.kept:
+        assert torch.allclose(parts.total(), output, atol=1e-10, rtol=1e-10)
+        assert (parts.cross.abs().max() > 0) == block.anatomy.cross
+        assert (parts.feed_forward.abs().max() > 0) == (block.anatomy.feed_forward_kind != "none")
+        assert parts.keys.shape[:3] == (1, *block.recorded("pattern").shape[2:])
+
+
+@pytest.mark.parametrize(
+    "label", [label for label in CASES if "gpt2" in label or label.endswith(("LN", "bert"))]
+)
+def test_against_the_method_of_the_same_vectors(label):
+    """‖Σ_h a u‖ is AttnN of Kobayashi et al. (2020), of heads together; the residual adds AttnRes."""
+    model, probe = model_of(label), Probe()
+    vectors = lm.run(model, prompt_of(model), probe)
+    norms = lm.run(model, prompt_of(model), lm.AttnResLn())
+    for block, parts, _ in probe.kept:
+        keys = parts.keys + torch.diag_embed(parts.residual.mT).permute(0, 2, 3, 1)
+        if block.anatomy.feed_forward_residual is None:
+            assert torch.allclose(keys.norm(dim=-1)[0], norms.scores[block.layer], atol=1e-9)
+    assert vectors.scores.shape == norms.scores.shape
+
+
+def test_some_rows_only():
+    label = next(iter(CASES))
+    model, whole, cut = model_of(label), Probe(), Probe()
+    lm.run(model, prompt_of(model), whole, stack=CASES[label].stack)
+    lm.run(model, prompt_of(model), cut, stack=CASES[label].stack, queries=[-1, 2])
+    for (_, parts, _), (_, rows, _) in zip(whole.kept, cut.kept, strict=True):
+        assert torch.allclose(rows.keys, parts.keys[:, [-1, 2]])
+        assert torch.allclose(rows.feed_forward, parts.feed_forward[:, [-1, 2]])

@@ -1,0 +1,81 @@
+"""A map that was saved and loaded is made again, to the bit."""
+
+import datetime
+
+import pytest
+import torch
+
+import lens_mix as lm
+from tests.tiny_models import available, bridge, gpt2_like, hooked_encoder, toy_tokenizer
+
+TOKENS = torch.tensor([5, 9, 12, 7, 30, 21])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return gpt2_like(torch.float64, tokenizer=toy_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("attention", {}),
+        (lm.ValueZeroing(metric="euclidean", per_head=True), {"layers": [1], "engine": "hooks"}),
+        (
+            lm.InputGradients(target=lm.targets.token("w9", of="logit"), score="times_input"),
+            {"queries": [-1]},
+        ),
+        (lm.AttentionAttribution(target=lm.targets.logit_difference(9, 12), n_steps=3), {"queries": [4, 2]}),
+        ("decompx", {"queries": [3]}),
+    ],
+)
+def test_the_same_map_again(model, method, options, tmp_path):
+    made = lm.run(model, TOKENS, method, **options)
+    made.save(tmp_path / "map.safetensors")
+    loaded = lm.MixingMap.load(tmp_path / "map.safetensors")
+    again = lm.run_again(model, loaded)
+    assert torch.equal(again.scores, made.scores)
+    for name in ("tokens", "queries", "layers", "parameters", "kind", "default_query"):
+        assert getattr(again, name) == getattr(made, name), name
+    assert {**again.provenance, "date": ""} == {**made.provenance, "date": ""}
+
+
+def test_what_the_record_tells(model):
+    record = lm.run(model, "w5 w9 w12", "attention").provenance
+    assert record["lens_mix"] == lm.__version__
+    assert record["prompt"] == "w5 w9 w12"
+    assert record["token_ids"] == model.to_tokens("w5 w9 w12")[0].tolist()
+    assert datetime.datetime.fromisoformat(record["date"]) <= datetime.datetime.now(datetime.UTC)
+    assert lm.run(model, TOKENS, "attention").provenance["prompt"] is None
+
+
+def test_what_was_merged_comes_back_whole(model):
+    made = lm.run(model, TOKENS, "attention")
+    for changed in (lm.rollout(made), made.drop_bos(), made.replace(tokens=["a b"] * 6)):
+        assert torch.equal(lm.run_again(model, changed).scores, made.scores)
+
+
+@pytest.mark.skipif(not (available(bridge, "t5") or available(hooked_encoder)), reason="none of the two")
+def test_with_inputs_and_pairs():
+    if available(bridge, "t5"):
+        try:
+            made = lm.run(bridge("t5"), (TOKENS, TOKENS[:3]), "attention", stack="decoder")
+        except lm.UnsupportedModelError:
+            pytest.skip("no T5 in this TransformerLens")
+        assert torch.equal(lm.run_again(bridge("t5"), made).scores, made.scores)
+    if available(hooked_encoder):
+        types = torch.tensor([0, 0, 0, 1, 1, 1])
+        made = lm.run(hooked_encoder(), TOKENS, "attention", token_type_ids=types)
+        assert torch.equal(lm.run_again(hooked_encoder(), made).scores, made.scores)
+
+
+def test_refused(model):
+    with pytest.raises(ValueError, match=r"made \(its provenance holds token_ids\).*lm.run\(model"):
+        lm.run_again(model, lm.MixingMap(scores=[[[1.0]]], tokens=["a"]))
+    with pytest.raises(TypeError, match="expected a MixingMap"):
+        lm.run_again(model, "attention")
+    method = lm.GradientAttention(target=lambda logits: logits[:, -1, 3])
+    made = lm.run(model, TOKENS, method)
+    with pytest.raises(ValueError, match=r"'gradient_attention' whole, give it as method=.*'Custom'"):
+        lm.run_again(model, made)
+    assert torch.equal(lm.run_again(model, made, method).scores, made.scores)

@@ -1,0 +1,180 @@
+"""Methods of other authors: registered, as plugins, and refused in words."""
+
+import dataclasses
+import importlib.metadata
+from typing import ClassVar
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix import registry
+from tests.tiny_models import gpt2_like
+
+TOKENS = torch.tensor([5, 9, 12, 7, 30, 21])
+
+
+@dataclasses.dataclass(frozen=True)
+class Largest(lm.Method):
+    """The largest weight of any head."""
+
+    name: ClassVar[str] = "largest"
+    residual: ClassVar[float] = 0.5
+    engines: ClassVar[tuple[str, ...]] = ("recorded",)
+    records: ClassVar[frozenset[str]] = frozenset({"pattern"})
+    citation: ClassVar[str] = "@misc{me, title={Largest}}"
+
+    floor: float = 0.0
+
+    def __call__(self, block):
+        largest = block.recorded("pattern").amax(dim=1)
+        return largest.where(largest >= self.floor, 0.0)
+
+
+def variant(**changes):
+    """The method with other class attributes; None takes one away."""
+    body = {name: value for name, value in vars(Largest).items() if name in (*WORDS, "__call__")}
+    body |= {"__annotations__": {}} | changes
+    return type("Variant", (lm.Method,), {name: value for name, value in body.items() if value is not None})
+
+
+WORDS = ("name", "residual", "engines", "records", "citation")
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+def test_a_registered_name_works_everywhere():
+    model = gpt2_like()
+    with pytest.raises(ValueError, match=r"methods: expected one of .*got 'largest'"):
+        lm.run(model, TOKENS, "largest")
+    assert lm.register(Largest) is Largest
+    made = lm.run(model, TOKENS, "largest")
+    assert torch.equal(made.scores, lm.run(model, TOKENS, Largest()).scores)
+    assert lm.support(model)["largest"] == "ok (recorded)"
+    assert lm.citation("largest") == Largest.citation
+    assert torch.equal(lm.run_again(model, made).scores, made.scores)
+    assert "largest" not in lm.METHODS
+    # A cell of a notebook that is run twice makes another class of the same name.
+    again = type("Largest", (Largest,), {"__module__": Largest.__module__, "__qualname__": "Largest"})
+    assert (
+        lm.run(model, TOKENS, lm.register(dataclasses.dataclass(frozen=True)(again)).name).method == "largest"
+    )
+
+
+def test_another_class_can_not_take_a_name():
+    lm.register(Largest)
+    with pytest.raises(ValueError, match=r"Variant: expected a name of its own, got 'largest', .*Largest"):
+        lm.register(variant())
+    with pytest.raises(ValueError, match=r"'attention', which is lens_mix.*AttentionWeights"):
+        lm.register(variant(name="attention"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": None}, r"class attribute `name`, its name in strings, got none; write\s+name: ClassVar"),
+        ({"residual": None}, "class attribute `residual`"),
+        ({"engines": None}, "class attribute `engines`"),
+        ({"name": "largest weight"}, "Variant.name: expected a word"),
+        ({"residual": "half"}, "Variant.residual: expected a number from 0 to 1, got 'half'"),
+        ({"records": frozenset({"patern"})}, r"Variant.records: .*got 'patern'; did you mean 'pattern'\?"),
+        ({"records": "pattern"}, "Variant.records: expected several of"),
+        ({"engines": ("fast",)}, r"Variant.engines: expected some of .*'algebra'.*, got 'fast'"),
+        ({"engines": ()}, "Variant.engines: expected at least one"),
+        ({"parts": ("residul",)}, r"Variant.parts: .*did you mean 'residual'\?"),
+        ({"kind": "layers"}, r"Variant.kind: .*did you mean 'layer'\?"),
+        ({"__call__": None}, r"expected a __call__\(self, block\)"),
+        ({"__annotations__": {"floor": float}}, r"has the parameters \['floor'\]; write\s+@dataclasses"),
+    ],
+)
+def test_what_is_no_method_is_refused_in_words(changes, message):
+    for use in (lm.register, lambda kind: lm.run(gpt2_like(), TOKENS, kind()), lm.testing.check_method):
+        with pytest.raises(ValueError, match=message):
+            use(variant(**changes))
+
+
+def test_parameters_have_defaults():
+    @dataclasses.dataclass(frozen=True)
+    class Needy(Largest):
+        name: ClassVar[str] = "needy"
+        size: int = dataclasses.field(kw_only=True)
+
+    with pytest.raises(ValueError, match=r"Needy.size: expected a default"):
+        lm.register(Needy)
+
+
+@pytest.mark.parametrize("wrong", ["largest", Largest(), dict, lm.Method])
+def test_only_classes_of_methods(wrong):
+    with pytest.raises(TypeError, match=r"expected a class derived from lens_mix.Method"):
+        lm.register(wrong)
+
+
+@pytest.mark.parametrize(
+    ("give", "error", "message"),
+    [
+        (lambda block: None, TypeError, "largest: expected a tensor of real numbers .*got NoneType"),
+        (lambda block: block.recorded("pattern").long(), TypeError, "a tensor of torch.int64"),
+        (lambda block: block.recorded("pattern")[0, 0], ValueError, r"expected a map \[batch, \(head,\)"),
+        (
+            lambda block: block.recorded("pattern")[..., :4],
+            ValueError,
+            "a key per position, 6 or more, got 4",
+        ),
+        (lambda block: block.recorded("value"), ValueError, r"role: .*records: ClassVar.*'value'"),
+        (lambda block: block.recorded("paterns"), ValueError, "role: expected one of .*got 'paterns'"),
+    ],
+)
+def test_what_a_method_gives_is_checked(give, error, message):
+    kind = variant(__call__=lambda self, block: give(block))
+    with pytest.raises(error, match=message):
+        lm.run(gpt2_like(), TOKENS, kind())
+
+
+# ---------------------------------------------------------------------- plugins
+
+
+class Entry:
+    name, value = "largest", "package:Largest"
+
+    def __init__(self, method):
+        self._method = method
+
+    def load(self):
+        if self._method is None:
+            raise ImportError("no module named package")
+        return self._method
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    def install(*methods):
+        entries = [Entry(method) for method in methods]
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
+        registry._plugins.cache_clear()
+
+    yield install
+    monkeypatch.undo()
+    registry._plugins.cache_clear()
+
+
+def test_plugins_work_by_name(installed):
+    installed(Largest)
+    assert lm.run(gpt2_like(), TOKENS, "largest").method == "largest"
+
+
+def test_a_plugin_that_fails_leaves_the_others(installed):
+    installed(None, variant(engines=("fast",)), variant(name="attention"), Largest)
+    with pytest.warns(UserWarning, match="gives no method") as told:
+        assert "largest" in registry.all_methods()
+    assert [str(each.message).partition("gives no method: ")[2][:20] for each in told] == [
+        "no module named pack",
+        "Variant.engines: exp",
+        "the name 'attention'",
+    ]
+
+
+def test_the_group_is_the_one_that_the_page_names():
+    assert registry.GROUP in (registry.__doc__ or "")

@@ -1,0 +1,74 @@
+"""`lm.testing.check_method`: passes the library's methods, and catches each broken promise."""
+
+import dataclasses
+from typing import ClassVar
+
+import pytest
+import torch
+
+import lens_mix as lm
+from tests.tiny_models import gpt2_like
+
+
+@pytest.mark.parametrize("name", ["attention", "value_zeroing", "attn_res_ln", "decompx", "gim", "globenc"])
+def test_methods_of_the_library_pass(name):
+    lm.testing.check_method(lm.METHODS[name])
+
+
+def test_with_parameters_and_a_model():
+    lm.testing.check_method(lm.ValueZeroing(metric="euclidean", per_head=True), gpt2_like())
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(lm.Method):
+    name: ClassVar[str] = "broken"
+    residual: ClassVar[float] = 0.5
+    engines: ClassVar[tuple[str, ...]] = ("recorded",)
+    records: ClassVar[frozenset[str]] = frozenset({"pattern"})
+
+
+def broken(call, **attributes):
+    attributes = {"__annotations__": {}, "__call__": lambda self, block: call(block), **attributes}
+    return dataclasses.dataclass(frozen=True)(type("Broken", (Broken,), attributes))
+
+
+def pattern(block):
+    return block.recorded("pattern").mean(1)
+
+
+def by_engine(block):
+    return pattern(block) * (2 if block.engine == "hooks" else 1)
+
+
+BROKEN = {
+    "the same map twice": lambda block: pattern(block) * (1 + torch.rand(())),
+    "whatever the padding": lambda block: pattern(block) * block.real.shape[1],
+    "no weight on what is hidden": lambda block: pattern(block) + 1,
+    "finite": lambda block: pattern(block) / 0,
+    "rows": lambda block: pattern(block) / (1 + torch.arange(block.queries.shape[1]))[:, None],
+}
+SAID = {
+    "the same map twice": "expected the same map twice",
+    "whatever the padding": "expected a padded batch to give what its prompts give alone",
+    "no weight on what is hidden": "a key that the attention mask hides has a score",
+    "finite": "no map of a prompt: scores: expected finite numbers",
+    "rows": r"expected queries=\[-1, 2\] to give these rows",
+}
+
+
+@pytest.mark.parametrize("promise", BROKEN)
+def test_broken_promises_are_told(promise):
+    with pytest.raises(AssertionError, match=rf"broken on a (causal )?model.*: {SAID[promise]}"):
+        lm.testing.check_method(broken(BROKEN[promise]))
+
+
+def test_engines_that_disagree():
+    kind = broken(by_engine, engines=("recorded", "hooks"))
+    with pytest.raises(AssertionError, match="expected engine='hooks' to give the map of 'recorded'"):
+        lm.testing.check_method(kind)
+
+
+def test_a_method_that_runs_nowhere():
+    kind = broken(pattern, engines=("algebra",), refuses=lambda self, anatomy: "not on such blocks")
+    with pytest.raises(AssertionError, match=r"a model that it runs on, got .*not on such blocks"):
+        lm.testing.check_method(kind)
