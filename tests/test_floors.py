@@ -135,9 +135,9 @@ def test_the_library_stays_small():
     """15,940 lines when the house was rebuilt; the edges of the proof took 1,000 more.
 
     Since then: 2,000 for methods on the whole model (gradients, occlusion, routes), 3,000 to judge maps, 250
-    to align words; 200 for rollouts with the residual that was measured, 500 for cross-attention; 1,100 for a record that is read
-    back, compared, subtracted and run again, prompts as tokenizers and chats give them, classifiers of
-    transformers, and the surface for methods of other authors.
+    to align words; 200 for rollouts with the residual that was measured, 500 for cross-attention; 1,100 for a
+    record that is read back, compared, subtracted and run again, prompts as tokenizers and chats give them,
+    classifiers of transformers, and the surface for methods of other authors.
     """
     evaluation = lines(LIBRARY / "evaluation")
     assert sum(evaluation) <= 4_750

@@ -1,9 +1,9 @@
 """Two made languages whose alignment is known: words in pieces, other words, another order.
 
-A clause of the source is `determiner adjectives noun verb [adverb] determiner adjectives noun`, up to two of
-them with a comma between. Its translation puts the adverb (two words) first and the verb last, adjectives behind
-their noun in reverse order, and drops the plain determiner. So every target word has exactly one source word, one
-word in four of the source has two or none, and which is which can't be told from the position.
+A clause of the source is `determiner adjectives noun verb [adverb] determiner adjectives noun`, and a sentence
+one clause or two with a comma between. Its translation puts the adverb (two words) first and the verb last,
+adjectives behind their noun in reverse order, and drops the plain determiner. So every target word has exactly
+one source word, some source words have two or none, and which is which can't be told from the position.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ def _lexicon(seed: int) -> dict[tuple[Word, int], tuple[int, ...]]:
 
 def _spelt(generator: random.Random) -> tuple[int, ...]:
     start = FIRST_PIECE + generator.randrange(STARTS)
-    rest = (FIRST_PIECE + STARTS + generator.randrange(CONTINUATIONS) for _ in range(generator.choice((0, 0, 1, 1, 2))))
+    rest = (
+        FIRST_PIECE + STARTS + generator.randrange(CONTINUATIONS)
+        for _ in range(generator.choice((0, 0, 1, 1, 2)))
+    )
     return start, *rest
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.known_alignment.language import END, PAD, VOCABULARY, Pair, pairs
+from benchmarks.alignment.language import END, PAD, VOCABULARY, Pair, pairs
 from demos.models import cache_folder, made_once
 
 # No pair of training has this seed.
