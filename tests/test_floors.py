@@ -134,13 +134,14 @@ def test_circles_are_found():
 def test_the_library_stays_small():
     """15,940 lines when the house was rebuilt; the edges of the proof took 1,000 more.
 
-    Since then: 2,000 for methods on the whole model (gradients, occlusion, routes), 3,000 to judge maps; 200
-    for rollouts with the residual that was measured, 700 for cross-attention and joint stacks; 1,500 for a
-    record that is read back, compared, subtracted and run again, prompts as tokenizers and chats give them,
-    classifiers of transformers, methods of other authors, and figures of 400 tokens; 300 for the page.
+    Since then: 2,000 for methods on the whole model (gradients, occlusion, routes), 3,000 to judge maps, 250
+    to align words; 200 for rollouts with the residual that was measured, 700 for cross-attention and joint
+    stacks; 1,500 for a record that is read back, compared, subtracted and run again, prompts as tokenizers and
+    chats give them, classifiers of transformers, methods of other authors, and figures of 400 tokens; 300 for
+    the page.
     """
     evaluation = lines(LIBRARY / "evaluation")
-    assert sum(evaluation) <= 4_500
+    assert sum(evaluation) <= 4_750
     assert sum(lines()) - sum(evaluation) <= 22_000
 
 

@@ -10,6 +10,8 @@ from lens_mix.evaluation.agreement import (
     spearman,
     top_k_overlap,
 )
+from lens_mix.evaluation.alignment import align, align_words, diagonal
+from lens_mix.evaluation.alignment_errors import AlignmentErrors, GoldAlignment, alignment_errors, read_gold
 from lens_mix.evaluation.cells import CellFaithfulness, keep_cells, pool_cells
 from lens_mix.evaluation.constructed import ConstructedModel, Routes, constructed_models
 from lens_mix.evaluation.controls import randomised
@@ -47,6 +49,7 @@ from lens_mix.evaluation.triggers import (
 )
 
 __all__ = [
+    "AlignmentErrors",
     "Case",
     "CellFaithfulness",
     "Cells",
@@ -54,6 +57,7 @@ __all__ = [
     "Cues",
     "Drop",
     "Example",
+    "GoldAlignment",
     "HeadImportance",
     "Importance",
     "Interval",
@@ -73,10 +77,14 @@ __all__ = [
     "TriggerReport",
     "ZeroValues",
     "ablation_importance",
+    "align",
+    "align_words",
+    "alignment_errors",
     "average_precision",
     "blimp_cases",
     "bootstrap",
     "constructed_models",
+    "diagonal",
     "evaluate",
     "extract_triggers",
     "head_importance",
@@ -93,6 +101,7 @@ __all__ = [
     "pruned",
     "pruning_curves",
     "randomised",
+    "read_gold",
     "reciprocal_rank",
     "removal_curves",
     "residuals_at",

@@ -226,3 +226,103 @@ def test_parts_that_do_not_make_the_expected_file_are_refused(
     with pytest.raises(RuntimeError, match=r"gemma-3-270m-q4_k_m\.gguf: expected sha256 0000"):
         models.gemma3_folder()
     assert left_behind(models) == []
+
+
+# ------------------------------------------------------------------ flan-t5
+
+
+def quantised_graph(weights: dict[str, torch.Tensor], embeddings: dict[str, torch.Tensor]) -> bytes:
+    """A graph as ONNX's dynamic quantisation leaves it: products of weights that have lost their names."""
+    onnx = pytest.importorskip("onnx")
+    nodes, stored = [], []
+
+    def store(name: str, weight: torch.Tensor) -> None:
+        scale = (weight.max() - weight.min()) / 255
+        zero = (-weight.min() / scale).round()
+        whole = (weight / scale + zero).round().clamp(0, 255).to(torch.uint8)
+        for end, tensor in (("quantized", whole), ("scale", scale), ("zero_point", zero.to(torch.uint8))):
+            stored.append(onnx.numpy_helper.from_array(tensor.numpy(), f"{name}_{end}"))
+
+    for number, (name, weight) in enumerate(weights.items()):
+        if weight.ndim == 1:
+            stored.append(onnx.numpy_helper.from_array(weight.numpy(), name))
+            continue
+        place = "/" + name.removesuffix(".weight").replace(".", "/").replace("block/", "block.")
+        place = place.replace("layer/", "layer.")
+        store(f"onnx::MatMul_{number}", weight.T)
+        inputs = [f"x{number}", f"onnx::MatMul_{number}_quantized"]
+        outputs = [f"y{number}"]
+        nodes.append(onnx.helper.make_node("MatMulInteger", inputs, outputs, name=f"{place}/MatMul_quant"))
+    for name, weight in embeddings.items():
+        store(name, weight)
+    graph = onnx.helper.make_graph(nodes, "g", [], [], stored)
+    return onnx.helper.make_model(graph).SerializeToString()
+
+
+def test_an_8_bit_encoder_decoder_becomes_the_model_that_it_was(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small one, quantised here and read again: every weight to within half a step."""
+    pytest.importorskip("onnx")
+    import tokenizers
+    import transformers
+
+    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 2}
+    sizes |= {"num_layers": 2, "num_decoder_layers": 3}
+    config = transformers.T5Config(**sizes, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        state = dict(transformers.T5ForConditionalGeneration(config).state_dict())
+        state["lm_head.weight"] = torch.randn(40, 16)  # transformers ties it in spite of the config
+    graphs = {}
+    for side, prefix, cut in (("encoder", "enc.", "encoder."), ("decoder", "m.", "")):
+        mine = {n: w for n, w in state.items() if (n.startswith("encoder.")) == (side == "encoder")}
+        mine = {
+            prefix + n.removeprefix(cut): w for n, w in mine.items() if n != "decoder.embed_tokens.weight"
+        }
+        tables = {n: w for n, w in mine.items() if "embed" in n or "shared" in n or "relative" in n}
+        graphs[side] = quantised_graph({n: w for n, w in mine.items() if n not in tables}, tables)
+    package = tmp_path / "package"
+    package.mkdir()
+    for side, content in graphs.items():
+        (package / f"{side}.onnx").write_bytes(content)
+    pieces = {"<pad>": 0, "</s>": 1, "<unk>": 2, **{f"▁w{number}": number for number in range(3, 40)}}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(pieces, unk_token="<unk>"))
+    words.save(str(package / "tokenizer.json"))
+    models._convert_t5(package, tmp_path / "folder")
+    found = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "folder")
+    assert found.lm_head.weight is not found.shared.weight
+    assert found.config.decoder_start_token_id == 0
+    for name, weight in found.state_dict().items():
+        name = {"decoder.embed_tokens.weight": "shared.weight"}.get(name, name)
+        step = (state[name].max() - state[name].min()) / 255
+        torch.testing.assert_close(weight, state[name], atol=float(step) * 0.51, rtol=0)
+
+
+def test_flan_t5_is_downloaded_once_and_is_the_one_in_the_package(
+    models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = {name: name.encode() for name in models.FLAN_T5_SHA256}
+    calls = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        calls.append(command[-1])
+        wheel = Path(command[command.index("--dest") + 1]) / "traceforge_title_model-0.2.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as packed:
+            for name, content in contents.items():
+                packed.writestr(f"traceforge_title_model/data/span/{name}", content)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    converted = []
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(
+        models, "_convert_t5", lambda package, _: converted.append(sorted(p.name for p in package.iterdir()))
+    )
+    with pytest.raises(RuntimeError, match=r"encoder\.onnx from traceforge-.*: expected sha256 b82bef"):
+        models.flan_t5_folder()
+    assert left_behind(models) == []
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    monkeypatch.setattr(models, "FLAN_T5_SHA256", digests)
+    assert models.flan_t5_folder() == models.flan_t5_folder()
+    assert converted == [["decoder.onnx", "encoder.onnx", "tokenizer.json"]]
+    assert calls == ["traceforge-title-model==0.2.0"] * 2

@@ -1,0 +1,49 @@
+"""Cross-attention as a word aligner (Kobayashi et al., EMNLP 2020, §5); writes results/ beside this file.
+
+python -m benchmarks.alignment                     both parts; goes on where it was interrupted
+python -m benchmarks.alignment --only known        a small translator whose alignment is known, trained here
+python -m benchmarks.alignment --only hansards     flan-t5 on English–French pairs with gold alignments
+python -m benchmarks.alignment --pairs 20          fewer pairs
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from benchmarks.alignment import hansards, known
+from benchmarks.common import machine
+
+PARTS = {"known": known.tables, "hansards": hansards.tables}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", choices=list(PARTS), help="one part; default: all")
+    parser.add_argument("--pairs", type=int, help="how many; default: 200 of known, all of hansards")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder")
+    options = parser.parse_args()
+    options.out.mkdir(exist_ok=True)
+    for name in [options.only] if options.only else PARTS:
+        page = make(name, options.pairs)
+        (options.out / f"{name}.md").write_text(page, encoding="utf-8")
+
+
+def make(name: str, pairs: int | None) -> str:
+    """A page of results, with where and when it was made."""
+    start = time.perf_counter()
+    texts = list(PARTS[name](pairs))
+    facts = ", ".join(f"{key} {value}" for key, value in machine().items() if value is not None)
+    took = f"{time.perf_counter() - start:.0f} s, without what was measured or trained before"
+    heading = f"# Word alignment: {name}\n\nWritten by `python -m benchmarks.alignment --only {name}`; see "
+    return (
+        "\n\n".join(
+            [f"{heading}[the page](../../../docs/alignment.md).\n\nMachine: {facts}; {took}.", *texts]
+        )
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Every layer and head of cross-attention maps as an aligner, counted against gold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lens_mix import MixingMap
+from lens_mix.evaluation import AlignmentErrors, GoldAlignment, Interval, align, alignment_errors, bootstrap
+
+ROWS = ("AWI", "AWO")
+# Counted per pair: links, sure, sure_found, possible_found of `AlignmentErrors`.
+Counts = tuple[int, int, int, int]
+
+
+class Cell(NamedTuple):
+    """One aligner.
+
+    Attributes:
+        map: its name.
+        rows: "AWI" or "AWO".
+        end: whether the end of the sentence competes (the paper's rule) or is left out.
+        layer: label.
+        head: None: all heads together.
+    """
+
+    map: str
+    rows: str
+    end: bool
+    layer: int
+    head: int | None = None
+
+
+def count_cells(
+    maps: Mapping[str, MixingMap],
+    source_words: Sequence[Sequence[int]],
+    target_words: Sequence[Sequence[int]],
+    end: int,
+    gold: GoldAlignment,
+    ends: Iterable[bool] = (True, False),
+) -> dict[Cell, Counts]:
+    """What each layer and head of one pair's maps comes to.
+
+    Args:
+        maps: by name. A map with heads is read head by head, and so is their mean, unless its name ends in
+            "by head".
+        source_words, target_words: as in `lens_mix.evaluation.align`.
+        end: key position of the end of the sentence.
+        ends: whether it competes.
+    """
+    found = {}
+    for name, cross in maps.items():
+        readings: list[tuple[int | None, MixingMap]] = []
+        if not name.endswith("by head"):
+            readings.append((None, cross.merge_heads() if cross.has_heads else cross))
+        if cross.has_heads:
+            readings += [(head, cross) for head in range(cross.scores.shape[1])]
+        for head, read in readings:
+            for rows in ROWS:
+                for competes in ends:
+                    for layer in cross.layer_labels:
+                        options = {"layer": layer, "head": head, "null_keys": [end] if competes else []}
+                        links = align(read, source_words, target_words, rows=rows, **options)
+                        cell = Cell(name.removesuffix(" by head"), rows, competes, layer, head)
+                        found[cell] = counts_of(links, gold)
+    return found
+
+
+def counts_of(links: Iterable[tuple[int, int]], gold: GoldAlignment) -> Counts:
+    """The counts of one pair."""
+    errors = alignment_errors([links], [gold])
+    return errors.links[0], errors.sure[0], errors.sure_found[0], errors.possible_found[0]
+
+
+def errors_of(counts: Iterable[Counts]) -> AlignmentErrors:
+    """The counts of a corpus, pair by pair."""
+    return AlignmentErrors(*map(list, zip(*counts, strict=True)))
+
+
+class Table:
+    """The cells of a corpus."""
+
+    def __init__(self, pairs: Sequence[Mapping[Cell, Counts]]) -> None:
+        self.errors = {cell: errors_of(pair[cell] for pair in pairs) for cell in pairs[0]}
+
+    def select(self, name: str, rows: str, end: bool, heads: bool = False) -> dict[Cell, AlignmentErrors]:
+        """The layers of a map, or (`heads`) the heads of all its layers."""
+        return {
+            cell: errors
+            for cell, errors in self.errors.items()
+            if (cell.map, cell.rows, cell.end) == (name, rows, end) and (cell.head is not None) == heads
+        }
+
+    def best(self, name: str, rows: str, end: bool, heads: bool = False) -> tuple[Cell, AlignmentErrors]:
+        """The layer or head with the lowest error rate."""
+        return min(self.select(name, rows, end, heads).items(), key=lambda item: item[1].error_rate)
+
+    def best_elsewhere(self, name: str, rows: str, end: bool, heads: bool = False) -> float:
+        """The error rate of the layer or head that is best on every second pair, on the other pairs."""
+        cells = self.select(name, rows, end, heads)
+        chosen = min(cells, key=lambda cell: every_second(cells[cell], 0).error_rate)
+        return every_second(cells[chosen], 1).error_rate
+
+    def layer_mean(self, name: str, rows: str, end: bool) -> np.ndarray:
+        """Per pair, the mean over the layers of the terms whose mean is a layer's error rate."""
+        return np.mean([errors.per_pair() for errors in self.select(name, rows, end).values()], 0)
+
+
+def every_second(errors: AlignmentErrors, first: int) -> AlignmentErrors:
+    """Half of the pairs."""
+    halves = (errors.links, errors.sure, errors.sure_found, errors.possible_found)
+    return AlignmentErrors(*(values[first::2] for values in halves))
+
+
+def percent(interval: Interval) -> str:
+    """An interval in percent."""
+    return f"{100 * interval.mean:.1f} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+
+
+def compared(table: Table, ends: Iterable[bool] = (True, False), heads: bool = True) -> list[dict[str, str]]:
+    """The paper's table: mean of the layers, best layer and best head of weights and of norms."""
+    lines = []
+    for end in ends:
+        for rows in ROWS:
+            weights, norms = (table.layer_mean(name, rows, end) for name in ("weights", "norms"))
+            line = {"end of sentence": "competes" if end else "left out", "rows": rows}
+            means = {"weights": bootstrap(weights), "norms": bootstrap(norms)}
+            means["norms − weights"] = bootstrap(norms, weights)
+            lines.append(
+                {**line, "aligner": "mean of the layers", **{k: percent(v) for k, v in means.items()}}
+            )
+            for each in (False, True) if heads else (False,):
+                (a, left), (b, right) = (table.best(name, rows, end, each) for name in ("weights", "norms"))
+                line |= {"aligner": "best head" if each else "best layer"}
+                line |= {"weights": f"{percent(left.interval())} ({_place(a)})"}
+                line |= {"norms": f"{percent(right.interval())} ({_place(b)})"}
+                line |= {"norms − weights": percent(right.interval(left))}
+                elsewhere = (table.best_elsewhere(name, rows, end, each) for name in ("weights", "norms"))
+                line |= {"chosen on the other half": ", ".join(f"{100 * rate:.1f}" for rate in elsewhere)}
+                lines.append(dict(line))
+    return lines
+
+
+def by_layer(table: Table, names: Sequence[str], end: bool) -> list[dict[str, str]]:
+    """Error rates of all maps at every layer."""
+    return [
+        {"map": name, "rows": rows}
+        | {
+            f"layer {cell.layer}": f"{100 * errors.error_rate:.1f}"
+            for cell, errors in table.select(name, rows, end).items()
+        }
+        for name in names
+        for rows in ROWS
+    ]
+
+
+def by_head(table: Table, name: str, rows: str, end: bool) -> list[dict[str, str]]:
+    """Error rates of a map, layers down and heads across."""
+    lines: dict[int, dict[str, str]] = {}
+    for cell, errors in table.select(name, rows, end, heads=True).items():
+        line = lines.setdefault(cell.layer, {"layer": str(cell.layer)})
+        line[f"head {cell.head}"] = f"{100 * errors.error_rate:.1f}"
+    return list(lines.values())
+
+
+def _place(cell: Cell) -> str:
+    return f"layer {cell.layer}" + ("" if cell.head is None else f", head {cell.head}")

@@ -1,0 +1,217 @@
+"""The cross-attention of flan-t5 as a word aligner, on 447 English–French pairs with gold alignments."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import lens_mix as lm
+from benchmarks.alignment.cells import (
+    Cell,
+    Counts,
+    Table,
+    by_head,
+    by_layer,
+    compared,
+    count_cells,
+    counts_of,
+    errors_of,
+    percent,
+)
+from benchmarks.common import markdown_table
+from demos.models import cache_folder, flan_t5
+from lens_mix.evaluation import GoldAlignment, bootstrap, diagonal, read_gold
+
+DATA = Path(__file__).parents[2] / "demos" / "data" / "alignment"
+PROMPT = "translate English to French:".split()
+# Published on the same 447 pairs (Dou & Neubig, EACL 2021, and the data's README).
+PUBLISHED = {
+    "fast_align, one direction": 16.4,
+    "fast_align, both directions": 10.5,
+    "eflomal, both directions": 8.2,
+    "multilingual BERT": 5.6,
+}
+METHODS: dict[str, Any] = {
+    "weights": lm.AttentionWeights(per_head=True),
+    "norms": lm.ValueNorms(),
+    "norms by head": lm.ValueNorms(per_head=True),
+    "value_zeroing": lm.ValueZeroing(),
+    "attn_res": lm.AttnRes(),
+    "alti": lm.Alti(),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Forced:
+    """A pair in tokens, with the translation forced on the decoder.
+
+    Attributes:
+        source: the prompt's tokens, the sentence's, and the end of the sentence.
+        target: what the decoder reads: the start token and the translation.
+        source_words, target_words: positions of each word's pieces.
+        prompt: how many tokens the prompt has.
+    """
+
+    source: list[int]
+    target: list[int]
+    source_words: list[list[int]]
+    target_words: list[list[int]]
+    prompt: int
+
+
+def sentences() -> list[tuple[list[str], list[str]]]:
+    """English and French words of each pair."""
+    lines = (DATA / "enfr.src-tgt").read_text(encoding="utf-8").splitlines()
+    return [tuple(side.split() for side in line.split("|||")) for line in lines]  # type: ignore[misc]
+
+
+def forced(tokenizer: Any, english: list[str], french: list[str], start: int, end: int) -> Forced:
+    """The pair word by word, so that every piece belongs to a word of gold."""
+    source, words = _pieces(tokenizer, [*PROMPT, *english])
+    target, target_words = _pieces(tokenizer, french)
+    source_words = words[len(PROMPT) :]
+    shifted = [[place + 1 for place in word] for word in target_words]
+    return Forced([*source, end], [start, *target], source_words, shifted, source_words[0][0])
+
+
+def _pieces(tokenizer: Any, words: list[str]) -> tuple[list[int], list[list[int]]]:
+    ids: list[int] = []
+    groups = []
+    for word in words:
+        pieces = tokenizer(word, add_special_tokens=False)["input_ids"]
+        groups.append(list(range(len(ids), len(ids) + len(pieces))))
+        ids += pieces
+    return ids, groups
+
+
+def measure(model: Any, number: int, gold: GoldAlignment) -> dict[str, Any]:
+    """Everything that is said of one pair, ready for JSON."""
+    config, pairs = model.original_model.config, sentences()
+    special = config.decoder_start_token_id, config.eos_token_id
+    pair = forced(model.tokenizer, *pairs[number], *special)
+    other = forced(model.tokenizer, *pairs[(number + len(pairs) // 2) % len(pairs)], *special)
+    tensors = torch.tensor(pair.source), torch.tensor(pair.target)
+    ran = lm.run(model, tensors, list(METHODS.values()), part="cross")
+    maps = dict(zip(METHODS, ran.values(), strict=True))
+    end = len(pair.source) - 1
+    counts = count_cells(maps, pair.source_words, pair.target_words, end, gold)
+    weights = maps["weights"].scores.mean((1, 2))
+    shares = [weights[:, : pair.prompt], weights[:, pair.prompt : end], weights[:, end:]]
+    nothing = torch.tensor([*pair.source[: pair.prompt], pair.source[-1]])
+    return {
+        "pair": number,
+        "counts": [[*cell, *values] for cell, values in counts.items()],
+        "shares": torch.stack([share.sum(-1) for share in shares], -1).tolist(),
+        "tokens": len(pair.target),
+        "loss": _loss(model, tensors[0], pair, special[1]),
+        "loss of another source": _loss(model, torch.tensor(other.source), pair, special[1]),
+        "loss without a source": _loss(model, nothing, pair, special[1]),
+    }
+
+
+@torch.no_grad()
+def _loss(model: Any, source: torch.Tensor, pair: Forced, end: int) -> float:
+    """−log probability of the translation and its end, given a source."""
+    target = torch.tensor([pair.target])
+    logits = model.original_model(input_ids=source[None], decoder_input_ids=target).logits[0]
+    return float(
+        torch.nn.functional.cross_entropy(logits, torch.tensor([*pair.target[1:], end]), reduction="sum")
+    )
+
+
+def measured(count: int | None = None, file: Path | None = None) -> list[dict[str, Any]]:
+    """All pairs; what an earlier call has measured is read from its file."""
+    file = file or cache_folder() / "alignment" / "hansards.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # A line that was cut off by an interruption has no end.
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    file.write_text("".join(line for line in lines if line.endswith("\n")), encoding="utf-8")
+    gold = read_gold(DATA / "enfr.gold")
+    wanted = range(len(gold) if count is None else count)
+    model = None
+    for number in sorted(set(wanted) - {one["pair"] for one in found}):
+        model = model or flan_t5()
+        found.append(measure(model, number, gold[number]))
+        with open(file, "a", encoding="utf-8") as out:
+            out.write(json.dumps(found[-1]) + "\n")
+    return sorted((one for one in found if one["pair"] in wanted), key=lambda one: one["pair"])
+
+
+def tables(count: int | None = None) -> Iterator[str]:
+    """The page's tables."""
+    pairs = measured(count)
+    gold = read_gold(DATA / "enfr.gold")[: len(pairs)]
+    table = Table([_counts(pair) for pair in pairs])
+    yield "## Does it translate?\n\n" + markdown_table(_perplexities(pairs))
+    yield "## Floors and published aligners\n\nAER in percent.\n\n" + markdown_table(_floors(table, gold))
+    yield "## Weights and norms\n\n" + markdown_table(compared(table))
+    names = [name for name in METHODS if not name.endswith("by head")]
+    for end in (True, False):
+        title = "competes" if end else "is left out"
+        yield f"## By layer, the end of the sentence {title}\n\n" + markdown_table(
+            by_layer(table, names, end)
+        )
+    for name in ("weights", "norms"):
+        for rows in ("AWI", "AWO"):
+            title = f"## By head: {name}, {rows}, the end of the sentence left out\n\n"
+            yield title + markdown_table(by_head(table, name, rows, False))
+    yield "## Where the attention goes\n\nMean of heads and rows.\n\n" + markdown_table(_shares(pairs))
+
+
+def _counts(pair: Mapping[str, Any]) -> dict[Cell, Counts]:
+    return {Cell(*line[:5]): tuple(line[5:]) for line in pair["counts"]}
+
+
+def _perplexities(pairs: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Perplexity per token of the references; intervals over pairs, of the log."""
+    lines, tokens = [], np.array([pair["tokens"] for pair in pairs])
+    for source, key in (
+        ("its own", "loss"),
+        ("another pair's", "loss of another source"),
+        ("none", "loss without a source"),
+    ):
+        losses = np.array([pair[key] for pair in pairs])
+        mean = losses.sum() / tokens.sum()
+        # The terms of the ratio of sums, as in AlignmentErrors.per_pair.
+        interval = bootstrap(mean + (losses - mean * tokens) / tokens.mean())
+        low, high = math.exp(interval.low), math.exp(interval.high)
+        lines.append({"source": source, "perplexity": f"{math.exp(mean):.1f} [{low:.1f}, {high:.1f}]"})
+    return lines
+
+
+def _floors(table: Table, gold: list[GoldAlignment]) -> list[dict[str, str]]:
+    words = sentences()[: len(gold)]
+    straight = [diagonal(len(english), len(french)) for english, french in words]
+    errors = errors_of(counts_of(links, one) for links, one in zip(straight, gold, strict=True))
+    lines = [{"aligner": "diagonal", "AER": percent(errors.interval())}]
+    for name in ("weights", "norms"):
+        cell, found = min(
+            (
+                table.best(name, rows, end, heads)
+                for rows in ("AWI", "AWO")
+                for end in (True, False)
+                for heads in (True, False)
+            ),
+            key=lambda item: item[1].error_rate,
+        )
+        place = f"{cell.rows}, layer {cell.layer}, head {'all' if cell.head is None else cell.head}"
+        lines.append({"aligner": f"best of all {name} ({place})", "AER": percent(found.interval())})
+        lines.append({"aligner": f"best of all {name} − diagonal", "AER": percent(found.interval(errors))})
+    return lines + [{"aligner": f"{name} (published)", "AER": str(rate)} for name, rate in PUBLISHED.items()]
+
+
+def _shares(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    shares = np.mean([pair["shares"] for pair in pairs], 0)
+    names = ("prompt", "sentence", "its end")
+    return [
+        {"layer": layer} | {name: f"{share:.2f}" for name, share in zip(names, line, strict=True)}
+        for layer, line in enumerate(shares)
+    ]

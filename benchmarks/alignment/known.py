@@ -1,0 +1,133 @@
+"""Every cross-attention map of a small Marian model against an alignment that is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lens_mix as lm
+from benchmarks.alignment.cells import Table, by_layer, compared, count_cells, counts_of, errors_of, percent
+from benchmarks.alignment.language import FIRST_PIECE, VOCABULARY, Pair
+from benchmarks.alignment.translator import (
+    Recipe,
+    accuracy,
+    bridged,
+    decoder_input,
+    held_out,
+    translator,
+    untrained,
+)
+from benchmarks.common import markdown_table
+from lens_mix import MixingMap
+from lens_mix.evaluation import GoldAlignment, diagonal
+
+METHODS: dict[str, Any] = {
+    "weights": lm.AttentionWeights(per_head=True),
+    "norms": lm.ValueNorms(),
+    "norms by head": lm.ValueNorms(per_head=True),
+    "value_zeroing": lm.ValueZeroing(),
+    "attn_res": lm.AttnRes(),
+    "attn_res_ln": lm.AttnResLn(),
+    "alti": lm.Alti(),
+}
+
+
+def reference(pair: Pair) -> Any:
+    """A target of lens_mix: the log probability of the whole translation."""
+    labels = torch.tensor(pair.target)
+
+    def log_probability(logits: Tensor) -> Tensor:
+        chosen = logits.log_softmax(-1).gather(-1, labels.expand(len(logits), -1)[..., None])
+        return chosen.sum((1, 2))
+
+    return log_probability
+
+
+def maps_of(model: Any, pair: Pair) -> dict[str, MixingMap]:
+    """Every cross-attention map of one pair, by name; those with a target explain the whole translation."""
+    target = reference(pair)
+    methods = {
+        **METHODS,
+        "gradient_attention": lm.GradientAttention(target=target),
+        "attention_attribution": lm.AttentionAttribution(target=target),
+    }
+    tensors = torch.tensor(pair.source), torch.tensor(decoder_input(pair))
+    ran = lm.run(model, tensors, list(methods.values()), part="cross")
+    maps = dict(zip(methods, ran.values(), strict=True))
+    weights = maps["weights"].merge_heads()
+    generator = torch.Generator().manual_seed(len(pair.source))
+    return maps | {"random": weights.replace(scores=torch.rand(weights.scores.shape, generator=generator))}
+
+
+def gold_of(pair: Pair) -> GoldAlignment:
+    """Every link is sure."""
+    return GoldAlignment(pair.links, pair.links)
+
+
+def target_words(pair: Pair) -> list[list[int]]:
+    """Positions among what the decoder reads, where the start token is 0."""
+    return [[place + 1 for place in word] for word in pair.target_words]
+
+
+def measure(model: Any, examples: Sequence[Pair]) -> Table:
+    """All maps of all pairs. No target word is without a source word: the end does not compete."""
+    counts = []
+    for pair in examples:
+        words, end = (pair.source_words, target_words(pair)), len(pair.source) - 1
+        counts.append(count_cells(maps_of(model, pair), *words, end, gold_of(pair), ends=(True, False)))
+    return Table(counts)
+
+
+@torch.no_grad()
+def by_swapping(model: Any, pair: Pair, seed: int = 0) -> frozenset[tuple[int, int]]:
+    """What the model itself goes by: for each word of the translation the source word that it can't do without.
+
+    Each source word's pieces in turn become others, drawn at random; the word of the translation that loses
+    the most log probability is its own.
+    """
+    generator = random.Random(seed)
+    rows = [list(pair.source)]
+    for word in pair.source_words:
+        row = list(pair.source)
+        for place in word:
+            others = [piece for piece in range(FIRST_PIECE, VOCABULARY) if piece != pair.source[place]]
+            row[place] = generator.choice(others)
+        rows.append(row)
+    given = torch.tensor([decoder_input(pair)] * len(rows))
+    logits = model(input_ids=torch.tensor(rows), decoder_input_ids=given).logits
+    labels = torch.tensor(pair.target).expand(len(rows), -1)[..., None]
+    log_probability = logits.log_softmax(-1).gather(-1, labels)[..., 0]
+    words = torch.stack([log_probability[:, list(word)].sum(-1) for word in pair.target_words], -1)
+    lost = words[:1] - words[1:]
+    return frozenset((int(source), number) for number, source in enumerate(lost.argmax(0)))
+
+
+def tables(count: int | None = None, recipe: Recipe | None = None, seeds: int = 3) -> Iterator[str]:
+    """The page's tables."""
+    recipe, examples = recipe or Recipe(), held_out(count or 200)
+    floor = errors_of(
+        counts_of(diagonal(len(p.source_words), len(p.target_words)), gold_of(p)) for p in examples
+    )
+    yield f"AER in percent, {len(examples)} held-out pairs. The diagonal: {percent(floor.interval())}."
+    models = {f"seed {seed}": translator(dataclasses.replace(recipe, seed=seed)) for seed in range(seeds)}
+    lines = []
+    for name, model in models.items():
+        swapped = errors_of(counts_of(by_swapping(model, pair), gold_of(pair)) for pair in examples)
+        rates = {"translations without a fault": f"{accuracy(model, held_out(1000)):.3f}"}
+        lines.append({"model": name, **rates, "AER by swapping source words": percent(swapped.interval())})
+    yield "## The models\n\n" + markdown_table(lines)
+    models["seed 0, untrained"] = untrained(recipe)
+    for name, model in models.items():
+        table = measure(bridged(model), examples)
+        yield f"## {name}: weights and norms\n\n" + markdown_table(compared(table))
+        names = list(dict.fromkeys(cell.map for cell in table.errors))
+        for end in (True, False):
+            title = "competes" if end else "is left out"
+            yield f"## {name}: every map, the end of the sentence {title}\n\n" + markdown_table(
+                by_layer(table, names, end)
+            )

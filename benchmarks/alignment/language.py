@@ -1,0 +1,124 @@
+"""Two made languages whose alignment is known: words in pieces, other words, another order.
+
+A clause of the source is `determiner adjectives noun verb [adverb] determiner adjectives noun`, and a sentence
+one clause or two with a comma between. Its translation puts the adverb (two words) first and the verb last,
+adjectives behind their noun in reverse order, and drops the plain determiner. So every target word has exactly
+one source word, some source words have two or none, and which is which can't be told from the position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+
+PAD, END, COMMA = 0, 1, 2
+SIZES = {"determiner": 3, "adjective": 10, "noun": 16, "verb": 8, "adverb": 4}
+# The first determiner has no translation.
+PLAIN = ("determiner", 0)
+# Pieces that start a word, and pieces that continue one, in each language.
+STARTS, CONTINUATIONS = 24, 12
+FIRST_PIECE = 3
+VOCABULARY = FIRST_PIECE + STARTS + CONTINUATIONS
+
+Word = tuple[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A sentence and its translation, as token ids with the end of the sentence.
+
+    Attributes:
+        source, target: token ids.
+        source_words, target_words: positions of each word's pieces, counted from 0 in both.
+        links: (source word, target word).
+    """
+
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    source_words: tuple[tuple[int, ...], ...]
+    target_words: tuple[tuple[int, ...], ...]
+    links: frozenset[tuple[int, int]]
+
+
+def pairs(seed: int) -> Iterator[Pair]:
+    """Pairs without end; the same seed gives the same ones."""
+    generator = random.Random(seed)
+    source, target = _lexicon(1), _lexicon(2)
+    while True:
+        words, order = _sentence(generator)
+        yield _written(words, order, source, target)
+
+
+def _sentence(generator: random.Random) -> tuple[list[Word], list[tuple[int, int]]]:
+    """Source words, and for each target word its source word and which of its translations it is."""
+    words: list[Word] = []
+    order: list[tuple[int, int]] = []
+    for number in range(generator.choice((1, 1, 1, 2))):
+        if number:
+            order.append((len(words), 0))
+            words.append(("comma", 0))
+        subject, subject_order = _phrase(generator, len(words))
+        words += subject
+        verb = len(words)
+        words.append(_draw(generator, "verb"))
+        adverb = [len(words)] if generator.random() < 0.5 else []
+        words += [_draw(generator, "adverb") for _ in adverb]
+        objects, object_order = _phrase(generator, len(words))
+        words += objects
+        order += [(place, half) for place in adverb for half in (0, 1)]
+        order += [*subject_order, *object_order, (verb, 0)]
+    return words, order
+
+
+def _phrase(generator: random.Random, start: int) -> tuple[list[Word], list[tuple[int, int]]]:
+    adjectives = generator.choice((0, 1, 2))
+    words = [_draw(generator, "determiner")]
+    words += [_draw(generator, "adjective") for _ in range(adjectives)]
+    words.append(_draw(generator, "noun"))
+    noun = start + len(words) - 1
+    order = [] if words[0] == PLAIN else [(start, 0)]
+    return words, [*order, (noun, 0), *((place, 0) for place in range(noun - 1, start, -1))]
+
+
+def _draw(generator: random.Random, kind: str) -> Word:
+    return kind, generator.randrange(SIZES[kind])
+
+
+def _lexicon(seed: int) -> dict[tuple[Word, int], tuple[int, ...]]:
+    """Each word's pieces, one to three, drawn at random; an adverb has a second word."""
+    generator = random.Random(seed)
+    lexicon: dict[tuple[Word, int], tuple[int, ...]] = {(("comma", 0), 0): (COMMA,)}
+    for kind, count in SIZES.items():
+        for number in range(count):
+            for half in (0, 1) if kind == "adverb" else (0,):
+                spelt = _spelt(generator)
+                while spelt in lexicon.values():
+                    spelt = _spelt(generator)
+                lexicon[(kind, number), half] = spelt
+    return lexicon
+
+
+def _spelt(generator: random.Random) -> tuple[int, ...]:
+    start = FIRST_PIECE + generator.randrange(STARTS)
+    rest = (
+        FIRST_PIECE + STARTS + generator.randrange(CONTINUATIONS)
+        for _ in range(generator.choice((0, 0, 1, 1, 2)))
+    )
+    return start, *rest
+
+
+def _written(words: list[Word], order: list[tuple[int, int]], source: dict, target: dict) -> Pair:
+    source_ids, source_words = _joined([source[word, 0] for word in words])
+    target_ids, target_words = _joined([target[words[place], half] for place, half in order])
+    links = frozenset((place, number) for number, (place, _) in enumerate(order))
+    return Pair(source_ids, target_ids, source_words, target_words, links)
+
+
+def _joined(pieces: list[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    ids: list[int] = []
+    groups = []
+    for word in pieces:
+        groups.append(tuple(range(len(ids), len(ids) + len(word))))
+        ids += word
+    return (*ids, END), tuple(groups)
