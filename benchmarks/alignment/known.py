@@ -85,7 +85,7 @@ def measure(model: Any, examples: Sequence[Pair]) -> Table:
 
 @torch.no_grad()
 def by_swapping(model: Any, pair: Pair, seed: int = 0) -> frozenset[tuple[int, int]]:
-    """What the model itself goes by: for each word of the translation the source word that it can't do without.
+    """What the model goes by: for each word of the translation the source word that it can't do without.
 
     Each source word's pieces in turn become others, drawn at random; the word of the translation that loses
     the most log probability is its own.
