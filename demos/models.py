@@ -210,7 +210,7 @@ def flan_t5_folder() -> Path:
     """The folder with flan-t5-small as `transformers` saves it; made on the first call."""
     home = cache_folder() / "flan-t5-small-titler"
     files = {f"traceforge_title_model/data/span/{name}": digest for name, digest in FLAN_T5_SHA256.items()}
-    packed = made_once(home / "package", lambda folder: _download(FLAN_T5_PACKAGE, "65 MB", files, folder))
+    packed = made_once(home / "package", lambda folder: download(FLAN_T5_PACKAGE, "65 MB", files, folder))
     return made_once(home / _written_by(), lambda folder: _convert_t5(packed, folder))
 
 

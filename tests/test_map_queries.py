@@ -340,6 +340,9 @@ def test_query_maps_and_bars_take_the_row_by_its_position():
             for maps in (parts, {"a": one, "b": other})
         ]
         assert heights[0] == heights[1]
-    for draw in (lambda m: query_maps({"a": m}), lambda m: token_bars({"a": m}, TOKENS)):
+    for draw in (
+        lambda m: query_maps({"a": m}, query=-1),
+        lambda m: token_bars({"a": m}, TOKENS, query=-1),
+    ):
         with pytest.raises(ValueError, match=r"query: expected one of the rows .*\[2\]"):
             draw(one.select_queries(2))
