@@ -344,5 +344,5 @@ def test_query_maps_and_bars_take_the_row_by_its_position():
         lambda m: query_maps({"a": m}, query=-1),
         lambda m: token_bars({"a": m}, TOKENS, query=-1),
     ):
-        with pytest.raises(ValueError, match=r"query: expected one of the rows .*\[2\]"):
+        with pytest.raises(ValueError, match=r"quer(y|ies): expected one of the rows .*\[2\]"):
             draw(one.select_queries(2))

@@ -2,8 +2,8 @@
 
 A clause of the source is `determiner adjectives noun verb [adverb] determiner adjectives noun`, and a
 sentence one clause or two with a comma between. Its translation puts the adverb (two words) first and the
-verb last, adjectives behind their noun in reverse order, and drops the plain determiner. So every target word
-has exactly one source word, some source words have two or none, and the position does not tell which is which.
+verb last, adjectives behind their noun in reverse order, and drops the plain determiner. Every target word
+has exactly one source word, some source words have two or none; the position does not tell which is which.
 """
 
 from __future__ import annotations
