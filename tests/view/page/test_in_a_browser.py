@@ -17,6 +17,8 @@ from tests.random_maps import map_of, random_attention
 from tests.view.page.tokens import NASTY
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
+from selenium.common.exceptions import WebDriverException  # noqa: E402
+
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
     not (BROWSER and DRIVER),
@@ -28,10 +30,19 @@ pytestmark = pytest.mark.skipif(
 def browser():
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1300,900"):
-        options.add_argument(argument)
+    for argument in (
+        "headless=new",
+        "no-sandbox",
+        "disable-gpu",
+        "disable-dev-shm-usage",
+        "window-size=1300,900",
+    ):
+        options.add_argument(f"--{argument}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    started = webdriver.Chrome(service=webdriver.ChromeService(DRIVER), options=options)
+    try:
+        started = webdriver.Chrome(service=webdriver.ChromeService(DRIVER), options=options)
+    except WebDriverException as problem:
+        pytest.skip(f"Chromium does not start here: {problem.msg}")
     yield started
     started.quit()
 
@@ -60,7 +71,7 @@ def ready(browser):
 def wait(browser, before):
     from selenium.webdriver.support.ui import WebDriverWait
 
-    WebDriverWait(browser, 30).until(lambda _: ready(browser) > before)
+    WebDriverWait(browser, 90).until(lambda _: ready(browser) > before)
 
 
 def doing(browser, act):
@@ -86,7 +97,7 @@ def tip_of(browser, element, x=None, y=None):
     )
     from selenium.webdriver.support.ui import WebDriverWait
 
-    WebDriverWait(browser, 10).until(lambda _: not browser.find_element("id", "tip").get_property("hidden"))
+    WebDriverWait(browser, 30).until(lambda _: not browser.find_element("id", "tip").get_property("hidden"))
     return browser.find_element("id", "tip").get_property("textContent")
 
 
