@@ -9,6 +9,7 @@ import html
 import importlib.resources
 import json
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,11 @@ class Page:
 
     def _repr_html_(self) -> str:
         """A frame that holds the page, and grows to its height."""
-        name = f"lens-mix-{hashlib.sha256(self.html.encode()).hexdigest()[:12]}"
+        # A page may be shown twice in a notebook: each frame has a name of its own.
+        name = f"lens-mix-{uuid.uuid4().hex[:12]}"
         return (
             f'<iframe id="{name}" srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" '
-            'style="width:100%;height:640px;border:0"></iframe><script>addEventListener("message",e=>{'
+            'allow="fullscreen" style="width:100%;height:640px;border:0"></iframe><script>addEventListener("message",e=>{'
             f'const f=document.getElementById("{name}");if(f&&e.source===f.contentWindow&&e.data&&'
             "e.data.lensMixHeight)f.style.height=Math.min(e.data.lensMixHeight,2000)+'px'})</script>"
         )

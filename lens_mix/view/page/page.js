@@ -32,7 +32,7 @@ function readHash() {
   const inside = (n, count) => Number.isInteger(n) && n >= 0 && n < count;
   if (!inside(state.prompt, DATA.prompts.length)) state.prompt = 0;
   if (!inside(state.map, maps().length)) state.map = 0;
-  if (!VIEWS[state.view]) state.view = "text";
+  if (!Object.hasOwn(VIEWS, state.view)) state.view = "text";
   settle();
 }
 
@@ -49,7 +49,8 @@ function set(changes) {
   Object.assign(state, changes);
   settle();
   const kept = Object.entries(state).map(([key, value]) => [key, value === null ? "" : String(value)]);
-  history.replaceState(null, "", "#" + new URLSearchParams(kept));
+  // A notebook's frame has no address of its own to keep it in.
+  try { history.replaceState(null, "", "#" + new URLSearchParams(kept)); } catch { /* then it is not kept */ }
   render();
 }
 
@@ -117,6 +118,8 @@ const strongest = row => row.reduce((most, x) => Number.isNaN(x) ? most : Math.m
 const shown = x => Number.isNaN(x) ? "hidden" : x === 0 ? "0"
   : Math.abs(x) >= 0.001 && Math.abs(x) < 10000 ? x.toPrecision(4) : x.toExponential(2);
 const placeOf = m => Math.max(0, m.names.indexOf(state.layer));
+// Of a map down to the input with one layer that one; else the layer of this name, or -1: never another.
+const sameLayer = (m, name) => m.kind === "input" && m.names.length === 1 ? 0 : m.names.indexOf(name);
 const unit = () => state.unit === "share" ? "share of the row" : "raw score";
 
 function spearman(a, b) {
@@ -216,7 +219,12 @@ async function textView(view) {
     view.append(make("div", { class: "row" }, make("h3", { text: "queries: click one" }), line));
   }
   for (const m of maps()) {
-    const place = placeOf(m), head = m === chosen && m.heads ? state.head : -1;
+    const place = sameLayer(m, state.layer), head = m === chosen && m.heads ? state.head : -1;
+    if (place < 0) {
+      view.append(make("div", { class: "row", "data-map": m.label }, make("h3", {}, make("b", { text: m.label }),
+        make("span", { class: "note", text: ` · no layer ${state.layer} in this map` }))));
+      continue;
+    }
     const row = await rowOf(m, place, head, state.query);
     const title = make("h3", {}, make("b", { text: m.label }),
       ` · ${m.kind === "input" ? "down to the input" : `layer ${m.names[place]}`}`
@@ -451,6 +459,11 @@ async function flowView(view) {
     exported = () => ({ rows: [] });
     return;
   }
+  if (m.names.some((name, place) => place && name !== m.names[place - 1] + 1)) {
+    view.append(make("p", { class: "caption", text: `Flow needs layers that follow one another; “${m.label}” holds ${m.names.join(", ")}.` }));
+    exported = () => ({ rows: [] });
+    return;
+  }
   const top = placeOf(m), stay = m.residual || 0;
   let weight = new Float64Array(count);
   weight[state.query] = 1;
@@ -524,11 +537,12 @@ async function methodsView(view) {
   for (const m of [base, ...others]) {
     const cells = [];
     for (const [place, name] of base.names.entries()) {
-      const there = m.names.length === 1 ? 0 : m.names.indexOf(name);
+      const there = sameLayer(m, name);
       let value = NaN;
       if (alike(m) && there >= 0) {
         const [mine, theirs] = [await rowOf(base, place, -1, state.query), await rowOf(m, there, -1, state.query)];
-        if (mine && theirs) value = spearman(mine, theirs);
+        // By size, as lm.compare does: a sign says how, not how much.
+        if (mine && theirs) value = spearman(mine.map(Math.abs), theirs.map(Math.abs));
       }
       const cell = make("td", { text: Number.isNaN(value) ? "–" : value.toFixed(2), "data-layer": name });
       if (!Number.isNaN(value)) cell.style.background = colour(value, 2);
@@ -538,11 +552,12 @@ async function methodsView(view) {
     table.append(make("tr", { "data-map": m.label }, make("td", { text: m.label }), ...cells,
       make("td", { text: score(m) === undefined ? "–" : score(m).toFixed(2) })));
   }
-  view.append(make("div", { class: "pane" }, table), make("p", { class: "caption", text: "Leaderboard: how well the best input map of "
+  view.append(make("div", { class: "pane" }, table), make("p", { class: "caption", text: "Spearman of the rows' sizes, as lm.compare has it. Leaderboard: how well the best input map of "
     + "the method orders tokens as replacing them does (partial Spearman, SmolLM2-135M, 40 prompts)." }));
   const place = placeOf(base), mine = await rowOf(base, place, -1, state.query);
   for (const m of others.filter(alike)) {
-    const theirs = await rowOf(m, placeOf(m), -1, state.query);
+    const there = sameLayer(m, state.layer);
+    const theirs = there < 0 ? null : await rowOf(m, there, -1, state.query);
     if (!mine || !theirs) continue;
     const share = row => row.map(x => x / (size(row) || 1));
     const [a, b] = [share(mine), share(theirs)], unit = state.unit;

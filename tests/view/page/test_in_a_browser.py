@@ -183,7 +183,7 @@ def test_methods_agree_as_spearman_says(opened, maps):
     for name, m in maps.items():
         cells = all_of(browser, f"tr[data-map={name}] td[data-layer]")
         for layer, cell in enumerate(cells):
-            ours, theirs = (one.merge_heads().scores[layer, 5] for one in (maps["attention"], m))
+            ours, theirs = (one.merge_heads().scores[layer, 5].abs() for one in (maps["attention"], m))
             assert float(cell.text) == pytest.approx(spearmanr(ours, theirs).statistic, abs=0.051)
     assert len(all_of(browser, ".row")) == 2
 
@@ -224,3 +224,39 @@ def test_a_page_of_ten_thousand_tokens_opens(opened):
         torch.rand(1, 1, 10_000), tokens=[f"<{i}>" for i in range(10_000)], queries=[9_999], causal=False
     )
     assert len(all_of(opened(m), ".token")) == 10_000
+
+
+def test_a_notebooks_frame_answers_clicks(browser, maps, tmp_path):
+    """Twice in one document, as two cells that show the same page."""
+    shown = lm.page(maps)._repr_html_()
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!DOCTYPE html><meta charset=utf-8><body>{shown}{lm.page(maps)._repr_html_()}</body>")
+    browser.get(f"file://{path}")
+    frames = all_of(browser, "iframe")
+    assert len({frame.get_attribute("id") for frame in frames}) == 2
+    for frame in frames:
+        browser.switch_to.frame(frame)
+        wait(browser, 0)
+        doing(browser, lambda: all_of(browser, ".row:nth-of-type(2) .token")[2].click())
+        assert "chosen" in all_of(browser, ".row:nth-of-type(2) .token")[2].get_attribute("class")
+        doing(browser, lambda: browser.find_element("css selector", "button[data-view=methods]").click())
+        assert all_of(browser, "tr[data-map=alti]")
+        browser.switch_to.default_content()
+    assert [entry["message"] for entry in browser.get_log("browser")] == []
+
+
+def test_layers_that_a_map_lacks_are_not_replaced_by_others(opened, maps):
+    one = maps["alti"].select_layers([2])
+    browser = opened({"a": maps["attention"], "b": one}, "view=methods&layer=3&query=5")
+    assert [cell.text for cell in all_of(browser, "tr[data-map=b] td[data-layer]")][:2] == ["–", "–"]
+    assert not all_of(browser, ".row")
+    browser = opened({"a": maps["attention"], "b": one}, "view=text&layer=3&query=5")
+    assert "no layer 3" in all_of(browser, ".row")[1].text
+    gaps = maps["alti"].select_layers([0, 2])
+    browser = opened(gaps, "view=flow")
+    assert "follow one another" in browser.find_element("id", "view").text
+    assert not all_of(browser, "line.edge")
+
+
+def test_an_address_that_names_no_view(opened, maps):
+    assert len(all_of(opened(maps, "view=toString"), ".row")) == 3
