@@ -54,7 +54,8 @@ class Page:
         name = f"lens-mix-{uuid.uuid4().hex[:12]}"
         return (
             f'<iframe id="{name}" srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" '
-            'allow="fullscreen" style="width:100%;height:640px;border:0"></iframe><script>addEventListener("message",e=>{'
+            'allow="fullscreen" style="width:100%;height:640px;border:0"></iframe>'
+            '<script>addEventListener("message",e=>{'
             f'const f=document.getElementById("{name}");if(f&&e.source===f.contentWindow&&e.data&&'
             "e.data.lensMixHeight)f.style.height=Math.min(e.data.lensMixHeight,2000)+'px'})</script>"
         )
