@@ -17,7 +17,7 @@ from tests.random_maps import map_of, random_attention
 from tests.view.page.tokens import NASTY
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
-from selenium.common.exceptions import WebDriverException  # noqa: E402
+from selenium.common.exceptions import TimeoutException, WebDriverException  # noqa: E402
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
@@ -78,6 +78,19 @@ def doing(browser, act):
     before = ready(browser)
     act()
     wait(browser, before)
+
+
+def clicked_until(browser, selector, there):
+    """Click until something is there: a frame draws anew when its height settles, maybe under the click."""
+    from selenium.common.exceptions import StaleElementReferenceException
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def clicked(_):
+        browser.find_element("css selector", selector).click()
+        return WebDriverWait(browser, 1).until(lambda _: all_of(browser, there))
+
+    ignored = (StaleElementReferenceException, TimeoutException)
+    WebDriverWait(browser, 90, ignored_exceptions=ignored).until(clicked)
 
 
 def all_of(browser, selector):
@@ -237,10 +250,9 @@ def test_a_notebooks_frame_answers_clicks(browser, maps, tmp_path):
     for frame in frames:
         browser.switch_to.frame(frame)
         wait(browser, 0)
-        doing(browser, lambda: all_of(browser, ".row:nth-of-type(2) .token")[2].click())
-        assert "chosen" in all_of(browser, ".row:nth-of-type(2) .token")[2].get_attribute("class")
-        doing(browser, lambda: browser.find_element("css selector", "button[data-view=methods]").click())
-        assert all_of(browser, "tr[data-map=alti]")
+        token = ".row:nth-of-type(2) .token:nth-of-type(3)"
+        clicked_until(browser, token, f"{token}.chosen")
+        clicked_until(browser, "button[data-view=methods]", "tr[data-map=alti]")
         browser.switch_to.default_content()
     assert [entry["message"] for entry in browser.get_log("browser")] == []
 
