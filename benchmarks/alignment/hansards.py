@@ -132,17 +132,19 @@ def measured(count: int | None = None, file: Path | None = None) -> list[dict[st
     file.parent.mkdir(parents=True, exist_ok=True)
     # A line that was cut off by an interruption has no end.
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("\n")]
-    file.write_text("".join(line for line in lines if line.endswith("\n")), encoding="utf-8")
+    whole = [line for line in lines if line.endswith("\n")]
+    file.write_text("".join(whole), encoding="utf-8")
+    # By its number, so that a pair counts once that two runs side by side have both measured.
+    found = {(one := json.loads(line))["pair"]: one for line in whole}
     gold = read_gold(DATA / "enfr.gold")
     wanted = range(len(gold) if count is None else count)
     model = None
-    for number in sorted(set(wanted) - {one["pair"] for one in found}):
+    for number in sorted(set(wanted) - set(found)):
         model = model or flan_t5()
-        found.append(measure(model, number, gold[number]))
+        found[number] = measure(model, number, gold[number])
         with open(file, "a", encoding="utf-8") as out:
-            out.write(json.dumps(found[-1]) + "\n")
-    return sorted((one for one in found if one["pair"] in wanted), key=lambda one: one["pair"])
+            out.write(json.dumps(found[number]) + "\n")
+    return [found[number] for number in wanted]
 
 
 def tables(count: int | None = None) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,13 +11,14 @@ from torch import Tensor
 
 import lens_mix as lm
 from benchmarks.alignment.cells import Table, by_layer, compared, count_cells, counts_of, errors_of, percent
-from benchmarks.alignment.language import FIRST_PIECE, VOCABULARY, Pair
+from benchmarks.alignment.language import PAD, Pair
 from benchmarks.alignment.translator import (
     Recipe,
     accuracy,
     bridged,
     decoder_input,
     held_out,
+    padded,
     translator,
     untrained,
 )
@@ -84,27 +84,27 @@ def measure(model: Any, examples: Sequence[Pair]) -> Table:
 
 
 @torch.no_grad()
-def by_swapping(model: Any, pair: Pair, seed: int = 0) -> frozenset[tuple[int, int]]:
+def by_swapping(model: Any, pair: Pair) -> tuple[frozenset[tuple[int, int]], GoldAlignment]:
     """What the model goes by: for each word of the translation the source word that it can't do without.
 
-    Each source word's pieces in turn become others, drawn at random; the word of the translation that loses
-    the most log probability is its own.
+    Each source word in turn becomes another one of its kind; the word of the translation that loses the most
+    log probability is its own. Second: gold without the words that have no other.
     """
-    generator = random.Random(seed)
-    rows = [list(pair.source)]
-    for word in pair.source_words:
-        row = list(pair.source)
-        for place in word:
-            others = [piece for piece in range(FIRST_PIECE, VOCABULARY) if piece != pair.source[place]]
-            row[place] = generator.choice(others)
-        rows.append(row)
+    swapped = [number for number, other in enumerate(pair.others) if other]
+    rows = [pair.source]
+    for number in swapped:
+        first, last = pair.source_words[number][0], pair.source_words[number][-1]
+        rows.append((*pair.source[:first], *pair.others[number], *pair.source[last + 1 :]))
+    source, real = padded(rows, PAD)
     given = torch.tensor([decoder_input(pair)] * len(rows))
-    logits = model(input_ids=torch.tensor(rows), decoder_input_ids=given).logits
+    logits = model(input_ids=source, attention_mask=real, decoder_input_ids=given).logits
     labels = torch.tensor(pair.target).expand(len(rows), -1)[..., None]
     log_probability = logits.log_softmax(-1).gather(-1, labels)[..., 0]
     words = torch.stack([log_probability[:, list(word)].sum(-1) for word in pair.target_words], -1)
-    lost = words[:1] - words[1:]
-    return frozenset((int(source), number) for number, source in enumerate(lost.argmax(0)))
+    lost = (words[:1] - words[1:]).argmax(0).tolist()
+    gold = frozenset(link for link in pair.links if link[0] in swapped)
+    found = frozenset((swapped[lost[target]], target) for _, target in gold)
+    return found, GoldAlignment(gold, gold)
 
 
 def tables(count: int | None = None, recipe: Recipe | None = None, seeds: int = 3) -> Iterator[str]:
@@ -117,7 +117,7 @@ def tables(count: int | None = None, recipe: Recipe | None = None, seeds: int = 
     models = {f"seed {seed}": translator(dataclasses.replace(recipe, seed=seed)) for seed in range(seeds)}
     lines = []
     for name, model in models.items():
-        swapped = errors_of(counts_of(by_swapping(model, pair), gold_of(pair)) for pair in examples)
+        swapped = errors_of(counts_of(*by_swapping(model, pair)) for pair in examples)
         rates = {"translations without a fault": f"{accuracy(model, held_out(1000)):.3f}"}
         lines.append({"model": name, **rates, "AER by swapping source words": percent(swapped.interval())})
     yield "## The models\n\n" + markdown_table(lines)

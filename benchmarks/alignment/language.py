@@ -32,6 +32,8 @@ class Pair:
         source, target: token ids.
         source_words, target_words: positions of each word's pieces, counted from 0 in both.
         links: (source word, target word).
+        others: the pieces of another word of the same kind for each source word, with which the sentence has
+            a translation in the same order; none for the comma and the determiner that is dropped.
     """
 
     source: tuple[int, ...]
@@ -39,6 +41,7 @@ class Pair:
     source_words: tuple[tuple[int, ...], ...]
     target_words: tuple[tuple[int, ...], ...]
     links: frozenset[tuple[int, int]]
+    others: tuple[tuple[int, ...], ...]
 
 
 def pairs(seed: int) -> Iterator[Pair]:
@@ -112,7 +115,16 @@ def _written(words: list[Word], order: list[tuple[int, int]], source: dict, targ
     source_ids, source_words = _joined([source[word, 0] for word in words])
     target_ids, target_words = _joined([target[words[place], half] for place, half in order])
     links = frozenset((place, number) for number, (place, _) in enumerate(order))
-    return Pair(source_ids, target_ids, source_words, target_words, links)
+    others = tuple(source[other, 0] if (other := _other(word)) else () for word in words)
+    return Pair(source_ids, target_ids, source_words, target_words, links, others)
+
+
+def _other(word: Word) -> Word | None:
+    kind, number = word
+    if kind == "comma" or word == PLAIN:
+        return None
+    following = kind, (number + 1) % SIZES[kind]
+    return (kind, 1) if following == PLAIN else following
 
 
 def _joined(pieces: list[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:

@@ -118,13 +118,14 @@ def decoder_input(pair: Pair) -> tuple[int, ...]:
 
 
 def _logits(model: Any, batch: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
-    source, real = _padded([pair.source for pair in batch], PAD)
-    given, _ = _padded([decoder_input(pair) for pair in batch], PAD)
-    labels, _ = _padded([pair.target for pair in batch], -100)
+    source, real = padded([pair.source for pair in batch], PAD)
+    given, _ = padded([decoder_input(pair) for pair in batch], PAD)
+    labels, _ = padded([pair.target for pair in batch], -100)
     return model(input_ids=source, attention_mask=real, decoder_input_ids=given).logits, labels
 
 
-def _padded(rows: Sequence[tuple[int, ...]], fill: int) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(rows: Sequence[tuple[int, ...]], fill: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of one length, and 1 where they are not filled up."""
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])
     real = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
