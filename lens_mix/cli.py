@@ -38,9 +38,12 @@ def map_text(
 
     if not out.parent.is_dir():
         raise typer.BadParameter(f"--out: expected a folder that is there, got {out.parent}")
-    loaded = _load(model)
+    asked = method or ["attention", "value_zeroing"]
     try:
-        maps = runner.run(loaded, text, method or ["attention", "value_zeroing"])
+        # Before the model is loaded.
+        runner.read_methods(asked)
+        loaded = _load(model)
+        maps = runner.run(loaded, text, asked)
         if not method:
             maps["input_map"] = input_map(loaded, text)
     except (ValueError, UnsupportedModelError) as problem:

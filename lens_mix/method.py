@@ -105,6 +105,10 @@ class Method:
         """Whether something is carried from block to block, so that all blocks are needed at once."""
         return type(self).of_stack is not Method.of_stack
 
+    def engine_for(self, asked: str) -> str:
+        """The engine to take where the user asks for one; what is made beside the methods has its own."""
+        return asked
+
     def takes_rows(self, engine: str) -> bool:
         """Whether an engine of it makes the asked rows only; otherwise the runner cuts them."""
         return engine != "hooks" or self.whole_model

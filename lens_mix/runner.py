@@ -93,9 +93,9 @@ def run(
     part = one_part(part, stack)
     if part == "all":
         options = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
-        options |= {"residual_shares": residual_shares}
-        options |= {"progress": progress, "prepend_bos": prepend_bos, "attention_mask": attention_mask}
-        return {each: run(model, prompt, methods, part=each, **options, **inputs) for each in parts_of(model)}
+        options |= {"residual_shares": residual_shares, "progress": progress, "prepend_bos": prepend_bos}
+        options |= {"attention_mask": attention_mask, **inputs}
+        return {each: run(model, prompt, methods, part=each, **options) for each in parts_of(model)}
     labelled, single = read_methods(methods)
     labelled |= measuring(labelled) if residual_shares and part != "cross" else {}
     session = Session(
@@ -169,18 +169,9 @@ def run_many(
     part = one_part(part, stack)
     if part == "all":
         options = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
-        options |= {"residual_shares": residual_shares}
-        options |= {"prepend_bos": prepend_bos, "attention_mask": attention_mask, "progress": progress}
-        options |= {"padding_side": padding_side, "batch_size": batch_size, **inputs}
-        parts = parts_of(model)
-        copies: Any = (
-            [prompts] * len(parts) if isinstance(prompts, Sized) else itertools.tee(prompts, len(parts))
-        )
-        streams = [
-            run_many(model, copy, methods, part=each, **options)
-            for each, copy in zip(parts, copies, strict=True)
-        ]
-        return (dict(zip(parts, maps, strict=True)) for maps in zip(*streams, strict=True))
+        options |= {"residual_shares": residual_shares, "progress": progress, "prepend_bos": prepend_bos}
+        options |= {"attention_mask": attention_mask, "padding_side": padding_side, "batch_size": batch_size}
+        return _all_parts(model, prompts, methods, {**options, **inputs})
     labelled, single = read_methods(methods)
     labelled |= measuring(labelled) if residual_shares and part != "cross" else {}
     session = Session(
@@ -221,6 +212,19 @@ def run_many(
         _refuse_spare_rows(rows, count)
 
     return stream()
+
+
+def _all_parts(
+    model: TransformerLensModel, prompts: Iterable[Any], methods: Any, options: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """`run_many` of every part, side by side; a stream of prompts is read once."""
+    parts = parts_of(model)
+    sized = isinstance(prompts, Sized)
+    copies: Sequence[Iterable[Any]] = [prompts] * len(parts) if sized else itertools.tee(prompts, len(parts))
+    streams = [
+        run_many(model, copy, methods, part=part, **options) for part, copy in zip(parts, copies, strict=True)
+    ]
+    return (dict(zip(parts, maps, strict=True)) for maps in zip(*streams, strict=True))
 
 
 def _until_problem(

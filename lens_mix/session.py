@@ -171,7 +171,7 @@ class Session:
     def _engines(self, proof: Proof, no_algebra: str | None = None) -> dict[str, str]:
         try:
             return {
-                label: choose_engine(method, proof, self.engine, no_algebra)
+                label: choose_engine(method, proof, method.engine_for(self.engine), no_algebra)
                 for label, method in self.methods.items()
             }
         except UnsupportedModelError as problem:

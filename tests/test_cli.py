@@ -66,5 +66,8 @@ def test_mistakes(folder, tmp_path):
     found = called("map", "She left", "--model", folder, "--method", "altii", "--out", tmp_path / "page.html")
     assert found.exit_code == 2
     assert "did you mean 'alti'" in found.output.replace("\n", " ")
+    # before a model is looked for
+    found = called("map", "She left", "--model", tmp_path / "no model", "--method", "altii")
+    assert "did you mean 'alti'" in found.output.replace("\n", " ")
     found = called("map", "She left", "--model", folder, "--out", tmp_path / "none" / "page.html")
     assert found.exit_code == 2

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+import lens_mix as lm
 from lens_mix import MixingMap
 from lens_mix.evaluation import AlignmentErrors, GoldAlignment, Interval, align, alignment_errors, bootstrap
 
 ROWS = ("AWI", "AWO")
+# Maps that need a clean pass only.
+FORWARD_METHODS: dict[str, Any] = {
+    "weights": lm.AttentionWeights(per_head=True),
+    "norms": lm.ValueNorms(),
+    "norms by head": lm.ValueNorms(per_head=True),
+    "value_zeroing": lm.ValueZeroing(),
+    "attn_res": lm.AttnRes(),
+    "alti": lm.Alti(),
+}
 # Counted per pair: links, sure, sure_found, possible_found of `AlignmentErrors`.
 Counts = tuple[int, int, int, int]
 

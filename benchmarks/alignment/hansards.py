@@ -14,6 +14,7 @@ import torch
 
 import lens_mix as lm
 from benchmarks.alignment.cells import (
+    FORWARD_METHODS,
     Cell,
     Counts,
     Table,
@@ -37,14 +38,6 @@ PUBLISHED = {
     "fast_align, both directions": 10.5,
     "eflomal, both directions": 8.2,
     "multilingual BERT": 5.6,
-}
-METHODS: dict[str, Any] = {
-    "weights": lm.AttentionWeights(per_head=True),
-    "norms": lm.ValueNorms(),
-    "norms by head": lm.ValueNorms(per_head=True),
-    "value_zeroing": lm.ValueZeroing(),
-    "attn_res": lm.AttnRes(),
-    "alti": lm.Alti(),
 }
 
 
@@ -98,8 +91,8 @@ def measure(model: Any, number: int, gold: GoldAlignment) -> dict[str, Any]:
     pair = forced(model.tokenizer, *pairs[number], *special)
     other = forced(model.tokenizer, *pairs[(number + len(pairs) // 2) % len(pairs)], *special)
     tensors = torch.tensor(pair.source), torch.tensor(pair.target)
-    ran = lm.run(model, tensors, list(METHODS.values()), part="cross")
-    maps = dict(zip(METHODS, ran.values(), strict=True))
+    ran = lm.run(model, tensors, list(FORWARD_METHODS.values()), part="cross")
+    maps = dict(zip(FORWARD_METHODS, ran.values(), strict=True))
     end = len(pair.source) - 1
     counts = count_cells(maps, pair.source_words, pair.target_words, end, gold)
     weights = maps["weights"].scores.mean((1, 2))
@@ -155,7 +148,7 @@ def tables(count: int | None = None) -> Iterator[str]:
     yield "## Does it translate?\n\n" + markdown_table(_perplexities(pairs))
     yield "## Floors and published aligners\n\nAER in percent.\n\n" + markdown_table(_floors(table, gold))
     yield "## Weights and norms\n\n" + markdown_table(compared(table))
-    names = [name for name in METHODS if not name.endswith("by head")]
+    names = [name for name in FORWARD_METHODS if not name.endswith("by head")]
     for end in (True, False):
         title = "competes" if end else "is left out"
         yield f"## By layer, the end of the sentence {title}\n\n" + markdown_table(

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 import lens_mix as lm
-from benchmarks.alignment.cells import Table, by_layer, compared, count_cells, counts_of, errors_of, percent
+from benchmarks.alignment.cells import (
+    FORWARD_METHODS,
+    Table,
+    by_layer,
+    compared,
+    count_cells,
+    counts_of,
+    errors_of,
+    percent,
+)
 from benchmarks.alignment.language import PAD, Pair
 from benchmarks.alignment.translator import (
     Recipe,
@@ -26,15 +35,7 @@ from benchmarks.common import markdown_table
 from lens_mix import MixingMap
 from lens_mix.evaluation import GoldAlignment, diagonal
 
-METHODS: dict[str, Any] = {
-    "weights": lm.AttentionWeights(per_head=True),
-    "norms": lm.ValueNorms(),
-    "norms by head": lm.ValueNorms(per_head=True),
-    "value_zeroing": lm.ValueZeroing(),
-    "attn_res": lm.AttnRes(),
-    "attn_res_ln": lm.AttnResLn(),
-    "alti": lm.Alti(),
-}
+METHODS: dict[str, Any] = {**FORWARD_METHODS, "attn_res_ln": lm.AttnResLn()}
 
 
 def reference(pair: Pair) -> Any:

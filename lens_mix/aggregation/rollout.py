@@ -109,6 +109,8 @@ def _layers_and_weights(
     *layers: Any,
 ) -> tuple[MixingMap, float | Float[Tensor, "layer query"]]:
     """The layers to roll out, and the weight of the residual in all of them, or in each row of each."""
+    if isinstance(residual, str) and residual != "measured":
+        raise TypeError(f"residual: expected a number from 0 to 1, or 'measured', got {residual!r}")
     if total_mixing is None and residual != "measured":
         return layers_to_mix(mixing_map, "rollout", residual, *layers)
     # No weight of the method's is asked for.

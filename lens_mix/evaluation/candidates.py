@@ -19,8 +19,6 @@ Aggregation = Callable[[MixingMap], MixingMap]
 
 # What a map of the whole stack is called where it is taken as it is.
 AS_IT_IS = "-"
-# What needs `lm.run(..., residual_shares=True)`.
-MEASURED = "rollout, residual measured"
 
 
 def _receptive_field(m: MixingMap) -> MixingMap:
@@ -49,7 +47,7 @@ def aggregations_by_name(asked: Sequence[str] | Mapping[str, Aggregation]) -> di
     known: dict[str, Aggregation] = {
         "rollout": rollout,
         "rollout, receptive field": _receptive_field,
-        MEASURED: _measured,
+        "rollout, residual measured": _measured,
         "flow": flow,
         "gradient_rollout": gradient_rollout,
         "mean": layer_mean,
@@ -63,13 +61,13 @@ def aggregations_by_name(asked: Sequence[str] | Mapping[str, Aggregation]) -> di
 
 
 def candidate_rows(
-    m: MixingMap, query: int, aggregations: Mapping[str, Aggregation]
+    m: MixingMap, query: int, aggregations: Mapping[str, Aggregation], refused: dict[str, str] | None = None
 ) -> dict[str, Float[Tensor, " key"]]:
     """A map's row for one position, by the name of the aggregation that made it; float64.
 
     A map of the whole stack is taken as it is: its last layer, or the sum over layers where the layers are
     shares of one number (`alti_logit`). An aggregation that such a map can't have (rollout of signed scores)
-    is left out.
+    is left out, and its reason put into `refused`.
     """
     if m.kind == "input":
         whole = m.scores.sum(0) if m.method == "alti_logit" else m.scores[-1]
@@ -78,7 +76,9 @@ def candidate_rows(
     for name, aggregation in aggregations.items():
         try:
             made = aggregation(m)
-        except ValueError:
+        except ValueError as problem:
+            if refused is not None:
+                refused[name] = str(problem)
             continue
         rows[name] = made.scores[-1][made.row_index(query)].double()
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -16,7 +17,6 @@ from lens_mix.arguments import flags, instance, one_of
 from lens_mix.evaluation.agreement import bootstrap
 from lens_mix.evaluation.candidates import (
     AS_IT_IS,
-    MEASURED,
     Aggregation,
     aggregations_by_name,
     candidate_rows,
@@ -27,6 +27,7 @@ from lens_mix.evaluation.finished import FinishedCases
 from lens_mix.evaluation.tasks import Case, Task
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.proof.support import model_name
+from lens_mix.maps import MixingMap
 from lens_mix.method import Method
 from lens_mix.runner import read_methods, run
 
@@ -50,7 +51,7 @@ class Leaderboard:
         task: what was scored, in plain words and numbers.
         metrics: the task's metrics; the first is the one that ranks.
         model: the model's name.
-        refused: methods that this model can't run, with the reason.
+        refused: methods that this model can't run, and aggregations that a map can't have, with the reason.
     """
 
     records: tuple[dict[str, Any], ...]
@@ -139,8 +140,7 @@ def evaluate(
         task: what is scored (`lens_mix.evaluation.Importance`, `Cues`, or a `Task` of your own).
         methods: as in `lm.run`. Those with a `target` explain the case's, where it has one.
         aggregations: how layer maps become an input map: names (`candidates.aggregations_by_name`), or
-            functions MixingMap -> MixingMap by name; with one called "rollout, residual measured" maps come
-            with measured shares. Maps of the whole model are taken as they are ("-").
+            functions MixingMap -> MixingMap by name. Maps of the whole model are taken as they are ("-").
         randomised_model: score every method on a copy of the model's shuffled weights too, as a control: the
             rows "<method>, randomised model".
         resume: a file of finished cases (JSON, one per line), which is filled, and read when it is there.
@@ -220,21 +220,29 @@ class _Evaluation:
             records.append({"case": number, "method": method, "aggregation": aggregation, **known})
         return records
 
+    def _map(self, case: Case, method: Method) -> MixingMap:
+        """A layer map comes with measured shares of the residual, for rollouts, where they can be had."""
+        asked: dict[str, Any] = {"queries": [case.query]} if method.whole_model else {}
+        if not self._task.layer_maps:
+            with contextlib.suppress(UnsupportedModelError):
+                return run(self._model, case.prompt, method, residual_shares=True, **asked, **self._options)
+        return run(self._model, case.prompt, method, **asked, **self._options)
+
     def _candidates(self, case: Case, suffix: str) -> dict[tuple[str, str], Any]:
         """Rows of input maps, or the layer maps themselves where the task scores those."""
         found: dict[tuple[str, str], Any] = {}
         for label, method in self._methods.items():
             if case.target is not None and hasattr(method, "target"):
                 method = dataclasses.replace(method, **{"target": case.target})
-            asked: dict[str, Any] = {"queries": [case.query]} if method.whole_model else {}
-            asked |= {"residual_shares": MEASURED in self._aggregations and not method.holds_residual}
             try:
-                m = run(self._model, case.prompt, method, **asked, **self._options)
+                m = self._map(case, method)
             except UnsupportedModelError as problem:
                 self.refused[label + suffix] = str(problem)
                 continue
             if not self._task.layer_maps:
-                rows = candidate_rows(m, case.query, self._aggregations)
+                reasons: dict[str, str] = {}
+                rows = candidate_rows(m, case.query, self._aggregations, reasons)
+                self.refused |= {f"{label}{suffix}, {name}": why for name, why in reasons.items()}
                 found |= {(label + suffix, name): row for name, row in rows.items()}
             elif m.kind == "layer":
                 found |= {(label + suffix, name): form for name, form in layer_forms(m).items()}

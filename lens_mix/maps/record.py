@@ -72,7 +72,7 @@ class MixingMap:
         queries: positions of the rows of `scores` and `mask` among `tokens`, each once, in any order;
             None: all positions in order (a list that says so becomes None).
         residual_shares: how much of each row's representation is its own residual stream, measured, `[layer,
-            query]`, 0 to 1, for `rollout(residual="measured")`; None: not measured.
+            query]`, 0 to 1, for `rollout(residual="measured")`; None: not measured, and on input maps.
         default_query: position of the row that is meant where none is named (`top`, tables of a notebook,
             figures). Of a map that a run made: the position that its target reads, else 0 in a model that
             sees both ways (its [CLS]). None, or a row that is not held: the last that is held.
@@ -133,7 +133,9 @@ class MixingMap:
         values: dict[str, Any] = {"scores": scores, "tokens": tokens, "mask": mask, "layers": layers}
         values |= {"key_tokens": key_tokens, "queries": queries, "causal": bool(self.causal)}
         values |= {name: checks.as_record(name, getattr(self, name)) for name in ("parameters", "provenance")}
-        values["residual_shares"] = checks.as_shares(self.residual_shares, scores)
+        # An aggregation has used them up: they speak of rows of layers.
+        shares = None if self.kind == "input" else self.residual_shares
+        values["residual_shares"] = checks.as_shares(shares, scores)
         values["residual"] = None if self.residual is None else checks.as_residual(self.residual)
         notes = [self.notes] if isinstance(self.notes, str) else self.notes
         values["notes"] = tuple(several("notes", notes, "strings", kind=str))

@@ -34,6 +34,9 @@ class ResidualShares(Method):
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = "ferrando-etal-2022-measuring"
 
+    def engine_for(self, asked: str) -> str:
+        return "auto"
+
     def key_groups(self, positions: int) -> list[list[int]]:
         return [list(range(positions))]
 

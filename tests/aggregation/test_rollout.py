@@ -270,6 +270,10 @@ def test_measured_shares_are_mixed_in_row_by_row():
 def test_measured_shares_where_nothing_was_measured():
     with pytest.raises(ValueError, match="residual_shares=True"):
         rollout(map_of(), residual="measured")
+    with pytest.raises(
+        TypeError, match="residual: expected a number from 0 to 1, or 'measured', got 'measure'"
+    ):
+        rollout(map_of(), residual="measure")
     holding = map_of(method="attn_res", residual=0.0)
     assert torch.equal(rollout(holding, residual="measured").scores, rollout(holding).scores)
 

@@ -218,6 +218,29 @@ def test_aggregations():
         aggregations_by_name(["average"])
 
 
+def test_rollouts_with_the_measured_residual_whatever_they_are_called(model):
+    """Maps come with their shares, and a method that these can't be measured for without."""
+    mine = {"mine": lambda m: lm.rollout(m, residual="measured"), "mean": lm.layer_mean}
+    (prompt,) = prompts(model, 1)
+    board = lm.evaluate(model, Importance([prompt], OCCLUSION), ["attention", "attn_res"], mine)
+    known = lm.evaluate(
+        model, Importance([prompt], OCCLUSION), ["attention", "attn_res"], ["rollout, residual measured"]
+    )
+    for method in ("attention", "attn_res"):
+        ours, theirs = (
+            [r["spearman"] for r in one.records if (r["method"], r["aggregation"]) == (method, name)]
+            for one, name in ((board, "mine"), (known, "rollout, residual measured"))
+        )
+        assert ours == theirs
+        assert len(ours) == 1
+    rolled = lm.rollout(lm.run(model, prompt, "attention", residual_shares=True), residual="measured")
+    task = Importance([prompt], OCCLUSION)
+    (case,) = task.cases(model)
+    expected = task.score(rolled.scores[-1, -1], task.truth(model, case), -1)["spearman"]
+    assert next(r["spearman"] for r in board.records if r["aggregation"] == "mine") == expected
+    assert {r["aggregation"] for r in board.records} == {"-", "mine", "mean"}
+
+
 def test_signed_maps_have_no_rollout():
     m = map_of(random_attention(2, size=4))
     signed = m.replace(scores=-m.scores)

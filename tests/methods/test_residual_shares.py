@@ -96,3 +96,21 @@ def test_shares_that_are_none(model):
         m.replace(residual_shares=torch.full((2, 7), torch.nan))
     with pytest.raises(TypeError, match="residual_shares: expected True or False"):
         lm.run(model, tokens(model)[0], "attention", residual_shares="yes")
+
+
+def test_another_engine_of_the_method_changes_nothing_of_them(model):
+    prompt = tokens(model)[0]
+    by_hooks = lm.run(model, prompt, "value_zeroing", engine="hooks", residual_shares=True)
+    assert by_hooks.provenance["engine"] == "hooks"
+    expected = lm.run(model, prompt, "value_zeroing", residual_shares=True)
+    assert torch.equal(by_hooks.residual_shares, expected.residual_shares)
+
+
+@pytest.mark.parametrize("name", ["rollout", "flow", "gradient_rollout", "layer_mean"])
+def test_aggregations_of_maps_that_carry_them(model, name):
+    """They are no part of what comes out, and change nothing unless they are asked for."""
+    carries = lm.run(model, tokens(model)[0], "attention", residual_shares=True)
+    aggregate = getattr(lm, name)
+    found, plain = aggregate(carries), aggregate(carries.replace(residual_shares=None))
+    assert torch.equal(found.scores, plain.scores)
+    assert found.residual_shares is None
