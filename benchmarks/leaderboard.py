@@ -3,9 +3,9 @@
     python -m benchmarks.leaderboard smollm2 importance        one model, one task; resumes where it stopped
     python -m benchmarks.leaderboard --tables                  all finished tables as Markdown
 
-Models: smollm2, gemma3, minilm. Tasks: importance, planted, removals, cells, and
-shuffled (importance by few methods, beside the same on shuffled weights). Finished cases are kept in
-outputs/leaderboard/, one file per model and task.
+Models: smollm2, gemma3, minilm. Tasks: importance, planted, removals, cells (of minilm: removals). Each
+table has the same methods on shuffled weights beside. Finished cases are kept in outputs/leaderboard/, one
+file per model and task; a third argument bounds the number of prompts.
 """
 
 from __future__ import annotations
@@ -47,12 +47,6 @@ INPUT_METHODS: list[Any] = [
     lm.Occlusion(by="mask"),
     lm.Occlusion(by="values"),
 ]
-# What "shuffled" compares with itself on shuffled weights.
-FEW: list[Any] = [
-    *("attention", "attn_res_ln", "alti", "value_zeroing", "decompx", "input_gradients"),
-    lm.Gim(activations="ratio", readout="absolute"),
-    lm.AttributionPatching(replacements=(" thing", " green")),
-]
 AGGREGATIONS = {
     "rollout": lm.rollout,
     "rollout, receptive field": lambda m: lm.rollout(m, receptive_field=True),
@@ -93,36 +87,34 @@ def short_prompts(count: int, longest: int = 160) -> list[str]:
     return texts[:count]
 
 
-def task_of(name: str, model_name: str, model: Any) -> evaluation.Task:
-    """The cases of a model and a task."""
+def task_of(name: str, model_name: str, model: Any, count: int | None = None) -> evaluation.Task:
+    """The cases of a model and a task; `count` bounds the number of prompts."""
     if model_name == "minilm":
         # What counts is the sentence's vector: the first position's residual stream stands for it here.
         return evaluation.Removals(SENTENCES, "sample", beam=2)
-    if name in ("importance", "shuffled"):
-        return evaluation.Importance(short_prompts(40 if name == "importance" else 25))
+    if name == "importance":
+        return evaluation.Importance(short_prompts(count or 40))
     if name == "planted":
-        return evaluation.Cues(evaluation.planted_facts(model, 24, sentences=3), leave_out=(0,))
+        return evaluation.Cues(evaluation.planted_facts(model, count or 24, sentences=3), leave_out=(0,))
     if name == "removals":
-        return evaluation.Removals(short_prompts(12, 70), "sample", beam=2)
-    return evaluation.Cells(short_prompts(12, 70), "zero" if name == "cells" else "mean")
+        return evaluation.Removals(short_prompts(count or 12, 70), "sample", beam=2)
+    return evaluation.Cells(short_prompts(count or 12, 70), "zero" if name == "cells" else "mean")
 
 
-def main(model_name: str, task_name: str) -> None:
+def main(model_name: str, task_name: str, count: str | None = None) -> None:
     """Run one table as far as it is not finished."""
     import models
 
     model = {"smollm2": models.smollm2, "gemma3": models.gemma3, "minilm": models.minilm}[model_name]()
-    task = task_of(task_name, model_name, model)
+    task = task_of(task_name, model_name, model, int(count) if count else None)
     methods = LAYER_METHODS if task.layer_maps else [*LAYER_METHODS, *INPUT_METHODS]
-    if task_name == "shuffled":
-        methods = FEW
     start = time.time()
     board = lm.evaluate(
         model,
         task,
         methods,
         AGGREGATIONS,
-        randomised_model=task_name == "shuffled" or model_name != "smollm2",
+        randomised_model=True,
         resume=FOLDER / f"{model_name}-{task_name}.jsonl",
         progress=True,
     )
@@ -136,4 +128,4 @@ if __name__ == "__main__":
         for path in sorted(FOLDER.glob("*.md")):
             print(f"## {path.stem}\n\n{path.read_text()}")
     else:
-        main(*sys.argv[1:3])
+        main(*sys.argv[1:4])
