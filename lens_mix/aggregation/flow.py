@@ -19,8 +19,9 @@ from lens_mix.aggregation.collapse import collapse_notes
 from lens_mix.aggregation.flow_bounds import first_layer_bound
 from lens_mix.aggregation.flow_rows import all_flows
 from lens_mix.aggregation.max_flow import Solver
-from lens_mix.aggregation.receptive_field import null_maps
+from lens_mix.aggregation.receptive_field import held_residual, null_maps
 from lens_mix.aggregation.rollout import (
+    holds_residual,
     later_start_note,
     layers_to_mix,
     looks_causal_note,
@@ -95,7 +96,10 @@ def flow(
     shares = [_bound_share(capacities, level, chosen, row) for level, row in zip(levels, flows, strict=True)]
     scores = torch.from_numpy(flows)
     if receptive_field:
-        scores = _normalise_by_null(scores, visible.cpu(), weight, levels, chosen, work)
+        null = torch.full(stack.scores.shape[:-1], weight, dtype=torch.float64)
+        if holds_residual(stack):
+            null = held_residual(stack.scores.cpu(), visible.cpu(), weight)
+        scores = _normalise_by_null(scores, visible.cpu(), null, levels, chosen, work)
     if normalize:
         scores, _ = normalise_rows(scores, "refuse")
     options = {"receptive_field": receptive_field, "drop_bos": drop_bos, "solver": solver}
@@ -155,19 +159,20 @@ def _bound_share(
 def _normalise_by_null(
     flows: Float[Tensor, "level asked key"],
     visible: Bool[Tensor, "layer query key"],
-    weight: float,
+    weights: Float[Tensor, "layer query"],
     levels: list[int],
     queries: list[int],
     work: dict[str, Any],
 ) -> Float[Tensor, "level asked key"]:
-    """flows · B0 / F0, each row scaled back to its sum (docs/flow.md)."""
-    null = torch.from_numpy(all_flows(null_maps(visible, weight).numpy(), levels, queries, **work))
-    reached = reached_inputs(visible, weight)
+    """flows · B0 / F0, each row scaled back to its sum (docs/flow.md); a layer has one weight."""
+    null = torch.from_numpy(all_flows(null_maps(visible, weights).numpy(), levels, queries, **work))
+    reached = reached_inputs(visible, float(weights.max()))
+    by_layer = tuple(weights[:, 0].tolist())
     target = torch.zeros_like(flows)
     for place, level in enumerate(levels):
         for number, query in enumerate(queries):
             keys = reached[level - 1, query]
-            to_itself, to_another = even_flow(level, max(1, int(keys.sum())), weight)
+            to_itself, to_another = even_flow(by_layer[:level], max(1, int(keys.sum())))
             target[place, number, keys] = to_another
             target[place, number, query] = to_itself if keys[query] else 0.0
     weighted = torch.where(null > 0, flows * target / null, 0.0)
@@ -176,10 +181,11 @@ def _normalise_by_null(
 
 
 @functools.lru_cache(maxsize=4096)
-def even_flow(depth: int, size: int, weight: float) -> tuple[float, float]:
+def even_flow(weights: tuple[float, ...], size: int) -> tuple[float, float]:
     """Flow of even attention over `size` tokens that all see each other: to oneself, and to another."""
-    even = null_maps(torch.ones(depth, size, size, dtype=torch.bool), weight).numpy()
-    row = all_flows(even, [depth], [0], keys=range(min(size, 2)))[0, 0]
+    by_row = torch.tensor(weights, dtype=torch.float64)[:, None].expand(-1, size)
+    even = null_maps(torch.ones(len(weights), size, size, dtype=torch.bool), by_row).numpy()
+    row = all_flows(even, [len(weights)], [0], keys=range(min(size, 2)))[0, 0]
     return float(row[0]), float(row[1]) if size > 1 else 0.0
 
 

@@ -58,7 +58,7 @@ def joint(
             are missing; scores below 0; a cross-attention that leaves nothing of the target (no residual).
     """
     flags(encoder=encoder)
-    parts = _fitting(maps)
+    parts = fitting_parts(maps)
     own, cross = _has_own_key(parts["cross"]), parts["cross"]
     weights = {name: residual_weight(part, _given(residual, name)) for name, part in parts.items()}
     if weights["cross"] == 0 and not own:
@@ -106,8 +106,8 @@ def _has_own_key(cross: MixingMap) -> bool:
     return cross.key_labels[-1] == RESIDUAL_KEY
 
 
-def _fitting(maps: Mapping[str, MixingMap]) -> dict[str, MixingMap]:
-    """The three parts, which have the same tokens and layers."""
+def fitting_parts(maps: Mapping[str, MixingMap]) -> dict[str, MixingMap]:
+    """The three parts, which have the same tokens and layers. TypeError, ValueError: as `joint`."""
     instance("maps", maps, Mapping, 'a dict of three maps (lm.run(..., part="all") with one method)')
     if set(maps) != set(PARTS) or not all(isinstance(part, MixingMap) for part in maps.values()):
         raise ValueError(

@@ -267,10 +267,27 @@ def test_the_sum_of_a_row_is_kept():
 
 
 def test_flow_of_even_attention_over_tokens_that_see_each_other():
-    assert even_flow(1, 4, 0.5) == pytest.approx((0.625, 0.125))
-    assert even_flow(2, 4, 0.5) == pytest.approx((1.0, 0.5))
-    assert even_flow(12, 4, 0.5) == pytest.approx((1.0, 1.0))
-    assert even_flow(3, 1, 0.5) == pytest.approx((1.0, 0.0))
+    assert even_flow((0.5,), 4) == pytest.approx((0.625, 0.125))
+    assert even_flow((0.5, 0.5), 4) == pytest.approx((1.0, 0.5))
+    assert even_flow((0.5,) * 12, 4) == pytest.approx((1.0, 1.0))
+    assert even_flow((0.5,) * 3, 1) == pytest.approx((1.0, 0.0))
+    # The top layer keeps all: what the layer below gives, min(0.8 + 0.05, 1) and 0.05.
+    assert even_flow((0.8, 1.0), 4) == pytest.approx((0.85, 0.05))
+
+
+def test_the_null_model_of_a_map_that_holds_the_residual_keeps_as_much_of_it():
+    """Layer by layer; without it the quotient of a map that stays is the null model's own slope."""
+    weights = torch.tensor([0.9, 0.6, 0.8]).double()
+    identity = torch.eye(9, dtype=torch.float64)
+    scores = even(3, 9) * (1 - weights[:, None, None]) + identity * weights[:, None, None]
+    held = flow(map_of(scores, residual=0.0, method="attn_res"), receptive_field=True, layer=-1).scores[0]
+    mixed = flow(map_of(scores), residual=0.0, receptive_field=True, layer=-1).scores[0]
+    for query in range(2, 9):
+        others = held[query, :query]
+        assert close(others, others[:1].expand_as(others), 1e-7)
+        assert held[query, query] > others[0]
+    # Told that no residual is in the map, the same maps keep a slope.
+    assert mixed[-1, :-1].std() / mixed[-1, :-1].mean() > 0.01
 
 
 def test_a_causal_map_that_was_not_called_causal_warns():

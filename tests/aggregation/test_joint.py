@@ -96,7 +96,9 @@ def test_flow_and_weights_by_part():
     assert float(unscaled[3, 3]) <= 0.7 + 1e-9
 
 
-@pytest.mark.parametrize("method", ["attention", "value_norm", "attn_res", "attn_res_ln", "alti"])
+@pytest.mark.parametrize(
+    "method", ["attention", "value_norm", "attn_res", "attn_res_ln", "alti", "information_flow_routes"]
+)
 def test_of_a_model(method):
     model = build_or_skip(bridge, "bart", torch.float64)
     maps = lm.run(model, prompt_of(model), method, part="all")
