@@ -1,35 +1,34 @@
 """Information-flow routes: what leads to a prediction, top-down, by edges above a threshold.
 
 Nodes are `(level, position)`, three levels per layer: the residual stream after attention, the feed-forward,
-the residual stream after the layer. Level 0 is the first layer's input.
+the residual stream after the layer. Level 0 is the first layer's input. An encoder-decoder's layers stand one
+above the other, the decoder's with a fourth level, after cross-attention; source positions come first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import networkx as nx
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.aggregation.joint import fitting_parts
 from lens_mix.aggregation.rollout import layers_to_mix
 from lens_mix.arguments import number, several
+from lens_mix.graphs.route_stacks import RouteStack, grown
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import query_position
 from lens_mix.maps.words import merge_axis, resolve_groups
-from lens_mix.methods.information_flow_routes import PartShares, part_shares
+from lens_mix.methods.information_flow_routes import PartShares, own_share, part_shares
 
 Words = Literal["words"] | Sequence[str] | Sequence[Sequence[int]] | None
-Node = tuple[int, int]
-
-# Of the levels from 1 on, three per layer, in TransformerLens's names.
-KINDS = ("resid_mid", "mlp_out", "resid_post")
 
 
 def information_flow_routes(
-    mixing_map: MixingMap,
+    mixing_map: MixingMap | Mapping[str, MixingMap],
     queries: int | str | Sequence[int | str] = -1,
     *,
     threshold: float = 0.04,
@@ -43,12 +42,13 @@ def information_flow_routes(
     authors' code, and what is left of the heads between two tokens is summed; else heads are summed first.
 
     Args:
-        mixing_map: of `information_flow_routes`, with all rows and layers that follow one another.
+        mixing_map: of `information_flow_routes`, with all rows and layers that follow one another. Of an
+            encoder-decoder the three parts (`lm.run(..., part="all")`): a graph down to source and prefix.
         queries: positions (negative: from the end) or tokens that occur once, among the words where
-            `words` are given.
+            `words` are given; of an encoder-decoder in the target.
         threshold: 0 to 1. 0.04 is the authors' tool's.
         words: merge tokens: "words" finds them; or as text, or as lists of positions. A word's row is the
-            mean of its tokens', a word's column the sum (`MixingMap.merge_words`).
+            mean of its tokens', a word's column the sum (`MixingMap.merge_words`). For one part only.
 
     Returns:
         Edges the way the information went, with `layer` and `weight` (importance, 0 to 1; 1 into the
@@ -56,30 +56,79 @@ def information_flow_routes(
         `attention` and `residual`, of which each is 0 where it is not above the threshold; with `per_head`
         maps `heads` are the [head, importance] pairs that `attention` is the sum of, the largest first.
         Nodes with `level`, `position`, `token`, `layer` and `kind`: "resid_pre", "resid_mid", "mlp_out" or
-        "resid_post". `graph.graph` holds `targets`, `target` where there is one, `tokens`, `threshold`.
+        "resid_post"; after a decoder's cross-attention "resid_mid_cross". `graph.graph` holds `targets`,
+        `target` where there is one, `tokens`, `threshold`, and of an encoder-decoder `source`, how many of
+        the tokens are the source's; the decoder's input stands at the level that the encoder ends at.
 
     Raises:
         TypeError: no `MixingMap`; a query or threshold of a wrong type.
         ValueError: a map of another method, of some rows, or with tokens dropped or merged; no such query; a
             query twice; a threshold outside 0 to 1; words that don't fit the tokens.
     """
-    layers_to_mix(mixing_map, "information_flow_routes", 0.0, None, None, drop_bos=False)
     threshold = number("threshold", threshold, 0, 1)
-    shares = part_shares(mixing_map)
-    merged = mixing_map
-    if words is not None:
-        merged, shares = _merged(mixing_map, shares, words)
+    if isinstance(mixing_map, Mapping):
+        if words is not None:
+            raise ValueError(f"words: expected None for the parts of an encoder-decoder, got {words!r}")
+        stacks, own = _joint_stacks(mixing_map), mixing_map["decoder"].tokens
+    else:
+        stacks = [_one_stack(mixing_map, words)]
+        own = stacks[0].tokens
     asked = several("queries", [queries] if isinstance(queries, (int, str)) else queries, "queries", least=1)
-    positions = [query_position(merged.tokens, query, "queries") for query in asked]
+    positions = [query_position(own, query, "queries") for query in asked]
     if len(set(positions)) != len(positions):
         raise ValueError(f"queries: expected different positions, got {positions}")
-    routes = _Routes(merged, shares, threshold)
-    targets = tuple((3 * len(merged.layer_labels), position) for position in positions)
-    routes.grow(targets)
-    routes.graph.graph.update(targets=targets, tokens=list(merged.tokens), threshold=threshold)
+    top = stacks[-1]
+    targets = tuple((top.last_level, top.first_position + position) for position in positions)
+    graph = grown(stacks, targets, threshold)
+    tokens = [token for stack in stacks for token in stack.tokens]
+    graph.graph.update(targets=targets, tokens=tokens, threshold=threshold)
     if len(targets) == 1:
-        routes.graph.graph["target"] = targets[0]
-    return routes.graph
+        graph.graph["target"] = targets[0]
+    if len(stacks) > 1:
+        graph.graph["source"] = top.first_position
+    return graph
+
+
+def _one_stack(mixing_map: MixingMap, words: Words) -> RouteStack:
+    layers_to_mix(mixing_map, "information_flow_routes", 0.0, None, None, drop_bos=False)
+    merged, shares = mixing_map, part_shares(mixing_map)
+    if words is not None:
+        merged, shares = _merged(mixing_map, shares, words)
+    return RouteStack(
+        merged.tokens, merged.layer_labels, _attention(merged, shares.resid_pre), shares, merged.has_heads
+    )
+
+
+def _joint_stacks(maps: Mapping[str, MixingMap]) -> list[RouteStack]:
+    """The encoder, and above it the decoder, whose cross-attention reads what the encoder ends in."""
+    parts = fitting_parts(maps)
+    encoder, decoder, cross = _one_stack(parts["encoder"], None), parts["decoder"], parts["cross"]
+    own = own_share(decoder)
+    upper = RouteStack(
+        decoder.tokens,
+        decoder.layer_labels,
+        _attention(decoder, own),
+        part_shares(cross)._replace(resid_pre=own),
+        decoder.has_heads,
+        first_level=encoder.last_level,
+        first_position=len(encoder.tokens),
+        cross=_heads(cross)[..., : len(encoder.tokens)],
+        cross_own=own_share(cross),
+    )
+    return [encoder, upper]
+
+
+def _heads(mixing_map: MixingMap) -> Float[Tensor, "layer head query key"]:
+    scores = mixing_map.scores.double().cpu()
+    return scores if mixing_map.has_heads else scores[:, None]
+
+
+def _attention(
+    mixing_map: MixingMap, own: Float[Tensor, "layer query"]
+) -> Float[Tensor, "layer head query key"]:
+    """Without the residual, which has an edge of its own: each head's diagonal holds an equal part of it."""
+    heads = _heads(mixing_map)
+    return heads - torch.diag_embed(own / heads.shape[1])[:, None]
 
 
 def _merged(mixing_map: MixingMap, shares: PartShares, words: Words) -> tuple[MixingMap, PartShares]:
@@ -91,63 +140,3 @@ def _merged(mixing_map: MixingMap, shares: PartShares, words: Words) -> tuple[Mi
 
     resid_pre, resid_mid, mlp_out = map(mean, shares[:3])
     return mixing_map.merge_words(groups), PartShares(resid_pre, resid_mid, mlp_out, shares.parallel)
-
-
-class _Routes:
-    """The graph as it grows from the top."""
-
-    def __init__(self, mixing_map: MixingMap, shares: PartShares, threshold: float) -> None:
-        self.graph, self._map, self._shares, self._threshold = nx.DiGraph(), mixing_map, shares, threshold
-        scores = mixing_map.scores.double().cpu()
-        heads = scores if mixing_map.has_heads else scores[:, None]
-        # The residual has an edge of its own; of its importance each head's diagonal holds an equal part.
-        self._heads = heads - torch.diag_embed(shares.resid_pre / heads.shape[1])[:, None]
-
-    def grow(self, targets: Sequence[Node]) -> None:
-        todo = list(targets)
-        for node in todo:
-            self._add_node(node)
-        while todo:
-            node = todo.pop()
-            for source, values in self._into(node):
-                if source not in self.graph:
-                    self._add_node(source)
-                    todo.append(source)
-                self.graph.add_edge(source, node, **values, layer=self.graph.nodes[node]["layer"])
-
-    def _add_node(self, node: Node) -> None:
-        (level, position), labels = node, self._map.layer_labels
-        kind = "resid_pre" if level == 0 else KINDS[(level - 1) % 3]
-        layer = labels[0] - 1 if level == 0 else labels[(level - 1) // 3]
-        token = self._map.tokens[position]
-        self.graph.add_node(node, level=level, position=position, token=token, layer=layer, kind=kind)
-
-    def _into(self, node: Node) -> Iterator[tuple[Node, dict[str, Any]]]:
-        """The edges into a node that are above the threshold."""
-        (level, position), shares = node, self._shares
-        if level == 0:
-            return
-        place, kind = (level - 1) // 3, KINDS[(level - 1) % 3]
-        if kind == "resid_mid":
-            yield from self._into_mid(place, position)
-        elif kind == "mlp_out":
-            yield (level - 2 if shares.parallel[place] else level - 1, position), {"weight": 1.0}
-        else:
-            parts = {level - 2: shares.resid_mid[place, position], level - 1: shares.mlp_out[place, position]}
-            for source, weight in parts.items():
-                if weight > self._threshold:
-                    yield (source, position), {"weight": float(weight)}
-
-    def _into_mid(self, place: int, position: int) -> Iterator[tuple[Node, dict[str, Any]]]:
-        heads = self._heads[place, :, position]
-        kept = torch.where(heads > self._threshold, heads, 0.0)
-        own = float(self._shares.resid_pre[place, position])
-        residual = own if own > self._threshold else 0.0
-        attention = kept.sum(0).tolist()
-        for key, of_key in enumerate(attention):
-            values = {"attention": of_key, "residual": residual if key == position else 0.0}
-            if any(values.values()):
-                if self._map.has_heads:
-                    order = kept[:, key].argsort(descending=True).tolist()
-                    values["heads"] = [[head, float(kept[head, key])] for head in order if kept[head, key]]
-                yield (3 * place, key), {"weight": of_key + values["residual"], **values}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from einops import einsum, repeat
@@ -18,7 +19,7 @@ from lens_mix.algebra.vectors import AttentionVectors, attention_vectors, head_v
 from lens_mix.arguments import instance, one_of
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.maps import MixingMap
-from lens_mix.method import Method
+from lens_mix.method import CrossKeys, Method
 from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ class InformationFlowRoutes(Method):
     the parts are on every kind of block.
 
     Args:
-        per_head: keep the heads apart. x_i is no head's: each has an equal part of its importance on the
-            diagonal, so that the heads' sum is the map, and roll-outs are the same.
+        per_head: keep the heads apart. x_i is no head's: each has an equal part of its importance where the
+            map holds that, so that the heads' sum is the map, and roll-outs are the same.
         biases: "whole" has b_O, and β of norms, in s alone, as the authors' code does; with "part" they are a
             part of their own, whose importance is in no entry, so that rows sum to less.
     """
@@ -50,6 +51,7 @@ class InformationFlowRoutes(Method):
     name: ClassVar[str] = "information_flow_routes"
     residual: ClassVar[float] = 0.0
     holds_residual: ClassVar[bool] = True
+    cross: ClassVar[CrossKeys | None] = "source and residual"
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
@@ -80,9 +82,8 @@ class InformationFlowRoutes(Method):
         total = _divisor(from_keys + sum(near.values()))
         scores.div_(total[:, None, :, None] if self.per_head else total[..., None])
         shares = {name: value / total for name, value in near.items()}
-        _add_on_diagonal(block, scores, shares["resid_pre"])
         _record(block, shares | self._after_feed_forward(block, attention))
-        return scores
+        return _with_own(block, scores, shares["resid_pre"])
 
     def _after_feed_forward(
         self, block: Block, attention: AttentionVectors
@@ -135,6 +136,26 @@ def part_shares(mixing_map: MixingMap) -> PartShares:
         ValueError: no map of `information_flow_routes`; tokens dropped or merged since; blocks whose
             feed-forward can't be told apart (cross-attention).
     """
+    chosen = _entries(mixing_map)
+    unknown = next((entry["layer"] for entry in chosen if "mlp_out" not in entry), None)
+    if unknown is not None:
+        raise ValueError(
+            f"mixing_map: expected blocks whose output is attention, feed-forward and residual, got block "
+            f"{unknown}, which has cross-attention, or a post-norm feed-forward that can't be rebuilt"
+        )
+    resid_pre, resid_mid, mlp_out = (
+        _held(mixing_map, chosen, name) for name in ("resid_pre", "resid_mid", "mlp_out")
+    )
+    return PartShares(resid_pre, resid_mid, mlp_out, [entry["parallel"] for entry in chosen])
+
+
+def own_share(mixing_map: MixingMap) -> Float[Tensor, "layer query"]:
+    """`PartShares.resid_pre`, which every part of an encoder-decoder has. ValueError: as `part_shares`."""
+    return _held(mixing_map, _entries(mixing_map), "resid_pre")
+
+
+def _entries(mixing_map: MixingMap) -> list[dict[str, Any]]:
+    """What the record says of each layer that the map holds."""
     instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     entries = mixing_map.provenance.get("details", {}).get("parts", [])
     if not entries:
@@ -147,20 +168,14 @@ def part_shares(mixing_map: MixingMap) -> PartShares:
             f"mixing_map: expected the {chosen[0]['tokens']} tokens of the run, got {len(mixing_map.tokens)} "
             "after tokens were dropped or merged; words= of graphs.information_flow_routes merges them"
         )
-    unknown = next((entry["layer"] for entry in chosen if "mlp_out" not in entry), None)
-    if unknown is not None:
-        raise ValueError(
-            f"mixing_map: expected blocks whose output is attention, feed-forward and residual, got block "
-            f"{unknown}, which has cross-attention, or a post-norm feed-forward that can't be rebuilt"
-        )
+    return chosen
 
-    def held(name: str) -> Float[Tensor, "layer query"]:
-        queries = mixing_map.query_positions
-        rows = [[entry[name][entry["queries"].index(query)] for query in queries] for entry in chosen]
-        return torch.tensor(rows, dtype=torch.float64)
 
-    parallel = [entry["parallel"] for entry in chosen]
-    return PartShares(held("resid_pre"), held("resid_mid"), held("mlp_out"), parallel)
+def _held(mixing_map: MixingMap, chosen: Sequence[dict[str, Any]], name: str) -> Float[Tensor, "layer query"]:
+    """One of the shares, at the rows that the map holds."""
+    queries = mixing_map.query_positions
+    rows = [[entry[name][entry["queries"].index(query)] for query in queries] for entry in chosen]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 # ------------------------------------------------------------------ the definition
@@ -201,15 +216,16 @@ def _divisor(total: Tensor) -> Tensor:
     return torch.where(total > 0, total, torch.ones_like(total))
 
 
-def _add_on_diagonal(block: Block, scores: Tensor, shares: Float[Tensor, "batch query"]) -> None:
-    """In place; evenly over heads where there are any."""
-    index = block.queries[..., None]
+def _with_own(
+    block: Block, scores: Float[Tensor, "batch *head query key"], shares: Float[Tensor, "batch query"]
+) -> Float[Tensor, "batch *head query keys"]:
+    """With the residual's share on the diagonal, or as a last key; evenly over heads where there are any."""
+    index, own = block.queries[..., None], shares[..., None].to(scores.dtype)
     if scores.ndim == 4:
-        index, shares = (
-            index[:, None].expand(-1, scores.shape[1], -1, -1),
-            (shares / scores.shape[1])[:, None],
+        index, own = (
+            each[:, None].expand(-1, scores.shape[1], -1, -1) for each in (index, own / scores.shape[1])
         )
-    scores.scatter_add_(-1, index, shares[..., None].expand(index.shape).to(scores.dtype))
+    return torch.cat([scores, own], dim=-1) if block.is_cross else scores.scatter_add_(-1, index, own)
 
 
 def _record(block: Block, shares: dict[str, Float[Tensor, "batch query"]]) -> None:

@@ -8,8 +8,8 @@ import lens_mix as lm
 from lens_mix.graphs import information_flow_routes, load_graph, prune_graph, save_graph
 from lens_mix.methods.information_flow_routes import part_shares
 from lens_mix.view import information_flow
-from tests.matrix import build_or_skip
-from tests.tiny_models import bridge, hooked_transformer, tokens
+from tests.matrix import build_or_skip, prompt_of
+from tests.tiny_models import bridge, hooked_encoder_decoder, hooked_transformer, tokens
 
 TOKENS = [" one", " t", "wo"]
 
@@ -146,6 +146,100 @@ def test_of_a_model_it_is_the_cut_of_all_edges(name, per_head):
     assert everything.edges[(4, 6), (6, 6)]["weight"] == pytest.approx(
         float(part_shares(found).resid_mid[1, -1])
     )
+
+
+def joint_by_hand(maps, query, threshold):
+    """The edges from a target position down, by recursion over what the three parts' maps and records say."""
+    source, edges, seen = len(maps["encoder"].tokens), {}, set()
+    depth = len(maps["encoder"])
+
+    def share(part, name, layer, query):
+        return maps[part].provenance["details"]["parts"][layer][name][query]
+
+    def add(start, end, weight):
+        if weight > threshold:
+            edges[start, end] = edges.get((start, end), 0) + weight
+            follow(start)
+
+    def attend(part, layer, query, end, below, first, own):
+        scores, residual = maps[part].scores[layer, ..., query, :], share(part, "resid_pre", layer, query)
+        scores = scores.reshape(-1, scores.shape[-1]).clone()
+        if part == "cross":
+            scores = scores[:, :-1]
+        else:
+            scores[:, query] -= residual / len(scores)
+        for head in scores:
+            for key, weight in enumerate(head.tolist()):
+                add((below, first + key), end, weight)
+        add(own, end, residual)
+
+    def follow(node):
+        level, position = node
+        if node in seen or level == 0 or (level == 3 * depth and position >= source):
+            return
+        seen.add(node)
+        if position < source:
+            layer, step = divmod(level - 1, 3)
+            part, query, steps = "encoder", position, ["encoder", "mlp", "out"]
+        else:
+            layer, step = divmod(level - 3 * depth - 1, 4)
+            part, query, steps = "cross", position - source, ["decoder", "cross", "mlp", "out"]
+        if steps[step] in maps:
+            first = source if steps[step] == "decoder" else 0
+            below = 3 * depth if steps[step] == "cross" else level - 1
+            attend(steps[step], layer, query, node, below, first, (level - 1, position))
+        elif steps[step] == "mlp":
+            add((level - 1, position), node, 1.0)
+        else:
+            add((level - 2, position), node, share(part, "resid_mid", layer, query))
+            add((level - 1, position), node, share(part, "mlp_out", layer, query))
+
+    follow((3 * depth + 4 * len(maps["cross"]), source + query))
+    return edges
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "marian", "HookedEncoderDecoder"])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_of_an_encoder_decoder_down_to_source_and_prefix(name, per_head, tmp_path):
+    hooked = name == "HookedEncoderDecoder"
+    model = build_or_skip(*((hooked_encoder_decoder,) if hooked else (bridge, name)), torch.float64)
+    try:
+        maps = lm.run(model, prompt_of(model), lm.InformationFlowRoutes(per_head=per_head), part="all")
+    except lm.UnsupportedModelError as reason:
+        pytest.skip(str(reason))
+    source, target = len(maps["encoder"].tokens), len(maps["decoder"].tokens)
+    everything = information_flow_routes(maps, list(range(target)), threshold=0)
+    for node, kind in everything.nodes(data="kind"):
+        if kind in ("resid_mid", "resid_mid_cross", "resid_post"):
+            assert sum(weight for *_, weight in everything.in_edges(node, data="weight")) == pytest.approx(1)
+    for query in (-1, 1):
+        some = information_flow_routes(maps, query, threshold=0.05)
+        assert weights(some) == pytest.approx(joint_by_hand(maps, query % target, 0.05))
+        assert {position < source for _, position in some} == {True, False}
+    depth = 3 * len(maps["encoder"])
+    assert some.graph["target"] == (depth + 4 * len(maps["cross"]), source + 1)
+    assert some.graph["source"] == source
+    assert some.graph["tokens"] == maps["encoder"].tokens + maps["decoder"].tokens
+    kinds = {kind for (_, position), kind in some.nodes(data="kind") if position >= source}
+    assert kinds == {"resid_pre", "resid_mid", "resid_mid_cross", "mlp_out", "resid_post"}
+    crossing = [edge for edge in some.edges if edge[0][1] < source <= edge[1][1]]
+    assert crossing
+    assert all(start[0] == depth for start, _ in crossing)
+    save_graph(prune_graph(some), tmp_path / "graph.json")
+    assert load_graph(tmp_path / "graph.json").graph["source"] == source
+    assert information_flow(some).get_size_inches()[1] > 1
+
+
+def test_parts_that_do_not_fit_are_refused():
+    model = build_or_skip(bridge, "bart", torch.float64)
+    maps = lm.run(model, prompt_of(model), "information_flow_routes", part="all")
+    with pytest.raises(ValueError, match="words: expected None for the parts of an encoder-decoder"):
+        information_flow_routes(maps, words="words")
+    with pytest.raises(ValueError, match="expected the layers of decoder and cross to be the same"):
+        information_flow_routes({**maps, "decoder": maps["decoder"].select_layers([0])})
+    others = lm.run(model, prompt_of(model), "alti", part="all")
+    with pytest.raises(ValueError, match="expected a map of information_flow_routes, got method 'alti'"):
+        information_flow_routes(others)
 
 
 def test_it_goes_where_other_graphs_go(tmp_path):

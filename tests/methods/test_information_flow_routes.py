@@ -11,9 +11,9 @@ from lens_mix.algebra.vectors import Pairs, Vectors
 from lens_mix.lens.anatomy import ValuePath
 from lens_mix.methods.information_flow_routes import head_parts, importance, part_shares
 from lens_mix.statistics.passes import prompt_blocks
-from tests.matrix import build_or_skip
+from tests.matrix import build_or_skip, prompt_of
 from tests.norm_cases import CASES, blocks_of, heads_of, largest, written_out
-from tests.tiny_models import bridge, hooked_encoder, hooked_transformer, tokens
+from tests.tiny_models import bridge, hooked_encoder, hooked_encoder_decoder, hooked_transformer, tokens
 
 # What the authors' code takes for 0.
 FLOOR = 1e-5
@@ -106,6 +106,30 @@ def test_residual_and_feed_forward_equal_their_definition(case, biases):
         # The model's own output is less exact than float64 where its norms are Hugging Face's.
         assert largest(torch.tensor([found[name] for name in names], dtype=torch.float64).T, shares) < 1e-5
         assert largest(shares.sum(-1), torch.ones(len(shares))) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["t5", "t5_gated", "bart", "marian", "HookedEncoderDecoder"])
+@pytest.mark.parametrize("biases", ["whole", "part"])
+def test_on_cross_attention_the_residual_is_a_key_of_its_own(name, biases):
+    hooked = name == "HookedEncoderDecoder"
+    model = build_or_skip(*((hooked_encoder_decoder,) if hooked else (bridge, name)), torch.float64)
+    try:
+        passed = prompt_blocks(model, prompt_of(model), lm.InformationFlowRoutes(), stack="cross")
+    except lm.UnsupportedModelError as reason:
+        pytest.skip(str(reason))
+    for block in passed.blocks:
+        by_head, others = definition(block, biases)
+        own = others["resid_pre"][..., None]
+        merged = lm.InformationFlowRoutes(biases=biases)(block)
+        assert largest(merged, torch.cat([by_head.sum(1), own], -1)) < 1e-10
+        apart = lm.InformationFlowRoutes(per_head=True, biases=biases)(block)
+        heads = by_head.shape[1]
+        each = (own / heads)[:, None].expand(-1, heads, -1, -1)
+        assert largest(apart, torch.cat([by_head, each], -1)) < 1e-10
+        # What follows the cross-attention is a feed-forward alone, so that its share is known.
+        parts = block.details[0]["parts"]
+        total = [sum(parts[part][row] for part in ("resid_mid", "mlp_out")) for row in range(len(own[0]))]
+        assert total == pytest.approx([1.0] * len(own[0]))
 
 
 # ---------------------------------------------------------------------- properties
