@@ -108,44 +108,61 @@ class AttentionStatistics:
 def attention_statistics(
     maps: MixingMap | Iterable[MixingMap],
     *,
-    offsets: Sequence[int] = OFFSETS,
+    offsets: Sequence[int] | None = None,
     groups: Mapping[str, TokenGroup] | None = None,
     query: Literal["first", "last"] | int | None = None,
 ) -> AttentionStatistics:
     """Where heads look: relative positions, groups of tokens, and how broadly (Clark et al. 2019, section 3).
 
-    Rows are divided by their sum first. Every query counts once, so longer prompts count more.
+    Rows are divided by their sum first. Every query counts once, so longer prompts count more. Of maps of
+    cross-attention (`part="cross"`) the groups are of keys, the source's tokens, and there are no offsets.
 
     Args:
         maps: one map or several, with the same layers and heads.
-        offsets: relative positions, key − query: −1 is the previous token, 0 the token itself.
+        offsets: relative positions, key − query: −1 is the previous token, 0 the token itself. None: −3 to 3,
+            and none where the keys are another sequence than the queries.
         groups: name to tokens: a position, a token, several of them, or a function token -> bool. A prompt
             without such a token counts with 0. None: "first" (position 0), "separators" ([SEP], </s>,
             <|endoftext|> and the like), "punctuation" (full stops and commas).
         query: whose attention `from_query` describes: "first" ([CLS]), "last", or a position. None: "last"
-            for causal maps, else "first".
+            for causal maps and cross-attention, else "first".
 
     Raises:
         TypeError: maps that are none; offsets that are no whole numbers.
-        ValueError: no maps; maps of different layers or heads; keys that are not the tokens; negative scores;
-            a query that a prompt does not have; maps without the rows of all positions.
+        ValueError: no maps; maps of different layers, heads or kinds of keys; offsets between two sequences;
+            negative scores; a query that a prompt does not have; maps without the rows of all positions.
     """
-    steps = [whole_number("offsets", step) for step in several("offsets", offsets, "whole numbers")]
+    given_steps = OFFSETS if offsets is None else several("offsets", offsets, "whole numbers")
+    steps = [whole_number("offsets", step) for step in given_steps]
     given = (
         GROUPS if groups is None else instance("groups", groups, Mapping, "a dict of groups by their names")
     )
     chosen = {name: reusable(group) for name, group in given.items()}
-    every, single = _Totals(steps, list(chosen)), _Totals(steps, list(chosen))
     first: MixingMap | None = None
-    for mixing_map in each_map(maps):
-        first = mixing_map if first is None else first
+    for mixing_map in each_map(maps, any_keys=True):
+        if first is None:
+            steps = _steps_between(mixing_map, steps, asked=offsets is not None)
+            every, single = _Totals(steps, list(chosen)), _Totals(steps, list(chosen))
+            first = mixing_map
         mixing_map.require_every_row("means over all queries", "maps")
-        belongs = {name: members(mixing_map.tokens, group) for name, group in chosen.items()}
+        belongs = {name: members(mixing_map.key_labels, group) for name, group in chosen.items()}
         every.add(mixing_map, list(range(len(mixing_map.tokens))), belongs)
         single.add(mixing_map, [_query(mixing_map, query)], belongs)
     if first is None:
         raise ValueError("maps: expected at least one map, got none")
     return every.means(first.layer_labels, single.means(first.layer_labels, None))
+
+
+def _steps_between(mixing_map: MixingMap, steps: list[int], asked: bool) -> list[int]:
+    """The relative positions to look at; none between two sequences."""
+    if mixing_map.key_tokens is None:
+        return steps
+    if asked and steps:
+        raise ValueError(
+            "offsets: expected none for maps whose keys are another sequence than their queries, got "
+            f"{steps}; leave them out"
+        )
+    return []
 
 
 class _Totals:
@@ -200,7 +217,8 @@ class _Totals:
 def _query(mixing_map: MixingMap, query: Literal["first", "last"] | int | None) -> int:
     count = len(mixing_map.tokens)
     if query is None:
-        query = "last" if mixing_map.causal else "first"
+        # The queries of cross-attention are a decoder's.
+        query = "last" if mixing_map.causal or mixing_map.key_tokens is not None else "first"
     if isinstance(query, str) and query in ("first", "last"):
         return 0 if query == "first" else count - 1
     return as_position(query, count, "query", also="'first', 'last' or ")

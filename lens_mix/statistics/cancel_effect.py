@@ -22,14 +22,15 @@ def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pd.DataFrame:
     """Attention weight against the length of the value-output vector, by head and key.
 
     Args:
-        model, prompts, options: as in `lens_mix.statistics.mixing_ratio.mixing_ratios`.
+        model, prompts, options: as in `lens_mix.statistics.mixing_ratio.mixing_ratios`; with
+            part="cross" positions and tokens are those of the source.
 
     Returns:
         Columns prompt, layer, head, position, token, weight (mean over the queries that can see the key, in
         0..1), norm (‖f(x)‖ = ‖v W_O‖) and weighted_norm (mean of weight × norm).
     """
     tables = []
-    for number, passed in enumerate(each_prompt(model, prompts, ValueNorms(), **options)):
+    for number, passed in enumerate(each_prompt(model, prompts, ValueNorms(), cross=True, **options)):
         for block in passed.blocks:
             with torch.no_grad():
                 pairs = attention_vectors(block).pairs
@@ -44,7 +45,7 @@ def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pd.DataFrame:
                 "layer": block.layer,
                 "head": list(range(heads)) * keys,
                 "position": [key for key in range(keys) for _ in range(heads)],
-                "token": [token for token in passed.tokens for _ in range(heads)],
+                "token": [token for token in passed.key_tokens for _ in range(heads)],
                 "weight": weight.flatten().tolist(),
                 "norm": norm.flatten().tolist(),
                 "weighted_norm": (weight * norm).flatten().tolist(),

@@ -10,12 +10,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import ValuePath
+from lens_mix.lens.parts import one_part
 from lens_mix.lens.precision import in_full_precision
 from lens_mix.lens.proof.support import check
 
 
 @in_full_precision
-def expansion_rates(model: Any, stack: str | None = None) -> pd.DataFrame:
+def expansion_rates(model: Any, part: str | None = None, *, stack: str | None = None) -> pd.DataFrame:
     """Expansion rate of each head's value and output matrices, and of all heads of a block together.
 
     ‖[[W_V, 0], [b_V, 1]] [[W_O, 0], [b_O, 1]]‖_F / √(d_model + 1): the root mean square factor by which the
@@ -24,13 +25,14 @@ def expansion_rates(model: Any, stack: str | None = None) -> pd.DataFrame:
 
     Args:
         model: any TransformerLens model; its anatomy is proven first.
-        stack: "encoder" or "decoder" of an encoder-decoder.
+        part: "encoder", "decoder" or "cross" of an encoder-decoder.
+        stack: an older name of `part`.
 
     Returns:
         Columns layer, head (a number, or "all"), rate. Raises ValueError: a block without such matrices.
     """
     rows: list[tuple[int, int | str, float]] = []
-    for layer, anatomy in check(model, stack=stack).proof.anatomy.items():
+    for layer, anatomy in check(model, part=one_part(part, stack)).proof.anatomy.items():
         if anatomy.value_path is None:
             raise ValueError(f"block {layer}: expected value and output matrices, found none")
         heads, together = path_rates(anatomy.value_path)

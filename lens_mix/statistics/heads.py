@@ -29,16 +29,24 @@ def each_head(layers: Sequence[int], values: Float[Tensor, "layer head"]) -> Ite
         yield from (Head(layer, head, value) for head, value in enumerate(row))
 
 
-def each_map(maps: MixingMap | Iterable[MixingMap]) -> Iterable[MixingMap]:
-    """The maps one after the other, all with the tokens as keys and with the same layers and heads."""
+def each_map(maps: MixingMap | Iterable[MixingMap], *, any_keys: bool = False) -> Iterable[MixingMap]:
+    """The maps one after the other, all with the same layers and heads, and with the tokens as keys.
+
+    `any_keys`: other keys will do, those of cross-attention; all have them, or none.
+    """
     if not isinstance(maps, (MixingMap, Iterable)) or isinstance(maps, (str, Mapping)):
         raise TypeError(f"maps: expected a MixingMap or several, got {type(maps).__name__}")
     expected: tuple[list[int], int] | None = None
+    other: bool | None = None
     for mixing_map in [maps] if isinstance(maps, MixingMap) else maps:
         if not isinstance(mixing_map, MixingMap):
             raise TypeError(f"maps: expected MixingMaps, got {type(mixing_map).__name__}")
         keys, tokens = len(mixing_map.key_labels), len(mixing_map.tokens)
-        if mixing_map.key_tokens is not None:
+        others = mixing_map.key_tokens is not None
+        if other not in (None, others):
+            raise ValueError("maps: expected the tokens as keys in all of them, or in none; got some of each")
+        other = others
+        if others and not any_keys:
             raise ValueError(f"maps: expected the tokens as keys, got {keys} other keys for {tokens} tokens")
         got = mixing_map.layer_labels, mixing_map.scores.shape[1] if mixing_map.has_heads else 1
         expected = expected or got

@@ -42,7 +42,7 @@ def mixing_ratios(
         stages: some of "attn_w" (attention weights), "attn_n" (`value_norm`), "attn_res_w", "attn_res",
             "attn_res_ln", "atb_ff_res_ln" (after the feed-forward, variant A); None: all that the model's
             blocks have.
-        options: `queries`, `layers`, `stack`, `prepend_bos`, further model inputs, as in `lens_mix.run`.
+        options: `queries`, `layers`, `part`, `prepend_bos`, further model inputs, as in `lens_mix.run`.
 
     Returns:
         Columns prompt, layer, position, token, token_id, stage, ratio.

@@ -13,6 +13,7 @@ from torch import Tensor
 from lens_mix.arguments import several
 from lens_mix.lens.block import Block
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.parts import one_part
 from lens_mix.lens.rows import Selection
 from lens_mix.method import Method
 from lens_mix.session import Session
@@ -20,13 +21,14 @@ from lens_mix.session import Session
 
 @dataclasses.dataclass(frozen=True)
 class PromptBlocks:
-    """One prompt after a clean pass: its tokens as strings and as numbers, and the blocks asked for.
+    """One prompt after a clean pass: its tokens (strings, numbers), its keys and the blocks asked for.
 
     The blocks have a batch axis of one and no padding; `queries` are the positions of their rows.
     """
 
     tokens: list[str]
     token_ids: Int[Tensor, " pos"]
+    key_tokens: list[str]
     queries: list[int]
     blocks: Sequence[Block]
 
@@ -38,6 +40,8 @@ def prompt_blocks(
     *,
     queries: Selection | None = None,
     layers: Selection | None = None,
+    cross: bool = False,
+    part: str | None = None,
     stack: str | None = None,
     prepend_bos: bool | None = None,
     attention_mask: Tensor | None = None,
@@ -45,13 +49,15 @@ def prompt_blocks(
 ) -> PromptBlocks:
     """A clean pass over one prompt, with what the methods need recorded; the rest as in `lens_mix.run`.
 
+    `cross`: cross-attention will do, whose keys are another sequence than its queries.
+
     Raises:
         UnsupportedModelError: the model, or one of the methods on it, can't be trusted.
     """
     asked = [methods] if isinstance(methods, Method) else list(methods)
     labelled = {method.name: method for method in asked}
-    session = Session(model, labelled, stack=stack, queries=queries, layers=layers)
-    if session.lens.stack.is_cross:
+    session = Session(model, labelled, stack=one_part(part, stack), queries=queries, layers=layers)
+    if session.lens.stack.is_cross and not cross:
         raise UnsupportedModelError(
             "statistics: expected part 'encoder' or 'decoder', got 'cross', whose keys are another sequence "
             "than its queries: there is no diagonal to set apart"
@@ -60,7 +66,9 @@ def prompt_blocks(
     with session.passed([read]) as passed:
         blocks = passed.blocks(asked[-1].name)
         positions = blocks[0].queries[0].tolist()
-        return PromptBlocks(passed.tokens(0), passed.token_ids(0), positions, blocks)
+        tokens = passed.tokens(0)
+        keys = passed.key_tokens(0) or tokens
+        return PromptBlocks(tokens, passed.token_ids(0), keys, positions, blocks)
 
 
 def each_prompt(

@@ -193,8 +193,34 @@ def test_wrong_questions_are_refused():
     for query in (6, "middle", True):
         with pytest.raises((TypeError, ValueError), match="query: expected 'first', 'last' or a position"):
             attention_statistics(designed(), query=query)
-    spans = lm.MixingMap(torch.rand(1, 3, 4), list("abc"), key_tokens=list("wxyz"))
-    with pytest.raises(ValueError, match="expected the tokens as keys"):
-        attention_statistics(spans)
     with pytest.raises(ValueError, match="none below 0"):
         attention_statistics(lm.MixingMap(-torch.rand(1, 1, 3, 3), list("abc")))
+
+
+# ---------------------------------------------------------------------- cross-attention
+
+
+def cross_map(**fields):
+    """Two heads of three queries and four keys: all on the last key; even."""
+    heads = torch.zeros(1, 2, 3, 4, dtype=torch.float64)
+    heads[0, 0, :, 3], heads[0, 1] = 1, 0.25
+    given = {"scores": heads, "key_tokens": [" a", " b", ".", "</s>"], **fields}
+    return lm.MixingMap(tokens=[f" t{i}" for i in range(3)], method="attention", **given)
+
+
+def test_cross_attention_has_groups_of_keys_and_no_offsets():
+    found = attention_statistics([cross_map(), cross_map()])
+    assert found.offsets == {}
+    assert found.groups["separators"].tolist() == [[1, 0.25]]
+    assert found.groups["punctuation"].tolist() == [[0, 0.25]]
+    assert found.entropy[0].tolist() == pytest.approx([0, math.log(4)])
+    assert found.evenness[0].tolist() == pytest.approx([0, 1])
+    assert found.from_query.queries == 2
+    assert list(found.to_dataframe()["separators"]) == [1, 0.25]
+
+
+def test_offsets_between_two_sequences_are_refused():
+    with pytest.raises(ValueError, match="another sequence than their queries"):
+        attention_statistics(cross_map(), offsets=[0])
+    with pytest.raises(ValueError, match="in all of them, or in none"):
+        attention_statistics([cross_map(), cross_map(key_tokens=None, scores=torch.ones(1, 2, 3, 3))])

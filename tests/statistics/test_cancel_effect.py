@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+import lens_mix as lm
 from lens_mix.statistics.cancel_effect import (
     cancelled_tokens,
     correlations,
     no_op_table,
     weights_and_norms,
 )
+from tests.matrix import build_or_skip
 from tests.norm_cases import largest
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
 from tests.tiny_models import available, bridge
@@ -72,3 +74,22 @@ def test_tables_group_as_asked(silenced):
     by_head = correlations(table, ("layer", "head"))["spearman"]
     assert by_head.shape == (8,)
     assert by_head.between(-1, 1).all()
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "marian"])
+def test_cross_attention_has_the_sources_positions(name):
+    model = build_or_skip(bridge, name)
+    pair = (torch.tensor([5, 9, 3, 7, 2]), torch.tensor([0, 8, 6]))
+    try:
+        table = weights_and_norms(model, pair, part="cross")
+    except lm.UnsupportedModelError as problem:  # T5 before TransformerLens 4
+        pytest.skip(str(problem))
+    methods = [lm.AttentionWeights(per_head=True), lm.ValueNorms(per_head=True)]
+    weights, weighted = lm.run(model, pair, methods, part="cross").values()
+    assert list(table["token"].unique()) == list(dict.fromkeys(weights.key_tokens))
+    for layer, part in table.groupby("layer"):
+        heads = weights.scores.shape[1]
+        weight = torch.tensor(part["weight"].to_numpy().reshape(5, heads)).T
+        both = torch.tensor(part["weighted_norm"].to_numpy().reshape(5, heads)).T
+        assert largest(weight, weights.layer(layer).scores[0].mean(1).double()) < 1e-6
+        assert largest(both, weighted.layer(layer).scores[0].mean(1).double()) < 1e-5
