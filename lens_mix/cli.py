@@ -1,4 +1,4 @@
-"""The command line: `lens-mix map TEXT --model MODEL`, `support MODEL`, `check MODEL`, `evaluate MODEL ...`.
+"""The command line: `lens-mix map TEXT --model MODEL`, and `serve`, `support`, `check` and `evaluate MODEL`.
 
 Needs the extra `cli` (typer). MODEL is a name or a folder that transformers knows.
 """
@@ -30,7 +30,10 @@ def map_text(
     ] = None,
     out: Annotated[Path, typer.Option(help="the page to write, one self-contained file")] = Path("page.html"),
 ) -> None:
-    """Map a prompt and write a page to look through: text, grid, flow, methods side by side."""
+    """Map a prompt and write a page to look through: text, grid, flow, methods side by side.
+
+    Of attention_attribution it also shows the attribution tree, of information_flow_routes the routes.
+    """
     from lens_mix import runner
     from lens_mix.lens.model_classes import UnsupportedModelError
     from lens_mix.recommended import input_map
@@ -50,6 +53,29 @@ def map_text(
         raise typer.BadParameter(str(problem)) from problem
     page(maps, out)
     typer.echo(f"{out}: {', '.join(maps)}")
+
+
+@app.command()
+def serve(
+    model: _Model,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free")] = 8000,
+    tokens: Annotated[int, typer.Option(min=1, help="what a sentence may have")] = 128,
+    seconds: Annotated[float, typer.Option(min=0.1, max=86_400, help="what a page may take")] = 60.0,
+    waiting: Annotated[int, typer.Option(min=1, help="so many may wait while one is computed")] = 4,
+) -> None:
+    """A form on this machine (127.0.0.1 alone): type a sentence, pick methods, get the page."""
+    from lens_mix.serve import Limits, Site
+
+    try:
+        # Before the model is loaded.
+        site = Site(port, Limits(tokens, seconds, waiting))
+    except OSError as problem:
+        raise typer.BadParameter(f"--port: expected one that is free, got {port} ({problem})") from problem
+    with site:
+        try:
+            site.serve(_load(model), typer.echo)
+        except KeyboardInterrupt:
+            typer.echo("\nThe server has ended.")
 
 
 @app.command()

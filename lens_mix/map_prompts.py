@@ -165,12 +165,16 @@ class _Record:
         session, engine = self._passed.session, self._passed.engines[label]
         method = session.methods[label]
         layers, rows = session.mapped_layers(method), self._passed.rows
-        keys = self._passed.clean.real_keys[index].nonzero()[:, 0]
+        clean = self._passed.clean
+        joint, real_keys = clean.lens.stack.source is not None, clean.real_keys[index]
+        keys = (clean.real_inputs[index] if joint else real_keys).nonzero()[:, 0]
         queries = None if rows is None else list(rows.by_prompt[index])
         own = self._passed.clean.lens.stack.is_cross and method.cross == "source and residual"
         scores = self._scores(label, index, keys, layers, groups, own)
-        prompt_mask = self._visible(method, index, keys, layers)
+        prompt_mask = self._visible(method, index, real_keys.nonzero()[:, 0], layers)
         prompt_mask = prompt_mask.with_own_key() if own else prompt_mask
+        prompt = clean.batch.prompts[index]
+        prompt_mask = prompt_mask.with_source(len(prompt.tokens)) if joint else prompt_mask
         causal, mask = prompt_mask.causal_and_mask()
         # What whole passes round differently, every block on the way makes larger.
         accepted = max(1e-3, self._passed.clean.lens.tolerance) if method.whole_model else 0.0
@@ -178,11 +182,13 @@ class _Record:
         tokens = self._passed.tokens(index)
         blocks = [self._mapped[label].blocks[layer] for layer in layers]
         gaps = self._passed.clean.lens.stack.gaps
-        key_tokens = self._passed.source_tokens(index)
+        key_tokens = self._passed.key_tokens(index)
         if groups is not None:
             spelled = tokens if key_tokens is None else key_tokens
             key_tokens = ["".join(spelled[p] for p in group) for group in groups]
-        read = provenance.of_prompt(self._passed.clean.batch.prompts[index])
+        read = provenance.of_prompt(prompt)
+        if joint:
+            read["joint"] = {"source": len(prompt.tokens), "target": len(tokens)}
         return MixingMap(
             scores=scores.clone(),
             tokens=tokens,

@@ -44,5 +44,6 @@ def difference(mixing_map: MixingMap, other: MixingMap) -> MixingMap:
         parameters={"of": mixing_map.parameters, "minus": other.parameters},
         provenance={"difference": {"of": mixing_map.provenance, "minus": other.provenance}},
         residual=None,
+        residual_shares=None,
         notes=tuple(f"{name}: {note}" for name, several in notes for note in several),
     )

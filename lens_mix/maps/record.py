@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from jaxtyping import Bool
@@ -495,8 +495,32 @@ class MixingMap:
         """Read a map written by `save`; a ValueError for a file that holds none, a FileNotFoundError."""
         return cls(**exchange.load_map(path, device))
 
-    def show(self, **options: Any) -> Figure:
-        """A matplotlib figure of the maps; `options` go to `lens_mix.view.figures.layer_maps`."""
-        from lens_mix.view import figures
+    @overload
+    def show(self, kind: Literal["page"]) -> Any: ...
+    @overload
+    # As in a script; nobody checks the types of a notebook's cells.
+    def show(self, kind: Literal["figure"] | None = None, **options: Any) -> Figure: ...
+    def show(self, kind: Literal["page", "figure"] | None = None, **options: Any) -> Any:
+        """The maps to look at: in a notebook a page to click through, elsewhere a matplotlib figure.
 
+        Args:
+            kind: "page": what `lm.page(m)` gives; a notebook shows it, `.save(path)` writes it. "figure": of
+                `lens_mix.view.layer_maps`. None: the page in a notebook (a kernel of Jupyter, VS Code or
+                Colab), else the figure; and the figure everywhere when there are options, which are its own.
+            options: of the figure (`layer=`, `head=`, `scale=`, ...): those of `lens_mix.view.layer_maps`.
+
+        Raises:
+            ValueError: another kind; options beside "page"; what `layer_maps` refuses.
+            ImportError: a figure, and matplotlib is not installed.
+        """
+        from lens_mix.view import figures, notebook, page
+
+        if kind is not None:
+            one_of("kind", kind, ("page", "figure"))
+        if kind == "page" and options:
+            raise ValueError(
+                f"kind: expected 'figure' with {', '.join(options)}=, which a page has not, got 'page'"
+            )
+        if kind == "page" or (kind is None and not options and notebook.shows_pages()):
+            return page.page(self)
         return figures.layer_maps(self, **options)

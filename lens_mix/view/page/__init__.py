@@ -18,8 +18,12 @@ from lens_mix.arguments import file_path, instance
 from lens_mix.maps import MixingMap
 from lens_mix.version import __version__
 from lens_mix.view.page.data import pack
+from lens_mix.view.page.trees import Graphs, trees_of
 
 Maps = MixingMap | Mapping[str, MixingMap] | Sequence[MixingMap | Mapping[str, MixingMap]]
+
+# One script, in this order: the last one starts it.
+SCRIPTS = ("numbers.js", "maps.js", "graphs.js", "export.js", "page.js")
 
 # What the leaderboard says of a method: the best partial correlation of its input maps with importance by
 # replacement, SmolLM2-135M, 40 prompts (docs/leaderboard.md).
@@ -40,7 +44,10 @@ class Page:
         html: the whole file.
     """
 
-    html: str = dataclasses.field(repr=False)
+    html: str
+
+    def __repr__(self) -> str:
+        return f"Page({len(self.html) / 1e6:.1f} MB of HTML; .save('page.html') writes it)"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the file; a folder that is not there is a ValueError."""
@@ -61,8 +68,13 @@ class Page:
         )
 
 
-def page(maps: Maps, path: str | os.PathLike[str] | None = None) -> Page:
-    """One HTML file in which maps can be looked through: text, grid, flow and methods side by side.
+def page(
+    maps: Maps,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    trees: Graphs | Sequence[Graphs] | None = None,
+) -> Page:
+    """One HTML file in which maps can be looked through: text, grid, flow, methods side by side, and trees.
 
     It needs no server, no network and no library, and holds the numbers themselves: as float16, or one byte
     each where there are more than 400,000 (the largest error stands beside them).
@@ -71,18 +83,24 @@ def page(maps: Maps, path: str | os.PathLike[str] | None = None) -> Page:
         maps: a map; several maps of one prompt, as `lm.run` returns them; or a list with one of these per
             prompt.
         path: also write the file there.
+        trees: graphs of `attribution_tree` or `lens_mix.graphs`, one, several by name, or a list with one of
+            these per prompt; {}: none. None: the attribution tree of each map of `attention_attribution`, and
+            the routes to the meant row of each of `information_flow_routes`, where the map holds all rows.
+            Of a graph with more than 4,000 edges the largest are held, and the page says so.
 
     Returns:
         The page; the last expression of a notebook's cell shows it.
 
     Raises:
-        TypeError: no maps. ValueError: none at all; a folder that is not there.
+        TypeError: no maps; trees that are no networkx graphs. ValueError: no map at all; a folder that is not
+            there; trees for another number of prompts, or without levels, tokens and weights.
     """
     prompts = [_labelled(one) for one in _by_prompt(maps)]
     data = {
         "version": __version__,
         "scores": SCORES,
         "prompts": [[pack(m, label) for label, m in labelled.items()] for labelled in prompts],
+        "trees": trees_of(prompts, trees),
     }
     made = Page(_document(data))
     if path is not None:
@@ -116,12 +134,11 @@ def _name(m: MixingMap) -> str:
 
 def _document(data: Mapping[str, Any]) -> str:
     files = importlib.resources.files(__package__)
-    template, style, script = (
-        (files / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
-    )
+    template, style = ((files / name).read_text(encoding="utf-8") for name in ("page.html", "page.css"))
+    script = "\n".join((files / name).read_text(encoding="utf-8") for name in SCRIPTS)
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": _json(data)}
     # Each place once and in one go: what a token spells is never taken for a place.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,14 @@ from torch import Tensor
 
 from lens_mix.aggregation import residual_weight
 from lens_mix.maps import MixingMap
-from lens_mix.maps.words import word_groups
+from lens_mix.maps.words import is_special, word_groups
+from lens_mix.methods.information_flow_routes import part_shares
 
 # Up to so many numbers are kept as float16 (three digits), more as one byte each.
 _MOST_FLOAT16 = 400_000
 _STEPS = {"uint8": 255, "int8": 127}
+# What ends a sentence; Ċ is a line break where tokens are shown as the vocabulary has them.
+_ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f", "\n", "\u010a")
 
 
 def pack(mixing_map: MixingMap, label: str) -> dict[str, Any]:
@@ -30,10 +34,8 @@ def pack(mixing_map: MixingMap, label: str) -> dict[str, Any]:
         {**_packed(layer, keys, code), **({"visible": _bits(keys)} if masked else {})}
         for layer, keys in zip(scores, seen, strict=True)
     ]
-    try:
-        words: list[list[int]] | None = word_groups(mixing_map.key_labels)
-    except ValueError:
-        words = None
+    # What a method noted of each block can be larger than the map.
+    provenance = {name: value for name, value in mixing_map.provenance.items() if name != "details"}
     return {
         "label": label,
         "method": mixing_map.method,
@@ -48,10 +50,12 @@ def pack(mixing_map: MixingMap, label: str) -> dict[str, Any]:
         "names": mixing_map.layer_labels,
         "signed": bool((scores < 0).any()),
         "code": code,
-        "words": words,
+        "words": _starts(mixing_map.tokens),
+        "key_words": None if mixing_map.key_tokens is None else _starts(mixing_map.key_tokens),
+        "feed_forward": _feed_forward(mixing_map),
         "notes": list(mixing_map.notes),
         "parameters": json.loads(json.dumps(mixing_map.parameters, default=str)),
-        "provenance": json.loads(json.dumps(mixing_map.provenance, default=str)),
+        "provenance": json.loads(json.dumps(provenance, default=str)),
         "layers": layers,
     }
 
@@ -62,6 +66,35 @@ def _residual(mixing_map: MixingMap) -> float:
         return residual_weight(mixing_map, None)
     except ValueError:
         return 0.0
+
+
+def _starts(tokens: Sequence[str]) -> dict[str, list[int]]:
+    """Where the words and the sentences start; no words where they can't be told from pieces."""
+    try:
+        return {"word": [word[0] for word in word_groups(tokens)], "sentence": _sentences(tokens)}
+    except ValueError:
+        return {"sentence": _sentences(tokens)}
+
+
+def _sentences(tokens: Sequence[str]) -> list[int]:
+    """A sentence starts after a token that ends one, and special tokens stand alone."""
+    starts = [0]
+    for position in range(1, len(tokens)):
+        previous = tokens[position - 1]
+        if previous.endswith(_ENDS) or is_special(previous) or is_special(tokens[position]):
+            starts.append(position)
+    return starts
+
+
+def _feed_forward(mixing_map: MixingMap) -> list[list[float]] | None:
+    """The feed-forward's share of what leaves each block, [layer][query]; None where it was not measured."""
+    if mixing_map.kind != "layer" or mixing_map.method != "information_flow_routes":
+        return None
+    try:
+        shares = part_shares(mixing_map).mlp_out
+    except ValueError:
+        return None
+    return [[float(f"{share:.4g}") for share in layer] for layer in shares.tolist()]
 
 
 def _code(scores: Tensor, seen: Tensor) -> str:

@@ -5,15 +5,24 @@ Needs Chromium with its driver (Debian: chromium, chromium-driver) and selenium;
 
 from __future__ import annotations
 
+import base64
+import csv
+import io
+import json
 import re
 import shutil
+import xml.etree.ElementTree as ElementTree
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import spearmanr
 
 import lens_mix as lm
+from lens_mix.graphs import information_flow_routes
+from lens_mix.methods.information_flow_routes import part_shares
 from tests.random_maps import map_of, random_attention
+from tests.view.page.routes import routes_map
 from tests.view.page.tokens import NASTY
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
@@ -51,9 +60,9 @@ def browser():
 def opened(browser, tmp_path):
     """Opens maps in the browser, at a place of the page; afterwards its console has to be empty."""
 
-    def open_page(maps, place="view=text"):
+    def open_page(maps, place="view=text", **options):
         path = tmp_path / "page.html"
-        lm.page(maps, path)
+        lm.page(maps, path, **options)
         browser.get("about:blank")
         browser.get(f"file://{path}#{place}")
         wait(browser, 0)
@@ -114,6 +123,33 @@ def tip_of(browser, element, x=None, y=None):
     return browser.find_element("id", "tip").get_property("textContent")
 
 
+# What `offer` would hand to the browser as a download.
+EXPORT = """
+const [kind, done] = arguments;
+window.offer = (name, blob) => {
+  const reader = new FileReader();
+  reader.onload = () => done([name, reader.result]);
+  reader.readAsDataURL(blob);
+};
+document.querySelector(`[data-export=${kind}]`).click();
+"""
+
+
+def exported(browser, kind):
+    name, url = browser.execute_async_script(EXPORT, kind)
+    assert name.endswith(f".{kind}")
+    return base64.b64decode(url.partition(",")[2])
+
+
+def rows_of(browser):
+    """What goes out as CSV."""
+    return list(csv.DictReader(io.StringIO(exported(browser, "csv").decode(), newline="")))
+
+
+def place(text):
+    return tuple(map(int, text.split(",")))
+
+
 def number_in(text, unit):
     return float(re.search(rf"(-?[\d.e+-]+|hidden) {unit}", text).group(1).replace("hidden", "nan"))
 
@@ -145,11 +181,64 @@ def test_text_shows_what_the_clicked_token_took(opened, maps):
 
 
 def test_units_words_and_heads(opened, maps):
-    browser = opened(maps, "view=text&layer=1&head=1&unit=share&words=1&query=5")
+    browser = opened(maps, "view=text&layer=1&head=1&unit=share&by=word&query=5")
     share = maps["attention"].head(1).normalized().scores[1, 5]
     for key, token in enumerate(all_of(browser, ".row:first-child .token")):
         said = number_in(tip_of(browser, token), "share of the row")
         assert said == pytest.approx(share[key].item(), abs=2e-3)
+
+
+SENTENCES = [" One", " two", ".", " Thr", "ee", "!", "\n", " Four"]
+
+
+@pytest.mark.parametrize(
+    ("by", "units"),
+    [("word", [[0], [1, 2], [3, 4, 5], [6], [7]]), ("sentence", [[0, 1, 2], [3, 4, 5], [6], [7]])],
+)
+def test_words_and_sentences_merge_as_maps_do(opened, by, units):
+    m = map_of(random_attention(heads=2, size=8) - 0.1 * torch.ones(8, 8).tril(), tokens=SENTENCES)
+    merged = m.merge_words(None if by == "word" else units)
+    assert len(merged.tokens) == len(units)
+    for unit, query in enumerate(positions[-1] for positions in units):
+        browser = opened(m, f"view=text&layer=1&head=0&by={by}&query={query}")
+        chosen = [token.get_attribute("data-key") for token in all_of(browser, ".token.chosen")]
+        assert chosen == [str(position) for position in units[unit]]
+        tokens = all_of(browser, ".row .token")
+        for key, positions in enumerate(units):
+            for token in (tokens[position] for position in positions):
+                said = number_in(tip_of(browser, token), "raw score")
+                expected = merged.scores[1, 0, unit, key].item() if key <= unit else np.nan
+                assert said == pytest.approx(expected, abs=2e-3, nan_ok=True)
+        rows = rows_of(browser)
+        assert [int(row["key"]) for row in rows] == [positions[0] for positions in units]
+        held = [float(row["value"]) for row in rows if row["value"]]
+        assert held == pytest.approx(merged.scores[1, 0, unit, : unit + 1].tolist(), abs=2e-3)
+    assert by in browser.find_element("css selector", "[data-units]").text
+
+
+def test_a_word_of_which_one_row_is_held(opened):
+    m = map_of(random_attention(size=8), tokens=SENTENCES).select_queries([4])
+    browser = opened(m, "view=text&by=word&layer=3")
+    assert "alone: the other rows of its word are not held" in all_of(browser, ".row h3")[0].text
+    said = number_in(tip_of(browser, all_of(browser, ".token")[1]), "raw score")
+    assert said == pytest.approx(m.scores[3, 0, 1:3].sum().item(), abs=2e-3)
+
+
+def test_units_of_two_sequences_and_the_first_token_on_its_own(opened):
+    scores = torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    cross = lm.MixingMap(scores, ["a.", "b", "c"], key_tokens=[" v", "w.", " x", "y"], method="attention")
+    browser = opened(cross, "view=text&by=sentence&query=2&layer=0")
+    tokens = all_of(browser, "[data-map] .token")
+    expected = scores[0, 1:].mean(0)
+    for key, sentence in enumerate(([0, 1], [0, 1], [2, 3], [2, 3])):
+        said = number_in(tip_of(browser, tokens[key]), "raw score")
+        assert said == pytest.approx(expected[sentence].sum().item(), abs=2e-3)
+    browser = opened(cross, "view=text&by=word&query=2&layer=0&first=0&unit=share")
+    tokens = all_of(browser, "[data-map] .token")
+    assert "hidden" in tokens[0].get_attribute("class")
+    for key, word in enumerate(([0], [1], [2, 3], [2, 3])):
+        said = number_in(tip_of(browser, tokens[key]), "share of the row")
+        assert said == pytest.approx((scores[0, 2, word].sum() / scores[0, 2].sum()).item(), abs=2e-3)
 
 
 def test_the_grid_names_every_cell_and_enlarges_what_is_clicked(opened, maps):
@@ -191,6 +280,141 @@ def test_flow_is_a_rollout_without_small_edges(opened, maps):
     assert "signed" in browser.find_element("id", "view").text
 
 
+def test_flow_has_the_feed_forwards_of_routes(opened):
+    m = routes_map()
+    shares = part_shares(m).mlp_out
+    browser = opened(m, "view=flow&threshold=0.01&query=5")
+    reached = {(len(m.layer_labels), 5): 1.0}
+    for edge in all_of(browser, "line.edge"):
+        level = m.layer_labels.index(int(edge.get_attribute("data-layer")))
+        key = round((float(edge.get_attribute("x1")) - 50 - 32) / 64)
+        weight = float(edge.get_attribute("data-weight"))
+        reached[level, key] = reached.get((level, key), 0) + weight
+    squares = all_of(browser, "rect.feed-forward")
+    assert len(squares) == sum(level > 0 for level, _ in reached) > 3
+    for square in squares:
+        level = m.layer_labels.index(int(square.get_attribute("data-layer"))) + 1
+        token = int(square.get_attribute("data-token"))
+        share = shares[level - 1, token].item()
+        said = tip_of(browser, square)
+        assert f"feed-forward of layer {m.layer_labels[level - 1]}: {token} “t{token}”" in said
+        assert number_in(said, "of what left") == pytest.approx(share, rel=1e-3)
+        assert number_in(said, "of what reached") == pytest.approx(share * reached[level, token], rel=2e-3)
+        area = float(square.get_attribute("width")) * float(square.get_attribute("height"))
+        assert area == pytest.approx(144 * share * reached[level, token], rel=2e-3)
+    shown = browser.find_element("css selector", "p[data-share]")
+    bottom = sum(weight for (level, _), weight in reached.items() if level == 0)
+    assert float(shown.get_attribute("data-share")) == pytest.approx(bottom, abs=1e-6)
+    assert "Orange squares" in shown.text
+    browser = opened(map_of(), "view=flow")
+    assert not all_of(browser, "rect.feed-forward")
+    assert "Orange" not in browser.find_element("id", "view").text
+
+
+def test_trees_hold_the_librarys_graphs(opened):
+    signed = random_attention(heads=2) - 0.1 * torch.ones(6, 6).tril()
+    maps = {
+        "plain": map_of(),
+        "routes": routes_map(heads=2),
+        "tree": map_of(signed, method="attention_attribution"),
+    }
+    graphs = [information_flow_routes(maps["routes"], 5), lm.attribution_tree(maps["tree"])]
+    for number, graph in enumerate(graphs):
+        browser = opened(maps, f"view=tree&tree={number}")
+        drawn = {
+            (place(line.get_attribute("data-from")), place(line.get_attribute("data-to"))): line
+            for line in all_of(browser, "line.edge")
+        }
+        assert set(drawn) == set(graph.edges)
+        for edge, line in drawn.items():
+            values = graph.edges[edge]
+            assert float(line.get_attribute("data-weight")) == pytest.approx(values["weight"], rel=1e-12)
+            said = tip_of(browser, line)
+            assert f"layer {values['layer']}: {edge[1][1]} “t{edge[1][1]}” from {edge[0][1]} “t" in said
+            weight = re.search(r"weight ([\d.e+-]+)", said).group(1)
+            assert float(weight) == pytest.approx(values["weight"], rel=1e-3)
+        nodes = {place(mark.get_attribute("data-node")): mark for mark in all_of(browser, "[data-node]")}
+        assert set(nodes) == set(graph)
+        assert len(all_of(browser, "rect.feed-forward")) == sum(
+            values.get("kind") == "mlp_out" for _, values in graph.nodes(data=True)
+        )
+        heights = {node: mark.rect["y"] + mark.rect["height"] / 2 for node, mark in nodes.items()}
+        for low, high in graph.edges:
+            assert heights[low] > heights[high]
+        written = browser.find_element("css selector", "[data-pruned]").text
+        assert f"{len(graph)} nodes and {graph.number_of_edges()} edges" in written
+        assert str(graph.graph["threshold"]) in written
+
+
+def test_a_trees_nodes_and_edges_answer_clicks(opened):
+    graph = information_flow_routes(routes_map(), 5)
+    browser = opened([map_of(), routes_map()], "prompt=1&view=tree")
+    detail = browser.find_element("css selector", "[data-detail]")
+    click = "arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))"
+    for line in all_of(browser, "line.edge")[:5]:
+        browser.execute_script(click, line)
+        edge = place(line.get_attribute("data-from")), place(line.get_attribute("data-to"))
+        said = re.search(r"weight ([\d.e+-]+)", detail.text).group(1)
+        assert float(said) == pytest.approx(graph.edges[edge]["weight"], rel=1e-3)
+    browser.execute_script(click, browser.find_element("css selector", ".root"))
+    assert detail.text.startswith("after the layer, layer 4: 5 “t5”; took from 5 “t5” ")
+    (label,) = (label for label in all_of(browser, "svg .label") if label.text == "t0")
+    doing(browser, label.click)
+    assert "query=0" in browser.current_url
+
+
+def test_a_tree_has_its_tab_where_there_is_one(opened):
+    from selenium.webdriver.common.keys import Keys
+
+    maps = [{"plain": map_of()}, {"plain": map_of(), "routes": routes_map()}]
+    browser = opened(maps, "view=tree")
+    tab = browser.find_element("css selector", "button[data-view=tree]")
+    assert not tab.is_displayed()
+    assert all_of(browser, ".row")
+    browser = opened(maps, "prompt=1&view=text")
+    tab = browser.find_element("css selector", "button[data-view=tree]")
+    doing(browser, lambda: browser.find_element("tag name", "body").send_keys("5"))
+    assert tab.get_attribute("aria-selected") == "true"
+    assert browser.find_element("id", "map").get_property("value") == "1"
+    doing(browser, lambda: browser.find_element("tag name", "body").send_keys(Keys.ARROW_LEFT))
+    assert all_of(browser, "[data-pruned]")
+
+
+DRAWN = {"svg", "rect", "text", "image", "line", "circle"}
+VIEWS = ("text", "grid", "flow", "methods", "tree")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view_goes_out(opened, maps, view, tmp_path):
+    browser = opened(maps, f"view={view}&layer=2&query=5", trees=lm.attribution_tree(maps["signed"]))
+    texts = [node.text for node in all_of(browser, "#view .token, #view th, #view svg text")]
+    rows, whole = rows_of(browser), json.loads(exported(browser, "json"))
+    assert [str(row["value"]) for row in whole["rows"]] == [row["value"] or "None" for row in rows]
+    assert whole["state"]["view"] == view
+    picture = exported(browser, "svg")
+    drawn = ElementTree.fromstring(picture)
+    namespace = "{http://www.w3.org/2000/svg}"
+    written = ["".join(node.itertext()).strip() for node in drawn.iter(f"{namespace}text")]
+    assert {text.strip() for text in texts} <= set(written)
+    assert len(list(drawn.iter(f"{namespace}line"))) == len(all_of(browser, "#view svg line"))
+    assert len(list(drawn.iter(f"{namespace}image"))) == len(all_of(browser, "#view canvas"))
+    assert any("lens_mix" in text for text in written)
+    width, height = pixels(exported(browser, "png")).shape[1::-1]
+    assert [width, height] == [2 * int(drawn.get(side)) for side in ("width", "height")]
+    # and the SVG opens alone
+    alone = tmp_path / "alone.svg"
+    alone.write_bytes(picture)
+    browser.get(f"file://{alone}")
+    assert len(all_of(browser, "text")) == len(written)
+
+
+def pixels(png):
+    image = pytest.importorskip("PIL.Image").open(io.BytesIO(png)).convert("RGB")
+    found = np.asarray(image)
+    assert len(np.unique(found.reshape(-1, 3), axis=0)) > 20
+    return found
+
+
 def test_methods_agree_as_spearman_says(opened, maps):
     browser = opened(maps, "view=methods&map=0&query=5")
     for name, m in maps.items():
@@ -222,9 +446,15 @@ def test_several_prompts_cross_attention_and_single_rows(opened, maps):
 
 
 def test_tokens_are_shown_and_never_run(opened):
-    m = map_of(random_attention(size=len(NASTY)), tokens=list(NASTY))
-    for view in ("text", "grid", "flow", "methods"):
-        browser = opened(m, f"view={view}")
+    hostile = "\x01</script>\ud800<b>"
+    attribution = {"method": "attention_attribution", "notes": (hostile,)}
+    m = map_of(random_attention(size=len(NASTY)), tokens=list(NASTY), **attribution)
+    for view in VIEWS:
+        browser = opened({hostile: m}, f"view={view}&threshold=0.01")
+        drawn = ElementTree.fromstring(exported(browser, "svg"))
+        assert {node.tag.partition("}")[2] for node in drawn.iter()} <= DRAWN
+        assert "\ufffd</script>\ufffd<b>" in "".join(drawn.itertext())
+        assert pixels(exported(browser, "png")).size
     browser = opened(m, "view=text")
     shown = [token.get_property("textContent") for token in all_of(browser, ".token")]
     assert shown[:4] == list(NASTY[:4])
@@ -253,6 +483,7 @@ def test_a_notebooks_frame_answers_clicks(browser, maps, tmp_path):
         token = ".row:nth-of-type(2) .token:nth-of-type(3)"
         clicked_until(browser, token, f"{token}.chosen")
         clicked_until(browser, "button[data-view=methods]", "tr[data-map=alti]")
+        assert pixels(exported(browser, "png")).size
         browser.switch_to.default_content()
     assert [entry["message"] for entry in browser.get_log("browser")] == []
 

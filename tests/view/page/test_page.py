@@ -14,7 +14,10 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.maps.words import word_groups
+from lens_mix.methods.information_flow_routes import part_shares
 from tests.random_maps import map_of, random_attention
+from tests.view.page.routes import routes_map
 from tests.view.page.tokens import NASTY
 
 
@@ -77,6 +80,43 @@ def test_masks_rows_and_keys_of_another_kind():
     assert (packed["tokens"], packed["keys"]) == (["a", "b", "c"], list("vwxyz"))
 
 
+def test_words_and_sentences():
+    tokens = [
+        "<bos>",
+        "A",
+        " b",
+        ".",
+        " \u00bfC",
+        "\u3002",
+        "d",
+        "\n",
+        "e",
+        ". ",
+        " f!",
+        "[SEP]",
+        "g?",
+        "h\u010a",
+        "i",
+    ]
+    (packed,) = data_of(lm.page(map_of(random_attention(size=len(tokens)), tokens=tokens)))["prompts"][0]
+    assert packed["words"]["sentence"] == [0, 1, 4, 6, 8, 11, 12, 13, 14]
+    assert packed["words"]["word"] == [words[0] for words in word_groups(tokens)]
+    assert packed["key_words"] is None
+    cross = lm.MixingMap(torch.rand(2, 3, 2), ["a.", "b", "c"], key_tokens=["x", "y"])
+    (packed,) = data_of(lm.page(cross))["prompts"][0]
+    assert (packed["words"], packed["key_words"]) == ({"sentence": [0, 1]}, {"sentence": [0]})
+
+
+def test_feed_forwards_of_routes_and_of_no_other_map():
+    m = routes_map()
+    packed = data_of(lm.page({"routes": m, "rolled": lm.rollout(m), "plain": map_of()}))["prompts"][0]
+    expected = part_shares(m).mlp_out.numpy()
+    np.testing.assert_allclose(packed[0]["feed_forward"], expected, rtol=1e-3)
+    assert [one["feed_forward"] for one in packed[1:]] == [None, None]
+    # what a method noted of each block stays out: it can be larger than the map
+    assert "details" not in packed[0]["provenance"]
+
+
 @pytest.mark.parametrize(
     ("layers", "heads", "size", "rows", "most"),
     [(30, 9, 64, None, 1e6), (30, None, 512, None, 5e6), (30, None, 2000, [-1], 1e6)],
@@ -88,6 +128,13 @@ def test_its_size(layers, heads, size, rows, most):
         scores = torch.rand(layers, 1, size).softmax(-1)
         m = map_of(scores, tokens=[f" t{i}" for i in range(size)], queries=[size - 1], causal=False)
     assert len(lm.page(m).html.encode()) < most
+
+
+@pytest.mark.slow
+def test_its_size_with_feed_forwards_and_routes():
+    page = lm.page(routes_map(30, 512))
+    assert len(data_of(page)["trees"][0][0]["edges"]) > 1000
+    assert len(page.html.encode()) < 5e6
 
 
 def test_tokens_stay_text():

@@ -1,0 +1,97 @@
+// ------------------------------------------------------------------ export
+function offer(name, blob) {
+  const link = make("a", { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+const quoted = value => /[",\n\r]/.test(String(value)) ? `"${String(value).replaceAll('"', '""')}"` : String(value ?? "");
+// What XML can't hold, a half of a pair of surrogates for one, becomes \ufffd.
+const forXml = text => text.replace(/[\0-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff\p{Cs}]/gu, "\ufffd");
+async function save(kind) {
+  const { rows = [], options } = exported(), name = `lens_mix-${state.view}`;
+  if (kind === "csv") {
+    const columns = rows.length ? Object.keys(rows[0]) : [];
+    return offer(`${name}.csv`, new Blob([[columns, ...rows.map(row => columns.map(column => row[column]))]
+      .map(line => line.map(quoted).join(",")).join("\n")], { type: "text/csv" }));
+  }
+  if (kind === "json") return offer(`${name}.json`, new Blob([JSON.stringify({ state, provenance: map().provenance,
+    notes: map().notes, options, rows }, null, 1)], { type: "application/json" }));
+  const svg = pictured(), text = forXml(new XMLSerializer().serializeToString(svg));
+  if (kind === "svg") return offer(`${name}.svg`, new Blob([text], { type: "image/svg+xml" }));
+  const image = new Image(), [width, height] = ["width", "height"].map(side => +svg.getAttribute(side));
+  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text)}`;
+  await image.decode();
+  // Browsers draw on no more than 16,384 pixels a side.
+  const canvas = make("canvas"), scale = Math.min(2, 16000 / Math.max(width, height));
+  canvas.width = Math.ceil(width * scale); canvas.height = Math.ceil(height * scale);
+  canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+  canvas.toBlob(blob => offer(`${name}.png`, blob));
+}
+
+// The view, and the lines below the page that say where it is from, as one SVG: what the browser has laid out
+// becomes rectangles, text, and pictures, with colours as they are on the screen.
+function pictured() {
+  const panes = [$("view"), ...$("view").querySelectorAll(".pane")].map(pane => [pane, pane.scrollLeft]);
+  for (const [pane] of panes) pane.scrollLeft = 0;
+  const parts = [$("view"), $("about"), $("notes")], svg = draw("svg", {}), base = $("view").getBoundingClientRect();
+  const measure = make("canvas").getContext("2d"), far = { x: 0, y: 0 };
+  const put = (name, box, attributes, text) => {
+    far.x = Math.max(far.x, box.right - base.left); far.y = Math.max(far.y, box.bottom - base.top);
+    const node = draw(name, { x: (box.left - base.left).toFixed(2), y: (box.top - base.top).toFixed(2), ...attributes }, text);
+    svg.append(node);
+    return node;
+  };
+  const sides = box => ({ width: box.width.toFixed(2), height: box.height.toFixed(2) });
+  const walk = element => {
+    const style = getComputedStyle(element), box = element.getBoundingClientRect();
+    if (style.display === "none") return;
+    if (element.localName === "canvas") return void put("image", box, { ...sides(box), href: element.toDataURL() });
+    if (element.localName === "svg") return void put("svg", box, sides(box)).append(...[...element.children].map(plainSvg));
+    const filled = style.backgroundColor !== "rgba(0, 0, 0, 0)", framed = style.outlineStyle === "solid";
+    if (filled || framed) for (const rect of element.getClientRects()) put("rect", rect, { ...sides(rect), rx: 3, "fill-opacity": style.opacity,
+      fill: filled ? style.backgroundColor : "none", ...(framed && { stroke: style.outlineColor, "stroke-width": style.outlineWidth }) });
+    for (const child of element.childNodes) {
+      if (child.nodeType === Node.ELEMENT_NODE) walk(child);
+      else if (child.nodeType === Node.TEXT_NODE) for (const [text, line] of linesOf(child)) {
+        measure.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
+        put("text", line, { y: (line.top - base.top + measure.measureText("x").fontBoundingBoxAscent).toFixed(2), fill: style.color,
+          "fill-opacity": style.opacity, "font-family": style.fontFamily, "font-size": style.fontSize, "font-weight": style.fontWeight },
+        // SVG drops spaces at the ends.
+        text.replace(/^ +| +$| {2,}/g, spaces => "\u00a0".repeat(spaces.length)));
+      }
+    }
+  };
+  parts.forEach(walk);
+  for (const [pane, left] of panes) pane.scrollLeft = left;
+  const [width, height] = [far.x + 14, far.y + 10].map(Math.ceil);
+  svg.prepend(draw("rect", { width, height, fill: css("--ground") }));
+  for (const [key, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) svg.setAttribute(key, value);
+  return svg;
+}
+// A drawing that needs no style sheet.
+function plainSvg(node) {
+  const copy = node.cloneNode(true), style = getComputedStyle(node);
+  for (const name of ["fill", "stroke", "stroke-width", "stroke-linecap", "stroke-dasharray", "font-family", "font-size", "font-weight"])
+    if (style.getPropertyValue(name) !== "none") copy.setAttribute(name, style.getPropertyValue(name));
+  copy.removeAttribute("class");
+  return copy;
+}
+// The lines into which a piece of text is broken, with their boxes.
+function linesOf(node) {
+  const range = document.createRange(), lines = [];
+  range.selectNodeContents(node);
+  if (range.getClientRects().length < 2) return range.getClientRects().length ? [[node.data, range.getBoundingClientRect()]] : [];
+  let place = 0;
+  for (const c of node.data) {
+    range.setStart(node, place);
+    range.setEnd(node, place += c.length);
+    const box = range.getBoundingClientRect(), last = lines[lines.length - 1];
+    if (!box.width) continue;
+    if (last && Math.abs(last[1].top - box.top) < 2) {
+      last[0] += c;
+      last[1] = new DOMRect(Math.min(last[1].left, box.left), last[1].top,
+        Math.max(last[1].right, box.right) - Math.min(last[1].left, box.left), box.height);
+    } else lines.push([c, box]);
+  }
+  return lines;
+}

@@ -1,0 +1,403 @@
+"""`lens-mix serve`: real requests to a server on a free port; the test's thread is the one that computes."""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import dataclasses
+import hashlib
+import html
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import zlib
+
+import numpy as np
+import pytest
+
+import lens_mix as lm
+from lens_mix import registry, runner
+from lens_mix.lens.proof.support import Support
+from lens_mix.method import Method
+from lens_mix.serve import Limits, Site, site
+from lens_mix.serve.answers import Answer
+from tests.demos.tiny_folder import save_tiny_llama
+from tests.lens.test_state import assert_same, state_of
+from tests.tiny_models import available, bridge
+
+pytest.importorskip("typer")
+
+TEXT = "My grandmother was born in Italy"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    if not available(bridge, "llama"):
+        pytest.skip("no bridge in this TransformerLens")
+    from lens_mix.cli import _load
+
+    return _load(str(save_tiny_llama(tmp_path_factory.mktemp("model"))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Endless(Method):
+    """Would compute for ever."""
+
+    name = "endless"
+    residual = 0.0
+    engines = ("recorded",)
+
+    def __call__(self, block):
+        while True:
+            time.sleep(0.001)
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(Method):
+    """Has a bug."""
+
+    name = "broken"
+    residual = 0.0
+    engines = ("recorded",)
+
+    def __call__(self, block):
+        raise RuntimeError("<b>no such file</b>")
+
+
+@pytest.fixture(autouse=True)
+def methods_of_the_tests(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {"endless": Endless, "broken": Broken})
+
+
+class Visited:
+    """A site and what it answers: requests come from threads, the work is done here."""
+
+    def __init__(self, model, **limits):
+        self.site = Site(0, Limits(**limits))
+        self.model, self.pool = model, concurrent.futures.ThreadPoolExecutor(8)
+
+    def answers(self, *requests, fetch=None):
+        """What came back for each, after all of them have been answered: (status, headers, text)."""
+        futures: list[concurrent.futures.Future] = []
+
+        def send(_):
+            futures.extend(self.pool.submit(fetch or fetched, request) for request in requests)
+
+        self.site.serve(self.model, send, lambda: all(future.done() for future in futures))
+        return [future.result() for future in futures]
+
+    def map(self, *methods, text=TEXT):
+        ((status, headers, text),) = self.answers(self.request(text, *methods))
+        return status, headers, text
+
+    def request(self, text, *methods, **headers):
+        fields = [("text", text), *(("method", name) for name in methods)]
+        data = urllib.parse.urlencode(fields).encode()
+        return urllib.request.Request(f"{self.site.url}map", data, headers)
+
+
+def fetched(request):
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=60) as answer:
+            return answer.status, answer.headers, answer.read().decode()
+    except urllib.error.HTTPError as problem:
+        return problem.code, problem.headers, problem.read().decode()
+
+
+@pytest.fixture
+def visited(model):
+    made = Visited(model)
+    with made.site:
+        yield made
+    made.pool.shutdown()
+
+
+def maps_in(text):
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return {one["label"]: one for one in json.loads(data)["prompts"][0]}
+
+
+def scores_of(packed):
+    """Layers of the visible numbers, row by row; float16."""
+    assert packed["code"] == "float16"
+    return [
+        np.frombuffer(zlib.decompress(base64.b64decode(layer["data"])), "<f2") * layer["largest"]
+        for layer in packed["layers"]
+    ]
+
+
+def message_in(text):
+    (words,) = re.findall(r'<p class="message" role="alert">(.*?)</p>', text, re.DOTALL)
+    assert "Traceback" not in text
+    assert "<script" not in text
+    return html.unescape(words)
+
+
+# ---------------------------------------------------------------------- what is asked for comes
+
+
+def test_the_page_holds_the_maps_of_a_run(visited, model):
+    status, headers, text = visited.map("alti", "attention", "input_map")
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    expected = {**lm.run(model, TEXT, ["alti", "attention"]), "input_map": lm.input_map(model, TEXT)}
+    found = maps_in(text)
+    assert list(found) == ["alti", "attention", "input_map"]
+    for label, m in expected.items():
+        assert found[label]["tokens"] == m.tokens
+        for layer, seen, numbers in zip(m.scores, m.visible(), scores_of(found[label]), strict=True):
+            assert numbers == pytest.approx(
+                layer[..., seen].flatten().numpy(), abs=1e-3 * float(layer.abs().max())
+            )
+
+
+def test_the_form_offers_each_method_and_says_why_not(visited, monkeypatch):
+    reasons = {"alti": 'not on a <b>"toy"</b>'}
+    rows = tuple(
+        (name, None if name in reasons else "hooks", reasons.get(name, "")) for name in registry.all_methods()
+    )
+    monkeypatch.setattr(runner, "support", lambda model: Support("<i>toy</i>", rows))
+    ((status, _, text),) = visited.answers(visited.site.url)
+    assert status == 200
+    states = dict(re.findall(r'value="(\w+)"( checked| disabled|)>', text))
+    assert list(states) == [*registry.all_methods(), "input_map"]
+    assert [name for name, state in states.items() if state == " disabled"] == ["alti"]
+    picked = [name for name, state in states.items() if state == " checked"]
+    assert sorted(picked) == ["attention", "input_map", "value_zeroing"]
+    assert 'title="not on a &lt;b&gt;&quot;toy&quot;&lt;/b&gt;"' in text
+    assert "<h1>&lt;i&gt;toy&lt;/i&gt;</h1>" in text
+    assert "128 tokens and 60 seconds" in text
+    assert "<script" not in text
+
+
+def test_answers_are_for_this_machines_own_page_alone(visited):
+    form, page, none = visited.answers(
+        visited.site.url, visited.request(TEXT, "alti"), f"{visited.site.url}none"
+    )
+    assert [status for status, _, _ in (form, page, none)] == [200, 200, 404]
+    for _, headers, text in (form, none):
+        style = text.split("<style>")[1].split("</style>")[0]
+        digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+        start = f"default-src 'none'; style-src 'sha256-{digest}'; frame-src 'self'; form-action 'self'"
+        assert headers["Content-Security-Policy"].startswith(start)
+    assert page[1]["Content-Security-Policy"].startswith("sandbox allow-scripts allow-downloads; frame-")
+    assert "content=\"default-src 'none'; script-src 'sha256-" in page[2]
+    for _, headers, _ in (form, page, none):
+        assert "frame-ancestors 'self'" in headers["Content-Security-Policy"]
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cache-Control"] == "no-store"
+
+
+# ---------------------------------------------------------------------- what is refused, in words
+
+
+def test_mistakes_are_answered_in_words(visited):
+    requests = {
+        "no sentence": visited.request("  ", "alti"),
+        "No method is picked": visited.request(TEXT),
+        "did you mean 'alti'?": visited.request(TEXT, "altii"),
+        "got one twice": visited.request(TEXT, "alti", "alti"),
+        "per_head": visited.request(TEXT, "attention_attribution(per_head=True)"),
+    }
+    for words, (status, _, text) in zip(requests, visited.answers(*requests.values()), strict=True):
+        assert status == 400
+        assert words in message_in(text)
+
+
+def test_a_sentence_that_is_too_long(model):
+    visited = Visited(model, tokens=7)
+    with visited.site:
+        # <s> and six words, and one more
+        fits, long, longer = visited.answers(
+            visited.request(TEXT, "alti"),
+            visited.request(f"{TEXT} Japan", "alti"),
+            visited.request("She left " * 10_000, "alti"),
+        )
+    assert (fits[0], long[0], longer[0]) == (200, 413, 413)
+    assert "has 8 tokens, and this server takes 7 at most" in message_in(long[2])
+    assert "too long: At most 7 tokens" in message_in(longer[2])
+
+
+def test_a_hostile_sentence_and_method_stay_text(visited):
+    hostile = "</script><script>alert(1)</script>&<img src=x onerror=alert(1)>"
+    status, _, text = visited.map("alti", text=hostile)
+    assert status == 200
+    assert text.count("<script>") == 1
+    assert "alert(1)" not in text.replace("\\u003c", "<").split('id="data">')[0]
+    assert "<img" not in text
+    status, _, text = visited.map(hostile)
+    assert status == 400
+    assert "got '</script><script>" in message_in(text)
+
+
+def test_a_bug_is_told_in_words_and_where_in_the_terminal(visited, capsys):
+    status, _, text = visited.map("broken")
+    assert status == 500
+    assert "RuntimeError: <b>no such file</b>" in message_in(text)
+    assert "Traceback" in capsys.readouterr().err
+    assert visited.map("alti")[0] == 200
+
+
+# ---------------------------------------------------------------------- bounds
+
+
+def test_a_time_limit_leaves_the_model_as_it_was(model):
+    visited, before = Visited(model, seconds=0.5), state_of(model)
+    handler = signal.getsignal(signal.SIGINT)
+    with visited.site:
+        started = time.monotonic()
+        late, next_one = visited.answers(visited.request(TEXT, "endless"), visited.request(TEXT, "attention"))
+    assert time.monotonic() - started < 20
+    assert sorted((late[0], next_one[0])) == [200, 504]
+    assert "Stopped after 0.5 seconds" in message_in(late[2])
+    assert_same(before, state_of(model))
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_more_than_may_wait_are_sent_away(model):
+    visited = Visited(model, waiting=2)
+    with visited.site:
+        # Nobody works yet: all that come wait, and those for whom there is no room are answered at once.
+        visited.site.model = model
+        taken = [visited.site.desk.submit(lambda: None) for _ in range(2)]
+        answer = visited.site.answer(TEXT, ["alti"])
+        assert answer.status == 503
+        assert "wait already: 2" in message_in(answer.html)
+        visited.site.desk.work(until=lambda: all(future.done() for future in taken))
+        assert visited.map("alti")[0] == 200
+
+
+def test_nobody_waits_for_ever(model, monkeypatch):
+    """As where one step of torch takes longer than all limits: nobody works here."""
+    computed: list[str] = []
+
+    def page_of(model, text, asked, tokens):
+        computed.append(text)
+        return Answer(200, "")
+
+    monkeypatch.setattr(site, "page_of", page_of)
+    monkeypatch.setattr(site, "_GRACE_SECONDS", 0.0)
+    visited = Visited(model, seconds=0.1, waiting=2)
+    with visited.site:
+        answer = visited.site.answer(TEXT, ["alti"])
+        assert answer.status == 504
+        assert "No page within 0.3 seconds" in message_in(answer.html)
+        assert visited.map("alti", text="They live")[0] == 200
+    # The first, for whom nobody waits, is not.
+    assert computed == ["They live"]
+
+
+def test_several_at_once_get_their_own(visited, model):
+    texts = [TEXT, "She left the country", "They live"]
+    found = visited.answers(*(visited.request(text, "attention") for text in texts))
+    for text, (status, _, page) in zip(texts, found, strict=True):
+        assert status == 200
+        assert maps_in(page)["attention"]["tokens"] == lm.run(model, text, "attention").tokens
+
+
+def test_it_is_there_for_this_machine_alone(visited):
+    assert visited.site.server_address[0] == "127.0.0.1"
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", visited.site.server_port), 2)
+
+
+@pytest.mark.parametrize(("method", "expected"), [("GET", 200), ("POST", 404)])
+def test_other_names_and_other_pages_are_refused(visited, method, expected):
+    port = visited.site.server_port
+
+    def asked(headers):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.putrequest(method, "/", skip_host=True)
+        for name, value in headers:
+            connection.putheader(name, value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+    own = [f"127.0.0.1:{port}", f"localhost:{port}", "localhost", "localhost:9999"]
+    welcome = [[("Host", host)] for host in own]
+    welcome += [[("Host", host), ("Origin", f"http://{host}")] for host in own]
+    answers = visited.answers(*welcome, fetch=asked)
+    assert [status for status, _ in answers] == [expected] * len(welcome)
+    foreign = [["evil.example"], [f"evil.example:{port}"], ["localhost.evil.example"], [], ["localhost"] * 2]
+    answers = visited.answers(*([("Host", host) for host in hosts] for hosts in foreign), fetch=asked)
+    for status, text in answers:
+        assert status == 403
+        assert "http://localhost only" in message_in(text)
+    origins = ["http://evil.example", "null", f"https://{own[0]}", "http://localhost.evil.example"]
+    answers = visited.answers(*([("Host", own[0]), ("Origin", origin)] for origin in origins), fetch=asked)
+    for status, text in answers:
+        assert status == 403
+        assert "its own form only" in message_in(text)
+
+
+def test_requests_that_are_none(visited):
+    def said(words):
+        with socket.create_connection(("127.0.0.1", visited.site.server_port), 30) as connection:
+            connection.sendall(words)
+            connection.shutdown(socket.SHUT_WR)
+            return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+
+    post = b"POST /map HTTP/1.0\r\nHost: localhost\r\n"
+    cases = {
+        b"DELETE / HTTP/1.0\r\nHost: localhost\r\n\r\n": "501",
+        post + b"\r\n": "411",
+        post + b"Content-Length: -1\r\n\r\n": "411",
+        # No text; one that is no UTF-8 and has no method; too many fields.
+        post + b"Content-Length: 9\r\n\r\n": "400",
+        post + b"Content-Length: 8\r\n\r\ntext=%ff": "400",
+        post + b"Content-Length: 401\r\n\r\n" + b"a&" * 200 + b"a": "400",
+    }
+    for words, status, text in zip(cases, cases.values(), visited.answers(*cases, fetch=said), strict=True):
+        assert text.startswith(f"HTTP/1.0 {status}"), words
+        assert message_in(text)
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_the_command_answers_until_ctrl_c(tmp_path):
+    if not available(bridge, "llama"):
+        pytest.skip("no bridge in this TransformerLens")
+    folder = save_tiny_llama(tmp_path)
+    command = [sys.executable, "-m", "lens_mix", "serve", str(folder), "--port", "0", "--tokens", "20"]
+    # Its own group of processes, so that Ctrl-C is for it alone.
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    with started:
+        try:
+            line = next(line for line in started.stdout if "http://" in line)
+            url = re.search(r"http://127\.0\.0\.1:\d+/", line)[0]
+            status, _, text = fetched(url)
+            assert status == 200
+            assert "20 tokens" in text
+            data = urllib.parse.urlencode({"text": TEXT, "method": "alti"}).encode()
+            status, _, text = fetched(urllib.request.Request(f"{url}map", data))
+            assert (status, list(maps_in(text))) == (200, ["alti"])
+            started.send_signal(signal.SIGINT)
+            rest, _ = started.communicate(timeout=60)
+        finally:
+            started.kill()
+    assert started.returncode == 0
+    assert rest.strip() == "The server has ended."
+
+
+def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(tmp_path):
+    from typer.testing import CliRunner
+
+    from lens_mix.cli import app
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = CliRunner().invoke(app, ["serve", str(tmp_path / "no model"), "--port", str(port)])
+    assert found.exit_code == 2
+    assert f"expected one that is free, got {port}" in found.output.replace("\n", " ")

@@ -1,0 +1,102 @@
+"""The form in a real browser: a sentence, two methods, and the page answers clicks in its frame."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+
+import pytest
+
+from lens_mix.serve import Limits, Site
+from tests.demos.tiny_folder import save_tiny_llama
+from tests.tiny_models import available, bridge
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
+from selenium.common.exceptions import StaleElementReferenceException, WebDriverException  # noqa: E402
+from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+
+pytest.importorskip("typer")
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (BROWSER and DRIVER),
+    reason="no chromium with a chromedriver: apt-get install chromium chromium-driver",
+)
+
+
+@pytest.fixture
+def browser():
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for argument in (
+        "headless=new",
+        "no-sandbox",
+        "disable-gpu",
+        "disable-dev-shm-usage",
+        "window-size=1300,900",
+    ):
+        options.add_argument(f"--{argument}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    try:
+        started = webdriver.Chrome(service=webdriver.ChromeService(DRIVER), options=options)
+    except WebDriverException as problem:
+        pytest.skip(f"Chromium does not start here: {problem.msg}")
+    yield started
+    started.quit()
+
+
+def visit(browser, url, place):
+    """Ask for two maps, click through them, then ask for none and read why there is none."""
+    browser.get(url)
+    browser.find_element("name", "text").send_keys("My grandmother was born in <i>Italy</i>")
+    for box in browser.find_elements("css selector", "input:checked"):
+        box.click()
+    for name in ("alti", "attention"):
+        browser.find_element("css selector", f"input[value={name}]").click()
+    browser.find_element("css selector", "button").click()
+    browser.switch_to.frame("page")
+    wait = WebDriverWait(browser, 90, ignored_exceptions=[StaleElementReferenceException])
+    wait.until(
+        lambda _: [row.get_attribute("data-map") for row in all_of(browser, ".row")] == ["attention", "alti"]
+    )
+    token = ".row:nth-of-type(2) .token:nth-of-type(3)"
+    wait.until(lambda _: clicked(browser, token) and all_of(browser, f"{token}.chosen"))
+    wait.until(lambda _: clicked(browser, "button[data-view=grid]") and all_of(browser, "canvas"))
+    browser.switch_to.default_content()
+    browser.save_screenshot(str(place))
+    assert [entry["message"] for entry in browser.get_log("browser")] == []
+    for name in ("alti", "attention"):
+        browser.find_element("css selector", f"input[value={name}]").click()
+    browser.find_element("css selector", "button").click()
+    browser.switch_to.frame("page")
+    wait.until(lambda _: "No method is picked" in browser.find_element("css selector", "body").text)
+
+
+def all_of(browser, selector):
+    return browser.find_elements("css selector", selector)
+
+
+def clicked(browser, selector):
+    browser.find_element("css selector", selector).click()
+    return True
+
+
+def test_a_sentence_two_methods_and_the_page(browser, tmp_path):
+    if not available(bridge, "llama"):
+        pytest.skip("no bridge in this TransformerLens")
+    from lens_mix.cli import _load
+
+    problems: list[BaseException] = []
+
+    def click_through():
+        try:
+            visit(browser, site.url, tmp_path / "form.png")
+        except BaseException as problem:
+            problems.append(problem)
+
+    with Site(0, Limits()) as site:
+        visitor = threading.Thread(target=click_through)
+        # The work is done here, in the main thread.
+        site.serve(
+            _load(str(save_tiny_llama(tmp_path))), lambda _: visitor.start(), lambda: not visitor.is_alive()
+        )
+    assert problems == []

@@ -1,0 +1,117 @@
+"""The trees of a page: which there are, and that they hold the graph's own numbers."""
+
+from __future__ import annotations
+
+import networkx as nx
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.graphs import information_flow_graph, information_flow_routes, layered_graph
+from lens_mix.view.page import trees
+from tests.random_maps import map_of, random_attention
+from tests.view.page.routes import routes_map
+from tests.view.page.test_page import data_of
+from tests.view.page.tokens import NASTY
+
+
+def attribution(**fields):
+    scores = random_attention(heads=2) - 0.1 * torch.ones(6, 6).tril()
+    return map_of(scores, method="attention_attribution", **fields)
+
+
+def graph_of(packed):
+    """The graph that the page holds."""
+    graph, places = nx.DiGraph(), [(node["level"], node["position"]) for node in packed["nodes"]]
+    graph.add_nodes_from(zip(places, packed["nodes"], strict=True))
+    graph.add_edges_from((places[start], places[end], values) for start, end, values in packed["edges"])
+    return graph
+
+
+def assert_same(packed, graph):
+    held = graph_of(packed)
+    assert set(held) == set(graph)
+    for node, values in graph.nodes(data=True):
+        assert held.nodes[node] == {**values, "level": node[0], "position": node[1]}
+    assert {(a, b): values for a, b, values in held.edges(data=True)} == {
+        (a, b): values for a, b, values in graph.edges(data=True)
+    }
+    assert packed["whole"] == [len(graph), graph.number_of_edges()]
+    assert packed["tokens"] == graph.graph["tokens"]
+
+
+@pytest.mark.parametrize("heads", [None, 2])
+def test_maps_that_have_a_tree_bring_it(heads):
+    maps = {"plain": map_of(), "tree": attribution(), "routes": routes_map(heads=heads)}
+    (packed,) = data_of(lm.page(maps))["trees"]
+    assert [one["name"] for one in packed] == ["tree", "routes"]
+    assert_same(packed[0], lm.attribution_tree(maps["tree"]))
+    assert packed[0]["options"] == {
+        "threshold": 0.4,
+        "cost": 0.0,
+        "order": "score",
+        "within_layer": False,
+    }
+    assert_same(packed[1], information_flow_routes(maps["routes"], maps["routes"].meant_query))
+    top = packed[1]["nodes"][packed[1]["roots"][0]]
+    assert (top["level"], top["position"]) == (9, 5)
+
+
+def test_maps_that_can_have_none():
+    cut, rolled = routes_map().select_queries([-1]), lm.rollout(routes_map())
+    none = attribution().replace(scores=-torch.ones(4, 2, 6, 6).tril())
+    assert data_of(lm.page([cut, rolled, none]))["trees"] == [[], [], []]
+
+
+def test_trees_that_are_given():
+    m = attribution()
+    tree = lm.attribution_tree(m, threshold=0.1, cost=0.05, root=3)
+    flow = information_flow_graph(map_of(), 4)
+    pages = {
+        "one": lm.page(m, trees=tree),
+        "named": lm.page(m, trees={"mine": tree, "flow": flow}),
+        "per prompt": lm.page([m, m], trees=[{}, tree]),
+        "none": lm.page(m, trees={}),
+    }
+    held = {name: data_of(page)["trees"] for name, page in pages.items()}
+    assert [[one["name"] for one in prompt] for prompt in held["per prompt"]] == [[], ["tree"]]
+    assert held["none"] == [[]]
+    assert_same(held["one"][0][0], tree)
+    assert_same(held["named"][0][1], flow)
+    assert held["named"][0][1]["options"]["edges_before"] == flow.graph["edges_before"]
+
+
+def test_of_a_large_graph_the_largest_edges(monkeypatch):
+    monkeypatch.setattr(trees, "MOST_EDGES", 5)
+    graph = layered_graph(map_of())
+    (packed,) = data_of(lm.page(map_of(), trees=graph))["trees"][0]
+    largest = sorted((values["weight"] for *_, values in graph.edges(data=True)), reverse=True)
+    assert [values["weight"] for *_, values in packed["edges"]] == largest[:5]
+    assert packed["whole"] == [len(graph), graph.number_of_edges()]
+
+
+def test_hostile_tokens_stay_text():
+    m = map_of(random_attention(size=len(NASTY)), tokens=list(NASTY))
+    page = lm.page(m, trees={"</script>": lm.attribution_tree(m, threshold=0.0)})
+    ((packed,),) = data_of(page)["trees"]
+    assert packed["tokens"] == list(NASTY)
+    assert packed["name"] == "</script>"
+    assert page.html.count("</script>") == 2
+
+
+def test_what_is_no_tree():
+    m, tree = map_of(), lm.attribution_tree(map_of())
+    plain = nx.DiGraph([((0, 0), (1, 0))])
+    weightless = tree.copy()
+    next(iter(weightless.edges(data=True)))[2]["weight"] = float("nan")
+    for wrong, kind, says in (
+        (3, TypeError, "trees: expected a graph, several by name"),
+        ([m], TypeError, "trees: expected graphs by name"),
+        ({"m": m}, TypeError, "trees: expected a networkx graph"),
+        ([tree, tree], ValueError, "trees: expected one entry per prompt, 1, got 2"),
+        (plain, ValueError, "trees: expected edges with a finite weight, got None"),
+        (weightless, ValueError, "trees: expected edges with a finite weight, got nan"),
+        (nx.DiGraph([("a", "b", {"weight": 1.0})]), ValueError, r"trees: expected nodes \(level, position\)"),
+    ):
+        with pytest.raises(kind, match=says):
+            lm.page(m, trees=wrong)
