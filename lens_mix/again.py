@@ -41,7 +41,7 @@ def run_again(
             "mixing_map: expected a map that lm.run made (its provenance holds token_ids), got one of "
             f"method {mixing_map.method!r} without; run it with lm.run(model, prompt, method)"
         )
-    if "joint" in record:
+    if "joint" in record and record.get("stack") != "joint":
         raise ValueError(
             "mixing_map: expected a map of one part, got a joint one; make it again with lm.joint of "
             'lm.run(..., part="all")'
@@ -64,7 +64,8 @@ def run_again(
 
 
 def _mapped(record: Mapping[str, Any]) -> list[int]:
-    return record["target_token_ids"] if record.get("stack") in ("decoder", "cross") else record["token_ids"]
+    decoder = record.get("stack") in ("decoder", "cross", "joint")
+    return record["target_token_ids"] if decoder else record["token_ids"]
 
 
 def _method(mixing_map: MixingMap) -> Method:

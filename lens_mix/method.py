@@ -38,6 +38,7 @@ class Method:
         causal_only: whether it speaks of causal models only.
         cross: which keys its map has on cross-attention (`Block.is_cross`): the source's positions, or these
             and `RESIDUAL_KEY` after them; None: it is not defined there.
+        joint: whether it maps the source and the target of an encoder-decoder at once (`Block.is_joint`).
         places_tokens: whether it runs tokens at positions of its own, which the model has to take.
         records: what the clean pass must record of each attention module ("pattern", "value", "z").
         parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof`).
@@ -53,6 +54,7 @@ class Method:
     whole_model: ClassVar[bool] = False
     causal_only: ClassVar[bool] = False
     cross: ClassVar[CrossKeys | None] = None
+    joint: ClassVar[bool] = False
     places_tokens: ClassVar[bool] = False
     records: ClassVar[frozenset[str]] = frozenset()
     parts: ClassVar[tuple[str, ...]] = ALGEBRA_PARTS

@@ -68,7 +68,8 @@ def run(
             count from the prompt's end. None: all.
         layers: the layers to make and keep, likewise. None: all that have attention; `m.layers` names them.
         part: of an encoder-decoder "encoder" (default), "decoder", "cross" (the decoder's cross-attention:
-            queries are the target's tokens, keys the source's), or "all" three.
+            queries are the target's tokens, keys the source's), "all" three, or, for input maps by gradients
+            and occlusion, "joint" (queries are the target's tokens, keys the source's and then the target's).
         stack: an older name of `part`.
         engine: "auto", or "hooks" / "algebra" for methods that have both.
         max_memory: bytes for the temporary tensors of one step.
@@ -264,7 +265,7 @@ def support(model: TransformerLensModel, *, part: str | None = None, stack: str 
 
     Args:
         model: any TransformerLens model.
-        part: "encoder" (default), "decoder" or "cross" of an encoder-decoder.
+        part: "encoder" (default), "decoder", "cross" or "joint" of an encoder-decoder.
         stack: an older name of `part`.
     """
     stack = one_part(part, stack)

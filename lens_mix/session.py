@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -43,7 +44,7 @@ class Session:
     Args:
         model: any TransformerLens model.
         methods: by their labels; at least one.
-        stack: "encoder", "decoder" or "cross" of an encoder-decoder.
+        stack: "encoder", "decoder", "cross" or "joint" of an encoder-decoder.
         engine: "auto", "hooks" or "algebra".
         max_memory: bytes for the temporaries of one step; None: no bound.
         queries: the rows that are asked for; None: all.
@@ -119,7 +120,10 @@ class Session:
 
     def key_tokens(self, prompt: Prompt) -> Int[Tensor, " key"]:
         """The tokens that the keys stand for."""
-        return prompt.tokens if self.lens.stack.is_cross else self.mapped_tokens(prompt)
+        own = self.mapped_tokens(prompt)
+        if self.lens.stack.source is not None:
+            return torch.cat([prompt.tokens, own])
+        return prompt.tokens if self.lens.stack.is_cross else own
 
     def mapped_layers(self, method: Method) -> list[int]:
         """The layers that a method's map has."""
@@ -312,7 +316,10 @@ class Passed:
         """The same as strings."""
         return token_strings(self.session.lens.model, self.token_ids(index))
 
-    def source_tokens(self, index: int) -> list[str] | None:
-        """The source's tokens, where these are the keys; None where the keys are the queries' own tokens."""
-        prompt, lens = self.clean.batch.prompts[index], self.session.lens
-        return token_strings(lens.model, prompt.tokens) if lens.stack.is_cross else None
+    def key_tokens(self, index: int) -> list[str] | None:
+        """The keys' tokens: the source's, or source and target; None where they are the queries' own."""
+        prompt, stack = self.clean.batch.prompts[index], self.session.lens.stack
+        if not stack.is_cross and stack.source is None:
+            return None
+        source = token_strings(self.session.lens.model, prompt.tokens)
+        return source if stack.is_cross else [*source, *self.tokens(index)]

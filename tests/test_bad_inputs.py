@@ -637,7 +637,7 @@ def counted() -> Iterator[Case]:
     m = map_of(heads=4)
     look = functools.partial(statistics.attention_statistics, m)
     yield from each(statistics.attention_statistics, "maps", (*NO_MAP, [], [3], {"a": m}))
-    yield from each(look, "offsets", (None, 3, "1", [1.5], [True]))
+    yield from each(look, "offsets", (3, "1", [1.5], [True]))
     yield from each(look, "groups", (3, "a", {"a": 1.5}, {"a": [None]}, {"a": None}, {"a": True}, ["a"]))
     yield from each(look, "query", ("middle", 1.5, 9, True, [0]))
     found = statistics.attention_statistics(m)

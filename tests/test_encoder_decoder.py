@@ -359,14 +359,11 @@ def test_memory_bounds_hold_for_more_keys_than_queries():
                 lm.run(model, pair, method, part="cross", max_memory=100)
 
 
-def test_statistics_of_positions_and_scales_of_edits_refuse_it_in_words():
+def test_mixing_ratios_and_scales_of_edits_refuse_it_in_words():
     model = any_pair_model()
     pair = prompt_of(model)
     with pytest.raises(lm.UnsupportedModelError, match="statistics: expected part 'encoder' or 'decoder'"):
         mixing_ratios(model, pair, stack="cross")
-    m = lm.run(model, pair, lm.AttentionWeights(per_head=True), part="cross")
-    with pytest.raises(ValueError, match="expected the tokens as keys"):
-        lm.statistics.attention_statistics(m)
     with pytest.raises(lm.UnsupportedModelError, match="is not defined on part='cross'"):
         lm.evaluation.removal_curves(model, pair, torch.arange(5.0), stack="cross")
     pairs = top_pairs(lm.run(model, pair, "attention", part="cross"), count=70)
@@ -388,7 +385,7 @@ def test_what_can_not_be_asked_is_an_error_in_words():
         lm.run(model, (torch.full((33,), 5), source), "attention", part="cross")
     with pytest.raises(ValueError, match="part: expected part= alone"):
         lm.run(model, (source, source), "attention", part="cross", stack="decoder")
-    with pytest.raises(ValueError, match=r"expected one of \['cross', 'decoder', 'encoder'\]"):
+    with pytest.raises(ValueError, match=r"expected one of \['cross', 'decoder', 'encoder', 'joint'\]"):
         lm.run(model, (source, source), "attention", part="both")
     with pytest.raises(lm.UnsupportedModelError, match="is not defined on part='cross'"):
         lm.run(model, (source, source), "globenc", part="cross")

@@ -160,7 +160,7 @@ def test_encoder_decoder_targets(encoder_decoder):
         lm.run(encoder_decoder, pair, "attention", decoder_input_ids=GOOD)
     with pytest.raises(ValueError, match=r"target: expected tokens in 0\.\.49"):
         lm.run(encoder_decoder, (GOOD, torch.tensor([[77]])), "attention")
-    with pytest.raises(ValueError, match=r"expected one of \['cross', 'decoder', 'encoder'\]"):
+    with pytest.raises(ValueError, match=r"expected one of \['cross', 'decoder', 'encoder', 'joint'\]"):
         lm.run(encoder_decoder, pair, "attention", stack="blocks")
     with pytest.raises(ValueError, match="target: a string needs a tokenizer"):
         lm.run(encoder_decoder, (GOOD, "w3"), "attention")

@@ -33,6 +33,7 @@ FLOORS = {
     "view": 7,
     "citations": 8,
     "classifiers": 1,
+    "serve": 8,
     "cli": 8,
     "__main__": 9,
     # lens_mix itself: names are imported when they are first asked for
@@ -138,11 +139,11 @@ def test_the_library_stays_small():
     to align words; 200 for rollouts with the residual that was measured, 700 for cross-attention and joint
     stacks; 1,500 for a record that is read back, compared, subtracted and run again, prompts as tokenizers
     and chats give them, classifiers of transformers, methods of other authors, and figures of 400 tokens; 300
-    for the page.
+    for the page, 500 to serve it; 300 for maps of source and target at once.
     """
     evaluation = lines(LIBRARY / "evaluation")
     assert sum(evaluation) <= 4_750
-    assert sum(lines()) - sum(evaluation) <= 22_000
+    assert sum(lines()) - sum(evaluation) <= 22_800
 
 
 def test_files_stay_small():

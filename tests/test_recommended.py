@@ -7,7 +7,7 @@ import torch
 
 import lens_mix as lm
 from tests.matrix import build_or_skip
-from tests.tiny_models import bridge, hooked_encoder, hooked_transformer, tokens
+from tests.tiny_models import bridge, hooked_encoder, hooked_encoder_decoder, hooked_transformer, tokens
 
 
 def test_causal_bridges_get_patching_with_its_record():
@@ -70,6 +70,32 @@ def test_encoders_of_encoder_decoders_have_none():
         lm.UnsupportedModelError, match=r"input_map: .*the logits stand over the decoder's tokens"
     ):
         lm.input_map(model, (torch.arange(3, 9), torch.arange(3, 8)), stack="encoder")
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "marian", "HookedEncoderDecoder"])
+def test_encoder_decoders_get_gradients_over_source_and_prefix(name):
+    hooked = name == "HookedEncoderDecoder"
+    model = build_or_skip(*((hooked_encoder_decoder,) if hooked else (bridge, name)), torch.float64)
+    pair = (torch.arange(3, 9), torch.arange(3, 8))
+    try:
+        found = lm.input_map(model, pair)
+    except lm.UnsupportedModelError as reason:
+        pytest.skip(str(reason))
+    assert (found.method, found.parameters["score"], found.queries) == ("input_gradients", "norm", [4])
+    assert (len(found.key_labels), found.provenance["joint"]["source"], found.notes) == (11, 6, ())
+    assert "flan-t5" in json.dumps(found.provenance["input_map"])
+    method = lm.InputGradients(lm.targets.predicted(of="log_probability"))
+    assert torch.equal(found.scores, lm.run(model, pair, method, part="joint", queries=[-1]).scores)
+    asked = lm.input_map(model, pair, queries=[1, -1], target=lm.targets.logit(4))
+    expected = lm.run(model, pair, lm.InputGradients(lm.targets.logit(4)), part="joint", queries=[1, -1])
+    assert torch.equal(asked.scores, expected.scores)
+    # By the decoder alone as before: no column of the source's.
+    alone = lm.input_map(model, pair, part="decoder")
+    assert alone.key_tokens is None
+    with pytest.raises(ValueError, match="part: expected 'joint', or 'decoder' without the source"):
+        lm.input_map(model, pair, part="all")
+    with pytest.raises(ValueError, match=r"expected a pair \(source, target\) for part='joint'"):
+        lm.input_map(model, pair[0])
 
 
 def test_targets_are_handed_on():

@@ -61,7 +61,7 @@ class Batch:
 
     def real_positions(self, stack: str) -> Bool[Tensor, "batch pos"]:
         """Which positions of the given stack's queries are the prompts' own."""
-        if stack not in ("decoder", "cross"):
+        if stack not in ("decoder", "cross", "joint"):
             return self.real
         if self.target_real is None:
             raise ValueError(f"part={stack!r}: the prompts have no decoder side")

@@ -21,7 +21,7 @@ from lens_mix.lens.continuation import head_from, last_residual_from, logits_fro
 from lens_mix.lens.copies import copies_within
 from lens_mix.lens.head import Head
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
-from lens_mix.lens.prompts import pad_token
+from lens_mix.lens.prompts import pad_token, wrapped_config
 from lens_mix.lens.proof.record import Proof
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import rows_at
@@ -91,6 +91,27 @@ class Block:
         resid = last_residual_from(self._clean, self.layer, fwd_hooks, **options)
         return self.after_final_norm(resid, options.get("gradients", False)) if after_final_norm else resid
 
+    @property
+    def inputs(self) -> Float[Tensor, "batch input d_model"]:
+        """What enters the model below a whole map: `whole_resid_pre` of the first block; of the joint part
+        what enters the encoder's first block, then what enters the decoder's."""
+        return self._clean.inputs
+
+    @property
+    def real_inputs(self) -> Bool[Tensor, "batch input"]:
+        """Which positions of `inputs` are the prompts' own."""
+        return self._clean.real_inputs
+
+    @property
+    def input_tokens(self) -> Int[Tensor, "batch input"]:
+        """The tokens that stand there."""
+        return torch.cat([self.batch.tokens, self.tokens], 1) if self.is_joint else self.tokens
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the map is of source and target, down through both stacks."""
+        return self._lens.stack.source is not None
+
     def altered_batch(
         self,
         rows: Int[Tensor, " row"],
@@ -102,10 +123,13 @@ class Block:
 
         Args:
             rows: which prompt each copy is of.
-            tokens: the tokens that the mapped stack reads.
+            tokens: the tokens that the mapped stack reads; of the joint part `input_tokens`.
             masked: which of them are hidden, besides padding. Where the model takes positions, they stay.
         """
         batch, decoder = self.batch.select(rows), self._lens.stack.reads_target
+        if tokens is not None and self.is_joint:
+            source, tokens = tokens.split([batch.tokens.shape[1], self.tokens.shape[1]], dim=1)
+            batch = dataclasses.replace(batch, tokens=source)
         if tokens is not None and decoder:
             batch = dataclasses.replace(batch, target=tokens)
         elif tokens is not None:
@@ -168,8 +192,10 @@ class Block:
 
     @property
     def d_vocab(self) -> int:
-        """How many tokens the model knows."""
-        return int(self._lens.model.cfg.d_vocab)
+        """How many tokens the model knows; of the joint part both stacks."""
+        known = int(self._lens.model.cfg.d_vocab)
+        separate = wrapped_config(self._lens.model, "decoder_vocab_size") if self.is_joint else None
+        return min(known, int(separate or known))
 
     @property
     def logits_real(self) -> Bool[Tensor, "batch pos"]:
@@ -407,7 +433,8 @@ class Block:
     ) -> contextlib.AbstractContextManager[dict[int, Tensor]]:
         """Backward passes from this, the first block, with other rules; `options` as of the function."""
         anatomies = [self.anatomy, *(block.anatomy for block in above)]
-        return changed_backward(self._lens, anatomies, rules, **options)
+        below = None if self._proof.source is None else list(self._proof.source.anatomy.values())
+        return changed_backward(self._lens, anatomies, rules, below=below, **options)
 
     def chunks(self, copies: int, *, logits: bool = False, positions: int | None = None) -> Iterator[slice]:
         """Slices over `copies` copies of a prompt, as many at a time as the memory bound allows.
@@ -418,7 +445,8 @@ class Block:
             positions: of each, where they are not the prompts'.
         """
         outputs = (positions or self.logits_tokens.shape[1]) if logits else 0
-        step = copies_within(self._lens, self.max_memory, positions or self.real.shape[1], logits=outputs)
+        places = positions or self.real_inputs.shape[1]
+        step = copies_within(self._lens, self.max_memory, places, logits=outputs)
         for start in range(0, copies, step):
             yield slice(start, min(start + step, copies))
 
@@ -433,10 +461,9 @@ class Block:
             ValueError: the memory bound does not allow one.
         """
         outputs = self.logits_tokens.shape[1] if logits else 0
-        blocks = self._lens.n_layers - self.layer
-        fitting = copies_within(
-            self._lens, self.max_memory, self.real.shape[1], blocks=blocks, logits=outputs
-        )
+        source, places = self._lens.stack.source, self.real_inputs.shape[1]
+        blocks = self._lens.n_layers - self.layer + (0 if source is None else len(source))
+        fitting = copies_within(self._lens, self.max_memory, places, blocks=blocks, logits=outputs)
         return max(1, min(copies, fitting))
 
     def zeros(self, *shape: int) -> Float[Tensor, ...]:

@@ -26,6 +26,7 @@ from lens_mix.lens.head import read_b_U
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.replay import BlockCall, first_tensor, relative_error
+from lens_mix.lens.stacks import Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,7 @@ def changed_backward(
     anatomies: Sequence[BlockAnatomy],
     rules: Rules,
     *,
+    below: Sequence[BlockAnatomy] | None = None,
     after: Sequence[int] = (),
     constants: Float[Tensor, " row"] | None = None,
     logits: bool = True,
@@ -62,9 +64,10 @@ def changed_backward(
         lens: the face of the model.
         anatomies: of all blocks of its stack.
         rules: the rules.
+        below: of the joint part, anatomies of the encoder's blocks: gradients go down through these too.
         after: numbers of blocks, 1 or more: the residual stream after so many is kept, for its gradient.
         constants: a leaf of ones per row of the passes: its gradient is the share of the target that comes
-            from no token, but from biases and, in a decoder, from the encoder. For rules that conserve.
+            from no token, but from biases and, in a decoder alone, from the encoder. For rules that conserve.
         logits: whether the passes go through the model's head.
 
     Raises:
@@ -72,7 +75,10 @@ def changed_backward(
     """
     builder = _Builder(lens, rules, constants)
     for layer, anatomy in enumerate(anatomies):
-        builder.block(layer, anatomy)
+        builder.block(lens.stack, layer, anatomy)
+    if lens.stack.source is not None:
+        for layer, anatomy in enumerate(below or ()):
+            builder.block(lens.stack.source, layer, anatomy)
     builder.norms(logits)
     if logits and constants is not None and (b_U := read_b_U(lens.model)) is not None:
         builder.module(lens.model.unembed, _Constant(b_U, constants, "unembed"))
@@ -104,31 +110,37 @@ class _Builder:
         self.changes: list[Change] = []
         self.required: list[_Counting] = []
 
-    def block(self, layer: int, anatomy: BlockAnatomy) -> None:
+    def block(self, stack: Stack, layer: int, anatomy: BlockAnatomy) -> None:
         """One block's patterns, values, feed-forward, and the constants that it adds."""
-        block = self._lens.where(layer)
-        own, cross = self._lens.stack.attention_template.format(layer=layer), f"{block}.cross_attn"
-        self._pattern(own)
-        if self._rules.values != 1:
-            self._point(f"{own}.hook_v", _Gradient(f"{own}.hook_v", self._scaled))
-        if anatomy.cross:
-            self._pattern(cross)
+        block, module = stack.template.format(layer=layer), stack.blocks[layer]
+        own, cross = stack.attention_template.format(layer=layer), f"{block}.cross_attn"
+        self._attention(own)
         if self._constants is not None and anatomy.value_path is not None:
             self._constant(f"{own}.hook_v", anatomy.value_path.b_V)
-            self._output(layer, own, "o", anatomy.value_path.b_O)
-            if anatomy.cross:
-                path = read_value_path(self._lens.stack.blocks[layer].get_submodule("cross_attn"))
-                self._point(f"{cross}.hook_v", _Constant(None, self._constants, cross))
-                self._output(layer, cross, "o", None if path is None else path.b_O)
+            self._output(module, own, "o", anatomy.value_path.b_O)
+        if anatomy.cross:
+            # The encoder's outputs are constants, unless gradients go down through it.
+            joint = self._lens.stack.source is not None
+            self._attention(cross, values=joint)
+            if self._constants is not None and anatomy.value_path is not None:
+                path = read_value_path(module.get_submodule("cross_attn"))
+                if not joint:
+                    self._point(f"{cross}.hook_v", _Constant(None, self._constants, cross))
+                elif path is not None:
+                    self._constant(f"{cross}.hook_v", path.b_V)
+                self._output(module, cross, "o", None if path is None else path.b_O)
         if anatomy.feed_forward is not None and self._rules.activations == "ratio":
-            self._feed_forward(layer, f"{block}.mlp", anatomy.feed_forward)
+            self._feed_forward(module, f"{block}.mlp", anatomy.feed_forward)
 
     def norms(self, logits: bool) -> None:
         """Every norm that the model calls, those on queries and keys and in its head too."""
         lens = self._lens
         inner = {id(getattr(module, "original_component", None)) for module in lens.modules}
-        final = {id(lens.final_norm())} if logits else set()
-        own = {id(module) for block in lens.stack.blocks for module in block.children()} | final
+        final, blocks = ({id(lens.final_norm())} if logits else set()), list(lens.stack.blocks)
+        if lens.stack.source is not None:
+            below = Lens(lens.model, lens.stack.source.name)
+            final, blocks = final | {id(below.final_norm())}, [*below.stack.blocks, *blocks]
+        own = {id(module) for block in blocks for module in block.children()} | final
         for module in lens.modules:
             if "Norm" not in type(module).__name__ or id(module) in inner:
                 continue
@@ -147,14 +159,16 @@ class _Builder:
         self.pairs.append((name, rule))
         self.required.append(rule)
 
-    def _pattern(self, attention: str) -> None:
+    def _attention(self, attention: str, values: bool = True) -> None:
         change = functools.partial(pattern_gradient, self._rules.temperature, self._rules.scores)
         self._point(f"{attention}.hook_pattern", _Gradient(f"{attention}.hook_pattern", change))
+        if values and self._rules.values != 1:
+            self._point(f"{attention}.hook_v", _Gradient(f"{attention}.hook_v", self._scaled))
 
     def _scaled(self, shown: Tensor, gradient: Tensor) -> Tensor:
         return gradient * self._rules.values
 
-    def _feed_forward(self, layer: int, mlp: str, feed_forward: FeedForward) -> None:
+    def _feed_forward(self, block: nn.Module, mlp: str, feed_forward: FeedForward) -> None:
         hidden = _Hidden(mlp, feed_forward)
         gated = feed_forward.W_gate is not None
         biases = {"hook_pre": feed_forward.b_gate if gated else feed_forward.b_in}
@@ -164,18 +178,18 @@ class _Builder:
             self._point(f"{mlp}.{name}", _Read(hidden, name))
         self._point(f"{mlp}.hook_post", hidden)
         self._constant(f"{mlp}.hook_post", feed_forward.b_hidden)
-        self._output(layer, mlp, "out", feed_forward.b_out)
+        self._output(block, mlp, "out", feed_forward.b_out)
 
     def _constant(self, name: str, bias: Tensor | None) -> None:
         if self._constants is not None and bias is not None:
             self._point(name, _Constant(bias, self._constants, name))
 
-    def _output(self, layer: int, module: str, matrix: str, bias: Tensor | None) -> None:
+    def _output(self, block: nn.Module, module: str, matrix: str, bias: Tensor | None) -> None:
         """The bias of the last matrix; the hooked classes show what it gives as the module's output alone."""
         if self._lens.model_class is ModelClass.BRIDGE:
             self._constant(f"{module}.{matrix}.hook_out", bias)
         elif self._constants is not None and bias is not None:
-            found = self._lens.stack.blocks[layer].get_submodule(module.rpartition(".")[2])
+            found = block.get_submodule(module.rpartition(".")[2])
             self.module(found, _Constant(bias, self._constants, module))
 
 

@@ -43,6 +43,7 @@ class CleanPass:
         run_cache: what the blocks of one run share, such as scratch memory.
         head_factors: by layer, what hooks multiply z of each head by (`Proof.head_factors`).
         entering: per block that is read by its cross-attention, the residual stream before that.
+        source_calls: of the joint part, the arguments and output of the encoder's first block.
     """
 
     lens: Lens
@@ -56,6 +57,7 @@ class CleanPass:
     run_cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
     head_factors: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
     entering: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
+    source_calls: dict[int, BlockCall] = dataclasses.field(default_factory=dict)
 
     def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream that the mapped attention's branch is added to."""
@@ -75,6 +77,17 @@ class CleanPass:
     def real_keys(self) -> Bool[Tensor, "batch key"]:
         """Which of the keys are the prompts' own: in cross-attention the source's positions."""
         return self.batch.real_keys(self.lens.stack.name)
+
+    @property
+    def inputs(self) -> Float[Tensor, "batch input d_model"]:
+        """What enters the first block; of the joint part the encoder's, then the decoder's."""
+        own = self.calls[0].resid_pre
+        return own if self.lens.stack.source is None else torch.cat([self.source_calls[0].resid_pre, own], 1)
+
+    @property
+    def real_inputs(self) -> Bool[Tensor, "batch input"]:
+        """Which positions of `inputs` are the prompts' own."""
+        return self.real if self.lens.stack.source is None else torch.cat([self.batch.real, self.real], 1)
 
     def replay(self, layer: int) -> BlockReplay:
         """Block `layer`, ready to run again in any number of copies."""
@@ -126,6 +139,8 @@ def clean_pass(
     template = lens.stack.attention_template
     watching = [watch_pattern(layer, _watch_keys(layer, clean), attention=template) for layer in layers]
     capturing = captured_calls(lens.stack.blocks[: last + 1], clean.calls)
+    if lens.stack.source is not None:
+        capturing += captured_calls(lens.stack.source.blocks[:1], clean.source_calls)
     capturing.append(forward_hook(lens.stack.blocks[last], _stop))
     hooks = lens.hooked([*fwd_hooks, *watching])
     with lens.evaluation_mode(), hooks, Changes(capturing), contextlib.suppress(StopForward):

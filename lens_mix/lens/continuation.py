@@ -41,7 +41,8 @@ def logits_from(
         clean: the clean pass to start from.
         layer: first block to run.
         fwd_hooks: TransformerLens hooks for this pass, which see `[row, ...]` tensors.
-        resid_pre: what enters that block; the clean residual stream by default.
+        resid_pre: what enters that block; the clean residual stream by default. Of the joint part, whose
+            first block it is, what enters the encoder and the decoder (`CleanPass.inputs`).
         rows: which prompt of the clean batch each row is (repeats allowed); all, once, by default.
         gradients: build the graph.
         positions: unembed one position per row only, [row 1 d_vocab], or several, [row read d_vocab].
@@ -127,13 +128,22 @@ def _entered_at(clean: CleanPass, start: int, resid_pre: Tensor | None, rows: Te
     replay = clean.replay(start)
     with lens.evaluation_mode():
         replay.prepare()
+    below = 0
+    if lens.stack.source is not None and resid_pre is not None:
+        below = clean.batch.tokens.shape[1]
     if resid_pre is None:
         entry = clean.calls[start].resid_pre
         resid_pre = entry if rows is None else entry.index_select(0, rows)
     outputs = [clean.calls[below].output for below in range(start)]
     skipped = outputs if rows is None else [replay.expand(output, rows) for output in outputs]
     changes = [_skipped(block, output) for block, output in zip(blocks[:start], skipped, strict=True)]
-    return [*changes, forward_pre_hook(blocks[start], enter_with(resid_pre), with_kwargs=True)]
+    entries = [(blocks[start], slice(below, None))]
+    if lens.stack.source is not None and below:
+        entries.append((lens.stack.source.blocks[0], slice(0, below)))
+    hooks = [
+        forward_pre_hook(block, enter_with(resid_pre, span), with_kwargs=True) for block, span in entries
+    ]
+    return [*changes, *hooks]
 
 
 def _keep_and_stop(outputs: list[Tensor]) -> Callable[..., None]:

@@ -34,7 +34,8 @@ class Lens:
 
     Args:
         model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge.
-        stack: "encoder" (default), "decoder" or "cross" of an encoder-decoder; None or "blocks" elsewhere.
+        stack: "encoder" (default), "decoder", "cross" or "joint" of an encoder-decoder; None or "blocks"
+            elsewhere.
 
     Raises:
         TypeError: not a TransformerLens model.
@@ -132,7 +133,7 @@ class Lens:
             "blocks": ("ln_final",),
             "encoder": ("encoder_final_ln", "encoder_ln_final"),
             "decoder": ("decoder_final_ln", "decoder_ln_final"),
-        }["decoder" if self.stack.is_cross else self.stack.name]
+        }["decoder" if self.stack.reads_target else self.stack.name]
         for name in names:
             norm = getattr(self.model, name, None)
             # The masked-language heads of BERT-like models are mapped to `ln_final` too, but that norm sits

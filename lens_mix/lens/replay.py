@@ -62,9 +62,12 @@ def _with_residual(
     return args, {**kwargs, name: residual}
 
 
-def enter_with(residual: Float[Tensor, "batch pos d_model"]) -> Callable[..., Any]:
-    """A forward pre-hook (with keyword arguments) that makes a block start from `residual`."""
-    return lambda module, args, kwargs: _with_residual(args, kwargs, residual)
+def enter_with(residual: Float[Tensor, "batch pos d_model"], span: slice = slice(None)) -> Callable[..., Any]:
+    """A forward pre-hook (with keyword arguments) that makes a block start from some positions of `residual`.
+
+    These are taken when the block is called, as gradients may be off before.
+    """
+    return lambda module, args, kwargs: _with_residual(args, kwargs, residual[:, span])
 
 
 def _follow_batch(tensor: Tensor, rows: Tensor, batch: int, heads: int) -> Tensor:

@@ -15,11 +15,12 @@ class Stack:
     """One stack of blocks: all blocks of a decoder or an encoder, or one part of an encoder-decoder.
 
     Attributes:
-        name: "blocks", "encoder", "decoder", or "cross" (the decoder's blocks, by their cross-attention).
+        name: "blocks", "encoder", "decoder", or the decoder by its cross-attention, "cross", or "joint".
         template: name of block `layer`, e.g. "encoder_blocks.{layer}".
         attention: name of the attention module inside the block.
         blocks: the modules.
         before: of "cross", the name of the self-attention that comes first in the block.
+        source: of "joint" (the decoder's blocks, with the encoder below), the encoder.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Stack:
     attention: str
     blocks: tuple[nn.Module, ...]
     before: str | None = None
+    source: Stack | None = None
 
     @property
     def is_cross(self) -> bool:
@@ -36,7 +38,7 @@ class Stack:
     @property
     def reads_target(self) -> bool:
         """Whether the queries are the tokens that the decoder of an encoder-decoder reads."""
-        return self.name in ("decoder", "cross")
+        return self.name in ("decoder", "cross", "joint")
 
     @property
     def attention_template(self) -> str:
@@ -77,7 +79,7 @@ def _modules(model: nn.Module, name: str) -> tuple[nn.Module, ...]:
 
 
 def stacks_of(model: nn.Module) -> dict[str, Stack]:
-    """All stacks of the model by name: {"blocks"} or {"encoder", "decoder", "cross"}.
+    """All stacks of the model by name: {"blocks"} or {"encoder", "decoder", "cross", "joint"}.
 
     Raises:
         UnsupportedModelError: a stack has no blocks, or none of them an attention module.
@@ -94,20 +96,19 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
         for name, attribute, attention in layout
     }
     for stack in stacks.values():
-        if not stack.blocks:
-            raise UnsupportedModelError(
-                f"the model has no {stack.name}: expected a stack of blocks, found none"
-            )
         _require_attention(stack)
     if "decoder" in stacks:
         own = stacks["decoder"]
         cross = dataclasses.replace(own, name="cross", attention="cross_attn", before=own.attention)
         if cross.attention_layers:
             stacks["cross"] = cross
+            stacks["joint"] = dataclasses.replace(own, name="joint", source=stacks["encoder"])
     return stacks
 
 
 def _require_attention(stack: Stack) -> None:
+    if not stack.blocks:
+        raise UnsupportedModelError(f"the model has no {stack.name}: expected a stack of blocks, found none")
     if stack.attention_layers:
         return
     names = sorted(name for name, _ in stack.blocks[0].named_children() if not name.startswith(("hook", "_")))

@@ -33,6 +33,7 @@ class ChangedGradients(Method):
     residual: ClassVar[float] = 0.0
     kind: ClassVar[Literal["layer", "input"]] = "input"
     whole_model: ClassVar[bool] = True
+    joint: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))
@@ -75,6 +76,11 @@ class ChangedGradients(Method):
         return f"activations='ratio' needs a feed-forward that is written down, got {kind!r}"
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
+        if blocks[0].is_joint and self._numbers() != [0]:
+            raise ValueError(
+                "after_blocks: expected 0 with part='joint', as the blocks of the two stacks are not side by "
+                f"side, got {self.after_blocks!r}"
+            )
         bound = bind_rows(blocks, self.target)
         chunks = [self._scores(blocks, bound, rows) for rows in bound.chunks(self.internal_batch_size)]
         if self.conserves:
@@ -93,7 +99,7 @@ class ChangedGradients(Method):
         self, blocks: Sequence[Block], bound: RowTargets, rows: Tensor
     ) -> tuple[Float[Tensor, "row key"], Float[Tensor, " row"], Float[Tensor, " row"]]:
         """The scores of some rows; the sum of g · x at the embeddings; the share of the constants."""
-        x = bound.first.whole_resid_pre[bound.prompts[rows]].detach().requires_grad_(True)
+        x = bound.first.inputs[bound.prompts[rows]].detach().requires_grad_(True)
         wide = torch.promote_types(x.dtype, torch.float32)
         ones = torch.ones(len(rows), dtype=wide, device=x.device, requires_grad=True)
         numbers = self._numbers()

@@ -69,6 +69,7 @@ class InputGradients(Method):
     residual: ClassVar[float] = 0.0
     kind: ClassVar[Literal["layer", "input"]] = "input"
     whole_model: ClassVar[bool] = True
+    joint: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
     citation: ClassVar[str] = "sundararajan-etal-2017-axiomatic"
 
@@ -110,14 +111,14 @@ class InputGradients(Method):
         self, bound: RowTargets, rows: Tensor
     ) -> tuple[Float[Tensor, "row key"], Float[Tensor, " row"]]:
         """The scores of some rows, and F at the baseline."""
-        x = bound.first.whole_resid_pre[bound.prompts[rows]]
+        x = bound.first.inputs[bound.prompts[rows]]
 
         def gradient(at: Tensor) -> Tensor:
             return bound.gradients(rows, at)[1]
 
         if self.score == "integrated":
             points, weights = quadrature(self.method, self.n_steps)
-            baseline = self._baseline(x, bound.first.real[bound.prompts[rows]])
+            baseline = self._baseline(x, bound.first.real_inputs[bound.prompts[rows]])
             start = bound.values(rows, resid_pre=baseline)
             return integrated_gradients(gradient, x, baseline, points, weights), start
         score = gradient_norm if self.score == "norm" else gradient_times_input

@@ -60,6 +60,7 @@ class Occlusion(Method):
     residual: ClassVar[float] = 0.0
     kind: ClassVar[Literal["layer", "input"]] = "input"
     whole_model: ClassVar[bool] = True
+    joint: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
     citation: ClassVar[str] = "li-etal-2016-understanding"
 
@@ -88,8 +89,12 @@ class Occlusion(Method):
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         first, last = blocks[0], blocks[-1]
+        if first.is_joint and self.by != "replace":
+            raise UnsupportedModelError(
+                f"by={self.by!r} can't take a source token out of part='joint'; expected by='replace'"
+            )
         bound = bind_rows(blocks, self.target)
-        scores = first.zeros(len(bound.functions), first.real.shape[1])
+        scores = first.zeros(len(bound.functions), first.real_inputs.shape[1])
         clean = self._log_probabilities(bound) if self.measure == "kl" else bound.clean
         copies = self._copies(first)
         for part in first.chunks(len(copies.prompts), logits=not bound.reads_one_position):
@@ -113,8 +118,8 @@ class Occlusion(Method):
 
     def _copies(self, first: Block) -> _Copies:
         """A copy of its prompt for every token and replacement."""
-        prompts, positions = first.real.nonzero().unbind(-1)
-        tokens = first.tokens[prompts, positions][:, None]
+        prompts, positions = first.real_inputs.nonzero().unbind(-1)
+        tokens = first.input_tokens[prompts, positions][:, None]
         if self.by == "replace":
             tokens = stand_ins(first, tokens, self.replacements, self.n_samples, self.seed)
         repeats = tokens.shape[1]
@@ -129,7 +134,7 @@ class Occlusion(Method):
         options: dict[str, Any] = {"rows": copies.prompts}
         hooks = []
         if self.by == "replace":
-            tokens = first.tokens[copies.prompts].clone()
+            tokens = first.input_tokens[copies.prompts].clone()
             tokens[torch.arange(len(tokens), device=tokens.device), copies.positions] = copies.tokens
             options = {"batch": first.altered_batch(copies.prompts, tokens=tokens)}
         elif self.by == "mask" and not _shows_pattern_first(first):

@@ -1,7 +1,7 @@
-"""Two small transformers written by hand, with the rules of the backward pass as functions of autograd.
+"""Three small transformers written by hand, with the rules of the backward pass as functions of autograd.
 
-Slow and plain: GPT-2 (LayerNorm, biases, learned positions) and Llama (RMSNorm, rotary positions, shared
-values, a gated feed-forward), with the weights of models of transformers, in float64.
+Slow and plain: GPT-2 (LayerNorm, biases, learned positions), Llama (RMSNorm, rotary positions, shared values,
+a gated feed-forward) and T5 (an encoder and a decoder), with the weights of models of transformers, float64.
 """
 
 from __future__ import annotations
@@ -215,6 +215,75 @@ class Llama:
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return x @ self.weights[f"model.{name}.weight"].T
+
+
+@dataclasses.dataclass(frozen=True)
+class T5:
+    """T5 after its embeddings, plain or gated."""
+
+    model: Any
+
+    @staticmethod
+    def of(model: Any) -> T5:
+        return T5(model.requires_grad_(False))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.shared.weight[tokens]
+
+    def logits(self, source: Tensor, target: Tensor, rules: Rules) -> Tensor:
+        encoder, decoder, config = self.model.encoder, self.model.decoder, self.model.config
+        for block in encoder.block:
+            own, feed_forward = block.layer
+            source = source + self._attend(own, "SelfAttention", source, None, encoder, rules, False)
+            source = source + self._feed_forward(feed_forward, source, rules)
+        read = self._norm(source, encoder.final_layer_norm)
+        for block in decoder.block:
+            own, cross, feed_forward = block.layer
+            target = target + self._attend(own, "SelfAttention", target, None, decoder, rules, True)
+            target = target + self._attend(cross, "EncDecAttention", target, read, None, rules, False)
+            target = target + self._feed_forward(feed_forward, target, rules)
+        last = self._norm(target, decoder.final_layer_norm)
+        last = last * config.d_model**-0.5 if config.scale_decoder_outputs else last
+        return last @ self.model.lm_head.weight.T
+
+    def _attend(
+        self, layer: Any, name: str, x: Tensor, read: Tensor | None, stack: Any, rules: Rules, causal: bool
+    ) -> Tensor:
+        attention, normed = getattr(layer, name), self._norm(x, layer.layer_norm)
+        read = normed if read is None else read
+        split = (
+            rearrange(y @ matrix.weight.T, "pos (head d) -> head pos d", head=attention.n_heads)
+            for y, matrix in ((normed, attention.q), (read, attention.k), (read, attention.v))
+        )
+        query, key, value = split
+        scores = query @ key.mT
+        if stack is not None:
+            biased = stack.block[0].layer[0].SelfAttention
+            scores = scores + biased.compute_bias(len(x), len(x), device=x.device)[0]
+        if causal:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(hidden, -math.inf)
+        pattern = TemperedSoftmax.apply(scores, rules.temperature, rules.scores)
+        mixed = pattern @ Scaled.apply(value, rules.values)
+        return rearrange(mixed, "head pos d -> pos (head d)") @ attention.o.weight.T
+
+    def _feed_forward(self, layer: Any, x: Tensor, rules: Rules) -> Tensor:
+        read, dense = self._norm(x, layer.layer_norm), layer.DenseReluDense
+        if not hasattr(dense, "wi_0"):
+            return activated(read @ dense.wi.weight.T, torch.relu, rules) @ dense.wo.weight.T
+        gate = activated(read @ dense.wi_0.weight.T, dense.act, rules)
+        up = read @ dense.wi_1.weight.T
+        return (SharedProduct.apply(gate, up) if rules.ratio else gate * up) @ dense.wo.weight.T
+
+    def _norm(self, x: Tensor, norm: Any) -> Tensor:
+        return HeldNorm.apply(x, norm.weight, norm.variance_epsilon, False)
+
+
+def joint_products(model: T5, source: Tensor, target: Tensor, row: int, rules: Rules) -> Tensor:
+    """gradient ⊙ embedding [source + target, d_model] of the largest logit at `row`."""
+    x = [model.embed(tokens).detach().requires_grad_(True) for tokens in (source, target)]
+    gradients = torch.autograd.grad(model.logits(*x, rules)[row].max(), x)
+    return torch.cat([g * each.detach() for g, each in zip(gradients, x, strict=True)])
 
 
 def rotated(x: Tensor) -> Tensor:

@@ -51,10 +51,11 @@ def refusal(proof: Proof, engine: str, method: HasEngines | None = None) -> str 
 
 def _refused_block(proof: Proof, method: HasEngines | None) -> str | None:
     """Why a method has nothing to say of one of the blocks; None where it has of all."""
-    if method is None or not hasattr(method, "refuses"):
-        return None
-    refusals = ((layer, method.refuses(anatomy)) for layer, anatomy in proof.anatomy.items())
-    return next((f"block {layer}: {why}" for layer, why in refusals if why is not None), None)
+    refuses = getattr(method, "refuses", lambda anatomy: None)
+    refusals = ((layer, refuses(anatomy)) for layer, anatomy in proof.anatomy.items())
+    own = next((f"block {layer}: {why}" for layer, why in refusals if why is not None), None)
+    below = None if own is not None or proof.source is None else _refused_block(proof.source, method)
+    return own if below is None else f"encoder: {below}"
 
 
 def refused_outright(lens: Lens, method: HasEngines) -> str | None:
@@ -69,15 +70,16 @@ def refused_outright(lens: Lens, method: HasEngines) -> str | None:
             "it speaks of self-attention, and is not defined on part='cross' (queries of the target, keys of "
             "the source); expected part='encoder' or 'decoder'"
         )
+    if lens.stack.source is not None and not getattr(method, "joint", False):
+        reason = "it does not speak of part='joint'; lm.joint(lm.run(..., part='all')) joins maps of layers"
     if reason is None and hasattr(method, "target"):
         reason = known_faults.wrong_logits(lens.model_class, transformer_lens_version())
     if reason is None and getattr(method, "kind", "layer") == "input" and lens.stack.gaps is not None:
         reason = f"{lens.stack.gaps}, so that nothing can be followed through the whole stack"
     if reason is None and getattr(method, "whole_model", False) and lens.stack.name == "encoder":
-        reason = (
-            "the logits stand over the decoder's tokens, and so would its rows; expected stack='decoder' "
-            "(the share of the target's own tokens)"
-        )
+        reason = "the logits stand over the decoder's tokens, and so would its rows; expected part='decoder'"
+        reason += " (the target's own tokens)"
+        reason += " or part='joint' (the source's too)" * getattr(method, "joint", False)
     places = lens.takes_input("position_ids") and not lens.stack.reads_target
     if reason is None and getattr(method, "places_tokens", False) and not places:
         reason = (

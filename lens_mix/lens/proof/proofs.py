@@ -35,10 +35,15 @@ def proof_of(
         proof = stored[1] if not again and stored is not None and stored[0] == _state(lens) else None
         additions: dict[str, Any] = {}
         complete = prove(lens, prompt) if proof is None else proof
+        source = None
+        if lens.stack.source is not None and (proof is None or padding is not None):
+            source = proof_of(Lens(lens.model, lens.stack.source.name), prompt, padding=padding, again=again)
+            additions["source"] = source
         if head and complete.head_refusal == HEAD_UNPROVEN:
             additions["head_refusal"] = _head_refusal(lens, prompt, complete)
         if padding is not None and padding not in complete.masks_padding:
             masked = masks_padding(lens, prompt, padding)
+            masked = masked and (source is None or source.masks_padding[padding])
             additions["masks_padding"] = {**complete.masks_padding, padding: masked}
         if complete is proof and not additions:
             return proof

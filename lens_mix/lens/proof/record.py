@@ -53,6 +53,7 @@ class Proof:
         next_norm_refusals: by layer, why it is not known which norm reads its output; none where it is.
         masks_padding: side of the padding -> whether it is kept out of attention; the sides that were tried.
         head_refusal: why the logits can't be computed from the last residual stream; None when they can.
+        source: of the joint part, the encoder's.
         head_factors: by layer, z of each head over pattern @ values, where that is not 1 (an ablated head).
     """
 
@@ -63,6 +64,7 @@ class Proof:
     masks_padding: Mapping[str, bool] = dataclasses.field(default_factory=dict)
     head_refusal: str | None = HEAD_UNPROVEN
     head_factors: Mapping[int, Float[Tensor, " head"]] = dataclasses.field(default_factory=dict)
+    source: Proof | None = None
 
     def failure(self, names: tuple[str, ...]) -> str | None:
         """Why the named parts are not all proven; None when they are."""
@@ -79,7 +81,8 @@ class Proof:
     @property
     def hooks_refusal(self) -> str | None:
         """Why hooks on values and patterns can't be trusted on this model; None when they can."""
-        return self.failure(HOOK_PARTS)
+        own = self.failure(HOOK_PARTS)
+        return own if self.source is None or own is not None else self.source.hooks_refusal
 
     @property
     def algebra_refusal(self) -> str | None:
