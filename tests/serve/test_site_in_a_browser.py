@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 
 import pytest
@@ -11,37 +10,14 @@ from lens_mix.serve import Limits, Site
 from tests.demos.tiny_folder import save_tiny_llama
 from tests.tiny_models import available, bridge
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
-from selenium.common.exceptions import StaleElementReferenceException, WebDriverException  # noqa: E402
-from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+pytest.importorskip("selenium", reason="no selenium: pip install selenium")
+from selenium.common.exceptions import StaleElementReferenceException
+from selenium.webdriver.support.ui import WebDriverWait
+
+from tests.browser import NEEDS_CHROMIUM, chromium  # noqa: F401
 
 pytest.importorskip("typer")
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (BROWSER and DRIVER),
-    reason="no chromium with a chromedriver: apt-get install chromium chromium-driver",
-)
-
-
-@pytest.fixture
-def browser():
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in (
-        "headless=new",
-        "no-sandbox",
-        "disable-gpu",
-        "disable-dev-shm-usage",
-        "window-size=1300,900",
-    ):
-        options.add_argument(f"--{argument}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    try:
-        started = webdriver.Chrome(service=webdriver.ChromeService(DRIVER), options=options)
-    except WebDriverException as problem:
-        pytest.skip(f"Chromium does not start here: {problem.msg}")
-    yield started
-    started.quit()
+pytestmark = NEEDS_CHROMIUM
 
 
 def visit(browser, url, place):

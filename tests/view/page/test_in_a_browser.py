@@ -10,7 +10,6 @@ import csv
 import io
 import json
 import re
-import shutil
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -25,35 +24,12 @@ from tests.random_maps import map_of, random_attention
 from tests.view.page.routes import routes_map
 from tests.view.page.tokens import NASTY
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
-from selenium.common.exceptions import TimeoutException, WebDriverException  # noqa: E402
+pytest.importorskip("selenium", reason="no selenium: pip install selenium")
+from selenium.common.exceptions import TimeoutException
 
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (BROWSER and DRIVER),
-    reason="no chromium with a chromedriver: apt-get install chromium chromium-driver",
-)
+from tests.browser import NEEDS_CHROMIUM, chromium  # noqa: F401
 
-
-@pytest.fixture(scope="module")
-def browser():
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in (
-        "headless=new",
-        "no-sandbox",
-        "disable-gpu",
-        "disable-dev-shm-usage",
-        "window-size=1300,900",
-    ):
-        options.add_argument(f"--{argument}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    try:
-        started = webdriver.Chrome(service=webdriver.ChromeService(DRIVER), options=options)
-    except WebDriverException as problem:
-        pytest.skip(f"Chromium does not start here: {problem.msg}")
-    yield started
-    started.quit()
+pytestmark = NEEDS_CHROMIUM
 
 
 @pytest.fixture
