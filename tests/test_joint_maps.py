@@ -130,15 +130,6 @@ def test_replaced_tokens_equal_loops_over_transformers_alone(name, measure):
     torch.testing.assert_close(few.scores[0, 0], found.scores[0, -1])
 
 
-RULES = [
-    (lm.Gim, {}, by_hand.GIM),
-    (lm.Gim, {"activations": "ratio"}, by_hand.Rules(2.0, 0.25, 0.5, ratio=True)),
-    (lm.Gim, {"temperature": 3.0, "queries_keys": 1.0, "values": 0.0}, by_hand.Rules(3.0, 1.0, 0.0)),
-    (lm.FrozenGradients, {}, by_hand.FROZEN),
-    (lm.FrozenGradients, {"activations": "ratio"}, by_hand.Rules(scores=0.0, ratio=True)),
-]
-
-
 @pytest.fixture
 def float64_softmax(monkeypatch):
     """T5's, in transformers and in the Bridge, is made in float32 whatever the model's dtype."""
@@ -152,7 +143,7 @@ def float64_softmax(monkeypatch):
 
 @pytest.mark.usefixtures("float64_softmax")
 @pytest.mark.parametrize("name", ["t5", "t5_gated"])
-@pytest.mark.parametrize(("method", "options", "rules"), RULES)
+@pytest.mark.parametrize(("method", "options", "rules"), by_hand.METHODS)
 def test_changed_rules_equal_a_t5_written_by_hand(name, method, options, rules):
     model = model_of(name)
     source, target = prompt_of(model)

@@ -134,7 +134,7 @@ def _entered_at(clean: CleanPass, start: int, resid_pre: Tensor | None, rows: Te
     if resid_pre is None:
         entry = clean.calls[start].resid_pre
         resid_pre = entry if rows is None else entry.index_select(0, rows)
-    outputs = [clean.calls[below].output for below in range(start)]
+    outputs = [clean.calls[lower].output for lower in range(start)]
     skipped = outputs if rows is None else [replay.expand(output, rows) for output in outputs]
     changes = [_skipped(block, output) for block, output in zip(blocks[:start], skipped, strict=True)]
     entries = [(blocks[start], slice(below, None))]

@@ -15,6 +15,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional
 
+import lens_mix as lm
+
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
@@ -28,6 +30,16 @@ class Rules:
 
 GIM = Rules(temperature=2.0, scores=0.25, values=0.5)
 FROZEN = Rules(scores=0.0)
+
+# Methods of the library with some of their options, and the rules that these stand for.
+METHODS = [
+    (lm.Gim, {}, GIM),
+    (lm.Gim, {"activations": "ratio"}, Rules(2.0, 0.25, 0.5, ratio=True)),
+    (lm.Gim, {"temperature": 1, "queries_keys": 0.5, "values": 1}, Rules(scores=0.5)),
+    (lm.Gim, {"temperature": 3.0, "queries_keys": 1.0, "values": 0.0}, Rules(3.0, 1.0, 0.0)),
+    (lm.FrozenGradients, {}, FROZEN),
+    (lm.FrozenGradients, {"activations": "ratio"}, Rules(scores=0.0, ratio=True)),
+]
 
 
 class HeldNorm(torch.autograd.Function):

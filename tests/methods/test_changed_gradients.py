@@ -18,14 +18,6 @@ from tests.tiny_models import bridge, gpt2_like, tokens, wrapped_model
 pytestmark = pytest.mark.filterwarnings("ignore")
 CASES = {case.label: case for case in cases()}
 WRITTEN = {"gpt2": by_hand.Gpt2, "llama": by_hand.Llama}
-RULES = [
-    (lm.Gim, {}, by_hand.GIM),
-    (lm.Gim, {"activations": "ratio"}, by_hand.Rules(2.0, 0.25, 0.5, ratio=True)),
-    (lm.Gim, {"temperature": 1, "queries_keys": 0.5, "values": 1}, by_hand.Rules(scores=0.5)),
-    (lm.Gim, {"temperature": 3.0, "queries_keys": 1.0, "values": 0.0}, by_hand.Rules(3.0, 1.0, 0.0)),
-    (lm.FrozenGradients, {}, by_hand.FROZEN),
-    (lm.FrozenGradients, {"activations": "ratio"}, by_hand.Rules(scores=0.0, ratio=True)),
-]
 
 
 @pytest.fixture
@@ -55,7 +47,7 @@ def test_what_is_written_by_hand_is_the_model(name):
 
 
 @pytest.mark.usefixtures("softmax_in_the_dtype_of_the_model")
-@pytest.mark.parametrize(("method", "options", "rules"), RULES)
+@pytest.mark.parametrize(("method", "options", "rules"), by_hand.METHODS)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_equals_rules_as_functions_of_autograd(name, method, options, rules):
     model, written = pair(name)
