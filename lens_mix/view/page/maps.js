@@ -276,7 +276,8 @@ async function layersByKeys(panes, m, keys) {
 async function methodsView(view) {
   const base = map(), others = maps().filter(m => m !== base), table = make("table"), kept = [];
   const alike = m => m.tokens.length === base.tokens.length && keysOf(m).length === keysOf(base).length;
-  const score = m => DATA.scores[m.method];
+  // The score is that of the method's best input map: of a given rollout it would say too much.
+  const score = m => m.provenance.aggregation ? undefined : DATA.scores[m.method];
   table.append(make("tr", {}, make("th", { text: `Spearman with ${base.label}, this row` }),
     ...base.names.map(name => make("th", { text: String(name) })), make("th", { text: "leaderboard" })));
   for (const m of [base, ...others]) {
@@ -298,7 +299,7 @@ async function methodsView(view) {
       make("td", { text: score(m) === undefined ? "–" : score(m).toFixed(2) })));
   }
   view.append(make("div", { class: "pane" }, table), make("p", { class: "caption", text: "Spearman of the rows' sizes, as lm.compare has it. Leaderboard: how well the best input map of "
-    + "the method orders tokens as replacing them does (partial Spearman, SmolLM2-135M, 40 prompts)." }));
+    + "the method orders tokens as replacing them does (partial Spearman, SmolLM2-135M, 40 prompts); a rollout or flow that is shown here may do worse, and has no score." }));
   const place = placeOf(base), mine = await rowOf(base, place, -1, state.query);
   for (const m of others.filter(alike)) {
     const there = sameLayer(m, state.layer);

@@ -401,6 +401,13 @@ def test_methods_agree_as_spearman_says(opened, maps):
     assert len(all_of(browser, ".row")) == 2
 
 
+def test_the_leaderboards_score_is_a_methods_best_and_no_given_rollouts(opened, maps):
+    rolled = lm.rollout(maps["alti"])
+    browser = opened({"alti": maps["alti"], "rollout": rolled}, "view=methods&map=0&query=5")
+    said = [all_of(browser, f"tr[data-map={name}] td")[-1].text for name in ("alti", "rollout")]
+    assert said == [f"{lm.view.page.SCORES['alti']:.2f}", "–"]
+
+
 def test_keys_move_through_tokens_layers_heads_and_views(opened, maps):
     from selenium.webdriver.common.keys import Keys
 
