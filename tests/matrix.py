@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -24,6 +25,22 @@ from tests.tiny_models import (
 
 ENCODER_DECODERS = ("t5", "t5_gated", "bart", "marian")
 PARTS = ("encoder", "decoder", "cross")
+# The models of the matrix that `make test` has: each class, and each kind of block, norm, position and
+# feed-forward once. `.ci/run` has them all.
+USUAL = (
+    "bridge gpt2",
+    "bridge llama",
+    "bridge gemma3",
+    "bridge gpt_neox",
+    "bridge bloom",
+    "bridge mixtral",
+    "bridge bert",
+    "bridge mamba",
+    "HookedTransformer LN",
+    "HookedEncoder",
+    *(f"bridge t5 {part}" for part in PARTS),
+    *(f"HookedEncoderDecoder {part}" for part in PARTS),
+)
 
 # Refused altogether, with these words in the reason. Everything else has to give maps.
 REFUSED = {
@@ -100,6 +117,17 @@ def cases(*, cross: bool = False) -> list[Case]:
     found.append(Case("HookedEncoder"))
     found += [Case(f"HookedEncoderDecoder {part}", part) for part in parts]
     return found
+
+
+def is_unusual(parameter: object) -> bool:
+    """Whether a test's parameter is a model of the matrix, or its label, that `make test` leaves out."""
+    label = getattr(parameter, "label", parameter)
+    return isinstance(label, str) and label in _labels() and label not in USUAL
+
+
+@functools.cache
+def _labels() -> frozenset[str]:
+    return frozenset(case.label for case in cases(cross=True))
 
 
 def wide_cases() -> list[Case]:

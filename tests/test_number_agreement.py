@@ -216,6 +216,7 @@ def test_correlations_are_scipys():
     assert frame.partial[0] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_what_is_the_importance_itself_correlates_fully(found):
     summary = table.summary(table.measure(found, some(3)))
     same = summary[(summary.method == summary.importance) & (summary.aggregation == "importance")]

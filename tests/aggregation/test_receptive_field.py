@@ -410,6 +410,7 @@ def test_reachable():
 # ---------------------------------------------------------------------- the page
 
 
+@pytest.mark.slow
 def test_the_page_prints_what_it_says(capsys):
     text = PAGE.read_text(encoding="utf-8")
     code = text.split("```python\n")[1].split("```")[0]

@@ -17,6 +17,7 @@ from tests.demos.tiny_folder import save_tiny_llama
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_it_prints_what_it_found_and_writes_what_it_says(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "llama")
     command = [

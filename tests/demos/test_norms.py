@@ -27,6 +27,7 @@ def run_demo(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not available(bridge, "bert"), reason="no TransformerBridge in this TransformerLens")
 def test_it_prints_the_findings_of_both_models_and_draws_them(tmp_path: Path) -> None:
     folders = [str(save_tiny_bert(tmp_path / "bert")), str(save_tiny_llama(tmp_path / "llama"))]
@@ -53,6 +54,7 @@ def test_it_prints_the_findings_of_both_models_and_draws_them(tmp_path: Path) ->
         assert re.search(r"Spearman correlation of weight and length: -?\d\.\d\d", part)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not available(bridge, "bert"), reason="no TransformerBridge in this TransformerLens")
 def test_folding_changes_the_maps_of_values_and_leaves_the_weights(tmp_path: Path) -> None:
     text = run_demo("--encoder", str(save_tiny_bert(tmp_path / "bert")), "--folding")

@@ -12,6 +12,7 @@ from tests.demos.tiny_folder import save_tiny_llama
 TOUR = Path(__file__).parents[2] / "demos" / "tour.py"
 
 
+@pytest.mark.slow
 def test_the_tour_runs_on_a_tiny_model(tmp_path: Path) -> None:
     environment = {
         **os.environ,

@@ -86,8 +86,10 @@ def smallest(model: Any, prompts: Any, method: ValueZeroing, engine: str) -> int
 
 
 @pytest.mark.parametrize("engine", ["algebra", "hooks"])
-@pytest.mark.parametrize("name", ["gpt2", "bert", *(slow(name) for name in ("llama", "gemma2", "phi"))])
-@pytest.mark.parametrize("options", [{}, {"per_head": True}, {"spans": [(0, 1, 2), (3,), (4, 5)]}], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", *(slow(name) for name in ("bert", "llama", "gemma2", "phi"))])
+@pytest.mark.parametrize(
+    "options", [{}, slow({"per_head": True}), slow({"spans": [(0, 1, 2), (3,), (4, 5)]})], ids=str
+)
 def test_the_bound_holds(
     name: str, options: dict[str, Any], engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +105,7 @@ def test_the_bound_holds(
             torch.testing.assert_close(one.scores, other.scores, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WIDE)
 def test_the_bound_holds_where_weights_are_most(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One prompt's copies of the weights are gone before the next one's are made, and none is made twice."""
@@ -113,6 +116,7 @@ def test_the_bound_holds_where_weights_are_most(name: str, monkeypatch: pytest.M
     assert least / 2 < peak <= least
 
 
+@pytest.mark.slow
 def test_more_prompts_take_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which keys some heads see is a mask per prompt, a byte per pair; not one more stays."""
     model, method = model_of("gpt2"), ValueZeroing(heads=[1, 2])

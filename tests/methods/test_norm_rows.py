@@ -12,12 +12,12 @@ from benchmarks.common import peak_bytes
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods import Method
 from lens_mix.session import Session
-from tests.matrix import Case
+from tests.matrix import Case, slow
 from tests.norm_cases import largest
 
 # Plain and gated feed-forwards, grouped values, sandwich norms, parallel branches, post-norm, branch norms,
 # a residual multiplier.
-LABELS = ["gpt2", "llama", "gemma2", "gpt_neox", "bert", "olmo2"]
+LABELS = ["gpt2", "llama", *map(slow, ("gemma2", "gpt_neox", "bert", "olmo2"))]
 METHODS = [
     lm.ValueNorms(),
     lm.ValueNorms(per_head=True),
@@ -73,6 +73,7 @@ def test_rows_of_padded_prompts_are_the_cut_of_the_whole_maps(label: str, side: 
                 assert largest(scores.scores, maps[name].select_queries(queries).scores) < tolerance, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries", [[-1], [2, 5, 4]])
 @pytest.mark.parametrize("label", ["gpt2", "llama"])
 def test_rows_take_no_more_than_their_bound(label: str, queries: list[int]) -> None:

@@ -48,6 +48,7 @@ def test_all_have_labels_where_there_is_room() -> None:
     assert label_places(3, 5, [1]) == [(0, 0.0), (1, 1.0), (2, 2.0)]
 
 
+@pytest.mark.slow
 def test_strong_columns_are_labelled_at_400_tokens() -> None:
     figure = layer_maps(long_map(), columns=1)
     shown = tick_labels(heat_maps(figure)[-1].xaxis)

@@ -20,6 +20,7 @@ from scipy.stats import spearmanr
 import lens_mix as lm
 from lens_mix.graphs import information_flow_routes
 from lens_mix.methods.information_flow_routes import part_shares
+from tests.matrix import slow
 from tests.random_maps import map_of, random_attention
 from tests.view.page.routes import routes_map
 from tests.view.page.tokens import NASTY
@@ -360,7 +361,7 @@ DRAWN = {"svg", "rect", "text", "image", "line", "circle"}
 VIEWS = ("text", "grid", "flow", "methods", "tree")
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("view", ["text", *map(slow, VIEWS[1:])])
 def test_every_view_goes_out(opened, maps, view, tmp_path):
     browser = opened(maps, f"view={view}&layer=2&query=5", trees=lm.attribution_tree(maps["signed"]))
     texts = [node.text for node in all_of(browser, "#view .token, #view th, #view svg text")]
@@ -428,6 +429,7 @@ def test_several_prompts_cross_attention_and_single_rows(opened, maps):
     assert len(all_of(browser, "canvas[data-grid=rows]")) == 1
 
 
+@pytest.mark.slow
 def test_tokens_are_shown_and_never_run(opened):
     hostile = "\x01</script>\ud800<b>"
     attribution = {"method": "attention_attribution", "notes": (hostile,)}
@@ -445,6 +447,7 @@ def test_tokens_are_shown_and_never_run(opened):
     assert len(shown) == len(NASTY)
 
 
+@pytest.mark.slow
 def test_a_page_of_ten_thousand_tokens_opens(opened):
     m = map_of(
         torch.rand(1, 1, 10_000), tokens=[f"<{i}>" for i in range(10_000)], queries=[9_999], causal=False
@@ -452,6 +455,7 @@ def test_a_page_of_ten_thousand_tokens_opens(opened):
     assert len(all_of(opened(m), ".token")) == 10_000
 
 
+@pytest.mark.slow
 def test_a_notebooks_frame_answers_clicks(browser, maps, tmp_path):
     """Twice in one document, as two cells that show the same page."""
     shown = lm.page(maps)._repr_html_()
