@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.demos.tiny_folder import save_tiny_llama
 
 TOUR = Path(__file__).parents[2] / "demos" / "tour.py"
