@@ -169,7 +169,7 @@ def each_alone(label):
 
 
 # The first decorator's values change fastest: both sides of a model are one worker's.
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("side", ["right", slow("left")])
 @pytest.mark.parametrize("label", CASES)
 def test_padded_prompts_give_what_each_gives_alone(label, side):
     case = CASES[label]

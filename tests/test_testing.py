@@ -7,10 +7,13 @@ import pytest
 import torch
 
 import lens_mix as lm
+from tests.matrix import slow
 from tests.tiny_models import gpt2_like
 
 
-@pytest.mark.parametrize("name", ["attention", "value_zeroing", "attn_res_ln", "decompx", "gim", "globenc"])
+@pytest.mark.parametrize(
+    "name", ["value_zeroing", "gim", *map(slow, ("attention", "attn_res_ln", "decompx", "globenc"))]
+)
 def test_methods_of_the_library_pass(name):
     lm.testing.check_method(lm.METHODS[name])
 

@@ -28,6 +28,12 @@ _NOT_RUNNABLE = ("mamba", "opt_postln")
 DELEGATED = ("gpt_neo", "gptj", "opt", "bert", "roberta", "t5", "t5_gated", "bart", "marian", "vit")
 GROUPED = ("llama", "mistral", "gemma2", "qwen3", "phi3", "falcon_mqa", "gpt_bigcode", "mixtral", "gpt_oss")
 _ENCODER_DECODER = ("t5", "t5_gated", "bart", "marian")
+_CLASSES = {
+    bridge: "bridge",
+    hooked_transformer: "HookedTransformer",
+    hooked_encoder: "HookedEncoder",
+    hooked_encoder_decoder: "HookedEncoderDecoder",
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,13 @@ class Case:
     def __str__(self) -> str:
         module = self.attention.replace("blocks.{layer}.", "").replace(".{layer}", "")
         return "-".join(part for part in (self.build.__name__, self.name, module) if part)
+
+    @property
+    def label(self) -> str:
+        """As in `tests/matrix.py`, which says which ones `make test` has."""
+        parts = {"cross_attn": "cross", "encoder": "encoder", "decoder": "decoder"}
+        part = next((part for word, part in parts.items() if word in self.attention), "")
+        return " ".join(word for word in (_CLASSES[self.build], self.name, part) if word)
 
     @property
     def prefix(self) -> str:

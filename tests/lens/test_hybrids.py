@@ -9,6 +9,7 @@ import lens_mix as lm
 from lens_mix.evaluation import ablation_importance, head_importance, pruned, pruning_curves
 from lens_mix.statistics.expansion_rate import expansion_rates
 from tests.hugging_face_oracle import Reference
+from tests.matrix import slow
 from tests.tiny_models import available, bridge, tokens, wrapped_model
 
 pytestmark = [
@@ -56,7 +57,7 @@ def test_heads_of_a_layer_without_attention_are_an_error(model, prompt):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["lfm2", "bamba", "falcon_h1"])
+@pytest.mark.parametrize("name", ["lfm2", *map(slow, ("bamba", "falcon_h1"))])
 def test_prompts_of_different_lengths_give_what_each_gives_alone(name, side):
     model = bridge(name, torch.float64)
     prompts = [tokens(model, 1, length, length) for length in (7, 4, 5)]

@@ -11,7 +11,7 @@ from lens_mix.lens.block import Block
 from lens_mix.methods.decompx_logits import input_shares_of_logits, logit_shares
 from lens_mix.session import Session
 from lens_mix.statistics.passes import prompt_blocks
-from tests.matrix import prompt_of
+from tests.matrix import prompt_of, slow
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import norms, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_gpt2, reference_inputs
@@ -149,7 +149,9 @@ def test_rows_of_padded_prompts_are_those_of_each_prompt_alone(name, side):
         assert largest(maps[index][:, :, ~own], 0) == 0 if length < 10 else True
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "phi", "gemma", "olmo2", "mistral", "granite"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", *map(slow, ("phi", "gemma", "olmo2", "mistral", "granite"))]
+)
 @pytest.mark.parametrize("chunk", [None, 1])
 def test_logits_read_backwards_are_those_of_the_shares(name, chunk, monkeypatch):
     if chunk is not None:

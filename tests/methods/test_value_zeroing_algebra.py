@@ -15,7 +15,7 @@ from lens_mix.algebra.feed_forward_change import FeedForwardChange
 from lens_mix.algebra.value_zeroing_pairs import CPU, GPU, Sizes, chunks, find_sources
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.lens.model_classes import UnsupportedModelError
-from tests.matrix import Case, cases
+from tests.matrix import Case, cases, slow
 from tests.tiny_models import available, bridge, hooked_transformer, is_encoder_decoder, tokens
 
 # Whose feed-forward or decoder block has no formula here.
@@ -117,7 +117,9 @@ def test_rows_of_a_padded_batch(queries: list[int] | None) -> None:
 
 
 @pytest.mark.parametrize("sizes", [SMALL, WHOLE], ids=["small", "whole"])
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "llama", "bert", "mistral", "gpt_neox", "granite"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "bert", *map(slow, ("gemma2", "mistral", "gpt_neox", "granite"))]
+)
 @pytest.mark.parametrize("options", ["plain", "per head", "spans per head"])
 def test_what_is_done_at_once_makes_no_difference(
     name: str, options: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch

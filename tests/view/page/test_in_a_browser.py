@@ -288,6 +288,7 @@ def test_flow_has_the_feed_forwards_of_routes(opened):
     assert "Orange" not in browser.find_element("id", "view").text
 
 
+@pytest.mark.slow
 def test_trees_hold_the_librarys_graphs(opened):
     signed = random_attention(heads=2) - 0.1 * torch.ones(6, 6).tril()
     maps = {
