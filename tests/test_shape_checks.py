@@ -6,12 +6,13 @@ import dataclasses
 
 import pytest
 import torch
-from jaxtyping import Float, TypeCheckError, jaxtyped
+from jaxtyping import Float, TypeCheckError, config, jaxtyped
 from torch import Tensor
 
 import lens_mix as lm
 from tests.shape_checks import shapes
 
+pytestmark = pytest.mark.skipif(config.jaxtyping_disable, reason="shapes are checked on TransformerLens 4.3")
 checked = jaxtyped(typechecker=shapes)
 
 
