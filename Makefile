@@ -14,6 +14,8 @@ PYTEST ?=
 CASES ?= -m "not slow"
 # Processes side by side; each takes about 1 GB. A worker that is done takes over tests of another.
 WORKERS ?= 2
+# Compiled tests are kept: to collect them anew takes 15 s more.
+export PYTHONDONTWRITEBYTECODE =
 # One thread each: the tests' tensors are too small to gain from more.
 RUN_TESTS = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(CASES) $(PYTEST)
 # Checking every shape takes as long as the tests; on one release it finds what there is to find.

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import lens_mix as lm
+from tests.matrix import slow
 from tests.tiny_models import available, bridge, tokens
 
 pytestmark = [
@@ -14,7 +15,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
-@pytest.mark.parametrize("sizes", [(1, 3), (1, 1), (3, 1)])
+@pytest.mark.parametrize("sizes", [(1, 3), slow((1, 1)), slow((3, 1))])
 def test_a_source_of_one_token_is_mapped(sizes, stack):
     """TransformerBridge fails on several copies of one."""
     model = bridge("t5")

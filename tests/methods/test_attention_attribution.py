@@ -9,6 +9,7 @@ from lens_mix.algebra.quadrature import nested_rules, quadrature
 from lens_mix.hooks import record
 from lens_mix.methods.attention_attribution import integrated_gradients
 from tests import tiny_models
+from tests.matrix import slow
 from tests.methods import attribution_reference as hao
 from tests.tiny_models import available, bridge, gpt2_like
 
@@ -82,7 +83,7 @@ def test_captum(rule):
 
 
 @needs_bridge
-@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "gpt_neox", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "bloom", *map(slow, ("gemma2", "gpt_neox", "mixtral", "gpt_oss"))])
 def test_whole_forward_passes(name):
     model = bridge(name, torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
@@ -133,7 +134,7 @@ def test_layers_alone_are_the_cut_of_the_whole(layers):
 
 
 @needs_bridge
-@pytest.mark.parametrize("name", ["opt", "bert", "gptj", "t5", "bart"])
+@pytest.mark.parametrize("name", ["bert", "t5", *map(slow, ("opt", "gptj", "bart"))])
 def test_completeness_on_delegated_attention(name):
     if not available(bridge, name):
         pytest.skip(f"no bridge for {name}")
