@@ -38,7 +38,6 @@ USUAL = (
     "bridge mamba",
     "HookedTransformer LN",
     "HookedEncoder",
-    *(f"bridge t5 {part}" for part in PARTS),
     *(f"HookedEncoderDecoder {part}" for part in PARTS),
 )
 

@@ -214,6 +214,7 @@ def test_the_bound_of_causal_stacks_counts_the_tokens_between_only():
 # ---------------------------------------------------------------------- several processes
 
 
+@pytest.mark.slow
 def test_processes_give_the_same():
     capacities = stack(4, 6, causal=True)
     np.testing.assert_array_equal(every(capacities, processes=2), every(capacities))

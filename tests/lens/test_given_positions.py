@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import lens_mix as lm
+from tests.matrix import slow
 from tests.tiny_models import available, bridge, tokens
 
 RESTARTING = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6])
 LATER = torch.arange(12) + 3
-NAMES = ("llama", "qwen3", "gemma3", "mistral", "gpt2", "gpt_neox")
 
 
 def plain_pattern(model: Any, prompt: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -26,7 +26,7 @@ def plain_pattern(model: Any, prompt: torch.Tensor, positions: torch.Tensor) -> 
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("positions", [RESTARTING, LATER], ids=["restarting", "later"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["llama", "gpt2", *map(slow, ("qwen3", "gemma3", "mistral", "gpt_neox"))])
 def test_maps_are_of_the_models_own_pass(name: str, positions: torch.Tensor, cache: bool) -> None:
     """Without a cache, models of transformers take positions that restart for packed prompts."""
     if not available(bridge, name):

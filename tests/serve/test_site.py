@@ -364,6 +364,7 @@ def test_requests_that_are_none(visited):
 # ---------------------------------------------------------------------- the command
 
 
+@pytest.mark.slow
 def test_the_command_answers_until_ctrl_c(tmp_path):
     if not available(bridge, "llama"):
         pytest.skip("no bridge in this TransformerLens")
