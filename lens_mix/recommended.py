@@ -60,8 +60,8 @@ def input_map(
         queries: the rows to make, as in `lm.run`; every row is a backward pass. The last by default.
         target: what is explained, read at each row's position; None: the log probability of what the model
             itself predicts there (of `decompx`: nothing, it speaks of the position's representation).
-        quick: only what takes less than five forwards on a prompt of 64 tokens: on causal models and encoders
-            `gim`, as nothing of the first two does.
+        quick: only maps read off one backward pass: on causal models and encoders `gim`, 3.6 forwards at 64
+            tokens on SmolLM2.
         options: as in `lm.run` (`part`, `max_memory`, `prepend_bos`, `attention_mask`, model inputs).
             part="decoder" leaves the source out.
 

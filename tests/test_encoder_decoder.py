@@ -171,7 +171,7 @@ def test_gradients_by_cross_patterns_equal_transformers_own(name):
         )
 
 
-@pytest.mark.parametrize("name", NAMES[1:])  # T5's ReLU has kinks on the path
+@pytest.mark.parametrize("name", NAMES[1:])  # all but T5, whose ReLU has kinks on the path
 def test_attributions_to_cross_patterns_sum_to_what_the_branch_does_to_the_target(name):
     model, pair, plain = pair_of(name)
     method = lm.AttentionAttribution(target=lm.targets.token(5, of="logit"), n_steps=40)
