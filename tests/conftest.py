@@ -1,10 +1,12 @@
 """Nothing in the tests reaches a model hub, and tiny tensors run on one thread.
 
 Tests that go through all models of the matrix have the usual ones in `make test`, the others in `.ci/run`.
+What no release of TransformerLens could change, `make test` runs on one release.
 """
 
 import gc
 import os
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -17,6 +19,16 @@ from tests.matrix import is_unusual
 
 torch.set_num_threads(1)
 
+TESTS = Path(__file__).parent
+# Pages, pictures and matrices; the maps that go into them are made in other tests, on every release.
+ONCE = (
+    TESTS / "aggregation",
+    TESTS / "serve" / "test_site_in_a_browser.py",
+    TESTS / "view",
+    TESTS / "demos" / "test_main.py",
+)
+ON_MODELS = TESTS / "aggregation" / "test_joint.py"
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
@@ -24,6 +36,8 @@ def pytest_collection_modifyitems(items):
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if any(map(is_unusual, parameters)):
             item.add_marker(pytest.mark.slow)
+        if item.path != ON_MODELS and any(item.path.is_relative_to(place) for place in ONCE):
+            item.add_marker(pytest.mark.once)
 
 
 def pytest_collection_finish():

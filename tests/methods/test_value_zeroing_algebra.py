@@ -89,6 +89,7 @@ def test_algebra_is_hooks_on_every_model(case: Case) -> None:
     assert float(auto.scores.abs().max()) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases(cross=True), ids=lambda case: case.label)
 def test_rows_are_the_cut_of_the_whole_map(case: Case) -> None:
     """Few rows go through W_O and W_in pair by pair, not key by key."""
