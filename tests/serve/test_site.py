@@ -44,7 +44,10 @@ def model(tmp_path_factory):
         pytest.skip("no bridge in this TransformerLens")
     from lens_mix.cli import _load
 
-    return _load(str(save_tiny_llama(tmp_path_factory.mktemp("model"))))
+    model = _load(str(save_tiny_llama(tmp_path_factory.mktemp("model"))))
+    # TransformerLens leaves hooks of its own on a model when it is first run.
+    model(TEXT)
+    return model
 
 
 @dataclasses.dataclass(frozen=True)
