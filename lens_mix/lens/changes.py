@@ -21,8 +21,9 @@ Undo = Callable[[], object]
 Change = Callable[[], Undo]
 
 
-# Modules with context managers in Python that lens_mix enters while a model is open.
-_BY_HALVES = frozenset({"contextlib", "tqdm.std"})
+# Modules with context managers in Python that lens_mix enters while a model is open; and the one whose
+# callbacks run when what a WeakSet holds is freed: Python drops their exceptions, and Ctrl-C would be lost.
+_BY_HALVES = frozenset({"contextlib", "tqdm.std", "_weakrefset"})
 
 
 class Changes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import weakref
 
 import pytest
 
@@ -63,6 +64,17 @@ def test_what_comes_while_a_change_is_made_waits_until_it_is_taken_back(usual_ha
         done.append("inside")
     assert done == ["made", "taken back"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_comes_where_python_drops_exceptions_is_not_lost(usual_handler):
+    """A WeakSet's callback, in its own module's name."""
+    names = {"__name__": "_weakrefset", "raise_signal": signal.raise_signal, "number": signal.SIGINT}
+    exec("def removed(reference): raise_signal(number)", names)
+    held = [Changes([])]
+    reference = weakref.ref(held[0], names["removed"])
+    with pytest.raises(KeyboardInterrupt), Changes([]):
+        held.clear()
+    assert reference() is None
 
 
 def test_a_handler_put_there_inside_stays(usual_handler):
