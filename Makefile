@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE =
 RUN_TESTS = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(CASES) $(PYTEST)
 # Checking every shape takes as long as the tests; on one release it finds what there is to find.
 UNCHECKED = JAXTYPING_DISABLE=1
-# Nor is anything found twice on what has nothing of TransformerLens in it; .ci/run does it all the same.
+# Nor is anything found twice by the tests marked `once` (tests/conftest.py); CASES= runs these too.
 test-tl3 test-tl2: CASES = -m "not slow and not once"
 
 .PHONY: help demo test test-tl4 test-tl3 test-tl2 browser lint format types wheel clean bench peers

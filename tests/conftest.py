@@ -20,7 +20,7 @@ from tests.matrix import is_unusual
 torch.set_num_threads(1)
 
 TESTS = Path(__file__).parent
-# Pages, pictures and matrices; the maps that go into them are made in other tests, on every release.
+# Pages, pictures (those of `make demo` too) and matrices; maps are made in other tests, on every release.
 ONCE = (
     TESTS / "aggregation",
     TESTS / "serve" / "test_site_in_a_browser.py",

@@ -21,9 +21,9 @@ Undo = Callable[[], object]
 Change = Callable[[], Undo]
 
 
-# Modules with context managers in Python that lens_mix enters while a model is open; and the one whose
-# callbacks run when what a WeakSet holds is freed: Python drops their exceptions, and Ctrl-C would be lost.
-_BY_HALVES = frozenset({"contextlib", "tqdm.std", "_weakrefset"})
+# Modules in which Ctrl-C waits too: those whose context managers lens_mix enters while a model is open, which
+# would be left by halves; and that of a WeakSet's callbacks, whose exceptions Python drops.
+_UNINTERRUPTED = frozenset({"contextlib", "tqdm.std", "_weakrefset"})
 
 
 class Changes:
@@ -84,8 +84,8 @@ class _Interrupts:
 
 
 def _is_bad_moment(frame: FrameType | None) -> bool:
-    """Whether this file is at work, or one whose `with` blocks would be left by halves."""
-    if frame is not None and frame.f_globals.get("__name__") in _BY_HALVES:
+    """Whether this file is at work, or a module in which Ctrl-C waits."""
+    if frame is not None and frame.f_globals.get("__name__") in _UNINTERRUPTED:
         return True
     while frame is not None and frame.f_globals is not globals():
         frame = frame.f_back

@@ -67,8 +67,12 @@ def test_what_comes_while_a_change_is_made_waits_until_it_is_taken_back(usual_ha
 
 
 def test_what_comes_where_python_drops_exceptions_is_not_lost(usual_handler):
-    """A WeakSet's callback, in its own module's name."""
-    names = {"__name__": "_weakrefset", "raise_signal": signal.raise_signal, "number": signal.SIGINT}
+    """As in the callback of a WeakSet, which is of this module."""
+    names = {
+        "__name__": weakref.WeakSet.__module__,
+        "raise_signal": signal.raise_signal,
+        "number": signal.SIGINT,
+    }
     exec("def removed(reference): raise_signal(number)", names)
     held = [Changes([])]
     reference = weakref.ref(held[0], names["removed"])
