@@ -7,7 +7,7 @@ Nothing here knows a TransformerLens release: where classes differ in a layout, 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,8 +82,8 @@ class AttentionHook(HookFunction):
     A pass visits queries, values, pattern, and the mixed values (`hook_z`), in this order. What is kept on
     the way is dropped at the last of them, so that one hook serves many passes.
 
-    Subclasses name the points they need in `points` and implement `on_values` and `on_mixed`. The pair for
-    `fwd_hooks=` is `(hook.matches, hook)`.
+    Subclasses name the points they need in `points` and implement `on_values`, `on_pattern` and `on_mixed`.
+    The pair for `fwd_hooks=` is `(hook.matches, hook)`.
     """
 
     points: tuple[str, ...] = ()
@@ -100,6 +100,11 @@ class AttentionHook(HookFunction):
     def __repr__(self) -> str:
         # TransformerLens keeps this as the hook's name; the repr of a tensor would cost more than the hook
         return f"{type(self).__name__}({self.module})"
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names that its filter takes, in the order of a pass, whichever of them a model has."""
+        return tuple(self._roles)
 
     def matches(self, name: str) -> bool:
         """The filter of hook names that goes with this hook."""
@@ -119,7 +124,7 @@ class AttentionHook(HookFunction):
         if point == "pattern":
             # models that leave attention to transformers show their pattern after the mixing, or never
             self._pattern = None if self._values is None else tensor
-            return None
+            return None if self._values is None else self.on_pattern(tensor, self._values)
         n_heads, values, pattern = self._n_heads, self._values, self._pattern
         self._n_heads = self._values = self._pattern = None
         if point == "values":
@@ -145,6 +150,14 @@ class AttentionHook(HookFunction):
         self, values: Float[Tensor, "batch key value_head d_head"], n_heads: int | None
     ) -> Tensor | None:
         """Edit the values (one per value head), or return None; `n_heads` is None if queries did not fire."""
+        return None
+
+    def on_pattern(
+        self,
+        pattern: Float[Tensor, "batch head query key"],
+        values: Float[Tensor, "batch key value_head d_head"],
+    ) -> Tensor | None:
+        """Edit the pattern before it mixes the values, or return None; `on_mixed` gets it unedited."""
         return None
 
     def on_mixed(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from lens_mix.arguments import whole_number
-from lens_mix.hooks import HookName, HookPair
+from lens_mix.hooks import AttentionHook, HookName, HookPair
 from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens.batches import Batch
 from lens_mix.lens.changes import Changes, hooked
@@ -163,7 +163,11 @@ class Lens:
     def _points(self, name: HookName) -> list[HookPoint]:
         """The hook points of a name, or those whose names a filter takes, each once."""
         if not isinstance(name, str):
-            matching = {id(point): point for key, point in self.hook_points.items() if name(key)}
+            hook = getattr(name, "__self__", None)
+            # A filter is called on the names of all hook points, unless it says which it takes.
+            known = hook.names if isinstance(hook, AttentionHook) else filter(name, self.hook_points)
+            points = [self.hook_points[key] for key in known if key in self.hook_points]
+            matching = {id(point): point for point in points}
             return list(matching.values())
         if name not in self.hook_points:
             raise ValueError(f"hook name: expected one of the model's hook points, got {name!r}")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lens_mix.hooks import (
+    AttentionHook,
     add_to_pattern,
     freeze_pattern,
     must_fire,
@@ -269,6 +270,29 @@ def test_a_frozen_pattern_is_a_constant_and_a_replaced_one_is_not() -> None:
     logits = run(case, [freeze_pattern(LAYER, leaf)])
     assert torch.autograd.grad(score(logits), leaf, allow_unused=True) == (None,)
     assert torch.equal(logits, run(case, [replace_pattern(LAYER, leaf)]))
+
+
+class Uniform(AttentionHook):
+    """Every query reads all keys alike."""
+
+    points = ("values", "pattern", "mixed")
+
+    def on_pattern(self, pattern: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        assert values.shape[:2] == (len(pattern), pattern.shape[3])
+        return torch.full_like(pattern, 1 / pattern.shape[3])
+
+    def on_mixed(self, mixed: Any, values: Any, pattern: torch.Tensor | None) -> None:
+        assert pattern is not None
+        self.seen = pattern.clone()
+        self.calls += 1
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name not in DELEGATED], ids=str)
+def test_a_hook_of_ones_own_edits_the_pattern(case: Case) -> None:
+    hook = Uniform(LAYER, case.attention)
+    assert all(map(hook.matches, hook.names))
+    assert_mixed(case, [(hook.matches, hook)], mixed_by_hand(uniform(case), clean(case).values))
+    torch.testing.assert_close(hook.seen, clean(case).pattern, **EXACT)
 
 
 @pytest.mark.parametrize("name", sorted(set(DELEGATED) & {case.name for case in CASES}) or [None])
