@@ -12,6 +12,7 @@ from torch import Tensor
 from lens_mix.arguments import flags
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, record_attention
 from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.changed_backward import Rules
 from lens_mix.lens.proof.record import ALGEBRA_PARTS
 
 if TYPE_CHECKING:
@@ -118,6 +119,13 @@ class Method:
     def parameters(self) -> dict[str, object]:
         """The parameters by name, as the record keeps them."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> Rules | None:
+        """The rules of the backward pass of which the clean pass is to leave its graph, if it can.
+
+        It does for a prompt alone where memory is not bound; else `Block.graph` makes a pass of its own.
+        """
+        return None
 
     def key_groups(self, positions: int) -> list[list[int]] | None:
         """Groups of positions that the key axis stands for; None where it stands for the positions."""

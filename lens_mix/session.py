@@ -23,6 +23,7 @@ from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.block import Block
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.cross import names_before_cross, streams_before_cross
+from lens_mix.lens.graph import Graph
 from lens_mix.lens.masks import AllowedKeys, allowed_keys
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
@@ -152,7 +153,7 @@ class Session:
             real = batch.real_positions(lens.stack.name)
             rows = None if self.queries is None else Rows.of(self.queries, real)
             watched = self._recorded_layers() if carries_users_hooks(lens.modules) else []
-            clean = self._clean_pass(batch, rows, engines, watched)
+            clean = self._clean_pass(batch, rows, engines, watched, self._graph(batch, proof))
             entering = streams_before_cross(clean, proof.anatomy)
             clean = dataclasses.replace(clean, head_factors=proof.head_factors, entering=entering)
             different = another_pass(clean)
@@ -220,7 +221,12 @@ class Session:
         return sorted(set().union(*map(self.layers_of, self.methods.values())))
 
     def _clean_pass(
-        self, batch: Batch, rows: Rows | None, engines: Mapping[str, str], hooked: Sequence[int]
+        self,
+        batch: Batch,
+        rows: Rows | None,
+        engines: Mapping[str, str],
+        hooked: Sequence[int],
+        graph: Graph | None,
     ) -> CleanPass:
         """One pass that records what the methods and the check of the prompts need, and no more rows.
 
@@ -266,7 +272,19 @@ class Session:
             stop_after=last,
             rows=rows,
             run_cache=self.run_cache,
+            graph=graph,
         )
+
+    def _graph(self, batch: Batch, proof: Proof) -> Graph | None:
+        """The graph that the clean pass is to leave; of one prompt, as it holds all blocks' activations."""
+        anatomies = list(proof.anatomy.values())
+        wanted = [method.clean_rules(anatomies) for method in self.methods.values()]
+        rules = next((each for each in wanted if each is not None), None)
+        alone = len(batch) == 1 and self.max_memory is None and not self.lens.encoder_decoder
+        # In inference mode the target refuses, with the reason.
+        if rules is None or not alone or torch.is_inference_mode_enabled():
+            return None
+        return Graph(self.lens, anatomies, rules)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Norm:
 
     def linearised(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """The norm without its bias, its scale held: linear in `x` when differentiated."""
-        out = self._centred(x) / self.scale(x).detach()
+        out = self._centred(x) / self.scale(x.detach())
         return out if self.weight is None else out * self.weight.to(x.dtype)
 
     def _centred(self, x: Tensor) -> Tensor:

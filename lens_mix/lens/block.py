@@ -16,9 +16,10 @@ from lens_mix.hooks.record import ATTENTION_ROLES
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, read_norm
 from lens_mix.lens.batches import Batch, Prompt, pad
 from lens_mix.lens.changed_backward import Rules, changed_backward
-from lens_mix.lens.clean_pass import CleanPass
+from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.continuation import head_from, last_residual_from, logits_from
 from lens_mix.lens.copies import copies_within
+from lens_mix.lens.graph import Graph
 from lens_mix.lens.head import Head
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import pad_token, wrapped_config
@@ -436,19 +437,31 @@ class Block:
         below = None if self._proof.source is None else list(self._proof.source.anatomy.values())
         return changed_backward(self._lens, anatomies, rules, below=below, **options)
 
-    def chunks(self, copies: int, *, logits: bool = False, positions: int | None = None) -> Iterator[slice]:
+    def graph(self, prompt: int, rules: Rules) -> Graph:
+        """One prompt's graph under changed rules: the clean pass's (`Method.clean_rules`), or of another."""
+        left = self._clean.graph
+        if left is not None and left.rules == rules:
+            return left
+        made = Graph(self._lens, list(self._proof.anatomy.values()), rules)
+        alone = self.batch.select(torch.tensor([prompt], device=self.tokens.device))
+        clean_pass(self._lens, alone, watched=(), graph=made)
+        return made
+
+    def chunks(self, copies: int, *, logits: bool = False) -> Iterator[slice]:
         """Slices over `copies` copies of a prompt, as many at a time as the memory bound allows.
 
         Args:
             copies: how many there are.
             logits: whether the logits of all positions are made too.
-            positions: of each, where they are not the prompts'.
         """
-        outputs = (positions or self.logits_tokens.shape[1]) if logits else 0
-        places = positions or self.real_inputs.shape[1]
-        step = copies_within(self._lens, self.max_memory, places, logits=outputs)
+        outputs = self.logits_tokens.shape[1] if logits else 0
+        step = copies_within(self._lens, self.max_memory, self.real_inputs.shape[1], logits=outputs)
         for start in range(0, copies, step):
             yield slice(start, min(start + step, copies))
+
+    def check_memory(self, positions: int) -> None:
+        """Raises ValueError: a pass over so many positions, with their logits, is beyond the memory bound."""
+        copies_within(self._lens, self.max_memory, positions, logits=positions)
 
     def gradient_rows(self, copies: int, *, logits: bool) -> int:
         """How many of `copies` prompts may run at once from here to the target, with gradients.

@@ -73,27 +73,15 @@ def changed_backward(
     Raises:
         UnsupportedModelError: a rule that no gradient went through, or a part that is not as it was read.
     """
-    builder = _Builder(lens, rules, constants)
-    for layer, anatomy in enumerate(anatomies):
-        builder.block(lens.stack, layer, anatomy)
-    if lens.stack.source is not None:
-        for layer, anatomy in enumerate(below or ()):
-            builder.block(lens.stack.source, layer, anatomy)
-    builder.norms(logits)
-    if logits and constants is not None and (b_U := read_b_U(lens.model)) is not None:
-        builder.module(lens.model.unembed, _Constant(b_U, constants, "unembed"))
+    changed = ChangedRules(lens, anatomies, rules, below=below, constants=constants, logits=logits)
     streams: dict[int, Tensor] = {}
     keeping = [
         forward_pre_hook(lens.stack.blocks[n], functools.partial(_keep, streams, n), with_kwargs=True)
         for n in after
     ]
-    with lens.hooked(builder.pairs), Changes([*builder.changes, *keeping]):
+    with lens.hooked(changed.pairs), Changes([*changed.changes, *keeping]):
         yield streams
-    idle = [repr(rule) for rule in builder.required if not rule.calls]
-    if idle:
-        raise UnsupportedModelError(
-            f"a backward pass with changed rules: expected a gradient through {', '.join(idle[:5])}; got none"
-        )
+    changed.require_gradients()
 
 
 def _keep(streams: dict[int, Tensor], number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -101,16 +89,45 @@ def _keep(streams: dict[int, Tensor], number: int, module: nn.Module, args: Any,
         streams[number] = BlockCall(args, kwargs, None).resid_pre
 
 
-class _Builder:
-    """The hooks of one pass: of TransformerLens in `pairs`, of torch in `changes`."""
+class ChangedRules:
+    """The hooks of one pass: of TransformerLens in `pairs`, of torch in `changes`.
 
-    def __init__(self, lens: Lens, rules: Rules, constants: Tensor | None) -> None:
+    Arguments and errors as of `changed_backward`.
+    """
+
+    def __init__(
+        self,
+        lens: Lens,
+        anatomies: Sequence[BlockAnatomy],
+        rules: Rules,
+        *,
+        below: Sequence[BlockAnatomy] | None = None,
+        constants: Float[Tensor, " row"] | None = None,
+        logits: bool = True,
+    ) -> None:
         self._lens, self._rules, self._constants = lens, rules, constants
         self.pairs: list[HookPair] = []
         self.changes: list[Change] = []
-        self.required: list[_Counting] = []
+        self._required: list[_Counting] = []
+        for layer, anatomy in enumerate(anatomies):
+            self._block(lens.stack, layer, anatomy)
+        if lens.stack.source is not None:
+            for layer, anatomy in enumerate(below or ()):
+                self._block(lens.stack.source, layer, anatomy)
+        self._norms(logits)
+        if logits and constants is not None and (b_U := read_b_U(lens.model)) is not None:
+            self._module(lens.model.unembed, _Constant(b_U, constants, "unembed"))
 
-    def block(self, stack: Stack, layer: int, anatomy: BlockAnatomy) -> None:
+    def require_gradients(self) -> None:
+        """After the backward pass. Raises UnsupportedModelError: a rule that no gradient went through."""
+        idle = [repr(rule) for rule in self._required if not rule.calls]
+        if idle:
+            raise UnsupportedModelError(
+                "a backward pass with changed rules: expected a gradient through "
+                f"{', '.join(idle[:5])}; got none"
+            )
+
+    def _block(self, stack: Stack, layer: int, anatomy: BlockAnatomy) -> None:
         """One block's patterns, values, feed-forward, and the constants that it adds."""
         block, module = stack.template.format(layer=layer), stack.blocks[layer]
         own, cross = stack.attention_template.format(layer=layer), f"{block}.cross_attn"
@@ -132,7 +149,7 @@ class _Builder:
         if anatomy.feed_forward is not None and self._rules.activations == "ratio":
             self._feed_forward(module, f"{block}.mlp", anatomy.feed_forward)
 
-    def norms(self, logits: bool) -> None:
+    def _norms(self, logits: bool) -> None:
         """Every norm that the model calls, those on queries and keys and in its head too."""
         lens = self._lens
         inner = {id(getattr(module, "original_component", None)) for module in lens.modules}
@@ -146,18 +163,18 @@ class _Builder:
                 continue
             norm = read_norm(module, lens.model.cfg)
             if norm is not None:
-                self.module(module, _LinearNorm(norm, self._constants), required=id(module) in own)
+                self._module(module, _LinearNorm(norm, self._constants), required=id(module) in own)
 
-    def module(self, module: nn.Module, rule: _Rule | _LinearNorm, required: bool = True) -> None:
+    def _module(self, module: nn.Module, rule: _Rule | _LinearNorm, required: bool = True) -> None:
         """A rule on what a module of torch puts out."""
         self.changes.append(forward_hook(module, rule.on_module, with_kwargs=True))
-        self.required += [rule] * required
+        self._required += [rule] * required
 
     def _point(self, name: str, rule: _Rule) -> None:
         if name not in self._lens.hook_points:
             raise UnsupportedModelError(f"changed rules: expected a hook point {name!r}, found none")
         self.pairs.append((name, rule))
-        self.required.append(rule)
+        self._required.append(rule)
 
     def _attention(self, attention: str, values: bool = True) -> None:
         change = functools.partial(pattern_gradient, self._rules.temperature, self._rules.scores)
@@ -190,7 +207,7 @@ class _Builder:
             self._constant(f"{module}.{matrix}.hook_out", bias)
         elif self._constants is not None and bias is not None:
             found = block.get_submodule(module.rpartition(".")[2])
-            self.module(found, _Constant(bias, self._constants, module))
+            self._module(found, _Constant(bias, self._constants, module))
 
 
 # ------------------------------------------------------------------ the rules
@@ -282,7 +299,7 @@ class _LinearNorm(_Counting):
         if not _differentiated(x):
             return None
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        _refuse_unlike(self, self._norm(wide), output)
+        _refuse_unlike(self, self._norm(wide.detach()), output)
         linear = self._norm.linearised(wide)
         if self._constants is not None and self._norm.bias is not None:
             linear = linear + _ones(self._constants, output) * self._norm.bias.to(wide.dtype)
@@ -301,7 +318,7 @@ class _Hidden(_Rule):
             return None
         act, b_hidden = ACTIVATIONS[self._feed_forward.activation], self._feed_forward.b_hidden
         z, up = self.read.pop("hook_pre"), self.read.pop("hook_pre_linear", None)
-        rebuilt = act(z) if up is None else act(z) * up
+        rebuilt = act(z.detach()) if up is None else act(z.detach()) * up.detach()
         _refuse_unlike(self, rebuilt if b_hidden is None else rebuilt + b_hidden.to(rebuilt.dtype), tensor)
         linear = ratio(act, z.detach()) * z
         if up is not None:

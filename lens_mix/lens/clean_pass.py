@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lens_mix.hooks import HookPair, watch_pattern
 from lens_mix.lens.batches import Batch
 from lens_mix.lens.changes import Changes, forward_hook
+from lens_mix.lens.graph import Graph
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls
@@ -44,6 +45,7 @@ class CleanPass:
         head_factors: by layer, what hooks multiply z of each head by (`Proof.head_factors`).
         entering: per block that is read by its cross-attention, the residual stream before that.
         source_calls: of the joint part, the arguments and output of the encoder's first block.
+        graph: of the pass, where it was asked for.
     """
 
     lens: Lens
@@ -58,6 +60,7 @@ class CleanPass:
     head_factors: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
     entering: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
     source_calls: dict[int, BlockCall] = dataclasses.field(default_factory=dict)
+    graph: Graph | None = None
 
     def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream that the mapped attention's branch is added to."""
@@ -110,6 +113,7 @@ def clean_pass(
     rows: Rows | None = None,
     run_cache: dict[Any, Any] | None = None,
     as_given: bool = False,
+    graph: Graph | None = None,
 ) -> CleanPass:
     """One forward pass that captures the blocks' calls and what the hooks record.
 
@@ -124,6 +128,7 @@ def clean_pass(
         rows: the rows that the hooks record, and that are watched; None: all positions.
         run_cache: what the passes of one run share.
         as_given: as in `Lens.forward`.
+        graph: is built by the pass, which has to reach the last block.
 
     Raises:
         ValueError: a hook name that the model does not have, an input out of its range, or a block output
@@ -135,7 +140,7 @@ def clean_pass(
     present = [layer for layer in lens.stack.attention_layers if layer <= last]
     layers = present if watched is None else list(watched)
     run_cache = {} if run_cache is None else run_cache
-    clean = CleanPass(lens, batch, {}, recorded, {}, rows, run_cache=run_cache)
+    clean = CleanPass(lens, batch, {}, recorded, {}, rows, run_cache=run_cache, graph=graph)
     template = lens.stack.attention_template
     watching = [watch_pattern(layer, _watch_keys(layer, clean), attention=template) for layer in layers]
     capturing = captured_calls(lens.stack.blocks[: last + 1], clean.calls)
@@ -143,12 +148,14 @@ def clean_pass(
         capturing += captured_calls(lens.stack.source.blocks[:1], clean.source_calls)
     capturing.append(forward_hook(lens.stack.blocks[last], _stop))
     hooks = lens.hooked([*fwd_hooks, *watching])
-    with lens.evaluation_mode(), hooks, Changes(capturing), contextlib.suppress(StopForward):
+    mode, stopping = lens.evaluation_mode(gradients=graph is not None), contextlib.suppress(StopForward)
+    with mode, graph.built() if graph else contextlib.nullcontext(), hooks, Changes(capturing), stopping:
         try:
             lens.forward(batch, as_given=as_given)
         except (RuntimeError, IndexError) as problem:
             _explain(lens, batch, problem)
             raise
+    recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
     _require_complete(clean, required, layers, last)
     return clean
 

@@ -33,7 +33,7 @@ def logits_from(
     rows: Int[Tensor, " row"] | None = None,
     gradients: bool = False,
     positions: Int[Tensor, " row"] | Int[Tensor, "row read"] | None = None,
-    batch: Batch | None = None,
+    **options: Any,
 ) -> Float[Tensor, "row *pos d_vocab"]:
     """The model's logits, with hooks, from a block on.
 
@@ -46,14 +46,14 @@ def logits_from(
         rows: which prompt of the clean batch each row is (repeats allowed); all, once, by default.
         gradients: build the graph.
         positions: unembed one position per row only, [row 1 d_vocab], or several, [row read d_vocab].
-        batch: other prompts to run instead, from their tokens on: `layer` and `rows` count for nothing.
+        options: as in `run_from`.
 
     Raises:
         UnsupportedModelError: the block does not give its own output when run again, or the model no logits.
     """
     with clean.lens.evaluation_mode(), unembedding_at(clean.lens.model, positions) as narrowed:
         out = run_from(
-            clean, layer, fwd_hooks, resid_pre=resid_pre, rows=rows, gradients=gradients, batch=batch
+            clean, layer, fwd_hooks, resid_pre=resid_pre, rows=rows, gradients=gradients, **options
         )
     logits = out if torch.is_tensor(out) else getattr(out, "logits", None)
     if logits is None:
@@ -69,7 +69,7 @@ def last_residual_from(
     resid_pre: Float[Tensor, "row pos d_model"] | None = None,
     rows: Int[Tensor, " row"] | None = None,
     gradients: bool = False,
-    batch: Batch | None = None,
+    **others: Any,
 ) -> Float[Tensor, "row pos d_model"]:
     """What the stack's last block gives, before any final norm; else as `logits_from`. No head is run."""
     outputs: list[Tensor] = []
@@ -79,9 +79,8 @@ def last_residual_from(
             "resid_pre": resid_pre,
             "rows": rows,
             "gradients": gradients,
-            "batch": batch,
         }
-        run_from(clean, layer, fwd_hooks, changes=keeping, **options)
+        run_from(clean, layer, fwd_hooks, changes=keeping, **options, **others)
     return outputs[0]
 
 
@@ -109,13 +108,25 @@ def run_from(
     resid_pre: Tensor | None = None,
     rows: Tensor | None = None,
     gradients: bool = False,
+    resid_post: Tensor | None = None,
     batch: Batch | None = None,
     changes: Sequence[Change] = (),
 ) -> Any:
-    """The model's output, with further changes to it; else as `logits_from`."""
+    """The model's output.
+
+    Args:
+        clean, layer, fwd_hooks, resid_pre, rows, gradients: as in `logits_from`.
+        resid_post: what the last block gives, a row per row: no block is run.
+        batch: other prompts to run instead, from their tokens on: `layer` and `rows` count for nothing.
+        changes: further changes to the model.
+    """
     lens = clean.lens
     enters: list[Change] = []
-    if batch is None:
+    if resid_post is not None:
+        batch = clean.batch if rows is None else clean.batch.select(rows)
+        ends = (_with_first(clean.calls[number].output, resid_post) for number in range(lens.n_layers))
+        enters = [_skipped(block, end) for block, end in zip(lens.stack.blocks, ends, strict=True)]
+    elif batch is None:
         enters = _entered_at(clean, lens.layer_index(layer), resid_pre, rows)
         batch = clean.batch if rows is None else clean.batch.select(rows)
     with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes([*enters, *changes]):
@@ -152,6 +163,11 @@ def _keep_and_stop(outputs: list[Tensor]) -> Callable[..., None]:
         raise StopForward
 
     return keep
+
+
+def _with_first(output: Any, tensor: Tensor) -> Any:
+    """What a block gives, with another residual stream."""
+    return type(output)((tensor, *output[1:])) if isinstance(output, tuple | list) else tensor
 
 
 def _skipped(block: nn.Module, output: Any) -> Change:

@@ -1,10 +1,9 @@
-"""Attribution patching of replaced tokens, with the weights of the softmax worked out anew."""
+"""Attribution patching of edges between tokens, and replaced tokens that the last one sees."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -12,42 +11,45 @@ from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.arguments import one_of
+from lens_mix.arguments import one_of, whole_number
 from lens_mix.hooks import must_fire
+from lens_mix.lens.changed_backward import Rules
+from lens_mix.lens.graph import Graph, Mixing
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.method import Method
 from lens_mix.methods import target_passes
-from lens_mix.methods.interleaved import Interleaved, Layout, mixed_gradients
 from lens_mix.methods.replacements import check_replacements, stand_ins
 from lens_mix.methods.row_targets import RowTargets, bind_rows
+from lens_mix.methods.side_by_side import Layout, SideBySide
 from lens_mix.targets import TargetLike, as_target, describe, predicted
 
 if TYPE_CHECKING:
+    from lens_mix.lens.anatomy import BlockAnatomy
     from lens_mix.lens.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
 class AttributionPatching(Method):
-    """What replacing a token would do to the output, from a few passes instead of one per token.
+    """What replacing a token would do to the output, from about five passes instead of one per token.
 
-    For every key token j and stand-in token, score[query, key] adds two estimates of the change of the target
-    F at the query; the mean over the stand-ins is taken. F is read at the row's position.
+    score[query, key] adds two estimates of the change of the target F at the query, read at its position:
 
-    - Direct: |F(the query's token sees j's stand-in, in every layer) - F|, exactly, by one pass over copies
-      of the query's token; of the query's own token it is the replacement itself.
-    - Between: sqrt(sum_i E[i, j]²) over the positions i between the two, E[i, j] the sum over layers and
-      heads of g · dz: g the gradient of F by the head's mixed values z_i, dz their change when the key and
-      value of j are its stand-in's (attribution patching with the "QK fix" of AtP*, Kramár et al., 2024,
-      arXiv 2403.00745; per edge as in Syed et al., 2023). With p the weight of j, r what it becomes before
-      the row is scaled to 1 again, dz = (z - p v_j + r v'_j) / (1 - p + r) - z.
+    - Between: sqrt(sum_i E[i, j]²) over the positions i between key j and the query. E[i, j] is what F loses
+      when i no longer sees j, to first order: the sum over layers and heads of g · dz, g the gradient of F by
+      the head's mixed values z_i, and dz their change when the softmax is worked out anew without j,
+      dz = (z - p v_j) / (1 - p) - z with p the weight of j (attribution patching of edges, Syed et al., 2023,
+      with the softmax exact as in the "QK fix" of AtP*, Kramár et al., 2024, arXiv 2403.00745).
+    - Direct: |F(the query's token sees j's stand-in, in every layer) - F|, the mean over stand-ins, by one
+      pass over copies of the query's token; of the query's own token it is the replacement itself. It is
+      exact, as attention is causal: the stand-in sees the tokens before j. Where a row has more keys than
+      `n_exact`, this is for those that are strongest to first order; the others have |E[query, j]|.
 
-    What j's stand-in has as key and value is exact, as attention is causal: a copy that sees the clean tokens
-    before j. g is of a backward pass with changed rules: norms at their scale, the softmax at temperature 2,
+    g is of a backward pass with changed rules: norms at their scale, the softmax at temperature 2,
     activations and gates by their ratio (`lens_mix.lens.changed_backward`). The sum, the root and the rules
     are this library's choice, made on data: docs/input_map.md has the figures.
 
-    One map [1, query, key], 0 or more, in the target's unit; per row a pass of 3 N tokens for every stand-in,
-    and one forward and backward: ask for the rows that you need. Two stand-ins take about nine forwards.
+    One map [1, query, key], 0 or more, in the target's unit. Each row takes a backward pass, and a forward
+    pass of N + 2 `n_exact` tokens for every stand-in: ask for the rows that you need.
 
     Args:
         target: what is explained (`lens_mix.targets`, or any callable logits -> [copy]), read at the row's
@@ -56,12 +58,13 @@ class AttributionPatching(Method):
             vocabulary without special tokens. A token is never its own stand-in: the next number serves.
         n_samples, seed: how many are drawn, and from where.
         paths: "all", or one of the two terms: "direct" or "between".
+        n_exact: for how many keys of a row, besides its own token, the direct term is exact.
 
     Raises:
         TypeError, ValueError: an unknown option; a target or stand-in that does not fit.
         UnsupportedModelError: a model that is not causal, that takes no positions, or whose attention reads
-            more than these (a sliding window shorter than three prompts, ALiBi); model inputs besides tokens;
-            a target that reads several positions.
+            more than these (a sliding window shorter than the passes, ALiBi), or mixes in transformers' own
+            code; model inputs besides tokens; a target that reads several positions.
     """
 
     name: ClassVar[str] = "attribution_patching"
@@ -79,10 +82,12 @@ class AttributionPatching(Method):
     # Not that of `Occlusion`, the yardstick: a map that is scored must not know the yardstick's tokens.
     seed: int = 1
     paths: Literal["all", "direct", "between"] = "all"
+    n_exact: int = 24
 
     def __post_init__(self) -> None:
         super().__post_init__()
         as_target(self.target)
+        whole_number("n_exact", self.n_exact, 0)
         one_of("paths", self.paths, ("all", "direct", "between"))
         check_replacements(self)
 
@@ -90,99 +95,100 @@ class AttributionPatching(Method):
         given = None if self.replacements is None else list(self.replacements)
         return {**super().parameters(), "target": describe(as_target(self.target)), "replacements": given}
 
+    def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> Rules:
+        written = all(anatomy.is_written_down for anatomy in anatomies)
+        # The softmax at temperature 2 has a derivative of half its size.
+        return Rules(temperature=2.0, scores=0.5, activations="ratio" if written else "gradient")
+
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
-        bound = bind_rows(blocks, self.target)
+        first, bound = blocks[0], bind_rows(blocks, self.target)
         if bound.positions is None:
             raise UnsupportedModelError(
                 f"target: expected one that reads a single position, got {describe(bound.target)}, which "
                 "reads several"
             )
-        rows = bound.first.zeros(len(bound.functions), bound.first.real.shape[1])
-        for row in range(len(rows)):
-            self._fill(rows[row], blocks, bound, row)
+        rows = first.zeros(len(bound.functions), first.real.shape[1])
+        rules = self.clean_rules([block.anatomy for block in blocks])
+        for prompt in bound.prompts.unique().tolist():
+            if first.batch.prompts[prompt].inputs:
+                raise UnsupportedModelError(
+                    "model inputs: expected tokens alone, as they are run at repeated positions, got "
+                    f"{sorted(first.batch.prompts[prompt].inputs)} besides"
+                )
+            graph = first.graph(prompt, rules)
+            for row in (bound.prompts == prompt).nonzero()[:, 0].tolist():
+                self._fill(rows[row], blocks, bound, row, graph)
         return [bound.scattered(rows, blocks[-1])]
 
     def _fill(
-        self, scores: Float[Tensor, " pos"], blocks: Sequence[Block], bound: RowTargets, row: int
+        self,
+        scores: Float[Tensor, " pos"],
+        blocks: Sequence[Block],
+        bound: RowTargets,
+        row: int,
+        graph: Graph,
     ) -> None:
-        """One row: its prompt up to the query, in a pass that holds clean tokens, stand-ins and copies."""
-        first, prompt = bound.first, int(bound.prompts[row])
-        if first.batch.prompts[prompt].inputs:
-            raise UnsupportedModelError(
-                "model inputs: expected tokens alone, as they are run at repeated positions, got "
-                f"{sorted(first.batch.prompts[prompt].inputs)} besides"
-            )
-        places = first.real[prompt].nonzero()[:, 0]
+        """One row, of its prompt up to the query."""
+        places = bound.first.real[bound.prompts[row]].nonzero()[:, 0]
         places = places[places <= bound.queries[row]]
-        tokens = first.tokens[prompt, places]
-        others = stand_ins(first, tokens[:, None], self.replacements, self.n_samples, self.seed).T
-        layout = Layout.of(len(tokens))
-        backward = mixed_gradients(blocks, bound, row, places)
-        changes, effects = [], []
-        for part in first.chunks(len(others), logits=True, positions=len(layout.positions)):
-            hooks = []
-            for block in blocks:
-                gradient, mixed = backward[block.layer]
-                effects_of = functools.partial(patched_effects, gradient)
-                hooks.append(Interleaved(block, layout, effects_of, mixed))
-            logits = self._run(first, hooks, layout, layout.filled(tokens, others[part]))
-            as_prompt = logits[:, None].expand(-1, int(first.real[prompt].sum()), -1)
-            changes.append(target_passes.evaluate(bound.functions[row], as_prompt))
-            effects.append(torch.stack([hook.effects for hook in hooks]).sum(0))
-        changed = torch.cat(changes).unflatten(0, (len(others), -1))
-        terms = {
-            "direct": (changed - bound.clean[row]).abs().mean(0),
-            "between": between_paths(torch.cat(effects)),
-        }
-        terms["all"] = terms["direct"] + terms["between"]
+        found = graph.mixing(bound.value_in(graph, row))
+        mixing = {layer: each.at(places) for layer, each in found.items()}
+        effects = torch.stack([hidden_effects(each) for each in mixing.values()]).sum(0).tril(-1)
+        between, direct = effects[:-1].square().sum(0).sqrt(), effects[-1].abs()
+        last = len(places) - 1
+        strongest = direct[:last].topk(min(self.n_exact, last)).indices.tolist()
+        chosen = torch.tensor([*sorted(strongest), last])
+        if self.paths != "between":
+            direct[chosen] = self._exact(blocks, bound, row, places, chosen, mixing).to(direct.dtype)
+        terms = {"direct": direct, "between": between, "all": direct + between}
         scores[places] = terms[self.paths].to(scores.dtype)
 
-    def _run(
+    def _exact(
         self,
-        first: Block,
-        hooks: Sequence[Interleaved],
-        layout: Layout,
-        tokens: Int[Tensor, "copy index"],
-    ) -> Float[Tensor, "read d_vocab"]:
-        """The logits that the layout reads, copy after copy; the hooks fill themselves."""
-        batch = first.placed_batch(tokens, layout.positions.to(tokens.device).expand(len(tokens), -1))
-        pairs = [(hook.matches, hook) for hook in hooks]
-        try:
-            with torch.no_grad(), must_fire(*pairs):
-                read = layout.read.expand(len(tokens), -1)
-                return first.logits(pairs, batch=batch, positions=read).flatten(0, 1)
-        except RuntimeError as problem:
-            raise UnsupportedModelError(f"{self.name}: {problem}") from problem
+        blocks: Sequence[Block],
+        bound: RowTargets,
+        row: int,
+        places: Int[Tensor, " pos"],
+        chosen: Int[Tensor, " chosen"],
+        mixing: Mapping[int, Mixing],
+    ) -> Float[Tensor, " chosen"]:
+        """The direct term of the chosen tokens."""
+        first, prompt = bound.first, int(bound.prompts[row])
+        tokens, changes = first.tokens[prompt, places], []
+        others = stand_ins(first, tokens[chosen, None], self.replacements, self.n_samples, self.seed).T
+        # Together they share the tokens; many of them would spend more on attention among each other.
+        for part in others.split(8 if first.max_memory is None else 1):
+            layout = Layout.of(len(tokens), chosen, len(part))
+            first.check_memory(len(layout.positions))
+            hooks = [SideBySide(block, layout, mixing[block.layer].mixed) for block in blocks]
+            pairs = [(hook.matches, hook) for hook in hooks]
+            positions = layout.positions.to(tokens.device)[None]
+            batch = first.placed_batch(layout.filled(tokens, part)[None], positions)
+            try:
+                with torch.no_grad(), must_fire(*pairs):
+                    logits = first.logits(pairs, batch=batch, positions=layout.read.flatten()[None])[0]
+            except RuntimeError as problem:
+                raise UnsupportedModelError(f"{self.name}: {problem}") from problem
+            as_prompt = logits[:, None].expand(-1, int(first.real[prompt].sum()), -1)
+            changed = target_passes.evaluate(bound.functions[row], as_prompt)
+            changes.append(changed.unflatten(0, (-1, len(chosen))))
+        return (torch.cat(changes) - bound.clean[row]).abs().mean(0)
 
 
-def between_paths(effects: Float[Tensor, "copy query key"]) -> Float[Tensor, " key"]:
-    """sqrt(sum_i E[i, j]²) over positions i between j and the last; the mean over stand-ins."""
-    return effects.tril(-1)[:, :-1].pow(2).sum(1).sqrt().mean(0)
+def hidden_effects(mixing: Mixing) -> Float[Tensor, "query key"]:
+    """g · dz of one layer when a query no longer sees a key, summed over heads (the class's docstring).
 
-
-def patched_effects(
-    gradient: Float[Tensor, "query head d_head"],
-    pattern: Float[Tensor, "copy head query key"],
-    value: Float[Tensor, "copy key head d_head"],
-    weight: Float[Tensor, "copy head query key"],
-    other: Float[Tensor, "copy key head d_head"],
-) -> Float[Tensor, "copy query key"]:
-    """g · dz of one layer, summed over heads (the class's docstring).
-
-    Args:
-        gradient: g.
-        pattern, value: p and v of the clean tokens.
-        weight, other: r and v' of their stand-ins.
+    Of one prompt, all without a batch axis; a row that sees one key alone has nothing left without it.
     """
-    axes = "query head d_head, copy key head d_head -> copy head query key"
-    sent = pattern * einsum(gradient, value, axes)
-    replaced = weight * einsum(gradient, other, axes)
+    values = mixing.values.repeat_interleave(mixing.pattern.shape[0] // mixing.values.shape[1], dim=1)
+    axes = "query head d_head, key head d_head -> head query key"
+    sent = mixing.pattern * einsum(mixing.gradient, values, axes)
     # What a row lacks of 1 is an attention sink that stands for no key.
-    lacking = 1 - pattern.sum(-1, keepdim=True)
+    lacking = 1 - mixing.pattern.sum(-1, keepdim=True)
     lacking = torch.where(lacking > 1e-3, lacking, 0)
     # Sums over the other keys: 1 - p has no digits left where one key has nearly all of the weight.
-    left = (_of_others(pattern) + lacking + weight).clamp_min(torch.finfo(pattern.dtype).tiny)
-    return ((_of_others(sent) + replaced) / left - sent.sum(-1, keepdim=True)).sum(1)
+    left = (_of_others(mixing.pattern) + lacking).clamp_min(torch.finfo(sent.dtype).tiny)
+    return (_of_others(sent) / left - sent.sum(-1, keepdim=True)).sum(0)
 
 
 def _of_others(x: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:

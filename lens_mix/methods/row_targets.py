@@ -15,6 +15,7 @@ from lens_mix.targets import Context, Explained, Target, TargetLike, as_target
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
+    from lens_mix.lens.graph import Graph
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,7 @@ class RowTargets:
         fwd_hooks: Sequence[Any] = (),
         *,
         resid_pre: Float[Tensor, "chunk pos d_model"] | None = None,
+        resid_post: Float[Tensor, "chunk pos d_model"] | None = None,
         gradients: bool = False,
     ) -> Float[Tensor, " chunk"]:
         """The target of some rows, by number, when the model runs from the first block on.
@@ -61,11 +63,13 @@ class RowTargets:
             rows: numbers of rows, repeats allowed; those of one prompt stand together.
             fwd_hooks: TransformerLens hooks, which see `[chunk, ...]` tensors.
             resid_pre: what enters the first block; the clean pass's by default.
+            resid_post: what leaves the last block: none is run.
             gradients: build the graph.
         """
         prompts = self.prompts[rows]
         narrow = {} if self.positions is None else {"positions": self.positions[rows]}
         options = {"rows": prompts, "gradients": gradients, "resid_pre": resid_pre, **narrow}
+        options |= {"resid_post": resid_post}
         with torch.set_grad_enabled(gradients):
             output = target_passes.output_of(self.first, self.target, fwd_hooks, **options)
             if narrow:
@@ -75,6 +79,12 @@ class RowTargets:
                 for row, part in zip(rows.tolist(), self._own_parts(output, prompts), strict=True)
             ]
             return torch.cat(values)
+
+    def value_in(self, graph: Graph, row: int) -> Float[Tensor, " 1"]:
+        """The target of one row, in the graph of its prompt."""
+        index = torch.tensor([row], device=self.prompts.device)
+        with graph.built():
+            return self.values(index, resid_post=graph.resid_post, gradients=True)
 
     def gradients(
         self,

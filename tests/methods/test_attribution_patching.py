@@ -6,10 +6,12 @@ import pytest
 import torch
 
 import lens_mix as lm
-from benchmarks.input_map import recipe
+from benchmarks.input_map.cheaper import hidden_rows
 from benchmarks.input_map.decoder import Decoder
-from lens_mix.methods.attribution_patching import between_paths, patched_effects
-from lens_mix.methods.interleaved import Layout
+from lens_mix.lens.graph import Mixing
+from lens_mix.lens.model import Lens
+from lens_mix.methods.attribution_patching import hidden_effects
+from lens_mix.methods.side_by_side import Layout
 from tests.matrix import build_or_skip, cases, prompt_of, slow, wide_cases
 from tests.tiny_models import bridge, hooked_transformer, tokens, wrapped_model
 
@@ -27,16 +29,15 @@ def last_row(model, prompt, **options):
     return lm.run(model, prompt, method, queries=[-1]).scores[0, 0]
 
 
-@pytest.mark.parametrize("paths", ["direct", "all"])
-def test_equals_plain_transformers_layer_by_layer(paths):
+@pytest.mark.parametrize("n_exact", [0, 3, 24])
+def test_equals_plain_transformers_layer_by_layer(n_exact):
     """The second implementation stands in benchmarks/input_map and uses none of TransformerLens."""
     model, prompt = build_or_skip(bridge, "llama", torch.float64), torch.arange(20, 29)
     untouched = wrapped_model("llama", torch.float64, attn_implementation="eager")
     decoder, words = Decoder(untouched.requires_grad_(False)), torch.tensor(STAND_INS)
-    rows = recipe.recipe_rows(decoder, prompt, words, recipe.word_states(decoder, words, int(prompt[0])))
-    expected = rows["direct" if paths == "direct" else "copies, root of squares + direct"]
+    (expected,) = hidden_rows(decoder, prompt, words, [n_exact]).values()
     # Hugging Face's norms are float32 in any dtype.
-    torch.testing.assert_close(last_row(model, prompt, paths=paths), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(last_row(model, prompt, n_exact=n_exact), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -87,53 +88,98 @@ def test_little_memory_changes_nothing():
         lm.run(model, prompt, method, queries=[-1], max_memory=100_000)
 
 
+def test_the_clean_pass_leaves_the_graph_of_a_prompt_alone(monkeypatch):
+    model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 10)
+    method = lm.AttributionPatching(replacements=STAND_INS)
+    lm.run(model, prompt, method)
+    passes, forward = [], Lens.forward
+
+    def counted(lens, *args, **options):
+        passes.append(torch.is_grad_enabled())
+        return forward(lens, *args, **options)
+
+    monkeypatch.setattr(Lens, "forward", counted)
+    # The clean pass, the head twice, the pass with stand-ins; a row more is the head and a pass.
+    for queries, expected in (([-1], 4), ([-2, -1], 6)):
+        passes.clear()
+        lm.run(model, prompt, method, queries=queries)
+        assert len(passes) == expected
+    passes.clear()
+    # Where memory is bound, the graph has a pass of its own, and so has each stand-in.
+    lm.run(model, prompt, method, queries=[-1], max_memory=10_000_000)
+    assert (len(passes), passes.count(True)) == (4 + 1 + 1, 2)
+
+
+def test_other_methods_of_the_run_are_out_of_the_graph():
+    model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 10)
+    methods = ["attention", "value_zeroing", "alti", "gim", "value_norm", "occlusion"]
+    together = lm.run(model, prompt, [*methods, lm.AttributionPatching(replacements=STAND_INS)])
+    for name, found in together.items():
+        assert not found.scores.requires_grad
+        if name in methods:
+            torch.testing.assert_close(found.scores, lm.run(model, prompt, name).scores)
+
+
+def mixing(scores, values, gradient):
+    pattern = scores.softmax(-1)
+    mixed = torch.einsum("hqk,khd->qhd", pattern, values)
+    return Mixing(pattern, values, mixed, gradient)
+
+
 def test_effects_are_those_of_a_softmax_worked_out_anew():
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    scores, other_scores, value, other = (
-        normal(1, 2, 4, 4),
-        normal(1, 2, 4, 4),
-        normal(1, 4, 2, 3),
-        normal(1, 4, 2, 3),
-    )
-    gradient, pattern = normal(4, 2, 3), scores.softmax(-1)
-    mixed = torch.einsum("hqk,khd->qhd", pattern[0], value[0])
-    weight = other_scores.exp() / scores.exp().sum(-1, keepdim=True)
-    found = patched_effects(gradient, pattern, value, weight, other)
+    scores, values, gradient = normal(2, 4, 4), normal(4, 2, 3), normal(4, 2, 3)
+    clean = mixing(scores, values, gradient)
+    found = hidden_effects(clean)
     for key in range(4):
-        new_scores, new_value = scores.clone(), value.clone()
-        new_scores[..., key], new_value[:, key] = other_scores[..., key], other[:, key]
-        changed = torch.einsum("hqk,khd->qhd", new_scores.softmax(-1)[0], new_value[0]) - mixed
-        torch.testing.assert_close(found[0, :, key], (gradient * changed).sum((1, 2)))
+        hidden = scores.clone()
+        hidden[..., key] = -torch.inf
+        changed = mixing(hidden, values, gradient).mixed - clean.mixed
+        torch.testing.assert_close(found[:, key], (gradient * changed).sum((1, 2)))
+
+
+def test_values_that_heads_share():
+    generator = torch.Generator().manual_seed(0)
+    scores, values = torch.randn(4, 3, 3, generator=generator), torch.randn(3, 2, 5, generator=generator)
+    gradient = torch.randn(3, 4, 5, generator=generator)
+    shared = hidden_effects(Mixing(scores.softmax(-1), values, gradient, gradient))
+    each = values[:, [0, 0, 1, 1]]
+    torch.testing.assert_close(shared, hidden_effects(mixing(scores, each, gradient)))
 
 
 def test_a_key_with_nearly_all_of_the_weight_keeps_its_digits():
-    scores = torch.tensor([0.0, -20.0, -21.0])
-    pattern, weight = scores.softmax(-1).reshape(1, 1, 1, 3), torch.zeros(1, 1, 1, 3)
-    value = torch.tensor([5.0, 1.0, 3.0]).reshape(1, 3, 1, 1)
-    found = patched_effects(torch.ones(1, 1, 1), pattern, value, weight, value)
+    scores, values = torch.tensor([[[0.0, -20.0, -21.0]]]), torch.tensor([5.0, 1.0, 3.0]).reshape(3, 1, 1)
+    found = hidden_effects(mixing(scores, values, torch.ones(1, 1, 1)))
     # Without the first key the others share the row by e to 1.
     e = math.e
-    assert found[0, 0, 0] == pytest.approx((e * 1 + 3) / (e + 1) - 5, rel=1e-5)
+    assert found[0, 0] == pytest.approx((e * 1 + 3) / (e + 1) - 5, rel=1e-5)
 
 
-def test_paths_between_by_hand():
-    effects = torch.tensor(
-        [[[9.0, 0, 0], [3.0, 9.0, 0], [7.0, 7.0, 9.0]], [[9.0, 0, 0], [-5.0, 9.0, 0], [1.0, 1.0, 9.0]]]
-    )
-    assert between_paths(effects).tolist() == [4.0, 0.0, 0.0]
+def test_as_many_keys_as_asked_are_exact():
+    model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 10)
+    exact = last_row(model, prompt, paths="direct")
+    for n_exact in (0, 2, 4):
+        some = last_row(model, prompt, paths="direct", n_exact=n_exact)
+        same = torch.isclose(some, exact, atol=1e-9, rtol=0)
+        assert int(same.sum()) == n_exact + 1
+        assert bool(same[-1])
 
 
 def test_layout_by_hand():
-    layout = Layout.of(3)
-    assert layout.positions.tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
-    assert layout.read.tolist() == [6, 7, 5]
+    layout = Layout.of(3, torch.tensor([1, 2]), 2)
+    assert layout.positions.tolist() == [0, 1, 2, 1, 2, 1, 2, 2, 2, 2]
+    assert layout.tokens.tolist() == [0, 1, 2, 9]
+    assert layout.replaced.tolist() == [[3, 4], [5, 6]]
+    assert layout.read.tolist() == [[7, 4], [8, 6]]
     seen = [row.nonzero()[:, 0].tolist() for row in layout.allowed]
-    # t0 s0 t1 s1 t2 s2, then the last token beside s0 and t1, and beside t0 and s1
-    assert seen == [[0], [1], [0, 2], [0, 3], [0, 2, 4], [0, 2, 5], [1, 2, 6], [0, 3, 7]]
+    assert seen[:3] == [[0], [0, 1], [0, 1, 2]]
+    assert seen[3:7] == [[0, 3], [0, 1, 4], [0, 5], [0, 1, 6]]
+    # The copies beside s1 of either set, in the place of t1, and the control
+    assert seen[7:] == [[0, 3, 7], [0, 5, 8], [0, 1, 9]]
 
 
 def test_one_token():
@@ -146,7 +192,7 @@ def test_one_token():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mistral", "a sliding window shorter than three prompts"),
+        ("mistral", "a sliding window shorter than the prompt and its stand-ins"),
         ("gptj", "leaves attention to transformers"),
     ],
 )
