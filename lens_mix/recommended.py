@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lens_mix.arguments import flags
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix.lens.parts import one_part
 from lens_mix.lens.prompts import is_encoder_decoder
@@ -30,8 +29,6 @@ def input_map(
     prompt: Any,
     queries: Selection | None = -1,
     target: TargetLike | None = None,
-    *,
-    quick: bool = False,
     **options: Any,
 ) -> MixingMap:
     """Which input tokens an output came from: the map with the best evidence that this model allows.
@@ -60,8 +57,6 @@ def input_map(
         queries: the rows to make, as in `lm.run`; every row is a backward pass. The last by default.
         target: what is explained, read at each row's position; None: the log probability of what the model
             itself predicts there (of `decompx`: nothing, it speaks of the position's representation).
-        quick: only maps read off one backward pass: on causal models and encoders `gim`, 3.6 forwards at 64
-            tokens on SmolLM2.
         options: as in `lm.run` (`part`, `max_memory`, `prepend_bos`, `attention_mask`, model inputs).
             part="decoder" leaves the source out.
 
@@ -73,7 +68,6 @@ def input_map(
     Raises:
         TypeError, ValueError: as `lm.run`. UnsupportedModelError: none of them can run, with each reason.
     """
-    flags(quick=quick)
     part = one_part(options.get("part"), options.pop("stack", None))
     if part == "all":
         raise ValueError("part: expected 'joint', or 'decoder' without the source, got 'all'")
@@ -82,8 +76,6 @@ def input_map(
     options["part"] = part
     reasons: list[str] = []
     for method, figures in _joint_recipes(target) if part == "joint" else _recipes(model, target):
-        if quick and not isinstance(method, Gim | InputGradients):
-            continue
         if isinstance(method, DecompX) and not _sees_both_ways(model, prompt, options):
             continue
         try:

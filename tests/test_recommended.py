@@ -57,17 +57,6 @@ def test_encoders_get_decompx_and_gradients_where_a_target_is_asked(name):
     assert (asked.method, asked.parameters["activations"]) == ("gim", "ratio")
 
 
-def test_quick_takes_gradients_and_gives_no_reason():
-    model = build_or_skip(bridge, "gpt2", torch.float64)
-    prompt = tokens(model, 1, 6, 1)[0]
-    found = lm.input_map(model, prompt, quick=True)
-    method = lm.Gim(lm.targets.predicted(of="log_probability"), "absolute", activations="ratio")
-    assert torch.equal(found.scores, lm.run(model, prompt, method, queries=[-1]).scores)
-    assert (found.notes, "0.42 [0.36, 0.48]" in json.dumps(found.provenance["input_map"])) == ((), True)
-    with pytest.raises(TypeError, match="quick"):
-        lm.input_map(model, prompt, quick="yes")
-
-
 def test_feed_forwards_that_are_not_written_down():
     model = build_or_skip(bridge, "gpt_oss", torch.float64)
     found = lm.input_map(model, tokens(model, 1, 7, 1)[0])

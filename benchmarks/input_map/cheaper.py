@@ -6,6 +6,7 @@ python -m benchmarks.input_map.cheaper smollm2 choose       (or gemma3, held_out
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,11 +14,11 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
-from benchmarks.input_map.decoder import Decoder, Layer, Rules
+from benchmarks.input_map.decoder import Decoder, Layer, Rules, rotate
 from benchmarks.input_map.effects import attention_effects, gradients
 from benchmarks.input_map.importance import file_of, folder, load
 from benchmarks.input_map.prompts import make
-from benchmarks.input_map.recipe import RULES, WORDS
+from benchmarks.input_map.recipe import RULES, WORDS, word_states
 from benchmarks.input_map.table import agreement, interval
 
 # What one stand-in can be, after the two words of the recipe.
@@ -59,6 +60,71 @@ def last_copies_of_all(
     return decoder.logits(x)[0]
 
 
+def hidden_effects(layer: Layer, gradient: Tensor) -> Float[Tensor, "query key"]:
+    """The first-order change of the answer when query q no longer sees key j, in one layer.
+
+    Sums over the other keys, as 1 - p has no digits left where one key has nearly all of the weight.
+    """
+    count, groups = len(layer.entering), layer.query.shape[0] // layer.key.shape[0]
+    others = 1 - torch.eye(count, dtype=gradient.dtype)
+    sent = layer.pattern * (gradient @ layer.value.repeat_interleave(groups, 0).mT)
+    left = (layer.pattern @ others).clamp_min(torch.finfo(gradient.dtype).tiny)
+    return ((sent @ others) / left - sent.sum(-1, keepdim=True)).sum(0).tril(-1)
+
+
+@torch.no_grad()
+def hidden_rows(
+    decoder: Decoder, tokens: Tensor, words: Tensor, counts: Sequence[int]
+) -> dict[str, Float[Tensor, " pos"]]:
+    """Where only the direct term is by stand-ins, for as many tokens as are counted, and the last."""
+    layers, log_p, at_mixed, _ = gradients(decoder, decoder.embed(tokens), RULES)
+    answer = log_p.argmax()
+    effects = sum(hidden_effects(layer, gradient) for layer, gradient in zip(layers, at_mixed, strict=True))
+    copies, streams = decoder.copies(decoder.embed(words)[:, None].expand(-1, len(tokens), -1), layers)
+    direct = decoder.last_copies(layers, copies).log_softmax(-1)[..., answer]
+    direct[:, -1] = decoder.logits(streams[-1][:, -1]).log_softmax(-1)[:, answer]
+    direct = (direct - log_p[answer]).abs().mean(0)
+    between, estimated = effects[:-1].pow(2).sum(0).sqrt(), effects[-1].abs()
+    rows = {}
+    for count in counts:
+        exact = torch.zeros(len(tokens), dtype=torch.bool)
+        exact[estimated[:-1].topk(min(count, len(tokens) - 1)).indices] = exact[-1] = True
+        rows[f"keys hidden, {count} exact"] = between + torch.where(exact, direct, estimated)
+    return rows
+
+
+@torch.no_grad()
+def rows_of_words(
+    decoder: Decoder, tokens: Tensor, words: Tensor, states: list[tuple[Tensor, Tensor]]
+) -> dict[str, Float[Tensor, " pos"]]:
+    """The rows of the last position where words alone after the first token stand in, kept once per model."""
+    count = len(tokens)
+    layers, log_p, at_mixed, _ = gradients(decoder, decoder.embed(tokens), RULES)
+    answer = log_p.argmax()
+    alone = [
+        (rotate(key.expand(-1, -1, count, -1), *angle), value.expand(-1, -1, count, -1))
+        for (key, value), angle in zip(states, decoder.angles(torch.arange(count)), strict=True)
+    ]
+    none = torch.zeros(len(words), 1, dtype=torch.bool)
+    own = decoder.suffixes(decoder.embed(words)[:, None], layers, none, none).log_softmax(-1)[:, answer]
+    own = (own - log_p[answer]).abs()
+    effects = torch.zeros(len(words), count, count)
+    for layer, gradient, (key, value), block in zip(layers, at_mixed, alone, decoder.blocks, strict=True):
+        effect = attention_effects(layer, gradient, key, value, block.self_attn.scaling).sum(1)
+        effects += effect - torch.diag_embed(effect.diagonal(dim1=-2, dim2=-1))
+    between, over_all = effects[:, :-1].pow(2).sum(1).sqrt(), effects.pow(2).sum(1).sqrt()
+    rows = {}
+    for n in (2, 8):
+        some = [(key[:n], value[:n]) for key, value in alone]
+        direct = last_copies_of_all(decoder, layers, some).log_softmax(-1)[:, answer]
+        direct = (direct - log_p[answer]).abs()
+        direct[-1] = own[:n].mean()
+        rows[f"{n} kept words"] = between[:n].mean(0) + direct
+    without = over_all.mean(0)
+    without[-1] = own.mean()
+    return rows | {"8 kept words, no copies": without}
+
+
 @torch.no_grad()
 def rows_of(decoder: Decoder, tokens: Tensor, others: Tensor) -> dict[str, Float[Tensor, " pos"]]:
     """The rows of the last position."""
@@ -96,18 +162,26 @@ def main(model_name: str, half: str) -> None:
     numbers = [tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in WORDS]
     others, kept = stand_ins(decoder, torch.tensor(numbers)).detach(), folder(f"{model_name} cheaper")
     found: dict[str, list[tuple[float, float, float]]] = {}
+    alone = None
     for prompt in make():
         measured = file_of(model_name, prompt)
         if prompt.half != half or not measured.exists():
             continue
         record, path = torch.load(measured), kept / measured.name
+        tokens = record["tokens"]
         if not path.exists():
-            torch.save(rows_of(decoder, record["tokens"], others), path)
+            torch.save(rows_of(decoder, tokens, others), path)
+        beside = path.with_suffix(".words.pt")
+        if not beside.exists():
+            alone = alone or word_states(decoder, torch.tensor(numbers), int(tokens[0]))
+            rows = rows_of_words(decoder, tokens, torch.tensor(numbers), alone)
+            rows |= hidden_rows(decoder, tokens, torch.tensor(numbers[:2]), (0, 8, 16, 24, 32, 1000))
+            torch.save(rows, beside)
         places = record["positions"]
         if len(places) < 4:
             continue
         yardstick = record["importance"].double().numpy(), places.double().numpy()
-        for name, row in torch.load(path).items():
+        for name, row in (torch.load(path) | torch.load(beside)).items():
             found.setdefault(name, []).append(agreement(row[places].double().numpy(), *yardstick))
     for name, values in found.items():
         scores = np.array(values)
