@@ -79,7 +79,7 @@ class Block:
         return self._clean.batch
 
     def logits(self, fwd_hooks: Sequence[HookPair] = (), **options: Any) -> Float[Tensor, "row *pos d_vocab"]:
-        """The model's logits when run from this block on with hooks; `options` as in `logits_from`."""
+        """The model's logits when run from this block on; `options` of `logits_from`, `run_from`."""
         return logits_from(self._clean, self.layer, fwd_hooks, **options)
 
     def last_residual(
@@ -87,7 +87,7 @@ class Block:
     ) -> Float[Tensor, "row pos d_model"]:
         """The residual stream after the last block when run from this one on, or after the final norm.
 
-        `options` as in `last_residual_from`.
+        `options` as in `run_from`.
         """
         resid = last_residual_from(self._clean, self.layer, fwd_hooks, **options)
         return self.after_final_norm(resid, options.get("gradients", False)) if after_final_norm else resid

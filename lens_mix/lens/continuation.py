@@ -29,32 +29,20 @@ def logits_from(
     layer: int,
     fwd_hooks: Sequence[HookPair] = (),
     *,
-    resid_pre: Float[Tensor, "row pos d_model"] | None = None,
-    rows: Int[Tensor, " row"] | None = None,
-    gradients: bool = False,
     positions: Int[Tensor, " row"] | Int[Tensor, "row read"] | None = None,
     **options: Any,
 ) -> Float[Tensor, "row *pos d_vocab"]:
     """The model's logits, with hooks, from a block on.
 
     Args:
-        clean: the clean pass to start from.
-        layer: first block to run.
-        fwd_hooks: TransformerLens hooks for this pass, which see `[row, ...]` tensors.
-        resid_pre: what enters that block; the clean residual stream by default. Of the joint part, whose
-            first block it is, what enters the encoder and the decoder (`CleanPass.inputs`).
-        rows: which prompt of the clean batch each row is (repeats allowed); all, once, by default.
-        gradients: build the graph.
+        clean, layer, fwd_hooks, options: as in `run_from`.
         positions: unembed one position per row only, [row 1 d_vocab], or several, [row read d_vocab].
-        options: as in `run_from`.
 
     Raises:
         UnsupportedModelError: the block does not give its own output when run again, or the model no logits.
     """
     with clean.lens.evaluation_mode(), unembedding_at(clean.lens.model, positions) as narrowed:
-        out = run_from(
-            clean, layer, fwd_hooks, resid_pre=resid_pre, rows=rows, gradients=gradients, **options
-        )
+        out = run_from(clean, layer, fwd_hooks, **options)
     logits = out if torch.is_tensor(out) else getattr(out, "logits", None)
     if logits is None:
         raise UnsupportedModelError(f"logits: expected the model to return them, got a {type(out).__name__}")
@@ -62,25 +50,13 @@ def logits_from(
 
 
 def last_residual_from(
-    clean: CleanPass,
-    layer: int,
-    fwd_hooks: Sequence[HookPair] = (),
-    *,
-    resid_pre: Float[Tensor, "row pos d_model"] | None = None,
-    rows: Int[Tensor, " row"] | None = None,
-    gradients: bool = False,
-    **others: Any,
+    clean: CleanPass, layer: int, fwd_hooks: Sequence[HookPair] = (), **options: Any
 ) -> Float[Tensor, "row pos d_model"]:
-    """What the stack's last block gives, before any final norm; else as `logits_from`. No head is run."""
+    """What the stack's last block gives, before any final norm and head; `options` as in `run_from`."""
     outputs: list[Tensor] = []
     keeping = [forward_hook(clean.lens.stack.blocks[-1], _keep_and_stop(outputs))]
     with contextlib.suppress(StopForward):
-        options: dict[str, Any] = {
-            "resid_pre": resid_pre,
-            "rows": rows,
-            "gradients": gradients,
-        }
-        run_from(clean, layer, fwd_hooks, changes=keeping, **options, **others)
+        run_from(clean, layer, fwd_hooks, changes=keeping, **options)
     return outputs[0]
 
 
@@ -105,18 +81,24 @@ def run_from(
     layer: int,
     fwd_hooks: Sequence[HookPair] = (),
     *,
-    resid_pre: Tensor | None = None,
-    rows: Tensor | None = None,
+    resid_pre: Float[Tensor, "row pos d_model"] | None = None,
+    resid_post: Float[Tensor, "row pos d_model"] | None = None,
+    rows: Int[Tensor, " row"] | None = None,
     gradients: bool = False,
-    resid_post: Tensor | None = None,
     batch: Batch | None = None,
     changes: Sequence[Change] = (),
 ) -> Any:
     """The model's output.
 
     Args:
-        clean, layer, fwd_hooks, resid_pre, rows, gradients: as in `logits_from`.
-        resid_post: what the last block gives, a row per row: no block is run.
+        clean: the clean pass to start from.
+        layer: first block to run.
+        fwd_hooks: TransformerLens hooks for this pass, which see `[row, ...]` tensors.
+        resid_pre: what enters that block; the clean residual stream by default. Of the joint part, whose
+            first block it is, what enters the encoder and the decoder (`CleanPass.inputs`).
+        resid_post: what the last block gives: none is run.
+        rows: which prompt of the clean batch each row is (repeats allowed); all, once, by default.
+        gradients: build the graph.
         batch: other prompts to run instead, from their tokens on: `layer` and `rows` count for nothing.
         changes: further changes to the model.
     """

@@ -68,8 +68,8 @@ class RowTargets:
         """
         prompts = self.prompts[rows]
         narrow = {} if self.positions is None else {"positions": self.positions[rows]}
-        options = {"rows": prompts, "gradients": gradients, "resid_pre": resid_pre, **narrow}
-        options |= {"resid_post": resid_post}
+        options = {"rows": prompts, "gradients": gradients, **narrow}
+        options |= {"resid_pre": resid_pre, "resid_post": resid_post}
         with torch.set_grad_enabled(gradients):
             output = target_passes.output_of(self.first, self.target, fwd_hooks, **options)
             if narrow:

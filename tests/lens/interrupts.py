@@ -48,6 +48,7 @@ def _attention_attribution(model: Any, tokens: torch.Tensor) -> Any:
 CALLS: dict[str, Call] = {
     "run": lambda model, tokens: lm.run(model, tokens, "attention"),
     "value_zeroing": lambda model, tokens: lm.run(model, tokens, "value_zeroing", engine="hooks"),
+    "input_map": lambda model, tokens: lm.input_map(model, tokens),
     "pruned": _pruned,
     "attention_attribution": _attention_attribution,
     "pruning_curves": _pruning_curves,
