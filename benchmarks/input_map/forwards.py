@@ -1,4 +1,4 @@
-"""What input maps of the last position cost, in forward passes of the same prompt: medians of interleaved runs.
+"""What input maps of the last position cost, in forward passes of the same prompt: medians of turns.
 
 python -m benchmarks.input_map.forwards smollm2 64
 """
