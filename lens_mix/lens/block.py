@@ -26,6 +26,7 @@ from lens_mix.lens.prompts import pad_token, wrapped_config
 from lens_mix.lens.proof.record import Proof
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import rows_at
+from lens_mix.lens.users_hooks import carries_users_hooks
 
 
 class Block:
@@ -458,6 +459,11 @@ class Block:
         step = copies_within(self._lens, self.max_memory, self.real_inputs.shape[1], logits=outputs)
         for start in range(0, copies, step):
             yield slice(start, min(start + step, copies))
+
+    @property
+    def carries_users_hooks(self) -> bool:
+        """Whether anyone but TransformerLens and lens_mix has hooked the model."""
+        return carries_users_hooks(self._lens.modules)
 
     def check_memory(self, positions: int) -> None:
         """Raises ValueError: a pass over so many positions, with their logits, is beyond the memory bound."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lens_mix.arguments import one_of, whole_number
 from lens_mix.hooks import must_fire
+from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens.changed_backward import Rules
 from lens_mix.lens.graph import Graph, Mixing
 from lens_mix.lens.model_classes import UnsupportedModelError
@@ -64,7 +66,8 @@ class AttributionPatching(Method):
         TypeError, ValueError: an unknown option; a target or stand-in that does not fit.
         UnsupportedModelError: a model that is not causal, that takes no positions, or whose attention reads
             more than these (a sliding window shorter than the passes, ALiBi), or mixes in transformers' own
-            code; model inputs besides tokens; a target that reads several positions.
+            code; hooks on it that act by position; model inputs besides tokens; a target that reads several
+            positions.
     """
 
     name: ClassVar[str] = "attribution_patching"
@@ -153,26 +156,46 @@ class AttributionPatching(Method):
         mixing: Mapping[int, Mixing],
     ) -> Float[Tensor, " chosen"]:
         """The direct term of the chosen tokens."""
-        first, prompt = bound.first, int(bound.prompts[row])
-        tokens, changes = first.tokens[prompt, places], []
-        others = stand_ins(first, tokens[chosen, None], self.replacements, self.n_samples, self.seed).T
+        tokens = bound.first.tokens[bound.prompts[row], places]
+        seen = functools.partial(self._seen, blocks, bound, row, tokens, chosen, mixing)
+        if bound.first.carries_users_hooks:
+            # A hook that knows positions misses the stand-ins: tokens that stand in for themselves tell.
+            error = float((seen(tokens[chosen][None]) - bound.clean[row]).abs().max())
+            accepted = max(1e-3, tolerance(bound.first.inputs.dtype))
+            if not error <= accepted * max(1.0, float(bound.clean[row].abs())):
+                raise UnsupportedModelError(
+                    f"{self.name}: expected the model's hooks to act alike at all positions, as stand-ins "
+                    f"run at others; tokens that stand in for themselves change the target by {error:.1e}"
+                )
+        others = stand_ins(bound.first, tokens[chosen, None], self.replacements, self.n_samples, self.seed).T
         # Together they share the tokens; many of them would spend more on attention among each other.
-        for part in others.split(8 if first.max_memory is None else 1):
-            layout = Layout.of(len(tokens), chosen, len(part))
-            first.check_memory(len(layout.positions))
-            hooks = [SideBySide(block, layout, mixing[block.layer].mixed) for block in blocks]
-            pairs = [(hook.matches, hook) for hook in hooks]
-            positions = layout.positions.to(tokens.device)[None]
-            batch = first.placed_batch(layout.filled(tokens, part)[None], positions)
-            try:
-                with torch.no_grad(), must_fire(*pairs):
-                    logits = first.logits(pairs, batch=batch, positions=layout.read.flatten()[None])[0]
-            except RuntimeError as problem:
-                raise UnsupportedModelError(f"{self.name}: {problem}") from problem
-            as_prompt = logits[:, None].expand(-1, int(first.real[prompt].sum()), -1)
-            changed = target_passes.evaluate(bound.functions[row], as_prompt)
-            changes.append(changed.unflatten(0, (-1, len(chosen))))
-        return (torch.cat(changes) - bound.clean[row]).abs().mean(0)
+        parts = others.split(8 if bound.first.max_memory is None else 1)
+        return (torch.cat(list(map(seen, parts))) - bound.clean[row]).abs().mean(0)
+
+    def _seen(
+        self,
+        blocks: Sequence[Block],
+        bound: RowTargets,
+        row: int,
+        tokens: Int[Tensor, " pos"],
+        chosen: Int[Tensor, " chosen"],
+        mixing: Mapping[int, Mixing],
+        others: Int[Tensor, "set chosen"],
+    ) -> Float[Tensor, "set chosen"]:
+        """The target when the last token sees others in the place of the chosen ones, one at a time."""
+        first, layout = bound.first, Layout.of(len(tokens), chosen, len(others))
+        first.check_memory(len(layout.positions))
+        hooks = [SideBySide(block, layout, mixing[block.layer].mixed) for block in blocks]
+        pairs = [(hook.matches, hook) for hook in hooks]
+        positions = layout.positions.to(tokens.device)[None]
+        batch = first.placed_batch(layout.filled(tokens, others)[None], positions)
+        try:
+            with torch.no_grad(), must_fire(*pairs):
+                logits = first.logits(pairs, batch=batch, positions=layout.read.flatten()[None])[0]
+        except RuntimeError as problem:
+            raise UnsupportedModelError(f"{self.name}: {problem}") from problem
+        as_prompt = logits[:, None].expand(-1, int(first.real[bound.prompts[row]].sum()), -1)
+        return target_passes.evaluate(bound.functions[row], as_prompt).unflatten(0, (-1, len(chosen)))
 
 
 def hidden_effects(mixing: Mixing) -> Float[Tensor, "query key"]:

@@ -8,6 +8,7 @@ import torch
 import lens_mix as lm
 from benchmarks.input_map.cheaper import hidden_rows
 from benchmarks.input_map.decoder import Decoder
+from lens_mix.hooks import zero_values
 from lens_mix.lens.graph import Mixing
 from lens_mix.lens.model import Lens
 from lens_mix.methods.attribution_patching import hidden_effects
@@ -86,6 +87,27 @@ def test_little_memory_changes_nothing():
     torch.testing.assert_close(pieces, whole)
     with pytest.raises(ValueError, match="max_memory: expected at least"):
         lm.run(model, prompt, method, queries=[-1], max_memory=100_000)
+
+
+@pytest.mark.parametrize("position", [2, 5, 6])
+def test_hooks_that_know_positions_are_refused(position):
+    model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 10)
+    pairs = [zero_values(layer, position) for layer in (0, 1)]
+    # Of the last position the control tells, of others the tokens that stand in for themselves.
+    reason = "tokens and their positions alone" if position == 6 else "alike at all positions"
+    with model.hooks(fwd_hooks=pairs), pytest.raises(lm.UnsupportedModelError, match=reason):
+        last_row(model, prompt)
+
+
+def test_hooks_that_act_everywhere_are_a_part_of_the_model():
+    model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 10)
+    before = last_row(model, prompt)
+    with model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", lambda tensor, hook: 0.5 * tensor)]):
+        found = last_row(model, prompt)
+        replaced = lm.Occlusion(replacements=STAND_INS, measure="absolute")
+        expected = lm.run(model, prompt, replaced, queries=[-1]).scores[0, 0]
+    torch.testing.assert_close(found[-2:], expected[-2:], atol=1e-5, rtol=0)
+    assert not torch.allclose(found, before, atol=1e-3)
 
 
 def test_the_clean_pass_leaves_the_graph_of_a_prompt_alone(monkeypatch):
