@@ -278,8 +278,7 @@ class Session:
     def _graph(self, batch: Batch, proof: Proof) -> Graph | None:
         """The graph that the clean pass is to leave; of one prompt, as it holds all blocks' activations."""
         anatomies = list(proof.anatomy.values())
-        wanted = [method.clean_rules(anatomies) for method in self.methods.values()]
-        rules = next((each for each in wanted if each is not None), None)
+        rules = next(filter(None, (method.clean_rules(anatomies) for method in self.methods.values())), None)
         alone = len(batch) == 1 and self.max_memory is None and not self.lens.encoder_decoder
         # In inference mode the target refuses, with the reason.
         if rules is None or not alone or torch.is_inference_mode_enabled():
