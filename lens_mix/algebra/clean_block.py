@@ -10,11 +10,13 @@ A small change keeps its digits: s / s' - 1 comes from s'² - s² = (2 s n · C 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.feed_forward_change import FeedForwardChange
+from lens_mix.algebra.feed_forward_change import Neurons, neurons_of
 from lens_mix.algebra.head_vectors import through
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
 
@@ -23,11 +25,12 @@ Changed = tuple[Float[Tensor, "key row d_model"], Float[Tensor, "key row 1"], Fl
 
 
 class NormChange:
-    """A norm at the clean vectors x that it reads; `clean` is n."""
+    """A norm at the clean vectors x that it reads; `clean` is n, `_mean` the mean's direction."""
 
     def __init__(self, norm: Norm, clean: Float[Tensor, "row d_model"]) -> None:
         self.norm = norm
         self._weight = None if norm.weight is None else norm.weight.to(clean.dtype)
+        self._mean = torch.full_like(clean[0], clean.shape[1] ** -0.5)
         centred = self._centre(clean)
         self._square = centred.square().mean(-1, keepdim=True) + norm.eps
         self._size = self._square.sqrt()
@@ -52,13 +55,14 @@ class NormChange:
         out = torch.addcmul(centred * inverse, self.clean[rows], factor)
         return out if self._weight is None else out.mul_(self._weight)
 
+    def rotate(self, axes: Float[Tensor, "d_model axis"]) -> None:
+        """Take changes in these axes from here on; for `sizes` alone, as the weight's axes are the old."""
+        self.clean, self._mean = self.clean @ axes, self._mean @ axes
+
     def _centre(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        return x - x.mean(-1, keepdim=True) if self.norm.kind == "layer" else x
-
-
-def norm_change(norm: Norm | None, clean: Float[Tensor, "row d_model"]) -> NormChange | None:
-    """A norm at its clean vectors; None where there is no norm."""
-    return None if norm is None else NormChange(norm, clean)
+        if self.norm.kind != "layer":
+            return x
+        return torch.addcmul(x, (x @ self._mean)[..., None], self._mean, value=-1)
 
 
 def products(
@@ -69,10 +73,10 @@ def products(
 
 
 class CleanBlock:
-    """A block's clean rows, for so many `pairs` of changes, done so many `columns` of neurons at a time.
+    """A block's clean rows, whose hidden layer is done in parts of so many neurons (`widths`).
 
     `attention_out` is taken before any norm, and the pre-activations have its dtype; `final` is the model's
-    final norm, where the change after it is wanted.
+    final norm, where the change after it is wanted. With `axes`, changes are given in these axes.
     """
 
     def __init__(
@@ -82,8 +86,8 @@ class CleanBlock:
         attention_out: Float[Tensor, "row d_model"],
         resid_post: Float[Tensor, "row d_model"],
         final: Norm | None,
-        columns: int,
-        pairs: int,
+        widths: Sequence[int],
+        axes: Float[Tensor, "d_model axis"] | None = None,
     ) -> None:
         self.multiplier = anatomy.residual_multiplier
         branch, residual = anatomy.attention_branch, anatomy.attention_residual
@@ -92,12 +96,13 @@ class CleanBlock:
         total = resid_pre + (out * self.multiplier).to(resid_pre.dtype)
         mid = total if residual is None else residual(total)
         read = anatomy.feed_forward_in(resid_pre, mid)
-        self._branch, self._input = norm_change(branch, attention_out), None
-        norms = [self._branch, norm_change(residual, total)]
-        self.hidden: FeedForwardChange | None = None
-        # In a parallel block the feed-forward reads what enters the block: nothing changes there.
+        self._branch, self._input = NormChange(branch, attention_out) if branch else None, None
+        norms = [self._branch, NormChange(residual, total) if residual else None]
+        # None in a parallel block: its feed-forward reads what enters the block, where nothing changes.
+        self.neurons: Sequence[Neurons] = ()
         if feed_forward is not None and not anatomy.parallel:
-            self._input = norm_change(anatomy.feed_forward_input, mid)
+            reads = anatomy.feed_forward_input
+            self._input = NormChange(reads, mid) if reads else None
             norms.append(self._input)
             folded = [norm for norm in norms if norm is not None]
             chains = (tuple(later.norm for later in folded[place:]) for place in range(len(folded)))
@@ -105,19 +110,23 @@ class CleanBlock:
             last = norms[-1] or norms[-2]
             inputs = [x.to(attention_out.dtype) for x in (inputs if last else [*inputs, read])]
             shift, dtype = last.norm.bias if last else None, resid_pre.dtype
-            self.hidden = FeedForwardChange(feed_forward, inputs, shift, dtype, columns, pairs)
+            self.neurons = neurons_of(feed_forward, inputs, shift, dtype, widths)
         self._norms = [norm for norm in norms if norm is not None]
         self.added = self._total = None
         branch, residual = anatomy.feed_forward_branch, anatomy.feed_forward_residual
         if feed_forward is not None and (branch or residual):
             added = feed_forward(read)
-            self.added = None if self.hidden is None else norm_change(branch, added)
+            self.added = NormChange(branch, added) if branch and self.neurons else None
             added = added if branch is None else branch(added)
-            self._total = norm_change(residual, mid + added * self.multiplier)
-        self._final = norm_change(final, resid_post)
+            self._total = NormChange(residual, mid + added * self.multiplier) if residual else None
+        self._final = NormChange(final, resid_post) if final else None
         compared = resid_post if final is None else final(resid_post)
         self._size = torch.linalg.vector_norm(compared, dim=-1)
         self.direction = compared / self._size.clamp_min(torch.finfo(compared.dtype).tiny)[:, None]
+        if axes is not None:
+            self.direction = self.direction @ axes
+            for norm in self._norms:
+                norm.rotate(axes)
 
     def to_first(
         self, rows: slice, change: Float[Tensor, "key row d_model"]

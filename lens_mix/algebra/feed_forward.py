@@ -34,6 +34,7 @@ from lens_mix.algebra.folded_weights import folded, pays
 from lens_mix.algebra.head_vectors import HeadVectors, linear_part
 from lens_mix.algebra.large_product import add_product, as_right_factor
 from lens_mix.algebra.pair_norms import by_key
+from lens_mix.algebra.rotation import rotated
 from lens_mix.algebra.vectors import (
     AttentionVectors,
     Vectors,
@@ -225,7 +226,9 @@ def _sequential(
     batch, _, queries, keys = vectors.pairs.pattern.shape
     maps = [vectors.scale.new_zeros((batch, keys, queries)) for _ in range(3)]
     steps = (
-        _written_out(vectors, shares) if vectors.pairs.writes_out else ByHead(block, vectors, shares).steps()
+        _written_out(vectors, shares)
+        if vectors.pairs.writes_out
+        else ByHead(block, vectors, shares, norm).steps()
     )
     for part, rows, residual, output in steps:
         maps[0][:, part, rows] = torch.linalg.vector_norm(output, dim=-1)
@@ -263,27 +266,31 @@ def _folds(heads: HeadVectors) -> bool:
 class ByHead:
     """W_in applied once per key and head; for each pair, H vectors of the hidden layer are mixed.
 
-    `vectors` are what the feed-forward reads, before its norm.
+    `vectors` are what the feed-forward reads, before its norm. Where no norm follows, the outputs that it
+    gives may be in other axes (`rotated`): their lengths are what is asked for.
     """
 
-    def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares) -> None:
+    def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares, norm: Norm | None) -> None:
         self._pairs, self._scale, self._shares = vectors.pairs, vectors.scale, shares
         self._multipliers = [m * (vectors.scale / shares.input_scale) for _, m in shares.multipliers]
         heads = vectors.pairs.heads
-        vectors_in_all, every_head = heads.value.shape[:2].numel(), list(range(heads.heads))
+        vectors_in_all, path = heads.value.shape[:2].numel(), value_path(block)
         matrices, keep = [W for W, _ in shares.multipliers], block.max_memory is None
-        self._folded = folded(
-            block.anatomy, value_path(block), every_head, vectors_in_all, heads.dtype, keep, matrices
-        )
+        self._folded = folded(block.anatomy, path, vectors_in_all, heads.dtype, keep, matrices)
+        batch, _, queries, keys = vectors.pairs.pattern.shape
+        pairs = batch * queries * keys
+        in_axes = rotated(block, path, norm, pairs, NEURONS)
+        self._W_O = heads.after(vectors.pairs.chain) if in_axes is None else in_axes.W_O
+        W_out = shares.W_out.split(NEURONS) if in_axes is None else in_axes.W_out
+        self._W_out = [as_right_factor(neurons, pairs) for neurons in W_out]
         self._pair_bytes = hidden_bytes(heads, _feed_forward(block), block.resid_pre.shape[1])
 
     def steps(self) -> Iterator[Step]:
         """All pairs, some keys at a time, with the rows from the first to the last that see one of them."""
         pairs, heads, (batch, _, queries, keys) = self._pairs, self._pairs.heads, self._pairs.pattern.shape
-        ranges, matrices = pairs.ranges(), heads.after(pairs.chain)
-        W_out = as_right_factor(self._shares.W_out, batch * queries * keys)
+        ranges = pairs.ranges()
         for chunk, parts in self._chunks(batch, queries, keys):
-            sent, hidden = heads.times(matrices, chunk), self._hidden_by_head(chunk)
+            sent, hidden = heads.times(self._W_O, chunk), self._hidden_by_head(chunk)
             for part in parts:
                 attended = [ranges[key] for key in range(part.start, part.stop) if ranges[key][1]]
                 if attended:
@@ -292,7 +299,7 @@ class ByHead:
                     pattern = pairs.pattern[:, :, rows, part]
                     shape = (batch, pattern.shape[3], heads.heads, pattern.shape[2])
                     weights = by_key(pattern, heads.value.new_empty(shape)).mT
-                    output = self._output(W_out, rows, weights, [vectors[:, here] for vectors in hidden])
+                    output = self._output(rows, weights, [vectors[:, here] for vectors in hidden])
                     # Pairs in the order batch, query, key, as everywhere else.
                     joined = self._shares.joined(output.transpose(1, 2), rows).transpose(1, 2)
                     residual = (weights @ sent[:, here]).mul_(self._scale[:, None, rows]).add_(joined)
@@ -321,15 +328,15 @@ class ByHead:
 
     def _output(
         self,
-        W_out: Float[Tensor, "d_mlp d_model"],
         rows: slice,
         weights: Float[Tensor, "batch key row head"],
         hidden: list[Float[Tensor, "batch key head d_mlp"]],
     ) -> Float[Tensor, "batch key row d_model"]:
         """Σ_h a_ijh (w_jh W_in) ⊙ m_i through W_out, some neurons at a time, as the caches like."""
         memory, heads = self._pairs.heads.workspace, weights.flatten(0, 1)
-        output = weights.new_zeros((*weights.shape[:-1], W_out.shape[1]))
-        for neurons in chunks(0, len(W_out), NEURONS):
+        output, last = weights.new_zeros((*weights.shape[:-1], self._shares.W_out.shape[1])), 0
+        for W_out in self._W_out:
+            neurons = slice(last, last := last + len(W_out))
             mixed: Tensor | None = None
             for number, (vectors, m) in enumerate(zip(hidden, self._multipliers, strict=True)):
                 shape = (*weights.shape[:-1], neurons.stop - neurons.start)
@@ -338,5 +345,5 @@ class ByHead:
                 of_rows = m[:, None, rows, neurons]
                 mixed = out.mul_(of_rows) if mixed is None else mixed.addcmul_(out, of_rows)
             if mixed is not None:
-                add_product(output.flatten(0, 2), mixed.flatten(0, 2), W_out[neurons])
+                add_product(output.flatten(0, 2)[:, : W_out.shape[1]], mixed.flatten(0, 2), W_out)
         return output

@@ -22,19 +22,17 @@ from lens_mix.lens.proof.sketch import random_vectors, sketch
 def folded(
     anatomy: BlockAnatomy,
     path: ValuePath,
-    heads: list[int],
     vectors: int | None,
     dtype: torch.dtype,
     keep: bool,
     matrices: Sequence[Float[Tensor, "d_model d_mlp"]],
     sketches: Sequence[Tensor] | None = None,
 ) -> Float[Tensor, "matrix head d_head d_mlp"] | None:
-    """The folded matrices of some heads; None where applying both to each vector costs less.
+    """The folded matrices of all heads; None where applying both to each vector costs less.
 
     Args:
         anatomy: the block, its feed-forward plain or gated; a gated one has two matrices, the gate's first.
         path: its value path.
-        heads: which query heads.
         vectors: how many value vectors will go through; None: folded in any case.
         dtype: of the products.
         keep: whether they may stay for the next run.
@@ -50,16 +48,16 @@ def folded(
     probes = [*sketches, through(_norms(anatomy), rows)]
     found: Tensor | None = weight_cache.recall(name, kind, probes)
     if found is not None:
-        return _of_heads(found, heads)
-    all_heads, d_head = path.W_O.shape[:2]
-    size = all_heads * d_head * name.shape[1] * len(matrices) * dtype.itemsize
+        return found
+    heads, d_head = path.W_O.shape[:2]
+    size = heads * d_head * name.shape[1] * len(matrices) * dtype.itemsize
     if keep and weight_cache.fits(name, kind, size):
         found = _fold(anatomy, matrices, path.W_O.to(dtype))
         weight_cache.keep(name, kind, probes, found)
-        return _of_heads(found, heads)
-    if vectors is not None and not pays(vectors, len(heads), d_head):
+        return found
+    if vectors is not None and not pays(vectors, heads, d_head):
         return None
-    return _fold(anatomy, matrices, path.W_O[heads].to(dtype))
+    return _fold(anatomy, matrices, path.W_O.to(dtype))
 
 
 def sketches_of(
@@ -89,7 +87,3 @@ def _norms(anatomy: BlockAnatomy) -> tuple[Norm, ...]:
     """Between W_O and the first matrix."""
     norms = (anatomy.attention_branch, anatomy.attention_residual, anatomy.feed_forward_input)
     return tuple(norm for norm in norms if norm is not None)
-
-
-def _of_heads(found: Float[Tensor, "matrix head d_head d_mlp"], heads: list[int]) -> Tensor:
-    return found if heads == list(range(found.shape[1])) else found[:, heads]

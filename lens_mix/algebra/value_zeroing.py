@@ -5,7 +5,7 @@ pattern stays. That change is carried through the block's parts; outputs are nev
 
     norm          a change to a change (`NormChange`)
     W_in          folded with W_O and the norms' linear parts, applied once per key and head
-    activation    per pair (`FeedForwardChange`)
+    activation    per pair (`Neurons.change`)
     W_out         per pair: the one large product that is left
     distance      from the change's shares along and across the clean vector
 
@@ -25,34 +25,35 @@ from torch import Tensor
 
 from lens_mix.algebra.clean_block import CleanBlock
 from lens_mix.algebra.folded_weights import folded
-from lens_mix.algebra.large_product import add_product
-from lens_mix.algebra.value_zeroing_pairs import CPU, GPU, Rectangle, Sizes, chunks, find_sources, fitting
+from lens_mix.algebra.large_product import add_product, as_right_factor
+from lens_mix.algebra.rotation import rotated
+from lens_mix.algebra.value_zeroing_pairs import (
+    Groups,
+    Rectangle,
+    Sizes,
+    Spans,
+    chunks,
+    find_sources,
+    fitting,
+)
+from lens_mix.algebra.vectors import value_path
+from lens_mix.algebra.workspace import workspace_of
 from lens_mix.hooks.mixing import mix
-from lens_mix.lens.anatomy import Norm, ValuePath
+from lens_mix.lens.anatomy import Norm
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
 def value_zeroing_maps(
-    block: Block,
-    groups: Sequence[Sequence[int]],
-    spans: Sequence[Sequence[int]] | None,
-    metric: str,
-    final: Norm | None,
+    block: Block, groups: Groups, spans: Spans, metric: str, final: Norm | None
 ) -> Float[Tensor, "batch group query key"]:
     """One map of a proven block per group of query heads that are zeroed together (a head in one at most).
 
     The positions of a span are zeroed as one; without spans, each alone. `final` is the final norm, where
     its output is compared. A ValueError tells that `max_memory` does not allow the smallest step.
     """
-    path = block.anatomy.value_path
-    if path is None:
-        raise RuntimeError(f"block {block.layer}: the algebra engine was asked for an unproven block")
-    dtypes = _dtypes(block)
-    span = 1 if spans is None else max(map(len, spans))
-    sizes = CPU if block.resid_pre.device.type == "cpu" else GPU
-    sizes = fitting(sizes, block, path, span, dtypes)
+    sizes = fitting(block, 1 if spans is None else max(map(len, spans)), _dtypes(block))
     batch, queries, keys = block.attended.shape
     scores = block.zeros(batch, len(groups), queries, keys if spans is None else len(spans))
     step = max(1, sizes.positions // keys)
@@ -61,7 +62,7 @@ def value_zeroing_maps(
         for start in range(0, batch, step):
             prompts = slice(start, start + step)
             # No name keeps one prompt's copies of the weights while the next one's are made.
-            _Maps(block, path, prompts, groups, spans, dtypes, final, sizes).fill(metric, scores[prompts])
+            _Maps(block, prompts, groups, spans, final, sizes).fill(metric, scores[prompts])
     return scores
 
 
@@ -76,43 +77,31 @@ class _Maps:
     """The maps of some prompts and one block in the making."""
 
     def __init__(
-        self,
-        block: Block,
-        path: ValuePath,
-        prompts: slice,
-        groups: Sequence[Sequence[int]],
-        spans: Sequence[Sequence[int]] | None,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        final: Norm | None,
-        sizes: Sizes,
+        self, block: Block, prompts: slice, groups: Groups, spans: Spans, final: Norm | None, sizes: Sizes
     ) -> None:
-        self._sizes, (narrow, wide) = sizes, dtypes
-        every_head = list(range(block.n_heads))
+        self._sizes, (narrow, wide), self._workspace = sizes, _dtypes(block), workspace_of(block)
+        anatomy, path = block.anatomy, value_path(block)
         # No copy of all heads.
-        self._groups = [slice(None) if group == every_head else group for group in groups]
+        self._groups = [slice(None) if len(group) == block.n_heads else group for group in groups]
         self._pattern, self._W_O = block.recorded("pattern")[prompts], path.W_O.to(wide)
         value, real = block.recorded("value")[prompts].to(wide), block.real_keys[prompts]
         self._value = value.repeat_interleave(block.n_heads // value.shape[2], dim=2)
         attended = block.attended[prompts] & block.real_queries[prompts, :, None] & real[:, None]
         self._sources = find_sources(attended, real, spans)
-        self._place_sources(1.0 if block.anatomy.attention_branch else block.anatomy.residual_multiplier)
-        self._folded = self._fold(block, path, every_head)
+        self._place_sources(1.0 if anatomy.attention_branch else anatomy.residual_multiplier)
         out = path.project(mix(self._pattern, value)).flatten(0, 1)
         pre, post = (x[prompts].to(narrow).flatten(0, 1) for x in (block.resid_pre, block.resid_post))
         pairs = sum(source.last - source.first for source in self._sources) * len(groups)
-        self._clean = CleanBlock(block.anatomy, pre, out, post, final, sizes.columns, pairs)
-
-    def _fold(
-        self, block: Block, path: ValuePath, heads: list[int]
-    ) -> Sequence[Float[Tensor, "head d_head d_mlp"]]:
-        """W_O, norms and first matrices as one matrix per head; none where nothing goes through them."""
-        feed_forward, dtype = block.anatomy.feed_forward, self._W_O.dtype
-        if feed_forward is None or block.anatomy.parallel:
-            return ()
-        given = (feed_forward.W_gate, feed_forward.W_in)
-        matrices = [matrix.to(dtype) for matrix in given if matrix is not None]
-        product = folded(block.anatomy, path, heads, None, dtype, block.max_memory is None, matrices)
-        return () if product is None else list(product)
+        # In a parallel block no change goes through the feed-forward.
+        feed_forward = None if anatomy.parallel else anatomy.feed_forward
+        first = [] if feed_forward is None else [x.to(wide) for x in feed_forward.first_matrices]
+        product = folded(anatomy, path, None, wide, block.max_memory is None, first)
+        self._folded = () if product is None else product
+        parts = () if feed_forward is None else feed_forward.W_out.to(narrow).split(sizes.columns)
+        in_axes = rotated(block, path, final, pairs, sizes.columns)
+        axes, self._W_O, parts = in_axes or (None, self._W_O, parts)
+        self._W_out = [as_right_factor(neurons, pairs) for neurons in parts]
+        self._clean = CleanBlock(anatomy, pre, out, post, final, list(map(len, parts)), axes)
 
     def _place_sources(self, multiplier: float) -> None:
         """Each source's prompt and positions, and each value's factor, on the maps' device."""
@@ -142,24 +131,22 @@ class _Maps:
         values = self._value[self._prompts[sources, None], positions][:, :, group]
         by_head = values.permute(2, 0, 1, 3).flatten(1, 2)
 
-        def through(matrix: Float[Tensor, "head d_head width"]) -> Float[Tensor, "source rank width"]:
+        def through(name: str, matrix: Tensor) -> Float[Tensor, "source rank width"]:
+            # In memory that was there before: new memory made a map of GPT-2 5 to 9 % slower. One product of
+            # all neurons takes four times as long as these.
+            out = self._workspace.like(name, by_head, (*by_head.shape[:2], matrix.shape[2]), matrix.dtype)
+            of_heads = torch.bmm(by_head, matrix, out=out).unflatten(1, positions.shape)
             # Sources first again, then spans before heads: no copy where each key is zeroed alone.
-            of_heads = torch.bmm(by_head, matrix).unflatten(1, positions.shape)
             return of_heads.permute(1, 2, 0, 3).flatten(1, 2)
 
-        # One large tensor per matrix: memory of many middle-sized ones goes back to the system when they go,
-        # and to get it anew made a map of GPT-2 5 to 9 % slower. A product reads a part of it as fast.
-        wide = [through(matrix[group]).split(self._sizes.columns, dim=-1) for matrix in self._folded]
-        first = list(zip(*wide, strict=True))
-        factors, pattern = self._factors[sources, :, group], self._pattern[:, group]
-        return _Values(positions, factors, pattern, through(self._W_O[group]), first)
+        wide = [matrix[group].split(list(map(len, self._W_out)), dim=-1) for matrix in self._folded]
+        parts = enumerate(zip(*wide, strict=True))
+        first = [[through(f"{part}, {n}", x) for n, x in enumerate(parted)] for part, parted in parts]
+        sent, pattern = through("sent", self._W_O[group]), self._pattern[:, group]
+        return _Values(positions, self._factors[sources, :, group], pattern, sent, first)
 
     def _fill_chunk(
-        self,
-        chunk: Sequence[Rectangle],
-        values: _Values,
-        metric: str,
-        scores: Float[Tensor, "batch query key"],
+        self, chunk: list[Rectangle], values: _Values, metric: str, scores: Float[Tensor, "batch query key"]
     ) -> None:
         """The scores of a chunk's pairs, some neurons at a time so that these never leave the caches."""
         clean, shapes = self._clean, [rectangle.shape for rectangle in chunk]
@@ -168,7 +155,8 @@ class _Maps:
         def rectangles(pairs: Float[Tensor, "pair width"]) -> Sequence[Float[Tensor, "key row width"]]:
             return [x.unflatten(0, shape) for x, shape in zip(pairs.split(counts), shapes, strict=True)]
 
-        mid = clean.direction.new_empty((sum(counts), clean.direction.shape[1]))
+        direction = clean.direction
+        mid = self._workspace.like("mid", direction, (sum(counts), direction.shape[1]), direction.dtype)
         # One tensor where no norm stands between the two: less memory to go through.
         added = mid if clean.added is None else torch.zeros_like(mid)
         entered, moved = [], []
@@ -176,30 +164,21 @@ class _Maps:
             rows, weights = rectangle.lines(self._pattern.shape[2]), values.weights(rectangle)
             change = out if out.dtype == weights.dtype else torch.empty_like(out, dtype=weights.dtype)
             torch.bmm(weights, values.sent[rectangle.sources], out=change)
-            change, (scale, *factors) = clean.to_first(rows, change)
+            change, (scale, *scales) = clean.to_first(rows, change)
             if change is not out:
                 out.copy_(change)
             moved.append(weights.any(-1))
-            entered.append((rows, factors, weights * scale, rectangle.sources))
-        if clean.hidden is not None:
-            memory = mid.new_empty(len(mid) * self._sizes.columns)
-            for neurons, first in zip(clean.hidden.parts, values.first, strict=True):
-                hidden = memory[: len(mid) * len(neurons.W_out)].view(len(mid), -1)
-                for (rows, factors, weights, sources), out in zip(entered, rectangles(hidden), strict=True):
-                    vectors = [x[sources] for x in first]
-                    clean.hidden.change(neurons, rows, factors, weights, vectors, out)
-                add_product(
-                    added[:, : neurons.W_out.shape[1]],
-                    hidden,
-                    neurons.W_out,
-                    clean.multiplier if added is mid else 1.0,
-                )
-        for rectangle, any_weight, out, more in zip(
-            chunk, moved, rectangles(mid), rectangles(added), strict=True
-        ):
+            entered.append((rows, scales, weights * scale, rectangle.sources))
+        factor = clean.multiplier if added is mid else 1.0
+        for neurons, W_out, first in zip(clean.neurons, self._W_out, values.first, strict=True):
+            hidden = self._workspace.like("hidden", mid, (len(mid), len(W_out)), mid.dtype)
+            for (rows, scales, weights, sources), out in zip(entered, rectangles(hidden), strict=True):
+                neurons.change(rows, scales, weights, [x[sources] for x in first], out)
+            add_product(added[:, : W_out.shape[1]], hidden, W_out, factor)
+        for rectangle, moves, out, more in zip(chunk, moved, rectangles(mid), rectangles(added), strict=True):
             distance = clean.distance(rectangle.lines(self._pattern.shape[2]), out, more, metric)
             columns = slice(rectangle.column, rectangle.column + rectangle.shape[0])
-            scores[rectangle.prompt, rectangle.rows, columns] = torch.where(any_weight, distance, 0.0).T
+            scores[rectangle.prompt, rectangle.rows, columns] = torch.where(moves, distance, 0.0).T
 
 
 class _Values(NamedTuple):

@@ -18,17 +18,21 @@ from torch import Tensor
 
 from lens_mix.algebra.budget import budget_beside
 from lens_mix.algebra.large_product import copy_bytes
+from lens_mix.algebra.vectors import value_path
 
 if TYPE_CHECKING:
-    from lens_mix.lens.anatomy import ValuePath
     from lens_mix.lens.block import Block
+
+
+# Heads or positions that are zeroed as one.
+Groups = Sequence[Sequence[int]]
+Spans = Groups | None
 
 
 class Sizes(NamedTuple):
     """How much is done at once."""
 
     rectangle: int  # pairs whose vectors fit a processor's cache
-    together: int  # keys that share the clean rows of a long rectangle
     chunk: int  # pairs of one product with W_out
     columns: int  # neurons between the two matrices
     keys: int  # zeroed keys whose vectors are held at once
@@ -36,8 +40,8 @@ class Sizes(NamedTuple):
     spare: float  # pairs without weight that a rectangle may have, as a share of the others
 
 
-CPU = Sizes(rectangle=512, together=4, chunk=1024, columns=512, keys=128, positions=2048, spare=0.03)
-GPU = Sizes(rectangle=16384, together=16, chunk=16384, columns=4096, keys=1024, positions=16384, spare=0.25)
+CPU = Sizes(rectangle=512, chunk=2304, columns=768, keys=128, positions=2048, spare=0.05)
+GPU = Sizes(rectangle=16384, chunk=16384, columns=4096, keys=1024, positions=16384, spare=0.25)
 
 
 class Source(NamedTuple):
@@ -69,9 +73,7 @@ class Rectangle(NamedTuple):
 
 
 def find_sources(
-    attended: Bool[Tensor, "batch query key"],
-    real: Bool[Tensor, "batch key"],
-    spans: Sequence[Sequence[int]] | None,
+    attended: Bool[Tensor, "batch query key"], real: Bool[Tensor, "batch key"], spans: Spans
 ) -> list[Source]:
     """Every source that gets weight, from any head that is zeroed; the one look at a GPU's numbers."""
     queries, any_query = attended.shape[1], attended.any(1)
@@ -109,8 +111,7 @@ def _rectangles(sources: Sequence[Source], sizes: Sizes) -> Iterator[Rectangle]:
             window, weighted = (min(first, new.first), max(last, new.last)), weighted + new.last - new.first
             pairs = (end + 1 - begin) * (window[1] - window[0])
             neighbours = (new.prompt, new.column) == (prompt, sources[end - 1].column + 1)
-            large = pairs > sizes.rectangle and end - begin >= sizes.together
-            if not neighbours or large or pairs > (1 + sizes.spare) * weighted:
+            if not neighbours or pairs > min(sizes.rectangle, (1 + sizes.spare) * weighted):
                 break
             end, (first, last) = end + 1, window
         rows = max(1, sizes.rectangle // (end - begin))
@@ -119,10 +120,11 @@ def _rectangles(sources: Sequence[Source], sizes: Sizes) -> Iterator[Rectangle]:
         begin = end
 
 
-def fitting(sizes: Sizes, block: Block, path: ValuePath, span: int, dtypes: Sequence[torch.dtype]) -> Sizes:
-    """The sizes, made smaller where the block's `max_memory` asks for it; ValueError where none fits."""
-    length, needed = block.attended.shape[2], functools.partial(_bytes, block, path, span, dtypes)
-    smallest = Sizes(8, together=1, chunk=8, columns=64, keys=1, positions=length, spare=sizes.spare)
+def fitting(block: Block, span: int, dtypes: Sequence[torch.dtype]) -> Sizes:
+    """The device's sizes, made smaller where `max_memory` asks for it; ValueError where none fits."""
+    sizes = CPU if block.resid_pre.device.type == "cpu" else GPU
+    length, needed = block.attended.shape[2], functools.partial(_bytes, block, span, dtypes)
+    smallest = Sizes(rectangle=8, chunk=8, columns=64, keys=1, positions=length, spare=sizes.spare)
     budget = budget_beside(
         block, 0, needed(smallest), "value zeroing by algebra; engine='hooks' may need less"
     )
@@ -132,11 +134,11 @@ def fitting(sizes: Sizes, block: Block, path: ValuePath, span: int, dtypes: Sequ
     return sizes
 
 
-def _bytes(block: Block, path: ValuePath, span: int, dtypes: Sequence[torch.dtype], sizes: Sizes) -> int:
+def _bytes(block: Block, span: int, dtypes: Sequence[torch.dtype], sizes: Sizes) -> int:
     """An upper bound of the temporaries of one block's map, the map itself not counted."""
     narrow, wide = (dtype.itemsize for dtype in dtypes)
     anatomy, (batch, queries, length) = block.anatomy, block.attended.shape
-    (heads, d_head, d_model), stored = path.W_O.shape, block.resid_pre.dtype.itemsize
+    (heads, d_head, d_model), stored = value_path(block).W_O.shape, block.resid_pre.dtype.itemsize
     matrices, d_mlp, W_out = 0, 0, 0
     if anatomy.feed_forward is not None:
         d_mlp = anatomy.feed_forward.W_in.shape[1]

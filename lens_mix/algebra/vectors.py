@@ -28,7 +28,7 @@ from torch import Tensor
 from lens_mix.algebra.budget import attention_budget, chunk_size, chunks, written_out_bytes
 from lens_mix.algebra.head_vectors import Chain, HeadVectors, linear_part, through
 from lens_mix.algebra.pair_norms import PairNorms, norms_by_factors
-from lens_mix.algebra.workspace import Workspace
+from lens_mix.algebra.workspace import workspace_of
 from lens_mix.lens.anatomy import Norm, ValuePath
 
 if TYPE_CHECKING:
@@ -260,9 +260,7 @@ def head_vectors(block: Block) -> HeadVectors:
     """u of a block; needs "value", and the attention's parts proven."""
     dtype = torch.promote_types(block.resid_pre.dtype, torch.float32)
     value = block.recorded("value").detach().to(dtype)
-    free = block.max_memory is None
-    workspace = block.run_cache.setdefault("workspace", Workspace()) if free else None
-    return HeadVectors(value_path(block), value, workspace=workspace)
+    return HeadVectors(value_path(block), value, workspace=workspace_of(block))
 
 
 def attention_vectors(block: Block, heads: HeadVectors | None = None) -> AttentionVectors:

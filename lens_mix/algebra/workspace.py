@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
 
 
 class Workspace:
@@ -23,3 +27,11 @@ class Workspace:
             with torch.inference_mode(False):
                 buffer = self._buffers[name] = torch.empty(size, dtype=dtype, device=model.device)
         return buffer[:size].view(*shape)
+
+
+def workspace_of(block: Block) -> Workspace:
+    """The one that all blocks of a run share; one of its own under a memory bound."""
+    if block.max_memory is not None:
+        return Workspace()
+    workspace: Workspace = block.run_cache.setdefault("workspace", Workspace())
+    return workspace

@@ -108,6 +108,11 @@ class FeedForward:
     b_hidden: Float[Tensor, " d_mlp"] | None = None
     b_out: Float[Tensor, " d_model"] | None = None
 
+    @property
+    def first_matrices(self) -> list[Float[Tensor, "d_model d_mlp"]]:
+        """W_gate where there is one, and W_in."""
+        return [self.W_in] if self.W_gate is None else [self.W_gate, self.W_in]
+
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         activation = ACTIVATIONS[self.activation]
         hidden = _affine(x, self.W_in, self.b_in)
