@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 MethodLike = str | Method
 
-# The rows of a table that are no methods.
-CONTROLS = ("random", "position")
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Leaderboard:
