@@ -43,7 +43,7 @@ class AttnRes(Method):
 
 
 @dataclasses.dataclass(frozen=True)
-class AttnResLn(Method):
+class AttnResLn(AttnRes):
     """Attention, residual stream and layer norm, AttnResLn-N (Kobayashi et al., EMNLP 2021, eq. 11).
 
     score[l, i, j] = ‖γ ⊙ (F_ij - mean F_ij) / s_i‖ with the F_ij of `attn_res` and s_i the standard
@@ -58,13 +58,6 @@ class AttnResLn(Method):
     """
 
     name: ClassVar[str] = "attn_res_ln"
-    residual: ClassVar[float] = 0.0
-    holds_residual: ClassVar[bool] = True
-    cross: ClassVar[CrossKeys | None] = "source and residual"
-    engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
-    parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
-    citation: ClassVar[str] = "kobayashi-etal-2021-incorporating"
 
     next_norm: bool = False
 
