@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from einops import repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -105,12 +104,9 @@ class EditedPasses:
         """The target of edited copies of the input (`batch`), the whole model run anew."""
         with self.passed.session.lens.evaluation_mode(), Changes(list(changes)):
             output = self._output(batch, fwd_hooks)
-        real = self.first_block.logits_real if self.bound.reads_logits else self.first_block.real
-        own = real[0].nonzero()[:, 0]
-        span = slice(int(own[0]), int(own[-1]) + 1)
-        return target_passes.evaluate(
-            self.bound.functions[0], output[:, span] if output.ndim == 3 else output
-        )
+        copies = [0] * len(output)
+        ((_, _, own),) = target_passes.parts(self.first_block, self.bound.target, output, copies)
+        return target_passes.evaluate(self.bound.functions[0], own)
 
     def _output(self, batch: Batch, fwd_hooks: Sequence[HookPair]) -> Tensor:
         lens, target = self.passed.session.lens, self.bound.target
@@ -128,15 +124,10 @@ class EditedPasses:
             return logits
         row = logits if narrowed else row_at(logits, positions)
         # The row that is read stands at every position, as a view: targets index as in the whole.
-        return repeat(row, "copy 1 d_vocab -> copy pos d_vocab", pos=batch_length(batch))
+        return row.expand(-1, self.first_block.logits_real.shape[1], -1)
 
     def _rows(self, copies: int) -> Int[Tensor, " copy"]:
         return torch.zeros(copies, dtype=torch.long, device=self.passed.clean.real.device)
-
-
-def batch_length(batch: Batch) -> int:
-    """How many positions the logits of a batch stand over."""
-    return (batch.tokens if batch.target is None else batch.target).shape[1]
 
 
 @contextlib.contextmanager
