@@ -15,7 +15,7 @@ from lens_mix.arguments import several, whole_number
 from lens_mix.evaluation.edited_passes import EditedPasses
 from lens_mix.hooks import HookPair, must_fire, watch_pattern, zero_values
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.prompts import wrapped_config
+from lens_mix.lens.prompts import vocabulary
 from lens_mix.targets import Context
 
 
@@ -65,8 +65,8 @@ class ReplaceTokens(_OtherTokens):
 
     def _fills(self, passes: EditedPasses) -> Int[Tensor, "fill pos"]:
         model = passes.passed.session.lens.model
-        vocabulary = torch.empty(1, 1, _vocabulary(passes), device="meta")
-        context = Context(passes.passed.token_ids(0), vocabulary, getattr(model, "tokenizer", None))
+        logits = torch.empty(1, 1, _vocabulary(passes), device="meta")
+        context = Context(passes.passed.token_ids(0), logits, getattr(model, "tokenizer", None))
         listed = several("tokens", self.tokens, "tokens")
         tokens = torch.tensor([context.token_id(token, "tokens") for token in listed])
         return tokens[:, None].expand(-1, passes.length)
@@ -224,5 +224,4 @@ def _padded(
 
 def _vocabulary(passes: EditedPasses) -> int:
     lens = passes.passed.session.lens
-    separate = wrapped_config(lens.model, "decoder_vocab_size") if lens.stack.name == "decoder" else None
-    return int(separate or lens.model.cfg.d_vocab)
+    return vocabulary(lens.model, "target" if lens.stack.name == "decoder" else "prompt")

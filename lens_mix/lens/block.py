@@ -22,7 +22,7 @@ from lens_mix.lens.copies import copies_within
 from lens_mix.lens.graph import Graph
 from lens_mix.lens.head import Head
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
-from lens_mix.lens.prompts import pad_token, wrapped_config
+from lens_mix.lens.prompts import pad_token, vocabulary
 from lens_mix.lens.proof.record import Proof
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import rows_at
@@ -195,9 +195,8 @@ class Block:
     @property
     def d_vocab(self) -> int:
         """How many tokens the model knows; of the joint part both stacks."""
-        known = int(self._lens.model.cfg.d_vocab)
-        separate = wrapped_config(self._lens.model, "decoder_vocab_size") if self.is_joint else None
-        return min(known, int(separate or known))
+        read = ("prompt", "target") if self.is_joint else ("prompt",)
+        return min(vocabulary(self._lens.model, name) for name in read)
 
     @property
     def logits_real(self) -> Bool[Tensor, "batch pos"]:

@@ -284,7 +284,7 @@ def _like_tokens(value: Tensor, tokens: Int[Tensor, " pos"], name: str) -> Tenso
 def _checked_tokens(model: Any, tokens: Int[Tensor, " pos"], name: str) -> Int[Tensor, " pos"]:
     if len(tokens) == 0:
         raise ValueError(f"{name}: expected at least one token, got none")
-    d_vocab = _vocabulary(model, name)
+    d_vocab = vocabulary(model, name)
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= d_vocab:
         raise ValueError(f"{name}: expected tokens in 0..{d_vocab - 1}, got tokens in {low}..{high}")
@@ -307,7 +307,8 @@ def _has_positions_beyond(model: Any) -> bool:
     return not any(name.endswith("embed_positions") for name, _ in wrapped.named_buffers())
 
 
-def _vocabulary(model: Any, name: str) -> int:
+def vocabulary(model: Any, name: str) -> int:
+    """How many tokens the model knows in a "prompt", or, where that has its own ones, in a "target"."""
     separate = wrapped_config(model, "decoder_vocab_size") if name == "target" else None
     return int(separate or model.cfg.d_vocab)
 
@@ -320,7 +321,7 @@ def device_of(model: Any) -> torch.device:
 def pad_token(model: Any) -> int:
     """The tokenizer's padding token, or 0: padding is masked, so any token in the vocabulary will do."""
     token = getattr(getattr(model, "tokenizer", None), "pad_token_id", None)
-    return int(token) if token is not None and 0 <= token < _vocabulary(model, "prompt") else 0
+    return int(token) if token is not None and 0 <= token < vocabulary(model, "prompt") else 0
 
 
 def token_strings(model: Any, tokens: Int[Tensor, " pos"]) -> list[str]:
