@@ -207,21 +207,25 @@ def _edges(matrix: Float[Tensor, "query key"], threshold: float) -> list[tuple[i
     return list(zip(rows.tolist(), keys.tolist(), matrix[rows, keys].tolist(), strict=True))
 
 
+def full_name(mixing_map: MixingMap) -> str:
+    """The method, and the aggregation if there was one."""
+    aggregation = mixing_map.provenance.get("aggregation")
+    name = aggregation.get("name", "") if isinstance(aggregation, dict) else ""
+    return f"{mixing_map.method} {name}".strip()
+
+
 def describe(mixing_map: MixingMap) -> str:
     """One line: method, kind, shape, dtype and the first tokens."""
     shape = " ".join(f"{name}={len(places)}" for name, places in _axes(mixing_map).items())
     tokens = mixing_map.tokens
     shown = ", ".join(repr(token) for token in tokens[:6]) + (", …" if len(tokens) > 6 else "")
-    aggregation = mixing_map.provenance.get("aggregation")
-    name = mixing_map.method
-    if isinstance(aggregation, dict):
-        name = f"{name} {aggregation.get('name', '')}".strip()
     extras = [str(mixing_map.scores.dtype).removeprefix("torch.")]
     extras += ["causal"] if mixing_map.causal else []
     if mixing_map.queries is not None:
         extras.append(f"queries {shortened(mixing_map.queries)} of {len(tokens)} positions")
     extras += [f"{len(mixing_map.notes)} notes"] if mixing_map.notes else []
-    return f"MixingMap({name}: {mixing_map.kind} map, {shape}, {', '.join(extras)}, tokens=[{shown}])"
+    facts = f"{mixing_map.kind} map, {shape}, {', '.join(extras)}, tokens=[{shown}]"
+    return f"MixingMap({full_name(mixing_map)}: {facts})"
 
 
 def describe_html(mixing_map: MixingMap) -> str:

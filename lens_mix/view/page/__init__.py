@@ -16,6 +16,7 @@ from typing import Any
 
 from lens_mix.arguments import file_path, instance
 from lens_mix.maps import MixingMap
+from lens_mix.maps.exchange import full_name
 from lens_mix.version import __version__
 from lens_mix.view.page.data import pack
 from lens_mix.view.page.trees import Graphs, trees_of
@@ -119,17 +120,11 @@ def _by_prompt(maps: Maps) -> list[MixingMap | Mapping[str, MixingMap]]:
 
 def _labelled(one: MixingMap | Mapping[str, Any]) -> dict[str, MixingMap]:
     if isinstance(one, MixingMap):
-        return {_name(one): one}
+        return {full_name(one): one}
     instance("maps", one, Mapping, "a MixingMap or a dict of them per prompt")
     if not one:
         raise ValueError("maps: expected at least one map, got an empty dict")
     return {str(label): instance("maps", m, MixingMap, "MixingMaps") for label, m in one.items()}
-
-
-def _name(m: MixingMap) -> str:
-    aggregation = m.provenance.get("aggregation")
-    extra = aggregation.get("name", "") if isinstance(aggregation, dict) else ""
-    return f"{m.method} {extra}".strip()
 
 
 def _document(data: Mapping[str, Any]) -> str:
