@@ -35,7 +35,7 @@ from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.cross import names_before_cross
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
-from lens_mix.lens.prompts import pad_token
+from lens_mix.lens.prompts import pad_token, wrapped_config
 from lens_mix.lens.proof.next_norms import next_norm_refusals
 from lens_mix.lens.proof.reasons import explained
 from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE, PartError, Proof
@@ -197,8 +197,7 @@ def _read_block(
     lens: Lens, layer: int, recorded: _Recorded, below: BlockAnatomy | None
 ) -> tuple[BlockAnatomy, list[PartError]]:
     """The anatomy whose parts fit what was recorded best, and how well each fits."""
-    config = getattr(getattr(lens.model, "original_model", None), "config", None)
-    multiplier = float(getattr(config, "residual_multiplier", 1.0) or 1.0)
+    multiplier = float(wrapped_config(lens.model, "residual_multiplier") or 1.0)
     best: tuple[tuple[int, float], BlockAnatomy, list[PartError]] | None = None
     block, attention = lens.stack.blocks[layer], lens.stack.attention_module(layer)
     for anatomy in candidates(block, attention, lens.model.cfg, multiplier):

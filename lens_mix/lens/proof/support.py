@@ -11,7 +11,7 @@ import torch
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.parts import one_part
-from lens_mix.lens.prompts import device_of, read_prompt
+from lens_mix.lens.prompts import device_of, read_prompt, wrapped_config
 from lens_mix.lens.proof.engines import HasEngines, choose_engine, needs_head, refused_outright
 from lens_mix.lens.proof.proofs import proof_of
 from lens_mix.lens.proof.record import Proof
@@ -180,8 +180,7 @@ def _norm_refusal(method: HasEngines, proof: Proof) -> str | None:
 def model_name(model: TransformerLensModel) -> str:
     """What the model calls itself."""
     name = getattr(getattr(model, "cfg", None), "model_name", None)
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    return str(name or getattr(config, "_name_or_path", None) or type(model).__name__)
+    return str(name or wrapped_config(model, "_name_or_path") or type(model).__name__)
 
 
 def any_tokens(model: TransformerLensModel) -> torch.Tensor:
