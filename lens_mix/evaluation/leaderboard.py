@@ -183,19 +183,15 @@ class _Evaluation:
         prompts = [case.prompt.tolist() if torch.is_tensor(case.prompt) else case.prompt for case in cases]
         digest = hashlib.sha256(json.dumps(prompts, default=str).encode()).hexdigest()[:16]
         parameters = {label: method.parameters() for label, method in self._methods.items()}
-        return json.loads(
-            json.dumps(
-                {
-                    "model": model_name(self._model),
-                    "task": self._task.describe(),
-                    "cases": digest,
-                    "methods": parameters,
-                    "aggregations": list(self._aggregations),
-                    "randomised_model": self._randomised,
-                },
-                default=str,
-            )
-        )
+        header = {
+            "model": model_name(self._model),
+            "task": self._task.describe(),
+            "cases": digest,
+            "methods": parameters,
+            "aggregations": list(self._aggregations),
+            "randomised_model": self._randomised,
+        }
+        return json.loads(json.dumps(header, default=str))
 
     def scores(self, number: int, case: Case) -> list[dict[str, Any]]:
         """The records of one case."""
