@@ -92,9 +92,8 @@ def null_maps(
     visible: Bool[Tensor, "layer query key"], residual: Residual
 ) -> Float[Tensor, "layer query key"]:
     """The null model's layers: even attention with the residual mixed in, float64."""
-    if isinstance(residual, Tensor):
-        return add_residual(even_attention(visible), residual)
-    if len(visible) > 1 and bool((visible == visible[:1]).all()):
+    one_weight = not isinstance(residual, Tensor)
+    if one_weight and len(visible) > 1 and bool((visible == visible[:1]).all()):
         return null_maps(visible[:1], residual).expand(visible.shape)
     return add_residual(even_attention(visible), residual)
 
