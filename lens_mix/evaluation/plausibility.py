@@ -19,21 +19,7 @@ _BLIMP_CUES = {
     "determiner_noun_agreement_1": "last",
     "regular_plural_subject_verb_agreement_1": "whole",
 }
-_DETERMINERS = {
-    "a",
-    "an",
-    "the",
-    "this",
-    "that",
-    "these",
-    "those",
-    "some",
-    "most",
-    "many",
-    "all",
-    "every",
-    "each",
-}
+_DETERMINERS = set("a an the this that these those some most many all every each".split())
 
 
 def blimp_cases(model: Any, path: str | os.PathLike[str], count: int | None = None) -> list[Case]:
