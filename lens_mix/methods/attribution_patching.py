@@ -18,12 +18,11 @@ from lens_mix.hooks.mixing import lacking, tolerance
 from lens_mix.lens.changed_backward import Rules
 from lens_mix.lens.graph import Graph, Mixing
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.method import Method
 from lens_mix.methods import target_passes
 from lens_mix.methods.replacements import check_replacements, stand_ins
-from lens_mix.methods.row_targets import RowTargets, bind_rows
+from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows
 from lens_mix.methods.side_by_side import Layout, SideBySide
-from lens_mix.targets import TargetLike, as_target, describe, predicted
+from lens_mix.targets import describe
 
 if TYPE_CHECKING:
     from lens_mix.lens.anatomy import BlockAnatomy
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttributionPatching(Method):
+class AttributionPatching(ExplainsRows):
     """What replacing a token would do to the output, from about five passes instead of one per token.
 
     score[query, key] adds two estimates of the change of the target F at the query, read at its position:
@@ -71,15 +70,10 @@ class AttributionPatching(Method):
     """
 
     name: ClassVar[str] = "attribution_patching"
-    residual: ClassVar[float] = 0.0
-    kind: ClassVar[Literal["layer", "input"]] = "input"
-    whole_model: ClassVar[bool] = True
     causal_only: ClassVar[bool] = True
     places_tokens: ClassVar[bool] = True
-    engines: ClassVar[tuple[str, ...]] = ("hooks",)
     citation: ClassVar[str] = "kramar-etal-2024-atp"
 
-    target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="log_probability"))
     replacements: Sequence[str | int] | None = None
     n_samples: int = 2
     # Not that of `Occlusion`, the yardstick: a map that is scored must not know the yardstick's tokens.
@@ -89,14 +83,13 @@ class AttributionPatching(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        as_target(self.target)
         whole_number("n_exact", self.n_exact, 0)
         one_of("paths", self.paths, ("all", "direct", "between"))
         check_replacements(self)
 
     def parameters(self) -> dict[str, object]:
         given = None if self.replacements is None else list(self.replacements)
-        return {**super().parameters(), "target": describe(as_target(self.target)), "replacements": given}
+        return {**super().parameters(), "replacements": given}
 
     def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> Rules:
         written = all(anatomy.is_written_down for anatomy in anatomies)

@@ -14,10 +14,9 @@ from torch import Tensor
 from lens_mix.arguments import one_of, several, whole_number
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import Rules
-from lens_mix.method import Method
 from lens_mix.methods import target_passes
-from lens_mix.methods.row_targets import RowTargets, bind_rows
-from lens_mix.targets import TargetLike, as_target, describe, predicted
+from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows
+from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -27,14 +26,10 @@ _LARGE_GAP = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
-class ChangedGradients(Method):
+class ChangedGradients(ExplainsRows):
     """Base: g · x of a target, with the gradient g of a pass whose rules the method names (`rules`)."""
 
-    residual: ClassVar[float] = 0.0
-    kind: ClassVar[Literal["layer", "input"]] = "input"
-    whole_model: ClassVar[bool] = True
     joint: ClassVar[bool] = True
-    engines: ClassVar[tuple[str, ...]] = ("hooks",)
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))
     readout: Literal["signed_sum", "absolute"] = "signed_sum"
@@ -54,16 +49,12 @@ class ChangedGradients(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        as_target(self.target)
         one_of("readout", self.readout, ("signed_sum", "absolute"))
         one_of("activations", self.activations, ("gradient", "ratio"))
         if not self._numbers():
             raise ValueError("after_blocks: expected at least one number of blocks, got none")
         if self.internal_batch_size is not None:
             whole_number("internal_batch_size", self.internal_batch_size, 1)
-
-    def parameters(self) -> dict[str, object]:
-        return {**super().parameters(), "target": describe(as_target(self.target))}
 
     def check(self, n_heads: int, n_layers: int) -> None:
         for number in self._numbers():

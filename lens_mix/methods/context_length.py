@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.method import Method
 from lens_mix.methods import target_passes
-from lens_mix.methods.row_targets import RowTargets, bind_rows
-from lens_mix.targets import TargetLike, as_target, describe, predicted
+from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class ContextLength(Method):
+class ContextLength(ExplainsRows):
     """Context length probing (Cífka & Liutkus, ACL 2023, eq. 5), for causal models.
 
     score[query, key] = F(key..query) − F(key+1..query): what the target F at the position of the row gains
@@ -39,24 +37,15 @@ class ContextLength(Method):
     """
 
     name: ClassVar[str] = "context_length"
-    residual: ClassVar[float] = 0.0
-    kind: ClassVar[Literal["layer", "input"]] = "input"
-    whole_model: ClassVar[bool] = True
     causal_only: ClassVar[bool] = True
-    engines: ClassVar[tuple[str, ...]] = ("hooks",)
     citation: ClassVar[str] = "cifka-liutkus-2023-black"
 
-    target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="log_probability"))
     keep_first: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        as_target(self.target)
         if self.keep_first not in (None, True, False):
             raise TypeError(f"keep_first: expected True, False or None, got {self.keep_first!r}")
-
-    def parameters(self) -> dict[str, object]:
-        return {**super().parameters(), "target": describe(as_target(self.target))}
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         bound = bind_rows(blocks, self.target)

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from lens_mix.algebra.quadrature import quadrature, rule_name
 from lens_mix.arguments import one_of, whole_number
-from lens_mix.method import Method
 from lens_mix.methods.baselines import describe_baseline
-from lens_mix.methods.row_targets import RowTargets, bind_rows
-from lens_mix.targets import TargetLike, as_target, describe, predicted
+from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows
+from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -28,7 +27,7 @@ _LARGE_GAP = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class InputGradients(Method):
+class InputGradients(ExplainsRows):
     """Gradients of a target by the embeddings x (Simonyan et al., 2014; Sundararajan et al., ICML 2017).
 
     F is the target at the position of the row; x is the residual stream that enters the first block: the
@@ -66,11 +65,7 @@ class InputGradients(Method):
     """
 
     name: ClassVar[str] = "input_gradients"
-    residual: ClassVar[float] = 0.0
-    kind: ClassVar[Literal["layer", "input"]] = "input"
-    whole_model: ClassVar[bool] = True
     joint: ClassVar[bool] = True
-    engines: ClassVar[tuple[str, ...]] = ("hooks",)
     citation: ClassVar[str] = "sundararajan-etal-2017-axiomatic"
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))
@@ -82,7 +77,6 @@ class InputGradients(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        as_target(self.target)
         one_of("score", self.score, ("norm", "times_input", "integrated"))
         if isinstance(self.baseline, Tensor):
             if self.baseline.ndim not in (1, 2):
@@ -95,8 +89,7 @@ class InputGradients(Method):
             whole_number("internal_batch_size", self.internal_batch_size, 1)
 
     def parameters(self) -> dict[str, object]:
-        target, baseline = describe(as_target(self.target)), describe_baseline(self.baseline)
-        readable = {"target": target, "baseline": baseline, "method": rule_name(self.method)}
+        readable = {"baseline": describe_baseline(self.baseline), "method": rule_name(self.method)}
         return {**super().parameters(), **readable}
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:

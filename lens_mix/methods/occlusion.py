@@ -13,10 +13,9 @@ from torch import Tensor
 from lens_mix.arguments import one_of
 from lens_mix.hooks import mask_keys, must_fire, zero_values
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.method import Method
 from lens_mix.methods.replacements import check_replacements, stand_ins
-from lens_mix.methods.row_targets import RowTargets, bind_rows
-from lens_mix.targets import TargetLike, as_target, describe, predicted
+from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows
+from lens_mix.targets import as_target
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -26,7 +25,7 @@ Measure = Literal["difference", "absolute", "kl"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Occlusion(Method):
+class Occlusion(ExplainsRows):
     """What the output at a position loses without a token (Zeiler & Fergus, ECCV 2014; Li et al., 2016).
 
     score[query, key] = F(x) − F(x without key), F the target at the position of the row, in the target's
@@ -57,14 +56,9 @@ class Occlusion(Method):
     """
 
     name: ClassVar[str] = "occlusion"
-    residual: ClassVar[float] = 0.0
-    kind: ClassVar[Literal["layer", "input"]] = "input"
-    whole_model: ClassVar[bool] = True
     joint: ClassVar[bool] = True
-    engines: ClassVar[tuple[str, ...]] = ("hooks",)
     citation: ClassVar[str] = "li-etal-2016-understanding"
 
-    target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="log_probability"))
     by: By = "replace"
     replacements: Sequence[str | int] | None = None
     n_samples: int = 4
@@ -85,7 +79,7 @@ class Occlusion(Method):
 
     def parameters(self) -> dict[str, object]:
         given = None if self.replacements is None else list(self.replacements)
-        return {**super().parameters(), "target": describe(as_target(self.target)), "replacements": given}
+        return {**super().parameters(), "replacements": given}
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         first, last = blocks[0], blocks[-1]

@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lens_mix.method import Method
 from lens_mix.methods import target_passes
-from lens_mix.targets import Context, Explained, Target, TargetLike, as_target
+from lens_mix.targets import Context, Explained, Target, TargetLike, as_target, describe, predicted
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
     from lens_mix.lens.graph import Graph
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainsRows(Method):
+    """Base of the methods whose one map, of the whole model, explains a target over each position."""
+
+    residual: ClassVar[float] = 0.0
+    kind: ClassVar[Literal["layer", "input"]] = "input"
+    whole_model: ClassVar[bool] = True
+    engines: ClassVar[tuple[str, ...]] = ("hooks",)
+
+    target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="log_probability"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        as_target(self.target)
+
+    def parameters(self) -> dict[str, object]:
+        return {**super().parameters(), "target": describe(as_target(self.target))}
 
 
 @dataclasses.dataclass(frozen=True)
