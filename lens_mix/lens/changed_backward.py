@@ -25,7 +25,7 @@ from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hoo
 from lens_mix.lens.head import read_b_U
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
-from lens_mix.lens.replay import BlockCall, first_tensor, relative_error
+from lens_mix.lens.replay import BlockCall, first_tensor, relative_error, with_first
 from lens_mix.lens.stacks import Stack
 
 
@@ -235,9 +235,7 @@ class _Rule(_Counting, HookFunction):
 
     def on_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         changed = self(first_tensor(output), None)
-        if changed is None or torch.is_tensor(output):
-            return changed
-        return type(output)((changed, *output[1:]))
+        return None if changed is None else with_first(output, changed)
 
 
 class _Gradient(_Rule):

@@ -21,7 +21,7 @@ from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hoo
 from lens_mix.lens.clean_pass import CleanPass, StopForward
 from lens_mix.lens.head import Head, proven_head, row_at, unembedding_at
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.replay import enter_with, first_tensor
+from lens_mix.lens.replay import enter_with, first_tensor, with_first
 
 
 def logits_from(
@@ -106,7 +106,7 @@ def run_from(
     enters: list[Change] = []
     if resid_post is not None:
         batch = clean.batch if rows is None else clean.batch.select(rows)
-        ends = (_with_first(clean.calls[number].output, resid_post) for number in range(lens.n_layers))
+        ends = (with_first(clean.calls[number].output, resid_post) for number in range(lens.n_layers))
         enters = [_skipped(block, end) for block, end in zip(lens.stack.blocks, ends, strict=True)]
     elif batch is None:
         enters = _entered_at(clean, lens.layer_index(layer), resid_pre, rows)
@@ -145,11 +145,6 @@ def _keep_and_stop(outputs: list[Tensor]) -> Callable[..., None]:
         raise StopForward
 
     return keep
-
-
-def _with_first(output: Any, tensor: Tensor) -> Any:
-    """What a block gives, with another residual stream."""
-    return type(output)((tensor, *output[1:])) if isinstance(output, tuple | list) else tensor
 
 
 def _skipped(block: nn.Module, output: Any) -> Change:

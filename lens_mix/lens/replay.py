@@ -52,6 +52,11 @@ def first_tensor(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple | list) else output
 
 
+def with_first(output: Any, tensor: Tensor) -> Any:
+    """What a block or module returns, with another tensor first."""
+    return type(output)((tensor, *output[1:])) if isinstance(output, tuple | list) else tensor
+
+
 def _with_residual(
     args: tuple[Any, ...], kwargs: dict[str, Any], residual: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
