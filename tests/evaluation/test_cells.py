@@ -177,19 +177,22 @@ def test_maps_share_ties_and_passes(model, prompt):
     assert list(together) == ["a", "b"]
     for name, mixing in maps.items():
         alone = keep_cells(model, prompt, mixing)
-        assert together[name].values == alone.values
+        # A processor may round its products otherwise where other maps' cells stand beside them.
+        assert together[name].values == pytest.approx(alone.values, abs=1e-12)
     # Scores that differ only in scale are one order; ties are broken alike.
     constant = random_map(6).replace(scores=torch.ones(2, 6, 6).tril())
-    assert keep_cells(model, prompt, constant).values == keep_cells(model, prompt, constant).values
+    again = pytest.approx(keep_cells(model, prompt, constant).values, abs=1e-12)
+    assert keep_cells(model, prompt, constant).values == again
     other = keep_cells(model, prompt, constant, seed=1)
-    assert other.values[3:6] != keep_cells(model, prompt, constant).values[3:6]
+    assert other.values[3:6] != pytest.approx(keep_cells(model, prompt, constant).values[3:6], abs=1e-6)
 
 
 def test_what_a_map_says_of_hidden_keys_is_nothing(model, prompt):
     """Cells are the model's: a map by hand may have scores above the diagonal."""
     scores = random_map(6).scores
     loud = lm.MixingMap(scores=scores + 9 * torch.ones(6, 6).triu(1), tokens=list("abcdef"))
-    assert keep_cells(model, prompt, loud).values == keep_cells(model, prompt, random_map(6)).values
+    expected = pytest.approx(keep_cells(model, prompt, random_map(6)).values, abs=1e-12)
+    assert keep_cells(model, prompt, loud).values == expected
 
 
 def test_layers_that_a_map_does_not_hold_stay(model, prompt):

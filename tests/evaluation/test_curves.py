@@ -152,9 +152,10 @@ def test_ties_and_constant_rows(model, prompt):
     again = removal_curves(model, prompt, torch.zeros(5), removal=ReplaceTokens(FILL))
     other = removal_curves(model, prompt, torch.zeros(5), removal=ReplaceTokens(FILL), seed=3)
     assert sorted(constant.positions) == list(range(5))
-    assert constant.deletion == again.deletion
+    assert constant.deletion == pytest.approx(again.deletion, abs=1e-12)
     assert other.positions != again.positions
-    assert (other.lower, other.upper) == (again.lower, again.upper)
+    # Other removals stand beside these in the pass: a processor may round its products otherwise.
+    assert (other.lower, other.upper) == pytest.approx((again.lower, again.upper), abs=1e-12)
 
 
 def test_some_positions(model, prompt):
