@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lens_mix.hooks._arguments import Chosen, Position, as_position, position_mask
 from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookPair
-from lens_mix.hooks.mixing import check_mixing, lacking, mix
+from lens_mix.hooks.mixing import check_mixing, mix
 
 
 def mask_keys(
@@ -80,6 +80,9 @@ def shared_out_anew(
         )
     check_mixing(argument, mixed, pattern, values)
     weights = pattern.masked_fill(~kept, 0)
-    # Summed, not 1 minus what is hidden, which has few digits left beside a sink.
-    left = weights.sum(-1, keepdim=True) + lacking(pattern)
+    # Summed, not 1 minus what is hidden, which has few digits left beside a sink; what rows lack of 1 is
+    # an attention sink that stands for no key (gpt-oss).
+    lacking = 1 - pattern.sum(-1, keepdim=True)
+    lacking = torch.where(lacking > 1e-3, lacking, torch.zeros_like(lacking))
+    left = weights.sum(-1, keepdim=True) + lacking
     return torch.where(left > 0, weights / left, pattern)

@@ -28,12 +28,6 @@ def mix(
     return einsum(pattern.to(values.dtype), values, axes)
 
 
-def lacking(pattern: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes 1"]:
-    """What each row lacks of 1: an attention sink that stands for no key (gpt-oss); rounding is none."""
-    missing = 1 - pattern.sum(-1, keepdim=True)
-    return torch.where(missing > 1e-3, missing, 0)
-
-
 def check_mixing(
     argument: str,
     mixed: Float[Tensor, "batch query head d_head"],
