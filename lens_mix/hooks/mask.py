@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lens_mix.hooks._arguments import Chosen, Position, as_position, position_mask
 from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookPair
-from lens_mix.hooks.mixing import check_mixing, mix
+from lens_mix.hooks.mixing import check_mixing, mix, sink
 
 
 def mask_keys(
@@ -80,9 +80,7 @@ def shared_out_anew(
         )
     check_mixing(argument, mixed, pattern, values)
     weights = pattern.masked_fill(~kept, 0)
-    # Summed, not 1 minus what is hidden, which has few digits left beside a sink; what rows lack of 1 is
-    # an attention sink that stands for no key (gpt-oss).
-    lacking = 1 - pattern.sum(-1, keepdim=True)
-    lacking = torch.where(lacking > 1e-3, lacking, torch.zeros_like(lacking))
-    left = weights.sum(-1, keepdim=True) + lacking
-    return torch.where(left > 0, weights / left, pattern)
+    # Summed, not 1 minus what is hidden, which has few digits left beside a sink.
+    to_no_key = sink(pattern)
+    left = weights.sum(-1, keepdim=True, dtype=to_no_key.dtype) + to_no_key
+    return torch.where(left > 0, weights / left, pattern).to(pattern.dtype)
