@@ -18,6 +18,11 @@ def tolerance(dtype: torch.dtype) -> float:
     return TOLERANCES.get(dtype, TOLERANCES[torch.float32])
 
 
+def pass_tolerance(dtype: torch.dtype) -> float:
+    """The same for two whole passes, whose rounding grows from block to block: never below 1e-3."""
+    return max(1e-3, tolerance(dtype))
+
+
 def sink(pattern: Float[Tensor, "*axes query key"]) -> Float[Tensor, "*axes query 1"]:
     """The weight that each row gives to no key, in at least float32: an attention sink's (gpt-oss), or 0."""
     # Rounding takes up to half an epsilon of each weight, and so of a row, or a whole one where the row was

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lens_mix.arguments import one_of, whole_number
 from lens_mix.hooks import must_fire
-from lens_mix.hooks.mixing import sink, tolerance
+from lens_mix.hooks.mixing import pass_tolerance, sink
 from lens_mix.lens.changed_backward import Rules
 from lens_mix.lens.graph import Graph, Mixing
 from lens_mix.lens.model_classes import UnsupportedModelError
@@ -161,7 +161,7 @@ class AttributionPatching(Method):
         if bound.first.carries_users_hooks:
             # A hook that knows positions misses the stand-ins: tokens that stand in for themselves tell.
             error = float((seen(tokens[chosen][None]) - bound.clean[row]).abs().max())
-            accepted = max(1e-3, tolerance(bound.first.inputs.dtype))
+            accepted = pass_tolerance(bound.first.inputs.dtype)
             if not error <= accepted * max(1.0, float(bound.clean[row].abs())):
                 raise UnsupportedModelError(
                     f"{self.name}: expected the model's hooks to act alike at all positions, as stand-ins "

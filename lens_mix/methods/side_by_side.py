@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_mix.hooks import AttentionHook
-from lens_mix.hooks.mixing import sink, tolerance
+from lens_mix.hooks.mixing import pass_tolerance, sink
 from lens_mix.lens.replay import relative_error
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ class SideBySide(AttentionHook):
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> None:
         found = mixed[0, self._layout.tokens].flatten(-2).to(self._clean.dtype)
         error = relative_error(found, self._clean.flatten(-2))
-        # What whole passes round differently, every block on the way makes larger.
-        if not error <= max(1e-3, tolerance(mixed.dtype)):
+        if not error <= pass_tolerance(mixed.dtype):
             raise RuntimeError(
                 "expected attention to read tokens and their positions alone, so that a prompt can be run "
                 "beside its stand-ins; got other mixed values for the same tokens (a sliding window shorter "
