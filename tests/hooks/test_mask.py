@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.hooks import DEFAULT_ATTENTION, mask_keys
-from lens_mix.hooks.mask import shared_out_anew
 from lens_mix.hooks.mixing import mix, sink
 from lens_mix.lens.changed_backward import pattern_gradient
 from lens_mix.lens.graph import Mixing
@@ -28,10 +27,11 @@ def softmax(dtype: torch.dtype, *, to_no_key: float = 0.0) -> Float[Tensor, "1 h
 
 
 def without_a_key(pattern: Float[Tensor, "1 head query key"], key: int) -> Float[Tensor, "1 head query key"]:
-    values = torch.zeros(1, pattern.shape[3], pattern.shape[1], 2, dtype=pattern.dtype)
-    kept = torch.arange(pattern.shape[3]) != key
-    hook = mask_keys(0, key)[1]
-    return shared_out_anew(hook, "position", mix(pattern, values), values, pattern, kept)
+    """As what is mixed shows it where each key's value is a vector of its own, of length 1."""
+    _, heads, _, keys = pattern.shape
+    values = torch.eye(keys, dtype=pattern.dtype)[None, :, None].expand(1, keys, heads, keys)
+    function: Any = mask_keys(0, key)[1]
+    return function.on_mixed(mix(pattern, values), values, pattern).transpose(1, 2)
 
 
 def epsilon(dtype: torch.dtype) -> float:
@@ -63,6 +63,12 @@ def test_a_sink_of_a_twentieth_keeps_its_share(dtype):
     torch.testing.assert_close(
         without_a_key(pattern, 3).double(), expected, atol=4 * epsilon(dtype), rtol=2 * epsilon(dtype)
     )
+
+
+@pytest.mark.parametrize(("dtype", "smallest"), [(torch.float32, 2e-4), (torch.float64, 2e-6)])
+def test_small_sinks_of_wide_dtypes_count(dtype, smallest):
+    found = sink(softmax(dtype, to_no_key=smallest))
+    torch.testing.assert_close(found, torch.full_like(found, smallest), atol=5e-7, rtol=0)
 
 
 def uses(pattern: Float[Tensor, "1 1 query key"]) -> list[Tensor]:
