@@ -19,7 +19,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def pass_tolerance(dtype: torch.dtype) -> float:
-    """The same for two whole passes, whose rounding grows from block to block: never below 1e-3."""
+    """The same for what two whole passes differ by: rounding grows with depth, so it is never below 1e-3."""
     return max(1e-3, tolerance(dtype))
 
 

@@ -250,7 +250,8 @@ class _Gradient(_Rule):
         if not _differentiated(tensor):
             return None
         tensor.register_hook(functools.partial(self._changed, tensor.detach()))
-        # Of a rearranged copy the pass has to go on, or no gradient comes.
+        # A hook point with a conversion shows a rearranged copy, which only gets a gradient if the pass goes
+        # on from it: it does where the hook returns it.
         return tensor if getattr(hook, "hook_conversion", None) is not None else None
 
     def _changed(self, shown: Tensor, gradient: Tensor) -> Tensor:
