@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.lens import provenance
 from lens_mix.lens.batches import PaddingSide, Prompt
 from lens_mix.lens.block import Block
@@ -176,8 +177,7 @@ class _Record:
         prompt = clean.batch.prompts[index]
         prompt_mask = prompt_mask.with_source(len(prompt.tokens)) if joint else prompt_mask
         causal, mask = prompt_mask.causal_and_mask()
-        # What whole passes round differently, every block on the way makes larger.
-        accepted = max(1e-3, self._passed.clean.lens.tolerance) if method.whole_model else 0.0
+        accepted = pass_tolerance(clean.lens.dtype) if method.whole_model else 0.0
         scores = prompt_mask.without_rounding(scores, groups, accepted)
         tokens = self._passed.tokens(index)
         blocks = [self._mapped[label].blocks[layer] for layer in layers]

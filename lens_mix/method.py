@@ -121,9 +121,10 @@ class Method:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> Rules | None:
-        """The rules of the backward pass of which the clean pass is to leave its graph, if it can.
+        """The changed rules of a backward pass through the clean pass, where a method needs one; else None.
 
-        It does for a prompt alone where memory is not bound; else `Block.graph` makes a pass of its own.
+        With rules the clean pass runs with gradients on and keeps its graph, for `Block.graph` to return. It
+        can't in a batch, under `max_memory` or in an encoder-decoder: `Block.graph` runs a pass of its own.
         """
         return None
 

@@ -167,7 +167,8 @@ class Session:
                 )
             if by_algebra:
                 clean, proof, engines = self._checked(clean, proof, engines)
-            # Hooks that the replays have on edit z there too; algebra is checked by the outputs.
+            # The engine "recorded" reads pattern and values of this pass, and would miss a hook of the user's
+            # that edits z. Replays run with that hook on, and algebra was compared with the blocks' outputs.
             reason = unmixed(clean, watched) if "recorded" in engines.values() else None
             if reason is not None:
                 self._refuse(reason)

@@ -13,7 +13,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from lens_mix.arguments import flags, instance, number, one_of, several, whole_number
-from lens_mix.evaluation.edited_passes import EditedPasses, edited_passes
+from lens_mix.evaluation.edited_passes import FLAT, EditedPasses, edited_passes
 from lens_mix.evaluation.kept_cells import Job, KeepCells, RankedCells, Visible
 from lens_mix.hooks import must_fire
 from lens_mix.hooks.mixing import tolerance
@@ -28,9 +28,6 @@ Operator = Literal["zero", "mean"]
 
 # MIB's steps from 1 % on, and even ones above a tenth: there, unlike edges, cells bring the target back.
 FRACTIONS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-
-# Differences of the target that are smaller, relative to its size, are rounding.
-_FLAT = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +55,7 @@ class CellFaithfulness:
         NaN where removing all cells leaves the target as it is. Neither 0 nor 1 are bounds.
         """
         removed, whole = self.values[0], self.values[-1]
-        if abs(whole - removed) <= _FLAT * max(abs(whole), abs(removed)):
+        if abs(whole - removed) <= FLAT * max(abs(whole), abs(removed)):
             return (math.nan,) * len(self.values)
         return tuple((value - removed) / (whole - removed) for value in self.values)
 

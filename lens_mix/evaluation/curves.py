@@ -12,16 +12,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.arguments import whole_number
-from lens_mix.evaluation.edited_passes import EditedPasses, edited_passes, read_rows
+from lens_mix.evaluation.edited_passes import FLAT, EditedPasses, edited_passes, read_rows
 from lens_mix.evaluation.removal import Removal, as_removal
 from lens_mix.lens.rows import Selection
 from lens_mix.targets import TargetLike
 
 if TYPE_CHECKING:
     import pandas
-
-# Bounds that differ by less, relative to the target, differ by rounding.
-_FLAT = 1e-6
 
 # A set of positions, as the bits of a number; what a function of it gives, for as many sets.
 Sets = Sequence[int]
@@ -83,7 +80,7 @@ class RemovalCurves:
     def _normalised(self, aopc: float) -> float:
         scale = max(1e-12, *map(abs, self.deletion))
         # A comparison with NaN is false.
-        if not self.upper - self.lower > _FLAT * scale:
+        if not self.upper - self.lower > FLAT * scale:
             return math.nan
         return (aopc - self.lower) / (self.upper - self.lower)
 

@@ -27,6 +27,9 @@ from lens_mix.methods.target_passes import BoundTarget
 from lens_mix.session import Passed, Session
 from lens_mix.targets import Head, TargetLike
 
+# Values of the target that differ by less, relative to its size, differ by rounding.
+FLAT = 1e-6
+
 
 @dataclasses.dataclass(frozen=True)
 class _Edits(Method):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.hooks._arguments import Chosen, Position, as_position, position_mask
 from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookPair
-from lens_mix.hooks.mixing import check_mixing, mix
+from lens_mix.hooks.mixing import check_mixing, mix, sink
 
 
 def mask_keys(
@@ -23,7 +22,8 @@ def mask_keys(
     """No position attends to the chosen ones in one layer: their weight goes to the other keys.
 
     What an attention mask does, p_ik / (1 - Σ_j p_ij) for the keys k that stay, with the pattern of the
-    running pass; positions do not move up. A row that has no other key goes on seeing what it saw.
+    running pass; positions do not move up. A row that has no other key goes on seeing what it saw. What a row
+    gives to no key (an attention sink's) counts as a key that stays.
 
     Args:
         layer, position, positions, attention: as in `zero_values`.
@@ -52,37 +52,15 @@ class _MaskKeys(AttentionHook):
         self._position = position
 
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
-        hidden = position_mask(self._position, values)[:, None, None]
-        shared = shared_out_anew(self, "position", mixed, values, pattern, ~hidden)
+        if pattern is None:
+            raise RuntimeError(
+                f"position: expected {self.module}.hook_pattern to fire before hook_z, as its weights are to "
+                "be shared out anew; this model leaves attention to transformers: use its attention mask"
+            )
+        check_mixing("position", mixed, pattern, values)
+        weights = pattern.masked_fill(position_mask(self._position, values)[:, None, None], 0)
+        # Summed, not 1 minus what is hidden, which has few digits left beside a sink.
+        to_no_key = sink(pattern)
+        left = weights.sum(-1, keepdim=True, dtype=to_no_key.dtype) + to_no_key
         self.calls += 1
-        return mix(shared, values)
-
-
-def shared_out_anew(
-    hook: AttentionHook,
-    argument: str,
-    mixed: Float[Tensor, "batch query head d_head"],
-    values: Float[Tensor, "batch key value_head d_head"],
-    pattern: Float[Tensor, "batch head query key"] | None,
-    kept: Bool[Tensor, "*batch *head #query key"],
-) -> Float[Tensor, "batch head query key"]:
-    """The softmax over the keys that are kept; a row that keeps none goes on seeing what it saw.
-
-    `argument` is what makes this necessary, for the error.
-
-    Raises:
-        RuntimeError: no pattern fired before `hook_z`, or `hook_z` is not pattern @ values.
-    """
-    if pattern is None:
-        raise RuntimeError(
-            f"{argument}: expected {hook.module}.hook_pattern to fire before hook_z, as its weights are to "
-            "be shared out anew; this model leaves attention to transformers: use its attention mask"
-        )
-    check_mixing(argument, mixed, pattern, values)
-    weights = pattern.masked_fill(~kept, 0)
-    # Summed, not 1 minus what is hidden, which has few digits left beside a sink; what rows lack of 1 is
-    # an attention sink that stands for no key (gpt-oss).
-    lacking = 1 - pattern.sum(-1, keepdim=True)
-    lacking = torch.where(lacking > 1e-3, lacking, torch.zeros_like(lacking))
-    left = weights.sum(-1, keepdim=True) + lacking
-    return torch.where(left > 0, weights / left, pattern)
+        return mix(torch.where(left > 0, weights / left, pattern).to(pattern.dtype), values)

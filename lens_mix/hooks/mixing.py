@@ -18,6 +18,22 @@ def tolerance(dtype: torch.dtype) -> float:
     return TOLERANCES.get(dtype, TOLERANCES[torch.float32])
 
 
+def pass_tolerance(dtype: torch.dtype) -> float:
+    """The same for what two whole passes differ by: rounding grows with depth, so it is never below 1e-3."""
+    return max(1e-3, tolerance(dtype))
+
+
+def sink(pattern: Float[Tensor, "*axes query key"]) -> Float[Tensor, "*axes query 1"]:
+    """The weight that each row gives to no key, in at least float32: an attention sink's (gpt-oss), or 0."""
+    # Rounding takes up to half an epsilon of each weight, and so of a row, or a whole one where the row was
+    # shared out anew before. The tolerance of a half dtype is wide enough to hide a sink; where a sink of a
+    # float64 model is smaller than 1e-6, transformers' float32 softmax may have made it.
+    rounding = min(tolerance(pattern.dtype), max(1e-4, 2 * torch.finfo(pattern.dtype).eps))
+    wide = torch.promote_types(pattern.dtype, torch.float32)
+    lacking = 1 - pattern.sum(-1, keepdim=True, dtype=wide)
+    return torch.where(lacking > rounding, lacking, 0)
+
+
 def mix(
     pattern: Float[Tensor, "batch head query key"], values: Float[Tensor, "batch key value_head d_head"]
 ) -> Float[Tensor, "batch query head d_head"]:

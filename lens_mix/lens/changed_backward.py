@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookFunction, HookPair
-from lens_mix.hooks.mixing import tolerance
+from lens_mix.hooks.mixing import sink, tolerance
 from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, FeedForward, Norm, read_norm, read_value_path
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook
 from lens_mix.lens.head import read_b_U
@@ -248,7 +248,8 @@ class _Gradient(_Rule):
         if not _differentiated(tensor):
             return None
         tensor.register_hook(functools.partial(self._changed, tensor.detach()))
-        # Of a rearranged copy the pass has to go on, or no gradient comes.
+        # A hook point with a conversion shows a rearranged copy, which only gets a gradient if the pass goes
+        # on from it: it does where the hook returns it.
         return tensor if getattr(hook, "hook_conversion", None) is not None else None
 
     def _changed(self, shown: Tensor, gradient: Tensor) -> Tensor:
@@ -273,16 +274,13 @@ def pattern_gradient(
         return factor * gradient
     wide = torch.promote_types(pattern.dtype, torch.float32)
     weights, given = pattern.to(wide), gradient.to(wide)
-    missing = 1 - weights.sum(-1, keepdim=True)
-    # Rounding is no sink, nor is a row of padding, which may be empty.
-    is_sink = (missing > tolerance(pattern.dtype)) & (missing < 1)
-    sink = torch.where(is_sink, missing, 0) if bool(is_sink.any()) else torch.zeros_like(missing)
-    all_weights = torch.cat([weights, sink], dim=-1)
+    to_no_key = sink(pattern)
+    all_weights = torch.cat([weights, to_no_key], dim=-1)
     tempered = (all_weights.log() / temperature).softmax(-1).nan_to_num(0)[..., :-1]
     wanted = tempered * (given - (tempered * given).sum(-1, keepdim=True))
     changed = torch.where(weights > 0, wanted / weights, 0)
     # With a sink the wanted numbers don't sum to 0, and the softmax's own Σ P g' has to be made up for.
-    changed = changed + torch.where(sink > 0, wanted.sum(-1, keepdim=True) / sink, 0)
+    changed = changed + torch.where(to_no_key > 0, wanted.sum(-1, keepdim=True) / to_no_key, 0)
     return (factor * changed).to(gradient.dtype)
 
 

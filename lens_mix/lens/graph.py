@@ -31,11 +31,9 @@ class Mixing:
     gradient: Float[Tensor, "*batch query head d_head"]
 
     def at(self, places: Int[Tensor, " pos"]) -> Mixing:
-        """Of the only prompt, without the batch's axis: some positions, in float32 or wider."""
-        pattern = self.pattern[0][:, places][..., places]
+        """Of the only prompt, without the batch's axis: some positions."""
         rows = (each[0, places] for each in (self.values, self.mixed, self.gradient))
-        wide = torch.promote_types(self.mixed.dtype, torch.float32)
-        return Mixing(*(each.to(wide) for each in (pattern, *rows)))
+        return Mixing(self.pattern[0][:, places][..., places], *rows)
 
 
 class Graph:

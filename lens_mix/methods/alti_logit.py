@@ -85,7 +85,8 @@ class AltiLogit(Method):
         below: Tensor | None = None
         maps = []
         for block in blocks:
-            # First, for it needs more memory and knows how much.
+            # Before the logit's shares, which need less memory: ALTI refuses where `max_memory` is too small
+            # for it, and says how much it needs.
             alti = None if block is last else Alti(self.distance)(block).to(directions.dtype)
             added = logit_shares(block, directions, last)
             maps.append(added if below is None else added @ below)

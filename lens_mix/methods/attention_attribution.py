@@ -15,15 +15,13 @@ from lens_mix.arguments import number, whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, replace_pattern
 from lens_mix.method import CrossKeys, Method
 from lens_mix.methods import target_passes
-from lens_mix.methods.baselines import baseline_of, check_baseline, describe_baseline
+from lens_mix.methods.baselines import LARGE_GAP, baseline_of, check_baseline, describe_baseline
 from lens_mix.methods.path_integral import Integral, Path
 from lens_mix.methods.target_passes import BoundTarget
 from lens_mix.targets import TargetLike, as_target, describe, predicted
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
-
-_LARGE_GAP = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +161,7 @@ class AttentionAttribution(Method):
             return f"tolerance {accepted:.2g} was not met: {unmet}" if error > accepted else ""
         if self.tolerance is not None and abs(gap) > self.tolerance:
             return f"tolerance {self.tolerance:.2g} was not met: {size}"
-        large = abs(gap) > max(_LARGE_GAP * abs(difference), 1e-6)
+        large = abs(gap) > max(LARGE_GAP * abs(difference), 1e-6)
         return f"{size}: raise n_steps, or leave it to each layer (n_steps=None)" if large else ""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lens_mix.arguments import one_of, whole_number
 from lens_mix.hooks import must_fire
-from lens_mix.hooks.mixing import tolerance
+from lens_mix.hooks.mixing import pass_tolerance, sink
 from lens_mix.lens.changed_backward import Rules
 from lens_mix.lens.graph import Graph, Mixing
 from lens_mix.lens.model_classes import UnsupportedModelError
@@ -154,7 +154,7 @@ class AttributionPatching(ExplainsRows):
         if bound.first.carries_users_hooks:
             # A hook that knows positions misses the stand-ins: tokens that stand in for themselves tell.
             error = float((seen(tokens[chosen][None]) - bound.clean[row]).abs().max())
-            accepted = max(1e-3, tolerance(bound.first.inputs.dtype))
+            accepted = pass_tolerance(bound.first.inputs.dtype)
             if not error <= accepted * max(1.0, float(bound.clean[row].abs())):
                 raise UnsupportedModelError(
                     f"{self.name}: expected the model's hooks to act alike at all positions, as stand-ins "
@@ -196,14 +196,12 @@ def hidden_effects(mixing: Mixing) -> Float[Tensor, "query key"]:
 
     Of one prompt, all without a batch axis; a row that sees one key alone has nothing left without it.
     """
-    values = mixing.values.repeat_interleave(mixing.pattern.shape[0] // mixing.values.shape[1], dim=1)
-    axes = "query head d_head, key head d_head -> head query key"
-    sent = mixing.pattern * einsum(mixing.gradient, values, axes)
-    # What a row lacks of 1 is an attention sink that stands for no key.
-    lacking = 1 - mixing.pattern.sum(-1, keepdim=True)
-    lacking = torch.where(lacking > 1e-3, lacking, 0)
+    wide = torch.promote_types(mixing.mixed.dtype, torch.float32)
+    pattern, values, gradient = (each.to(wide) for each in (mixing.pattern, mixing.values, mixing.gradient))
+    values = values.repeat_interleave(pattern.shape[0] // values.shape[1], dim=1)
+    sent = pattern * einsum(gradient, values, "query head d_head, key head d_head -> head query key")
     # Sums over the other keys: 1 - p has no digits left where one key has nearly all of the weight.
-    left = (_of_others(mixing.pattern) + lacking).clamp_min(torch.finfo(sent.dtype).tiny)
+    left = (_of_others(pattern) + sink(mixing.pattern)).clamp_min(torch.finfo(sent.dtype).tiny)
     return (_of_others(sent) / left - sent.sum(-1, keepdim=True)).sum(0)
 
 

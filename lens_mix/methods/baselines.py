@@ -12,6 +12,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
+# A completeness gap is noted where it is larger than this share of F(x) - F(baseline).
+LARGE_GAP = 0.1
+
 
 def check_baseline(baseline: object) -> None:
     """Refuse (TypeError, ValueError) what is neither a known name, a tensor nor a function."""

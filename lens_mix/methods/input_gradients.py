@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lens_mix.algebra.quadrature import quadrature, rule_name
 from lens_mix.arguments import one_of, whole_number
-from lens_mix.methods.baselines import describe_baseline
+from lens_mix.methods.baselines import LARGE_GAP, describe_baseline
 from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows
 from lens_mix.targets import TargetLike, predicted
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 Score = Literal["norm", "times_input", "integrated"]
-
-# A larger gap than this share of F(x) - F(x') is noted.
-_LARGE_GAP = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +134,7 @@ class InputGradients(ExplainsRows):
     def _report(self, bound: RowTargets, by_row: Tensor, start: Tensor, last: Block) -> None:
         differences = (bound.clean - start).to(by_row.dtype)
         gaps = by_row.sum(-1) - differences
-        large = gaps.abs() > (_LARGE_GAP * differences.abs()).clamp_min(1e-6)
+        large = gaps.abs() > (LARGE_GAP * differences.abs()).clamp_min(1e-6)
         for prompt in range(len(last.batch)):
             own = bound.prompts == prompt
             last.detail(prompt, "convergence_delta", gaps[own].tolist())

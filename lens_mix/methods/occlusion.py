@@ -189,11 +189,3 @@ class _Copies:
 
     def part(self, part: slice) -> _Copies:
         return _Copies(self.prompts[part], self.positions[part], self.tokens[part], self.repeats)
-
-
-def occluded(
-    clean: Float[Tensor, ""], changed: Float[Tensor, "position sample"], absolute: bool = False
-) -> Float[Tensor, " position"]:
-    """The definition: mean over samples of F(x) − F(x with position j taken out)."""
-    change = clean - changed
-    return (change.abs() if absolute else change).mean(-1)

@@ -32,7 +32,7 @@ def stand_ins(
     n_samples: int,
     seed: int,
 ) -> Int[Tensor, "place sample"]:
-    """The tokens that stand in the place of each; none is its own, the next number serves.
+    """For each place, the tokens to put there; for one that stands there already, the next in the vocabulary.
 
     Args:
         first: a block of the model.

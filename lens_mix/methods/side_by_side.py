@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_mix.hooks import AttentionHook
-from lens_mix.hooks.mixing import tolerance
+from lens_mix.hooks.mixing import pass_tolerance, sink
 from lens_mix.lens.replay import relative_error
 
 if TYPE_CHECKING:
@@ -74,16 +74,14 @@ class SideBySide(AttentionHook):
         self._layout, self._clean = layout, torch.cat([mixed, mixed[-1:]])
 
     def on_pattern(self, pattern: Float[Tensor, "copy head query key"], values: Tensor) -> Tensor:
-        # What a row lacks of 1 is an attention sink that stands for no key; what rounding takes is none.
-        lacking = 1 - pattern.sum(-1, keepdim=True)
-        shared = pattern * self._layout.allowed.to(pattern)
-        return shared / (shared.sum(-1, keepdim=True) + torch.where(lacking > 1e-3, lacking, 0))
+        shared, to_no_key = pattern * self._layout.allowed.to(pattern), sink(pattern)
+        left = shared.sum(-1, keepdim=True, dtype=to_no_key.dtype) + to_no_key
+        return (shared / left).to(pattern.dtype)
 
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> None:
         found = mixed[0, self._layout.tokens].flatten(-2).to(self._clean.dtype)
         error = relative_error(found, self._clean.flatten(-2))
-        # What whole passes round differently, every block on the way makes larger.
-        if not error <= max(1e-3, tolerance(mixed.dtype)):
+        if not error <= pass_tolerance(mixed.dtype):
             raise RuntimeError(
                 "expected attention to read tokens and their positions alone, so that a prompt can be run "
                 "beside its stand-ins; got other mixed values for the same tokens (a sliding window shorter "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lens_mix.algebra.value_zeroing import value_zeroing_maps
 from lens_mix.arguments import number, one_of, several, whole_number
-from lens_mix.hooks import zero_values
+from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, must_fire, zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.method import CrossKeys, Method
 
@@ -119,6 +119,27 @@ class ValueZeroing(Method):
             scores = torch.where(scores < self.threshold, torch.zeros_like(scores), scores)
         return scores
 
+    def edits(
+        self,
+        layer: int,
+        position: int | slice | Tensor,
+        *,
+        heads: Sequence[int] | None = None,
+        attention: str = DEFAULT_ATTENTION,
+    ) -> list[HookPair]:
+        """The hooks that zero values in one layer's attention. On your run, for column j of a map:
+
+            logits, cache = model.run_with_cache(tokens)
+            with model.hooks(fwd_hooks=method.edits(layer, j)):
+                logits, zeroed = model.run_with_cache(tokens)
+            name = f"blocks.{layer}.hook_resid_post"
+            column = 1 - torch.cosine_similarity(cache[name], zeroed[name], dim=-1)
+
+        Args as in `lens_mix.hooks.zero_values`; `heads` are the method's own where none are given.
+        """
+        heads = self._heads(layer) if heads is None else heads
+        return [zero_values(layer, position, heads=heads, attention=attention)]
+
     def _by_algebra(
         self, block: Block, heads: Sequence[int] | None
     ) -> Float[Tensor, "batch *head query key"]:
@@ -137,12 +158,9 @@ class ValueZeroing(Method):
         scores = block.zeros(*block.real.shape, places)
         clean = self._compared(block, block.resid_post)
         for chunk in block.chunks(len(rows)):
-            hook = zero_values(block.layer, zeroed[chunk], heads=heads, attention=block.attention_template)
-            out = self._compared(block, block.replay(rows[chunk], [hook]))
-            if hook[1].calls == 0:
-                raise RuntimeError(
-                    f"block {block.layer}: the hook on the values never fired, so nothing was zeroed"
-                )
+            edits = self.edits(block.layer, zeroed[chunk], heads=heads, attention=block.attention_template)
+            with must_fire(*edits) as hooks:
+                out = self._compared(block, block.replay(rows[chunk], hooks))
             scores[rows[chunk], :, keys[chunk]] = distance(clean[rows[chunk]], out, self.metric)
         return scores
 

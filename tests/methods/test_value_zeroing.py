@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.hooks import must_fire, record
 from lens_mix.methods.value_zeroing import distance
 from tests.matrix import build_or_skip
 from tests.reference_models import inseq_gpt2, official_bert, reference
@@ -132,6 +133,28 @@ def test_heads_may_differ_by_layer():
     two = lm.run(model, prompt, lm.ValueZeroing(heads=[0, 2]), engine="hooks").scores
     torch.testing.assert_close(by_layer[0], all_heads[0], atol=0, rtol=0)
     torch.testing.assert_close(by_layer[1], two[1], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("heads", [None, [1, 3], {1: [0, 2]}])
+def test_the_hooks_on_a_run_of_your_own(heads):
+    model = gpt2_like(torch.float64)
+    prompt = tokens(model, 1, 5)
+    method = lm.ValueZeroing(heads=heads)
+    expected = lm.run(model, prompt, method, engine="hooks").scores
+    _, clean = model.run_with_cache(prompt)
+    for layer in range(model.cfg.n_layers):
+        name = f"blocks.{layer}.hook_resid_post"
+        for key in range(5):
+            with must_fire(*method.edits(layer, key)) as hooks, model.hooks(fwd_hooks=hooks):
+                _, zeroed = model.run_with_cache(prompt)
+            column = 1 - torch.cosine_similarity(clean[name], zeroed[name], dim=-1)[0]
+            torch.testing.assert_close(expected[layer, :, key], column, atol=1e-12, rtol=1e-9)
+    per_head = lm.run(model, prompt, lm.ValueZeroing(per_head=True), engine="hooks").scores
+    kept = {}
+    hooks = [*method.edits(0, 2, heads=[3]), record(kept, "blocks.0.hook_resid_post")]
+    model.run_with_hooks(prompt, fwd_hooks=hooks)
+    found = distance(clean["blocks.0.hook_resid_post"], kept["blocks.0.hook_resid_post"], "cosine")
+    torch.testing.assert_close(found[0], per_head[0, 3, :, 2], atol=1e-14, rtol=1e-9)
 
 
 def test_grouped_query_heads_are_zeroed_one_at_a_time():

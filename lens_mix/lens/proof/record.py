@@ -11,7 +11,8 @@ from torch import Tensor
 from lens_mix.lens.anatomy import BlockAnatomy
 
 HOOK_PARTS = ("mixing", "zero_value")
-# Where a hook edits values, maps are of the edited ones: only what goes back to the block's input needs more.
+# Not "value", that values are made of the block's input as read: maps take the values that the pass recorded,
+# edited by hooks or not. A method that goes on from there to the block's input names VALUE too (DecompX).
 ALGEBRA_PARTS = ("projection", "feed_forward", "residual", "block")
 VALUE = "value"
 HEAD = "head"
@@ -24,7 +25,7 @@ class PartError:
 
     Attributes:
         layer: the block.
-        part: which part (see the module's docstring).
+        part: which part, by the names that the docstring of `lens_mix.lens.proof.prove` lists.
         error: largest relative error per position; None where the part can't be written down.
         tolerance: largest accepted error in the model's dtype.
         note: why there is no error, or what was found.
