@@ -60,10 +60,9 @@ def number(
 ) -> float:
     """A finite number of any library, `least` or more (or `above` it), up to `largest`; no boolean."""
     start = f"above {least}" if above else f"{least} or more"
-    start = (
-        "" if least == -math.inf else f", {start}" if largest == math.inf else f" from {least} to {largest}"
-    )
-    expected = f"{name}: expected a {'finite ' if largest == math.inf else ''}number{start}"
+    bounds = f", {start}" if largest == math.inf else f" from {least} to {largest}"
+    bounds = "" if least == -math.inf else bounds
+    expected = f"{name}: expected a {'finite ' if largest == math.inf else ''}number{bounds}"
     given = value.item() if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta else value
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         raise TypeError(f"{expected}, got {shown(value)}")

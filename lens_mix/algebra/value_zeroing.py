@@ -191,8 +191,7 @@ class _Values(NamedTuple):
     factors: Float[Tensor, "source span head"]  # 0 where a span is filled up or nothing is sent
     pattern: Float[Tensor, "batch head query key"]
     head_vectors: Float[Tensor, "source rank d_model"]  # v W_O, spans before heads
-    # Per part of the neurons and matrix.
-    hidden_vectors: Sequence[Sequence[Float[Tensor, "source rank column"]]]
+    hidden_vectors: Sequence[Sequence[Float[Tensor, "source rank column"]]]  # per part of neurons and matrix
 
     def weights(self, rectangle: Rectangle) -> Float[Tensor, "key row rank"]:
         """Factors of the values in each pair's change."""

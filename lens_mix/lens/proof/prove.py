@@ -185,11 +185,9 @@ def _output_modules(lens: Lens) -> dict[tuple[int, str], Any]:
     if lens.model_class is ModelClass.BRIDGE:
         return {}
     modules = {}
-    self_role, cross_role = (
-        ("before", "attention_out") if lens.stack.is_cross else ("attention_out", "cross_out")
-    )
+    roles = ("before", "attention_out") if lens.stack.is_cross else ("attention_out", "cross_out")
     for layer, block in enumerate(lens.stack.blocks):
-        for role, name in ((self_role, "attn"), (cross_role, "cross_attn"), ("feed_forward_out", "mlp")):
+        for role, name in zip((*roles, "feed_forward_out"), ("attn", "cross_attn", "mlp"), strict=True):
             if hasattr(block, name):
                 modules[layer, role] = getattr(block, name)
     return modules
