@@ -30,10 +30,10 @@ def shown(value: object) -> str:
 
 
 def whole_number(
-    name: str, value: Any, least: int | None = None, most: int | None = None, what: str = "a whole number"
+    name: str, value: Any, least: int | None = None, largest: int | None = None, what: str = "a whole number"
 ) -> int:
     """An integer of any library, or a tensor [] of one; no boolean and no 2.0. `what` it is, for errors."""
-    end = "" if least is None else f", {least} or more" if most is None else f" from {least} to {most}"
+    end = "" if least is None else f", {least} or more" if largest is None else f" from {least} to {largest}"
     expected = f"{name}: expected {what}{end}"
     try:
         boolean = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
@@ -42,7 +42,7 @@ def whole_number(
         whole = operator.index(value)
     except (TypeError, RuntimeError):
         raise TypeError(f"{expected}, got {shown(value)}") from None
-    if (least is not None and whole < least) or (most is not None and whole > most):
+    if (least is not None and whole < least) or (largest is not None and whole > largest):
         raise ValueError(f"{expected}, got {shown(whole)}")
     return whole
 
@@ -56,12 +56,13 @@ def whole_slice(name: str, value: slice) -> slice:
 
 
 def number(
-    name: str, value: Any, least: float = -math.inf, most: float = math.inf, above: bool = False
+    name: str, value: Any, least: float = -math.inf, largest: float = math.inf, above: bool = False
 ) -> float:
-    """A finite number of any library, `least` or more (or `above` it), up to `most`; no boolean."""
+    """A finite number of any library, `least` or more (or `above` it), up to `largest`; no boolean."""
     start = f"above {least}" if above else f"{least} or more"
-    start = "" if least == -math.inf else f", {start}" if most == math.inf else f" from {least} to {most}"
-    expected = f"{name}: expected a {'finite ' if most == math.inf else ''}number{start}"
+    bounds = f", {start}" if largest == math.inf else f" from {least} to {largest}"
+    bounds = "" if least == -math.inf else bounds
+    expected = f"{name}: expected a {'finite ' if largest == math.inf else ''}number{bounds}"
     given = value.item() if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta else value
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         raise TypeError(f"{expected}, got {shown(value)}")
@@ -69,7 +70,7 @@ def number(
         real = float(given)
     except OverflowError:
         real = math.inf
-    if not math.isfinite(real) or not least <= real <= most or (above and real == least):
+    if not math.isfinite(real) or not least <= real <= largest or (above and real == least):
         raise ValueError(f"{expected}, got {shown(given)}")
     return real
 

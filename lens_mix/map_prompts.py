@@ -170,10 +170,10 @@ class _Record:
         joint, real_keys = clean.lens.stack.source is not None, clean.real_keys[index]
         keys = (clean.real_inputs[index] if joint else real_keys).nonzero()[:, 0]
         queries = None if rows is None else list(rows.by_prompt[index])
-        own = self._passed.clean.lens.stack.is_cross and method.cross == "source and residual"
-        scores = self._scores(label, index, keys, layers, groups, own)
+        residual_key = self._passed.clean.lens.stack.is_cross and method.cross == "source and residual"
+        scores = self._scores(label, index, keys, layers, groups, residual_key)
         prompt_mask = self._visible(method, index, real_keys.nonzero()[:, 0], layers)
-        prompt_mask = prompt_mask.with_own_key() if own else prompt_mask
+        prompt_mask = prompt_mask.with_own_key() if residual_key else prompt_mask
         prompt = clean.batch.prompts[index]
         prompt_mask = prompt_mask.with_source(len(prompt.tokens)) if joint else prompt_mask
         causal, mask = prompt_mask.causal_and_mask()
@@ -195,7 +195,7 @@ class _Record:
             method=method.name,
             causal=causal and groups is None,
             mask=mask if groups is None else None,
-            key_tokens=[*key_tokens, RESIDUAL_KEY] if own and key_tokens is not None else key_tokens,
+            key_tokens=[*key_tokens, RESIDUAL_KEY] if residual_key and key_tokens is not None else key_tokens,
             queries=queries,
             layers=layers,
             parameters=method.parameters(),
@@ -225,9 +225,9 @@ class _Record:
         keys: Tensor,
         layers: Sequence[int],
         groups: list[list[int]] | None,
-        own: bool,
+        residual_key: bool,
     ) -> Float[Tensor, "layer *head query key"]:
-        """The asked layers and rows of one prompt, padding cut away; `own`: with a last key beside."""
+        """The asked layers and rows of one prompt, padding cut away; `residual_key`: with a last key more."""
         mapped, maps = self._mapped[label], []
         # An input map has the rows of the last block in every layer.
         every_query = mapped.blocks[max(mapped.blocks)].every_query
@@ -239,7 +239,7 @@ class _Record:
             else:
                 maps.append(scores[..., : len(places), :])
         stacked = torch.stack(maps)
-        if own:
+        if residual_key:
             keys = torch.cat([keys, keys.new_tensor([stacked.shape[-1] - 1])])
         elif groups is None and stacked.shape[-1] <= int(keys[-1]):
             raise ValueError(

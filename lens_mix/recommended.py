@@ -80,13 +80,13 @@ def input_map(
             continue
         try:
             last = {"layers": [-1]} if isinstance(method, DecompX) else {}
-            found = run(model, prompt, method, queries=queries, **last, **options)
+            mixing_map = run(model, prompt, method, queries=queries, **last, **options)
         except UnsupportedModelError as problem:
             reasons.append(str(problem))
             continue
-        return found.replace(
-            provenance={**found.provenance, "input_map": {"recipe": method.name, "figures": figures}},
-            notes=(*found.notes, *(f"input_map: not the first choice: {reason}" for reason in reasons)),
+        return mixing_map.replace(
+            provenance={**mixing_map.provenance, "input_map": {"recipe": method.name, "figures": figures}},
+            notes=(*mixing_map.notes, *(f"input_map: not the first choice: {reason}" for reason in reasons)),
         )
     raise UnsupportedModelError(f"input_map: {'; '.join(dict.fromkeys(reasons))}")
 
@@ -113,8 +113,8 @@ def _joint_recipes(target: TargetLike | None) -> Iterator[tuple[Method, str]]:
 def _sees_both_ways(model: TransformerLensModel, prompt: Any, options: Mapping[str, Any]) -> bool:
     """Whether it does; what lies behind the encoder of an encoder-decoder is not seen at all."""
     try:
-        seen = run(model, prompt, "attention", queries=[0], **options)
-        return not seen.causal and seen.provenance.get("stack") != "encoder"
+        mixing_map = run(model, prompt, "attention", queries=[0], **options)
+        return not mixing_map.causal and mixing_map.provenance.get("stack") != "encoder"
     except UnsupportedModelError:
         return False
 

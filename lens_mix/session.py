@@ -121,10 +121,10 @@ class Session:
 
     def key_tokens(self, prompt: Prompt) -> Int[Tensor, " key"]:
         """The tokens that the keys stand for."""
-        own = self.mapped_tokens(prompt)
+        mapped_tokens = self.mapped_tokens(prompt)
         if self.lens.stack.source is not None:
-            return torch.cat([prompt.tokens, own])
-        return prompt.tokens if self.lens.stack.is_cross else own
+            return torch.cat([prompt.tokens, mapped_tokens])
+        return prompt.tokens if self.lens.stack.is_cross else mapped_tokens
 
     def mapped_layers(self, method: Method) -> list[int]:
         """The layers that a method's map has."""

@@ -78,10 +78,12 @@ def block_parts(block: Block) -> BlockParts:
     )
     group = len(path.W_O) // value.shape[2]
     value = repeat(value, "batch key head d_head -> batch key (head group) d_head", group=group)
-    sent = einsum(
+    head_vectors = einsum(
         value, path.W_O.to(wide), "batch key head d_head, head d_head d_model -> batch key head d_model"
     )
-    keys = einsum(pattern, sent, "batch head query key, batch key head d_model -> batch query key d_model")
+    keys = einsum(
+        pattern, head_vectors, "batch head query key, batch key head d_model -> batch query key d_model"
+    )
     zero = torch.zeros_like(x)
     b_O = zero if path.b_O is None else path.b_O.to(wide).expand_as(x)
     branch = BlockParts(keys, zero, b_O, zero, zero)._through(anatomy.attention_branch)

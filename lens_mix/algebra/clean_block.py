@@ -39,14 +39,14 @@ class NormChange:
     def sizes(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> Changed:
         """What changes of some rows' inputs do to the sizes."""
         centred, size = self._centre(change), self._size[rows]
-        growth = products(centred, self.clean[rows])[..., None].mul_(2 * size)
-        growth += torch.linalg.vector_norm(centred, dim=-1, keepdim=True) ** 2
-        growth /= centred.shape[-1]
+        square_change = products(centred, self.clean[rows])[..., None].mul_(2 * size)
+        square_change += torch.linalg.vector_norm(centred, dim=-1, keepdim=True) ** 2
+        square_change /= centred.shape[-1]
         # Where all that was read is taken away, eps is left; without eps, rounding could leave less than 0.
-        smallest = max(self.norm.eps, torch.finfo(growth.dtype).tiny)
-        changed = (self._square[rows] + growth).clamp_min_(smallest).sqrt_()
+        smallest = max(self.norm.eps, torch.finfo(square_change.dtype).tiny)
+        changed = (self._square[rows] + square_change).clamp_min_(smallest).sqrt_()
         # s/s' - 1 = -(s'² - s²) / (s' (s + s'))
-        factor = growth.neg_().div_((size + changed).mul_(changed))
+        factor = square_change.neg_().div_((size + changed).mul_(changed))
         return centred, changed.reciprocal_(), factor
 
     def output(self, rows: slice, changed: Changed) -> Float[Tensor, "key row d_model"]:
@@ -128,11 +128,11 @@ class CleanBlock:
             for norm in self._norms:
                 norm.rotate(axes)
 
-    def to_first(
+    def to_pre_activations(
         self, rows: slice, change: Float[Tensor, "key row d_model"]
     ) -> tuple[Float[Tensor, "key row d_model"], list[Float[Tensor, "#key #row 1"]]]:
-        """From a change of the attention's output to that of mid; what multiplies, up to the first matrices,
-        the given change and, one by one, the outputs of the norms that are `inputs` there.
+        """The change of mid, and the factors by which the given change and each norm's output reach the
+        pre-activations.
 
         The given change has the residual multiplier in it where no norm sits on the branch.
         """

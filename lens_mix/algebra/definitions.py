@@ -30,8 +30,10 @@ def value_vectors(
     """Σ_h a_ijh v_jh W_O^h; grouped value heads serve several query heads each."""
     group = len(W_O) // value.shape[2]
     value = repeat(value, "batch key value_head d_head -> batch key (value_head group) d_head", group=group)
-    sent = einsum(value, W_O, "batch key head d_head, head d_head d_model -> batch key head d_model")
-    return einsum(pattern, sent, "batch head query key, batch key head d_model -> batch query key d_model")
+    head_vectors = einsum(value, W_O, "batch key head d_head, head d_head d_model -> batch key head d_model")
+    return einsum(
+        pattern, head_vectors, "batch head query key, batch key head d_model -> batch query key d_model"
+    )
 
 
 def residual_vectors(
@@ -79,7 +81,7 @@ def norms(vectors: Float[Tensor, "batch query key d_model"]) -> Float[Tensor, "b
 def mixing_ratio(vectors: Float[Tensor, "batch query key d_model"]) -> Float[Tensor, "batch query"]:
     """‖Σ_{j≠i} F_ij‖ / (‖Σ_{j≠i} F_ij‖ + ‖F_ii‖) (Kobayashi et al., EMNLP 2021, eq. 13)."""
     same = torch.eye(vectors.shape[1], dtype=vectors.dtype, device=vectors.device)
-    kept = einsum(same, vectors, "query key, batch query key d_model -> batch query d_model")
+    diagonal = einsum(same, vectors, "query key, batch query key d_model -> batch query d_model")
     mixed = einsum(1 - same, vectors, "query key, batch query key d_model -> batch query d_model")
     size = mixed.square().sum(-1).sqrt()
-    return size / (size + kept.square().sum(-1).sqrt())
+    return size / (size + diagonal.square().sum(-1).sqrt())

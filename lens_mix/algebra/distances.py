@@ -55,11 +55,11 @@ def _apart_by_key(
     size = chunk_size(row, reduced.device, heads.budget)
     matrices, memory, ranges = heads.after(pairs.chain), torch.empty_like(reduced), pairs.ranges()
     for chunk in chunks(0, keys, size):
-        sent, pattern = heads.times(matrices, chunk).unbind(1), pairs.pattern[..., chunk]
+        head_vectors, pattern = heads.times(matrices, chunk).unbind(1), pairs.pattern[..., chunk]
         shape = (batch, pattern.shape[-1], heads.heads, queries)
         turned = by_key(pattern, heads.workspace.like("key weights", pattern, shape, heads.dtype))
         weights = turned.mT.unbind(1)
-        for key, w, a in zip(range(chunk.start, chunk.stop), sent, weights, strict=True):
+        for key, w, a in zip(range(chunk.start, chunk.stop), head_vectors, weights, strict=True):
             first, stop = ranges[key]
             if stop:
                 rows = slice(first, stop)
@@ -84,8 +84,8 @@ def head_proximities(
     matrices, half = heads.after(pairs.chain), None if heads.budget is None else heads.budget // 2
     size = chunk_size(batch * head_proximity_bytes(heads, queries), state.device, half)
     for chunk in chunks(0, keys, size):
-        sent = heads.times(matrices, chunk).flatten(1, 2)
-        near = _nearer(pairs, chunk, sent, reduced, half).unflatten(1, (-1, count))
+        head_vectors = heads.times(matrices, chunk).flatten(1, 2)
+        near = _nearer(pairs, chunk, head_vectors, reduced, half).unflatten(1, (-1, count))
         if per_head:
             torch.mul(near.permute(0, 2, 3, 1), scale[:, None], out=out[..., chunk])
         else:
@@ -96,7 +96,7 @@ def head_proximities(
 def _nearer(
     pairs: Pairs,
     keys: slice,
-    sent: Float[Tensor, "batch source d_model"],
+    head_vectors: Float[Tensor, "batch source d_model"],
     reduced: Float[Tensor, "batch query d_model"],
     budget: int | None,
 ) -> Float[Tensor, "batch source query"]:
@@ -112,7 +112,7 @@ def _nearer(
         rows = slice(min(first for first, stop in ends if stop), max(stop for _, stop in ends))
         shape = (batch, step.stop - step.start, rows.stop - rows.start, heads.d_model)
         apart = heads.workspace.like("apart", reduced, shape, heads.dtype)
-        torch.mul(weights[:, step, rows, None], sent[:, step, None], out=apart)
+        torch.mul(weights[:, step, rows, None], head_vectors[:, step, None], out=apart)
         apart = apart.sub_(reduced[:, None, rows]).abs_().sum(-1)
         near[:, step, rows] = whole[..., rows] - apart
     # A key without weight brings nothing nearer, whatever rounding says.

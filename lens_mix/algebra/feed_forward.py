@@ -290,7 +290,7 @@ class ByHead:
         pairs, heads, (batch, _, queries, keys) = self._pairs, self._pairs.heads, self._pairs.pattern.shape
         ranges = pairs.ranges()
         for chunk, parts in self._chunks(batch, queries, keys):
-            sent, hidden = heads.times(self._W_O, chunk), self._hidden_by_head(chunk)
+            sent_vectors, hidden = heads.times(self._W_O, chunk), self._hidden_by_head(chunk)
             for part in parts:
                 attended = [ranges[key] for key in range(part.start, part.stop) if ranges[key][1]]
                 if attended:
@@ -302,7 +302,7 @@ class ByHead:
                     output = self._output(rows, weights, [vectors[:, here] for vectors in hidden])
                     # Pairs in the order batch, query, key, as everywhere else.
                     joined = self._shares.joined(output.transpose(1, 2), rows).transpose(1, 2)
-                    residual = (weights @ sent[:, here]).mul_(self._scale[:, None, rows]).add_(joined)
+                    residual = (weights @ sent_vectors[:, here]).mul_(self._scale[:, None, rows]).add_(joined)
                     yield part, rows, residual, output
 
     def _chunks(self, batch: int, queries: int, keys: int) -> Iterator[tuple[slice, Iterator[slice]]]:

@@ -34,9 +34,10 @@ class Neurons(NamedTuple):
     """Some neurons of the clean rows, each tensor in memory of its own: wide strides cost cache misses."""
 
     activation: str
-    # What changes are added to, per matrix: pre-activations, or zeros for those that are carried.
+    # What changes are added to, per matrix: pre-activations, or zeros where the layer is gated by SiLU, whose
+    # change is carried: made from the changes of g and u, not as a difference of two layers.
     start: list[Float[Tensor, "row column"]]
-    # Minus what W_out reads (no b_hidden); of those that are carried g, u, SiLU(g) and SiLU(g) - g / 2.
+    # Minus what W_out reads (no b_hidden); where it is carried g, u, SiLU(g) and SiLU(g) - g / 2.
     clean: list[Float[Tensor, "row column"]]
     bases: list[list[Float[Tensor, "row column"]]]  # per input and matrix
 
@@ -78,12 +79,12 @@ def neurons_of(
 ) -> list[Neurons]:
     """The hidden layer of the clean rows, so many neurons (`widths`) at a time; `dtype` is its own.
 
-    The first matrices are applied to `inputs`. The last of these is what the feed-forward reads, less `shift`
-    (a norm's bias). Changes come with factors of the first ones, which are what norms put out before weight
+    W_in (and W_gate) are applied to `inputs`. The last of these is what the feed-forward reads, less `shift`
+    (a norm's bias). Changes come with factors of the first inputs, which are what norms put out before weight
     and bias, each through the linear parts of the norms from it on.
     """
     wide, gated, name = inputs[0].dtype, feed_forward.W_gate is not None, feed_forward.activation
-    matrices = [matrix.to(wide) for matrix in feed_forward.first_matrices]
+    matrices = [matrix.to(wide) for matrix in feed_forward.input_matrices]
     biases = (feed_forward.b_gate, feed_forward.b_in) if gated else (feed_forward.b_in,)
     constants = [0.0 if bias is None else bias.to(wide) for bias in biases]
     if shift is not None:

@@ -1,8 +1,8 @@
-"""W_O and the feed-forward's first matrix as one matrix per head, kept between runs.
+"""W_O and W_in (and W_gate) as one matrix per head, kept between runs.
 
-What a head sends reaches the pre-activations through W_O, the linear parts of the norms and the first matrix.
-Their product, d_head × d_mlp per head, depends on the weights alone. Made anew it costs as much as d_model
-positions; kept, a run with n keys pays for n.
+What a head sends reaches the pre-activations through W_O, the linear parts of the norms and W_in (and
+W_gate). Their product, d_head × d_mlp per head, depends on the weights alone. Made anew it costs as much as
+d_model positions; kept, a run with n keys pays for n.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def folded(
         vectors: how many value vectors will go through; None: folded in any case.
         dtype: of the products.
         keep: whether they may stay for the next run.
-        matrices: the first matrices, the gate's first; in `dtype` already, or a copy of each is made.
-        sketches: of the first matrices and W_O (`sketches_of`), where they are known already.
+        matrices: W_in, or W_gate and W_in; in `dtype` already, or a copy of each is made.
+        sketches: of W_in (and W_gate) and W_O (`sketches_of`), where they are known already.
     """
     feed_forward = anatomy.feed_forward
     if feed_forward is None or anatomy.parallel:
@@ -46,15 +46,15 @@ def folded(
     sketches = sketches_of(matrices, path, dtype) if sketches is None else sketches
     rows = random_vectors(path.W_O.shape[-1], dtype, path.W_O.device)
     probes = [*sketches, through(_norms(anatomy), rows)]
-    found: Tensor | None = weight_cache.recall(name, kind, probes)
-    if found is not None:
-        return found
+    product: Tensor | None = weight_cache.recall(name, kind, probes)
+    if product is not None:
+        return product
     heads, d_head = path.W_O.shape[:2]
     size = heads * d_head * name.shape[1] * len(matrices) * dtype.itemsize
     if keep and weight_cache.fits(name, kind, size):
-        found = _fold(anatomy, matrices, path.W_O.to(dtype))
-        weight_cache.keep(name, kind, probes, found)
-        return found
+        product = _fold(anatomy, matrices, path.W_O.to(dtype))
+        weight_cache.keep(name, kind, probes, product)
+        return product
     if vectors is not None and not pays(vectors, heads, d_head):
         return None
     return _fold(anatomy, matrices, path.W_O.to(dtype))
@@ -63,7 +63,7 @@ def folded(
 def sketches_of(
     matrices: Sequence[Float[Tensor, "d_model d_mlp"]], path: ValuePath, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Of the first matrices and W_O."""
+    """Of W_in (and W_gate) and W_O."""
     return [sketch(matrix.detach().to(dtype)) for matrix in (*matrices, path.W_O.flatten(0, 1))]
 
 
@@ -84,6 +84,6 @@ def _fold(
 
 
 def _norms(anatomy: BlockAnatomy) -> tuple[Norm, ...]:
-    """Between W_O and the first matrix."""
+    """Between W_O and W_in (and W_gate)."""
     norms = (anatomy.attention_branch, anatomy.attention_residual, anatomy.feed_forward_input)
     return tuple(norm for norm in norms if norm is not None)

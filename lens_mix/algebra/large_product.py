@@ -21,7 +21,8 @@ LEAST = 2**24
 # A copy of a matrix costs about as much as oneDNN saves for so many rows (measured: 270 to 700).
 COPY_EARNED_BY = 512
 
-# oneDNN makes a new tensor of its result. Near equality the choice would change the last digits at random.
+# oneDNN must be 1.25 times as fast: it allocates its result, and near a tie the choice, and with it the last
+# digits, would vary from process to process.
 _GAIN = 1.25
 
 _PROBE = 384
@@ -87,11 +88,11 @@ def _onednn_is_faster(threads: int) -> bool:
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
         x = torch.linspace(0, 1, _PROBE**2, device="cpu", dtype=torch.float32).view(_PROBE, _PROBE)
         try:
-            found = product_by_onednn(x, x)
+            product = product_by_onednn(x, x)
         except (RuntimeError, AttributeError, TypeError):
             # Another release of PyTorch.
             return False
-        if not torch.allclose(found, x @ x, rtol=1e-4):
+        if not torch.allclose(product, x @ x, rtol=1e-4):
             return False
         usual, other = (_seconds(way) for way in (lambda: x @ x, lambda: product_by_onednn(x, x)))
     return usual > _GAIN * other
@@ -99,9 +100,9 @@ def _onednn_is_faster(threads: int) -> bool:
 
 def _seconds(way: Callable[[], object], repeats: int = 4) -> float:
     """The least time of some runs."""
-    found = []
+    times = []
     for _ in range(repeats):
         start = time.perf_counter()
         way()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -57,12 +57,12 @@ def rotated(block: Block, path: ValuePath, final: Norm | None, pairs: int, colum
     if not weight_cache.fits(W_out, kind, sum(sizes) * width * dtype.itemsize):
         return None
     probes = [sketch(matrix.to(dtype)) for matrix in (W_out, W_O)]
-    found: Tensor | None = weight_cache.recall(W_out, kind, probes)
-    if found is None:
+    product: Tensor | None = weight_cache.recall(W_out, kind, probes)
+    if product is None:
         axes = torch.linalg.qr(W_out[:width].double().T, mode="complete")[0]
-        found = (torch.cat((torch.eye(width), W_O, W_out)).double() @ axes).to(dtype)
-        weight_cache.keep(W_out, kind, probes, found)
-    axes, W_O, W_out = found.split(sizes)
+        product = (torch.cat((torch.eye(width), W_O, W_out)).double() @ axes).to(dtype)
+        weight_cache.keep(W_out, kind, probes, product)
+    axes, W_O, W_out = product.split(sizes)
     triangle = min(width, len(W_out))
     widths = [*_cut(triangle, _STEP), *_cut(len(W_out) - triangle, columns)]
     parts = zip(W_out.split(widths), itertools.accumulate(widths), strict=True)

@@ -61,7 +61,7 @@ def value_zeroing_maps(
     with torch.inference_mode():
         for start in range(0, batch, step):
             prompts = slice(start, start + step)
-            # No name keeps one prompt's copies of the weights while the next one's are made.
+            # Not assigned to a name, so that its copies of weights are freed before the next ones are made.
             _Maps(block, prompts, groups, spans, final, sizes).fill(metric, scores[prompts])
     return scores
 
@@ -94,8 +94,8 @@ class _Maps:
         pairs = sum(source.last - source.first for source in self._sources) * len(groups)
         # In a parallel block no change goes through the feed-forward.
         feed_forward = None if anatomy.parallel else anatomy.feed_forward
-        first = [] if feed_forward is None else [x.to(wide) for x in feed_forward.first_matrices]
-        product = folded(anatomy, path, None, wide, block.max_memory is None, first)
+        matrices = [] if feed_forward is None else [x.to(wide) for x in feed_forward.input_matrices]
+        product = folded(anatomy, path, None, wide, block.max_memory is None, matrices)
         self._folded = () if product is None else product
         parts = () if feed_forward is None else feed_forward.W_out.to(narrow).split(sizes.columns)
         in_axes = rotated(block, path, final, pairs, sizes.columns)
@@ -111,8 +111,8 @@ class _Maps:
         self._prompts, spans = tensor([source.prompt for source in self._sources]), tensor(positions)
         self._positions = spans.reshape(-1, longest).clamp_min(0)
         # No weight, or nothing sent: no effect, not even a rounding error.
-        sent = (self._value != 0).any(-1) & (self._W_O != 0).flatten(1).any(1)
-        sends = sent[self._prompts[:, None], self._positions] & (spans >= 0)[..., None]
+        nonzero = (self._value != 0).any(-1) & (self._W_O != 0).flatten(1).any(1)
+        sends = nonzero[self._prompts[:, None], self._positions] & (spans >= 0)[..., None]
         self._factors = sends.to(self._value.dtype) * -multiplier
 
     def fill(self, metric: str, scores: Float[Tensor, "batch group query key"]) -> None:
@@ -141,9 +141,9 @@ class _Maps:
 
         wide = [matrix[group].split(list(map(len, self._W_out)), dim=-1) for matrix in self._folded]
         parts = enumerate(zip(*wide, strict=True))
-        first = [[through(f"{part}, {n}", x) for n, x in enumerate(parted)] for part, parted in parts]
-        sent, pattern = through("sent", self._W_O[group]), self._pattern[:, group]
-        return _Values(positions, self._factors[sources, :, group], pattern, sent, first)
+        hidden = [[through(f"{part}, {n}", x) for n, x in enumerate(parted)] for part, parted in parts]
+        head_vectors, pattern = through("head vectors", self._W_O[group]), self._pattern[:, group]
+        return _Values(positions, self._factors[sources, :, group], pattern, head_vectors, hidden)
 
     def _fill_chunk(
         self, chunk: list[Rectangle], values: _Values, metric: str, scores: Float[Tensor, "batch query key"]
@@ -163,17 +163,17 @@ class _Maps:
         for rectangle, out in zip(chunk, rectangles(mid), strict=True):
             rows, weights = rectangle.lines(self._pattern.shape[2]), values.weights(rectangle)
             change = out if out.dtype == weights.dtype else torch.empty_like(out, dtype=weights.dtype)
-            torch.bmm(weights, values.sent[rectangle.sources], out=change)
-            change, (scale, *scales) = clean.to_first(rows, change)
+            torch.bmm(weights, values.head_vectors[rectangle.sources], out=change)
+            change, (scale, *scales) = clean.to_pre_activations(rows, change)
             if change is not out:
                 out.copy_(change)
             moved.append(weights.any(-1))
             entered.append((rows, scales, weights * scale, rectangle.sources))
         factor = clean.multiplier if added is mid else 1.0
-        for neurons, W_out, first in zip(clean.neurons, self._W_out, values.first, strict=True):
+        for neurons, W_out, vectors in zip(clean.neurons, self._W_out, values.hidden_vectors, strict=True):
             hidden = self._workspace.like("hidden", mid, (len(mid), len(W_out)), mid.dtype)
             for (rows, scales, weights, sources), out in zip(entered, rectangles(hidden), strict=True):
-                neurons.change(rows, scales, weights, [x[sources] for x in first], out)
+                neurons.change(rows, scales, weights, [x[sources] for x in vectors], out)
             add_product(added[:, : W_out.shape[1]], hidden, W_out, factor)
         for rectangle, moves, out, more in zip(chunk, moved, rectangles(mid), rectangles(added), strict=True):
             distance = clean.distance(rectangle.lines(self._pattern.shape[2]), out, more, metric)
@@ -190,8 +190,8 @@ class _Values(NamedTuple):
     positions: Int[Tensor, "source span"]  # a short span is filled up
     factors: Float[Tensor, "source span head"]  # 0 where a span is filled up or nothing is sent
     pattern: Float[Tensor, "batch head query key"]
-    sent: Float[Tensor, "source rank d_model"]  # v W_O, spans before heads
-    first: Sequence[Sequence[Float[Tensor, "source rank column"]]]  # per part of the neurons and matrix
+    head_vectors: Float[Tensor, "source rank d_model"]  # v W_O, spans before heads
+    hidden_vectors: Sequence[Sequence[Float[Tensor, "source rank column"]]]  # per part of neurons and matrix
 
     def weights(self, rectangle: Rectangle) -> Float[Tensor, "key row rank"]:
         """Factors of the values in each pair's change."""

@@ -75,7 +75,7 @@ class Rectangle(NamedTuple):
 def find_sources(
     attended: Bool[Tensor, "batch query key"], real: Bool[Tensor, "batch key"], spans: Spans
 ) -> list[Source]:
-    """Every source that gets weight, from any head that is zeroed; the one look at a GPU's numbers."""
+    """Every source that gets weight, from any head that is zeroed; the only copy from GPU to CPU."""
     queries, any_query = attended.shape[1], attended.any(1)
     first = torch.where(any_query, attended.byte().argmax(1), queries).tolist()
     last = torch.where(any_query, queries - attended.flip(1).byte().argmax(1), 0).tolist()
@@ -145,17 +145,17 @@ def _bytes(block: Block, span: int, dtypes: Sequence[torch.dtype], sizes: Sizes)
         matrices = 0 if anatomy.parallel else 1 if anatomy.feed_forward.W_gate is None else 2
         W_out = copy_bytes(anatomy.feed_forward.W_out, narrow) + (stored != narrow) * d_model * d_mlp * narrow
     prompts = min(batch, max(1, sizes.positions // length))
-    rows, inner, first, rank = prompts * queries, heads * d_head, matrices * d_mlp, span * heads
+    rows, inner, hidden, rank = prompts * queries, heads * d_head, matrices * d_mlp, span * heads
     columns = min(sizes.columns, d_mlp)
 
     # Of the clean rows; up to three norms have bases.
     clean = rows * d_model * (12 * narrow + 4 * wide) + prompts * (length + queries) * inner * 4 * wide
     clean += rows * d_mlp * (matrices * 5 * wide + (2 * matrices + 3) * narrow)
     clean += prompts * queries * length * (heads * (wide + 1) + 8)
-    weights = 2 * inner * d_model * wide + W_out + (stored != wide) * (2 * inner + first) * d_model * wide
-    weights += inner * first * wide * max(1, matrices)  # folded
+    weights = 2 * inner * d_model * wide + W_out + (stored != wide) * (2 * inner + hidden) * d_model * wide
+    weights += inner * hidden * wide * max(1, matrices)  # folded
     # Spans are gathered once more.
-    values = sizes.keys * rank * min(span, 2) * (d_model + first + 3 * d_head) * wide
+    values = sizes.keys * rank * min(span, 2) * (d_model + hidden + 3 * d_head) * wide
     chunk = (3 * d_model + columns) * narrow + (rank * (1 + d_head) + d_model + 5) * wide
     rectangle = 4 * (d_model + rank + columns) * wide
     return clean + weights + values + max(sizes.chunk, sizes.rectangle) * chunk + sizes.rectangle * rectangle

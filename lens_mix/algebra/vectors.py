@@ -278,10 +278,10 @@ def attention_vectors(block: Block, heads: HeadVectors | None = None) -> Attenti
     """
 
     def make() -> AttentionVectors:
-        sent = head_vectors(block) if heads is None else heads
+        vectors = head_vectors(block) if heads is None else heads
         if heads is None:
-            sent.budget = attention_budget(block, sent)
-        return AttentionVectors(block, sent)
+            vectors.budget = attention_budget(block, vectors)
+        return AttentionVectors(block, vectors)
 
     return shared(block, "attention vectors", make)
 

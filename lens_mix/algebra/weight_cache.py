@@ -45,8 +45,8 @@ def fits(weight: Tensor, kind: str, size: int) -> bool:
     with _lock:
         others = sum(
             entry.product.nbytes
-            for name, kinds in _store.items()
-            for other, entry in kinds.items()
+            for name, entries in _store.items()
+            for other, entry in entries.items()
             if not (name is weight and other == kind)
         )
     return size + others <= KEPT_BYTES
@@ -61,7 +61,7 @@ def keep(weight: Tensor, kind: str, probes: Sequence[Tensor], product: Any) -> N
 def number(kind: str) -> int:
     """How many products of a kind are kept."""
     with _lock:
-        return sum(kind in kinds for kinds in _store.values())
+        return sum(kind in entries for entries in _store.values())
 
 
 def forget() -> None:

@@ -109,7 +109,7 @@ class FeedForward:
     b_out: Float[Tensor, " d_model"] | None = None
 
     @property
-    def first_matrices(self) -> list[Float[Tensor, "d_model d_mlp"]]:
+    def input_matrices(self) -> list[Float[Tensor, "d_model d_mlp"]]:
         """W_gate where there is one, and W_in."""
         return [self.W_in] if self.W_gate is None else [self.W_gate, self.W_in]
 

@@ -354,14 +354,14 @@ class Block:
         """
         if not self.anatomy.cross:
             return None
-        kept: dict[str, Tensor] = {}
+        outputs: dict[str, Tensor] = {}
         where = self._lens.where(self.layer)
         names = (f"{where}.cross_attn.o.hook_out", f"{where}.hook_cross_attn_out")
         name = next((name for name in names if name in self._lens.hook_points), None)
         if name is None:
             raise UnsupportedModelError(f"{where}: no hook point shows what its cross-attention gives")
-        self.replay(torch.arange(len(self.batch), device=self.real.device), [record(kept, name)])
-        return self.rows_of(kept[name])
+        self.replay(torch.arange(len(self.batch), device=self.real.device), [record(outputs, name)])
+        return self.rows_of(outputs[name])
 
     def after_final_norm(
         self, resid: Float[Tensor, "*batch d_model"], gradients: bool = False

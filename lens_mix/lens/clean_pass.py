@@ -84,8 +84,8 @@ class CleanPass:
     @property
     def inputs(self) -> Float[Tensor, "batch input d_model"]:
         """What enters the first block; of the joint part the encoder's, then the decoder's."""
-        own = self.calls[0].resid_pre
-        return own if self.lens.stack.source is None else torch.cat([self.source_calls[0].resid_pre, own], 1)
+        source, resid_pre = self.lens.stack.source, self.calls[0].resid_pre
+        return resid_pre if source is None else torch.cat([self.source_calls[0].resid_pre, resid_pre], 1)
 
     @property
     def real_inputs(self) -> Bool[Tensor, "batch input"]:

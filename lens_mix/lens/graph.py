@@ -77,17 +77,17 @@ class Graph:
                 "target: expected a differentiable function of the output, got a value without a gradient "
                 "(a detach, an argmax or a no_grad inside?)"
             )
-        kept = [keeper for keeper in self._keepers if keeper.mixed is not None]
+        keepers = [keeper for keeper in self._keepers if keeper.mixed is not None]
         # The leaf too, as the rules of the first block are only reached on the way to it.
-        inputs = [self._leaf, *(keeper.mixed for keeper in kept if keeper.mixed is not None)]
+        inputs = [self._leaf, *(keeper.mixed for keeper in keepers if keeper.mixed is not None)]
         one = torch.ones_like(value)
         _, *gradients = torch.autograd.grad(value, inputs, one, allow_unused=True, retain_graph=True)
-        found = dict(zip(kept, gradients, strict=True))
+        gradient_of = dict(zip(keepers, gradients, strict=True))
         for keeper in self._keepers:
-            if found.get(keeper) is None:
+            if gradient_of.get(keeper) is None:
                 raise UnsupportedModelError(f"hooks: no gradient came back to {keeper.module}.hook_z")
         self._changed.require_gradients()
-        return {keeper.layer: keeper.mixing(gradient) for keeper, gradient in found.items()}
+        return {keeper.layer: keeper.mixing(gradient) for keeper, gradient in gradient_of.items()}
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The first block reads its residual stream as a leaf."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lens_mix.lens.anatomy import Norm, read_weight
 from lens_mix.lens.changes import Changes, forward_pre_hook
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.prompts import wrapped_config
 from lens_mix.lens.replay import relative_error
 
@@ -32,7 +32,7 @@ class Head:
 
 
 def proven_head(
-    model: Any,
+    model: TransformerLensModel,
     norm: Norm | None,
     resid: Float[Tensor, "pos d_model"],
     logits: Float[Tensor, "pos d_vocab"],
@@ -71,7 +71,7 @@ def proven_head(
     return head
 
 
-def _soft_cap(model: Any) -> float | None:
+def _soft_cap(model: TransformerLensModel) -> float | None:
     caps = (
         getattr(model.cfg, "output_logits_soft_cap", None),
         wrapped_config(model, "final_logit_softcapping"),
@@ -79,7 +79,7 @@ def _soft_cap(model: Any) -> float | None:
     return next((float(cap) for cap in caps if cap and cap > 0), None)
 
 
-def read_b_U(model: Any) -> Float[Tensor, " d_vocab"] | None:
+def read_b_U(model: TransformerLensModel) -> Float[Tensor, " d_vocab"] | None:
     """The bias of the unembedding, where the model has one of both."""
     present = isinstance(getattr(model, "unembed", None), nn.Module)
     return _weight(model, "b_U") if present else None
@@ -97,7 +97,7 @@ def row_at(tensor: Tensor, positions: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def unembedding_at(model: Any, positions: Tensor | None) -> Iterator[list[bool]]:
+def unembedding_at(model: TransformerLensModel, positions: Tensor | None) -> Iterator[list[bool]]:
     """The unembedding sees one position per row, or those of [row read]; the list is filled if it ran."""
     narrowed: list[bool] = []
     unembed = getattr(model, "unembed", None)

@@ -79,9 +79,9 @@ class PromptMask:
 
     def with_source(self, count: int) -> PromptMask:
         """The same with the places of a source before its keys, which every row may see."""
-        seen = self.allowed.new_ones(*self.allowed.shape[:2], count)
+        source = self.allowed.new_ones(*self.allowed.shape[:2], count)
         keys = torch.arange(count + len(self.keys), device=self.keys.device)
-        return dataclasses.replace(self, allowed=torch.cat([seen, self.allowed], -1), keys=keys, cross=True)
+        return dataclasses.replace(self, allowed=torch.cat([source, self.allowed], -1), keys=keys, cross=True)
 
     def causal_and_mask(self) -> tuple[bool, Bool[Tensor, "*layer query key"] | None]:
         """Whether the prompt's attention is causal, and its mask where a triangle does not say it all.

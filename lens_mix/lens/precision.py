@@ -42,8 +42,8 @@ def in_full_precision(function: Callable[_Parameters, _Result]) -> Callable[_Par
 
 def switched_off() -> list[str]:
     """What is on at this moment, for the user's own passes, and off in those of lens_mix."""
-    found = ["torch.autocast"] if _autocast_devices() else []
-    return found + (["reduced float32 products"] if _float32_products.are_reduced() else [])
+    reductions = ["torch.autocast"] if _autocast_devices() else []
+    return reductions + (["reduced float32 products"] if _float32_products.are_reduced() else [])
 
 
 def _autocast_devices() -> list[str]:
@@ -106,12 +106,12 @@ def _reduced() -> list[tuple[Callable[[], object], Callable[[], object]]]:
         # Before PyTorch 2.9.
         change, name = torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()
         return [] if name == "highest" else [(lambda: change("highest"), lambda: change(name))]
-    found = [(holder, getattr(holder, "fp32_precision", None)) for holder in (cuda, onednn)]
+    settings = [(holder, getattr(holder, "fp32_precision", None)) for holder in (cuda, onednn)]
     return [
         (
             functools.partial(setattr, holder, "fp32_precision", "ieee"),
             functools.partial(setattr, holder, "fp32_precision", value),
         )
-        for holder, value in found
+        for holder, value in settings
         if value in _REDUCED
     ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lens_mix.arguments import flags, plain_tensor, shown, whole_number
 from lens_mix.lens.batches import Prompt
-from lens_mix.lens.model_classes import ModelClass
+from lens_mix.lens.model_classes import ModelClass, TransformerLensModel
 
 # What tokenizers return besides, on request.
 _NOT_FOR_MODELS = {"offset_mapping", "special_tokens_mask", "length", "overflow_to_sample_mapping"}
@@ -22,12 +22,12 @@ _NOT_FOR_MODELS = {"offset_mapping", "special_tokens_mask", "length", "overflow_
 _EXTENSIBLE_POSITIONS = {"alibi", "relative_positional_bias", "none"}
 
 
-def is_encoder_decoder(model: Any, kind: ModelClass) -> bool:
+def is_encoder_decoder(model: TransformerLensModel, kind: ModelClass) -> bool:
     """Whether the model takes a pair of source and target."""
     return kind is ModelClass.HOOKED_ENCODER_DECODER or bool(wrapped_config(model, "is_encoder_decoder"))
 
 
-def wrapped_config(model: Any, name: str) -> Any:
+def wrapped_config(model: TransformerLensModel, name: str) -> Any:
     """A setting of the model of transformers that a TransformerBridge wraps; None where there is none."""
     return getattr(getattr(getattr(model, "original_model", None), "config", None), name, None)
 
@@ -113,7 +113,7 @@ def _is_pair_of_strings(prompt: object) -> bool:
     return isinstance(prompt, (tuple, list)) and len(prompt) == 2 and all(isinstance(p, str) for p in prompt)
 
 
-def _joins_pairs(model: Any, kind: ModelClass) -> bool:
+def _joins_pairs(model: TransformerLensModel, kind: ModelClass) -> bool:
     """Whether the model reads two texts as one, its tokenizer putting a separator between them."""
     tokenizer: Any = getattr(model, "tokenizer", None)
     if is_encoder_decoder(model, kind) or getattr(tokenizer, "sep_token_id", None) is None:
@@ -176,7 +176,7 @@ def _is_number(token: object) -> bool:
 
 
 def _tokens(
-    model: Any, kind: ModelClass, prompt: object, prepend_bos: bool | None, name: str
+    model: TransformerLensModel, kind: ModelClass, prompt: object, prepend_bos: bool | None, name: str
 ) -> Int[Tensor, " pos"]:
     if isinstance(prompt, str):
         return _tokenize(model, kind, prompt, prepend_bos)
@@ -220,7 +220,7 @@ def _tokenize(model: Any, kind: ModelClass, text: str, prepend_bos: bool | None)
     return tokens[0].to(device_of(model))
 
 
-def _require_tokenizer(model: Any, name: str) -> None:
+def _require_tokenizer(model: TransformerLensModel, name: str) -> None:
     if getattr(model, "tokenizer", None) is None:
         raise ValueError(
             f"{name}: a string needs a tokenizer and this model has none; "
@@ -281,7 +281,9 @@ def _like_tokens(value: Tensor, tokens: Int[Tensor, " pos"], name: str) -> Tenso
     return value.to(tokens.device)
 
 
-def _checked_tokens(model: Any, tokens: Int[Tensor, " pos"], name: str) -> Int[Tensor, " pos"]:
+def _checked_tokens(
+    model: TransformerLensModel, tokens: Int[Tensor, " pos"], name: str
+) -> Int[Tensor, " pos"]:
     if len(tokens) == 0:
         raise ValueError(f"{name}: expected at least one token, got none")
     d_vocab = vocabulary(model, name)
@@ -297,7 +299,7 @@ def _checked_tokens(model: Any, tokens: Int[Tensor, " pos"], name: str) -> Int[T
     return tokens
 
 
-def _has_positions_beyond(model: Any) -> bool:
+def _has_positions_beyond(model: TransformerLensModel) -> bool:
     """Whether positions from n_ctx on can be computed."""
     kind = getattr(model.cfg, "positional_embedding_type", None)
     wrapped = getattr(model, "original_model", None)
@@ -307,24 +309,24 @@ def _has_positions_beyond(model: Any) -> bool:
     return not any(name.endswith("embed_positions") for name, _ in wrapped.named_buffers())
 
 
-def vocabulary(model: Any, name: str) -> int:
+def vocabulary(model: TransformerLensModel, name: str) -> int:
     """How many tokens the model knows in a "prompt", or, where that has its own ones, in a "target"."""
     separate = wrapped_config(model, "decoder_vocab_size") if name == "target" else None
     return int(separate or model.cfg.d_vocab)
 
 
-def device_of(model: Any) -> torch.device:
+def device_of(model: TransformerLensModel) -> torch.device:
     """The device of the model's first parameter."""
     return next(iter(model.parameters())).device
 
 
-def pad_token(model: Any) -> int:
+def pad_token(model: TransformerLensModel) -> int:
     """The tokenizer's padding token, or 0: padding is masked, so any token in the vocabulary will do."""
     token = getattr(getattr(model, "tokenizer", None), "pad_token_id", None)
     return int(token) if token is not None and 0 <= token < vocabulary(model, "prompt") else 0
 
 
-def token_strings(model: Any, tokens: Int[Tensor, " pos"]) -> list[str]:
+def token_strings(model: TransformerLensModel, tokens: Int[Tensor, " pos"]) -> list[str]:
     """One string per token, a leading space kept where the tokenizer has one; numbers without a tokenizer.
 
     SentencePiece tokenizers lose the leading space when a single token is decoded, so it is read off the

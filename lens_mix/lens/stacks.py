@@ -98,11 +98,11 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
     for stack in stacks.values():
         _require_attention(stack)
     if "decoder" in stacks:
-        own = stacks["decoder"]
-        cross = dataclasses.replace(own, name="cross", attention="cross_attn", before=own.attention)
+        decoder = stacks["decoder"]
+        cross = dataclasses.replace(decoder, name="cross", attention="cross_attn", before=decoder.attention)
         if cross.attention_layers:
             stacks["cross"] = cross
-            stacks["joint"] = dataclasses.replace(own, name="joint", source=stacks["encoder"])
+            stacks["joint"] = dataclasses.replace(decoder, name="joint", source=stacks["encoder"])
     return stacks
 
 

@@ -51,8 +51,8 @@ def evaluation_mode(
 def reading(model: Any) -> Changes:
     """Strings are read inside: TransformerLens gives the model and its tokenizer other defaults meanwhile."""
     owners = ((model.cfg, "default_prepend_bos"), (getattr(model, "tokenizer", None), "padding_side"))
-    kept = [functools.partial(_keep, owner, name) for owner, name in owners if hasattr(owner, name)]
-    return Changes([functools.partial(_lock, model), *kept])
+    defaults = [functools.partial(_keep, owner, name) for owner, name in owners if hasattr(owner, name)]
+    return Changes([functools.partial(_lock, model), *defaults])
 
 
 # Models that are in evaluation mode already, so that nesting costs nothing.

@@ -32,14 +32,14 @@ def named_users_hooks(model: nn.Module) -> list[str]:
         if isinstance(tree, nn.Module)
         for name, module in tree.named_modules()
     }
-    found = [
+    hooks = [
         f"{name} ({_name(function)})"
         for name, module in modules.values()
         for function in _users_functions(module)
     ]
-    kinds = {type(module): None for _, module in modules.values()}
-    found += [f"{kind.__name__} (its own forward)" for kind in kinds if _is_users(kind)]
-    return found + (["every module (torch's global hooks)"] if _hooks_everywhere() else [])
+    classes = {type(module): None for _, module in modules.values()}
+    hooks += [f"{kind.__name__} (its own forward)" for kind in classes if _is_users(kind)]
+    return hooks + (["every module (torch's global hooks)"] if _hooks_everywhere() else [])
 
 
 def _name(function: Any) -> str:
@@ -53,8 +53,8 @@ def carries_users_hooks(modules: Sequence[nn.Module]) -> bool:
     Hooks that torch calls on every module of any model count too, and a `forward` that the user gave to a
     class. `modules` are all of one model.
     """
-    kinds = {type(module) for module in modules}
-    return _hooks_everywhere() or any(map(_is_users, kinds)) or any(map(_users_functions, modules))
+    classes = {type(module) for module in modules}
+    return _hooks_everywhere() or any(map(_is_users, classes)) or any(map(_users_functions, modules))
 
 
 def _is_users(kind: type[nn.Module]) -> bool:

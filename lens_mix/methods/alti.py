@@ -14,7 +14,7 @@ from lens_mix.algebra.distances import distances, lengths
 from lens_mix.algebra.vectors import attention_vectors, head_vectors
 from lens_mix.arguments import one_of
 from lens_mix.method import CrossKeys, Method
-from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
+from lens_mix.methods.value_norms import ATTENTION_PARTS, ATTENTION_RECORDS
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -44,7 +44,7 @@ class Alti(Method):
     holds_residual: ClassVar[bool] = True
     cross: ClassVar[CrossKeys | None] = "source and residual"
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = "ferrando-etal-2022-measuring"
 

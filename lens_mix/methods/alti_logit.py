@@ -18,7 +18,7 @@ from lens_mix.lens.head import Head
 from lens_mix.lens.proof.record import HEAD
 from lens_mix.method import Method
 from lens_mix.methods.alti import Alti, Distance
-from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
+from lens_mix.methods.value_norms import ATTENTION_PARTS, ATTENTION_RECORDS
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -54,7 +54,7 @@ class AltiLogit(Method):
     kind: ClassVar[Literal["layer", "input"]] = "input"
     reads_last_residual: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
     parts: ClassVar[tuple[str, ...]] = (*ATTENTION_PARTS, HEAD)
     citation: ClassVar[str] = "ferrando-etal-2023-explaining"
 

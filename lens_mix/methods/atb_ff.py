@@ -13,7 +13,7 @@ from lens_mix.algebra.feed_forward import Variant, feed_forward_maps
 from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.method import Method
-from lens_mix.methods.value_norms import ATTENTION_NEEDS
+from lens_mix.methods.value_norms import ATTENTION_RECORDS
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -42,7 +42,7 @@ class AtbFf(Method):
     name: ClassVar[str] = "atb_ff"
     residual: ClassVar[float] = 0.5
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
     citation: ClassVar[str] = "kobayashi-etal-2024-analyzing"
 
     biases: Variant = "on_path"

@@ -106,8 +106,8 @@ class ChangedGradients(ExplainsRows):
             states = [x, *(streams[number] for number in options["after"])]
             *gradients, constants = target_passes.gradients_of(values, [*states, ones])
         products = [g.to(wide) * state.detach().to(wide) for g, state in zip(gradients, states, strict=True)]
-        kept = products if 0 in numbers else products[1:]
-        return self._read(kept), products[0].sum((-2, -1)), constants
+        scores = self._read(products if 0 in numbers else products[1:])
+        return scores, products[0].sum((-2, -1)), constants
 
     def _read(self, products: Sequence[Float[Tensor, "row pos d_model"]]) -> Float[Tensor, "row pos"]:
         """Σ_d of each product, or of its absolute values; of several streams the mean of scaled rows."""
@@ -124,12 +124,12 @@ class ChangedGradients(ExplainsRows):
         gaps = sums + constants - bound.clean.to(sums.dtype)
         sizes = sums.abs() + constants.abs()
         for prompt in range(len(last.batch)):
-            own = bound.prompts == prompt
-            last.detail(prompt, "conservation_gap", gaps[own].tolist())
-            last.detail(prompt, "constant_share", constants[own].tolist())
-            large = (gaps.abs() > _LARGE_GAP * sizes)[own]
+            of_prompt = bound.prompts == prompt
+            last.detail(prompt, "conservation_gap", gaps[of_prompt].tolist())
+            last.detail(prompt, "constant_share", constants[of_prompt].tolist())
+            large = (gaps.abs() > _LARGE_GAP * sizes)[of_prompt]
             if bool(large.any()):
-                worst = float(gaps[own].abs().max())
+                worst = float(gaps[of_prompt].abs().max())
                 last.warn(
                     prompt,
                     f"conservation fails in {int(large.sum())} of {len(large)} rows, by {worst:.2g} at most: "

@@ -59,19 +59,19 @@ class ContextLength(ExplainsRows):
         first, rows = bound.first, (bound.prompts == prompt).nonzero()[:, 0]
         places = first.real[prompt].nonzero()[:, 0]
         queries = bound.queries[rows] - places[0]
-        kept = self._kept(first, prompt)
-        starts = torch.arange(kept, int(queries.max()) + 1, device=places.device)
+        prefix = self._prefix(first, prompt)
+        starts = torch.arange(prefix, int(queries.max()) + 1, device=places.device)
         with torch.no_grad():
             parts = [
-                self._values(bound, rows, prompt, kept, starts[part])
+                self._values(bound, rows, prompt, prefix, starts[part])
                 for part in first.chunks(len(starts), logits=not bound.reads_one_position)
             ]
         values = torch.cat(parts, dim=1).to(scores.dtype)
         for row, query, gained in zip(rows.tolist(), queries.tolist(), gains(values), strict=True):
-            own = places[starts[:-1]]
-            scores[row, own] = gained.masked_fill(starts[:-1] >= query, 0)
+            keys = places[starts[:-1]]
+            scores[row, keys] = gained.masked_fill(starts[:-1] >= query, 0)
 
-    def _kept(self, first: Block, prompt: int) -> int:
+    def _prefix(self, first: Block, prompt: int) -> int:
         """How many tokens stay before every cut."""
         if self.keep_first is None:
             token = first.batch.prompts[prompt].tokens[0]
@@ -80,17 +80,17 @@ class ContextLength(ExplainsRows):
 
     @staticmethod
     def _values(
-        bound: RowTargets, rows: Tensor, prompt: int, kept: int, starts: Int[Tensor, " start"]
+        bound: RowTargets, rows: Tensor, prompt: int, prefix: int, starts: Int[Tensor, " start"]
     ) -> Float[Tensor, "row start"]:
         """The target of some rows of a prompt, for contexts that start at `starts`."""
         first, whole = bound.first, bound.first.own_tokens(prompt)
-        batch = first.prompts_with(prompt, [torch.cat([whole[:kept], whole[s:]]) for s in starts.tolist()])
+        batch = first.prompts_with(prompt, [torch.cat([whole[:prefix], whole[s:]]) for s in starts.tolist()])
         options = {}
         if bound.reads_one_position:
-            options["positions"] = bound.queries[rows] - first.real[prompt].int().argmax() - starts + kept
+            options["positions"] = bound.queries[rows] - first.real[prompt].int().argmax() - starts + prefix
         output = target_passes.output_of(first, bound.target, (), batch=batch, **options)
         # Back to where the tokens stand in the whole prompt, as targets count.
-        places = torch.arange(len(whole), device=starts.device) - starts[:, None] + kept
+        places = torch.arange(len(whole), device=starts.device) - starts[:, None] + prefix
         if bound.reads_one_position:
             output = output.expand(-1, len(whole), -1)
         elif output.ndim == 3:

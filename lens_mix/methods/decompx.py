@@ -20,7 +20,7 @@ from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE
 from lens_mix.method import Method
 from lens_mix.methods.atb_ff import refuses_feed_forward
-from lens_mix.methods.value_norms import ATTENTION_NEEDS
+from lens_mix.methods.value_norms import ATTENTION_RECORDS
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -56,7 +56,7 @@ class DecompX(Method):
     kind: ClassVar[Literal["layer", "input"]] = "input"
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     parts: ClassVar[tuple[str, ...]] = (*ALGEBRA_PARTS, VALUE)
-    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
     citation: ClassVar[str] = "modarressi-etal-2023-decompx"
 
     biases: Split = "absdot"

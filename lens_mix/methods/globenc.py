@@ -15,7 +15,7 @@ from lens_mix.algebra.feed_forward import without_last_norm
 from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors, head_vectors
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.method import Method
-from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
+from lens_mix.methods.value_norms import ATTENTION_PARTS, ATTENTION_RECORDS
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -40,7 +40,7 @@ class GlobEnc(Method):
     residual: ClassVar[float] = 0.0
     holds_residual: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = "modarressi-etal-2022-globenc"
 

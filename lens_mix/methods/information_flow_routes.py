@@ -20,7 +20,7 @@ from lens_mix.arguments import instance, one_of
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.maps import MixingMap
 from lens_mix.method import CrossKeys, Method
-from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
+from lens_mix.methods.value_norms import ATTENTION_PARTS, ATTENTION_RECORDS
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -53,7 +53,7 @@ class InformationFlowRoutes(Method):
     holds_residual: ClassVar[bool] = True
     cross: ClassVar[CrossKeys | None] = "source and residual"
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = "ferrando-voita-2024-information"
 
@@ -92,15 +92,15 @@ class InformationFlowRoutes(Method):
         anatomy, mid = block.anatomy, attention.mid
         if _ends_unknown(anatomy):
             return {}
-        whole, norm, kept = block.resid_post.to(mid.dtype), anatomy.feed_forward_residual, mid
+        whole, norm, residual = block.resid_post.to(mid.dtype), anatomy.feed_forward_residual, mid
         added = torch.zeros_like(mid) if anatomy.feed_forward_kind == "none" else whole - mid
         if norm is not None and anatomy.feed_forward is not None:
             output = anatomy.feed_forward(anatomy.feed_forward_in(attention.resid_pre, mid))
             summed = without_last_norm(anatomy).after_feed_forward(mid, output)
-            kept, added = (linear_part(norm, part) / norm.scale(summed) for part in (mid, summed - mid))
-        parts = {"resid_mid": kept, "mlp_out": added}
+            residual, added = (linear_part(norm, part) / norm.scale(summed) for part in (mid, summed - mid))
+        parts = {"resid_mid": residual, "mlp_out": added}
         if self.biases == "part" and norm is not None:
-            parts["biases_post"] = whole - kept - added
+            parts["biases_post"] = whole - residual - added
         near = {name: proximity(part, whole) for name, part in parts.items()}
         total = _divisor(sum(near.values(), torch.zeros_like(whole[..., 0])))
         return {name: value / total for name, value in near.items()}
@@ -189,9 +189,9 @@ def head_parts(
     """a_ijh u_jh, written out: what each head sent from each key."""
     group = len(W_O) // value.shape[2]
     value = repeat(value, "batch key value_head d_head -> batch key (value_head group) d_head", group=group)
-    sent = einsum(value, W_O, "batch key head d_head, head d_head d_model -> batch key head d_model")
+    sent_vectors = einsum(value, W_O, "batch key head d_head, head d_head d_model -> batch key head d_model")
     return einsum(
-        pattern, sent, "batch head query key, batch key head d_model -> batch query head key d_model"
+        pattern, sent_vectors, "batch head query key, batch key head d_model -> batch query head key d_model"
     )
 
 
@@ -220,20 +220,20 @@ def _with_own(
     block: Block, scores: Float[Tensor, "batch *head query key"], shares: Float[Tensor, "batch query"]
 ) -> Float[Tensor, "batch *head query keys"]:
     """With the residual's share on the diagonal, or as a last key; evenly over heads where there are any."""
-    index, own = block.queries[..., None], shares[..., None].to(scores.dtype)
+    index, share = block.queries[..., None], shares[..., None].to(scores.dtype)
     if scores.ndim == 4:
-        index, own = (
-            each[:, None].expand(-1, scores.shape[1], -1, -1) for each in (index, own / scores.shape[1])
+        index, share = (
+            each[:, None].expand(-1, scores.shape[1], -1, -1) for each in (index, share / scores.shape[1])
         )
-    return torch.cat([scores, own], dim=-1) if block.is_cross else scores.scatter_add_(-1, index, own)
+    return torch.cat([scores, share], dim=-1) if block.is_cross else scores.scatter_add_(-1, index, share)
 
 
 def _record(block: Block, shares: dict[str, Float[Tensor, "batch query"]]) -> None:
     """Each prompt's shares by the positions of its rows, padding cut away."""
     for index, real in enumerate(block.real):
-        kept, place = real.tolist(), (real.cumsum(0) - 1).tolist()
+        is_real, place = real.tolist(), (real.cumsum(0) - 1).tolist()
         # A prompt with fewer rows than another repeats its last one.
-        rows = {place[p]: row for row, p in enumerate(block.queries[index].tolist()) if kept[p]}
+        rows = {place[p]: row for row, p in enumerate(block.queries[index].tolist()) if is_real[p]}
         values = {name: share[index, list(rows.values())].tolist() for name, share in shares.items()}
-        entry = {"layer": block.layer, "tokens": sum(kept), "queries": list(rows)}
+        entry = {"layer": block.layer, "tokens": sum(is_real), "queries": list(rows)}
         block.detail(index, "parts", {**entry, "parallel": block.anatomy.parallel, **values})

@@ -136,15 +136,15 @@ class InputGradients(ExplainsRows):
         gaps = by_row.sum(-1) - differences
         large = gaps.abs() > (LARGE_GAP * differences.abs()).clamp_min(1e-6)
         for prompt in range(len(last.batch)):
-            own = bound.prompts == prompt
-            last.detail(prompt, "convergence_delta", gaps[own].tolist())
-            if count := int(large[own].sum()):
-                worst = int((gaps.abs() * own).argmax())
+            of_prompt = bound.prompts == prompt
+            last.detail(prompt, "convergence_delta", gaps[of_prompt].tolist())
+            if count := int(large[of_prompt].sum()):
+                worst = int((gaps.abs() * of_prompt).argmax())
                 last.warn(
                     prompt,
                     f"convergence delta {float(gaps[worst]):.2g} with {self.n_steps} points, where F(x) - "
-                    f"F(baseline) is {float(differences[worst]):.2g} ({count} of {int(own.sum())} rows are "
-                    "off by more than 10 %): raise n_steps, or take another baseline",
+                    f"F(baseline) is {float(differences[worst]):.2g} ({count} of {int(of_prompt.sum())} rows "
+                    "are off by more than 10 %): raise n_steps, or take another baseline",
                 )
 
 

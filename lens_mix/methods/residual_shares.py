@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lens_mix.algebra.vectors import attention_vectors
 from lens_mix.method import Method
-from lens_mix.methods.value_norms import ATTENTION_NEEDS, ATTENTION_PARTS
+from lens_mix.methods.value_norms import ATTENTION_PARTS, ATTENTION_RECORDS
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -30,7 +30,7 @@ class ResidualShares(Method):
     name: ClassVar[str] = "residual_shares"
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = "ferrando-etal-2022-measuring"
 
@@ -50,7 +50,7 @@ def residual_shares(
 ) -> Float[Tensor, "batch query"]:
     """The definition: the share of `resid_pre` in `summed`, the residual stream after attention."""
     whole = summed.abs().sum(-1)
-    own = (whole - (summed - resid_pre).abs().sum(-1)).clamp(min=0)
+    residual = (whole - (summed - resid_pre).abs().sum(-1)).clamp(min=0)
     mixed = (whole - resid_pre.abs().sum(-1)).clamp(min=0)
-    total = own + mixed
-    return torch.where(total > 0, own / total.masked_fill(total == 0, 1), 0.5)
+    total = residual + mixed
+    return torch.where(total > 0, residual / total.masked_fill(total == 0, 1), 0.5)

@@ -62,11 +62,11 @@ class RowTargets:
     clean: Float[Tensor, " row"]
     positions: Int[Tensor, " row"] | None
 
-    def chunks(self, most: int | None = None) -> Iterator[Int[Tensor, " chunk"]]:
-        """The rows' numbers, as many at a time as memory allows with gradients, `most` at most."""
+    def chunks(self, largest: int | None = None) -> Iterator[Int[Tensor, " chunk"]]:
+        """The rows' numbers, as many at a time as memory allows with gradients, `largest` at most."""
         numbers = torch.arange(len(self.functions), device=self.prompts.device)
         step = self.first.gradient_rows(len(numbers), logits=self.target.reads == "logits")
-        yield from numbers.split(step if most is None else min(step, most))
+        yield from numbers.split(step if largest is None else min(step, largest))
 
     def values(
         self,
@@ -149,13 +149,13 @@ class RowTargets:
             output = output.expand(-1, self.first.logits_real.shape[1], -1)
         start = 0
         for prompt, span, part in target_passes.parts(self.first, self.target, output, prompts.tolist()):
-            own = slice(start, start + len(part))
+            copies = slice(start, start + len(part))
             for row in rows_of[prompt].tolist():
                 if distributions:
-                    yield row, own, _log_probabilities(part, int(self.queries[row]) - span.start)
+                    yield row, copies, _log_probabilities(part, int(self.queries[row]) - span.start)
                 else:
-                    yield row, own, target_passes.evaluate(self.functions[row], part)
-            start = own.stop
+                    yield row, copies, target_passes.evaluate(self.functions[row], part)
+            start = copies.stop
 
     def scattered(self, by_row: Float[Tensor, "row key"], last: Block) -> Float[Tensor, "batch query key"]:
         """Numbers per row as a map with the rows that `last` holds; those of padding are 0."""
@@ -187,16 +187,16 @@ def bind_rows(blocks: Sequence[Block], target: TargetLike) -> RowTargets:
         for prompt, span, part in target_passes.parts(last, read, output, range(len(output))):
             context = target_passes.context_of(last, read, prompt, span, part)
             last.explain(prompt, read.reads_position(context))
-            own = last.real_queries[prompt].nonzero()[:, 0].tolist()
-            places = [int(last.queries[prompt, column]) - span.start for column in own]
+            prompt_columns = last.real_queries[prompt].nonzero()[:, 0].tolist()
+            places = [int(last.queries[prompt, column]) - span.start for column in prompt_columns]
             for place in places:
                 placed = _at(read, place, context, len(set(places)))
                 functions.append(placed.of_prompt(context))
                 values.append(target_passes.evaluate(functions[-1], part))
                 where = placed.reads_position(context)
                 positions += [] if where is None else [where + span.start]
-            prompts += [prompt] * len(own)
-            columns += own
+            prompts += [prompt] * len(prompt_columns)
+            columns += prompt_columns
     narrow = torch.tensor(positions, device=output.device) if len(positions) == len(functions) else None
     of_prompt, of_column = (torch.tensor(each, device=output.device) for each in (prompts, columns))
     queries = last.queries[of_prompt, of_column]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # What the vectors before the feed-forward are made of; a mixture's experts need no proof for them.
 ATTENTION_PARTS = ("projection", "residual")
-ATTENTION_NEEDS = frozenset({"pattern", "value", "z"})
+ATTENTION_RECORDS = frozenset({"pattern", "value", "z"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ValueNorms(Method):
     residual: ClassVar[float] = 0.5
     cross: ClassVar[CrossKeys | None] = "source"
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = ATTENTION_NEEDS
+    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
     parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = "kobayashi-etal-2020-attention"
 

@@ -92,16 +92,16 @@ def edits(clean: CleanPass, proof: Proof, layers: Sequence[int]) -> dict[int, li
 
     The clean pass recorded "pattern" and "value" in these layers.
     """
-    found: dict[int, list[str]] = {layer: [] for layer in layers}
+    edits: dict[int, list[str]] = {layer: [] for layer in layers}
     for layer in layers:
         anatomy = proof.anatomy[layer]
         if layer in clean.head_factors:
             factors = [round(factor, 4) for factor in clean.head_factors[layer].tolist()]
-            found[layer].append(f"a hook scales z of its heads by {factors}; the pattern has these factors")
+            edits[layer].append(f"a hook scales z of its heads by {factors}; the pattern has these factors")
         path = None if clean.lens.stack.is_cross else anatomy.value_path
         if path is not None and not _value_error(clean, layer, anatomy, path) <= clean.lens.tolerance:
-            found[layer].append("a hook or an adapter edits its values; they are taken as they are")
-    return found
+            edits[layer].append("a hook or an adapter edits its values; they are taken as they are")
+    return edits
 
 
 def another_pass(clean: CleanPass) -> str | None:

@@ -53,9 +53,9 @@ def _refused_block(proof: Proof, method: HasEngines | None) -> str | None:
     """Why a method has nothing to say of one of the blocks; None where it has of all."""
     refuses = getattr(method, "refuses", lambda anatomy: None)
     refusals = ((layer, refuses(anatomy)) for layer, anatomy in proof.anatomy.items())
-    own = next((f"block {layer}: {why}" for layer, why in refusals if why is not None), None)
-    below = None if own is not None or proof.source is None else _refused_block(proof.source, method)
-    return own if below is None else f"encoder: {below}"
+    refusal = next((f"block {layer}: {why}" for layer, why in refusals if why is not None), None)
+    below = None if refusal is not None or proof.source is None else _refused_block(proof.source, method)
+    return refusal if below is None else f"encoder: {below}"
 
 
 def refused_outright(lens: Lens, method: HasEngines) -> str | None:

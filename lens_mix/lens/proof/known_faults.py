@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from lens_mix.lens.model_classes import ModelClass
+from lens_mix.lens.model_classes import ModelClass, TransformerLensModel
 
 
-def known_fault(model: Any, kind: ModelClass, stack: str, version: tuple[int, int]) -> str | None:
+def known_fault(
+    model: TransformerLensModel, kind: ModelClass, stack: str, version: tuple[int, int]
+) -> str | None:
     """Why this model's maps would be wrong; None when nothing is known against it."""
     if kind is ModelClass.HOOKED_ENCODER_DECODER and stack != "encoder" and version[0] < 3:
         return (
@@ -55,7 +57,7 @@ def _wrong(what: str, by: str) -> str:
     )
 
 
-def _falcon(model: Any, config: Any, version: tuple[int, int]) -> str | None:
+def _falcon(model: TransformerLensModel, config: Any, version: tuple[int, int]) -> str | None:
     if getattr(config, "alibi", False):
         return _wrong("Falcon with alibi", "0.2 to 0.5")
     if getattr(config, "new_decoder_architecture", False):
@@ -63,13 +65,13 @@ def _falcon(model: Any, config: Any, version: tuple[int, int]) -> str | None:
     return None
 
 
-def _gpt2(model: Any, config: Any, version: tuple[int, int]) -> str | None:
+def _gpt2(model: TransformerLensModel, config: Any, version: tuple[int, int]) -> str | None:
     if getattr(config, "scale_attn_weights", True):
         return None
     return _wrong("GPT-2 with scale_attn_weights=False", "1.2")
 
 
-def _opt(model: Any, config: Any, version: tuple[int, int]) -> str | None:
+def _opt(model: TransformerLensModel, config: Any, version: tuple[int, int]) -> str | None:
     if getattr(config, "do_layer_norm_before", True):
         return None
     return (
@@ -78,7 +80,7 @@ def _opt(model: Any, config: Any, version: tuple[int, int]) -> str | None:
     )
 
 
-def _stablelm(model: Any, config: Any, version: tuple[int, int]) -> str | None:
+def _stablelm(model: TransformerLensModel, config: Any, version: tuple[int, int]) -> str | None:
     rope = getattr(config, "rope_parameters", None) or {}
     share = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))
     rotary = int(model.cfg.d_head * share)
@@ -86,13 +88,13 @@ def _stablelm(model: Any, config: Any, version: tuple[int, int]) -> str | None:
 
 
 def _before_4(name: str, by: str) -> Any:
-    def check(model: Any, config: Any, version: tuple[int, int]) -> str | None:
+    def check(model: TransformerLensModel, config: Any, version: tuple[int, int]) -> str | None:
         return _wrong(f"{name} before TransformerLens 4", by) if version[0] < 4 else None
 
     return check
 
 
-def _t5(model: Any, config: Any, version: tuple[int, int]) -> str | None:
+def _t5(model: TransformerLensModel, config: Any, version: tuple[int, int]) -> str | None:
     if version[0] >= 4:
         return None
     return (
@@ -102,7 +104,7 @@ def _t5(model: Any, config: Any, version: tuple[int, int]) -> str | None:
     )
 
 
-def _gpt_oss(model: Any, config: Any, version: tuple[int, int]) -> str | None:
+def _gpt_oss(model: TransformerLensModel, config: Any, version: tuple[int, int]) -> str | None:
     if getattr(model, "compatibility_mode", False):
         return _wrong("gpt-oss in compatibility mode", "1.2 (log probabilities)")
     return None

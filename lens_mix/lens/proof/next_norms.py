@@ -75,12 +75,12 @@ def _reads_another(clean: CleanPass, norm: nn.Module) -> str | None:
     error = relative_error(read[0].reshape(resid.shape), resid, clean.real) if fits else None
     if error is not None and error <= lens.tolerance:
         return None
-    found = (
+    observation = (
         "never ran"
         if not read
         else f"reads {list(read[0].shape)}" + f", {error:.1e} off" * (error is not None)
     )
     return (
         "final norm: expected the norm that TransformerLens maps to read what the last block gives, but it "
-        f"{found}. Leave the last layer out, or ask for what comes before that norm {_WITHOUT}"
+        f"{observation}. Leave the last layer out, or ask for what comes before that norm {_WITHOUT}"
     )

@@ -185,9 +185,9 @@ def _output_modules(lens: Lens) -> dict[tuple[int, str], Any]:
     if lens.model_class is ModelClass.BRIDGE:
         return {}
     modules = {}
-    own, cross = ("before", "attention_out") if lens.stack.is_cross else ("attention_out", "cross_out")
+    roles = ("before", "attention_out") if lens.stack.is_cross else ("attention_out", "cross_out")
     for layer, block in enumerate(lens.stack.blocks):
-        for role, name in ((own, "attn"), (cross, "cross_attn"), ("feed_forward_out", "mlp")):
+        for role, name in zip((*roles, "feed_forward_out"), ("attn", "cross_attn", "mlp"), strict=True):
             if hasattr(block, name):
                 modules[layer, role] = getattr(block, name)
     return modules
@@ -203,9 +203,9 @@ def _read_block(
     for anatomy in candidates(block, attention, lens.model.cfg, multiplier):
         if lens.stack.is_cross:
             anatomy = anatomy.by_cross_attention()
-        seen = recorded.entered(anatomy)
-        anatomy, feed_forward_error = _with_activation(anatomy, seen, below, lens.tolerance)
-        errors = _part_errors(anatomy, seen, layer, lens.tolerance, feed_forward_error)
+        records = recorded.entered(anatomy)
+        anatomy, feed_forward_error = _with_activation(anatomy, records, below, lens.tolerance)
+        errors = _part_errors(anatomy, records, layer, lens.tolerance, feed_forward_error)
         known = [entry.error for entry in errors if entry.error is not None]
         worst = max(known, default=0.0)
         # Where one part is not what it was read as (values with an adapter over them), the others still tell.
