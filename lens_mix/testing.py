@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +55,7 @@ def check_method(method: Method | type[Method], model: TransformerLensModel | No
     assert not all(refusals), f"{made.name}: expected a model that it runs on, got {'; '.join(refusals)}"
 
 
-def _promises(model: Any, method: Method, whole: MixingMap) -> Iterator[tuple[str, bool]]:
+def _promises(model: TransformerLensModel, method: Method, whole: MixingMap) -> Iterator[tuple[str, bool]]:
     """What is promised in words, and whether it was kept."""
     again = run(model, _PROMPT, method)
     yield "expected the same map twice (draw from a generator with a seed)", _alike(whole, again)

@@ -17,7 +17,7 @@ from lens_mix.evaluation.edited_passes import EditedPasses, edited_passes
 from lens_mix.evaluation.kept_cells import Job, KeepCells, RankedCells, Visible
 from lens_mix.hooks import must_fire
 from lens_mix.hooks.mixing import tolerance
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.maps import MixingMap
 from lens_mix.targets import TargetLike
 
@@ -101,7 +101,7 @@ class CellFaithfulness:
 
 
 def keep_cells(
-    model: Any,
+    model: TransformerLensModel,
     prompt: Any,
     maps: Any,
     *,

@@ -20,6 +20,7 @@ from lens_mix.lens.changes import Change, Changes
 from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.copies import copies_within
 from lens_mix.lens.head import row_at, unembedding_at
+from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection, read_selection
 from lens_mix.method import Method
 from lens_mix.methods import target_passes
@@ -132,7 +133,7 @@ class EditedPasses:
 
 @contextlib.contextmanager
 def edited_passes(
-    model: Any,
+    model: TransformerLensModel,
     prompt: Any,
     target: TargetLike | None,
     *,

@@ -25,7 +25,7 @@ from lens_mix.evaluation.candidates import (
 from lens_mix.evaluation.controls import control_maps, control_rows, randomised
 from lens_mix.evaluation.finished import FinishedCases
 from lens_mix.evaluation.tasks import Case, Task
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.proof.support import model_name
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
@@ -117,7 +117,7 @@ class Leaderboard:
 
 
 def evaluate(
-    model: Any,
+    model: TransformerLensModel,
     task: Task,
     methods: MethodLike | Sequence[MethodLike],
     aggregations: Sequence[str] | Mapping[str, Aggregation] = ("rollout", "mean"),
@@ -167,7 +167,7 @@ class _Evaluation:
 
     def __init__(
         self,
-        model: Any,
+        model: TransformerLensModel,
         task: Task,
         methods: Mapping[str, Method],
         aggregations: Mapping[str, Aggregation],

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.arguments import instance, number, real_tensor, several, whole_number
+from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection
 from lens_mix.methods import AttentionWeights
 from lens_mix.statistics.passes import each_prompt
@@ -73,7 +74,7 @@ class ProbingAgreement(NamedTuple):
 
 
 def residuals_at(
-    model: Any,
+    model: TransformerLensModel,
     prompts: Sequence[Any],
     positions: int | Sequence[int] = -1,
     *,

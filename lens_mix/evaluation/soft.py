@@ -14,6 +14,7 @@ from lens_mix import targets
 from lens_mix.arguments import number, whole_number
 from lens_mix.evaluation.edited_passes import EditedPasses, edited_passes, read_rows
 from lens_mix.lens.changes import forward_pre_hook
+from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.replay import enter_with
 from lens_mix.lens.rows import Selection
 from lens_mix.targets import TargetLike
@@ -56,7 +57,7 @@ class SoftFaithfulness:
 
 
 def soft_faithfulness(
-    model: Any,
+    model: TransformerLensModel,
     prompt: Any,
     rows: Any,
     *,

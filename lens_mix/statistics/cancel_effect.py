@@ -10,6 +10,7 @@ import torch
 
 from lens_mix.algebra.vectors import attention_vectors
 from lens_mix.arguments import check_columns, several, whole_number
+from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.precision import in_full_precision
 from lens_mix.methods.value_norms import ValueNorms
 from lens_mix.statistics.passes import each_prompt
@@ -18,7 +19,7 @@ from lens_mix.statistics.token_kinds import TokenKind, token_kind
 
 
 @in_full_precision
-def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pd.DataFrame:
+def weights_and_norms(model: TransformerLensModel, prompts: Any, **options: Any) -> pd.DataFrame:
     """Attention weight against the length of the value-output vector, by head and key.
 
     Args:
