@@ -219,15 +219,15 @@ def _values(passes: EditedPasses, jobs: Sequence[Job], visible: Visible, operato
     """The target of each job: so many of a map's cells kept."""
     stack, values = passes.passed.session.lens.stack, []
     layers = sorted({layer for cells, _ in jobs for layer in cells.ranks})
-    for part in passes.chunks(len(jobs)):
+    for chunk in passes.chunks(len(jobs)):
         hooks = []
         for layer in layers:
             clean = passes.passed.clean.recorded[stack.hook_name("pattern", layer)]
             template = stack.attention_template
-            hook = KeepCells(layer, template, clean, jobs[part], visible[layer], operator)
+            hook = KeepCells(layer, template, clean, jobs[chunk], visible[layer], operator)
             hooks.append((hook.matches, hook))
         with must_fire(*hooks) as pairs:
-            values += passes.with_hooks(pairs, len(jobs[part])).double().tolist()
+            values += passes.with_hooks(pairs, len(jobs[chunk])).double().tolist()
     return values
 
 

@@ -87,8 +87,8 @@ class EditedPasses:
         logits = 0
         if self.bound.reads_logits:
             logits = 1 if self.bound.positions is not None else self.first_block.logits_tokens.shape[1]
-        step = copies_within(session.lens, session.max_memory, positions, logits=logits)
-        return (slice(start, min(start + step, count)) for start in range(0, count, step))
+        size = copies_within(session.lens, session.max_memory, positions, logits=logits)
+        return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
     def batch(self, copies: int) -> Batch:
         """The prompt, as often."""

@@ -129,9 +129,9 @@ class Drop(Removal):
                 "SampleTokens or ZeroValues"
             )
         values = []
-        for part in passes.chunks(len(removed)):
-            batch = passes.batch(part.stop - part.start)
-            hidden = _padded(removed[part], batch.real)
+        for chunk in passes.chunks(len(removed)):
+            batch = passes.batch(chunk.stop - chunk.start)
+            hidden = _padded(removed[chunk], batch.real)
             leaks: list[float] = []
             hooks = [
                 watch_pattern(
@@ -159,8 +159,8 @@ class ZeroValues(Removal):
     def values(self, passes: EditedPasses, removed: Bool[Tensor, "copy pos"]) -> Float[Tensor, " copy"]:
         lens = passes.passed.session.lens
         values = []
-        for part in passes.chunks(len(removed)):
-            zeroed = _padded(removed[part], passes.passed.clean.real)
+        for chunk in passes.chunks(len(removed)):
+            zeroed = _padded(removed[chunk], passes.passed.clean.real)
             pairs: list[HookPair] = [
                 zero_values(layer, zeroed, attention=lens.stack.attention_template)
                 for layer in range(lens.n_layers)
@@ -202,12 +202,12 @@ def _filled(
 ) -> Float[Tensor, " copy"]:
     """The target with other tokens in the places that are taken out."""
     decoder, values = passes.passed.session.lens.stack.name == "decoder", []
-    for part in passes.chunks(len(removed)):
-        batch = passes.batch(part.stop - part.start)
+    for chunk in passes.chunks(len(removed)):
+        batch = passes.batch(chunk.stop - chunk.start)
         given = batch.target if decoder and batch.target is not None else batch.tokens
         tokens = given.clone()
         own = slice(0, passes.length)
-        tokens[:, own] = torch.where(removed[part].to(given.device), fill.to(given.device), given[:, own])
+        tokens[:, own] = torch.where(removed[chunk].to(given.device), fill.to(given.device), given[:, own])
         field = "tokens" if given is batch.tokens else "target"
         edited: dict[str, Any] = {field: tokens}
         values.append(passes.of_batch(dataclasses.replace(batch, **edited)))

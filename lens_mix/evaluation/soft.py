@@ -164,7 +164,7 @@ class _Masked:
     def mean(self, keep: Float[Tensor, " key"], samples: int | None = None) -> float:
         drawn = self._uniform[: samples or self._samples] < keep[:, None]
         return float(
-            torch.cat([self._values(drawn[part]) for part in self._passes.chunks(len(drawn))]).mean()
+            torch.cat([self._values(drawn[chunk]) for chunk in self._passes.chunks(len(drawn))]).mean()
         )
 
     def _values(self, kept: Bool[Tensor, "copy key d_model"]) -> Float[Tensor, " copy"]:
