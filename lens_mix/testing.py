@@ -49,8 +49,8 @@ def check_method(method: Method | type[Method], model: TransformerLensModel | No
             continue
         except (TypeError, ValueError, RuntimeError) as problem:
             raise AssertionError(f"{made.name} on {name}: no map of a prompt: {problem}") from problem
-        for promise, kept in _promises(each, made, whole):
-            assert kept, f"{made.name} on {name}: {promise}"
+        for promise, holds in _promises(each, made, whole):
+            assert holds, f"{made.name} on {name}: {promise}"
         refusals.append("")
     assert not all(refusals), f"{made.name}: expected a model that it runs on, got {'; '.join(refusals)}"
 

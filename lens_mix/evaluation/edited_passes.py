@@ -106,8 +106,8 @@ class EditedPasses:
         with self.passed.session.lens.evaluation_mode(), Changes(list(changes)):
             output = self._output(batch, fwd_hooks)
         copies = [0] * len(output)
-        ((_, _, own),) = target_passes.parts(self.first_block, self.bound.target, output, copies)
-        return target_passes.evaluate(self.bound.functions[0], own)
+        ((_, _, rows),) = target_passes.parts(self.first_block, self.bound.target, output, copies)
+        return target_passes.evaluate(self.bound.functions[0], rows)
 
     def _output(self, batch: Batch, fwd_hooks: Sequence[HookPair]) -> Tensor:
         lens, target = self.passed.session.lens, self.bound.target

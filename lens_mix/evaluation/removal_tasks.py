@@ -79,10 +79,10 @@ class Cells(Task):
     def scores(
         self, model: TransformerLensModel, case: Case, candidates: Mapping[str, Any], **options: Any
     ) -> dict[str, dict[str, float]]:
-        kept = keep_cells(
+        curves = keep_cells(
             model, case.prompt, dict(candidates), operator=self.operator, target=case.target, **options
         )
-        return {name: {"closeness": -one.distance, "area": one.area} for name, one in kept.items()}
+        return {name: {"closeness": -one.distance, "area": one.area} for name, one in curves.items()}
 
     def describe(self) -> dict[str, Any]:
         return {"task": self.name, "operator": self.operator}

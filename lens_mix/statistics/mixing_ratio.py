@@ -141,8 +141,8 @@ def by_layer(table: pd.DataFrame) -> pd.DataFrame:
 def by_kind(table: pd.DataFrame, kind: TokenKind = token_kind) -> pd.DataFrame:
     """Mean of a table of `mixing_ratios` by kind of token, a column per stage, and the count of tokens."""
     check_columns("table", table, ("layer", "stage", "ratio", "token"))
-    kinds = table["token"].map(kind).rename("kind")
-    out = table.groupby([kinds, "stage"])["ratio"].mean().unstack("stage")
+    token_kinds = table["token"].map(kind).rename("kind")
+    out = table.groupby([token_kinds, "stage"])["ratio"].mean().unstack("stage")
     out = out[[stage for stage in STAGES if stage in out.columns]]
     one = table[(table["layer"] == table["layer"].min()) & (table["stage"] == table["stage"].iloc[0])]
     return out.assign(tokens=one["token"].map(kind).value_counts())
