@@ -1,4 +1,4 @@
-from . import evaluation, targets, testing
+from . import evaluation, graphs, hooks, statistics, targets, testing, view
 from .again import run_again
 from .aggregation.flow import flow
 from .aggregation.gradient_rollout import gradient_rollout
@@ -87,6 +87,8 @@ __all__ = [
     "evaluation",
     "flow",
     "gradient_rollout",
+    "graphs",
+    "hooks",
     "input_map",
     "joint",
     "layer_mean",
@@ -96,8 +98,10 @@ __all__ = [
     "run",
     "run_again",
     "run_many",
+    "statistics",
     "support",
     "targets",
     "testing",
     "tree_text",
+    "view",
 ]

@@ -74,19 +74,19 @@ def all_methods() -> dict[str, type[Method]]:
 @functools.cache
 def _plugins() -> dict[str, type[Method]]:
     """Those of installed packages; one that can't be loaded is left out, with a warning."""
-    found: dict[str, type[Method]] = {}
+    methods: dict[str, type[Method]] = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
         try:
             method = entry.load()
             check_class(method)
-            if method.name in METHODS or method.name in found:
+            if method.name in METHODS or method.name in methods:
                 raise ValueError(f"the name {method.name!r} is taken")
-            found[method.name] = method
+            methods[method.name] = method
         except Exception as problem:
             warnings.warn(
                 f"entry point {entry.name} = {entry.value} gives no method: {problem}", stacklevel=2
             )
-    return found
+    return methods
 
 
 def check_class(method: object) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,13 +49,13 @@ def check_method(method: Method | type[Method], model: TransformerLensModel | No
             continue
         except (TypeError, ValueError, RuntimeError) as problem:
             raise AssertionError(f"{made.name} on {name}: no map of a prompt: {problem}") from problem
-        for promise, kept in _promises(each, made, whole):
-            assert kept, f"{made.name} on {name}: {promise}"
+        for promise, holds in _promises(each, made, whole):
+            assert holds, f"{made.name} on {name}: {promise}"
         refusals.append("")
     assert not all(refusals), f"{made.name}: expected a model that it runs on, got {'; '.join(refusals)}"
 
 
-def _promises(model: Any, method: Method, whole: MixingMap) -> Iterator[tuple[str, bool]]:
+def _promises(model: TransformerLensModel, method: Method, whole: MixingMap) -> Iterator[tuple[str, bool]]:
     """What is promised in words, and whether it was kept."""
     again = run(model, _PROMPT, method)
     yield "expected the same map twice (draw from a generator with a seed)", _alike(whole, again)

@@ -28,6 +28,20 @@ def test_type_checkers_see_the_same_names():
     assert sorted(ast.literal_eval(names)) == sorted(lm.__all__)
 
 
+def test_public_packages_come_with_lens_mix_and_without_matplotlib():
+    code = (
+        "import sys; import lens_mix as lm;"
+        "print(lm.hooks.zero_values.__name__, lm.graphs.load_graph.__name__);"
+        "print(lm.statistics.probe_heads.__name__, lm.view.token_bars.__name__);"
+        "assert 'matplotlib' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["zero_values", "load_graph", "probe_heads", "token_bars"]
+
+
 @pytest.mark.parametrize("name", sorted(lm.METHODS))
 def test_every_method_cites_its_paper(name):
     text = lm.citation(name)

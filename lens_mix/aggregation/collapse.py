@@ -23,29 +23,29 @@ def collapse_notes(
         visible: which keys each query could see.
         queries: positions of the rows.
     """
-    seen = visible.to(rows.device)
-    enough = seen.sum(-1) >= _LEAST_KEYS
-    scores = rows.masked_fill(~seen, 0)
+    visible = visible.to(rows.device)
+    enough = visible.sum(-1) >= _LEAST_KEYS
+    scores = rows.masked_fill(~visible, 0)
     totals = scores.sum(-1)
     on_one = enough & (totals > 0) & (scores.amax(-1) >= _ON_ONE * totals)
     ordered = (
-        enough & ~on_one & torch.stack([_follows_position(*pair) for pair in zip(rows, seen, strict=True)])
+        enough & ~on_one & torch.stack([_follows_position(*pair) for pair in zip(rows, visible, strict=True)])
     )
     notes = []
-    for found, says in (
+    for marks, says in (
         (on_one, f"put {_ON_ONE:.0%} or more on one token: so many layers of mixing carry everything there"),
         (
             ordered,
             "rise or fall with the position throughout: their order tells where tokens stand, and no more",
         ),
     ):
-        if bool(found.any()):
-            places = [queries[row] for row in found.nonzero()[:, 0].tolist()]
+        if bool(marks.any()):
+            places = [queries[row] for row in marks.nonzero()[:, 0].tolist()]
             shown = ", ".join(map(str, places[:5])) + ", ..." * (len(places) > 5)
             notes.append(f"{len(places)} of {int(enough.sum())} rows of the last layer ({shown}) {says}")
     return tuple(notes)
 
 
-def _follows_position(row: Float[Tensor, " key"], seen: Bool[Tensor, " key"]) -> Tensor:
-    steps = row[seen].diff()
+def _follows_position(row: Float[Tensor, " key"], visible: Bool[Tensor, " key"]) -> Tensor:
+    steps = row[visible].diff()
     return (steps > 0).all() | (steps < 0).all()

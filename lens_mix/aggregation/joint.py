@@ -59,9 +59,9 @@ def joint(
     """
     flags(encoder=encoder)
     parts = fitting_parts(maps)
-    own, cross = _has_own_key(parts["cross"]), parts["cross"]
+    own_key, cross = _has_own_key(parts["cross"]), parts["cross"]
     weights = {name: residual_weight(part, _given(residual, name)) for name, part in parts.items()}
-    if weights["cross"] == 0 and not own:
+    if weights["cross"] == 0 and not own_key:
         raise ValueError(
             f"residual: expected a weight above 0 for cross-attention, as {cross.method} does not say what a "
             "decoder position keeps of its own, and the target would drop out; give one (residual=0.5, or "
@@ -80,7 +80,7 @@ def joint(
     if not encoder:
         notes.append("source keys are the encoder's outputs, not the source's tokens (encoder=False)")
     labels = [f"{name} {parts[name].layer_labels[layer]}" for name, layer in layers]
-    facts = {"source": len(parts["encoder"].tokens), "target": len(cross.tokens), "layers": labels}
+    attributes = {"source": len(parts["encoder"].tokens), "target": len(cross.tokens), "layers": labels}
     return MixingMap(
         scores=torch.stack([mixed[name][layer] for name, layer in layers]),
         tokens=tokens,
@@ -88,7 +88,7 @@ def joint(
         mask=torch.stack([mixed[name + " mask"][layer] for name, layer in layers]),
         parameters=cross.parameters,
         residual=0.0,
-        provenance={**cross.provenance, "joint": {**facts, "residual": weights, "encoder": encoder}},
+        provenance={**cross.provenance, "joint": {**attributes, "residual": weights, "encoder": encoder}},
         notes=tuple(dict.fromkeys(notes)),
     )
 
@@ -140,9 +140,9 @@ def _square(part: MixingMap, name: str, tokens: list[str]) -> MixingMap:
     """A part's maps over all positions; those that it does not speak of keep themselves."""
     scores = _embedded(to_float64(part.merge_heads().scores), name, tokens)
     rows = slice(0, len(part.tokens)) if name == "encoder" else slice(len(tokens) - len(part.tokens), None)
-    kept = torch.ones(len(tokens), dtype=scores.dtype, device=scores.device)
-    kept[rows] = 0
-    return MixingMap(scores=scores + kept.diag(), tokens=tokens, layers=part.layers, notes=part.notes)
+    self_weights = torch.ones(len(tokens), dtype=scores.dtype, device=scores.device)
+    self_weights[rows] = 0
+    return MixingMap(scores=scores + self_weights.diag(), tokens=tokens, layers=part.layers, notes=part.notes)
 
 
 def _embedded(

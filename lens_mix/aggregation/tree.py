@@ -143,16 +143,16 @@ def _cut(
 ) -> tuple[list[_Edge], float]:
     """The branches that bring more than they cost, and what the whole tree brings."""
     gain: dict[int, float] = {}
-    kept: set[_Edge] = set()
+    branches: set[_Edge] = set()
     # a token takes in others after it was taken in itself, so backwards the branches come first
     for edge in reversed(edges):
         brings = scores[edge.layer, edge.query, edge.key].item() - cost + gain.get(edge.key, 0.0)
         if brings > 0:
             gain[edge.query] = gain.get(edge.query, 0.0) + brings
-            kept.add(edge)
+            branches.add(edge)
     reached, result = {root}, []
     for edge in edges:
-        if edge in kept and edge.query in reached:
+        if edge in branches and edge.query in reached:
             reached.add(edge.key)
             result.append(edge)
     return result, gain.get(root, 0.0)

@@ -198,13 +198,13 @@ def bootstrap(
         if other.shape != given.shape:
             raise ValueError(f"against: expected {len(given)} values, one per value, got {len(other)}")
         given = given - other
-    kept = given[~np.isnan(given)]
-    mean = float(kept.mean()) if len(kept) else math.nan
+    numbers = given[~np.isnan(given)]
+    mean = float(numbers.mean()) if len(numbers) else math.nan
     low = high = math.nan
-    if len(kept) > 1:
+    if len(numbers) > 1:
         tail = (1 - confidence) / 2
-        low, high = np.quantile(_drawn_means(kept, draws, seed), [tail, 1 - tail]).tolist()
-    return Interval(mean, low, high, len(kept), len(given) - len(kept), confidence)
+        low, high = np.quantile(_drawn_means(numbers, draws, seed), [tail, 1 - tail]).tolist()
+    return Interval(mean, low, high, len(numbers), len(given) - len(numbers), confidence)
 
 
 def _drawn_means(values: np.ndarray, draws: int, seed: int) -> np.ndarray:

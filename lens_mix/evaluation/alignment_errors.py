@@ -39,13 +39,13 @@ def read_gold(path: str | os.PathLike[str], first: int = 1) -> list[GoldAlignmen
 def _gold_line(line: str, number: int, first: int) -> GoldAlignment:
     links: dict[str, set[Link]] = {"-": set(), "p": set()}
     for text in line.split():
-        found = _LINK.fullmatch(text)
-        if found is None:
+        match = _LINK.fullmatch(text)
+        if match is None:
             raise ValueError(f"path: expected links like 3-4 or 3p4, got {text!r} in line {number}")
-        source, target = int(found[1]) - first, int(found[3]) - first
+        source, target = int(match[1]) - first, int(match[3]) - first
         if min(source, target) < 0:
             raise ValueError(f"path: expected words counted from {first}, got {text!r} in line {number}")
-        links[found[2]].add((source, target))
+        links[match[2]].add((source, target))
     return GoldAlignment(frozenset(links["-"]), frozenset(links["-"] | links["p"]))
 
 
@@ -107,10 +107,10 @@ def alignment_errors(alignments: Iterable[Iterable[Link]], gold: Sequence[GoldAl
     Raises:
         ValueError: another number of alignments than of gold ones.
     """
-    found = [frozenset(links) for links in alignments]
-    if len(found) != len(gold):
-        raise ValueError(f"alignments: expected {len(gold)}, one per pair of gold, got {len(found)}")
-    pairs = list(zip(found, gold, strict=True))
+    link_sets = [frozenset(links) for links in alignments]
+    if len(link_sets) != len(gold):
+        raise ValueError(f"alignments: expected {len(gold)}, one per pair of gold, got {len(link_sets)}")
+    pairs = list(zip(link_sets, gold, strict=True))
     return AlignmentErrors(
         [len(links) for links, _ in pairs],
         [len(true.sure) for _, true in pairs],

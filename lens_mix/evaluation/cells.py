@@ -17,7 +17,7 @@ from lens_mix.evaluation.edited_passes import FLAT, EditedPasses, edited_passes
 from lens_mix.evaluation.kept_cells import Job, KeepCells, RankedCells, Visible
 from lens_mix.hooks import must_fire
 from lens_mix.hooks.mixing import tolerance
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.maps import MixingMap
 from lens_mix.targets import TargetLike
 
@@ -98,7 +98,7 @@ class CellFaithfulness:
 
 
 def keep_cells(
-    model: Any,
+    model: TransformerLensModel,
     prompt: Any,
     maps: Any,
     *,
@@ -168,10 +168,10 @@ def keep_cells(
         values = _values(passes, jobs, visible, operator)
         curves = {}
         for place, (name, cells) in enumerate(ranked.items()):
-            own = tuple(values[place * len(asked) : (place + 1) * len(asked)])
-            _check_whole(passes, own[-1])
+            map_values = tuple(values[place * len(asked) : (place + 1) * len(asked)])
+            _check_whole(passes, map_values[-1])
             shares = tuple(count / cells.count for count in counts[name]) if cells.count else tuple(asked)
-            curves[name] = CellFaithfulness(name, operator, shares, own, cells.count)
+            curves[name] = CellFaithfulness(name, operator, shares, map_values, cells.count)
     return curves["map"] if isinstance(maps, MixingMap) else curves
 
 
@@ -185,10 +185,11 @@ def pool_cells(curves: Sequence[CellFaithfulness]) -> CellFaithfulness:
         TypeError, ValueError: no curves; of different maps, operators or numbers of fractions.
     """
     listed = several("curves", curves, "curves of one map", least=1, kind=CellFaithfulness)
-    kinds = {(one.name, one.operator, len(one.shares)) for one in listed}
-    if len(kinds) > 1:
+    settings = {(one.name, one.operator, len(one.shares)) for one in listed}
+    if len(settings) > 1:
         raise ValueError(
-            f"curves: expected those of one map with one operator and the same fractions, got {sorted(kinds)}"
+            "curves: expected those of one map with one operator and the same fractions, got "
+            f"{sorted(settings)}"
         )
     shares = np.mean([one.shares for one in listed], axis=0).tolist()
     values = np.mean([one.values for one in listed], axis=0).tolist()
@@ -208,23 +209,26 @@ def _area(values: Sequence[float], shares: Sequence[float]) -> float:
 
 def _visible(passes: EditedPasses) -> dict[int, Bool[Tensor, "query key"]]:
     """Per layer, the keys that each query of the prompt may see."""
-    own = slice(0, passes.length)
-    return {layer: mask[0, own, own].cpu() for layer, mask in passes.passed.allowed_keys().by_layer.items()}
+    positions = slice(0, passes.length)
+    return {
+        layer: mask[0, positions, positions].cpu()
+        for layer, mask in passes.passed.allowed_keys().by_layer.items()
+    }
 
 
 def _values(passes: EditedPasses, jobs: Sequence[Job], visible: Visible, operator: str) -> list[float]:
     """The target of each job: so many of a map's cells kept."""
     stack, values = passes.passed.session.lens.stack, []
     layers = sorted({layer for cells, _ in jobs for layer in cells.ranks})
-    for part in passes.chunks(len(jobs)):
+    for chunk in passes.chunks(len(jobs)):
         hooks = []
         for layer in layers:
             clean = passes.passed.clean.recorded[stack.hook_name("pattern", layer)]
             template = stack.attention_template
-            hook = KeepCells(layer, template, clean, jobs[part], visible[layer], operator)
+            hook = KeepCells(layer, template, clean, jobs[chunk], visible[layer], operator)
             hooks.append((hook.matches, hook))
         with must_fire(*hooks) as pairs:
-            values += passes.with_hooks(pairs, len(jobs[part])).double().tolist()
+            values += passes.with_hooks(pairs, len(jobs[chunk])).double().tolist()
     return values
 
 

@@ -51,7 +51,7 @@ def compare(
     """
     k = whole_number("k", k, 1)
     named = _named(maps)
-    found = []
+    records = []
     for (first, one), (second, other) in itertools.combinations(named.items(), 2):
         _refuse_unlike(first, one, second, other)
         rows = _rows(one, other, queries)
@@ -62,10 +62,10 @@ def compare(
                 pairs = [pair for pair in pairs if len(pair[0]) > k] or pairs
             correlations = _mean([spearman(x, y) for x, y in pairs])
             overlaps = _mean([top_k_overlap(x, y, k) for x, y in pairs])
-            found.append((first, second, label, correlations, overlaps, len(pairs)))
+            records.append((first, second, label, correlations, overlaps, len(pairs)))
     import pandas as pd
 
-    return pd.DataFrame(found, columns=["first", "second", "layer", "spearman", "top_k_overlap", "rows"])
+    return pd.DataFrame(records, columns=["first", "second", "layer", "spearman", "top_k_overlap", "rows"])
 
 
 def _named(maps: Mapping[str, MixingMap] | Sequence[MixingMap]) -> dict[str, MixingMap]:
@@ -132,9 +132,9 @@ def _cut(
     """One row of both, over the keys that both can see."""
     row, row_of_other = one.row_index(position, "queries"), other.row_index(position, "queries")
     device = one.scores.device
-    seen = one.visible()[place, row] & other.visible()[place_of_other, row_of_other].to(device)
-    seen[0] &= not drop_first
-    x, y = one.scores[place, row][seen], other.scores[place_of_other, row_of_other].to(device)[seen]
+    visible = one.visible()[place, row] & other.visible()[place_of_other, row_of_other].to(device)
+    visible[0] &= not drop_first
+    x, y = one.scores[place, row][visible], other.scores[place_of_other, row_of_other].to(device)[visible]
     return _by_size(x), _by_size(y)
 
 

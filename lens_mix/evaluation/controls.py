@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lens_mix.arguments import whole_number
 from lens_mix.lens.model import Lens
+from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.maps import MixingMap
 
 
@@ -41,7 +42,7 @@ def control_maps(like: MixingMap, seed: int) -> dict[str, MixingMap]:
 
 
 @contextlib.contextmanager
-def randomised(model: Any, *, seed: int = 0, stack: str | None = None) -> Iterator[Any]:
+def randomised(model: TransformerLensModel, *, seed: int = 0, stack: str | None = None) -> Iterator[Any]:
     """The model with its blocks' matrices shuffled, inside a `with` block (Adebayo et al., NeurIPS 2018).
 
     Each weight matrix keeps its numbers, in another order; vectors (biases, the norms' weights), embeddings

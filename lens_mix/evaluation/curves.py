@@ -14,6 +14,7 @@ from torch import Tensor
 from lens_mix.arguments import whole_number
 from lens_mix.evaluation.edited_passes import FLAT, EditedPasses, edited_passes, read_rows
 from lens_mix.evaluation.removal import Removal, as_removal
+from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection
 from lens_mix.targets import TargetLike
 
@@ -86,7 +87,7 @@ class RemovalCurves:
 
 
 def removal_curves(
-    model: Any,
+    model: TransformerLensModel,
     prompt: Any,
     rows: Any,
     *,

@@ -20,6 +20,7 @@ from lens_mix.lens.changes import Change, Changes
 from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.copies import copies_within
 from lens_mix.lens.head import row_at, unembedding_at
+from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection, read_selection
 from lens_mix.method import Method
 from lens_mix.methods import target_passes
@@ -89,8 +90,8 @@ class EditedPasses:
         logits = 0
         if self.bound.reads_logits:
             logits = 1 if self.bound.positions is not None else self.first_block.logits_tokens.shape[1]
-        step = copies_within(session.lens, session.max_memory, positions, logits=logits)
-        return (slice(start, min(start + step, count)) for start in range(0, count, step))
+        size = copies_within(session.lens, session.max_memory, positions, logits=logits)
+        return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
     def batch(self, copies: int) -> Batch:
         """The prompt, as often."""
@@ -108,8 +109,8 @@ class EditedPasses:
         with self.passed.session.lens.evaluation_mode(), Changes(list(changes)):
             output = self._output(batch, fwd_hooks)
         copies = [0] * len(output)
-        ((_, _, own),) = target_passes.parts(self.first_block, self.bound.target, output, copies)
-        return target_passes.evaluate(self.bound.functions[0], own)
+        ((_, _, rows),) = target_passes.parts(self.first_block, self.bound.target, output, copies)
+        return target_passes.evaluate(self.bound.functions[0], rows)
 
     def _output(self, batch: Batch, fwd_hooks: Sequence[HookPair]) -> Tensor:
         lens, target = self.passed.session.lens, self.bound.target
@@ -135,7 +136,7 @@ class EditedPasses:
 
 @contextlib.contextmanager
 def edited_passes(
-    model: Any,
+    model: TransformerLensModel,
     prompt: Any,
     target: TargetLike | None,
     *,

@@ -153,22 +153,22 @@ def _areas(
     aggregations: Mapping[str, Aggregation] | None,
 ) -> tuple[dict[str, list[float]], str]:
     """One area per prompt, by aggregation; and why there are none."""
-    own = "layers" if method.kind == "layer" else "input"
+    label = "layers" if method.kind == "layer" else "input"
     marked: list[Marked] = []
     for prompt in prompts:
         routes = built.routes(prompt)
         try:
             mixing_map = run(model, prompt, _explaining(method, routes.queries[0]))
         except UnsupportedModelError as problem:
-            return {own: []}, str(problem)
+            return {label: []}, str(problem)
         if isinstance(method, AltiLogit):
             summed = mixing_map.scores.sum(0, keepdim=True)
             mixing_map = mixing_map.select_layers(mixing_map.layer_labels[-1:]).replace(scores=summed)
         marked.append((mixing_map.replace(scores=mixing_map.scores.abs()), routes))
-    if own == "input":
-        return {own: list(itertools.starmap(input_area, marked))}, ""
+    if label == "input":
+        return {label: list(itertools.starmap(input_area, marked))}, ""
     ways = aggregations_of(method) if aggregations is None else aggregations
-    areas = {own: list(itertools.starmap(layer_area, marked))}
+    areas = {label: list(itertools.starmap(layer_area, marked))}
     for name, aggregate in ways.items():
         areas[name] = [input_area(aggregate(layers), routes) for layers, routes in marked]
     return areas, ""

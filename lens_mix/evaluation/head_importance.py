@@ -18,7 +18,7 @@ from lens_mix import targets as targets_module
 from lens_mix.arguments import flags, instance, number, one_of, pairs, real_tensor, several, whole_number
 from lens_mix.hooks import must_fire, prune_heads
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.methods import AttentionAttribution, AttentionWeights, GradientAttention, Method
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike
@@ -103,7 +103,7 @@ class HeadImportance:
 
 
 def head_importance(
-    model: Any,
+    model: TransformerLensModel,
     prompts: Sequence[Any],
     by: By = "attribution",
     *,
@@ -169,7 +169,7 @@ def head_importance(
 
 
 @contextlib.contextmanager
-def pruned(model: Any, heads: Iterable[Head], *, stack: str | None = None) -> Iterator[Any]:
+def pruned(model: TransformerLensModel, heads: Iterable[Head], *, stack: str | None = None) -> Iterator[Any]:
     """The model without some heads, inside a `with` block: their patterns count as zero.
 
     Args:
@@ -197,7 +197,12 @@ def pruned(model: Any, heads: Iterable[Head], *, stack: str | None = None) -> It
 
 
 def ablation_importance(
-    model: Any, metric: Metric, *, stack: str | None = None, examples: int = 0, progress: bool = False
+    model: TransformerLensModel,
+    metric: Metric,
+    *,
+    stack: str | None = None,
+    examples: int = 0,
+    progress: bool = False,
 ) -> HeadImportance:
     """Accuracy difference: metric(model) - metric(model without the head), head by head.
 
@@ -222,7 +227,7 @@ def ablation_importance(
     return HeadImportance(scores, "ablation", examples)
 
 
-def every_block_has_heads(model: Any, stack: str | None, what: str) -> Lens:
+def every_block_has_heads(model: TransformerLensModel, stack: str | None, what: str) -> Lens:
     """The face of a model whose heads are a table, layer x head; a hybrid is refused."""
     lens = Lens(model, stack)
     if lens.stack.gaps is not None:
@@ -233,7 +238,7 @@ def every_block_has_heads(model: Any, stack: str | None, what: str) -> Lens:
     return lens
 
 
-def measured(metric: Metric, model: Any) -> float:
+def measured(metric: Metric, model: TransformerLensModel) -> float:
     """What a metric says of the model; TypeError, ValueError: no function, or no finite number."""
     instance("metric", metric, Callable, "a function of the model")
     return number("metric", metric(model))

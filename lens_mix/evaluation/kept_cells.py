@@ -73,16 +73,16 @@ class KeepCells(AttentionHook):
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
         if pattern is not None:
             check_mixing("keep_cells", mixed, pattern, values)
-        own = self._visible.shape[0]
-        clean, visible = self._clean[..., :own, :own], self._visible.to(self._clean)
+        length = self._visible.shape[0]
+        clean, visible = self._clean[..., :length, :length], self._visible.to(self._clean)
         shape = clean.shape[1:]
-        kept = torch.stack([cells.kept(self._layer, count).expand(shape) for cells, count in self._jobs])
-        kept = kept.to(clean.device)
-        edited = clean * kept
+        masks = torch.stack([cells.kept(self._layer, count).expand(shape) for cells, count in self._jobs])
+        masks = masks.to(clean.device)
+        edited = clean * masks
         if self._operator == "mean":
-            removed = (clean * ~kept).sum(-1, keepdim=True)
+            removed = (clean * ~masks).sum(-1, keepdim=True)
             edited = edited + removed * (visible / visible.sum(-1, keepdim=True).clamp_min(1))
         self.calls += 1
         # What padding reads is never asked for.
-        beyond = self._clean.shape[-1] - own
+        beyond = self._clean.shape[-1] - length
         return mix(torch.nn.functional.pad(edited, (0, beyond, 0, beyond)), values)

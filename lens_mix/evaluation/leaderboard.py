@@ -25,7 +25,7 @@ from lens_mix.evaluation.candidates import (
 from lens_mix.evaluation.controls import control_maps, control_rows, randomised
 from lens_mix.evaluation.finished import FinishedCases
 from lens_mix.evaluation.tasks import Case, Task
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.proof.support import model_name
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
@@ -117,7 +117,7 @@ class Leaderboard:
 
 
 def evaluate(
-    model: Any,
+    model: TransformerLensModel,
     task: Task,
     methods: MethodLike | Sequence[MethodLike],
     aggregations: Sequence[str] | Mapping[str, Aggregation] = ("rollout", "mean"),
@@ -167,7 +167,7 @@ class _Evaluation:
 
     def __init__(
         self,
-        model: Any,
+        model: TransformerLensModel,
         task: Task,
         methods: Mapping[str, Method],
         aggregations: Mapping[str, Aggregation],
@@ -205,11 +205,11 @@ class _Evaluation:
             controls = control_maps(like, number) if of_maps else control_rows(len(like), number)
             candidates = {(label, AS_IT_IS): one for label, one in controls.items()} | candidates
         by_name = {f"{method} {aggregation}": one for (method, aggregation), one in candidates.items()}
-        found = self._task.scores(self._model, case, by_name, **self._options)
+        scores = self._task.scores(self._model, case, by_name, **self._options)
         records = []
         for method, aggregation in candidates:
-            scores = found[f"{method} {aggregation}"]
-            known = {metric: None if score != score else score for metric, score in scores.items()}
+            metrics = scores[f"{method} {aggregation}"]
+            known = {metric: None if score != score else score for metric, score in metrics.items()}
             records.append({"case": number, "method": method, "aggregation": aggregation, **known})
         return records
 
@@ -223,7 +223,7 @@ class _Evaluation:
 
     def _candidates(self, case: Case, suffix: str) -> dict[tuple[str, str], Any]:
         """Rows of input maps, or the layer maps themselves where the task scores those."""
-        found: dict[tuple[str, str], Any] = {}
+        candidates: dict[tuple[str, str], Any] = {}
         for label, method in self._methods.items():
             if case.target is not None and hasattr(method, "target"):
                 method = dataclasses.replace(method, **{"target": case.target})
@@ -236,12 +236,12 @@ class _Evaluation:
                 reasons: dict[str, str] = {}
                 rows = candidate_rows(m, case.query, self._aggregations, reasons)
                 self.refused |= {f"{label}{suffix}, {name}": why for name, why in reasons.items()}
-                found |= {(label + suffix, name): row for name, row in rows.items()}
+                candidates |= {(label + suffix, name): row for name, row in rows.items()}
             elif m.kind == "layer":
-                found |= {(label + suffix, name): form for name, form in layer_forms(m).items()}
+                candidates |= {(label + suffix, name): form for name, form in layer_forms(m).items()}
             else:
                 self.refused[label + suffix] = "an input map has no cells of single layers"
-        return found
+        return candidates
 
 
 def _summary(metric: str, scores: pandas.Series, base: pandas.Series | None) -> dict[str, float]:

@@ -12,6 +12,7 @@ import torch
 from lens_mix import targets
 from lens_mix.arguments import whole_number
 from lens_mix.evaluation.tasks import Case
+from lens_mix.lens.model_classes import TransformerLensModel
 
 # Where the word that decides stands in the context (the prefix) of BLiMP's minimal pairs.
 _BLIMP_CUES = {
@@ -22,7 +23,9 @@ _BLIMP_CUES = {
 _DETERMINERS = set("a an the this that these those some most many all every each".split())
 
 
-def blimp_cases(model: Any, path: str | os.PathLike[str], count: int | None = None) -> list[Case]:
+def blimp_cases(
+    model: TransformerLensModel, path: str | os.PathLike[str], count: int | None = None
+) -> list[Case]:
     """Minimal pairs of BLiMP (Warstadt et al., TACL 2020), for causal models: the prefix, and what decides.
 
     The target is the logit difference of the good and the bad word, by the first token in which they differ

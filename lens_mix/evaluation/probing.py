@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.arguments import instance, number, real_tensor, several, whole_number
+from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection
 from lens_mix.methods import AttentionWeights
 from lens_mix.statistics.passes import each_prompt
@@ -73,7 +74,7 @@ class ProbingAgreement(NamedTuple):
 
 
 def residuals_at(
-    model: Any,
+    model: TransformerLensModel,
     prompts: Sequence[Any],
     positions: int | Sequence[int] = -1,
     *,
@@ -98,12 +99,12 @@ def residuals_at(
         raise ValueError(
             f"positions: expected one, or one for each of {len(prompts)} prompts, got {len(places)}"
         )
-    found = []
+    states = []
     for prompt, place in zip(prompts, places, strict=True):
         asked: dict[str, Any] = {"queries": [place], "layers": layers, **options}
         for passed in each_prompt(model, [prompt], AttentionWeights(), **asked):
-            found.append(torch.stack([block.resid_post[0, 0] for block in passed.blocks]))
-    return torch.stack(found, dim=1)
+            states.append(torch.stack([block.resid_post[0, 0] for block in passed.blocks]))
+    return torch.stack(states, dim=1)
 
 
 def probe_layers(
@@ -137,7 +138,7 @@ def probe_layers(
     if states.ndim != 3 or not bool(torch.isfinite(states).all()):
         raise ValueError(f"states: expected finite [layer, prompt, d_model], got {list(states.shape)}")
     count = states.shape[1]
-    labels, kinds = _numbered("values", values, count), _numbered("types", types, count)
+    labels, type_numbers = _numbered("values", values, count), _numbered("types", types, count)
     held_out, penalty = number("held_out", held_out, 0, 1), number("penalty", penalty, 0, above=True)
     draw = torch.Generator("cpu").manual_seed(whole_number("seed", seed))
     order = torch.randperm(count, generator=draw)
@@ -148,7 +149,7 @@ def probe_layers(
             f"prompt or more beside them, got held_out={held_out:g} of {count}"
         )
     # One draw per type: values in the order of the prompts, shuffled, are as frequent as in the task.
-    control = labels[torch.randint(count, (count,), generator=draw)][kinds]
+    control = labels[torch.randint(count, (count,), generator=draw)][type_numbers]
     classes = int(labels.max()) + 1
     right, evidence, by_chance = [], [], []
     for layer in states:

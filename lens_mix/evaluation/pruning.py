@@ -22,6 +22,7 @@ from lens_mix.evaluation.head_importance import (
     pruned,
 )
 from lens_mix.lens.model import Lens
+from lens_mix.lens.model_classes import TransformerLensModel
 
 if TYPE_CHECKING:
     import pandas
@@ -76,7 +77,7 @@ class PruningCurves:
 
 
 def pruning_curves(
-    model: Any,
+    model: TransformerLensModel,
     metric: Metric,
     rankings: Mapping[str, HeadImportance | Float[Tensor, "layer head"]],
     *,

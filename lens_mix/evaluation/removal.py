@@ -95,7 +95,7 @@ class SampleTokens(_OtherTokens):
             object.__setattr__(self, "among", tuple(whole_number("among", one, 0) for one in listed))
 
     def _fills(self, passes: EditedPasses) -> Int[Tensor, "fill pos"]:
-        own, size = passes.passed.token_ids(0).cpu(), _vocabulary(passes)
+        tokens, size = passes.passed.token_ids(0).cpu(), _vocabulary(passes)
         if self.among is None:
             tokenizer = getattr(passes.passed.session.lens.model, "tokenizer", None)
             special = torch.tensor(getattr(tokenizer, "all_special_ids", []), dtype=torch.long)
@@ -104,8 +104,8 @@ class SampleTokens(_OtherTokens):
         else:
             pool = torch.tensor([whole_number("among", token, 0, size - 1) for token in self.among]).unique()
         generator = torch.Generator().manual_seed(self.seed)
-        drawn = torch.randint(len(pool), (self.samples, len(own)), generator=generator)
-        return pool[(drawn + (pool[drawn] == own).long()) % len(pool)]
+        drawn = torch.randint(len(pool), (self.samples, len(tokens)), generator=generator)
+        return pool[(drawn + (pool[drawn] == tokens).long()) % len(pool)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,9 +129,9 @@ class Drop(Removal):
                 "SampleTokens or ZeroValues"
             )
         values = []
-        for part in passes.chunks(len(removed)):
-            batch = passes.batch(part.stop - part.start)
-            hidden = _padded(removed[part], batch.real)
+        for chunk in passes.chunks(len(removed)):
+            batch = passes.batch(chunk.stop - chunk.start)
+            hidden = _padded(removed[chunk], batch.real)
             leaks: list[float] = []
             hooks = [
                 watch_pattern(
@@ -159,8 +159,8 @@ class ZeroValues(Removal):
     def values(self, passes: EditedPasses, removed: Bool[Tensor, "copy pos"]) -> Float[Tensor, " copy"]:
         lens = passes.passed.session.lens
         values = []
-        for part in passes.chunks(len(removed)):
-            zeroed = _padded(removed[part], passes.passed.clean.real)
+        for chunk in passes.chunks(len(removed)):
+            zeroed = _padded(removed[chunk], passes.passed.clean.real)
             pairs: list[HookPair] = [
                 zero_values(layer, zeroed, attention=lens.stack.attention_template)
                 for layer in range(lens.n_layers)
@@ -202,12 +202,14 @@ def _filled(
 ) -> Float[Tensor, " copy"]:
     """The target with other tokens in the places that are taken out."""
     decoder, values = passes.passed.session.lens.stack.name == "decoder", []
-    for part in passes.chunks(len(removed)):
-        batch = passes.batch(part.stop - part.start)
+    for chunk in passes.chunks(len(removed)):
+        batch = passes.batch(chunk.stop - chunk.start)
         given = batch.target if decoder and batch.target is not None else batch.tokens
         tokens = given.clone()
-        own = slice(0, passes.length)
-        tokens[:, own] = torch.where(removed[part].to(given.device), fill.to(given.device), given[:, own])
+        positions = slice(0, passes.length)
+        tokens[:, positions] = torch.where(
+            removed[chunk].to(given.device), fill.to(given.device), given[:, positions]
+        )
         field = "tokens" if given is batch.tokens else "target"
         edited: dict[str, Any] = {field: tokens}
         values.append(passes.of_batch(dataclasses.replace(batch, **edited)))

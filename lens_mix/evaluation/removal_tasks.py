@@ -11,6 +11,7 @@ from lens_mix.evaluation.cells import Operator, keep_cells
 from lens_mix.evaluation.curves import removal_curves
 from lens_mix.evaluation.removal import Removal
 from lens_mix.evaluation.tasks import Case, Task
+from lens_mix.lens.model_classes import TransformerLensModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +35,11 @@ class Removals(Task):
     exact: int = 8
     beam: int = 3
 
-    def cases(self, model: Any) -> list[Case]:
+    def cases(self, model: TransformerLensModel) -> list[Case]:
         return [Case(prompt) for prompt in several("prompts", self.prompts, "several prompts", least=1)]
 
     def scores(
-        self, model: Any, case: Case, candidates: Mapping[str, Any], **options: Any
+        self, model: TransformerLensModel, case: Case, candidates: Mapping[str, Any], **options: Any
     ) -> dict[str, dict[str, float]]:
         how: dict[str, Any] = {"removal": self.removal, "exact": self.exact, "beam": self.beam}
         curves = removal_curves(model, case.prompt, dict(candidates), target=case.target, **how, **options)
@@ -72,16 +73,16 @@ class Cells(Task):
     prompts: Sequence[Any]
     operator: Operator = "zero"
 
-    def cases(self, model: Any) -> list[Case]:
+    def cases(self, model: TransformerLensModel) -> list[Case]:
         return [Case(prompt) for prompt in several("prompts", self.prompts, "several prompts", least=1)]
 
     def scores(
-        self, model: Any, case: Case, candidates: Mapping[str, Any], **options: Any
+        self, model: TransformerLensModel, case: Case, candidates: Mapping[str, Any], **options: Any
     ) -> dict[str, dict[str, float]]:
-        kept = keep_cells(
+        curves = keep_cells(
             model, case.prompt, dict(candidates), operator=self.operator, target=case.target, **options
         )
-        return {name: {"closeness": -one.distance, "area": one.area} for name, one in kept.items()}
+        return {name: {"closeness": -one.distance, "area": one.area} for name, one in curves.items()}
 
     def describe(self) -> dict[str, Any]:
         return {"task": self.name, "operator": self.operator}

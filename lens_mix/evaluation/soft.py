@@ -14,6 +14,7 @@ from lens_mix import targets
 from lens_mix.arguments import number, whole_number
 from lens_mix.evaluation.edited_passes import EditedPasses, edited_passes, read_rows
 from lens_mix.lens.changes import forward_pre_hook
+from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.replay import enter_with
 from lens_mix.lens.rows import Selection
 from lens_mix.targets import TargetLike
@@ -56,7 +57,7 @@ class SoftFaithfulness:
 
 
 def soft_faithfulness(
-    model: Any,
+    model: TransformerLensModel,
     prompt: Any,
     rows: Any,
     *,
@@ -117,15 +118,15 @@ def soft_faithfulness(
         places = passes.positions(positions)
         masked = _Masked(passes, places, samples, seed)
         erased = masked.mean(torch.zeros(len(places), dtype=torch.float64), 1)
-        found = {}
+        faithfulness = {}
         for name, row in named.items():
             with_only = masked.mean(matched(row[places], retained))
             without = masked.mean(1 - matched(row[places], 1 - retained))
             scores = _scores(passes.clean, erased, without, with_only)
-            found[name] = SoftFaithfulness(
+            faithfulness[name] = SoftFaithfulness(
                 name, retained, passes.clean, erased, without, with_only, *scores, samples
             )
-    return found["row"] if single else found
+    return faithfulness["row"] if single else faithfulness
 
 
 def matched(row: Float[Tensor, " key"], mean: float) -> Float[Tensor, " key"]:
@@ -163,15 +164,15 @@ class _Masked:
     def mean(self, keep: Float[Tensor, " key"], samples: int | None = None) -> float:
         drawn = self._uniform[: samples or self._samples] < keep[:, None]
         return float(
-            torch.cat([self._values(drawn[part]) for part in self._passes.chunks(len(drawn))]).mean()
+            torch.cat([self._values(drawn[chunk]) for chunk in self._passes.chunks(len(drawn))]).mean()
         )
 
-    def _values(self, kept: Bool[Tensor, "copy key d_model"]) -> Float[Tensor, " copy"]:
-        resid = self._resid.expand(len(kept), -1, -1).clone()
-        resid[:, self._places] *= kept.to(resid)
+    def _values(self, masks: Bool[Tensor, "copy key d_model"]) -> Float[Tensor, " copy"]:
+        resid = self._resid.expand(len(masks), -1, -1).clone()
+        resid[:, self._places] *= masks.to(resid)
         block = self._passes.passed.session.lens.stack.blocks[0]
         entering = forward_pre_hook(block, enter_with(resid), with_kwargs=True)
-        return self._passes.of_batch(self._passes.batch(len(kept)), changes=[entering])
+        return self._passes.of_batch(self._passes.batch(len(masks)), changes=[entering])
 
 
 def _scores(clean: float, erased: float, without: float, with_only: float) -> tuple[float, float]:

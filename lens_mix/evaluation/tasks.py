@@ -21,6 +21,7 @@ from lens_mix.evaluation.agreement import (
     spearman,
     top_k_overlap,
 )
+from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.methods import Occlusion
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike
@@ -57,12 +58,12 @@ class Task(abc.ABC):
     metrics: ClassVar[tuple[str, ...]]
 
     @abc.abstractmethod
-    def cases(self, model: Any) -> list[Case]:
+    def cases(self, model: TransformerLensModel) -> list[Case]:
         """The prompts, as the model reads them."""
 
     @abc.abstractmethod
     def scores(
-        self, model: Any, case: Case, candidates: Mapping[str, Any], **options: Any
+        self, model: TransformerLensModel, case: Case, candidates: Mapping[str, Any], **options: Any
     ) -> dict[str, dict[str, float]]:
         """The scores of each candidate by metric; NaN where undefined.
 
@@ -82,7 +83,7 @@ class RowTask(Task):
     """A task that compares each row with one truth about the case."""
 
     @abc.abstractmethod
-    def truth(self, model: Any, case: Case, **options: Any) -> Float[Tensor, " key"]:
+    def truth(self, model: TransformerLensModel, case: Case, **options: Any) -> Float[Tensor, " key"]:
         """What the row is compared with, a number per key, NaN where it is not; `options` as in `lm.run`."""
 
     @abc.abstractmethod
@@ -90,7 +91,7 @@ class RowTask(Task):
         """The scores of one row, by metric; NaN where undefined."""
 
     def scores(
-        self, model: Any, case: Case, candidates: Mapping[str, Any], **options: Any
+        self, model: TransformerLensModel, case: Case, candidates: Mapping[str, Any], **options: Any
     ) -> dict[str, dict[str, float]]:
         truth = self.truth(model, case, **options).cpu()
         return {name: self.score(row.cpu(), truth, case.query) for name, row in candidates.items()}
@@ -123,13 +124,13 @@ class Importance(RowTask):
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompts", several("prompts", self.prompts, "several prompts", least=1))
 
-    def cases(self, model: Any) -> list[Case]:
+    def cases(self, model: TransformerLensModel) -> list[Case]:
         return [Case(prompt, whole_number("query", self.query)) for prompt in self.prompts]
 
-    def truth(self, model: Any, case: Case, **options: Any) -> Float[Tensor, " key"]:
-        found = run(model, case.prompt, self.occlusion, queries=[case.query], **options)
-        row = found.scores[0, 0].double()
-        hidden = ~found.visible()[0, 0].to(row.device)
+    def truth(self, model: TransformerLensModel, case: Case, **options: Any) -> Float[Tensor, " key"]:
+        mixing_map = run(model, case.prompt, self.occlusion, queries=[case.query], **options)
+        row = mixing_map.scores[0, 0].double()
+        hidden = ~mixing_map.visible()[0, 0].to(row.device)
         hidden[[position for position in self.leave_out if -len(row) <= position < len(row)]] = True
         return row.masked_fill(hidden, torch.nan)
 
@@ -174,10 +175,10 @@ class Cues(RowTask):
             raise ValueError("given: expected cases that name their relevant positions, got some without")
         object.__setattr__(self, "given", cases)
 
-    def cases(self, model: Any) -> list[Case]:
+    def cases(self, model: TransformerLensModel) -> list[Case]:
         return list(self.given)
 
-    def truth(self, model: Any, case: Case, **options: Any) -> Float[Tensor, " key"]:
+    def truth(self, model: TransformerLensModel, case: Case, **options: Any) -> Float[Tensor, " key"]:
         visible = run(model, case.prompt, "attention", queries=[case.query], layers=[-1], **options).visible()
         relevant = torch.zeros(visible.shape[-1], dtype=torch.float64)
         relevant[list(case.relevant)] = 1

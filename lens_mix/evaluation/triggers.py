@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from lens_mix.arguments import flags, instance, number, pairs, several, whole_number
 from lens_mix.evaluation.head_importance import method_for, one_target_each
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import model_class_of
+from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
 from lens_mix.lens.prompts import device_of, read_prompt, token_strings
 from lens_mix.maps import MixingMap
 from lens_mix.methods import AttentionAttribution
@@ -50,7 +50,7 @@ class Example:
             whole_number("segments", stop, whole_number("segments", start, 0, len(tokens)), len(tokens))
 
     @classmethod
-    def read(cls, model: Any, prompt: Any, label: Hashable, **options: Any) -> Example:
+    def read(cls, model: TransformerLensModel, prompt: Any, label: Hashable, **options: Any) -> Example:
         """From a prompt as `lm.run` takes it."""
         read = read_prompt(model, model_class_of(model), prompt, **options)
         return cls(tuple(read.tokens.tolist()), label)
@@ -89,7 +89,7 @@ class Trigger:
 
 
 def extract_triggers(
-    model: Any,
+    model: TransformerLensModel,
     examples: Sequence[Example],
     *,
     targets: TargetLike | Sequence[TargetLike] | None = None,
@@ -221,7 +221,7 @@ def trigger_report(
 
 
 def predict_by_token(
-    model: Any, choices: Mapping[Hashable, int | Sequence[int]], position: int = -1
+    model: TransformerLensModel, choices: Mapping[Hashable, int | Sequence[int]], position: int = -1
 ) -> Predict:
     """Classify by the model's next token: the class whose tokens (the best of each) have the largest logit.
 
@@ -256,7 +256,7 @@ def predict_by_token(
 
 
 def _trigger(
-    model: Any, mixing: MixingMap, example: Example, special: Collection[int], second: float
+    model: TransformerLensModel, mixing: MixingMap, example: Example, special: Collection[int], second: float
 ) -> Trigger:
     scores = mixing.scores
     _, heads, count, _ = scores.shape

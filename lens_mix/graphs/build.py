@@ -147,8 +147,8 @@ def prune_graph(
         target = graph.graph.get("root", graph.graph.get("target"))
     _check_graph(graph, target)
     amounts = {edge: _amount(graph, edge, by) for edge in graph.edges}
-    kept = graph.edge_subgraph([edge for edge, amount in amounts.items() if amount > threshold])
-    nodes = nx.ancestors(kept, target) if target in kept else set()
+    subgraph = graph.edge_subgraph([edge for edge, amount in amounts.items() if amount > threshold])
+    nodes = nx.ancestors(subgraph, target) if target in subgraph else set()
     largest, where = max((amounts[edge] for edge in graph.in_edges(target)), default=0.0), ""
     if from_inputs:
         widths = _widths(graph, by)
@@ -157,7 +157,7 @@ def prune_graph(
     if not nodes:
         reason = f"up to which something leads to {target}{where}"
         raise ValueError(f"threshold: expected less than {largest:.6g}, {reason}, got {threshold}")
-    pruned = nx.DiGraph(kept.subgraph(nodes | {target}))
+    pruned = nx.DiGraph(subgraph.subgraph(nodes | {target}))
     pruned.graph.update(graph.graph)
     pruned.graph["target"] = target
     if renormalize:

@@ -43,55 +43,56 @@ class RouteStack:
     cross_own: Float[Tensor, "layer query"] | None = None
 
     @property
-    def kinds(self) -> tuple[str, ...]:
+    def node_kinds(self) -> tuple[str, ...]:
         return KINDS if self.cross is None else DECODER_KINDS
 
     @property
     def last_level(self) -> int:
-        return self.first_level + len(self.kinds) * len(self.labels)
+        return self.first_level + len(self.node_kinds) * len(self.labels)
 
     def holds(self, node: Node) -> bool:
         return self.first_position <= node[1] < self.first_position + len(self.tokens)
 
     def place(self, node: Node) -> tuple[int, str, int]:
         """Which layer (-1: what enters the first), of which kind, and the position among the stack's own."""
-        layer, step = divmod(node[0] - self.first_level - 1, len(self.kinds))
-        return layer, "resid_pre" if layer < 0 else self.kinds[step], node[1] - self.first_position
+        layer, step = divmod(node[0] - self.first_level - 1, len(self.node_kinds))
+        return layer, "resid_pre" if layer < 0 else self.node_kinds[step], node[1] - self.first_position
 
-    def facts(self, node: Node) -> dict[str, Any]:
-        layer, kind, own = self.place(node)
+    def attributes(self, node: Node) -> dict[str, Any]:
+        layer, kind, place = self.place(node)
         label = self.labels[0] - 1 if layer < 0 else self.labels[layer]
-        facts = {"token": self.tokens[own], "layer": label, "kind": kind}
-        return {"level": node[0], "position": node[1], **facts}
+        attributes = {"token": self.tokens[place], "layer": label, "kind": kind}
+        return {"level": node[0], "position": node[1], **attributes}
 
     def into(self, node: Node, threshold: float) -> Iterator[tuple[Node, dict[str, Any]]]:
         """The edges into a node that are above the threshold."""
-        (level, position), (layer, kind, own) = node, self.place(node)
-        shares, entering = self.shares, self.first_level + len(self.kinds) * layer
+        (level, position), (layer, kind, place) = node, self.place(node)
+        shares, entering = self.shares, self.first_level + len(self.node_kinds) * layer
         if kind == "resid_mid":
-            heads, first = self.attention[layer, :, own], (entering, self.first_position)
-            share = float(shares.resid_pre[layer, own])
+            heads, first = self.attention[layer, :, place], (entering, self.first_position)
+            share = float(shares.resid_pre[layer, place])
             yield from self._received(heads, first, (entering, position), share, threshold)
         elif kind == "resid_mid_cross" and self.cross is not None and self.cross_own is not None:
-            heads, share = self.cross[layer, :, own], float(self.cross_own[layer, own])
+            heads, share = self.cross[layer, :, place], float(self.cross_own[layer, place])
             yield from self._received(heads, (self.first_level, 0), (level - 1, position), share, threshold)
         elif kind == "mlp_out":
             yield (entering if shares.parallel[layer] else level - 1, position), {"weight": 1.0}
         elif kind == "resid_post":
-            parts = {level - 2: shares.resid_mid[layer, own], level - 1: shares.mlp_out[layer, own]}
+            parts = {level - 2: shares.resid_mid[layer, place], level - 1: shares.mlp_out[layer, place]}
             for source, weight in parts.items():
                 if weight > threshold:
                     yield (source, position), {"weight": float(weight)}
 
     def _received(
-        self, heads: Float[Tensor, "head key"], first: Node, own: Node, share: float, threshold: float
+        self, heads: Float[Tensor, "head key"], first: Node, own_node: Node, share: float, threshold: float
     ) -> Iterator[tuple[Node, dict[str, Any]]]:
         """The edges of an attention branch: from its keys, `first` the first of them, and the residual's."""
-        kept = torch.where(heads > threshold, heads, 0.0)
-        keys = {(first[0], first[1] + key): of_key for key, of_key in enumerate(kept.T)}
-        for source in dict.fromkeys([*keys, own]):
-            of_key = keys.get(source, kept.new_zeros(len(kept)))
-            attention, residual = float(of_key.sum()), share if source == own and share > threshold else 0.0
+        weights = torch.where(heads > threshold, heads, 0.0)
+        keys = {(first[0], first[1] + key): of_key for key, of_key in enumerate(weights.T)}
+        for source in dict.fromkeys([*keys, own_node]):
+            of_key = keys.get(source, weights.new_zeros(len(weights)))
+            attention = float(of_key.sum())
+            residual = share if source == own_node and share > threshold else 0.0
             if attention or residual:
                 values: dict[str, Any] = {"attention": attention, "residual": residual}
                 if self.by_head:
@@ -108,12 +109,12 @@ def grown(stacks: Sequence[RouteStack], targets: Sequence[Node], threshold: floa
         return next(stack for stack in stacks if stack.holds(node))
 
     for node in todo:
-        graph.add_node(node, **stack_of(node).facts(node))
+        graph.add_node(node, **stack_of(node).attributes(node))
     while todo:
         node = todo.pop()
         for source, values in stack_of(node).into(node, threshold):
             if source not in graph:
-                graph.add_node(source, **stack_of(source).facts(source))
+                graph.add_node(source, **stack_of(source).attributes(source))
                 todo.append(source)
             graph.add_edge(source, node, **values, layer=graph.nodes[node]["layer"])
     return graph

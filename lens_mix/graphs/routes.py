@@ -69,12 +69,12 @@ def information_flow_routes(
     if isinstance(mixing_map, Mapping):
         if words is not None:
             raise ValueError(f"words: expected None for the parts of an encoder-decoder, got {words!r}")
-        stacks, own = _joint_stacks(mixing_map), mixing_map["decoder"].tokens
+        stacks, query_tokens = _joint_stacks(mixing_map), mixing_map["decoder"].tokens
     else:
         stacks = [_one_stack(mixing_map, words)]
-        own = stacks[0].tokens
+        query_tokens = stacks[0].tokens
     asked = several("queries", [queries] if isinstance(queries, (int, str)) else queries, "queries", least=1)
-    positions = [query_position(own, query, "queries") for query in asked]
+    positions = [query_position(query_tokens, query, "queries") for query in asked]
     if len(set(positions)) != len(positions):
         raise ValueError(f"queries: expected different positions, got {positions}")
     top = stacks[-1]
@@ -103,12 +103,12 @@ def _joint_stacks(maps: Mapping[str, MixingMap]) -> list[RouteStack]:
     """The encoder, and above it the decoder, whose cross-attention reads what the encoder ends in."""
     parts = fitting_parts(maps)
     encoder, decoder, cross = _one_stack(parts["encoder"], None), parts["decoder"], parts["cross"]
-    own = own_share(decoder)
+    residual_shares = own_share(decoder)
     upper = RouteStack(
         decoder.tokens,
         decoder.layer_labels,
-        _attention(decoder, own),
-        part_shares(cross)._replace(resid_pre=own),
+        _attention(decoder, residual_shares),
+        part_shares(cross)._replace(resid_pre=residual_shares),
         decoder.has_heads,
         first_level=encoder.last_level,
         first_position=len(encoder.tokens),
@@ -124,11 +124,11 @@ def _heads(mixing_map: MixingMap) -> Float[Tensor, "layer head query key"]:
 
 
 def _attention(
-    mixing_map: MixingMap, own: Float[Tensor, "layer query"]
+    mixing_map: MixingMap, residual_shares: Float[Tensor, "layer query"]
 ) -> Float[Tensor, "layer head query key"]:
     """Without the residual, which has an edge of its own: each head's diagonal holds an equal part of it."""
     heads = _heads(mixing_map)
-    return heads - torch.diag_embed(own / heads.shape[1])[:, None]
+    return heads - torch.diag_embed(residual_shares / heads.shape[1])[:, None]
 
 
 def _merged(mixing_map: MixingMap, shares: PartShares, words: Words) -> tuple[MixingMap, PartShares]:

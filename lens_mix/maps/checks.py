@@ -182,11 +182,11 @@ def refuse_hidden_weight(
     """Raise a ValueError that names the first weight on a key that its query could not see, if any."""
     visible = visible_keys(mask, causal, scores, queries)
     # One layer at a time and without a comparison of numbers: four times as fast.
-    for place, (matrices, seen) in enumerate(zip(scores, visible, strict=True)):
+    for place, (matrices, keys) in enumerate(zip(scores, visible, strict=True)):
         weighted = matrices.bool()
-        if torch.equal(weighted & seen, weighted):
+        if torch.equal(weighted & keys, weighted):
             continue
-        wrong = weighted & ~seen
+        wrong = weighted & ~keys
         where = [place, *wrong.nonzero()[0].tolist()]
         above = causal and where[-1] > queries[where[-2]]
         reason = "a causal map has no weight above the diagonal" if above else "mask hides this key"

@@ -224,8 +224,8 @@ def describe(mixing_map: MixingMap) -> str:
     if mixing_map.queries is not None:
         extras.append(f"queries {shortened(mixing_map.queries)} of {len(tokens)} positions")
     extras += [f"{len(mixing_map.notes)} notes"] if mixing_map.notes else []
-    facts = f"{mixing_map.kind} map, {shape}, {', '.join(extras)}, tokens=[{shown}]"
-    return f"MixingMap({full_name(mixing_map)}: {facts})"
+    details = f"{mixing_map.kind} map, {shape}, {', '.join(extras)}, tokens=[{shown}]"
+    return f"MixingMap({full_name(mixing_map)}: {details})"
 
 
 def describe_html(mixing_map: MixingMap) -> str:

@@ -55,10 +55,10 @@ def kept_positions(tokens: Sequence[str], dropped: Dropped, argument: str = "tok
     else:
         items = several(argument, dropped, "positions, tokens or a function", alone=True)
         gone = {position for item in items for position in _positions_of(tokens, item, argument)}
-    kept = [position for position in range(len(tokens)) if position not in gone]
-    if not kept:
+    positions = [position for position in range(len(tokens)) if position not in gone]
+    if not positions:
         raise ValueError(f"{argument}: expected some token to be left, got all {len(tokens)} dropped")
-    return kept
+    return positions
 
 
 def _positions_of(tokens: Sequence[str], item: object, argument: str) -> list[int]:

@@ -72,19 +72,19 @@ def _fields(
     fields = {name: value for name, value in fields.items() if value is not None}
     names = list(keys.values())
     alike = all(keys.get(place) == token for place, token in queries.items())
-    own = bool(attrs.get("keys_are_tokens", alike))
+    keys_are_tokens = bool(attrs.get("keys_are_tokens", alike))
     if "tokens" not in fields:
-        fields["tokens"] = names if own else list(queries.values())
+        fields["tokens"] = names if keys_are_tokens else list(queries.values())
     below = np.arange(len(names)) > np.asarray(places["query"])[:, None]
     # One mask for all heads; a row of zeros is no hidden one.
     hidden = hidden[:, 0] if hidden.ndim == 4 else hidden
     triangle = bool((hidden == below).all())
-    causal = own and (bool(attrs["causal"]) if "causal" in attrs else triangle and len(names) > 1)
+    causal = keys_are_tokens and (bool(attrs["causal"]) if "causal" in attrs else triangle and len(names) > 1)
     return {
         **fields,
         "scores": np.where(np.isnan(scores), 0, scores),
         "layers": places["layer"],
-        "key_tokens": None if own else names,
+        "key_tokens": None if keys_are_tokens else names,
         "queries": places["query"],
         "causal": causal,
         "mask": None if (causal and triangle) or not hidden.any() else ~hidden,

@@ -331,9 +331,9 @@ class MixingMap:
         one_of("axis", axis, ("both", "query", "key"))
         if axis == "both" and self.key_tokens is not None:
             raise ValueError("axis: expected 'query' or 'key' on a map with key_tokens, got 'both'")
-        kept = kept_positions(self.tokens, () if axis == "key" else tokens)
+        positions = kept_positions(self.tokens, () if axis == "key" else tokens)
         keys = kept_positions(self.key_labels, () if axis == "query" else tokens)
-        place_after = {position: place for place, position in enumerate(kept)}
+        place_after = {position: place for place, position in enumerate(positions)}
         held = self.query_positions
         rows = [row for row, position in enumerate(held) if position in place_after]
         if not rows:
@@ -347,7 +347,7 @@ class MixingMap:
             key_tokens, causal = [self.key_labels[key] for key in keys], False
         return self.replace(
             scores=self.scores[..., rows, :][..., keys],
-            tokens=[self.tokens[position] for position in kept],
+            tokens=[self.tokens[position] for position in positions],
             queries=[place_after[held[row]] for row in rows],
             mask=None if mask is None else mask[..., rows, :][..., keys],
             key_tokens=key_tokens,

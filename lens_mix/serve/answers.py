@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lens_mix import runner
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.recommended import input_map
 from lens_mix.serve import forms
 from lens_mix.session import Session
@@ -42,7 +42,7 @@ class Refused(Exception):
         self.status = status
 
 
-def page_of(model: Any, text: str, asked: Sequence[str], tokens: int) -> Answer:
+def page_of(model: TransformerLensModel, text: str, asked: Sequence[str], tokens: int) -> Answer:
     """The page of a sentence under the methods that are named.
 
     Args:

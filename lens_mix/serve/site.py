@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from lens_mix import runner
+from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.serve import forms
 from lens_mix.serve.answers import INPUT_MAP, Answer, Refused, page_of, refusal
 from lens_mix.serve.desk import Desk, OutOfTime
@@ -70,7 +71,10 @@ class Site(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/"
 
     def serve(
-        self, model: Any, announce: Callable[[str], object] = print, until: Callable[[], bool] = lambda: False
+        self,
+        model: TransformerLensModel,
+        announce: Callable[[str], object] = print,
+        until: Callable[[], bool] = lambda: False,
     ) -> None:
         """Answer until Ctrl-C, a KeyboardInterrupt, or until `until` says so. In the main thread only."""
         table = runner.support(model)

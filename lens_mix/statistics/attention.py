@@ -188,9 +188,9 @@ class _Totals:
         for name in self.groups:
             self._count(f"group {name}", weights[..., belongs[name]].sum(-1), everywhere)
         entropy = torch.special.entr(weights).sum(-1)
-        seen = visible.sum(-1)
+        key_counts = visible.sum(-1)
         self._count("entropy", entropy, everywhere)
-        self._count("evenness", entropy / seen.clamp(min=2).log()[:, None], seen > 1)
+        self._count("evenness", entropy / key_counts.clamp(min=2).log()[:, None], key_counts > 1)
 
     def _count(
         self, name: str | int, values: Float[Tensor, "layer head query"], counted: Bool[Tensor, "layer query"]

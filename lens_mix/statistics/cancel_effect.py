@@ -10,6 +10,7 @@ import torch
 
 from lens_mix.algebra.vectors import attention_vectors
 from lens_mix.arguments import check_columns, several, whole_number
+from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.precision import in_full_precision
 from lens_mix.methods.value_norms import ValueNorms
 from lens_mix.statistics.passes import each_prompt
@@ -18,7 +19,7 @@ from lens_mix.statistics.token_kinds import TokenKind, token_kind
 
 
 @in_full_precision
-def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pd.DataFrame:
+def weights_and_norms(model: TransformerLensModel, prompts: Any, **options: Any) -> pd.DataFrame:
     """Attention weight against the length of the value-output vector, by head and key.
 
     Args:
@@ -37,8 +38,8 @@ def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pd.DataFrame:
                 norm = pairs.head_norms[0]
             # No head's weight at all: the query can't see the key, and is no witness.
             pattern = pairs.pattern[0].to(norm.dtype)
-            seen = (pattern > 0).any(0).sum(0).clamp_min(1)
-            weight = pattern.sum(1).T / seen[:, None]
+            query_counts = (pattern > 0).any(0).sum(0).clamp_min(1)
+            weight = pattern.sum(1).T / query_counts[:, None]
             keys, heads = weight.shape
             columns = {
                 "prompt": number,
@@ -57,8 +58,8 @@ def weights_and_norms(model: Any, prompts: Any, **options: Any) -> pd.DataFrame:
 def no_op_table(table: pd.DataFrame, kind: TokenKind = token_kind) -> pd.DataFrame:
     """Means of a table of `weights_and_norms` by layer and kind of token (Kobayashi et al., 2020, fig. 5)."""
     check_columns("table", table, ("layer", "token", "weight", "norm", "weighted_norm"))
-    kinds = table["token"].map(kind).rename("kind")
-    return table.groupby(["layer", kinds])[["weight", "norm", "weighted_norm"]].mean()
+    token_kinds = table["token"].map(kind).rename("kind")
+    return table.groupby(["layer", token_kinds])[["weight", "norm", "weighted_norm"]].mean()
 
 
 def correlations(table: pd.DataFrame, by: Sequence[str] = ("layer",)) -> pd.DataFrame:

@@ -86,8 +86,8 @@ def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> 
     diagonal = diagonal or getattr(amplified, "key_tokens", None) is not None
     table = instance("amplified", amplified, MixingMap, "a MixingMap").to_dataframe()
     # the table has the order of the scores
-    kept = amplified.visible().cpu().numpy().ravel()
-    table = table[kept & (diagonal | (table["query"] != table["key"]))]
+    visible = amplified.visible().cpu().numpy().ravel()
+    table = table[visible & (diagonal | (table["query"] != table["key"]))]
     table = table.nlargest(count, "score").rename(columns={"score": "amplification"})
     names = ["layer", "query", "key", "query_token", "key_token", "amplification"]
     return table[names].reset_index(drop=True)

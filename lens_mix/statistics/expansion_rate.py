@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import ValuePath
+from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.parts import one_part
 from lens_mix.lens.precision import in_full_precision
 from lens_mix.lens.proof.support import check
 
 
 @in_full_precision
-def expansion_rates(model: Any, part: str | None = None, *, stack: str | None = None) -> pd.DataFrame:
+def expansion_rates(
+    model: TransformerLensModel, part: str | None = None, *, stack: str | None = None
+) -> pd.DataFrame:
     """Expansion rate of each head's value and output matrices, and of all heads of a block together.
 
     ‖[[W_V, 0], [b_V, 1]] [[W_O, 0], [b_O, 1]]‖_F / √(d_model + 1): the root mean square factor by which the

@@ -14,7 +14,7 @@ from lens_mix.algebra.feed_forward import feed_forward_shares
 from lens_mix.algebra.vectors import AttentionVectors, attention_vectors
 from lens_mix.arguments import check_columns, one_of, several
 from lens_mix.lens.block import Block
-from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.precision import in_full_precision
 from lens_mix.method import Method
 from lens_mix.methods.atb_ff import AtbFfResLn
@@ -29,7 +29,7 @@ STAGES = (*ATTENTION_STAGES, "atb_ff_res_ln")
 
 @in_full_precision
 def mixing_ratios(
-    model: Any, prompts: Any, stages: Sequence[str] | None = None, **options: Any
+    model: TransformerLensModel, prompts: Any, stages: Sequence[str] | None = None, **options: Any
 ) -> pd.DataFrame:
     """The mixing ratio of every token, layer and stage (Kobayashi et al., EMNLP 2021, section 4).
 
@@ -70,7 +70,7 @@ def mixing_ratios(
 
 
 def _passes(
-    model: Any, prompts: Any, stages: Sequence[str], fewer: bool, options: dict[str, Any]
+    model: TransformerLensModel, prompts: Any, stages: Sequence[str], fewer: bool, options: dict[str, Any]
 ) -> Iterator[tuple[PromptBlocks, Sequence[str]]]:
     """Clean passes; without the stage after the feed-forward where `fewer` allows it and it is refused."""
     methods: list[Method] = [AttnResLn()]
@@ -141,8 +141,8 @@ def by_layer(table: pd.DataFrame) -> pd.DataFrame:
 def by_kind(table: pd.DataFrame, kind: TokenKind = token_kind) -> pd.DataFrame:
     """Mean of a table of `mixing_ratios` by kind of token, a column per stage, and the count of tokens."""
     check_columns("table", table, ("layer", "stage", "ratio", "token"))
-    kinds = table["token"].map(kind).rename("kind")
-    out = table.groupby([kinds, "stage"])["ratio"].mean().unstack("stage")
+    token_kinds = table["token"].map(kind).rename("kind")
+    out = table.groupby([token_kinds, "stage"])["ratio"].mean().unstack("stage")
     out = out[[stage for stage in STAGES if stage in out.columns]]
     one = table[(table["layer"] == table["layer"].min()) & (table["stage"] == table["stage"].iloc[0])]
     return out.assign(tokens=one["token"].map(kind).value_counts())

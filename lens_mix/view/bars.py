@@ -78,12 +78,12 @@ def draw_bars(axes: Any, values: Float[Tensor, " key"], labels: list[str]) -> No
 
 def largest(rows: Iterable[Float[Tensor, " key"]]) -> list[int]:
     """The three largest bars of each row, by magnitude; a bar too small to be seen is none of them."""
-    found: dict[int, None] = {}
+    bars: dict[int, None] = {}
     for values in rows:
         sizes = values.nan_to_num(0.0).abs()
         order = sizes.argsort(descending=True).tolist()[:3]
-        found |= dict.fromkeys(i for i in order if sizes[i] > 0 and sizes[i] >= SMALLEST_SEEN * sizes.max())
-    return list(found)
+        bars |= dict.fromkeys(i for i in order if sizes[i] > 0 and sizes[i] >= SMALLEST_SEEN * sizes.max())
+    return list(bars)
 
 
 def _say_if_one_takes_it_all(axes: Any, values: Float[Tensor, " key"], labels: list[str]) -> None:

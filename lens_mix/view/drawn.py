@@ -38,8 +38,8 @@ class Drawn:
         shown = shown.merge_words() if words else shown
         visible = shown.visible()
         if not diagonal and shown.key_tokens is None:
-            own = torch.tensor(shown.query_positions, device=visible.device)[:, None]
-            visible = visible & (torch.arange(visible.shape[-1], device=visible.device) != own)
+            query_positions = torch.tensor(shown.query_positions, device=visible.device)[:, None]
+            visible = visible & (torch.arange(visible.shape[-1], device=visible.device) != query_positions)
         rows, places = list(range(visible.shape[1])), list(range(visible.shape[2]))
         if queries is not None:
             rows = [

@@ -124,8 +124,8 @@ def _draw_panel(
     if place % grid.columns == 0:
         canvas.label_ticks(axes.yaxis, grid.row_labels, room_for(grid.panel_height, FONT))
     if place + grid.columns >= len(grid.names):
-        room = room_for(grid.panel_width, FONT)
-        canvas.label_ticks(axes.xaxis, grid.key_labels, room, rotation=90, strongest=strongest)
+        limit = room_for(grid.panel_width, FONT)
+        canvas.label_ticks(axes.xaxis, grid.key_labels, limit, rotation=90, strongest=strongest)
     return image
 
 

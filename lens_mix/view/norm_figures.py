@@ -107,10 +107,10 @@ def weights_against_norms(
     dots = table.groupby(["layer", "token"])[["weight", "norm"]].mean().reset_index()
     up = "attention weight, mean over heads and queries"
     picture, axes = _axes(5.6, 4.0, title, "‖f(x)‖, mean over heads", up)
-    kinds = dots["token"].map(kind)
+    token_kinds = dots["token"].map(kind)
     # Kinds with fewer dots are drawn later, above the others.
-    for name in kinds.value_counts().index:
-        part = dots[kinds == name]
+    for name in token_kinds.value_counts().index:
+        part = dots[token_kinds == name]
         axes.scatter(part["norm"], part["weight"], s=9, color=KINDS.get(name, "#3182bd"), label=name)
     chosen = dots.nlargest(named, "weight")
     axes.scatter(chosen["norm"], chosen["weight"], s=26, facecolors="none", edgecolors=INK, linewidths=0.7)

@@ -45,7 +45,7 @@ def compiled() -> list[ConstructedModel]:
             "rasp_reverse",
             "gives the first letter at the last position: it counts the tokens to know where to look",
             functools.partial(_weights, "reverse"),
-            lambda generator: [0, *_some(generator, LETTERS, 4, LONGEST - 1)],
+            lambda generator: [0, *_sample(generator, LETTERS, 4, LONGEST - 1)],
             lambda tokens: ([(0, len(tokens) - 1, 0), (3, len(tokens) - 1, 1)], [1], len(tokens) - 1),
             lambda tokens, at: [letter for letter in LETTERS if letter not in tokens] if at else [],
         ),
@@ -99,31 +99,31 @@ def _sort(tokens: list[int]) -> Truth:
 # ------------------------------------------------------------------ prompts
 
 
-def _some(generator: torch.Generator, choices: Sequence[int], least: int, most: int) -> list[int]:
-    """Different ones, from `least` to `most` of them."""
-    count = int(torch.randint(least, most + 1, (), generator=generator))
+def _sample(generator: torch.Generator, choices: Sequence[int], minimum: int, maximum: int) -> list[int]:
+    """Different ones, from `minimum` to `maximum` of them."""
+    count = int(torch.randint(minimum, maximum + 1, (), generator=generator))
     return [choices[int(at)] for at in torch.randperm(len(choices), generator=generator)[:count]]
 
 
 def _with_counted(generator: torch.Generator) -> list[int]:
     """Different letters; the counted one stands at two places before the answer."""
-    tokens = [0, *_some(generator, LETTERS[1:], 6, LONGEST)]
-    for at in _some(generator, range(1, len(tokens) - 3), 2, 2):
+    tokens = [0, *_sample(generator, LETTERS[1:], 6, LONGEST)]
+    for at in _sample(generator, range(1, len(tokens) - 3), 2, 2):
         tokens[at] = COUNTED
     return tokens
 
 
 def _with_repetitions(generator: torch.Generator) -> list[int]:
     """Different letters; the last one stands at one or two places more."""
-    tokens = [0, *_some(generator, LETTERS, 5, LONGEST)]
-    for at in _some(generator, range(1, len(tokens) - 1), 1, 2):
+    tokens = [0, *_sample(generator, LETTERS, 5, LONGEST)]
+    for at in _sample(generator, range(1, len(tokens) - 1), 1, 2):
         tokens[at] = tokens[-1]
     return tokens
 
 
 def _numbers(generator: torch.Generator) -> list[int]:
     """Different numbers, the largest at any place but the last."""
-    tokens = [0, *_some(generator, NUMBERS[:9], 4, LONGEST)]
-    (at,) = _some(generator, range(1, len(tokens) - 1), 1, 1)
-    tokens[at] = _some(generator, LARGEST, 1, 1)[0]
+    tokens = [0, *_sample(generator, NUMBERS[:9], 4, LONGEST)]
+    (at,) = _sample(generator, range(1, len(tokens) - 1), 1, 1)
+    tokens[at] = _sample(generator, LARGEST, 1, 1)[0]
     return tokens

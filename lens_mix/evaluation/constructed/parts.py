@@ -33,9 +33,9 @@ def scratch(part: int) -> slice:
 
 def one_hot(tokens: Iterable[int]) -> Float[Tensor, "token token"]:
     """The identity on some tokens, 0 on all others."""
-    kept = torch.zeros(TOKENS)
-    kept[list(tokens)] = 1.0
-    return torch.diag(kept)
+    diagonal = torch.zeros(TOKENS)
+    diagonal[list(tokens)] = 1.0
+    return torch.diag(diagonal)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,12 +27,12 @@ _ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f", "\n", "\u010a")
 
 def pack(mixing_map: MixingMap, label: str) -> dict[str, Any]:
     """What the page is told of a map; JSON-able."""
-    scores, seen = mixing_map.scores.detach().cpu(), mixing_map.visible().cpu()
-    code = _code(scores, seen)
+    scores, visible = mixing_map.scores.detach().cpu(), mixing_map.visible().cpu()
+    code = _code(scores, visible)
     masked = mixing_map.mask is not None
     layers = [
         {**_packed(layer, keys, code), **({"visible": _bits(keys)} if masked else {})}
-        for layer, keys in zip(scores, seen, strict=True)
+        for layer, keys in zip(scores, visible, strict=True)
     ]
     # What a method noted of each block can be larger than the map.
     provenance = {name: value for name, value in mixing_map.provenance.items() if name != "details"}
@@ -97,36 +97,36 @@ def _feed_forward(mixing_map: MixingMap) -> list[list[float]] | None:
     return [[float(f"{share:.4g}") for share in layer] for layer in shares.tolist()]
 
 
-def _code(scores: Tensor, seen: Tensor) -> str:
+def _code(scores: Tensor, visible: Tensor) -> str:
     heads = scores.shape[1] if scores.ndim == 4 else 1
-    if int(seen.sum()) * heads <= _MOST_FLOAT16:
+    if int(visible.sum()) * heads <= _MOST_FLOAT16:
         return "float16"
     return "int8" if bool((scores < 0).any()) else "uint8"
 
 
 def _packed(
-    layer: Float[Tensor, "*head query key"], seen: Bool[Tensor, "query key"], code: str
+    layer: Float[Tensor, "*head query key"], visible: Bool[Tensor, "query key"], code: str
 ) -> dict[str, Any]:
     """The visible numbers of one layer, row by row, head by head; `largest`, and the largest `error`.
 
     float16: x / largest. uint8 and int8: the square root of it in steps, so that small numbers keep digits.
     """
-    values = layer[..., seen].to(torch.float64).numpy()
+    values = layer[..., visible].to(torch.float64).numpy()
     largest = float(np.abs(values).max(initial=0.0)) or 1.0
     if code == "float16":
-        kept = (values / largest).astype("<f2")
-        back = kept.astype(np.float64)
+        encoded = (values / largest).astype("<f2")
+        back = encoded.astype(np.float64)
     else:
         steps = _STEPS[code]
-        kept = np.rint(np.sign(values) * np.sqrt(np.abs(values) / largest) * steps).astype(code)
-        part = kept.astype(np.float64) / steps
+        encoded = np.rint(np.sign(values) * np.sqrt(np.abs(values) / largest) * steps).astype(code)
+        part = encoded.astype(np.float64) / steps
         back = np.sign(part) * part**2
     error = float(np.abs(back * largest - values).max(initial=0.0))
-    return {"largest": largest, "error": error, "data": _text(kept.tobytes())}
+    return {"largest": largest, "error": error, "data": _text(encoded.tobytes())}
 
 
-def _bits(seen: Bool[Tensor, "query key"]) -> str:
-    return _text(np.packbits(seen.numpy(), axis=None, bitorder="little").tobytes())
+def _bits(visible: Bool[Tensor, "query key"]) -> str:
+    return _text(np.packbits(visible.numpy(), axis=None, bitorder="little").tobytes())
 
 
 def _text(data: bytes) -> str:

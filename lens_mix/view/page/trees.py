@@ -29,34 +29,34 @@ def trees_of(
         TypeError: no graphs of networkx. ValueError: not one entry per prompt; nodes that are no (level,
             position); edges without a weight.
     """
-    found: list[Graphs]
+    graphs: list[Graphs]
     if trees is None:
-        found = [_own(labelled) for labelled in maps]
+        graphs = [_graphs_of_papers(labelled) for labelled in maps]
     else:
         listed = [trees] if isinstance(trees, (nx.DiGraph, Mapping)) else trees
         expected = "a graph, several by name, or a list with one of these per prompt"
         instance("trees", listed, Sequence, expected)
         if len(listed) != len(maps):
             raise ValueError(f"trees: expected one entry per prompt, {len(maps)}, got {len(listed)}")
-        found = [{"tree": one} if isinstance(one, nx.DiGraph) else one for one in listed]
-    named = [instance("trees", one, Mapping, "graphs by name") for one in found]
+        graphs = [{"tree": one} if isinstance(one, nx.DiGraph) else one for one in listed]
+    named = [instance("trees", one, Mapping, "graphs by name") for one in graphs]
     return [[_packed(graph, str(name)) for name, graph in one.items()] for one in named]
 
 
-def _own(maps: Mapping[str, MixingMap]) -> dict[str, nx.DiGraph]:
+def _graphs_of_papers(maps: Mapping[str, MixingMap]) -> dict[str, nx.DiGraph]:
     """What the papers draw of their maps; of a map that can't have it (some rows, merged tokens), nothing."""
     grown: dict[str, Callable[[MixingMap], nx.DiGraph]] = {
         "attention_attribution": attribution_tree,
         "information_flow_routes": _routes,
     }
-    found = {}
+    graphs = {}
     for label, m in maps.items():
         if m.kind == "layer" and m.method in grown:
             try:
-                found[label] = grown[m.method](m)
+                graphs[label] = grown[m.method](m)
             except ValueError:
                 continue
-    return found
+    return graphs
 
 
 def _routes(m: MixingMap) -> nx.DiGraph:
@@ -67,10 +67,10 @@ def _packed(graph: nx.DiGraph, name: str) -> dict[str, Any]:
     instance("trees", graph, nx.DiGraph, "a networkx graph, as attribution_tree returns it")
     edges = [(start, end, _weighed(values, start, end)) for start, end, values in graph.edges(data=True)]
     edges.sort(key=lambda edge: -abs(edge[2]["weight"]))
-    kept = edges[:MOST_EDGES]
+    strongest = edges[:MOST_EDGES]
     root = graph.graph.get("root", graph.graph.get("target"))
     roots = [root] if root is not None else list(graph.graph.get("targets", ()))
-    used = dict.fromkeys(node for start, end, _ in kept for node in (start, end))
+    used = dict.fromkeys(node for start, end, _ in strongest for node in (start, end))
     nodes = list(dict.fromkeys([*roots, *used, *([] if edges else graph)]))
     place = {node: index for index, node in enumerate(nodes)}
     return {
@@ -80,7 +80,7 @@ def _packed(graph: nx.DiGraph, name: str) -> dict[str, Any]:
         "roots": [place[node] for node in roots],
         "whole": [graph.number_of_nodes(), len(edges)],
         "nodes": [_node(graph, node) for node in nodes],
-        "edges": [[place[start], place[end], values] for start, end, values in kept],
+        "edges": [[place[start], place[end], values] for start, end, values in strongest],
     }
 
 
