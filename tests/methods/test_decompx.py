@@ -145,7 +145,7 @@ def test_rows_of_padded_prompts_are_those_of_each_prompt_alone(name, side):
     for index, length in enumerate(lengths):
         alone = torch.stack(lm.DecompX().of_stack(padded_blocks(model, [length], side)), dim=1)
         own = blocks[0].real[index]
-        # Rotary factors are float32 in any model, and a processor may round those of another length otherwise.
+        # Rotary factors are always float32; a processor may round those of another length otherwise.
         bound = 1e-5 if name in ("llama", "phi") else 1e-10
         assert largest(maps[index][:, own][:, :, own], alone[0]) < bound
         assert largest(maps[index][:, :, ~own], 0) == 0 if length < 10 else True
