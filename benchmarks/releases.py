@@ -1,0 +1,84 @@
+"""Value Zeroing of two checkouts of this repository, in turns, one process each, one thread, processor time.
+
+    git worktree add ../old d092647
+    python -m benchmarks.releases ../old . --repeats 5
+
+Both sides take the same library for large products (MKL, what PyTorch takes by itself).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+LARGE_PRODUCT = ("lens_mix.algebra.large_product", "lens_mix.methods.large_product")
+
+
+def answer(root: str, name: str, layers: int) -> None:
+    """A worker: the seconds of one run per length that is asked on standard input."""
+    sys.path.insert(0, root)
+    import torch
+
+    torch.set_num_threads(1)
+    lens_mix, common = importlib.import_module("lens_mix"), importlib.import_module("benchmarks.common")
+    for module in LARGE_PRODUCT:
+        if (Path(root) / f"{module.replace('.', '/')}.py").exists():
+            importlib.import_module(module)._onednn_is_faster = lambda threads: False
+    model = common.MODELS[name](layers=layers)
+    for line in sys.stdin:
+        tokens = common.random_tokens(model, int(line))
+        start = time.process_time()
+        lens_mix.run(model, tokens, "value_zeroing", engine="algebra")
+        print("seconds", time.process_time() - start, flush=True)
+
+
+def seconds(worker: subprocess.Popen[str], length: int) -> float:
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    worker.stdin.write(f"{length}\n")
+    worker.stdin.flush()
+    for line in worker.stdout:
+        if line.startswith("seconds"):
+            return float(line.split()[1])
+    raise RuntimeError(f"expected seconds, got the end of a worker's output: {worker.args}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("old")
+    parser.add_argument("new")
+    parser.add_argument("--models", nargs="+", default=["gpt2-like", "bert-like", "llama-like"])
+    parser.add_argument("--sizes", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return answer(options.old, options.models[0], options.layers)
+    print("| model | positions | old s | new s | old ÷ new |\n| --- | --- | --- | --- | --- |")
+    for name in options.models:
+        workers = []
+        for root in (Path(options.old).resolve(), Path(options.new).resolve()):
+            command = [sys.executable, __file__, str(root), "", "--worker", "--models", name]
+            command += ["--layers", str(options.layers)]
+            environment = {**os.environ, "PYTHONPATH": str(root)}
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            workers.append(subprocess.Popen(command, text=True, cwd=root, env=environment, **pipes))
+        for length in options.sizes:
+            for worker in workers * 2:
+                seconds(worker, length)
+            times = [[seconds(worker, length) for worker in workers] for _ in range(options.repeats)]
+            old, new = (statistics.median(column) for column in zip(*times, strict=True))
+            print(f"| {name} | {length} | {old:.3g} | {new:.3g} | {old / new:.2f} |", flush=True)
+        for worker in workers:
+            worker.terminate()
+
+
+if __name__ == "__main__":
+    main()
