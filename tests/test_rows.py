@@ -22,14 +22,14 @@ def supported(model, stack):
     return alone, [name for name in names if name not in whole], whole
 
 
-def assert_cut(part, whole, queries, layers):
+def assert_cut(part, whole, queries, layers, exactness=1e-10):
     """`part` holds what is left of `whole`, and nothing else."""
     cut = whole.select_layers(layers).select_queries(queries)
     assert (part.queries, part.layers, part.tokens) == (cut.queries, cut.layers, cut.tokens)
     assert part.causal == cut.causal
     assert torch.equal(part.visible(), cut.visible())
     torch.testing.assert_close(
-        part.scores, cut.scores, atol=1e-10, rtol=0, msg=lambda text: f"{part.method}: {text}"
+        part.scores, cut.scores, atol=exactness, rtol=0, msg=lambda text: f"{part.method}: {text}"
     )
 
 
@@ -41,6 +41,8 @@ def test_rows_and_layers_equal_the_cut_of_the_whole_map(label):
         pytest.skip("refused altogether: tested with the matrix")
     prompt = prompt_of(model, 9)
     alone, every, one_map = supported(model, case.stack)
+    # Hugging Face's GPT-Neo and GPT-J make their patterns in float32 in any model.
+    exactness = 1e-6 if label in ("bridge gpt_neo", "bridge gptj") else 1e-10
     whole = lm.run(model, prompt, [*every, *one_map], stack=case.stack)
     # Alone the pass records these rows only; with the others it records all, and each block is cut.
     for names, queries, layers in (
@@ -53,7 +55,7 @@ def test_rows_and_layers_equal_the_cut_of_the_whole_map(label):
             continue
         parts = lm.run(model, prompt, names, stack=case.stack, queries=queries, layers=layers)
         for name in names:
-            assert_cut(parts[name], whole[name], queries, layers)
+            assert_cut(parts[name], whole[name], queries, layers, exactness)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
