@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import math
 import os
 import platform
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -264,3 +266,40 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     return str(value)
+
+
+def write_table(out: Path, title: str, rows: Iterable[Mapping[str, Any]], note: str = "") -> None:
+    """One table of `out`/results.json and `out`/RESULTS.md, row by row as they are found; the others stay."""
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "results.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    table: dict[str, Any] = {"machine": machine(), **gemm_rates(), "note": note, "rows": []}
+    for row in rows:
+        print(title, row, flush=True)
+        table["rows"].append(row)
+        found[title] = table
+        (out / "RESULTS.md").write_text(_report(found))
+        file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+def _report(found: dict[str, Any]) -> str:
+    """The tables as Markdown."""
+    lines = [
+        "# Benchmark results",
+        "",
+        "Written by `make bench` from real runs; medians; what is compared ran in turns.",
+    ]
+    for title, table in found.items():
+        machine = ", ".join(
+            f"{name} {value}" for name, value in table["machine"].items() if value is not None
+        )
+        lines += ["", f"## {title}", "", f"Machine: {machine}."]
+        rate, plain = table["GEMM GFLOP/s"], table.get("torch.mm GFLOP/s")
+        own = "" if plain is None else f"; by torch.mm, which models use, at {plain:.0f}"
+        lines += [f"One large matrix product ran at {rate:.0f} GFLOP/s (float32){own}."]
+        if table["machine"]["gpu"] is None:
+            lines += ["No GPU was at hand."]
+        if table["note"]:
+            lines += [table["note"]]
+        lines += ["", markdown_table(table["rows"])]
+    return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
 """Value Zeroing of two checkouts of this repository, in turns, one process each, one thread, processor time.
 
     git worktree add ../old d092647
-    python -m benchmarks.releases ../old . --repeats 5
+    python -m benchmarks.releases ../old . --repeats 5 --out benchmarks
 
 Both sides take the same library for large products (MKL, what PyTorch takes by itself).
 """
@@ -15,8 +15,11 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+TITLE = "Value Zeroing, this release and d092647"
+NOTE = "Two processes in turns, one thread, processor time, MKL on both sides."
 LARGE_PRODUCT = ("lens_mix.algebra.large_product", "lens_mix.methods.large_product")
 
 
@@ -49,22 +52,11 @@ def seconds(worker: subprocess.Popen[str], length: int) -> float:
     raise RuntimeError(f"expected seconds, got the end of a worker's output: {worker.args}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("old")
-    parser.add_argument("new")
-    parser.add_argument("--models", nargs="+", default=["gpt2-like", "bert-like", "llama-like"])
-    parser.add_argument("--sizes", nargs="+", type=int, default=[64, 128, 256])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        return answer(options.old, options.models[0], options.layers)
-    print("| model | positions | old s | new s | old ÷ new |\n| --- | --- | --- | --- | --- |")
+def rows(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """A row per model and length, with two workers that live as long as the model is measured."""
     for name in options.models:
         workers = []
-        for root in (Path(options.old).resolve(), Path(options.new).resolve()):
+        for root in (options.old.resolve(), options.new.resolve()):
             command = [sys.executable, __file__, str(root), "", "--worker", "--models", name]
             command += ["--layers", str(options.layers)]
             environment = {**os.environ, "PYTHONPATH": str(root)}
@@ -75,9 +67,31 @@ def main() -> None:
                 seconds(worker, length)
             times = [[seconds(worker, length) for worker in workers] for _ in range(options.repeats)]
             old, new = (statistics.median(column) for column in zip(*times, strict=True))
-            print(f"| {name} | {length} | {old:.3g} | {new:.3g} | {old / new:.2f} |", flush=True)
+            yield {"model": name, "positions": length, "old s": old, "new s": new, "old ÷ new": old / new}
         for worker in workers:
             worker.terminate()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--out", type=Path, help="a folder whose RESULTS.md and results.json get the table")
+    parser.add_argument("--models", nargs="+", default=["gpt2-like", "bert-like", "llama-like"])
+    parser.add_argument("--sizes", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return answer(options.old, options.models[0], options.layers)
+    # Only here: a worker's `benchmarks.common` is that of its own checkout.
+    from benchmarks import common
+
+    if options.out is not None:
+        common.write_table(options.out, TITLE, rows(options), NOTE)
+    else:
+        print(common.markdown_table(list(rows(options))))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import lens_mix as lm
-from benchmarks import attribution, common, flow, precision, rows, value_zeroing
+from benchmarks import attribution, common, flow, precision, rollout, rows, value_zeroing
 from lens_mix.methods import METHODS
 
 HERE = Path(__file__).resolve().parent
@@ -120,13 +120,25 @@ def captum(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield attribution.against_captum(12 if options.full else 3, positions, options.repeats)
 
 
+def eight_points(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Attribution with the points that each layer needs beside eight in every layer."""
+    for name in options.models:
+        yield attribution.against_eight_points(name, 12 if options.full else 3, 64, options.repeats)
+
+
+def plain_loop(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rollout beside a loop of three lines."""
+    for causal in (True, False):
+        yield rollout.against_plain_loop(12, 1024, causal, options.repeats)
+
+
 def networkx(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Attention flow beside networkx, which solves a sample of the pairs."""
     for layers, causal in ((12, False), (12, True), (6, False)) if options.full else ((6, True),):
         yield flow.against_networkx(layers, 32, causal, options.repeats, sample=6)
 
 
-TABLES = ("compared", "long", "rows", "digits", "captum", "networkx", "methods")
+TABLES = ("compared", "long", "rows", "digits", "captum", "points", "rollout", "networkx", "methods")
 
 
 def tables(options: argparse.Namespace) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
@@ -144,34 +156,15 @@ def tables(options: argparse.Namespace) -> Iterator[tuple[str, Iterator[dict[str
         yield "Digits of float32", digits(options)
     if "captum" in options.tables:
         yield "Attention attribution, captum", captum(options)
+    if "points" in options.tables:
+        yield "Attention attribution, eight points in every layer", eight_points(options)
+    if "rollout" in options.tables:
+        yield "Rollout, a plain loop", plain_loop(options)
     if "networkx" in options.tables:
         yield "Attention flow, networkx", networkx(options)
     if "methods" in options.tables:
         for name in options.models:
             yield f"Every method, {name}", methods(name, options)
-
-
-def report(found: dict[str, Any]) -> str:
-    """The tables as Markdown."""
-    lines = [
-        "# Benchmark results",
-        "",
-        "Written by `make bench` from real runs; medians; what is compared ran in turns.",
-    ]
-    for title, table in found.items():
-        machine = ", ".join(
-            f"{name} {value}" for name, value in table["machine"].items() if value is not None
-        )
-        lines += ["", f"## {title}", "", f"Machine: {machine}."]
-        rate, plain = table["GEMM GFLOP/s"], table.get("torch.mm GFLOP/s")
-        own = "" if plain is None else f"; by torch.mm, which models use, at {plain:.0f}"
-        lines += [f"One large matrix product ran at {rate:.0f} GFLOP/s (float32){own}."]
-        if table["machine"]["gpu"] is None:
-            lines += ["No GPU was at hand."]
-        if table["note"]:
-            lines += [table["note"]]
-        lines += ["", common.markdown_table(table["rows"])]
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -188,18 +181,8 @@ def main() -> None:
     options = parser.parse_args()
     options.models = options.models or [*common.MODELS, *([SMOLLM2] if options.full else [])]
     torch.set_num_threads(options.threads)
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "results.json"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     for title, found_rows in tables(options):
-        table: dict[str, Any] = {"machine": common.machine(), **common.gemm_rates()}
-        table |= {"note": options.note, "rows": []}
-        for row in found_rows:
-            print(title, row, flush=True)
-            table["rows"].append(row)
-            found[title] = table
-            (options.out / "RESULTS.md").write_text(report(found))
-            file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        common.write_table(options.out, title, found_rows, options.note)
 
 
 if __name__ == "__main__":
