@@ -1,0 +1,86 @@
+"""What a file keeps to itself has an underscore; what others import, or find in a signature, has none."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from tests.source_tree import LIBRARY, ROOT
+
+READERS = ("lens_mix", "tests", "demos", "benchmarks", "hooks")
+
+
+def test_what_a_file_keeps_to_itself_has_an_underscore():
+    files = {path: ast.parse(path.read_text()) for folder in READERS for path in (ROOT / folder).rglob("*.py")}
+    wanted = {path: set(_names_wanted(tree)) for path, tree in files.items()}
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, tree in files.items()
+        if path.is_relative_to(LIBRARY)
+        for name in _kept_to_itself(tree, (wanted[other] for other in files if other != path))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_rule_finds_one():
+    tree = ast.parse("Size = int\nShape = int\nLIMIT = 3\n_HIDDEN = 4\ndef area(shape: Shape) -> int: ...\n")
+    assert list(_kept_to_itself(tree, [{"area"}])) == ["Size", "LIMIT"]
+
+
+def _kept_to_itself(tree: ast.Module, wanted_elsewhere: Iterable[set[str]]) -> Iterator[str]:
+    elsewhere = set().union(*wanted_elsewhere, _in_signatures(tree), _all_of(tree))
+    for name in _defined(tree):
+        if not name.startswith("_") and name not in elsewhere:
+            yield name
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def _names_wanted(tree: ast.Module) -> Iterator[str]:
+    """Imported, read off a module, or named as text (lazy tables, monkeypatch)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            yield node.value
+
+
+def _in_signatures(tree: ast.Module) -> Iterator[str]:
+    """Names in the annotations, and the bases, of what has no underscore: whoever calls it meets them."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            yield from _annotations(node)
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from (name for base in node.bases for name in _read(base))
+            for part in node.body:
+                if isinstance(part, ast.AnnAssign):
+                    yield from _read(part.annotation)
+                elif isinstance(part, ast.FunctionDef):
+                    yield from _annotations(part)
+
+
+def _annotations(function: ast.FunctionDef) -> Iterator[str]:
+    arguments = function.args
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    hints = [each.annotation for each in every if each is not None] + [function.returns]
+    yield from (name for hint in hints if hint is not None for name in _read(hint))
+
+
+def _read(expression: ast.expr) -> Iterator[str]:
+    return (node.id for node in ast.walk(expression) if isinstance(node, ast.Name))
+
+
+def _all_of(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(ast.unparse(each) == "__all__" for each in node.targets):
+            yield from (name for name in ast.literal_eval(node.value))
+            yield "__all__"
