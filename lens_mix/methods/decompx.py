@@ -15,12 +15,12 @@ from lens_mix.algebra.activations import plain_multiplier
 from lens_mix.algebra.bias_split import SPLITS, Split, split_bias, through_linear
 from lens_mix.algebra.decomposition import Decomposition, carried
 from lens_mix.algebra.definitions import through_norm, value_vectors
+from lens_mix.algebra.feed_forward import refuses_feed_forward
 from lens_mix.algebra.linear_block import SLOPES, DecomposedBlock, Slope, decomposed
 from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE
 from lens_mix.method import Method
-from lens_mix.methods.atb_ff import refuses_feed_forward
 from lens_mix.methods.value_norms import ATTENTION_RECORDS
 
 if TYPE_CHECKING:
