@@ -126,6 +126,31 @@ def pairs(name: str, values: Any, what: str) -> list[tuple[Any, Any]]:
     return [(first, second) for first, second in listed]
 
 
+def heads_by_layer(heads: Any) -> Any:
+    """Heads as a list, each once, or layer -> list; a tensor, a range or a set will do. None: all."""
+    if heads is None:
+        return None
+    if isinstance(heads, Mapping):
+        return {whole_number("heads (layer)", layer, 0): heads_by_layer(of) for layer, of in heads.items()}
+    listed = _from_zero_up("heads", heads)
+    if len(set(listed)) != len(listed):
+        raise ValueError(f"heads: expected each head once, got {listed}")
+    return listed
+
+
+def groups_of_positions(name: str, groups: Any) -> list[list[int]]:
+    """Groups of positions as lists, none of them empty; no position is in two."""
+    listed = [_from_zero_up(name, group) for group in several(name, groups, "groups of positions", least=1)]
+    positions = [position for group in listed for position in group]
+    if len(set(positions)) != len(positions):
+        raise ValueError(f"{name}: expected each position in one group at most, got {listed}")
+    return listed
+
+
+def _from_zero_up(name: str, values: Any) -> list[int]:
+    return [whole_number(name, one, 0) for one in several(name, values, "whole numbers in a list", least=1)]
+
+
 def plain_tensor(name: str, tensor: Tensor) -> Tensor:
     """The tensor, if it can be calculated with: not sparse, quantised, on "meta", or of 8-bit floats."""
     eight_bits = tensor.is_floating_point() and tensor.element_size() == 1

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Logits = Callable[[Tensor], Tensor]
 
@@ -16,7 +19,7 @@ _TOLERANCE = 1e-3
 _FINAL_NORMS = ("ln_f", "norm", "final_norm", "final_layer_norm", "final_layernorm")
 
 
-def read_head(model: Any) -> tuple[Logits, bool]:
+def read_head(model: PreTrainedModel) -> tuple[Logits, bool]:
     """Its head, proven on four tokens, and whether it reads the hidden states after a final norm.
 
     Raises:
@@ -24,15 +27,14 @@ def read_head(model: Any) -> tuple[Logits, bool]:
     """
     from transformers import PreTrainedModel
 
-    base: Any = getattr(model, "base_model", None)
-    if not isinstance(model, PreTrainedModel) or base is model:
+    if not isinstance(model, PreTrainedModel) or model.base_model is model:
         raise TypeError(
             "hf_model: expected a classifier of transformers (AutoModelForSequenceClassification), got "
             f"{type(model).__name__}"
         )
     if model.training:
         raise ValueError("hf_model: expected evaluation mode, got training mode; call hf_model.eval() first")
-    config: Any = model.config
+    base, config = model.base_model, model.config
     # Of some models' heads the padding token says where the prompt ends.
     ids = [token for token in range(config.vocab_size) if token != config.pad_token_id][-4:]
     tokens = torch.tensor([ids], device=next(iter(model.parameters())).device)
@@ -52,7 +54,9 @@ def read_head(model: Any) -> tuple[Logits, bool]:
     )
 
 
-def last_hidden(model: Any, tokens: Tensor, **inputs: Tensor) -> Float[Tensor, "batch pos d_model"]:
+def last_hidden(
+    model: PreTrainedModel, tokens: Tensor, **inputs: Tensor
+) -> Float[Tensor, "batch pos d_model"]:
     """What the head reads, by the model's own pass."""
     with torch.no_grad():
         return model.base_model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs)[0]
@@ -64,7 +68,7 @@ def close(one: Tensor, other: Tensor) -> bool:
     return bool(difference <= _TOLERANCE * other.double().abs().max())
 
 
-def _heads(model: Any, base: Any) -> Iterator[Logits]:
+def _heads(model: nn.Module, base: nn.Module) -> Iterator[Logits]:
     """The forms that heads have: BERT, RoBERTa, DistilBERT, ModernBERT, decoders, and a plain linear one."""
     classifier, score = getattr(model, "classifier", None), getattr(model, "score", None)
     pooler, before, dense = (

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -29,6 +29,9 @@ from torch import Tensor
 
 from lens_mix import classifiers
 from lens_mix.arguments import flags, instance, one_of, shown, whole_number
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Measure = Literal["probability", "log_probability", "logit"]
 Reads = Literal["logits", "last_residual"]
@@ -49,7 +52,7 @@ class Context:
 
     tokens: Int[Tensor, " pos"]
     output: Float[Tensor, "batch ..."]
-    tokenizer: Any = None
+    tokenizer: PreTrainedTokenizerBase | None = None
     inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def token_id(self, token: str | int, name: str = "token") -> int:
@@ -227,7 +230,7 @@ class Head(_Custom):
 class _HfClassifier(Head):
     """A class of a classifier of transformers (see `hf_classifier`); `function` is its head."""
 
-    hf_model: Any = None
+    hf_model: PreTrainedModel = dataclasses.field(kw_only=True)
     index: int | None = None
     of: Measure = "probability"
 
@@ -329,7 +332,9 @@ def head(function: Explained, after_final_norm: bool = False) -> Target:
     return Head(function, after_final_norm)
 
 
-def hf_classifier(hf_model: Any, class_: int | str | None = None, of: Measure = "probability") -> Target:
+def hf_classifier(
+    hf_model: PreTrainedModel, class_: int | str | None = None, of: Measure = "probability"
+) -> Target:
     """A class of a classifier of transformers, whose head TransformerLens drops when it loads the model.
 
     Map the model with TransformerBridge as it loads (a `BertForMaskedLM`, say), and give the classifier of
@@ -357,7 +362,7 @@ def hf_classifier(hf_model: Any, class_: int | str | None = None, of: Measure = 
             raise ValueError(f"class_: expected one of {list(names)}, got {shown(class_)}")
         class_ = names[class_]
     index = None if class_ is None else whole_number("class_", class_, 0, count - 1)
-    return _HfClassifier(function, after, hf_model, index, _checked_measure(of))
+    return _HfClassifier(function, after, index, _checked_measure(of), hf_model=hf_model)
 
 
 # ------------------------------------------------------------------ reading targets

@@ -22,18 +22,33 @@ from lens_mix.lens.anatomy import Norm
 Linear = Callable[[Float[Tensor, "batch query key d_model"]], Float[Tensor, "batch query key d_model"]]
 
 
+def head_vectors(
+    value: Float[Tensor, "batch key value_head d_head"], W_O: Float[Tensor, "head d_head d_model"]
+) -> Float[Tensor, "batch key head d_model"]:
+    """v_jh W_O^h; grouped value heads serve several query heads each."""
+    group = len(W_O) // value.shape[2]
+    value = repeat(value, "batch key value_head d_head -> batch key (value_head group) d_head", group=group)
+    return einsum(value, W_O, "batch key head d_head, head d_head d_model -> batch key head d_model")
+
+
+def head_parts(
+    pattern: Float[Tensor, "batch head query key"],
+    value: Float[Tensor, "batch key value_head d_head"],
+    W_O: Float[Tensor, "head d_head d_model"],
+) -> Float[Tensor, "batch query head key d_model"]:
+    """a_ijh v_jh W_O^h, what each head sent from each key."""
+    axes = "batch head query key, batch key head d_model -> batch query head key d_model"
+    return einsum(pattern, head_vectors(value, W_O), axes)
+
+
 def value_vectors(
     pattern: Float[Tensor, "batch head query key"],
     value: Float[Tensor, "batch key value_head d_head"],
     W_O: Float[Tensor, "head d_head d_model"],
 ) -> Float[Tensor, "batch query key d_model"]:
-    """Σ_h a_ijh v_jh W_O^h; grouped value heads serve several query heads each."""
-    group = len(W_O) // value.shape[2]
-    value = repeat(value, "batch key value_head d_head -> batch key (value_head group) d_head", group=group)
-    head_vectors = einsum(value, W_O, "batch key head d_head, head d_head d_model -> batch key head d_model")
-    return einsum(
-        pattern, head_vectors, "batch head query key, batch key head d_model -> batch query key d_model"
-    )
+    """Σ_h a_ijh v_jh W_O^h."""
+    axes = "batch head query key, batch key head d_model -> batch query key d_model"
+    return einsum(pattern, head_vectors(value, W_O), axes)
 
 
 def residual_vectors(

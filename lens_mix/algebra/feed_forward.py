@@ -141,6 +141,19 @@ def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant
     return FeedForwardShares(anatomy, feed_forward, scale, multipliers, W_out, read, vectors.mid)
 
 
+def refuses_feed_forward(anatomy: BlockAnatomy) -> str | None:
+    """Why vectors can't be followed through the feed-forward; None where they can."""
+    if anatomy.cross:
+        reads = (
+            "cross-attention lies between self-attention and feed-forward, which reads the other stack too"
+        )
+        return f"{reads} (expected a block without cross-attention)"
+    if anatomy.feed_forward is None:
+        kind = anatomy.feed_forward_kind
+        return f"expected a plain or gated feed-forward, found {kind!r}; attn_res stops before it"
+    return None
+
+
 def _feed_forward(block: Block) -> FeedForward:
     if block.anatomy.feed_forward is None:
         kind = block.anatomy.feed_forward_kind

@@ -8,8 +8,7 @@ and number of threads.
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable
+import timeit
 
 import torch
 from jaxtyping import Float
@@ -17,15 +16,11 @@ from torch import Tensor
 
 # Multiplications below which a call's own cost decides.
 LEAST = 2**24
-
 # A copy of a matrix costs about as much as oneDNN saves for so many rows (measured: 270 to 700).
 COPY_EARNED_BY = 512
-
-# oneDNN must be 1.25 times as fast: it allocates its result, and near a tie the choice, and with it the last
-# digits, would vary from process to process.
+# oneDNN must be so many times as fast: it allocates its result, and near a tie the choice, and with it the
+# last digits, would vary from process to process.
 _GAIN = 1.25
-
-_PROBE = 384
 
 
 def add_product(
@@ -34,15 +29,8 @@ def add_product(
     matrix: Float[Tensor, "inner column"],
     factor: float = 1.0,
 ) -> None:
-    """Add factor · x @ matrix, without gradients.
-
-    Args:
-        into: where to.
-        x: many rows.
-        matrix: MKL makes the product where it is not contiguous (oneDNN would take a hundred times as long);
-            see `as_right_factor`.
-        factor: of the product.
-    """
+    """Add factor · x @ matrix, without gradients."""
+    # For a matrix that is not contiguous oneDNN would take a hundred times as long.
     if x.shape[0] * matrix.numel() >= LEAST and matrix.is_contiguous() and by_onednn(x):
         into.add_(product_by_onednn(x, matrix), alpha=factor)
     else:
@@ -66,19 +54,14 @@ def decide(device: torch.device) -> None:
 
 def by_onednn(x: Tensor) -> bool:
     """Whether oneDNN makes the large products of such tensors."""
-    return (
-        x.dtype == torch.float32
-        and x.device.type == "cpu"
-        and torch.backends.mkldnn.is_available()
-        and bool(torch.backends.mkldnn.enabled)
-        and _onednn_is_faster(torch.get_num_threads())
-    )
+    usable = x.dtype == torch.float32 and x.device.type == "cpu" and torch.backends.mkldnn.enabled
+    return bool(usable) and _onednn_is_faster(torch.get_num_threads())
 
 
 def product_by_onednn(
     x: Float[Tensor, "row inner"], matrix: Float[Tensor, "inner column"]
 ) -> Float[Tensor, "row column"]:
-    """x @ matrix by oneDNN, without gradients; the operation that compiled models use."""
+    """x @ matrix, without gradients; the operation that compiled models use."""
     return torch.ops.mkldnn._linear_pointwise(x, matrix.T, None, "none", [], "")
 
 
@@ -86,23 +69,11 @@ def product_by_onednn(
 def _onednn_is_faster(threads: int) -> bool:
     """Whether it is with so many threads as there are, by a margin, and gives the same numbers."""
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
-        x = torch.linspace(0, 1, _PROBE**2, device="cpu", dtype=torch.float32).view(_PROBE, _PROBE)
+        x = torch.linspace(0, 1, 384**2, device="cpu", dtype=torch.float32).view(384, 384)
         try:
-            product = product_by_onednn(x, x)
-        except (RuntimeError, AttributeError, TypeError):
-            # Another release of PyTorch.
+            same = torch.allclose(product_by_onednn(x, x), x @ x, rtol=1e-4)
+        except (RuntimeError, AttributeError, TypeError):  # another release of PyTorch
             return False
-        if not torch.allclose(product, x @ x, rtol=1e-4):
-            return False
-        usual, other = (_seconds(way) for way in (lambda: x @ x, lambda: product_by_onednn(x, x)))
-    return usual > _GAIN * other
-
-
-def _seconds(way: Callable[[], object], repeats: int = 4) -> float:
-    """The least time of some runs."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        way()
-        times.append(time.perf_counter() - start)
-    return min(times)
+        ways = (lambda: x @ x, lambda: product_by_onednn(x, x))
+        usual, other = (min(timeit.repeat(way, number=1, repeat=4)) for way in ways)
+    return same and usual > _GAIN * other

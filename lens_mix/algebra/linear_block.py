@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from einops import einsum
+from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -105,6 +105,43 @@ class LinearBlock:
         out = through_linear(feed_forward.W_out, feed_forward.b_out, hidden, rule)
         post = torch.add(mid, self._branch.shares(out, rule, rows), alpha=s)
         return DecomposedBlock(attention, mid, out, self._residual.shares(post, rule, rows))
+
+
+def decomposed(
+    block: Block,
+    rule: Split,
+    slope: Slope,
+    shares: Float[Tensor, "batch key source *d_model"] | None,
+    state: Float[Tensor, "batch key d_model"] | None,
+) -> DecomposedBlock:
+    """From the shares of what enters a block to those of its output, for all pairs at once.
+
+    Args:
+        block: the block.
+        rule, slope: as in `DecompX`.
+        shares, state: X and the residual stream, entering at all positions. Without a state, each position's
+            whole vector and value (b_V included) enter, and `shares` says how much of them is each source's;
+            None: all is its own.
+    """
+    path, linear = value_path(block), LinearBlock(block, slope, alone=state is None)
+    x = linear.resid_pre
+    # Copies, for `decompx_logits`: autograd keeps nothing that was recorded in inference mode.
+    pattern, value = (block.recorded(role).to(x.dtype, copy=True) for role in ("pattern", "value"))
+    if shares is None:
+        shares = torch.eye(block.real.shape[1], dtype=x.dtype, device=x.device).expand(len(x), -1, -1)
+    if state is None:
+        entering = block.rows_of(shares)[..., None] * x[:, :, None].clone()
+        value = shares[..., None, None] * value[:, :, None]
+    else:
+        entering = block.rows_of(shares)
+        read = HeldNorm(block.anatomy.attention_input, state).shares(shares, rule)
+        # One product for all heads: `decompx_logits` goes back through it for many logits at once.
+        W_V = rearrange(path.W_V.to(x.dtype), "head d_model d_head -> d_model (head d_head)")
+        value = (read @ W_V).unflatten(-1, (len(path.W_V), -1))
+    value = value.repeat_interleave(len(path.W_O) // len(path.W_V), dim=3)
+    axes = "batch head query key, batch key source head d_head -> batch query source head d_head"
+    attention = einsum(pattern, value, axes).flatten(3) @ path.W_O.to(x.dtype).flatten(0, 1)
+    return linear.shares(entering, attention, rule)
 
 
 def _attention_bias(block: Block, alone: bool, dtype: torch.dtype) -> Float[Tensor, "batch query d_model"]:

@@ -1,11 +1,11 @@
-"""What a block's attention adds to logits by way of each key, without d_model numbers per pair."""
+"""What a block's attention adds to tokens' logits by way of each key, without d_model numbers per pair."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.vectors import attention_vectors
@@ -57,3 +57,63 @@ def logit_shares(
         value = heads.value[:, :, head // group]
         shares += pattern[:, head] * (directions @ matrix.T @ value.mT)
     return shares * scale
+
+
+def token_directions(
+    last: Block, token: int | Literal["predicted", "next"], against: int | None
+) -> Float[Tensor, "batch query d_model"]:
+    """Per asked position, the vector whose product with a share of the residual stream is its token's logit.
+
+    Args:
+        last: the last block.
+        token, against: as in `AltiLogit`.
+
+    Raises:
+        ValueError: a number that is not in the vocabulary.
+    """
+    head = last.head()
+    columns = head.W_U.T[last.rows_of(_tokens(last, head, token))]
+    if against is not None:
+        columns = columns - head.W_U.T[_checked(against, head, "against")]
+    return through_head(head, last.final_residual, columns)
+
+
+def _tokens(last: Block, head: Head, token: int | str) -> Int[Tensor, "batch pos"]:
+    if isinstance(token, int):
+        return torch.full(last.real.shape, _checked(token, head, "token"), device=last.real.device)
+    logits = last.logits()
+    likeliest, tokens = logits.topk(2)
+    # Sums of rounded numbers: in bfloat16 the two likeliest tokens often have the same logit.
+    rounding = 4 * torch.finfo(last.resid_post.dtype).eps * logits.abs().amax(-1)
+    doubtful = last.real & (likeliest[..., 0] - likeliest[..., 1] <= rounding)
+    predicted = logits.argmax(dim=-1)
+    if token == "next":
+        following = last.batch.tokens.roll(-1, dims=1)
+        has_next = last.real & last.real.roll(-1, dims=1)
+        has_next[:, -1] = False
+        predicted = torch.where(has_next, following, predicted)
+        doubtful = doubtful & ~has_next
+    _note_doubtful(last, doubtful, tokens)
+    return predicted
+
+
+def _note_doubtful(
+    last: Block, doubtful: Bool[Tensor, "batch pos"], tokens: Int[Tensor, "batch pos rank"]
+) -> None:
+    """Say of which asked positions the predicted token is a matter of rounding."""
+    doubtful, positions = last.rows_of(doubtful), last.rows_of(last.real.cumsum(-1) - 1)
+    tokens = last.rows_of(tokens)
+    for index, row in enumerate(doubtful):
+        near = dict(zip(positions[index][row].tolist(), tokens[index][row].tolist(), strict=True))
+        if near:
+            last.warn(
+                index,
+                "the two likeliest logits are equal but for rounding at these positions: in another "
+                f"dtype the map may explain the other one (token= chooses): {near}",
+            )
+
+
+def _checked(token: int, head: Head, name: str) -> int:
+    if not 0 <= token < head.W_U.shape[1]:
+        raise ValueError(f"{name}: expected 0..{head.W_U.shape[1] - 1}, got {token}")
+    return token

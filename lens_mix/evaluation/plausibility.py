@@ -57,7 +57,7 @@ def blimp_cases(
     return cases
 
 
-def _blimp_case(model: Any, pair: dict[str, Any]) -> Case | None:
+def _blimp_case(model: TransformerLensModel, pair: dict[str, Any]) -> Case | None:
     prefix = pair["one_prefix_prefix"]
     words = [pair["one_prefix_word_good"], pair["one_prefix_word_bad"]]
     good, bad = (model.tokenizer(f" {word}", add_special_tokens=False)["input_ids"] for word in words)
@@ -104,7 +104,9 @@ _FILLERS = (
 )
 
 
-def planted_facts(model: Any, count: int = 40, *, sentences: int = 6, seed: int = 0) -> list[Case]:
+def planted_facts(
+    model: TransformerLensModel, count: int = 40, *, sentences: int = 6, seed: int = 0
+) -> list[Case]:
     """Long prompts in which one planted sentence holds the answer: does a map find its word? Causal models.
 
     Sentences on other matters surround "Anna lives in the city of Rome."; the prompt ends with the sentence's

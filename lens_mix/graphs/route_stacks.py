@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.methods.information_flow_routes import PartShares
+from lens_mix.methods.part_shares import PartShares
 
 Node = tuple[int, int]
 

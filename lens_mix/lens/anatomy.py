@@ -225,7 +225,7 @@ def _apply(norm: Norm | None, x: Tensor) -> Tensor:
 # ------------------------------------------------------------------ reading it from the model
 
 
-def read_weight(module: nn.Module | None, name: str) -> Tensor | None:
+def read_weight(module: object, name: str) -> Tensor | None:
     """A weight by TransformerLens's name; None where there is none (each class says so in its own way)."""
     try:
         weight = getattr(module, name)

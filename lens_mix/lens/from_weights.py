@@ -67,7 +67,7 @@ def model_from_weights(weights: Weights) -> TransformerLensModel:
         if transformer_lens_version()[0] < 4:
             import transformer_lens as library
 
-            model: Any = library.HookedTransformer(library.HookedTransformerConfig(**options))
+            model = library.HookedTransformer(library.HookedTransformerConfig(**options))
             named = _names_of_hooked(weights)
         else:
             from transformer_lens.config import TransformerBridgeConfig

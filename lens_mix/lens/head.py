@@ -85,7 +85,7 @@ def read_b_U(model: TransformerLensModel) -> Float[Tensor, " d_vocab"] | None:
     return _weight(model, "b_U") if present else None
 
 
-def _weight(model: Any, name: str) -> Tensor | None:
+def _weight(model: TransformerLensModel, name: str) -> Tensor | None:
     weight = read_weight(model, name)
     return read_weight(getattr(model, "unembed", None), name) if weight is None else weight
 

@@ -33,6 +33,13 @@ class TransformerLensModel(Protocol):
     def hook_dict(self) -> Mapping[str, HookPoint]:
         """The hook points by name."""
 
+    @property
+    def tokenizer(self) -> Any:
+        """Hugging Face's tokenizer; None, or no such attribute, where there is none."""
+
+    def to_tokens(self, input: str, **options: Any) -> Any:
+        """Text as tokens [1 pos]; of an encoder, these and its further inputs."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass."""
 

@@ -33,7 +33,7 @@ def wrapped_config(model: TransformerLensModel, name: str) -> Any:
 
 
 def read_prompt(
-    model: Any,
+    model: TransformerLensModel,
     kind: ModelClass,
     prompt: object,
     *,
@@ -126,7 +126,7 @@ def _is_chat(prompt: object) -> bool:
     return isinstance(prompt, (tuple, list)) and bool(prompt) and all(isinstance(m, Mapping) for m in prompt)
 
 
-def _chat_tokens(model: Any, messages: Any) -> Int[Tensor, " pos"]:
+def _chat_tokens(model: TransformerLensModel, messages: Any) -> Int[Tensor, " pos"]:
     """Messages through the chat template; where the last one is the user's, the assistant is to go on."""
     _require_tokenizer(model, "prompt")
     if not getattr(model.tokenizer, "chat_template", None):
@@ -206,7 +206,9 @@ def _tokens(
     return prompt.to(device_of(model), torch.long)
 
 
-def _tokenize(model: Any, kind: ModelClass, text: str, prepend_bos: bool | None) -> Int[Tensor, " pos"]:
+def _tokenize(
+    model: TransformerLensModel, kind: ModelClass, text: str, prepend_bos: bool | None
+) -> Int[Tensor, " pos"]:
     _require_tokenizer(model, "prompt")
     if kind in (ModelClass.HOOKED_ENCODER, ModelClass.HOOKED_ENCODER_DECODER):
         if prepend_bos is not None:
@@ -228,7 +230,9 @@ def _require_tokenizer(model: TransformerLensModel, name: str) -> None:
         )
 
 
-def _target_tokens(model: Any, kind: ModelClass, target: object) -> Int[Tensor, " target_pos"]:
+def _target_tokens(
+    model: TransformerLensModel, kind: ModelClass, target: object
+) -> Int[Tensor, " target_pos"]:
     """The decoder's input: the start token and the target's tokens; given tokens are used as they are."""
     if target is not None and not isinstance(target, str):
         return _tokens(model, kind, target, None, "target")

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lens_mix.lens.changes import Change, Changes, Undo, let_interrupt_through
+from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.precision import full_precision
 
 # How often a thread that waits for a model looks whether Ctrl-C came.
@@ -48,7 +49,7 @@ def evaluation_mode(
     return Changes(_evaluation_mode(model, modules, gradients, precise))
 
 
-def reading(model: Any) -> Changes:
+def reading(model: TransformerLensModel) -> Changes:
     """Strings are read inside: TransformerLens gives the model and its tokenizer other defaults meanwhile."""
     owners = ((model.cfg, "default_prepend_bos"), (getattr(model, "tokenizer", None), "padding_side"))
     defaults = [functools.partial(_keep, owner, name) for owner, name in owners if hasattr(owner, name)]
@@ -59,7 +60,7 @@ def reading(model: Any) -> Changes:
 _evaluated_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 # One lock per model, or per model that Bridges wrap.
-_locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+_locks: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
 
 
 def _evaluation_mode(
@@ -81,7 +82,7 @@ def _evaluation_mode(
     yield functools.partial(_set_gradients, gradients)
 
 
-def _lock(model: nn.Module) -> Undo:
+def _lock(model: object) -> Undo:
     wrapped = getattr(model, "original_model", None)
     # One step, so that two threads get the same lock.
     lock = _locks.setdefault(wrapped if isinstance(wrapped, nn.Module) else model, threading.RLock())

@@ -4,9 +4,9 @@ from lens_mix.method import Method
 from lens_mix.methods.alti import Alti
 from lens_mix.methods.alti_logit import AltiLogit
 from lens_mix.methods.atb_ff import AtbFf, AtbFfRes, AtbFfResLn
-from lens_mix.methods.attention import AttentionWeights
+from lens_mix.methods.attention import AttentionWeights, AttnResWeights
 from lens_mix.methods.attention_attribution import AttentionAttribution
-from lens_mix.methods.attn_res import AttnRes, AttnResLn, AttnResWeights
+from lens_mix.methods.attn_res import AttnRes, AttnResLn
 from lens_mix.methods.attribution_patching import AttributionPatching
 from lens_mix.methods.context_length import ContextLength
 from lens_mix.methods.decompx import DecompX, DecompXLocal

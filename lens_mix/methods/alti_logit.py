@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from einops import einsum
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.logit_shares import logit_shares, through_head
+from lens_mix.algebra.logit_shares import logit_shares, token_directions
 from lens_mix.arguments import one_of, whole_number
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.head import Head
 from lens_mix.lens.proof.record import HEAD
 from lens_mix.method import Method
 from lens_mix.methods.alti import Alti, Distance
@@ -81,7 +80,7 @@ class AltiLogit(Method):
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         last = blocks[-1]
-        directions = self._directions(last)
+        directions = token_directions(last, self.token, self.against)
         below: Tensor | None = None
         maps = []
         for block in blocks:
@@ -95,55 +94,6 @@ class AltiLogit(Method):
                 alti = alti.masked_fill_(~block.real[:, :, None], 0)
                 below = alti if below is None else alti @ below
         return maps
-
-    def _directions(self, last: Block) -> Float[Tensor, "batch query d_model"]:
-        """Per asked position, the vector whose product with a share of the residual stream is its logit."""
-        head = last.head()
-        columns = head.W_U.T[last.rows_of(self._tokens(last, head))]
-        if self.against is not None:
-            columns = columns - head.W_U.T[self._checked(self.against, head, "against")]
-        return through_head(head, last.final_residual, columns)
-
-    def _tokens(self, last: Block, head: Head) -> Int[Tensor, "batch pos"]:
-        if isinstance(self.token, int):
-            token = self._checked(self.token, head, "token")
-            return torch.full(last.real.shape, token, device=last.real.device)
-        logits = last.logits()
-        likeliest, tokens = logits.topk(2)
-        # Sums of rounded numbers: in bfloat16 the two likeliest tokens often have the same logit.
-        rounding = 4 * torch.finfo(last.resid_post.dtype).eps * logits.abs().amax(-1)
-        doubtful = last.real & (likeliest[..., 0] - likeliest[..., 1] <= rounding)
-        predicted = logits.argmax(dim=-1)
-        if self.token == "next":
-            following = last.batch.tokens.roll(-1, dims=1)
-            has_next = last.real & last.real.roll(-1, dims=1)
-            has_next[:, -1] = False
-            predicted = torch.where(has_next, following, predicted)
-            doubtful = doubtful & ~has_next
-        self._note_doubtful(last, doubtful, tokens)
-        return predicted
-
-    @staticmethod
-    def _note_doubtful(
-        last: Block, doubtful: Bool[Tensor, "batch pos"], tokens: Int[Tensor, "batch pos rank"]
-    ) -> None:
-        """Say of which asked positions the predicted token is a matter of rounding."""
-        doubtful, positions = last.rows_of(doubtful), last.rows_of(last.real.cumsum(-1) - 1)
-        tokens = last.rows_of(tokens)
-        for index, row in enumerate(doubtful):
-            near = dict(zip(positions[index][row].tolist(), tokens[index][row].tolist(), strict=True))
-            if near:
-                last.warn(
-                    index,
-                    "the two likeliest logits are equal but for rounding at these positions: in another "
-                    f"dtype the map may explain the other one (token= chooses): {near}",
-                )
-
-    @staticmethod
-    def _checked(token: int, head: Head, name: str) -> int:
-        if not 0 <= token < head.W_U.shape[1]:
-            raise ValueError(f"{name}: expected 0..{head.W_U.shape[1] - 1}, got {token}")
-        return token
 
 
 def alti_logit(

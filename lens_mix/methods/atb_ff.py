@@ -9,7 +9,7 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.feed_forward import Variant, feed_forward_maps
+from lens_mix.algebra.feed_forward import Variant, feed_forward_maps, refuses_feed_forward
 from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.method import Method
@@ -112,16 +112,3 @@ def atb_ff(
     hidden = einsum(vectors, W_in, "batch query key d_model, d_model d_mlp -> batch query key d_mlp")
     shares = einsum(hidden, m, "batch query key d_mlp, batch query d_mlp -> batch query key d_mlp")
     return einsum(shares, W_out, "batch query key d_mlp, d_mlp d_model -> batch query key d_model")
-
-
-def refuses_feed_forward(anatomy: BlockAnatomy) -> str | None:
-    """Why vectors can't be followed through the feed-forward; None where they can."""
-    if anatomy.cross:
-        reads = (
-            "cross-attention lies between self-attention and feed-forward, which reads the other stack too"
-        )
-        return f"{reads} (expected a block without cross-attention)"
-    if anatomy.feed_forward is None:
-        kind = anatomy.feed_forward_kind
-        return f"expected a plain or gated feed-forward, found {kind!r}; attn_res stops before it"
-    return None

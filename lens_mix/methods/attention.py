@@ -1,13 +1,16 @@
-"""Attention weights."""
+"""Attention weights, as they are and with the residual connection as half an identity."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.algebra.budget import budget_beside
 from lens_mix.method import CrossKeys, Method
 
 if TYPE_CHECKING:
@@ -41,3 +44,40 @@ class AttentionWeights(Method):
         pattern = block.recorded("pattern")
         pattern = pattern.to(block.zeros().dtype)
         return pattern if self.per_head else pattern.mean(dim=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttnResWeights(Method):
+    """Attention weights with the residual connection as half an identity, AttnRes-W.
+
+    score[l, i, j] = 0.5 Ā_ij + 0.5 δ_ij, Ā the mean over heads (Abnar and Zuidema, ACL 2020; the
+    weight-based counterpart in Kobayashi et al., EMNLP 2021, section 4). Shape [layer, query, key], in
+    0..1, rows sum to 1 (less on models with attention sinks that are no token).
+    """
+
+    name: ClassVar[str] = "attn_res_w"
+    residual: ClassVar[float] = 0.0
+    holds_residual: ClassVar[bool] = True
+    engines: ClassVar[tuple[str, ...]] = ("recorded",)
+    records: ClassVar[frozenset[str]] = frozenset({"pattern"})
+    citation: ClassVar[str] = "kobayashi-etal-2021-incorporating"
+
+    def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
+        pattern = block.recorded("pattern")
+        copied = pattern.shape[1] if pattern.dtype != block.zeros().dtype else 0
+        pairs = pattern[:, 0].numel() * block.zeros().dtype.itemsize
+        budget_beside(block, (5 + copied) * pairs, 0, "attn_res_w")
+        weights = 0.5 * pattern.to(block.zeros().dtype).mean(dim=1)
+        half = weights.new_full((1, 1, 1), 0.5)
+        return weights.scatter_add_(2, block.queries[..., None], half.expand(*weights.shape[:2], 1))
+
+
+def attention_weights(pattern: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch query key"]:
+    """The definition: Ā_ij, the mean over heads."""
+    return reduce(pattern, "batch head query key -> batch query key", "mean")
+
+
+def attn_res_w(pattern: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch query key"]:
+    """The definition: 0.5 Ā_ij + 0.5 δ_ij."""
+    same = torch.eye(pattern.shape[-1], dtype=pattern.dtype, device=pattern.device)
+    return 0.5 * attention_weights(pattern) + 0.5 * same

@@ -15,7 +15,7 @@ from lens_mix.arguments import number, whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, replace_pattern
 from lens_mix.method import CrossKeys, Method
 from lens_mix.methods import target_passes
-from lens_mix.methods.baselines import LARGE_GAP, baseline_of, check_baseline, describe_baseline
+from lens_mix.methods.baselines import baseline_of, check_baseline, describe_baseline
 from lens_mix.methods.path_integral import Integral, Path
 from lens_mix.methods.target_passes import BoundTarget
 from lens_mix.targets import TargetLike, as_target, describe, predicted
@@ -130,39 +130,9 @@ class AttentionAttribution(Method):
         integral = Integral(path, self._rules())
         integral.refine(self.tolerance)
         for prompt in range(len(pattern)):
-            self._report(block, integral, prompt)
+            integral.report(prompt, self.tolerance, self.max_steps if self.n_steps is None else None)
         scores = torch.stack([integral.scores(prompt) for prompt in range(len(pattern))])
         return scores if self.per_head else scores.sum(dim=1)
-
-    def _report(self, block: Block, integral: Integral, prompt: int) -> None:
-        clean, baseline = integral.path.bound.clean[prompt].item(), integral.at_baseline[prompt].item()
-        block.detail(prompt, "completeness_gap", integral.gap(prompt))
-        block.detail(prompt, "target_value", clean)
-        block.detail(prompt, "baseline_value", baseline)
-        block.detail(prompt, "steps", integral.steps(prompt))
-        block.detail(prompt, "visible_share", integral.visible(prompt))
-        if self.n_steps is None:
-            block.detail(prompt, "estimated_error", integral.error(prompt))
-        if text := self._warning(integral, prompt, clean - baseline):
-            block.warn(prompt, text)
-
-    def _warning(self, integral: Integral, prompt: int, difference: float) -> str:
-        gap, steps = integral.gap(prompt), integral.steps(prompt)
-        size = f"completeness gap {gap:.2g} with {steps} points, where F(A) - F(baseline) is {difference:.2g}"
-        if integral.is_degenerate(prompt):
-            return (
-                "completeness is degenerate: along most of the path the target does not see the scale of "
-                "this pattern (a norm follows attention), the signed terms cancel to "
-                f"{integral.visible(prompt):.1e} of their absolute sum; {size}"
-            )
-        if self.n_steps is None:
-            error, accepted = integral.error(prompt), integral.accepted(prompt, self.tolerance)
-            unmet = f"{size}; estimated error of the scores {error:.2g} (max_steps={self.max_steps})"
-            return f"tolerance {accepted:.2g} was not met: {unmet}" if error > accepted else ""
-        if self.tolerance is not None and abs(gap) > self.tolerance:
-            return f"tolerance {self.tolerance:.2g} was not met: {size}"
-        large = abs(gap) > max(LARGE_GAP * abs(difference), 1e-6)
-        return f"{size}: raise n_steps, or leave it to each layer (n_steps=None)" if large else ""
 
 
 def integrated_gradients(

@@ -1,4 +1,4 @@
-"""Attention with the residual connection, by vector norms or by weights, before and after the norm layer."""
+"""Attention with the residual connection, by vector norms, before and after the norm layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.budget import budget_beside
 from lens_mix.algebra.definitions import norms, residual_vectors, through_norm
 from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors
 from lens_mix.lens.anatomy import Norm
@@ -71,32 +70,6 @@ class AttnResLn(AttnRes):
             return attention.normed
         norm = anatomy.cross_input if anatomy.cross else anatomy.feed_forward_input
         return attention.normed.through(norm, attention.mid)
-
-
-@dataclasses.dataclass(frozen=True)
-class AttnResWeights(Method):
-    """Attention weights with the residual connection as half an identity, AttnRes-W.
-
-    score[l, i, j] = 0.5 Ā_ij + 0.5 δ_ij, Ā the mean over heads (Abnar and Zuidema, ACL 2020; the
-    weight-based counterpart in Kobayashi et al., EMNLP 2021, section 4). Shape [layer, query, key], in
-    0..1, rows sum to 1 (less on models with attention sinks that are no token).
-    """
-
-    name: ClassVar[str] = "attn_res_w"
-    residual: ClassVar[float] = 0.0
-    holds_residual: ClassVar[bool] = True
-    engines: ClassVar[tuple[str, ...]] = ("recorded",)
-    records: ClassVar[frozenset[str]] = frozenset({"pattern"})
-    citation: ClassVar[str] = "kobayashi-etal-2021-incorporating"
-
-    def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
-        pattern = block.recorded("pattern")
-        copied = pattern.shape[1] if pattern.dtype != block.zeros().dtype else 0
-        pairs = pattern[:, 0].numel() * block.zeros().dtype.itemsize
-        budget_beside(block, (5 + copied) * pairs, 0, "attn_res_w")
-        weights = 0.5 * pattern.to(block.zeros().dtype).mean(dim=1)
-        half = weights.new_full((1, 1, 1), 0.5)
-        return weights.scatter_add_(2, block.queries[..., None], half.expand(*weights.shape[:2], 1))
 
 
 def attn_res(

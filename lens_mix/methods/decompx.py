@@ -11,15 +11,16 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.bias_split import SPLITS, HeldNorm, Split
+from lens_mix.algebra.activations import plain_multiplier
+from lens_mix.algebra.bias_split import SPLITS, Split, split_bias, through_linear
 from lens_mix.algebra.decomposition import Decomposition, carried
-from lens_mix.algebra.linear_block import SLOPES, DecomposedBlock, LinearBlock, Slope
-from lens_mix.algebra.vectors import value_path
+from lens_mix.algebra.definitions import through_norm, value_vectors
+from lens_mix.algebra.feed_forward import refuses_feed_forward
+from lens_mix.algebra.linear_block import SLOPES, DecomposedBlock, Slope, decomposed
 from lens_mix.arguments import one_of
-from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE
 from lens_mix.method import Method
-from lens_mix.methods.atb_ff import refuses_feed_forward
 from lens_mix.methods.value_norms import ATTENTION_RECORDS
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class DecompX(Method):
     """DecompX (Modarressi et al., ACL 2023): an input map, with nothing left to roll out.
 
     score[l, i, s] = ‖X_is‖ after block l, where X_is is input token s's share of the residual stream at
-    position i, carried through every block (`decompose` has the formula). With every bias handed out to the
+    position i, carried through every block (`decompx` has the formula). With every bias handed out to the
     tokens the shares add up to the true residual stream. Shape [layer, query, key], from 0 up. `vectors`
     gives the shares themselves; `lens_mix.methods.decompx_logits` what they make of the logits.
 
@@ -83,54 +84,14 @@ class DecompX(Method):
     def vectors(self, blocks: Sequence[Block]) -> Iterator[DecomposedBlock]:
         """The shares after each block, and at the stages inside of it, from the first block up.
 
-        By the formula as it stands, all pairs at once and `max_memory` not asked: the slow way.
+        All pairs at once, and `max_memory` not asked: the slow way.
         """
         shares = state = None
         for block in blocks:
-            stages = self.decompose(block, shares, state)
+            stages = decomposed(block, self.biases, self.slope, shares, state)
             yield stages
             if self.kind == "input":
                 shares, state = stages.output, block.resid_post.to(stages.output.dtype)
-
-    def decompose(
-        self,
-        block: Block,
-        shares: Float[Tensor, "batch key source *d_model"] | None,
-        state: Float[Tensor, "batch key d_model"] | None,
-    ) -> DecomposedBlock:
-        """One block's step as it is defined, for all pairs at once: slow, the oracle of the fast way.
-
-            attention_is = Σ_h Σ_j a_hij LN(X_js) W_V^h W_O^h
-            mid_is       = X_is + attention_is
-            output_is    = mid_is + (m_i ⊙ LN(mid_is) W_in) W_out       m = act(p) / p, p the true state
-
-        LN is the norm's linear part over the scale of the true state; biases are handed out after each term.
-
-        Args:
-            block: the block.
-            shares, state: X and the residual stream, entering at all positions. Without a state, each
-                position's whole vector and value (b_V included) enter, and `shares` says how much of them is
-                each source's; None: all is its own.
-        """
-        path, linear = value_path(block), LinearBlock(block, self.slope, alone=state is None)
-        x = linear.resid_pre
-        # Copies, for `decompx_logits`: autograd keeps nothing that was recorded in inference mode.
-        pattern, value = (block.recorded(role).to(x.dtype, copy=True) for role in ("pattern", "value"))
-        if shares is None:
-            shares = torch.eye(block.real.shape[1], dtype=x.dtype, device=x.device).expand(len(x), -1, -1)
-        if state is None:
-            entering = block.rows_of(shares)[..., None] * x[:, :, None].clone()
-            value = shares[..., None, None] * value[:, :, None]
-        else:
-            entering = block.rows_of(shares)
-            read = HeldNorm(block.anatomy.attention_input, state).shares(shares, self.biases)
-            # One product for all heads: `decompx_logits` goes back through it for many logits at once.
-            W_V = rearrange(path.W_V.to(x.dtype), "head d_model d_head -> d_model (head d_head)")
-            value = (read @ W_V).unflatten(-1, (len(path.W_V), -1))
-        value = value.repeat_interleave(len(path.W_O) // len(path.W_V), dim=3)
-        axes = "batch head query key, batch key source head d_head -> batch query source head d_head"
-        attention = einsum(pattern, value, axes).flatten(3) @ path.W_O.to(x.dtype).flatten(0, 1)
-        return linear.shares(entering, attention, self.biases)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,3 +108,55 @@ class DecompXLocal(DecompX):
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         return Decomposition(block, None, self.biases, self.slope, keeps=False).lengths()
+
+
+def decompx(
+    vectors: Float[Tensor, "batch pos source d_model"],
+    pattern: Float[Tensor, "batch head query key"],
+    anatomy: BlockAnatomy,
+    rule: Split,
+    alone: bool,
+) -> Float[Tensor, "batch pos source d_model"]:
+    """The definition: from the shares X of what enters a block to those of its output; LN is a norm or none.
+
+        attention_is = Σ_h Σ_j a_hij LN(X_js) W_V^h W_O^h
+        mid_is       = LN(X_is + attention_is)
+        output_is    = LN(mid_is + ((LN(mid_is) W_in) ⊙ m_i) W_out)      m = act(p) / p, p the sum over s
+
+    After each term its bias is handed out, so that the shares add up to the true state: a norm is held linear
+    at the scale of their sum.
+
+    Args:
+        vectors: X.
+        pattern: a.
+        anatomy: of a block with a plain feed-forward, no norm or multiplier on a branch.
+        rule: how a bias is handed out; not "drop".
+        alone: whether each position is its own only source, as in the first block; b_V is then the key's.
+
+    Raises:
+        ValueError: another feed-forward.
+    """
+    path, feed_forward = anatomy.value_path, anatomy.feed_forward
+    if path is None or feed_forward is None or feed_forward.W_gate is not None:
+        raise ValueError(f"anatomy: expected a plain feed-forward, got {anatomy.feed_forward_kind!r}")
+
+    def normed(norm: Norm | None, shares: Tensor) -> Tensor:
+        out = through_norm(norm, shares, shares.sum(2))
+        return out if norm is None else split_bias(out, norm.bias, rule)
+
+    read = normed(anatomy.attention_input, vectors)
+    axes = "batch key source d_model, head d_model d_head -> source batch key head d_head"
+    value = einsum(read, path.W_V, axes)
+    by_source = [value_vectors(pattern, of_source, path.W_O).sum(2) for of_source in value]
+    attention = rearrange(by_source, "source batch query d_model -> batch query source d_model")
+    b_V = torch.zeros_like(value[0]) if path.b_V is None else path.b_V.expand_as(value[0])
+    b_O = torch.zeros_like(path.W_O[0, 0]) if path.b_O is None else path.b_O
+    of_keys = value_vectors(pattern, b_V, path.W_O)
+    attention, bias = (attention + of_keys, b_O) if alone else (attention, of_keys.sum(2) + b_O)
+    mid = normed(anatomy.attention_residual, split_bias(vectors + attention, bias, rule))
+    read = normed(anatomy.feed_forward_input, vectors if anatomy.parallel else mid)
+    hidden = through_linear(feed_forward.W_in, feed_forward.b_in, read, rule)
+    m = plain_multiplier(feed_forward.activation, hidden.sum(2), None)
+    hidden = einsum(hidden, m, "batch query source d_mlp, batch query d_mlp -> batch query source d_mlp")
+    added = through_linear(feed_forward.W_out, feed_forward.b_out, hidden, rule)
+    return normed(anatomy.feed_forward_residual, mid + added)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lens_mix.algebra.bias_split import HeldNorm, Split, through_linear
 from lens_mix.algebra.decomposition import HIDDEN_ELEMENTS, carried, hidden_width
+from lens_mix.algebra.linear_block import decomposed
 from lens_mix.methods.decompx import DecompX
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _backwards(
         for block, state in zip(reversed(blocks), reversed(entering), strict=True):
             # One source: all that enters.
             shares = ones.new_ones(*block.real.shape, 1) if state is None else state[:, :, None].clone()
-            stages = method.decompose(block, shares.requires_grad_(), state)
+            stages = decomposed(block, method.biases, method.slope, shares.requires_grad_(), state)
             gradient = _pulled_back(stages.output, shares, gradient)
         out.append(gradient[..., 0])
     axes = "(query token) batch source -> batch query source token"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from einops import einsum, repeat
 from jaxtyping import Float
 from torch import Tensor
 
@@ -16,10 +14,10 @@ from lens_mix.algebra.distances import head_proximities, lengths
 from lens_mix.algebra.feed_forward import without_last_norm
 from lens_mix.algebra.head_vectors import linear_part
 from lens_mix.algebra.vectors import AttentionVectors, attention_vectors, head_vectors
-from lens_mix.arguments import instance, one_of
+from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.maps import MixingMap
 from lens_mix.method import CrossKeys, Method
+from lens_mix.methods.part_shares import record_shares
 from lens_mix.methods.value_norms import ATTENTION_PARTS, ATTENTION_RECORDS
 
 if TYPE_CHECKING:
@@ -82,7 +80,7 @@ class InformationFlowRoutes(Method):
         total = _divisor(from_keys + sum(near.values()))
         scores.div_(total[:, None, :, None] if self.per_head else total[..., None])
         shares = {name: value / total for name, value in near.items()}
-        _record(block, shares | self._after_feed_forward(block, attention))
+        record_shares(block, shares | self._after_feed_forward(block, attention))
         return _with_own(block, scores, shares["resid_pre"])
 
     def _after_feed_forward(
@@ -113,97 +111,12 @@ def proximity(
     return (lengths(whole, 1) - lengths(whole - part, 1)).clamp_min(0)
 
 
-class PartShares(NamedTuple):
-    """Importance of the parts that came from no other token, `[layer, query]`, 0 to 1.
-
-    Attributes:
-        resid_pre: of the residual stream that enters the block, in the one after the attention branch.
-        resid_mid: of the latter in the block's output.
-        mlp_out: of the feed-forward in the block's output.
-        parallel: per layer, whether the feed-forward reads what enters the block.
-    """
-
-    resid_pre: Float[Tensor, "layer query"]
-    resid_mid: Float[Tensor, "layer query"]
-    mlp_out: Float[Tensor, "layer query"]
-    parallel: list[bool]
-
-
-def part_shares(mixing_map: MixingMap) -> PartShares:
-    """What the map's record says of residual and feed-forward, for the layers and rows that the map holds.
-
-    Raises:
-        ValueError: no map of `information_flow_routes`; tokens dropped or merged since; blocks whose
-            feed-forward can't be told apart (cross-attention).
-    """
-    chosen = _entries(mixing_map)
-    unknown = next((entry["layer"] for entry in chosen if "mlp_out" not in entry), None)
-    if unknown is not None:
-        raise ValueError(
-            f"mixing_map: expected blocks whose output is attention, feed-forward and residual, got block "
-            f"{unknown}, which has cross-attention, or a post-norm feed-forward that can't be rebuilt"
-        )
-    resid_pre, resid_mid, mlp_out = (
-        _held(mixing_map, chosen, name) for name in ("resid_pre", "resid_mid", "mlp_out")
-    )
-    return PartShares(resid_pre, resid_mid, mlp_out, [entry["parallel"] for entry in chosen])
-
-
-def own_share(mixing_map: MixingMap) -> Float[Tensor, "layer query"]:
-    """`PartShares.resid_pre`, which every part of an encoder-decoder has. ValueError: as `part_shares`."""
-    return _held(mixing_map, _entries(mixing_map), "resid_pre")
-
-
-def _entries(mixing_map: MixingMap) -> list[dict[str, Any]]:
-    """What the record says of each layer that the map holds."""
-    instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
-    entries = mixing_map.provenance.get("details", {}).get("parts", [])
-    if not entries:
-        got = f"got method {mixing_map.method!r} and none of its record"
-        raise ValueError(f"mixing_map: expected a map of information_flow_routes, {got}")
-    by_layer = {entry["layer"]: entry for entry in entries}
-    chosen = [by_layer[layer] for layer in mixing_map.layer_labels]
-    if chosen[0]["tokens"] != len(mixing_map.tokens):
-        raise ValueError(
-            f"mixing_map: expected the {chosen[0]['tokens']} tokens of the run, got {len(mixing_map.tokens)} "
-            "after tokens were dropped or merged; words= of graphs.information_flow_routes merges them"
-        )
-    return chosen
-
-
-def _held(mixing_map: MixingMap, chosen: Sequence[dict[str, Any]], name: str) -> Float[Tensor, "layer query"]:
-    """One of the shares, at the rows that the map holds."""
-    queries = mixing_map.query_positions
-    rows = [[entry[name][entry["queries"].index(query)] for query in queries] for entry in chosen]
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-# ------------------------------------------------------------------ the definition
-
-
-def head_parts(
-    pattern: Float[Tensor, "batch head query key"],
-    value: Float[Tensor, "batch key value_head d_head"],
-    W_O: Float[Tensor, "head d_head d_model"],
-) -> Float[Tensor, "batch query head key d_model"]:
-    """a_ijh u_jh, written out: what each head sent from each key."""
-    group = len(W_O) // value.shape[2]
-    value = repeat(value, "batch key value_head d_head -> batch key (value_head group) d_head", group=group)
-    sent_vectors = einsum(value, W_O, "batch key head d_head, head d_head d_model -> batch key head d_model")
-    return einsum(
-        pattern, sent_vectors, "batch head query key, batch key head d_model -> batch query head key d_model"
-    )
-
-
 def importance(
     parts: Float[Tensor, "batch query part d_model"], whole: Float[Tensor, "batch query d_model"]
 ) -> Float[Tensor, "batch query part"]:
-    """The definition: each part's proximity, divided by the sum over parts."""
+    """The definition: each part's proximity, divided by the sum over parts; of heads' parts `head_parts`."""
     near = (whole.abs().sum(-1)[..., None] - (whole[:, :, None] - parts).abs().sum(-1)).clamp_min(0)
     return near / _divisor(near.sum(-1, keepdim=True))
-
-
-# ------------------------------------------------------------------ helpers
 
 
 def _ends_unknown(anatomy: BlockAnatomy) -> bool:
@@ -226,14 +139,3 @@ def _with_own(
             each[:, None].expand(-1, scores.shape[1], -1, -1) for each in (index, share / scores.shape[1])
         )
     return torch.cat([scores, share], dim=-1) if block.is_cross else scores.scatter_add_(-1, index, share)
-
-
-def _record(block: Block, shares: dict[str, Float[Tensor, "batch query"]]) -> None:
-    """Each prompt's shares by the positions of its rows, padding cut away."""
-    for index, real in enumerate(block.real):
-        is_real, place = real.tolist(), (real.cumsum(0) - 1).tolist()
-        # A prompt with fewer rows than another repeats its last one.
-        rows = {place[p]: row for row, p in enumerate(block.queries[index].tolist()) if is_real[p]}
-        values = {name: share[index, list(rows.values())].tolist() for name, share in shares.items()}
-        entry = {"layer": block.layer, "tokens": sum(is_real), "queries": list(rows)}
-        block.detail(index, "parts", {**entry, "parallel": block.anatomy.parallel, **values})

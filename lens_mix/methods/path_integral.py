@@ -15,6 +15,7 @@ from torch import Tensor
 from lens_mix.algebra.quadrature import NestedRules
 from lens_mix.hooks import HookPair, must_fire
 from lens_mix.methods import target_passes
+from lens_mix.methods.baselines import LARGE_GAP
 from lens_mix.methods.target_passes import BoundTarget
 
 if TYPE_CHECKING:
@@ -192,3 +193,37 @@ class Integral:
             return False
         before_last = self.rule[prompt] + 2 == len(self.rules.counts)
         return not before_last or error**2 <= accepted * self.size(prompt)
+
+    def report(self, prompt: int, tolerance: float | None, max_steps: int | None) -> None:
+        """Put into the record what was found, and why it is not to be relied on where it is not.
+
+        `max_steps`: how many points `refine` could take; None where their number was given.
+        """
+        block, clean = self.path.block, self.path.bound.clean[prompt].item()
+        block.detail(prompt, "completeness_gap", self.gap(prompt))
+        block.detail(prompt, "target_value", clean)
+        block.detail(prompt, "baseline_value", self.at_baseline[prompt].item())
+        block.detail(prompt, "steps", self.steps(prompt))
+        block.detail(prompt, "visible_share", self.visible(prompt))
+        if max_steps is not None:
+            block.detail(prompt, "estimated_error", self.error(prompt))
+        if text := self._warning(prompt, tolerance, max_steps, clean - self.at_baseline[prompt].item()):
+            block.warn(prompt, text)
+
+    def _warning(self, prompt: int, tolerance: float | None, max_steps: int | None, difference: float) -> str:
+        gap, steps = self.gap(prompt), self.steps(prompt)
+        size = f"completeness gap {gap:.2g} with {steps} points, where F(A) - F(baseline) is {difference:.2g}"
+        if self.is_degenerate(prompt):
+            return (
+                "completeness is degenerate: along most of the path the target does not see the scale of "
+                "this pattern (a norm follows attention), the signed terms cancel to "
+                f"{self.visible(prompt):.1e} of their absolute sum; {size}"
+            )
+        if max_steps is not None:
+            error, accepted = self.error(prompt), self.accepted(prompt, tolerance)
+            unmet = f"{size}; estimated error of the scores {error:.2g} (max_steps={max_steps})"
+            return f"tolerance {accepted:.2g} was not met: {unmet}" if error > accepted else ""
+        if tolerance is not None and abs(gap) > tolerance:
+            return f"tolerance {tolerance:.2g} was not met: {size}"
+        large = abs(gap) > max(LARGE_GAP * abs(difference), 1e-6)
+        return f"{size}: raise n_steps, or leave it to each layer (n_steps=None)" if large else ""

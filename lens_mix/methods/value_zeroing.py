@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float
+from einops import einsum, rearrange
+from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.value_zeroing import value_zeroing_maps
-from lens_mix.arguments import number, one_of, several, whole_number
+from lens_mix.algebra.value_zeroing_pairs import find_sources
+from lens_mix.arguments import groups_of_positions, heads_by_layer, number, one_of
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, must_fire, zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.method import CrossKeys, Method
@@ -72,10 +74,9 @@ class ValueZeroing(Method):
             raise ValueError(
                 "heads: with per_head expected the same heads in every layer, got a mapping by layer"
             )
-
-        object.__setattr__(self, "heads", _plain_heads(self.heads))
+        object.__setattr__(self, "heads", heads_by_layer(self.heads))
         if self.spans is not None:
-            object.__setattr__(self, "spans", _plain_spans(self.spans))
+            object.__setattr__(self, "spans", groups_of_positions("spans", self.spans))
 
     def check(self, n_heads: int, n_layers: int) -> None:
         by_layer = self.heads if isinstance(self.heads, Mapping) else {None: self.heads}
@@ -153,11 +154,18 @@ class ValueZeroing(Method):
         return self.heads.get(layer) if isinstance(self.heads, Mapping) else self.heads
 
     def _map(self, block: Block, heads: Sequence[int] | None) -> Float[Tensor, "batch query key"]:
-        rows, keys, zeroed = self._copies(block.real_keys)
-        places = block.real_keys.shape[1] if self.spans is None else len(self.spans)
-        scores = block.zeros(*block.real.shape, places)
+        real = block.real_keys
+        # One copy of the prompt per key or span, whatever attends to it.
+        copies = find_sources(real[:, None], real, self.spans)
+        zeroed = torch.zeros((len(copies), real.shape[1]), dtype=torch.bool, device=real.device)
+        for is_zeroed, copy in zip(zeroed, copies, strict=True):
+            is_zeroed[copy.keys] = True
+        rows, keys = torch.tensor([(copy.prompt, copy.column) for copy in copies], device=real.device).unbind(
+            1
+        )
+        scores = block.zeros(*block.real.shape, real.shape[1] if self.spans is None else len(self.spans))
         clean = self._compared(block, block.resid_post)
-        for chunk in block.chunks(len(rows)):
+        for chunk in block.chunks(len(copies)):
             edits = self.edits(block.layer, zeroed[chunk], heads=heads, attention=block.attention_template)
             with must_fire(*edits) as hooks:
                 out = self._compared(block, block.replay(rows[chunk], hooks))
@@ -170,21 +178,23 @@ class ValueZeroing(Method):
     def _compared(self, block: Block, resid: Tensor) -> Tensor:
         return block.after_final_norm(resid) if self._after_final_norm(block) else resid
 
-    def _copies(self, real: Bool[Tensor, "batch key"]) -> tuple[Tensor, Tensor, Bool[Tensor, "copy key"]]:
-        """One copy per prompt and key: the prompt's row, the map's key, the positions to zero."""
-        copies = []
-        for row, is_real in enumerate(real):
-            positions = is_real.nonzero()[:, 0].tolist()
-            spans = self.key_groups(len(positions))
-            if spans is None:
-                copies += [(row, position, [position]) for position in positions]
-            else:
-                copies += [(row, key, [positions[p] for p in span]) for key, span in enumerate(spans)]
-        zeroed = torch.zeros((len(copies), real.shape[1]), dtype=torch.bool, device=real.device)
-        for copy, (_, _, zeroed_positions) in enumerate(copies):
-            zeroed[copy, zeroed_positions] = True
-        rows, keys = (torch.tensor([copy[part] for copy in copies], device=real.device) for part in (0, 1))
-        return rows, keys, zeroed
+
+def value_zeroing(
+    output: Callable[[Float[Tensor, "batch key value_head d_head"]], Float[Tensor, "batch query d_model"]],
+    value: Float[Tensor, "batch key value_head d_head"],
+    metric: Metric,
+) -> Float[Tensor, "batch query key"]:
+    """The definition: how far the output is from that without one key's values.
+
+    Args:
+        output: what the block makes of value vectors, its input and pattern as in the clean run.
+        value: those of the clean run.
+        metric: "cosine" or "euclidean".
+    """
+    others = 1 - torch.eye(value.shape[1], dtype=value.dtype, device=value.device)
+    axes = "batch position value_head d_head, key position -> key batch position value_head d_head"
+    columns = [distance(output(value), output(zeroed), metric) for zeroed in einsum(value, others, axes)]
+    return rearrange(columns, "key batch query -> batch query key")
 
 
 def distance(
@@ -205,29 +215,3 @@ def distance(
         dim=-1
     ) / 2
     return torch.where((size_x == 0) != (size_y == 0), torch.ones_like(apart), apart)
-
-
-def _plain_heads(heads: Any) -> Any:
-    """Heads as a list, or layer -> list; a tensor, a range or a set will do."""
-    if heads is None:
-        return None
-    if isinstance(heads, Mapping):
-        return {
-            whole_number("heads (layer)", layer, 0): _plain_heads(chosen) for layer, chosen in heads.items()
-        }
-    plain = _listed("heads", heads)
-    if len(set(plain)) != len(plain):
-        raise ValueError(f"heads: expected each head once, got {plain}")
-    return plain
-
-
-def _listed(name: str, values: Any) -> list[int]:
-    return [whole_number(name, one, 0) for one in several(name, values, "whole numbers in a list", least=1)]
-
-
-def _plain_spans(spans: Sequence[Sequence[int]]) -> list[list[int]]:
-    plain = [_listed("spans", span) for span in several("spans", spans, "groups of positions", least=1)]
-    positions = [position for span in plain for position in span]
-    if len(set(positions)) != len(positions):
-        raise ValueError(f"spans: expected each position in one group at most, got {plain}")
-    return plain

@@ -1,11 +1,11 @@
 """AttnRes, AttnResLn and AttnRes-W against norm-analysis-of-transformer and the dense oracle."""
 
 import pytest
-import torch
 
 import lens_mix as lm
 from lens_mix.algebra.definitions import mixing_ratio, norms
 from lens_mix.algebra.vectors import attention_vectors
+from lens_mix.methods.attention import attention_weights, attn_res_w
 from lens_mix.methods.attn_res import attn_res, attn_res_ln
 from tests.norm_cases import CASES, blocks_of, heads_of, largest, written_out
 from tests.norm_oracle import oracle
@@ -71,15 +71,12 @@ def test_next_norm_is_the_one_that_reads_the_sum(case):
         assert largest(lm.AttnResLn(next_norm=True)(block), expected) < 1e-10
 
 
-def test_weights_with_the_residual_are_half_an_identity():
-    from tests.tiny_models import bridge
-
-    if not available(bridge, "gpt2"):
-        pytest.skip("no TransformerBridge in this TransformerLens")
-    maps = lm.run(bridge("gpt2"), torch.arange(3, 9), ["attention", "attn_res_w"])
-    expected = (maps["attention"].scores + torch.eye(6)) / 2
-    assert largest(maps["attn_res_w"].scores, expected) < 1e-7
-    assert largest(maps["attn_res_w"].scores.sum(-1), 1) < 1e-6
+@CASES
+def test_weights_equal_their_definitions(case):
+    for block in blocks_of(case, lm.AttnRes()):
+        pattern = block.recorded("pattern")
+        assert largest(lm.AttentionWeights()(block), attention_weights(pattern)) < 1e-10
+        assert largest(lm.AttnResWeights()(block), attn_res_w(pattern)) < 1e-10
 
 
 def test_the_record_names_the_norm_that_was_taken():

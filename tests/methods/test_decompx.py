@@ -8,6 +8,7 @@ from benchmarks.common import PeakMemory
 from lens_mix.algebra.bias_split import SPLITS, split_bias, through_linear
 from lens_mix.algebra.linear_block import SLOPES
 from lens_mix.lens.block import Block
+from lens_mix.methods.decompx import decompx
 from lens_mix.methods.decompx_logits import input_shares_of_logits, logit_shares
 from lens_mix.session import Session
 from lens_mix.statistics.passes import prompt_blocks
@@ -85,7 +86,28 @@ def test_shares_add_up_to_the_residual_stream(case):
 
 
 @CASES
-def test_maps_are_those_of_the_plain_formula(case):
+@pytest.mark.parametrize("rule", ["absdot", "norm"])
+def test_equals_the_definition_written_out(case, rule):
+    blocks = blocks_of(case, lm.DecompX())
+    for block in blocks:
+        branches = block.anatomy.attention_branch, block.anatomy.feed_forward_branch
+        if branches != (None, None) or block.anatomy.residual_multiplier != 1:
+            pytest.skip("the definition has no norm or multiplier on a branch")
+        if block.anatomy.feed_forward_kind != "plain":
+            pytest.skip("the definition has a plain feed-forward")
+    tokens = torch.diag_embed(torch.ones_like(blocks[0].resid_pre[..., 0]))[..., None]
+    shares = tokens * blocks[0].resid_pre[:, :, None]
+    maps, local = lm.DecompX(rule).of_stack(blocks), lm.DecompXLocal(rule).of_stack(blocks)
+    for block, carried, alone in zip(blocks, maps, local, strict=True):
+        pattern, of_block = block.recorded("pattern"), tokens * block.resid_pre[:, :, None]
+        shares = decompx(shares, pattern, block.anatomy, rule, alone=block is blocks[0])
+        torch.testing.assert_close(carried, shares.norm(dim=-1), rtol=1e-10, atol=1e-10)
+        of_block = decompx(of_block, pattern, block.anatomy, rule, alone=True)
+        torch.testing.assert_close(alone, of_block.norm(dim=-1), rtol=1e-10, atol=1e-10)
+
+
+@CASES
+def test_maps_are_those_of_all_pairs_at_once(case):
     blocks = blocks_of(case, lm.DecompX())
     for method in (lm.DecompX(), lm.DecompX("first"), lm.DecompX("drop"), lm.DecompXLocal("equal")):
         maps = method.of_stack(blocks)

@@ -7,8 +7,10 @@ import torch
 
 import lens_mix as lm
 from lens_mix.hooks import must_fire, record
-from lens_mix.methods.value_zeroing import distance
+from lens_mix.hooks.mixing import mix
+from lens_mix.methods.value_zeroing import distance, value_zeroing
 from tests.matrix import build_or_skip
+from tests.norm_cases import CASES, blocks_of
 from tests.reference_models import inseq_gpt2, official_bert, reference
 from tests.tiny_models import gpt2_like, llama_like, tokens
 
@@ -55,6 +57,19 @@ def test_own_slow_loop_before_and_after_the_final_norm(model_class, n):
     torch.testing.assert_close(before, expected["raw_cosdist_f64"].double(), atol=1e-7, rtol=1e-6)
     torch.testing.assert_close(after[-1], expected["raw_last_after_lnf_f64"].double(), atol=1e-7, rtol=1e-6)
     torch.testing.assert_close(after[:-1], before[:-1], atol=0, rtol=0)
+
+
+@CASES
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+def test_equals_the_definition_written_out(case, metric):
+    for block in blocks_of(case, lm.ValueZeroing()):
+        anatomy, pattern = block.anatomy, block.recorded("pattern")
+
+        def output(value, anatomy=anatomy, pattern=pattern, resid_pre=block.resid_pre):
+            return anatomy.after(resid_pre, anatomy.value_path.project(mix(pattern, value)))
+
+        expected = value_zeroing(output, block.recorded("value"), metric)
+        torch.testing.assert_close(lm.ValueZeroing(metric=metric)(block), expected, rtol=1e-10, atol=1e-10)
 
 
 def slow_value_zeroing(model, prompt, zero, metric="cosine"):

@@ -16,7 +16,7 @@ from torch import Tensor
 from lens_mix.aggregation import residual_weight
 from lens_mix.maps import MixingMap
 from lens_mix.maps.words import is_special, word_groups
-from lens_mix.methods.information_flow_routes import part_shares
+from lens_mix.methods.part_shares import part_shares
 
 # Up to so many numbers are kept as float16 (three digits), more as one byte each.
 _MOST_FLOAT16 = 400_000

@@ -19,7 +19,7 @@ from scipy.stats import spearmanr
 
 import lens_mix as lm
 from lens_mix.graphs import information_flow_routes
-from lens_mix.methods.information_flow_routes import part_shares
+from lens_mix.methods.part_shares import part_shares
 from tests.matrix import slow
 from tests.random_maps import map_of, random_attention
 from tests.view.page.routes import routes_map

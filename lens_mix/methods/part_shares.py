@@ -1,0 +1,92 @@
+"""What a map of information flow routes has on record of the parts that came from no other token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.arguments import instance
+from lens_mix.maps import MixingMap
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
+
+
+class PartShares(NamedTuple):
+    """Importance of the parts that came from no other token, `[layer, query]`, 0 to 1.
+
+    Attributes:
+        resid_pre: of the residual stream that enters the block, in the one after the attention branch.
+        resid_mid: of the latter in the block's output.
+        mlp_out: of the feed-forward in the block's output.
+        parallel: per layer, whether the feed-forward reads what enters the block.
+    """
+
+    resid_pre: Float[Tensor, "layer query"]
+    resid_mid: Float[Tensor, "layer query"]
+    mlp_out: Float[Tensor, "layer query"]
+    parallel: list[bool]
+
+
+def part_shares(mixing_map: MixingMap) -> PartShares:
+    """What the map's record says of residual and feed-forward, for the layers and rows that the map holds.
+
+    Raises:
+        ValueError: no map of `information_flow_routes`; tokens dropped or merged since; blocks whose
+            feed-forward can't be told apart (cross-attention).
+    """
+    chosen = _entries(mixing_map)
+    unknown = next((entry["layer"] for entry in chosen if "mlp_out" not in entry), None)
+    if unknown is not None:
+        raise ValueError(
+            f"mixing_map: expected blocks whose output is attention, feed-forward and residual, got block "
+            f"{unknown}, which has cross-attention, or a post-norm feed-forward that can't be rebuilt"
+        )
+    resid_pre, resid_mid, mlp_out = (
+        _held(mixing_map, chosen, name) for name in ("resid_pre", "resid_mid", "mlp_out")
+    )
+    return PartShares(resid_pre, resid_mid, mlp_out, [entry["parallel"] for entry in chosen])
+
+
+def own_share(mixing_map: MixingMap) -> Float[Tensor, "layer query"]:
+    """`PartShares.resid_pre`, which every part of an encoder-decoder has. ValueError: as `part_shares`."""
+    return _held(mixing_map, _entries(mixing_map), "resid_pre")
+
+
+def _entries(mixing_map: MixingMap) -> list[dict[str, Any]]:
+    """What the record says of each layer that the map holds."""
+    instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
+    entries = mixing_map.provenance.get("details", {}).get("parts", [])
+    if not entries:
+        got = f"got method {mixing_map.method!r} and none of its record"
+        raise ValueError(f"mixing_map: expected a map of information_flow_routes, {got}")
+    by_layer = {entry["layer"]: entry for entry in entries}
+    chosen = [by_layer[layer] for layer in mixing_map.layer_labels]
+    if chosen[0]["tokens"] != len(mixing_map.tokens):
+        raise ValueError(
+            f"mixing_map: expected the {chosen[0]['tokens']} tokens of the run, got {len(mixing_map.tokens)} "
+            "after tokens were dropped or merged; words= of graphs.information_flow_routes merges them"
+        )
+    return chosen
+
+
+def _held(mixing_map: MixingMap, chosen: Sequence[dict[str, Any]], name: str) -> Float[Tensor, "layer query"]:
+    """One of the shares, at the rows that the map holds."""
+    queries = mixing_map.query_positions
+    rows = [[entry[name][entry["queries"].index(query)] for query in queries] for entry in chosen]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def record_shares(block: Block, shares: dict[str, Float[Tensor, "batch query"]]) -> None:
+    """Put each prompt's shares on record by the positions of its rows, padding cut away."""
+    for index, real in enumerate(block.real):
+        is_real, place = real.tolist(), (real.cumsum(0) - 1).tolist()
+        # A prompt with fewer rows than another repeats its last one.
+        rows = {place[p]: row for row, p in enumerate(block.queries[index].tolist()) if is_real[p]}
+        values = {name: share[index, list(rows.values())].tolist() for name, share in shares.items()}
+        entry = {"layer": block.layer, "tokens": sum(is_real), "queries": list(rows)}
+        block.detail(index, "parts", {**entry, "parallel": block.anatomy.parallel, **values})
