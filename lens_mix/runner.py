@@ -73,9 +73,8 @@ def run(
         stack: an older name of `part`.
         engine: "auto", or "hooks" / "algebra" for methods that have both.
         max_memory: bytes for the temporary tensors of one step.
-        residual_shares: measure how much of each row is its own residual stream, for
-            `lm.rollout(m, residual="measured")`; maps that hold the residual need none,
-            and cross-attention has none.
+        residual_shares: measure how much of each row is its own residual stream, for `lm.rollout(m,
+            residual="measured")`; maps that hold the residual need none, and cross-attention has none.
         progress: show a bar over the blocks.
         prepend_bos: as in TransformerLens; strings only.
         attention_mask: [pos] or [1, pos], 0 for padding, which is cut away.

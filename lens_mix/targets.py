@@ -232,7 +232,8 @@ class _HfClassifier(Head):
     of: Measure = "probability"
 
     def of_prompt(self, context: Context) -> Explained:
-        hidden = classifiers.last_hidden(self.hf_model, context.tokens[None], **_batched(context.inputs))
+        inputs = {name: value[None] for name, value in context.inputs.items()}
+        hidden = classifiers.last_hidden(self.hf_model, context.tokens[None], **inputs)
         if hidden.shape != context.output.shape or not classifiers.close(context.output, hidden):
             raise ValueError(
                 "hf_model: expected the weights of the mapped model, got one whose last hidden states differ "
@@ -245,10 +246,6 @@ class _HfClassifier(Head):
 
         index = int(logits(context.output)[0].argmax()) if self.index is None else self.index
         return lambda resid: _measured(logits(resid), self.of)[:, index]
-
-
-def _batched(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value[None] for name, value in inputs.items()}
 
 
 # ------------------------------------------------------------------ what users call

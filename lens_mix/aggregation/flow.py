@@ -1,7 +1,6 @@
 """Attention flow (Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020).
 
-`docs/flow.md` has the definition, the receptive-field normalisation, and what becomes of flow in
-deep stacks.
+`docs/flow.md` has the definition, the receptive-field normalisation, and what becomes of deep stacks.
 """
 
 from __future__ import annotations

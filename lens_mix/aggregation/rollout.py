@@ -16,6 +16,7 @@ from lens_mix.arguments import flags, instance, number
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import refuse_negative, with_empty_rows
 from lens_mix.maps.checks import as_residual
+from lens_mix.methods import METHODS
 
 
 def rollout(
@@ -140,8 +141,6 @@ def measured_residual(chosen: MixingMap) -> float | Float[Tensor, "layer query"]
 
 def holds_residual(chosen: MixingMap) -> bool:
     """Whether the map says of its diagonal that the residual stream is in it, so that none is mixed in."""
-    from lens_mix.methods import METHODS
-
     method = METHODS.get(chosen.method)
     return chosen.residual == 0 and (method is None or method.holds_residual)
 
@@ -176,8 +175,6 @@ def residual_weight(mixing_map: MixingMap, residual: float | None) -> float:
         return as_residual(residual)
     if mixing_map.residual is not None:
         return mixing_map.residual
-    from lens_mix.methods import METHODS
-
     method = METHODS.get(mixing_map.method)
     if method is None:
         raise ValueError(

@@ -31,7 +31,7 @@ from lens_mix.algebra.budget import (
     hidden_bytes,
 )
 from lens_mix.algebra.folded_weights import folded, pays
-from lens_mix.algebra.head_vectors import HeadVectors, linear_part
+from lens_mix.algebra.head_vectors import linear_part
 from lens_mix.algebra.large_product import add_product, as_right_factor
 from lens_mix.algebra.pair_norms import by_key
 from lens_mix.algebra.rotation import rotated
@@ -197,7 +197,9 @@ def feed_forward_maps(block: Block, biases: Variant, reading: Norm | None = None
 def _maps(block: Block, biases: Variant, reading: Norm | None) -> FeedForwardMaps:
     heads, anatomy = head_vectors(block), block.anatomy
     feed_forward = _feed_forward(block)
-    beside, least = feed_forward_bytes(block, heads, feed_forward, _folds(heads)), 0
+    # Folded even where the product can't be kept.
+    folds = pays(heads.value.shape[:2].numel(), heads.heads, heads.d_head)
+    beside, least = feed_forward_bytes(block, heads, feed_forward, folds), 0
     if not anatomy.parallel:
         batch, queries = block.resid_pre.shape[:2]
         least = batch * queries * hidden_bytes(heads, feed_forward, queries)
@@ -256,11 +258,6 @@ def _written_out(vectors: Vectors, shares: FeedForwardShares) -> Iterator[Step]:
         output = shares.share(pairs)
         residual = pairs + shares.joined(output)
         yield chunk, slice(None), residual.transpose(1, 2), output.transpose(1, 2)
-
-
-def _folds(heads: HeadVectors) -> bool:
-    """Whether W_O and W_in are folded even where they can't be kept."""
-    return pays(heads.value.shape[0] * heads.value.shape[1], heads.heads, heads.d_head)
 
 
 class ByHead:

@@ -29,13 +29,11 @@ from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelEr
 from lens_mix.lens.proof.support import model_name
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
-from lens_mix.runner import read_methods, run
+from lens_mix.runner import MethodLike, read_methods, run
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
-
-MethodLike = str | Method
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

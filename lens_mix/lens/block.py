@@ -201,14 +201,12 @@ class Block:
     @property
     def logits_real(self) -> Bool[Tensor, "batch pos"]:
         """Which positions of the logits are the prompts' own: the decoder's, where there is one."""
-        batch = self._clean.batch
-        return batch.real if batch.target_real is None else batch.target_real
+        return self.batch.real if self.batch.target_real is None else self.batch.target_real
 
     @property
     def logits_tokens(self) -> Int[Tensor, "batch pos"]:
         """The tokens that the logits stand over."""
-        batch = self._clean.batch
-        return batch.tokens if batch.target is None else batch.target
+        return self.batch.tokens if self.batch.target is None else self.batch.target
 
     @property
     def tokenizer(self) -> Any:

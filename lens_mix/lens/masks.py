@@ -13,6 +13,7 @@ from lens_mix.hooks import record, zero_queries
 from lens_mix.lens.clean_pass import CleanPass
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.prompts import wrapped_config
 from lens_mix.lens.rows import rows_at
 
 
@@ -144,10 +145,9 @@ def is_causal_model(lens: Lens) -> bool:
     """Whether the model says that its attention is causal (Bridge encoders may say so too: see the stack)."""
     if lens.model_class.value == "HookedEncoder":
         return False
-    config = getattr(getattr(lens.model, "original_model", None), "config", None)
     name = type(getattr(lens.model, "original_model", None)).__name__
     if "MaskedLM" in name or "NextSentence" in name or "PreTraining" in name:
-        return bool(getattr(config, "is_decoder", False))
+        return bool(wrapped_config(lens.model, "is_decoder"))
     return getattr(lens.model.cfg, "attention_dir", "causal") == "causal"
 
 

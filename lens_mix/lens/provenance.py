@@ -14,6 +14,7 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import transformer_lens_version
 from lens_mix.lens.precision import switched_off
+from lens_mix.lens.prompts import wrapped_config
 from lens_mix.lens.proof.support import model_name
 from lens_mix.version import __version__
 
@@ -95,7 +96,7 @@ def dropped_head(lens: Lens) -> str | None:
     weights.
     """
     wrapped = getattr(lens.model, "original_model", None)
-    named = getattr(getattr(wrapped, "config", None), "architectures", None) or []
+    named = wrapped_config(lens.model, "architectures") or []
     loaded = type(wrapped).__name__
     dropped = [name for name in named if name != loaded and name.partition("For")[2] in _HEADS]
     if not dropped or wrapped is None:

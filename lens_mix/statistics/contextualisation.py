@@ -32,11 +32,8 @@ def change(before: MixingMap, after: MixingMap) -> Float[Tensor, " layer"]:
     """
     _check_pair(before, after)
     before.require_every_row("the order of all pairs", "before")
-    visible = before.visible()
-    values = [
-        1 - spearman(x[seen].numpy(), y[seen].numpy())
-        for x, y, seen in zip(before.scores.cpu(), after.scores.cpu(), visible.cpu(), strict=True)
-    ]
+    layers = zip(before.scores.cpu(), after.scores.cpu(), before.visible().cpu(), strict=True)
+    values = [1 - spearman(x[pairs].numpy(), y[pairs].numpy()) for x, y, pairs in layers]
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -82,9 +79,9 @@ def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> 
     """
     count = whole_number("count", count, 1)
     flags(diagonal=diagonal)
-    # Where keys are other tokens, no pair is one of a position with itself.
-    diagonal = diagonal or getattr(amplified, "key_tokens", None) is not None
     table = instance("amplified", amplified, MixingMap, "a MixingMap").to_dataframe()
+    # Where keys are other tokens, no pair is one of a position with itself.
+    diagonal = diagonal or amplified.key_tokens is not None
     # the table has the order of the scores
     visible = amplified.visible().cpu().numpy().ravel()
     table = table[visible & (diagonal | (table["query"] != table["key"]))]

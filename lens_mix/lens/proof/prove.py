@@ -87,7 +87,8 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
             factors[layer] = recorded.factors
         parts.append(_zero_value(lens, clean, layer, recorded))
     norms = next_norm_refusals(clean, anatomies)
-    causal = not lens.stack.is_cross and _is_causal(clean)
+    sees_later = any(bool(attended.triu(diagonal=1).any()) for attended in clean.attended.values())
+    causal = not lens.stack.is_cross and not sees_later
     return Proof(tuple(parts), anatomies, causal, norms, head_factors=factors)
 
 
@@ -95,11 +96,6 @@ def short_batch(lens: Lens, prompt: Prompt) -> Batch:
     """What a proof runs on: `proof_prompt` as a batch of one."""
     short = proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
     return pad([short], pad_token(lens.model), "right")
-
-
-def _is_causal(clean: CleanPass) -> bool:
-    """Whether no query of the short prompt saw a later key in any block."""
-    return not any(bool(attended.triu(diagonal=1).any()) for attended in clean.attended.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,12 +273,11 @@ def _part_errors(
     if mixed is not None and anatomy.is_written_down:
         rebuilt_output = anatomy.after(x, mixed, recorded.cross_out)
         errors["block"] = relative_error(rebuilt_output, recorded.resid_post)
-    parts = [_mixing(recorded, layer, tolerance)]
-    parts += [
+    entries = (
         PartError(layer, part, error, tolerance, note if error is None else "")
         for part, error in errors.items()
-    ]
-    return parts
+    )
+    return [_mixing(recorded, layer, tolerance), *entries]
 
 
 def _head_factors(pattern: Tensor, value: Tensor, z: Tensor, tolerance: float) -> Tensor | None:
