@@ -30,6 +30,21 @@ from torch import Tensor
 from lens_mix import classifiers
 from lens_mix.arguments import flags, instance, one_of, shown, whole_number
 
+__all__ = [
+    "Context",
+    "Target",
+    "class_",
+    "head",
+    "hf_classifier",
+    "logit",
+    "logit_difference",
+    "loss",
+    "masked_token",
+    "predicted",
+    "probability",
+    "token",
+]
+
 Measure = Literal["probability", "log_probability", "logit"]
 Reads = Literal["logits", "last_residual"]
 Explained = Callable[[Tensor], Tensor]

@@ -17,6 +17,8 @@ from lens_mix.method import Method
 from lens_mix.registry import all_methods, check_class
 from lens_mix.runner import run, run_many
 
+__all__ = ["check_method"]
+
 _VOCABULARY = 20
 _PROMPT = torch.tensor([3, 7, 1, 12, 5, 9])
 
