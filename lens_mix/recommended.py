@@ -14,8 +14,7 @@ from lens_mix.methods import AttributionPatching, DecompX, Gim, InputGradients, 
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike, predicted
 
-# The stand-ins that the figures were measured with (docs/input_map.md).
-_WORDS = (" thing", " green")
+_WORDS = (" thing", " green")  # the stand-ins that the figures were measured with (docs/input_map.md)
 
 _JOINT = (
     "partial Spearman with measured replacement, flan-t5-small, 30 held-out pairs of English and French: "

@@ -35,8 +35,7 @@ from lens_mix.maps.positions import as_positions
 
 # Two flows that differ by less are one: what rounding to whole numbers can do to a flow is below it.
 EQUAL = 1e-7
-# From this share of pairs on, a note says that the deeper layers do not show.
-TELL = 0.5
+TELL = 0.5  # from this share of pairs on, a note says that the deeper layers do not show
 
 
 def flow(

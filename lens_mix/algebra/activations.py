@@ -29,12 +29,9 @@ from lens_mix.lens.anatomy import ACTIVATIONS
 
 Activation = Callable[[Tensor], Tensor]
 
-# Longer paths are cut into pieces of this length.
-PIECE = 16.0
-# How much faster than SiLU an activation turns.
-_STEEPNESS = {"quick_gelu": 1.702}
-# Paths that are integrated at once.
-IN_CACHE = 8192
+PIECE = 16.0  # longer paths are cut into pieces of this length
+_STEEPNESS = {"quick_gelu": 1.702}  # how much faster than SiLU an activation turns
+IN_CACHE = 8192  # paths that are integrated at once
 # Below this, the difference quotient has lost more digits than the derivative at the middle leaves out.
 CLOSE = 1e-5
 # Activations with a kink at 0 in themselves or their derivative, by their primitive.

@@ -18,12 +18,9 @@ if TYPE_CHECKING:
     from lens_mix.lens.anatomy import FeedForward
     from lens_mix.lens.block import Block
 
-# Temporaries of one chunk: enough rows for a product at full speed.
-PRODUCT_BYTES = 1 << 24
-# On a GPU.
-GPU_BYTES = 1 << 28
-# Neurons of one product with W_out.
-NEURONS = 512
+PRODUCT_BYTES = 1 << 24  # temporaries of one chunk: enough rows for a product at full speed
+GPU_BYTES = 1 << 28  # the same on a GPU
+NEURONS = 512  # neurons of one product with W_out
 
 
 # ------------------------------------------------------------------ chunks

@@ -50,8 +50,7 @@ if TYPE_CHECKING:
 
 Variant = Literal["on_path", "fixed"]
 
-# Pairs of one step: enough rows for a product at full speed.
-PAIRS = 1400
+PAIRS = 1400  # pairs of one step: enough rows for a product at full speed
 
 
 # ------------------------------------------------------------------ the feed-forward as a linear map

@@ -14,8 +14,7 @@ from lens_mix.algebra.budget import chunk_size, chunks, vector_bytes
 from lens_mix.algebra.workspace import Workspace
 from lens_mix.lens.anatomy import Norm, ValuePath
 
-# Norms whose linear parts vectors have gone through, the first one first.
-Chain = tuple[Norm, ...]
+Chain = tuple[Norm, ...]  # norms whose linear parts vectors have gone through, the first one first
 
 
 def linear_part(

@@ -16,8 +16,7 @@ from lens_mix.arguments import one_of, whole_number
 RULES = ("gauss_legendre", "riemann_left", "riemann_right", "riemann_middle", "trapezoid")
 # captum's names for two of them
 _ALIASES = {"gausslegendre": "gauss_legendre", "riemann_trapezoid": "trapezoid"}
-# Beyond it, float64 no longer finds the points of nested rules to full precision.
-_LARGEST_NESTED = 63
+_LARGEST_NESTED = 63  # beyond it, float64 no longer finds the points of nested rules to full precision
 # Of one rule. More gain nothing, and finding Gauss-Legendre's takes time by their cube.
 _MOST_STEPS = 2_000
 

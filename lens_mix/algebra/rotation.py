@@ -21,10 +21,8 @@ from lens_mix.lens.proof.sketch import sketch
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-# For fewer pairs it would take many runs to earn the decomposition back.
-_PAIRS_PER_AXIS = 8
-# Neurons of the triangle that are done at once, all with the axes of the last one.
-_STEP = 256
+_PAIRS_PER_AXIS = 8  # for fewer pairs it would take many runs to earn the decomposition back
+_STEP = 256  # neurons of the triangle that are done at once, all with the axes of the last one
 
 
 class Rotated(NamedTuple):

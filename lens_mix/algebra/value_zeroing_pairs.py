@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
-# Heads or positions that are zeroed as one.
-Groups = Sequence[Sequence[int]]
+Groups = Sequence[Sequence[int]]  # heads or positions that are zeroed as one
 Spans = Groups | None
 
 

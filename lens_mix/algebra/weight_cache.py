@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Bytes of products that are kept in all.
-KEPT_BYTES = 2 << 30
+KEPT_BYTES = 2 << 30  # bytes of products that are kept in all
 
 
 class _Entry(NamedTuple):

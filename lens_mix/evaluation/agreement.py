@@ -23,10 +23,8 @@ from lens_mix.statistics import ranks
 if TYPE_CHECKING:
     import pandas
 
-# A correlation this close to 1 is 1: what is left of the variance is rounding.
-_PERFECT = 1e-12
-# Draws of the bootstrap that are held at once.
-_DRAWS_AT_ONCE = 1000
+_PERFECT = 1e-12  # a correlation this close to 1 is 1: what is left of the variance is rounding
+_DRAWS_AT_ONCE = 1000  # draws of the bootstrap that are held at once
 
 
 def spearman(row: Float[Tensor, " key"], other: Float[Tensor, " key"]) -> float:

@@ -15,11 +15,9 @@ from lens_mix.aggregation.rollout import rollout
 from lens_mix.arguments import several
 from lens_mix.maps import MixingMap
 
-# From layer maps to an input map.
-Aggregation = Callable[[MixingMap], MixingMap]
+Aggregation = Callable[[MixingMap], MixingMap]  # from layer maps to an input map
 
-# What a map of the whole stack is called where it is taken as it is.
-AS_IT_IS = "-"
+AS_IT_IS = "-"  # what a map of the whole stack is called where it is taken as it is
 
 
 def aggregations_by_name(asked: Sequence[str] | Mapping[str, Aggregation]) -> dict[str, Aggregation]:

@@ -28,8 +28,7 @@ from lens_mix.methods.target_passes import BoundTarget
 from lens_mix.session import Passed, Session
 from lens_mix.targets import Head, TargetLike
 
-# Values of the target that differ by less, relative to its size, differ by rounding.
-FLAT = 1e-6
+FLAT = 1e-6  # values of the target that differ by less, relative to its size, differ by rounding
 
 
 @dataclasses.dataclass(frozen=True)

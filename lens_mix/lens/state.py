@@ -17,8 +17,7 @@ from torch import nn
 from lens_mix.lens.changes import Change, Changes, Undo, let_interrupt_through
 from lens_mix.lens.precision import full_precision
 
-# How often a thread that waits for a model looks whether Ctrl-C came.
-_WAIT_SECONDS = 0.1
+_WAIT_SECONDS = 0.1  # how often a thread that waits for a model looks whether Ctrl-C came
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:

@@ -26,8 +26,7 @@ FORMAT = "lens_mix.MixingMap/1"
 _FIELDS = "tokens method causal key_tokens parameters residual kind layers provenance notes".split()
 # Written since rows can be asked for, and be meant; a file without them holds all rows.
 _OPTIONAL = ("queries", "default_query")
-# safetensors writes longer headers, and refuses to read them.
-_LONGEST_RECORD = 90_000_000
+_LONGEST_RECORD = 90_000_000  # safetensors writes longer headers, and refuses to read them
 
 
 def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:

@@ -24,10 +24,8 @@ _NAMES = ("127.0.0.1", "localhost")
 _PICKED = ("attention", "value_zeroing", INPUT_MAP)
 _MOST_BYTES = 1 << 16
 _MOST_FIELDS = 200
-# How often the server looks whether it is to end.
-_POLL_SECONDS = 0.1
-# How long a step of torch may go on after the limit until nobody waits for it any more.
-_GRACE_SECONDS = 10.0
+_POLL_SECONDS = 0.1  # how often the server looks whether it is to end
+_GRACE_SECONDS = 10.0  # how long a step of torch may go on after the limit until nobody waits for it any more
 
 
 class Limits(NamedTuple):

@@ -20,8 +20,7 @@ PARTS = {
     "norm": ("atb_ff_res", "atb_ff_res_ln"),
     "whole": ("attn_res_ln", "atb_ff_res_ln"),
 }
-# What `lens_mix.run` is to be asked for.
-METHODS = ("attn_res_ln", "atb_ff", "atb_ff_res", "atb_ff_res_ln")
+METHODS = ("attn_res_ln", "atb_ff", "atb_ff_res", "atb_ff_res_ln")  # what `lens_mix.run` is to be asked for
 
 
 def change(before: MixingMap, after: MixingMap) -> Float[Tensor, " layer"]:

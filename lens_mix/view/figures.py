@@ -34,10 +34,8 @@ from lens_mix.view.lazy import need_canvas
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Longer names of a row of bars are broken.
-LONGEST_NAME = 30
-# So many of the strongest columns have a label whatever the room.
-LABELLED = 8
+LONGEST_NAME = 30  # longer names of a row of bars are broken
+LABELLED = 8  # so many of the strongest columns have a label whatever the room
 SHARE, RAW = "share of the row", "raw score"
 
 Scale = Literal["linear", "log"]

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 STAYS = "#c9c9c9"
 MOVES = "#2c5f8a"
 TARGET = "#c1442e"
-# More tokens than these are not all drawn: only those that some node stands for.
-ALL_TOKENS = 48
+ALL_TOKENS = 48  # more tokens than these are not all drawn: only those that some node stands for
 THINNEST, THICKEST = 0.4, 5.0
 
 

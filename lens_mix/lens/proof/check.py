@@ -25,8 +25,7 @@ from lens_mix.lens.users_hooks import carries_users_hooks
 
 # Rows rebuilt per batch, and per prompt at least one: without hooks a model treats all positions alike.
 _SAMPLED_ROWS = 4
-# Rows rebuilt at once where all of them are.
-_CHUNK_ROWS = 512
+_CHUNK_ROWS = 512  # rows rebuilt at once where all of them are
 
 
 def refuted_here(
