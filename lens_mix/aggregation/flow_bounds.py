@@ -54,7 +54,7 @@ def proven(capacities: Float[np.ndarray, "layer query key"]) -> Bool[np.ndarray,
     if layers < 3 or causal or np.abs(capacities.sum(-1) - 1).max() > 1e-12:
         return shown
     sent = [np.eye(size)]
-    for matrix in capacities[::-1]:
+    for matrix in capacities[::-1]:  # from the queries down
         sent.append(sent[-1] @ matrix)
     sent.reverse()
     enters = capacities[0].sum(0)

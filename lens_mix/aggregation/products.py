@@ -90,7 +90,7 @@ def log_matmul(
     result = scaled + row_scale + column_scale
     possible = compose(left > -math.inf, right > -math.inf)
     again = (possible & (scaled < _LOG_SAFE)).any(1).nonzero().flatten()
-    block = max(1, 2**22 // right.numel())
+    block = max(1, 2**22 // right.numel())  # rows whose sums hold so many numbers at once
     for rows in again.split(block):
         result[rows] = torch.logsumexp(left[rows][:, :, None] + right, dim=1)
     return result
@@ -100,4 +100,4 @@ def compose(
     left: Bool[Tensor, "query middle"], right: Bool[Tensor, "middle key"]
 ) -> Bool[Tensor, "query key"]:
     """Which keys a query reaches through any position in the middle."""
-    return (left.to(torch.float32) @ right.to(torch.float32)) > 0
+    return (left.to(torch.float32) @ right.to(torch.float32)) > 0  # torch has no product of booleans

@@ -276,5 +276,5 @@ def looks_causal_note(chosen: MixingMap) -> list[str]:
         "receptive_field changed nothing, because the map says that every query could see every key; "
         "no query used a later key, so if the model is causal make the map with causal=True"
     )
-    warnings.warn(text, stacklevel=4)
+    warnings.warn(text, stacklevel=4)  # where rollout or flow was called
     return [text]

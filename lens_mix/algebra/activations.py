@@ -34,7 +34,7 @@ _STEEPNESS = {"quick_gelu": 1.702}  # how much faster than SiLU an activation tu
 IN_CACHE = 8192  # paths that are integrated at once
 # Below this, the difference quotient has lost more digits than the derivative at the middle leaves out.
 CLOSE = 1e-5
-# Activations with a kink at 0 in themselves or their derivative, by their primitive.
+# With a kink at 0, in themselves or their derivative, which quadrature is slow to integrate over.
 _PRIMITIVES: dict[str, Activation] = {
     "relu": lambda x: x.clamp_min(0).square() / 2,
     "relu_squared": lambda x: x.clamp_min(0).pow(3) / 3,
@@ -71,6 +71,7 @@ def gated_multipliers(
 
     def by_quadrature(near: Tensor) -> Tensor:
         at, gate, up, change = a[near], (end - a)[near], b[near], (up_end - b)[near]
+        # Paths of next to no length: one piece, and the fewest points.
         return _integral(lambda t: derivative(function, at + t * gate) * (up + t * change), 1, _points(CLOSE))
 
     return _ratio(change, end - a, by_quadrature, CLOSE), m_up

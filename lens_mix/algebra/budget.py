@@ -78,7 +78,7 @@ def attention_budget(
     states = 13 * d_model * queries + 3 * heads.heads * heads.d_head * max(queries, keys)
     pairs = 3 * queries * keys * size
     if pattern.dtype != heads.dtype or not block.every_query:
-        pairs += heads.heads * queries * keys * size
+        pairs += heads.heads * queries * keys * size  # the pattern is copied
     # W_O after norms is a copy, and made through another.
     fixed = batch * (states * size + pairs) + heads.copied + 2 * heads.matrices.nbytes
     one_key = max(factor_bytes(heads, queries), 2 * queries * written_out_bytes(heads))

@@ -30,6 +30,7 @@ class NormChange:
     def __init__(self, norm: Norm, clean: Float[Tensor, "row d_model"]) -> None:
         self.norm = norm
         self._weight = None if norm.weight is None else norm.weight.to(clean.dtype)
+        # The mean is taken off as a projection: in other axes (`rotate`) it is no mean.
         self._mean = torch.full_like(clean[0], clean.shape[1] ** -0.5)
         centred = self._centre(clean)
         self._square = centred.square().mean(-1, keepdim=True) + norm.eps
@@ -107,7 +108,7 @@ class CleanBlock:
             folded = [norm for norm in norms if norm is not None]
             chains = (tuple(later.norm for later in folded[place:]) for place in range(len(folded)))
             inputs = [through(chain, norm.clean) for chain, norm in zip(chains, folded, strict=True)]
-            last = norms[-1] or norms[-2]
+            last = norms[-1] or norms[-2]  # what W_in reads is its output, if there is one; no branch norm's
             inputs = [x.to(attention_out.dtype) for x in (inputs if last else [*inputs, read])]
             shift, dtype = last.norm.bias if last else None, resid_pre.dtype
             self.neurons = neurons_of(feed_forward, inputs, shift, dtype, widths)
@@ -145,6 +146,7 @@ class CleanBlock:
             change = norm.output(rows, changed)
             if norm is self._branch:
                 change, factors = change * self.multiplier, [factor * self.multiplier for factor in factors]
+            # Wide up to here (`value_zeroing._dtypes`): a norm on the branch is the one that needs it.
             change = change.to(self.direction.dtype)
         return change, factors
 

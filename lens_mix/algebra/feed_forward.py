@@ -199,7 +199,7 @@ def _maps(block: Block, biases: Variant, reading: Norm | None) -> FeedForwardMap
     # Folded even where the product can't be kept.
     folds = pays(heads.value.shape[:2].numel(), heads.heads, heads.d_head)
     beside, least = feed_forward_bytes(block, heads, feed_forward, folds), 0
-    if not anatomy.parallel:
+    if not anatomy.parallel:  # of a parallel block no pair goes through the feed-forward
         batch, queries = block.resid_pre.shape[:2]
         least = batch * queries * hidden_bytes(heads, feed_forward, queries)
     heads.budget = attention_budget(block, heads, beside, least, "a map behind the feed-forward")
@@ -225,7 +225,7 @@ def _sequential(
     block: Block, vectors: Vectors, shares: FeedForwardShares, norm: Norm | None
 ) -> FeedForwardMaps:
     batch, _, queries, keys = vectors.pairs.pattern.shape
-    maps = [vectors.scale.new_zeros((batch, keys, queries)) for _ in range(3)]
+    maps = [vectors.scale.new_zeros((batch, keys, queries)) for _ in range(3)]  # keys first, as steps come
     steps = (
         _written_out(vectors, shares)
         if vectors.pairs.writes_out
@@ -307,6 +307,7 @@ class ByHead:
         width = self._shares.W_out.shape[0] * len(self._multipliers)
         size = chunk_size(row, heads.value.device, heads.budget, PAIRS * self._pair_bytes)
         at_once = size
+        # Under a bound, what is made once per key is in the bytes of its pairs already (`hidden_bytes`).
         if heads.budget is None:
             row = batch * heads.heads * width * heads.dtype.itemsize
             at_once = chunk_size(row, heads.value.device, None)
@@ -341,5 +342,6 @@ class ByHead:
                 of_rows = m[:, None, rows, neurons]
                 mixed = out.mul_(of_rows) if mixed is None else mixed.addcmul_(out, of_rows)
             if mixed is not None:
+                # In rotated axes the first neurons write to the first axes alone.
                 add_product(output.flatten(0, 2)[:, : W_out.shape[1]], mixed.flatten(0, 2), W_out)
         return output

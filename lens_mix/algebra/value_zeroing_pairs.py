@@ -76,6 +76,7 @@ def find_sources(
 ) -> list[Source]:
     """Every source that gets weight, from any head that is zeroed; the only copy from GPU to CPU."""
     queries, any_query = attended.shape[1], attended.any(1)
+    # As bytes: argmax takes no booleans, and of equals it gives the first.
     first = torch.where(any_query, attended.byte().argmax(1), queries).tolist()
     last = torch.where(any_query, queries - attended.flip(1).byte().argmax(1), 0).tolist()
     sources = []
@@ -123,6 +124,7 @@ def fitting(block: Block, span: int, dtypes: Sequence[torch.dtype]) -> Sizes:
     """The device's sizes, made smaller where `max_memory` asks for it; ValueError where none fits."""
     sizes = CPU if block.resid_pre.device.type == "cpu" else GPU
     length, needed = block.attended.shape[2], functools.partial(_bytes, block, span, dtypes)
+    # A prompt is never cut: all its positions are held at once.
     smallest = Sizes(rectangle=8, chunk=8, columns=64, keys=1, positions=length, spare=sizes.spare)
     budget = budget_beside(
         block, 0, needed(smallest), "value zeroing by algebra; engine='hooks' may need less"

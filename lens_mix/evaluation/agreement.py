@@ -98,7 +98,7 @@ def average_precision(row: Float[Tensor, " key"], relevant: Bool[Tensor, " key"]
     scores, wanted = _scores_and_relevant(row, relevant)
     if not wanted.any():
         return math.nan
-    _, group = np.unique(-scores, return_inverse=True)
+    _, group = np.unique(-scores, return_inverse=True)  # numbered from the highest score
     hits = np.bincount(group, wanted)
     precision = hits.cumsum() / np.bincount(group).cumsum()
     return float((hits * precision).sum() / wanted.sum())

@@ -59,6 +59,7 @@ def randomised(model: TransformerLensModel, *, seed: int = 0, stack: str | None 
         for parameter in block.parameters()
         if parameter.ndim >= 2
     }
+    # Taken before the first is touched: whatever happens inside, all can be put back.
     before = [(parameter, parameter.detach().clone()) for parameter in matrices.values()]
     try:
         with torch.no_grad():

@@ -108,6 +108,7 @@ class EditedPasses:
         with self.passed.session.lens.evaluation_mode(), Changes(list(changes)):
             output = self._output(batch, fwd_hooks)
         copies = [0] * len(output)
+        # All are copies of one prompt: one part, without padding.
         ((_, _, rows),) = target_passes.parts(self.first_block, self.bound.target, output, copies)
         return target_passes.evaluate(self.bound.functions[0], rows)
 

@@ -161,7 +161,7 @@ def _areas(
             mixing_map = run(model, prompt, _explaining(method, routes.queries[0]))
         except UnsupportedModelError as problem:
             return {label: []}, str(problem)
-        if isinstance(method, AltiLogit):
+        if isinstance(method, AltiLogit):  # its layers are shares of one logit
             summed = mixing_map.scores.sum(0, keepdim=True)
             mixing_map = mixing_map.select_layers(mixing_map.layer_labels[-1:]).replace(scores=summed)
         marked.append((mixing_map.replace(scores=mixing_map.scores.abs()), routes))

@@ -189,7 +189,7 @@ class _Evaluation:
             "aggregations": list(self._aggregations),
             "randomised_model": self._randomised,
         }
-        return json.loads(json.dumps(header, default=str))
+        return json.loads(json.dumps(header, default=str))  # as it comes back from a file
 
     def scores(self, number: int, case: Case) -> list[dict[str, Any]]:
         """The records of one case."""
@@ -207,6 +207,7 @@ class _Evaluation:
         records = []
         for method, aggregation in candidates:
             metrics = scores[f"{method} {aggregation}"]
+            # NaN, which differs from itself, is no JSON.
             known = {metric: None if score != score else score for metric, score in metrics.items()}
             records.append({"case": number, "method": method, "aggregation": aggregation, **known})
         return records

@@ -117,7 +117,7 @@ def soft_faithfulness(
         named, single = read_rows(rows, passes.length)
         places = passes.positions(positions)
         masked = _Masked(passes, places, samples, seed)
-        erased = masked.mean(torch.zeros(len(places), dtype=torch.float64), 1)
+        erased = masked.mean(torch.zeros(len(places), dtype=torch.float64), 1)  # no draw decides: one will do
         faithfulness = {}
         for name, row in named.items():
             with_only = masked.mean(matched(row[places], retained))

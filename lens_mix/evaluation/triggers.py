@@ -281,7 +281,7 @@ def _segments(example: Example, special: Collection[int]) -> list[Span]:
     if example.segments is not None:
         return list(example.segments)
     spans, start = [], 0
-    for position, token in enumerate((*example.tokens, None)):
+    for position, token in enumerate((*example.tokens, None)):  # None ends the last run
         if token is None or token in special:
             if position > start:
                 spans.append((start, position))

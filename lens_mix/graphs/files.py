@@ -85,6 +85,7 @@ def _as_node(name: Any) -> Any:
 
 
 def _for_xml(graph: nx.DiGraph) -> nx.DiGraph:
+    # Nodes are pairs, which GraphML can't hold: their names are JSON.
     plain = nx.relabel_nodes(graph, {node: _printable(json.dumps(node)) for node in graph}, copy=True)
     groups = [plain.graph, *(values for _, values in plain.nodes(data=True))]
     groups += [values for _, _, values in plain.edges(data=True)]

@@ -262,6 +262,7 @@ def _measured(module: nn.Module, stored: Norm, width: int) -> Norm:
     `forward` is asked itself, so that no hook sees the vectors.
     """
     like = next(module.parameters(), torch.zeros(width)).detach()
+    # So small that eps shows beside it.
     wide, small = torch.promote_types(like.dtype, torch.float32), 2.0**-10
     # Of mean 0, without a 0, and exact in every dtype, as is what is made of it here.
     signs = torch.ones_like(like)
@@ -271,8 +272,10 @@ def _measured(module: nn.Module, stored: Norm, width: int) -> Norm:
     with torch.no_grad():
         probes = torch.stack([signs, -signs, signs + 1, small * signs])[None]
         up, down, raised, lowered = module.forward(probes)[0].to(wide)
+    # A norm of -x is minus that of x, but for the bias.
     signs, bias, accepted = signs.to(wide), (up + down) / 2, tolerance(like.dtype)
     square, eps = float(signs.square().mean()), stored.eps
+    # 1 if eps is 0; where it is not what the stored eps gives, eps is solved for.
     shrunk = float((lowered - bias) @ (up - bias) / (up - bias).square().sum()) ** 2
     expected = small**2 * (square + eps) / (small**2 * square + eps)
     if abs(shrunk - expected) > 2 * accepted * expected and shrunk > small**2:
@@ -282,6 +285,7 @@ def _measured(module: nn.Module, stored: Norm, width: int) -> Norm:
     offset = None if stored.weight is None else 1 + stored.weight.to(wide)
     weight = _nearest(multiplier, [stored.weight, offset], torch.ones_like(multiplier), accepted)
     shift = _nearest(bias, [stored.bias], torch.zeros_like(bias), accepted)
+    # A norm that centres gives the same for signs and signs + 1.
     uncentred = (signs + 1) * multiplier / math.sqrt(square + 1 + eps) + bias
     centres = torch.dist(raised, up) < torch.dist(raised, uncentred)
     return Norm("layer" if centres else "rms", weight, shift, eps)
@@ -345,6 +349,7 @@ def candidates(block: nn.Module, attention: nn.Module, cfg: Any, multiplier: flo
     feed_forward, kind = read_feed_forward(mlp, "gelu")
     base = BlockAnatomy("none", False, read_value_path(attention), feed_forward, kind, cross=cross)
     first = bool(getattr(cfg, "parallel_attn_mlp", False))
+    # What cfg says comes first, and is not believed.
     for parallel in (False,) if cross or mlp is None else (first, not first):
         for wiring in _wirings(block, cfg, cross, has_mlp=mlp is not None):
             yield dataclasses.replace(base, parallel=parallel, residual_multiplier=multiplier, **wiring)

@@ -354,6 +354,7 @@ class Block:
             return None
         outputs: dict[str, Tensor] = {}
         where = self._lens.where(self.layer)
+        # The Bridge's name, and that of HookedEncoderDecoder.
         names = (f"{where}.cross_attn.o.hook_out", f"{where}.hook_cross_attn_out")
         name = next((name for name in names if name in self._lens.hook_points), None)
         if name is None:
@@ -412,7 +413,7 @@ class Block:
         rebuilt = resid if norm is None else norm(resid)
         normed = self.after_final_norm(self.final_residual)[self.real_queries]
         error = relative_error(rebuilt, normed.to(resid.dtype))
-        if not error <= self._lens.tolerance:
+        if not error <= self._lens.tolerance:  # so that NaN is refused too
             raise UnsupportedModelError(
                 f"final norm: expected its parts to give its output within {self._lens.tolerance:.0e}, "
                 f"got a relative error of {error:.1e}"

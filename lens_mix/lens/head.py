@@ -58,12 +58,12 @@ def proven_head(
         )
     head = Head(norm, W_U, b_U)
     rebuilt = head(resid)
-    scale = float((rebuilt * logits).sum() / rebuilt.square().sum())
+    scale = float((rebuilt * logits).sum() / rebuilt.square().sum())  # by least squares
     if abs(scale - 1) > tolerance:
         # Cohere and Granite multiply the logits by a constant.
         head = Head(norm, W_U * scale, None if b_U is None else b_U * scale)
     error = relative_error(head(resid), logits)
-    if not error <= tolerance:
+    if not error <= tolerance:  # so that NaN is refused too
         raise UnsupportedModelError(
             "head: expected logits = final norm, then unembedding; rebuilt logits are off by a relative "
             f"{error:.1e} (a dense layer or a cap between the two can't be split by token)"

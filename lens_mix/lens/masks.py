@@ -44,6 +44,7 @@ class AllowedKeys:
         identity = torch.eye(first.shape[-1], device=first.device)
         reached, layers = identity, {}
         for layer in sorted(self.by_layer):
+            # Floats: torch has no product of booleans.
             reached = (((self.by_layer[layer].float() + identity) @ reached) > 0).float()
             layers[layer] = reached > 0
         return dataclasses.replace(self, by_layer=layers)
@@ -96,6 +97,7 @@ class PromptMask:
             same = bool((layers == layers[0]).all())
             return False, None if bool(layers.all()) else layers[0] if same else layers
         triangle = (self.keys <= self.positions[:, None]).cpu()
+        # A map of one token, or of some rows, may look causal in any model.
         every_row = len(self.positions) == len(self.keys)
         causal = len(self.keys) > 1 and not bool((layers & ~triangle).any())
         causal = causal and (every_row or self.causal_model)
@@ -145,6 +147,7 @@ def is_causal_model(lens: Lens) -> bool:
     """Whether the model says that its attention is causal (Bridge encoders may say so too: see the stack)."""
     if lens.model_class.value == "HookedEncoder":
         return False
+    # By the wrapped class: TransformerBridge 3 says attention_dir="causal" of BERT too.
     name = type(getattr(lens.model, "original_model", None)).__name__
     if "MaskedLM" in name or "NextSentence" in name or "PreTraining" in name:
         return bool(wrapped_config(lens.model, "is_decoder"))

@@ -82,6 +82,7 @@ class Lens:
     @functools.cached_property
     def dtype(self) -> torch.dtype:
         """Dtype of the model's parameters."""
+        # Quantised weights are whole numbers.
         return next(p.dtype for p in self.model.parameters() if p.dtype.is_floating_point)
 
     @property

@@ -140,7 +140,7 @@ def _chat_tokens(model: Any, messages: Any) -> Int[Tensor, " pos"]:
     text = model.tokenizer.apply_chat_template(
         list(map(dict, messages)), tokenize=False, add_generation_prompt=goes_on
     )
-    ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them
     return torch.tensor(ids, dtype=torch.long, device=device_of(model))
 
 
@@ -213,6 +213,7 @@ def _tokenize(model: Any, kind: ModelClass, text: str, prepend_bos: bool | None)
             raise ValueError(
                 f"prepend_bos: {kind.value} adds its own special tokens; expected None, got {prepend_bos}"
             )
+        # By default a long prompt would be cut without a word. These classes return masks besides.
         tokens = model.to_tokens(text, truncate=False)[0]
     else:
         options = {} if prepend_bos is None else {"prepend_bos": prepend_bos}

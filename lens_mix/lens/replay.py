@@ -164,6 +164,7 @@ class BlockReplay:
 
     def _error(self, expansion: _Expansion) -> float:
         batch = self.call.resid_pre.shape[0]
+        # Another number of prompts, in another order, one of them twice: a wrong axis shows.
         rows = torch.tensor([batch - 1, 0, batch - 1], device=self.call.resid_pre.device)
         clean = self.call.resid_post.index_select(0, rows)
         return relative_error(self._run(expansion, rows, None), clean, self.real.index_select(0, rows))
@@ -174,7 +175,7 @@ class BlockReplay:
             try:
                 error = self._error(expansion)
             except (RuntimeError, ValueError, IndexError) as problem:
-                if is_out_of_memory(problem):
+                if is_out_of_memory(problem):  # on a GPU a RuntimeError too
                     raise
                 failures.append(f"{type(problem).__name__}: {str(problem)[:120]}")
                 continue
@@ -198,7 +199,7 @@ def relative_error(
 ) -> float:
     """Largest error per position, relative to that position's own size (so no large token hides a small one).
 
-    `keep` is a bool over all axes but the last: the positions that count.
+    `keep` is a bool over all axes but the last: the positions that count. NaN where one of these has any.
     """
     wide = torch.float64 if expected.dtype == torch.float64 else torch.float32
     difference = torch.linalg.vector_norm((got.to(wide) - expected.to(wide)), dim=-1)

@@ -84,6 +84,7 @@ def _lock(model: nn.Module) -> Undo:
     wrapped = getattr(model, "original_model", None)
     # One step, so that two threads get the same lock.
     lock = _locks.setdefault(wrapped if isinstance(wrapped, nn.Module) else model, threading.RLock())
+    # Waiting without an end, the main thread could not be interrupted: `Changes` holds Ctrl-C back.
     while not lock.acquire(timeout=_WAIT_SECONDS):
         let_interrupt_through()
     return lock.release

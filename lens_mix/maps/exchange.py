@@ -42,7 +42,7 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     record = {name: getattr(mixing_map, name) for name in (*_FIELDS, *_OPTIONAL)}
     for name in ("parameters", "provenance"):
         _refuse_beyond_json(record[name], name)
-    tensors = {"scores": mixing_map.scores.contiguous()}
+    tensors = {"scores": mixing_map.scores.contiguous()}  # safetensors refuses views
     if mixing_map.mask is not None:
         tensors["mask"] = mixing_map.mask.contiguous()
     if mixing_map.residual_shares is not None:

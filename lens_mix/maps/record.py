@@ -438,6 +438,7 @@ class MixingMap:
         scores = (self.merge_heads() if head is None else self.head(head)).scores[place, row]
         scores = arithmetic.shares(scores) if unit == "share" else scores
         visible = self.visible()[place, row].nonzero().flatten()
+        # Stable: of equals the first.
         best = visible[torch.sort(scores[visible].abs(), descending=True, stable=True).indices[:k]].tolist()
         return [Source(self.key_labels[key], key, scores[key].item()) for key in best]
 

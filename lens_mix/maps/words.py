@@ -133,6 +133,7 @@ def resolve_groups(
 
 
 def _join(pieces: Sequence[str]) -> str:
+    # "##" alone is a token that spells itself.
     rest = (piece[2:] if piece.startswith("##") and len(piece) > 2 else piece for piece in pieces[1:])
     return "".join([pieces[0], *rest])
 

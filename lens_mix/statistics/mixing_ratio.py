@@ -124,7 +124,7 @@ def _weight_ratio(block: Block, residual: float) -> Float[Tensor, "batch query"]
     weights = pattern.to(torch.promote_types(pattern.dtype, torch.float32)).mean(dim=1)
     diagonal = weights.gather(2, block.queries[..., None])[..., 0]
     mixed = weights.sum(-1) - diagonal
-    return mixed / (mixed + diagonal + residual)
+    return mixed / (mixed + diagonal + residual)  # of 0.5 A + 0.5 I: the halves cancel
 
 
 # ------------------------------------------------------------------ tables

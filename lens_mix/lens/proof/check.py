@@ -53,7 +53,7 @@ def refuted_here(
         path = proof.anatomy[layer].value_path
         if path is None:
             continue
-        traced = values and not lens.stack.is_cross
+        traced = values and not lens.stack.is_cross  # there values are made of the encoder's outputs
         error = _value_error(clean, layer, proof.anatomy[layer], path) if traced else 0.0
         if error <= lens.tolerance:
             error = _output_error(

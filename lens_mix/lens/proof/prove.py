@@ -42,7 +42,7 @@ from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE, PartError, Proof
 from lens_mix.lens.replay import captured_outputs, first_tensor, relative_error
 from lens_mix.lens.rows import rows_at
 
-SHORTEST, LONGEST = 8, 16
+SHORTEST, LONGEST = 8, 16  # tokens of a proof's prompt
 
 
 def proof_prompt(prompt: Prompt, n_ctx: int) -> Prompt:
@@ -208,7 +208,7 @@ def _read_block(
         misfit = sum(not entry.ok for entry in errors), worst
         if best is None or misfit < best[0]:
             best = misfit, anatomy, errors
-        if worst <= lens.tolerance:
+        if worst <= lens.tolerance:  # the likeliest come first
             break
     if best is None:
         raise UnsupportedModelError(f"{lens.where(layer)}: no reading of the block's modules is known")
@@ -233,6 +233,7 @@ def _with_activation(
     for name in sorted(ACTIVATIONS, key=lambda name: name != likely):
         candidate = dataclasses.replace(feed_forward, activation=name)
         errors[name] = relative_error(candidate(x), out)
+        # The first block tries all of them; those above have, most likely, the one that fitted below.
         if below is not None and errors[name] <= tolerance:
             break
     # Two that fit alike (float32 can't tell BLOOM's rounded tanh from the plain one): the one named first.
@@ -289,6 +290,7 @@ def _head_factors(pattern: Tensor, value: Tensor, z: Tensor, tolerance: float) -
     if relative_error(mixed.flatten(2), z.flatten(2)) <= tolerance:
         return None
     squares = mixed.square().sum(dim=(0, 1, 3))
+    # By least squares; a head that mixes nothing has no factor to tell.
     factors = torch.where(squares == 0, 1, (mixed * z).sum(dim=(0, 1, 3)) / squares)
     scaled = mixed * factors[:, None]
     return factors if relative_error(scaled.flatten(2), z.flatten(2)) <= tolerance else None
@@ -371,14 +373,14 @@ def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bo
         side: where the padding is.
     """
     if lens.stack.gaps is not None or not lens.bears_a_mask:
-        return False
+        return False  # prompts run one by one
     short = proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
     half = max(1, len(short.tokens) // 2)
     shorter = Prompt(short.tokens[:half], short.target, {name: v[:half] for name, v in short.inputs.items()})
     batch = pad([short, shorter], pad_token(lens.model), side)
     try:
         return not padding_leaks(clean_pass(lens, batch))
-    except ValueError:
+    except ValueError:  # outputs that are not finite
         return False
 
 

@@ -184,6 +184,6 @@ def model_name(model: TransformerLensModel) -> str:
 
 
 def any_tokens(model: TransformerLensModel) -> torch.Tensor:
-    """Eight tokens of the vocabulary."""
+    """Eight different tokens, from the middle of the vocabulary."""
     d_vocab = int(model.cfg.d_vocab)
     return (torch.arange(8, device=device_of(model)) * 7 + d_vocab // 2) % d_vocab
