@@ -93,9 +93,9 @@ class PromptMask:
             itself (causal); else bool [query, key], or [layer, query, key] where layers differ.
         """
         layers = self.allowed.cpu()
+        mask = layers[0] if bool((layers == layers[0]).all()) else layers
         if self.cross:
-            same = bool((layers == layers[0]).all())
-            return False, None if bool(layers.all()) else layers[0] if same else layers
+            return False, None if bool(layers.all()) else mask
         triangle = (self.keys <= self.positions[:, None]).cpu()
         # A map of one token, or of some rows, may look causal in any model.
         every_row = len(self.positions) == len(self.keys)
@@ -103,8 +103,7 @@ class PromptMask:
         causal = causal and (every_row or self.causal_model)
         if bool(layers.all()) or (causal and bool((layers == triangle).all())):
             return causal, None
-        same = bool((layers == layers[0]).all())
-        return causal, layers[0] if same else layers
+        return causal, mask
 
     def without_rounding(
         self,
