@@ -252,7 +252,7 @@ class Session:
             for layer in self.layers_of(method):
                 fwd_hooks += method.hooks(layer, store, queries=positions, attention=template)
                 required += [lens.stack.hook_name(role, layer) for role in method.records]
-            checked -= method.records
+            checked -= method.records  # recorded already
         for layer in layers:
             fwd_hooks += record_attention(
                 layer, store, sorted(checked), queries=positions, attention=template

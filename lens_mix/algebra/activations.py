@@ -121,6 +121,7 @@ def derivative(function: Activation, x: Float[Tensor, "*batch"]) -> Float[Tensor
 
 def _integral(integrand: Callable[[float], Tensor], pieces: int, points: int) -> Tensor:
     nodes, weights = _nodes(points)
+    # The rule's points lie in -1..1.
     places = ((np.arange(pieces)[:, None] + (nodes + 1) / 2) / pieces).flatten().tolist()
     shares = np.tile(weights / 2 / pieces, pieces).tolist()
     total = integrand(places[0]) * shares[0]

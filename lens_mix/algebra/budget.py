@@ -147,7 +147,7 @@ def hidden_bytes(heads: HeadVectors, feed_forward: FeedForward, queries: int) ->
     """One pair's way through the feed-forward, with its share of what is made once per key."""
     d_model, d_mlp = feed_forward.W_in.shape
     matrices = 1 if feed_forward.W_gate is None else 2
-    # What oneDNN makes is added to what is there.
+    # A product by oneDNN is a tensor of its own, added to what is there.
     per_pair = (matrices + 1) * min(d_mlp, NEURONS) + 9 * d_model + 2 * heads.heads
     per_key = heads.heads * (5 * d_model + 2 * d_mlp + 2 * heads.d_head)
     return (per_pair + -(-per_key // queries)) * heads.dtype.itemsize

@@ -74,7 +74,7 @@ def products(
 
 
 class CleanBlock:
-    """A block's clean rows, whose hidden layer is done in parts of so many neurons (`widths`).
+    """What a block computed for its clean rows, as far as changes need it; neurons in parts of `widths`.
 
     `attention_out` is taken before any norm, and the pre-activations have its dtype; `final` is the model's
     final norm, where the change after it is wanted. With `axes`, changes are given in these axes.
@@ -157,7 +157,10 @@ class CleanBlock:
         added: Float[Tensor, "key row d_model"],
         metric: str,
     ) -> Float[Tensor, "key row"]:
-        """How far the outputs move; `mid` has the feed-forward's change in it where no norm takes `added`."""
+        """How far outputs move by the changes of mid and of what the feed-forward adds.
+
+        Where no norm stands on the feed-forward's branch, `mid` holds the sum of both.
+        """
         if self.added is not None:
             added = self.added.output(rows, self.added.sizes(rows, added))
             mid = torch.add(mid, added, alpha=self.multiplier)

@@ -268,6 +268,7 @@ class ByHead:
 
     def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares, norm: Norm | None) -> None:
         self._pairs, self._scale, self._shares = vectors.pairs, vectors.scale, shares
+        # What scales a row's vectors goes into its multipliers: once per row and neuron, not per pair.
         self._multipliers = [m * (vectors.scale / shares.input_scale) for _, m in shares.multipliers]
         heads = vectors.pairs.heads
         vectors_in_all, path = heads.value.shape[:2].numel(), value_path(block)
@@ -276,6 +277,7 @@ class ByHead:
         batch, _, queries, keys = vectors.pairs.pattern.shape
         pairs = batch * queries * keys
         in_axes = rotated(block, path, norm, pairs, NEURONS)
+        # Where axes are rotated the chain is empty: `rotated` refuses blocks with norms there.
         self._W_O = heads.after(vectors.pairs.chain) if in_axes is None else in_axes.W_O
         W_out = shares.W_out.split(NEURONS) if in_axes is None else in_axes.W_out
         self._W_out = [as_right_factor(neurons, pairs) for neurons in W_out]

@@ -89,6 +89,7 @@ class _Maps:
         self._value = value.repeat_interleave(block.n_heads // value.shape[2], dim=2)
         attended = block.attended[prompts] & block.real_queries[prompts, :, None] & real[:, None]
         self._sources = find_sources(attended, real, spans)
+        # A norm on the branch comes before the multiplier (`CleanBlock.to_pre_activations`).
         self._place_sources(1.0 if anatomy.attention_branch else anatomy.residual_multiplier)
         out = path.project(mix(self._pattern, value)).flatten(0, 1)
         pre, post = (x[prompts].to(narrow).flatten(0, 1) for x in (block.resid_pre, block.resid_post))
@@ -170,7 +171,7 @@ class _Maps:
                 out.copy_(change)
             moved.append(weights.any(-1))  # elsewhere no effect, not even a rounding error
             entered.append((rows, scales, weights * scale, rectangle.sources))
-        factor = clean.multiplier if added is mid else 1.0
+        factor = clean.multiplier if added is mid else 1.0  # else `CleanBlock.distance` multiplies
         for neurons, W_out, vectors in zip(clean.neurons, self._W_out, values.hidden_vectors, strict=True):
             hidden = self._workspace.like("hidden", mid, (len(mid), len(W_out)), mid.dtype)
             for (rows, scales, weights, sources), out in zip(entered, rectangles(hidden), strict=True):

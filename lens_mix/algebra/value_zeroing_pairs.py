@@ -54,7 +54,7 @@ class Source(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """Neighbouring sources of one prompt, from a column of its map on, by some of its rows."""
+    """Pairs of neighbouring sources of one prompt, the first at `column` of its map, and some of its rows."""
 
     prompt: int
     column: int
@@ -114,7 +114,7 @@ def _rectangles(sources: Sequence[Source], sizes: Sizes) -> Iterator[Rectangle]:
             if not neighbours or pairs > min(sizes.rectangle, (1 + sizes.spare) * weighted):
                 break
             end, (first, last) = end + 1, window
-        rows = max(1, sizes.rectangle // (end - begin))
+        rows = max(1, sizes.rectangle // (end - begin))  # a single key's rows may be too many
         for start in range(first, last, rows):
             yield Rectangle(prompt, column, slice(begin, end), slice(start, min(start + rows, last)))
         begin = end

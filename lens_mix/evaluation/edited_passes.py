@@ -35,7 +35,7 @@ FLAT = 1e-6  # values of the target that differ by less, relative to its size, d
 class _Edits(Method):
     """What is asked of a session: patterns, and hooks on values and patterns that are proven to act."""
 
-    name: ClassVar[str] = "a scale that edits passes"
+    name: ClassVar[str] = "a scale that edits passes"  # as errors call it
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})

@@ -152,7 +152,7 @@ def prune_graph(
     largest, where = max((amounts[edge] for edge in graph.in_edges(target)), default=0.0), ""
     if from_inputs:
         widths = _widths(graph, by)
-        nodes = {node for node in nodes if widths[node] > threshold}
+        nodes = {node for node in nodes if widths[node] > threshold}  # some path from below holds throughout
         largest, where = widths[target], " from the lowest level"
     if not nodes:
         reason = f"up to which something leads to {target}{where}"

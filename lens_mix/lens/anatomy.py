@@ -242,9 +242,10 @@ def read_norm(module: nn.Module | None, cfg: Any) -> Norm | None:
     inner = getattr(module, "original_component", None if hasattr(module, "hook_scale") else module)
     if type(inner).__name__ == "Identity":
         return None
-    if inner is None:
+    if inner is None:  # TransformerLens's own class; where weights were folded it has none
         kind: Literal["layer", "rms"] = "rms" if "RMS" in type(module).__name__ else "layer"
         return Norm(kind, read_weight(module, "w"), read_weight(module, "b"), float(cast(Any, module).eps))
+    # OLMo's norms store none.
     eps = getattr(inner, "eps", getattr(inner, "variance_epsilon", None))
     weight, bias = read_weight(inner, "weight"), read_weight(inner, "bias")
     stored = Norm("layer", weight, bias, float(cfg.eps if eps is None else eps))
@@ -358,18 +359,18 @@ def candidates(block: nn.Module, attention: nn.Module, cfg: Any, multiplier: flo
 def _wirings(block: nn.Module, cfg: Any, cross: bool, has_mlp: bool) -> Iterator[dict[str, Any]]:
     names = ("ln1", "ln2", "ln3", "ln1_post", "ln2_post")
     ln1, ln2, ln3, ln1_post, ln2_post = (read_norm(getattr(block, name, None), cfg) for name in names)
-    if ln1_post is not None:
+    if ln1_post is not None:  # Gemma 2 and 3; without ln1 OLMo 2
         branch = {"attention_branch": ln1_post, "feed_forward_branch": ln2_post}
         placement = "branch" if ln1 is None else "sandwich"
         yield {"placement": placement, "attention_input": ln1, "feed_forward_input": ln2, **branch}
-    elif cross:
+    elif cross:  # T5; below, BART and Marian
         yield {"placement": "pre", "attention_input": ln1, "cross_input": ln2, "feed_forward_input": ln3}
         residual = {"attention_residual": ln1, "cross_residual": ln2, "feed_forward_residual": ln3}
         yield {"placement": "post", **residual}
-    elif ln2 is None:
+    elif ln2 is None:  # GPT-J, Phi, Falcon and Cohere: both branches read one norm
         placement = "none" if ln1 is None else "pre"
         yield {"placement": placement, "attention_input": ln1, "feed_forward_input": ln1 if has_mlp else None}
     else:
         yield {"placement": "pre", "attention_input": ln1, "feed_forward_input": ln2}
-        yield {"placement": "post", "attention_residual": ln1, "feed_forward_residual": ln2}
-        yield {"placement": "branch", "attention_branch": ln1, "feed_forward_branch": ln2}
+        yield {"placement": "post", "attention_residual": ln1, "feed_forward_residual": ln2}  # BERT
+        yield {"placement": "branch", "attention_branch": ln1, "feed_forward_branch": ln2}  # OLMo 2, on 3.9

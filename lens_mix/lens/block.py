@@ -67,10 +67,10 @@ class Block:
         self.warnings[index].append(f"layer {self.layer}: {text}")
 
     def explain(self, index: int, position: int | None) -> None:
-        """Tell which position of one prompt a target reads, without padding: its row is the one meant.
+        """Tell which position of one prompt, counted without padding, a target reads: the map's default row.
 
-        Where the logits stand over other tokens than the rows (an encoder's map of an encoder-decoder), and
-        where the target reads no single position (None), no row is.
+        It has none where the target reads no single position (None), or where the logits stand over other
+        tokens than the rows (an encoder's map of an encoder-decoder).
         """
         self.explained[index] = position if self.logits_tokens is self.tokens else None
 

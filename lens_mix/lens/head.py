@@ -86,7 +86,7 @@ def read_b_U(model: TransformerLensModel) -> Float[Tensor, " d_vocab"] | None:
 
 
 def _weight(model: Any, name: str) -> Tensor | None:
-    weight = read_weight(model, name)
+    weight = read_weight(model, name)  # some classes have it on the model, some on its unembedding alone
     return read_weight(getattr(model, "unembed", None), name) if weight is None else weight
 
 

@@ -25,7 +25,7 @@ class AllowedKeys:
         by_layer: layer -> mask.
         positions: of the rows, in the batch.
         causal_model: whether the model was proven to be causal, which a few rows alone can't tell.
-        rounding: the model's coarsest step.
+        rounding: eps of the coarsest dtype that the model computes in.
         cross: whether keys are places in another sequence, so that none is later than a query.
     """
 

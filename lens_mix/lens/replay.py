@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lens_mix.lens.changes import Change, Changes, forward_hook
 from lens_mix.lens.model_classes import UnsupportedModelError
 
-_RESIDUAL_KEYWORDS = ("hidden_states", "resid_pre")
+_RESIDUAL_KEYWORDS = ("hidden_states", "resid_pre")  # Hugging Face's blocks, and TransformerLens's
 
 # How one captured argument follows the batch: (tensor, rows, batch size, heads) -> tensor.
 _Expansion = Callable[[Tensor, Tensor, int, int], Tensor]

@@ -13,6 +13,7 @@ from torch import Tensor
 from lens_mix.arguments import one_of
 from lens_mix.maps.positions import shortened
 
+# As tokens are decoded, and as byte-level BPE (Ġ, Ċ) and SentencePiece (▁) have them in their vocabularies.
 _SPACE_MARKS = (" ", "\u00a0", "Ġ", "▁")
 _LINE_MARKS = ("\n", "\r", "\t", "Ċ")
 _SPECIAL = re.compile(r"<(?!0x)[^<>\s]+>|\[[A-Z]+\d*\]|\[unused\d+\]")

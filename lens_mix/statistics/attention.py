@@ -190,6 +190,7 @@ class _Totals:
         entropy = torch.special.entr(weights).sum(-1)
         key_counts = visible.sum(-1)
         self._count("entropy", entropy, everywhere)
+        # A query that sees one key is neither even nor uneven.
         self._count("evenness", entropy / key_counts.clamp(min=2).log()[:, None], key_counts > 1)
 
     def _count(

@@ -88,7 +88,7 @@ def cancelled_tokens(table: pd.DataFrame, count: int = 5) -> pd.DataFrame:
     means = table.groupby(["layer", "token"])[["weight", "norm"]].mean()
     sums = table.groupby(["layer", "token"])["norm"].agg(["sum", "size"])
     layers = table.groupby("layer")["norm"].agg(["sum", "size"]).reindex(sums.index, level="layer")
-    rest = layers - sums
+    rest = layers - sums  # of all other tokens in the layer
     out = means.assign(others_norm=rest["sum"] / rest["size"])
     order = (out["weight"] * (1 - out["norm"] / out["others_norm"])).sort_values(ascending=False)
     return out.loc[order.index[:count]].reset_index()

@@ -39,7 +39,7 @@ class Picture(Figure):
 
     def __init__(self, width: float, height: float) -> None:
         super().__init__(figsize=(width, height), dpi=150, facecolor="white")
-        FigureCanvasAgg(self)
+        FigureCanvasAgg(self)  # sets itself as the figure's canvas
 
     def add_box(self, left: float, bottom: float, width: float, height: float) -> Any:
         """Axes at a place given in inches from the lower left corner."""

@@ -148,7 +148,7 @@ def _draw_edges(axes: Any, frame: Frame, widths: dict[Any, float]) -> None:
     from matplotlib.colors import to_rgba
 
     widest = max(widths.values(), default=0.0) or 1.0
-    ordered = sorted(widths, key=lambda edge: widths[edge])
+    ordered = sorted(widths, key=lambda edge: widths[edge])  # the widest are drawn last, on top
     shares = [widths[edge] / widest for edge in ordered]
     places = [[frame.place(start), frame.place(end)] for start, end in ordered]
     hues = [STAYS if start[1] == end[1] else MOVES for start, end in ordered]
