@@ -53,6 +53,7 @@ def register(method: M) -> M:
     """
     check_class(method)
     known = all_methods().get(method.name)
+    # By its name: a notebook's cell that is run twice makes the class anew.
     if known is not None and (known.__module__, known.__qualname__) != (
         method.__module__,
         method.__qualname__,

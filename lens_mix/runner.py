@@ -192,6 +192,7 @@ def run_many(
     if isinstance(prompts, Sized):
         _refuse_spare_rows(rows, len(prompts))
 
+    # `run_many` itself is no generator: what is wrong with its arguments is said at the call.
     def stream() -> Iterator[Any]:
         count = 0
         numbered = enumerate(prompts)

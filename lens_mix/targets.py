@@ -394,7 +394,7 @@ def describe(target: Target) -> dict[str, Any]:
         name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
         for name, value in fields.items()
     }
-    return {"target": type(target).__name__.lstrip("_"), **plain}
+    return {"target": type(target).__name__.lstrip("_"), **plain}  # the classes are private, records are not
 
 
 def from_record(record: Mapping[str, Any]) -> Target:

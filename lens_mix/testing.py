@@ -46,6 +46,7 @@ def check_method(method: Method | type[Method], model: TransformerLensModel | No
         try:
             whole = run(each, _PROMPT, made)
         except UnsupportedModelError as problem:
+            # Weight on a hidden key is the method's fault, not the model's.
             assert "mask hides" not in str(problem), f"{made.name} on {name}: {problem}"
             refusals.append(f"{name}: {problem}")
             continue

@@ -78,6 +78,7 @@ class Leaderboard:
         base = None
         if against is not None:
             one_of("against", against, sorted(set(frame["method"])))
+            # Of several aggregations the first.
             base = frame[frame["method"] == against].drop_duplicates("case").set_index("case")
         rows = []
         for (method, aggregation), group in frame.groupby(["method", "aggregation"], sort=False):
@@ -179,6 +180,7 @@ class _Evaluation:
     def header(self, cases: Sequence[Case]) -> dict[str, Any]:
         """What a file of finished cases must agree on."""
         prompts = [case.prompt.tolist() if torch.is_tensor(case.prompt) else case.prompt for case in cases]
+        # A digest, as prompts may be long.
         digest = hashlib.sha256(json.dumps(prompts, default=str).encode()).hexdigest()[:16]
         parameters = {label: method.parameters() for label, method in self._methods.items()}
         header = {

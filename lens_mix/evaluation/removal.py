@@ -140,6 +140,7 @@ class Drop(Removal):
                 )
                 for layer in range(lens.n_layers)
             ]
+            # A model that ignores its mask would give a curve as if nothing had been taken out.
             values.append(passes.of_batch(dataclasses.replace(batch, real=batch.real & ~hidden), hooks))
             if len(leaks) < lens.n_layers or max(leaks) > 0:
                 raise UnsupportedModelError(

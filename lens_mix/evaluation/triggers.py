@@ -262,6 +262,7 @@ def _trigger(
     _, heads, count, _ = scores.shape
     layer, head = divmod(int(scores.flatten(2).amax(-1).argmax()), heads)
     best = torch.sort(scores[layer, head].flatten(), descending=True, stable=True)
+    # A map of one token has one entry.
     strength = (best.values[0].item(), best.values[1].item() if count > 1 else 0.0)
     pairs = [divmod(index, count) for index in best.indices[:2].tolist()]
     both = strength[0] <= 0 or strength[1] / strength[0] >= second

@@ -157,7 +157,7 @@ def prune_graph(
     if not nodes:
         reason = f"up to which something leads to {target}{where}"
         raise ValueError(f"threshold: expected less than {largest:.6g}, {reason}, got {threshold}")
-    pruned = nx.DiGraph(subgraph.subgraph(nodes | {target}))
+    pruned = nx.DiGraph(subgraph.subgraph(nodes | {target}))  # a copy: weights are written over below
     pruned.graph.update(graph.graph)
     pruned.graph["target"] = target
     if renormalize:

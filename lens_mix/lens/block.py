@@ -142,6 +142,7 @@ class Block:
         if decoder:
             return dataclasses.replace(batch, inputs={**inputs, "decoder_attention_mask": left.long()})
         if self._lens.takes_input("position_ids") and "position_ids" not in inputs:
+            # Given, so that they stay as without the mask: counted from the prompt's first token.
             places = torch.arange(masked.shape[1], device=masked.device)
             first = batch.real.int().argmax(dim=1, keepdim=True)
             inputs["position_ids"] = (places - first).clamp_min(0)

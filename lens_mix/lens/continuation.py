@@ -148,5 +148,5 @@ def _keep_and_stop(outputs: list[Tensor]) -> Callable[..., None]:
 
 
 def _skipped(block: nn.Module, output: Any) -> Change:
-    """The block gives back a recorded output instead of running."""
+    """The block gives back a recorded output instead of running (a hook would let it run first)."""
     return replaced_forward(block, lambda *args, **kwargs: output)

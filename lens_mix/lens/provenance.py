@@ -63,6 +63,7 @@ def notes(scores: Tensor, layers: Sequence[int], queries: Sequence[int] | None) 
 def of_run(lens: Lens, prepend_bos: bool | None) -> dict[str, Any]:
     """Where the maps of a run came from: the model, its weights' processing, versions."""
     model = lens.model
+    # TransformerLens folds the biases of all blocks, or of none.
     value_bias = getattr(lens.stack.attention_module(lens.stack.attention_layers[0]), "b_V", None)
     has_bias = torch.is_tensor(value_bias) and bool((value_bias != 0).any())
     return {

@@ -79,6 +79,7 @@ class Site(ThreadingHTTPServer):
         choices = [forms.Choice(name, reason, name in _PICKED) for name, _, reason in table]
         choices.append(forms.Choice(INPUT_MAP, "", True))
         self.model, self.form = model, forms.form(table.model, choices, str(self.limits))
+        # The main thread is kept for the work: there alone it can be interrupted (`Desk`).
         threading.Thread(target=self.serve_forever, args=[_POLL_SECONDS], daemon=True).start()
         try:
             announce(f"{table.model}: {self.url} (Ctrl-C ends it)")

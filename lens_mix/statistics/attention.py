@@ -182,6 +182,7 @@ class _Totals:
         everywhere = torch.ones(visible.shape[:2], dtype=torch.bool)
         for offset in self.offsets:
             keys = torch.tensor(queries) + offset
+            # Keys outside are read at an end, and not counted.
             inside = (keys >= 0) & (keys < weights.shape[-1])
             places, keys = torch.arange(len(queries)), keys.clamp(0, weights.shape[-1] - 1)
             self._count(offset, weights[:, :, places, keys], visible[:, places, keys] & inside)
