@@ -344,8 +344,7 @@ def head(function: Explained, after_final_norm: bool = False) -> Target:
 def hf_classifier(hf_model: Any, class_: int | str | None = None, of: Measure = "probability") -> Target:
     """A class of a classifier of transformers, whose head TransformerLens drops when it loads the model.
 
-    Map the model with TransformerBridge as it loads (a `BertForMaskedLM`, say), and give the classifier of
-    the same weights here:
+    Map what TransformerBridge loads (a `BertForMaskedLM`, say), and give these weights' classifier here:
 
         hf_model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
         lm.run(bridge, text, lm.InputGradients(target=lm.targets.hf_classifier(hf_model, 3)), queries=[0])

@@ -39,8 +39,7 @@ def joint(
     c_own is the share of the decoder's own residual stream where the map holds it (`[RESIDUAL]`: `attn_res`,
     `attn_res_ln`, `alti`), else 0. The last layer of `lm.rollout(lm.joint(maps))` has, in the rows of the
     target, what each source token and each token of the target's prefix contributed to each decoder position;
-    these rows sum to 1. With `alti` these are the input attributions of ALTI+, which leaves feed-forwards
-    out, as `alti` does.
+    these rows sum to 1. With `alti` these are the input attributions of ALTI+, without feed-forwards.
 
     Args:
         maps: what `lm.run(..., part="all")` gives for one method, or {"encoder", "decoder", "cross"} of any

@@ -41,8 +41,7 @@ def rollout(
         mixing_map: layer maps `[layer, query, key]` or `[layer, head, query, key]`, none below 0.
         residual: the weight w, 0 to 1. None: what the method calls for, 0.5 for attention (equal to the
             paper's (A + I) / rowsum) and 0 where the map already holds the residual. "measured": each row's
-            own, of `lm.run(..., residual_shares=True)`; 0 for maps that hold the residual, whose diagonal is
-            a measurement already.
+            own, of `lm.run(..., residual_shares=True)`; 0 for maps whose diagonal holds the residual already.
         total_mixing: in place of `residual`, how much is mixed over all layers together: w = 1 − total / L
             with L the number of layers, at least 0. With w fixed, deep stacks mix more the deeper they are,
             until nothing is left of the tokens; 1.5 and 5 did well (docs/input_map.md).

@@ -1,7 +1,6 @@
 """What the norm-based maps cost in bytes, and the chunks that a budget of bytes leaves room for.
 
-All costs are upper bounds of the temporaries of one block's map, the map itself not counted; the tests
-measure them.
+All costs are upper bounds of the temporaries of one block's map without the map itself; tests measure them.
 """
 
 from __future__ import annotations

@@ -132,8 +132,7 @@ class CleanBlock:
     def to_pre_activations(
         self, rows: slice, change: Float[Tensor, "key row d_model"]
     ) -> tuple[Float[Tensor, "key row d_model"], list[Float[Tensor, "#key #row 1"]]]:
-        """The change of mid, and the factors by which the given change and each norm's output reach the
-        pre-activations.
+        """The change of mid, and by which factors the given one and each norm's output reach pre-activations.
 
         The given change has the residual multiplier in it where no norm sits on the branch.
         """

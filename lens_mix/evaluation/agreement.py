@@ -51,8 +51,7 @@ def partial_spearman(
         row, other: one score per key.
         given: z; None: the position, 0, 1, 2, ….
 
-    NaN where a row is constant or is in the order of `given` (or the reverse of it), and with fewer than
-    three keys.
+    NaN where a row is constant or in the order of `given` (or its reverse), and with fewer than three keys.
 
     Raises:
         TypeError, ValueError: as `spearman`.

@@ -90,8 +90,7 @@ def soft_faithfulness(
 
     Args:
         model, prompt: as in `lm.run`.
-        rows: scores over all positions of the prompt [key], or several rows by name; what is negative counts
-            as 0.
+        rows: scores over all positions of the prompt [key], or several by name; what is negative counts as 0.
         retained: π, above 0 and below 1.
         samples: draws of the masks to average over.
         target: a probability (`lm.targets.predicted()`, the default, or `.probability(...)`).

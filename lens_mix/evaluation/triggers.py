@@ -34,8 +34,7 @@ class Example:
     Attributes:
         tokens: token numbers, special tokens included.
         label: its right class.
-        segments: (start, stop) spans that triggers come from and go into, in order; None: the runs between
-            the special tokens.
+        segments: (start, stop) spans that triggers come from and go into; None: runs between special tokens.
     """
 
     tokens: tuple[int, ...]

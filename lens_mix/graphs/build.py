@@ -138,8 +138,7 @@ def prune_graph(
 
     Raises:
         TypeError: not a DiGraph.
-        ValueError: a graph with a cycle; no such target; an edge without the attribute; a threshold below 0;
-            nothing left.
+        ValueError: a cycle; no such target; an edge without the attribute; a threshold below 0; nothing left.
     """
     threshold = number("threshold", threshold, 0)
     flags(renormalize=renormalize, from_inputs=from_inputs)

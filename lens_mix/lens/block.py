@@ -38,8 +38,7 @@ class Block:
         proof: what this block and those above were found to be.
         engine: how the method is to be computed.
         max_memory: bytes for the temporaries of one step; None: no bound.
-        queries: positions of the rows that are asked for; None: all of them. A prompt with fewer than another
-            one repeats its last.
+        queries: positions of the asked rows; None: all. A prompt with fewer than another repeats its last.
     """
 
     def __init__(

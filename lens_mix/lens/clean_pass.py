@@ -134,8 +134,7 @@ def clean_pass(
         graph: is built by the pass, which has to reach the last block.
 
     Raises:
-        ValueError: a hook name that the model does not have, an input out of its range, or a block output
-            that is not finite.
+        ValueError: no such hook point, an input out of range, or a block output that is not finite.
         UnsupportedModelError: a hook that the model has but that never fired; as `_explain`.
     """
     last = lens.layer_index(stop_after)

@@ -330,8 +330,7 @@ def pad_token(model: TransformerLensModel) -> int:
 def token_strings(model: TransformerLensModel, tokens: Int[Tensor, " pos"]) -> list[str]:
     """One string per token, a leading space kept where the tokenizer has one; numbers without a tokenizer.
 
-    SentencePiece tokenizers lose the leading space when a single token is decoded, so it is read off the
-    raw piece there.
+    SentencePiece loses the leading space when one token is decoded, so it is read off the raw piece there.
     """
     ids = tokens.tolist()
     tokenizer = getattr(model, "tokenizer", None)

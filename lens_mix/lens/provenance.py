@@ -93,8 +93,7 @@ def of_prompt(prompt: Prompt) -> dict[str, Any]:
 def dropped_head(lens: Lens) -> str | None:
     """That the Bridge holds another head than the one that the model was trained with; None where it doesn't.
 
-    TransformerBridge loads a classifier of BERT's kind as a masked language model, with a head of random
-    weights.
+    TransformerBridge loads a classifier of BERT's kind as a masked language model with a random head.
     """
     wrapped = getattr(lens.model, "original_model", None)
     named = wrapped_config(lens.model, "architectures") or []

@@ -55,8 +55,7 @@ def changes(maps: Mapping[str, MixingMap]) -> pd.DataFrame:
 def amplification(before: MixingMap, after: MixingMap) -> MixingMap:
     """FF-amp: map after minus map before, of either sign (Kobayashi et al., 2024, section 5.2).
 
-    Take `normalized()` maps to compare shares. Raises ValueError: maps with heads, of different prompts,
-    shapes or rows.
+    `normalized()` maps compare shares. Raises ValueError: maps with heads, of other prompts, shapes or rows.
     """
     _check_pair(before, after)
     return after.replace(

@@ -40,8 +40,7 @@ def mixing_ratios(
         model: any TransformerLens model.
         prompts: one prompt, or a list of them, as in `lens_mix.run`.
         stages: some of "attn_w" (attention weights), "attn_n" (`value_norm`), "attn_res_w", "attn_res",
-            "attn_res_ln", "atb_ff_res_ln" (after the feed-forward, variant A); None: all that the model's
-            blocks have.
+            "attn_res_ln", "atb_ff_res_ln" (after the feed-forward, variant A); None: all that the model has.
         options: `queries`, `layers`, `part`, `prepend_bos`, further model inputs, as in `lens_mix.run`.
 
     Returns:
