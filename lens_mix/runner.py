@@ -90,16 +90,12 @@ def run(
     """
     flags(progress=progress, residual_shares=residual_shares)
     part = one_part(part, stack)
+    asked: dict[str, Any] = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
     if part == "all":
-        options = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
-        options |= {"residual_shares": residual_shares, "progress": progress, "prepend_bos": prepend_bos}
-        options |= {"attention_mask": attention_mask, **inputs}
+        options = asked | {"progress": progress, "prepend_bos": prepend_bos, "attention_mask": attention_mask}
+        options |= {"residual_shares": residual_shares, **inputs}
         return {each: run(model, prompt, methods, part=each, **options) for each in parts_of(model)}
-    labelled, single = read_methods(methods)
-    labelled |= measuring(labelled) if residual_shares and part != "cross" else {}
-    session = Session(
-        model, labelled, stack=part, engine=engine, max_memory=max_memory, queries=queries, layers=layers
-    )
+    session, single = _session(model, methods, part, residual_shares, asked)
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
     maps = map_prompts(session, [read], prepend_bos=prepend_bos, progress=progress)[0]
     return next(iter(maps.values())) if single else maps
@@ -165,16 +161,12 @@ def run_many(
     one_of("padding_side", padding_side, ("left", "right"))
     flags(progress=progress, residual_shares=residual_shares)
     part = one_part(part, stack)
+    asked: dict[str, Any] = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
     if part == "all":
-        options = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
-        options |= {"residual_shares": residual_shares, "progress": progress, "prepend_bos": prepend_bos}
-        options |= {"attention_mask": attention_mask, "padding_side": padding_side, "batch_size": batch_size}
-        return _all_parts(model, prompts, methods, {**options, **inputs})
-    labelled, single = read_methods(methods)
-    labelled |= measuring(labelled) if residual_shares and part != "cross" else {}
-    session = Session(
-        model, labelled, stack=part, engine=engine, max_memory=max_memory, queries=queries, layers=layers
-    )
+        options = asked | {"progress": progress, "prepend_bos": prepend_bos, "attention_mask": attention_mask}
+        options |= {"residual_shares": residual_shares, "padding_side": padding_side, **inputs}
+        return _all_parts(model, prompts, methods, {**options, "batch_size": batch_size})
+    session, single = _session(model, methods, part, residual_shares, asked)
     if padding_side == "left":
         _refuse_left_padding(session.lens)
 
@@ -211,6 +203,15 @@ def run_many(
         _refuse_spare_rows(rows, count)
 
     return stream()
+
+
+def _session(
+    model: TransformerLensModel, methods: Any, part: str | None, residual_shares: bool, asked: dict[str, Any]
+) -> tuple[Session, bool]:
+    """What is asked of the model, and whether of a single method."""
+    labelled, single = read_methods(methods)
+    labelled |= measuring(labelled) if residual_shares and part != "cross" else {}
+    return Session(model, labelled, stack=part, **asked), single
 
 
 def _all_parts(
