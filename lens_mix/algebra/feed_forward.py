@@ -154,7 +154,7 @@ def _multipliers(
     dtype = read.dtype
 
     def ends(W: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        end = (read @ W).double()
+        end = (read @ W).double()  # m is a quotient of differences
         end = end if bias is None else end + bias.double()
         return end, None if shares is None else end - (shares @ W).double()
 

@@ -98,7 +98,7 @@ def row_at(tensor: Tensor, positions: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def unembedding_at(model: TransformerLensModel, positions: Tensor | None) -> Iterator[list[bool]]:
-    """The unembedding sees one position per row, or those of [row read]; the list is filled if it ran."""
+    """Only logits of one position per row, or of [row read], are made; the list is filled if that held."""
     narrowed: list[bool] = []
     unembed = getattr(model, "unembed", None)
     if positions is None or not isinstance(unembed, nn.Module):

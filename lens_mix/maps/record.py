@@ -42,6 +42,7 @@ class Source(NamedTuple):
     score: float
 
 
+# No `eq`: two tensors have no single truth value.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MixingMap:
     """How much position *query* used position *key*: one prompt, one method, no padding.

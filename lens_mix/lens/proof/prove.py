@@ -263,6 +263,7 @@ def _part_errors(
         if recorded.value.shape[2:] == (path.W_V.shape[0], path.W_V.shape[2]):
             mixed = path.project(mix(recorded.pattern, recorded.value))
         if recorded.attention_out is not None:
+            # A Bridge's z may be flat: it is what the output matrix reads.
             z = recorded.z.reshape(*recorded.z.shape[:2], path.W_O.shape[0], -1)
             errors["projection"] = relative_error(path.project(z), recorded.attention_out)
     if recorded.attention_out is not None:
