@@ -229,7 +229,7 @@ def read_weight(module: nn.Module | None, name: str) -> Tensor | None:
     """A weight by TransformerLens's name; None where there is none (each class says so in its own way)."""
     try:
         weight = getattr(module, name)
-    except (AttributeError, TypeError, NotImplementedError):
+    except (AttributeError, TypeError, NotImplementedError):  # Bridge 4.3, Bridge 3.9, latent attention
         return None
     return weight.detach() if torch.is_tensor(weight) else None
 
@@ -310,6 +310,7 @@ def _nearest(
 def read_value_path(attention: nn.Module) -> ValuePath | None:
     """W_V, b_V, W_O, b_O; None where the module does not offer them."""
     # HookedTransformer can repeat grouped values before the hook: then the hook has all heads.
+    # Else the hook has the grouped ones, as `_W_V` does; its W_V is expanded (a Bridge's is not).
     ungrouped = getattr(getattr(attention, "cfg", None), "ungroup_grouped_query_attention", False)
     grouped = None if ungrouped else read_weight(attention, "_W_V")
     W_V = read_weight(attention, "W_V") if grouped is None else grouped

@@ -1,4 +1,7 @@
-"""Running one block again, batched, with hooks on, from the arguments of the clean pass."""
+"""Running one block again, batched, with hooks on, from the arguments of the clean pass.
+
+Called with the residual stream alone, many blocks of a TransformerBridge run without rotary angles and mask.
+"""
 
 from __future__ import annotations
 

@@ -166,7 +166,8 @@ def _output_points(lens: Lens, layer: int) -> dict[str, list[str]]:
     block = lens.where(layer)
     attention = lens.stack.attention_template.format(layer=layer)
     wanted = {
-        # With use_attn_result the output matrix is never called, and the attention's own output stands in.
+        # Right after the matrix, as BLOOM's `attn.hook_out` has the residual stream in it. With
+        # use_attn_result the matrix is never called, and the attention's own output stands in.
         "attention_out": (f"{attention}.o.hook_out", f"{attention}.hook_out"),
         "cross_out": (f"{block}.cross_attn.o.hook_out",),
         # The last matrix's own output, before any norm, scale or residual that some blocks put into `mlp`.
@@ -380,6 +381,7 @@ def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bo
     shorter = Prompt(short.tokens[:half], short.target, {name: v[:half] for name, v in short.inputs.items()})
     batch = pad([short, shorter], pad_token(lens.model), side)
     try:
+        # A HookedTransformer with attention_dir="bidirectional" ignores its mask.
         return not padding_leaks(clean_pass(lens, batch))
     except ValueError:  # outputs that are not finite
         return False
