@@ -184,14 +184,19 @@ def residual_weight(mixing_map: MixingMap, residual: float | None) -> float:
     return as_residual(method.residual)
 
 
-def refuse_unstackable(mixing_map: MixingMap, purpose: str) -> None:
-    """Raise a TypeError for what is no `MixingMap`, a ValueError for one whose layers do not chain."""
+def refuse_input_maps(mixing_map: MixingMap, purpose: str) -> None:
+    """Raise a TypeError for what is no `MixingMap`, a ValueError for one that is no layer map."""
     instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     if mixing_map.kind != "layer":
         raise ValueError(
             f"mixing_map: expected layer maps for {purpose}, got kind {mixing_map.kind!r}, which already "
             "speaks of the whole stack"
         )
+
+
+def refuse_unstackable(mixing_map: MixingMap, purpose: str) -> None:
+    """As `refuse_input_maps`, and a ValueError for layers that do not chain."""
+    refuse_input_maps(mixing_map, purpose)
     if mixing_map.key_tokens is not None:
         raise ValueError(
             f"mixing_map: expected the tokens as keys for {purpose}, got {len(mixing_map.key_labels)} other "
