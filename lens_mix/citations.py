@@ -24,10 +24,10 @@ def citation(name: str) -> str:
     if keys[name].startswith("@"):
         return keys[name]
     entries = re.split(r"\n\n(?=@)", resources.files("lens_mix").joinpath("references.bib").read_text())
-    found = next((entry.strip() for entry in entries if f"{{{keys[name]}," in entry), None)
-    if found is None:
+    cited = next((entry.strip() for entry in entries if f"{{{keys[name]}," in entry), None)
+    if cited is None:
         raise ValueError(
             f"name: {name!r} cites {keys[name]!r}, which references.bib does not hold; its class attribute "
             "`citation` may hold the BibTeX itself"
         )
-    return found
+    return cited

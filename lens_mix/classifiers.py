@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 Logits = Callable[[Tensor], Tensor]
 
-# Accepted differences of logits, and of hidden states, as a share of the largest.
-_TOLERANCE = 1e-3
+_TOLERANCE = 1e-3  # accepted differences of logits, and of hidden states, as a share of the largest
 _FINAL_NORMS = ("ln_f", "norm", "final_norm", "final_layer_norm", "final_layernorm")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
@@ -14,8 +14,7 @@ from lens_mix.methods import AttributionPatching, DecompX, Gim, InputGradients, 
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike, predicted
 
-# The stand-ins that the figures were measured with (docs/input_map.md).
-_WORDS = (" thing", " green")
+_WORDS = (" thing", " green")  # the stand-ins that the figures were measured with (docs/input_map.md)
 
 _JOINT = (
     "partial Spearman with measured replacement, flan-t5-small, 30 held-out pairs of English and French: "
@@ -61,9 +60,8 @@ def input_map(
             part="decoder" leaves the source out.
 
     Returns:
-        A map [1, query, key], 0 or more, in the target's unit (`decompx`: lengths of vectors). `method` and
-        `parameters` tell the recipe, `provenance["input_map"]` its figures; `provenance["joint"]` how many
-        tokens the source has.
+        A map [1, query, key], 0 or more, in the target's unit (`decompx`: lengths of vectors). `provenance`
+        holds the recipe's figures ("input_map") and how many tokens the source has ("joint").
 
     Raises:
         TypeError, ValueError: as `lm.run`. UnsupportedModelError: none of them can run, with each reason.
@@ -74,8 +72,13 @@ def input_map(
     if part is None and is_encoder_decoder(model, model_class_of(model)):
         part = "joint"
     options["part"] = part
+    asked = predicted(of="log_probability") if target is None else target
+    if part == "joint":
+        recipes: Iterable[tuple[Method, str]] = [(InputGradients(asked), _JOINT)]
+    else:
+        recipes = _recipes(model, asked, by_default=target is None)
     reasons: list[str] = []
-    for method, figures in _joint_recipes(target) if part == "joint" else _recipes(model, target):
+    for method, figures in recipes:
         if isinstance(method, DecompX) and not _sees_both_ways(model, prompt, options):
             continue
         try:
@@ -91,23 +94,18 @@ def input_map(
     raise UnsupportedModelError(f"input_map: {'; '.join(dict.fromkeys(reasons))}")
 
 
-def _recipes(model: TransformerLensModel, target: TargetLike | None) -> Iterator[tuple[Method, str]]:
-    """The recipes from the best down, and what is known of each."""
-    asked = predicted(of="log_probability") if target is None else target
+def _recipes(
+    model: TransformerLensModel, target: TargetLike, by_default: bool
+) -> Iterator[tuple[Method, str]]:
+    """The recipes from the best down, and what is known of each; `by_default`: no target was asked for."""
     yield (
-        AttributionPatching(asked, replacements=_words(model)),
+        AttributionPatching(target, replacements=_words(model)),
         f"{_MEASURED}: 0.51 [0.46, 0.57]; 0.43 [0.36, 0.50] on those of more than 20 tokens",
     )
-    if target is None:
+    if by_default:
         yield DecompX(), "partial Spearman with measured replacement, rxnfp, 24 prompts: 0.56 [0.52, 0.61]"
-    yield Gim(asked, readout="absolute", activations="ratio"), f"{_MEASURED}: 0.42 [0.36, 0.48]"
-    yield Gim(asked, readout="absolute"), "not measured on its own"
-
-
-def _joint_recipes(target: TargetLike | None) -> Iterator[tuple[Method, str]]:
-    """What there is for source and target at once."""
-    asked = predicted(of="log_probability") if target is None else target
-    yield InputGradients(asked), _JOINT
+    yield Gim(target, readout="absolute", activations="ratio"), f"{_MEASURED}: 0.42 [0.36, 0.48]"
+    yield Gim(target, readout="absolute"), "not measured on its own"
 
 
 def _sees_both_ways(model: TransformerLensModel, prompt: Any, options: Mapping[str, Any]) -> bool:

@@ -48,11 +48,11 @@ def register(method: M) -> M:
     replaces it. A class attribute `citation` is a key of `references.bib` or the BibTeX itself.
 
     Raises:
-        TypeError: no class of a method. ValueError: a class attribute that is missing or none; a name that
-            another class has.
+        TypeError: no class of a method. ValueError: a class attribute missing or none; another class's name.
     """
     check_class(method)
     known = all_methods().get(method.name)
+    # By its name: a notebook's cell that is run twice makes the class anew.
     if known is not None and (known.__module__, known.__qualname__) != (
         method.__module__,
         method.__qualname__,

@@ -62,8 +62,7 @@ def run(
         model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge; unchanged.
         prompt: a string, tokens [pos] or [1, pos]; (source, target) for an encoder-decoder; a pair of strings
             for a BERT; chat messages; what a tokenizer returns (`lens_mix.lens.prompts.read_prompt`).
-        methods: a name ("attention", "value_zeroing"), a method (`lm.ValueZeroing(metric="euclidean")`),
-            or several of these.
+        methods: a name ("attention"), a method (`lm.ValueZeroing(metric="euclidean")`), or several of these.
         queries: positions of the rows to make and keep, as a number, numbers or a slice; negative numbers
             count from the prompt's end. None: all.
         layers: the layers to make and keep, likewise. None: all that have attention; `m.layers` names them.
@@ -73,9 +72,8 @@ def run(
         stack: an older name of `part`.
         engine: "auto", or "hooks" / "algebra" for methods that have both.
         max_memory: bytes for the temporary tensors of one step.
-        residual_shares: measure how much of each row is its own residual stream, for
-            `lm.rollout(m, residual="measured")`; maps that hold the residual need none,
-            and cross-attention has none.
+        residual_shares: measure how much of each row is its own residual stream, for `lm.rollout(m,
+            residual="measured")`; maps that hold the residual need none, and cross-attention has none.
         progress: show a bar over the blocks.
         prepend_bos: as in TransformerLens; strings only.
         attention_mask: [pos] or [1, pos], 0 for padding, which is cut away.
@@ -92,16 +90,12 @@ def run(
     """
     flags(progress=progress, residual_shares=residual_shares)
     part = one_part(part, stack)
+    asked: dict[str, Any] = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
     if part == "all":
-        options = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
-        options |= {"residual_shares": residual_shares, "progress": progress, "prepend_bos": prepend_bos}
-        options |= {"attention_mask": attention_mask, **inputs}
+        options = asked | {"progress": progress, "prepend_bos": prepend_bos, "attention_mask": attention_mask}
+        options |= {"residual_shares": residual_shares, **inputs}
         return {each: run(model, prompt, methods, part=each, **options) for each in parts_of(model)}
-    labelled, single = read_methods(methods)
-    labelled |= measuring(labelled) if residual_shares and part != "cross" else {}
-    session = Session(
-        model, labelled, stack=part, engine=engine, max_memory=max_memory, queries=queries, layers=layers
-    )
+    session, single = _session(model, methods, part, residual_shares, asked)
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
     maps = map_prompts(session, [read], prepend_bos=prepend_bos, progress=progress)[0]
     return next(iter(maps.values())) if single else maps
@@ -155,8 +149,7 @@ def run_many(
         inputs: further model inputs by name, one row per prompt.
 
     Raises:
-        TypeError, ValueError: bad input; the message names the prompt. The maps of the prompts before it
-            come first.
+        TypeError, ValueError: bad input, naming the prompt, after the maps of those before it.
         UnsupportedModelError: as in `run`.
     """
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
@@ -168,16 +161,12 @@ def run_many(
     one_of("padding_side", padding_side, ("left", "right"))
     flags(progress=progress, residual_shares=residual_shares)
     part = one_part(part, stack)
+    asked: dict[str, Any] = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
     if part == "all":
-        options = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
-        options |= {"residual_shares": residual_shares, "progress": progress, "prepend_bos": prepend_bos}
-        options |= {"attention_mask": attention_mask, "padding_side": padding_side, "batch_size": batch_size}
-        return _all_parts(model, prompts, methods, {**options, **inputs})
-    labelled, single = read_methods(methods)
-    labelled |= measuring(labelled) if residual_shares and part != "cross" else {}
-    session = Session(
-        model, labelled, stack=part, engine=engine, max_memory=max_memory, queries=queries, layers=layers
-    )
+        options = asked | {"progress": progress, "prepend_bos": prepend_bos, "attention_mask": attention_mask}
+        options |= {"residual_shares": residual_shares, "padding_side": padding_side, **inputs}
+        return _all_parts(model, prompts, methods, {**options, "batch_size": batch_size})
+    session, single = _session(model, methods, part, residual_shares, asked)
     if padding_side == "left":
         _refuse_left_padding(session.lens)
 
@@ -193,6 +182,7 @@ def run_many(
     if isinstance(prompts, Sized):
         _refuse_spare_rows(rows, len(prompts))
 
+    # `run_many` itself is no generator: what is wrong with its arguments is said at the call.
     def stream() -> Iterator[Any]:
         count = 0
         numbered = enumerate(prompts)
@@ -213,6 +203,15 @@ def run_many(
         _refuse_spare_rows(rows, count)
 
     return stream()
+
+
+def _session(
+    model: TransformerLensModel, methods: Any, part: str | None, residual_shares: bool, asked: dict[str, Any]
+) -> tuple[Session, bool]:
+    """What is asked of the model, and whether of a single method."""
+    labelled, single = read_methods(methods)
+    labelled |= measuring(labelled) if residual_shares and part != "cross" else {}
+    return Session(model, labelled, stack=part, **asked), single
 
 
 def _all_parts(

@@ -195,8 +195,7 @@ class Session:
         """The pass, the proof and the engines that hold on these prompts.
 
         If proven parts don't give these prompts' outputs, the proof may be from before a change that leaves
-        no trace: a fresh one decides. What that can't explain either (a hook that acts on one position, say)
-        is left to hooks.
+        no trace: a fresh one decides. What that can't explain (a hook on one position, say) is left to hooks.
         """
         layers = self._recorded_layers()
         values = any(VALUE in method.parts for method in self.methods.values())
@@ -252,7 +251,7 @@ class Session:
             for layer in self.layers_of(method):
                 fwd_hooks += method.hooks(layer, store, queries=positions, attention=template)
                 required += [lens.stack.hook_name(role, layer) for role in method.records]
-            checked -= method.records
+            checked -= method.records  # recorded already
         for layer in layers:
             fwd_hooks += record_attention(
                 layer, store, sorted(checked), queries=positions, attention=template

@@ -33,6 +33,21 @@ from lens_mix.arguments import flags, instance, one_of, shown, whole_number
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+__all__ = [
+    "Context",
+    "Target",
+    "class_",
+    "head",
+    "hf_classifier",
+    "logit",
+    "logit_difference",
+    "loss",
+    "masked_token",
+    "predicted",
+    "probability",
+    "token",
+]
+
 Measure = Literal["probability", "log_probability", "logit"]
 Reads = Literal["logits", "last_residual"]
 Explained = Callable[[Tensor], Tensor]
@@ -235,7 +250,8 @@ class _HfClassifier(Head):
     of: Measure = "probability"
 
     def of_prompt(self, context: Context) -> Explained:
-        hidden = classifiers.last_hidden(self.hf_model, context.tokens[None], **_batched(context.inputs))
+        inputs = {name: value[None] for name, value in context.inputs.items()}
+        hidden = classifiers.last_hidden(self.hf_model, context.tokens[None], **inputs)
         if hidden.shape != context.output.shape or not classifiers.close(context.output, hidden):
             raise ValueError(
                 "hf_model: expected the weights of the mapped model, got one whose last hidden states differ "
@@ -248,10 +264,6 @@ class _HfClassifier(Head):
 
         index = int(logits(context.output)[0].argmax()) if self.index is None else self.index
         return lambda resid: _measured(logits(resid), self.of)[:, index]
-
-
-def _batched(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value[None] for name, value in inputs.items()}
 
 
 # ------------------------------------------------------------------ what users call
@@ -337,8 +349,7 @@ def hf_classifier(
 ) -> Target:
     """A class of a classifier of transformers, whose head TransformerLens drops when it loads the model.
 
-    Map the model with TransformerBridge as it loads (a `BertForMaskedLM`, say), and give the classifier of
-    the same weights here:
+    Map what TransformerBridge loads (a `BertForMaskedLM`, say), and give these weights' classifier here:
 
         hf_model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
         lm.run(bridge, text, lm.InputGradients(target=lm.targets.hf_classifier(hf_model, 3)), queries=[0])
@@ -387,7 +398,7 @@ def describe(target: Target) -> dict[str, Any]:
         name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
         for name, value in fields.items()
     }
-    return {"target": type(target).__name__.lstrip("_"), **plain}
+    return {"target": type(target).__name__.lstrip("_"), **plain}  # the classes are private, records are not
 
 
 def from_record(record: Mapping[str, Any]) -> Target:

@@ -17,6 +17,8 @@ from lens_mix.method import Method
 from lens_mix.registry import all_methods, check_class
 from lens_mix.runner import run, run_many
 
+__all__ = ["check_method"]
+
 _VOCABULARY = 20
 _PROMPT = torch.tensor([3, 7, 1, 12, 5, 9])
 
@@ -44,6 +46,7 @@ def check_method(method: Method | type[Method], model: TransformerLensModel | No
         try:
             whole = run(each, _PROMPT, made)
         except UnsupportedModelError as problem:
+            # Weight on a hidden key is the method's fault, not the model's.
             assert "mask hides" not in str(problem), f"{made.name} on {name}: {problem}"
             refusals.append(f"{name}: {problem}")
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -20,6 +21,18 @@ def test_every_public_name_is_there_and_documented():
 
 def test_dir_shows_what_is_public():
     assert dir(lm) == sorted(lm.__all__)
+
+
+@pytest.mark.parametrize(
+    "name", ["evaluation", "graphs", "hooks", "statistics", "targets", "testing", "view"]
+)
+def test_public_modules_say_what_is_public(name):
+    module = getattr(lm, name)
+    assert all(getattr(module, public).__doc__ for public in module.__all__)
+    assert not [public for public in module.__all__ if public.startswith("_")]
+    # What a file or page calls by the module's name is among it.
+    text = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    assert set(re.findall(rf"\blm\.{name}\.(\w+)\(", text)) <= set(module.__all__)
 
 
 def test_type_checkers_see_the_same_names():

@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-# Fewer keys may stand in order by chance.
-_LEAST_KEYS = 8
+_LEAST_KEYS = 8  # fewer keys may stand in order by chance
 _ON_ONE = 0.99
 
 

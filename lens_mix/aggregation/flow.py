@@ -1,7 +1,6 @@
 """Attention flow (Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020).
 
-`docs/flow.md` has the definition, the receptive-field normalisation, and what becomes of flow in
-deep stacks.
+`docs/flow.md` has the definition, the receptive-field normalisation, and what becomes of deep stacks.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from lens_mix.maps.positions import as_positions
 
 # Two flows that differ by less are one: what rounding to whole numbers can do to a flow is below it.
 EQUAL = 1e-7
-# From this share of pairs on, a note says that the deeper layers do not show.
-TELL = 0.5
+TELL = 0.5  # from this share of pairs on, a note says that the deeper layers do not show
 
 
 def flow(

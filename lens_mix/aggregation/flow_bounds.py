@@ -18,6 +18,8 @@ p_a · (Q R)_c ≤ 1 everywhere in the middle, and the requests of the last part
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from jaxtyping import Bool, Float
 
@@ -53,10 +55,8 @@ def proven(capacities: Float[np.ndarray, "layer query key"]) -> Bool[np.ndarray,
     causal = not np.triu(capacities.any(0), 1).any()
     if layers < 3 or causal or np.abs(capacities.sum(-1) - 1).max() > 1e-12:
         return shown
-    sent = [np.eye(size)]
-    for matrix in capacities[::-1]:
-        sent.append(sent[-1] @ matrix)
-    sent.reverse()
+    # Per level what each query has sent there, from the queries down.
+    sent = list(itertools.accumulate(capacities[::-1], np.matmul, initial=np.eye(size)))[::-1]
     enters = capacities[0].sum(0)
     needed = capacities[0] * np.minimum(1, enters) / np.where(enters > 0, enters, 1)
     possible = np.ones(size, dtype=bool)

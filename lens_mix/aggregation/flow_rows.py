@@ -14,10 +14,8 @@ from lens_mix.aggregation.max_flow import LayeredFlow, Solver
 
 # Pairs that are solved, or that a process takes, at a time: enough to fill a few calls of the solver.
 PAIRS = 64
-# A flow that is known to be no further below its bound counts as equal to it.
-NEAR = 1e-9
-# A level, and pairs (query, key) of it that have to be solved.
-Chunk = tuple[int, list[tuple[int, int]]]
+NEAR = 1e-9  # a flow that is known to be no further below its bound counts as equal to it
+Chunk = tuple[int, list[tuple[int, int]]]  # a level, and pairs (query, key) of it that have to be solved
 Solve = Callable[[list[Chunk]], Iterator[Float[np.ndarray, " pair"]]]
 
 

@@ -44,6 +44,7 @@ def gradient_rollout(mixing_map: MixingMap, *, normalize: bool = False) -> Mixin
     aggregation = {"name": "gradient_rollout", "normalize": normalize}
     return merged.replace(
         scores=cumulative(maps),
+        # Any weight above 0: in every layer a path may stay, as I is added.
         mask=None if merged.mask is None else reached_inputs(merged.visible(), weight=1),
         kind="input",
         provenance={**merged.provenance, "aggregation": aggregation},

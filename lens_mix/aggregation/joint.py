@@ -39,8 +39,7 @@ def joint(
     c_own is the share of the decoder's own residual stream where the map holds it (`[RESIDUAL]`: `attn_res`,
     `attn_res_ln`, `alti`), else 0. The last layer of `lm.rollout(lm.joint(maps))` has, in the rows of the
     target, what each source token and each token of the target's prefix contributed to each decoder position;
-    these rows sum to 1. With `alti` these are the input attributions of ALTI+, which leaves feed-forwards
-    out, as `alti` does.
+    these rows sum to 1. With `alti` these are the input attributions of ALTI+, without feed-forwards.
 
     Args:
         maps: what `lm.run(..., part="all")` gives for one method, or {"encoder", "decoder", "cross"} of any
@@ -68,12 +67,13 @@ def joint(
             f'residual={{"cross": 0.5}}), or take a method whose maps hold {RESIDUAL_KEY}; got 0'
         )
     tokens = [*parts["encoder"].tokens, *parts["decoder"].tokens]
-    mixed, notes = {}, []
+    mixed, masks, notes = {}, {}, []
     for name, part in parts.items():
         square = _square(part, name, tokens)
         mixed[name], made = mixed_layers(square, weights[name])
         visible = _embedded(part.visible().to(mixed[name].device, mixed[name].dtype), name, tokens) > 0
-        mixed[name + " mask"] = visible | torch.eye(len(tokens), dtype=torch.bool, device=visible.device)
+        # Itself every position sees: in the other part's layers it stays, and the residual passes.
+        masks[name] = visible | torch.eye(len(tokens), dtype=torch.bool, device=visible.device)
         notes += [f"{name}: {note}" for note in (*made, *later_start_note(part, name))]
     layers = [("encoder", layer) for layer in range(len(mixed["encoder"]))] if encoder else []
     layers += [(name, layer) for layer in range(len(mixed["cross"])) for name in ("decoder", "cross")]
@@ -85,7 +85,7 @@ def joint(
         scores=torch.stack([mixed[name][layer] for name, layer in layers]),
         tokens=tokens,
         method=cross.method,
-        mask=torch.stack([mixed[name + " mask"][layer] for name, layer in layers]),
+        mask=torch.stack([masks[name][layer] for name, layer in layers]),
         parameters=cross.parameters,
         residual=0.0,
         provenance={**cross.provenance, "joint": {**attributes, "residual": weights, "encoder": encoder}},

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lens_mix.aggregation.rollout import to_float64
-from lens_mix.arguments import flags, instance
+from lens_mix.aggregation.rollout import refuse_input_maps, to_float64
+from lens_mix.arguments import flags
 from lens_mix.maps import MixingMap
 
 
@@ -27,12 +27,7 @@ def layer_mean(mixing_map: MixingMap, *, normalize: bool = False) -> MixingMap:
         TypeError, ValueError: not layer maps; with `normalize`, scores below 0.
     """
     flags(normalize=normalize)
-    instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
-    if mixing_map.kind != "layer":
-        raise ValueError(
-            f"mixing_map: expected layer maps for layer_mean, got kind {mixing_map.kind!r}, which already "
-            "speaks of the whole stack"
-        )
+    refuse_input_maps(mixing_map, "layer_mean")
     merged = mixing_map.replace(scores=to_float64(mixing_map.scores)).merge_heads()
     if normalize:
         merged = merged.normalized()

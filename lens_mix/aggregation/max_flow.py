@@ -66,10 +66,10 @@ class LayeredFlow:
     def __init__(self, capacities: Float[np.ndarray, "layer query key"], solver: Solver = "scipy") -> None:
         self.capacities, self.solver = capacities, solver
         self.largest = float(self.capacities.sum(-1).max())
-        self.rows_sum_to_1 = bool((np.abs(self.capacities.sum(-1) - 1) < 1e-12).all())
+        self.rows_sum_to_1 = bool((np.abs(self.capacities.sum(-1) - 1) < 1e-12).all())  # but for rounding
         self.causal = not np.triu(self.capacities.any(0), 1).any()
         scaled = self.capacities * (WHOLE / self.largest) if self.largest > 0 else self.capacities
-        self._whole = np.rint(scaled).astype(np.int32)
+        self._whole = np.rint(scaled).astype(np.int32)  # scipy cuts 64 bits off without a word
         self._pattern: np.ndarray = np.asarray((self._whole > 0).any(0))
         size = len(self._pattern)
         self._filled = bool(np.array_equal(self._pattern, np.tri(size, dtype=bool)))

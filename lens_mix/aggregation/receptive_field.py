@@ -25,8 +25,7 @@ from torch import Tensor
 
 from lens_mix.aggregation.products import Product, add_residual, compose, cumulative, log_matmul
 
-# One weight for all layers and rows, or one for each.
-Residual = float | Float[Tensor, "layer query"]
+Residual = float | Float[Tensor, "layer query"]  # one weight for all layers and rows, or one for each
 
 
 def normalise_rollout(

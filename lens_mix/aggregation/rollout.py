@@ -16,6 +16,7 @@ from lens_mix.arguments import flags, instance, number
 from lens_mix.maps import MixingMap
 from lens_mix.maps.arithmetic import refuse_negative, with_empty_rows
 from lens_mix.maps.checks import as_residual
+from lens_mix.methods import METHODS
 
 
 def rollout(
@@ -40,8 +41,7 @@ def rollout(
         mixing_map: layer maps `[layer, query, key]` or `[layer, head, query, key]`, none below 0.
         residual: the weight w, 0 to 1. None: what the method calls for, 0.5 for attention (equal to the
             paper's (A + I) / rowsum) and 0 where the map already holds the residual. "measured": each row's
-            own, of `lm.run(..., residual_shares=True)`; 0 for maps that hold the residual, whose diagonal is
-            a measurement already.
+            own, of `lm.run(..., residual_shares=True)`; 0 for maps whose diagonal holds the residual already.
         total_mixing: in place of `residual`, how much is mixed over all layers together: w = 1 − total / L
             with L the number of layers, at least 0. With w fixed, deep stacks mix more the deeper they are,
             until nothing is left of the tokens; 1.5 and 5 did well (docs/input_map.md).
@@ -140,8 +140,6 @@ def measured_residual(chosen: MixingMap) -> float | Float[Tensor, "layer query"]
 
 def holds_residual(chosen: MixingMap) -> bool:
     """Whether the map says of its diagonal that the residual stream is in it, so that none is mixed in."""
-    from lens_mix.methods import METHODS
-
     method = METHODS.get(chosen.method)
     return chosen.residual == 0 and (method is None or method.holds_residual)
 
@@ -176,8 +174,6 @@ def residual_weight(mixing_map: MixingMap, residual: float | None) -> float:
         return as_residual(residual)
     if mixing_map.residual is not None:
         return mixing_map.residual
-    from lens_mix.methods import METHODS
-
     method = METHODS.get(mixing_map.method)
     if method is None:
         raise ValueError(
@@ -188,14 +184,19 @@ def residual_weight(mixing_map: MixingMap, residual: float | None) -> float:
     return as_residual(method.residual)
 
 
-def refuse_unstackable(mixing_map: MixingMap, purpose: str) -> None:
-    """Raise a TypeError for what is no `MixingMap`, a ValueError for one whose layers do not chain."""
+def refuse_input_maps(mixing_map: MixingMap, purpose: str) -> None:
+    """Raise a TypeError for what is no `MixingMap`, a ValueError for one that is no layer map."""
     instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     if mixing_map.kind != "layer":
         raise ValueError(
             f"mixing_map: expected layer maps for {purpose}, got kind {mixing_map.kind!r}, which already "
             "speaks of the whole stack"
         )
+
+
+def refuse_unstackable(mixing_map: MixingMap, purpose: str) -> None:
+    """As `refuse_input_maps`, and a ValueError for layers that do not chain."""
+    refuse_input_maps(mixing_map, purpose)
     if mixing_map.key_tokens is not None:
         raise ValueError(
             f"mixing_map: expected the tokens as keys for {purpose}, got {len(mixing_map.key_labels)} other "
@@ -279,5 +280,5 @@ def looks_causal_note(chosen: MixingMap) -> list[str]:
         "receptive_field changed nothing, because the map says that every query could see every key; "
         "no query used a later key, so if the model is causal make the map with causal=True"
     )
-    warnings.warn(text, stacklevel=4)
+    warnings.warn(text, stacklevel=4)  # where rollout or flow was called
     return [text]

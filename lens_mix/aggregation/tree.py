@@ -93,6 +93,7 @@ class _Edge(NamedTuple):
 
 
 def _strongest(scores: Float[Tensor, "layer query key"], ordinary: Bool[Tensor, " pos"]) -> int:
+    # Sums are 0 or more: with -1 a special token is never the largest.
     rows = scores.sum(0).clamp_min(0).fill_diagonal_(0).sum(-1).cpu().masked_fill(~ordinary, -1)
     if float(rows.max()) <= 0:
         raise ValueError(
@@ -185,6 +186,7 @@ def tree_text(tree: networkx.DiGraph) -> str:
     """The tree as lines: each token under the one that took it in, with the layer and the score."""
     import rich.console
 
+    # The same text whatever the terminal.
     console = rich.console.Console(width=200, color_system=None, legacy_windows=False)
     with console.capture() as written:
         console.print(tree_rich(tree))

@@ -29,15 +29,12 @@ from lens_mix.lens.anatomy import ACTIVATIONS
 
 Activation = Callable[[Tensor], Tensor]
 
-# Longer paths are cut into pieces of this length.
-PIECE = 16.0
-# How much faster than SiLU an activation turns.
-_STEEPNESS = {"quick_gelu": 1.702}
-# Paths that are integrated at once.
-IN_CACHE = 8192
+PIECE = 16.0  # longer paths are cut into pieces of this length
+_STEEPNESS = {"quick_gelu": 1.702}  # how much faster than SiLU an activation turns
+IN_CACHE = 8192  # paths that are integrated at once
 # Below this, the difference quotient has lost more digits than the derivative at the middle leaves out.
 CLOSE = 1e-5
-# Activations with a kink at 0 in themselves or their derivative, by their primitive.
+# With a kink at 0, in themselves or their derivative, which quadrature is slow to integrate over.
 _PRIMITIVES: dict[str, Activation] = {
     "relu": lambda x: x.clamp_min(0).square() / 2,
     "relu_squared": lambda x: x.clamp_min(0).pow(3) / 3,
@@ -74,6 +71,7 @@ def gated_multipliers(
 
     def by_quadrature(near: Tensor) -> Tensor:
         at, gate, up, change = a[near], (end - a)[near], b[near], (up_end - b)[near]
+        # Paths of next to no length: one piece, and the fewest points.
         return _integral(lambda t: derivative(function, at + t * gate) * (up + t * change), 1, _points(CLOSE))
 
     return _ratio(change, end - a, by_quadrature, CLOSE), m_up
@@ -123,6 +121,7 @@ def derivative(function: Activation, x: Float[Tensor, "*batch"]) -> Float[Tensor
 
 def _integral(integrand: Callable[[float], Tensor], pieces: int, points: int) -> Tensor:
     nodes, weights = _nodes(points)
+    # The rule's points lie in -1..1.
     places = ((np.arange(pieces)[:, None] + (nodes + 1) / 2) / pieces).flatten().tolist()
     shares = np.tile(weights / 2 / pieces, pieces).tolist()
     total = integrand(places[0]) * shares[0]

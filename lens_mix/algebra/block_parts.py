@@ -66,8 +66,7 @@ def block_parts(block: Block) -> BlockParts:
     The method that calls it records "pattern" and "value", and names in `parts` what it relies on.
 
     Raises:
-        UnsupportedModelError: a norm stands behind a feed-forward that can't be written down; a map of
-            cross-attention.
+        UnsupportedModelError: a norm behind a feed-forward that can't be written down; cross-attention.
     """
     if block.is_cross:
         raise UnsupportedModelError("block_parts: expected self-attention (part='decoder'), got part='cross'")

@@ -1,7 +1,6 @@
 """What the norm-based maps cost in bytes, and the chunks that a budget of bytes leaves room for.
 
-All costs are upper bounds of the temporaries of one block's map, the map itself not counted; the tests
-measure them.
+All costs are upper bounds of the temporaries of one block's map without the map itself; tests measure them.
 """
 
 from __future__ import annotations
@@ -18,12 +17,9 @@ if TYPE_CHECKING:
     from lens_mix.lens.anatomy import FeedForward
     from lens_mix.lens.block import Block
 
-# Temporaries of one chunk: enough rows for a product at full speed.
-PRODUCT_BYTES = 1 << 24
-# On a GPU.
-GPU_BYTES = 1 << 28
-# Neurons of one product with W_out.
-NEURONS = 512
+PRODUCT_BYTES = 1 << 24  # temporaries of one chunk: enough rows for a product at full speed
+GPU_BYTES = 1 << 28  # the same on a GPU
+NEURONS = 512  # neurons of one product with W_out
 
 
 # ------------------------------------------------------------------ chunks
@@ -81,7 +77,7 @@ def attention_budget(
     states = 13 * d_model * queries + 3 * heads.heads * heads.d_head * max(queries, keys)
     pairs = 3 * queries * keys * size
     if pattern.dtype != heads.dtype or not block.every_query:
-        pairs += heads.heads * queries * keys * size
+        pairs += heads.heads * queries * keys * size  # the pattern is copied
     # W_O after norms is a copy, and made through another.
     fixed = batch * (states * size + pairs) + heads.copied + 2 * heads.matrices.nbytes
     one_key = max(factor_bytes(heads, queries), 2 * queries * written_out_bytes(heads))
@@ -150,7 +146,7 @@ def hidden_bytes(heads: HeadVectors, feed_forward: FeedForward, queries: int) ->
     """One pair's way through the feed-forward, with its share of what is made once per key."""
     d_model, d_mlp = feed_forward.W_in.shape
     matrices = 1 if feed_forward.W_gate is None else 2
-    # What oneDNN makes is added to what is there.
+    # A product by oneDNN is a tensor of its own, added to what is there.
     per_pair = (matrices + 1) * min(d_mlp, NEURONS) + 9 * d_model + 2 * heads.heads
     per_key = heads.heads * (5 * d_model + 2 * d_mlp + 2 * heads.d_head)
     return (per_pair + -(-per_key // queries)) * heads.dtype.itemsize

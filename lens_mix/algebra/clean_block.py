@@ -30,6 +30,7 @@ class NormChange:
     def __init__(self, norm: Norm, clean: Float[Tensor, "row d_model"]) -> None:
         self.norm = norm
         self._weight = None if norm.weight is None else norm.weight.to(clean.dtype)
+        # The mean is taken off as a projection: in other axes (`rotate`) it is no mean.
         self._mean = torch.full_like(clean[0], clean.shape[1] ** -0.5)
         centred = self._centre(clean)
         self._square = centred.square().mean(-1, keepdim=True) + norm.eps
@@ -73,7 +74,7 @@ def products(
 
 
 class CleanBlock:
-    """A block's clean rows, whose hidden layer is done in parts of so many neurons (`widths`).
+    """What a block computed for its clean rows, as far as changes need it; neurons in parts of `widths`.
 
     `attention_out` is taken before any norm, and the pre-activations have its dtype; `final` is the model's
     final norm, where the change after it is wanted. With `axes`, changes are given in these axes.
@@ -107,7 +108,7 @@ class CleanBlock:
             folded = [norm for norm in norms if norm is not None]
             chains = (tuple(later.norm for later in folded[place:]) for place in range(len(folded)))
             inputs = [through(chain, norm.clean) for chain, norm in zip(chains, folded, strict=True)]
-            last = norms[-1] or norms[-2]
+            last = norms[-1] or norms[-2]  # what W_in reads is its output, if there is one; no branch norm's
             inputs = [x.to(attention_out.dtype) for x in (inputs if last else [*inputs, read])]
             shift, dtype = last.norm.bias if last else None, resid_pre.dtype
             self.neurons = neurons_of(feed_forward, inputs, shift, dtype, widths)
@@ -131,8 +132,7 @@ class CleanBlock:
     def to_pre_activations(
         self, rows: slice, change: Float[Tensor, "key row d_model"]
     ) -> tuple[Float[Tensor, "key row d_model"], list[Float[Tensor, "#key #row 1"]]]:
-        """The change of mid, and the factors by which the given change and each norm's output reach the
-        pre-activations.
+        """The change of mid, and by which factors the given one and each norm's output reach pre-activations.
 
         The given change has the residual multiplier in it where no norm sits on the branch.
         """
@@ -145,6 +145,7 @@ class CleanBlock:
             change = norm.output(rows, changed)
             if norm is self._branch:
                 change, factors = change * self.multiplier, [factor * self.multiplier for factor in factors]
+            # Wide up to here (`value_zeroing._dtypes`): a norm on the branch is the one that needs it.
             change = change.to(self.direction.dtype)
         return change, factors
 
@@ -155,7 +156,10 @@ class CleanBlock:
         added: Float[Tensor, "key row d_model"],
         metric: str,
     ) -> Float[Tensor, "key row"]:
-        """How far the outputs move; `mid` has the feed-forward's change in it where no norm takes `added`."""
+        """How far outputs move by the changes of mid and of what the feed-forward adds.
+
+        Where no norm stands on the feed-forward's branch, `mid` holds the sum of both.
+        """
         if self.added is not None:
             added = self.added.output(rows, self.added.sizes(rows, added))
             mid = torch.add(mid, added, alpha=self.multiplier)

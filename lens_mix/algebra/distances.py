@@ -37,6 +37,7 @@ def distances(
     else:
         out[:] = lengths(state, order)[..., None]
         scale = vectors.scale.abs()[..., 0]
+        # ‖state - scale w‖ = |scale| ‖state / scale - w‖: the vectors of the pairs are not scaled one by one.
         for key, rows, apart in _apart_by_key(vectors, state / vectors.scale):
             size = torch.linalg.vector_norm(apart, dim=-1) if order == 2 else apart.abs_().sum(-1)
             torch.mul(size, scale[:, rows], out=out[:, rows, key])
@@ -81,6 +82,7 @@ def head_proximities(
     batch, count, queries, keys = pairs.pattern.shape
     reduced, scale = state / vectors.scale, vectors.scale.abs()
     out = state.new_empty((batch, count, queries, keys) if per_head else (batch, queries, keys))
+    # Half of the budget for the vectors of a chunk, half for the differences in `_nearer`.
     matrices, half = heads.after(pairs.chain), None if heads.budget is None else heads.budget // 2
     size = chunk_size(batch * head_proximity_bytes(heads, queries), state.device, half)
     for chunk in chunks(0, keys, size):

@@ -31,7 +31,7 @@ from lens_mix.algebra.budget import (
     hidden_bytes,
 )
 from lens_mix.algebra.folded_weights import folded, pays
-from lens_mix.algebra.head_vectors import HeadVectors, linear_part
+from lens_mix.algebra.head_vectors import linear_part
 from lens_mix.algebra.large_product import add_product, as_right_factor
 from lens_mix.algebra.pair_norms import by_key
 from lens_mix.algebra.rotation import rotated
@@ -50,8 +50,7 @@ if TYPE_CHECKING:
 
 Variant = Literal["on_path", "fixed"]
 
-# Pairs of one step: enough rows for a product at full speed.
-PAIRS = 1400
+PAIRS = 1400  # pairs of one step: enough rows for a product at full speed
 
 
 # ------------------------------------------------------------------ the feed-forward as a linear map
@@ -168,7 +167,7 @@ def _multipliers(
     dtype = read.dtype
 
     def ends(W: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        end = (read @ W).double()
+        end = (read @ W).double()  # m is a quotient of differences
         end = end if bias is None else end + bias.double()
         return end, None if shares is None else end - (shares @ W).double()
 
@@ -210,8 +209,10 @@ def feed_forward_maps(block: Block, biases: Variant, reading: Norm | None = None
 def _maps(block: Block, biases: Variant, reading: Norm | None) -> FeedForwardMaps:
     heads, anatomy = head_vectors(block), block.anatomy
     feed_forward = _feed_forward(block)
-    beside, least = feed_forward_bytes(block, heads, feed_forward, _folds(heads)), 0
-    if not anatomy.parallel:
+    # Folded even where the product can't be kept.
+    folds = pays(heads.value.shape[:2].numel(), heads.heads, heads.d_head)
+    beside, least = feed_forward_bytes(block, heads, feed_forward, folds), 0
+    if not anatomy.parallel:  # of a parallel block no pair goes through the feed-forward
         batch, queries = block.resid_pre.shape[:2]
         least = batch * queries * hidden_bytes(heads, feed_forward, queries)
     heads.budget = attention_budget(block, heads, beside, least, "a map behind the feed-forward")
@@ -237,7 +238,7 @@ def _sequential(
     block: Block, vectors: Vectors, shares: FeedForwardShares, norm: Norm | None
 ) -> FeedForwardMaps:
     batch, _, queries, keys = vectors.pairs.pattern.shape
-    maps = [vectors.scale.new_zeros((batch, keys, queries)) for _ in range(3)]
+    maps = [vectors.scale.new_zeros((batch, keys, queries)) for _ in range(3)]  # keys first, as steps come
     steps = (
         _written_out(vectors, shares)
         if vectors.pairs.writes_out
@@ -271,11 +272,6 @@ def _written_out(vectors: Vectors, shares: FeedForwardShares) -> Iterator[Step]:
         yield chunk, slice(None), residual.transpose(1, 2), output.transpose(1, 2)
 
 
-def _folds(heads: HeadVectors) -> bool:
-    """Whether W_O and W_in are folded even where they can't be kept."""
-    return pays(heads.value.shape[0] * heads.value.shape[1], heads.heads, heads.d_head)
-
-
 class ByHead:
     """W_in applied once per key and head; for each pair, H vectors of the hidden layer are mixed.
 
@@ -285,6 +281,7 @@ class ByHead:
 
     def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares, norm: Norm | None) -> None:
         self._pairs, self._scale, self._shares = vectors.pairs, vectors.scale, shares
+        # What scales a row's vectors goes into its multipliers: once per row and neuron, not per pair.
         self._multipliers = [m * (vectors.scale / shares.input_scale) for _, m in shares.multipliers]
         heads = vectors.pairs.heads
         vectors_in_all, path = heads.value.shape[:2].numel(), value_path(block)
@@ -293,6 +290,7 @@ class ByHead:
         batch, _, queries, keys = vectors.pairs.pattern.shape
         pairs = batch * queries * keys
         in_axes = rotated(block, path, norm, pairs, NEURONS)
+        # Where axes are rotated the chain is empty: `rotated` refuses blocks with norms there.
         self._W_O = heads.after(vectors.pairs.chain) if in_axes is None else in_axes.W_O
         W_out = shares.W_out.split(NEURONS) if in_axes is None else in_axes.W_out
         self._W_out = [as_right_factor(neurons, pairs) for neurons in W_out]
@@ -324,6 +322,7 @@ class ByHead:
         width = self._shares.W_out.shape[0] * len(self._multipliers)
         size = chunk_size(row, heads.value.device, heads.budget, PAIRS * self._pair_bytes)
         at_once = size
+        # Under a bound, what is made once per key is in the bytes of its pairs already (`hidden_bytes`).
         if heads.budget is None:
             row = batch * heads.heads * width * heads.dtype.itemsize
             at_once = chunk_size(row, heads.value.device, None)
@@ -358,5 +357,6 @@ class ByHead:
                 of_rows = m[:, None, rows, neurons]
                 mixed = out.mul_(of_rows) if mixed is None else mixed.addcmul_(out, of_rows)
             if mixed is not None:
+                # In rotated axes the first neurons write to the first axes alone.
                 add_product(output.flatten(0, 2)[:, : W_out.shape[1]], mixed.flatten(0, 2), W_out)
         return output

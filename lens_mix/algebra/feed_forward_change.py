@@ -51,15 +51,17 @@ class Neurons(NamedTuple):
     ) -> None:
         """The change of these neurons in the hidden layer, into `out`.
 
-        That of the pre-activations is the first inputs', by their `factors`, and Σ weights · vectors, which
-        are one tensor per matrix.
+        The pre-activations change by Σ factor · base, over the norms' outputs, and by Σ weights · vectors;
+        `vectors` has one tensor per matrix.
         """
         now, carried = [], len(self.clean) == 4
         for number, start in enumerate(self.start):
             # The first ones are made where they go: one tensor less in the caches.
             in_place = number == 0 and start.dtype == out.dtype
             pre = out if in_place else torch.empty_like(out, dtype=start.dtype)
+            # Of the gate half the change is enough, as t = tanh(c / 2).
             changed, part = start[rows], 0.5 if carried and number == 0 else 1.0
+            # Where no norm stands last, what is read comes after the norms' outputs and has no factor.
             for bases, factor in zip(self.bases, factors, strict=False):
                 changed = torch.addcmul(changed, bases[number][rows], factor, value=part, out=pre)
             pre = torch.baddbmm(changed, weights, vectors[number], alpha=part, out=pre)
@@ -79,9 +81,9 @@ def neurons_of(
 ) -> list[Neurons]:
     """The hidden layer of the clean rows, so many neurons (`widths`) at a time; `dtype` is its own.
 
-    W_in (and W_gate) are applied to `inputs`. The last of these is what the feed-forward reads, less `shift`
-    (a norm's bias). Changes come with factors of the first inputs, which are what norms put out before weight
-    and bias, each through the linear parts of the norms from it on.
+    Changes of the pre-activations hold multiples of `inputs` through W_in (and W_gate): the output of each
+    norm on the way, without weight and bias, through the linear parts of the norms from it on. The last input
+    is what the feed-forward reads, less `shift` (a norm's bias).
     """
     wide, gated, name = inputs[0].dtype, feed_forward.W_gate is not None, feed_forward.activation
     matrices = [matrix.to(wide) for matrix in feed_forward.input_matrices]

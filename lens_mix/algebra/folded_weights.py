@@ -26,7 +26,6 @@ def folded(
     dtype: torch.dtype,
     keep: bool,
     matrices: Sequence[Float[Tensor, "d_model d_mlp"]],
-    sketches: Sequence[Tensor] | None = None,
 ) -> Float[Tensor, "matrix head d_head d_mlp"] | None:
     """The folded matrices of all heads; None where applying both to each vector costs less.
 
@@ -37,15 +36,14 @@ def folded(
         dtype: of the products.
         keep: whether they may stay for the next run.
         matrices: W_in, or W_gate and W_in; in `dtype` already, or a copy of each is made.
-        sketches: of W_in (and W_gate) and W_O (`sketches_of`), where they are known already.
     """
     feed_forward = anatomy.feed_forward
     if feed_forward is None or anatomy.parallel:
         return None
     name, kind = feed_forward.W_in, f"folded {dtype}"
-    sketches = sketches_of(matrices, path, dtype) if sketches is None else sketches
-    rows = random_vectors(path.W_O.shape[-1], dtype, path.W_O.device)
-    probes = [*sketches, through(_norms(anatomy), rows)]
+    # What the product is made of: the matrices, and the norms by what they do to vectors.
+    probes = [sketch(matrix.detach().to(dtype)) for matrix in (*matrices, path.W_O.flatten(0, 1))]
+    probes.append(through(_norms(anatomy), random_vectors(path.W_O.shape[-1], dtype, path.W_O.device)))
     product: Tensor | None = weight_cache.recall(name, kind, probes)
     if product is not None:
         return product
@@ -60,13 +58,6 @@ def folded(
     return _fold(anatomy, matrices, path.W_O.to(dtype))
 
 
-def sketches_of(
-    matrices: Sequence[Float[Tensor, "d_model d_mlp"]], path: ValuePath, dtype: torch.dtype
-) -> list[Tensor]:
-    """Of W_in (and W_gate) and W_O."""
-    return [sketch(matrix.detach().to(dtype)) for matrix in (*matrices, path.W_O.flatten(0, 1))]
-
-
 def pays(vectors: int, heads: int, d_head: int) -> bool:
     """Whether folding anew costs less than both matrices for each vector."""
     return vectors * heads > heads * d_head + vectors
@@ -79,6 +70,7 @@ def _fold(
 ) -> Float[Tensor, "matrix *head d_head d_mlp"]:
     read = through(_norms(anatomy), W_O.detach())
     if len(matrices) == 1:
+        # As a view: a stack would hold the product twice for a moment.
         return (read @ matrices[0].detach().to(read.dtype))[None]
     return torch.stack([read @ matrix.detach().to(read.dtype) for matrix in matrices])
 

@@ -14,8 +14,7 @@ from lens_mix.algebra.budget import chunk_size, chunks, vector_bytes
 from lens_mix.algebra.workspace import Workspace
 from lens_mix.lens.anatomy import Norm, ValuePath
 
-# Norms whose linear parts vectors have gone through, the first one first.
-Chain = tuple[Norm, ...]
+Chain = tuple[Norm, ...]  # norms whose linear parts vectors have gone through, the first one first
 
 
 def linear_part(
@@ -56,6 +55,7 @@ class HeadVectors:
         workspace: Workspace | None = None,
     ) -> None:
         self.matrices: Float[Tensor, "head d_head d_model"] = path.W_O.detach().to(value.dtype)
+        # Bytes, for budgets: weights of another dtype are copied.
         self.copied = 0 if path.W_O.dtype == value.dtype else self.matrices.nbytes
         self.heads, self.d_head, self.d_model = self.matrices.shape
         self.value, self.budget = value.detach(), budget

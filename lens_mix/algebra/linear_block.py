@@ -148,7 +148,7 @@ def _attention_bias(block: Block, alone: bool, dtype: torch.dtype) -> Float[Tens
     """What of the attention's output is in no share: b_O, and b_V mixed by the pattern, unless `alone`."""
     path, pattern = value_path(block), block.recorded("pattern").to(dtype)
     # A pattern's rows don't sum to 1 where there are attention sinks.
-    mass = pattern.sum(-1) * (not alone)
+    mass = pattern.sum(-1) * (not alone)  # alone, the values have b_V in them
     b_V = path.W_V.new_zeros(len(path.W_V), path.W_V.shape[2]) if path.b_V is None else path.b_V
     b_V = b_V.to(dtype).repeat_interleave(mass.shape[1] // len(b_V), dim=0)
     return path.project(einsum(mass, b_V, "batch head query, head d_head -> batch query head d_head"))

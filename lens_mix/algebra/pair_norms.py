@@ -55,7 +55,7 @@ def factor_norms(
     product = torch.bmm(factors, weights, out=out)
     if exact:
         return torch.linalg.vector_norm(product, dim=-2)
-    return product.mul_(weights).sum(-2).clamp_min_(0).sqrt_()
+    return product.mul_(weights).sum(-2).clamp_min_(0).sqrt_()  # rounding may fall below 0
 
 
 def norms_by_factors(

@@ -16,8 +16,7 @@ from lens_mix.arguments import one_of, whole_number
 RULES = ("gauss_legendre", "riemann_left", "riemann_right", "riemann_middle", "trapezoid")
 # captum's names for two of them
 _ALIASES = {"gausslegendre": "gauss_legendre", "riemann_trapezoid": "trapezoid"}
-# Beyond it, float64 no longer finds the points of nested rules to full precision.
-_LARGEST_NESTED = 63
+_LARGEST_NESTED = 63  # beyond it, float64 no longer finds the points of nested rules to full precision
 # Of one rule. More gain nothing, and finding Gauss-Legendre's takes time by their cube.
 _MOST_STEPS = 2_000
 
@@ -106,7 +105,7 @@ def _further_nodes(nodes: numpy.ndarray) -> numpy.ndarray:
     Legendre polynomials P_k of degree k <= n.
     """
     count = len(nodes)
-    x, measure = legendre.leggauss(2 * count + 2)
+    x, measure = legendre.leggauss(2 * count + 2)  # exact: the integrands have degree 3 n + 1 at most
     given = numpy.prod([2 * (x - node) for node in nodes], axis=0)
     basis = legendre.legvander(x, count + 1)
     products = (basis[:, :-1] * (measure * given / abs(given).max())[:, None]).T @ basis
@@ -114,6 +113,7 @@ def _further_nodes(nodes: numpy.ndarray) -> numpy.ndarray:
     below = numpy.linalg.lstsq(products[:, :-1], -products[:, -1], rcond=None)[0]
     coefficients = numpy.append(below, 1.0)
     roots = numpy.sort(legendre.legroots(coefficients).real)
+    # Newton's steps: eigenvalues of a companion matrix, which is what came out, lack the last digits.
     for _ in range(3):
         roots -= legendre.legval(roots, coefficients) / legendre.legval(roots, legendre.legder(coefficients))
-    return (roots - roots[::-1]) / 2
+    return (roots - roots[::-1]) / 2  # symmetric about 0, to the bit

@@ -21,10 +21,8 @@ from lens_mix.lens.proof.sketch import sketch
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-# For fewer pairs it would take many runs to earn the decomposition back.
-_PAIRS_PER_AXIS = 8
-# Neurons of the triangle that are done at once, all with the axes of the last one.
-_STEP = 256
+_PAIRS_PER_AXIS = 8  # for fewer pairs it would take many runs to earn the decomposition back
+_STEP = 256  # neurons of the triangle that are done at once, all with the axes of the last one
 
 
 class Rotated(NamedTuple):
@@ -36,7 +34,10 @@ class Rotated(NamedTuple):
 
 
 def rotated(block: Block, path: ValuePath, final: Norm | None, pairs: int, columns: int) -> Rotated | None:
-    """None where any norm but the feed-forward's own reads what is rotated, for few pairs, and on a GPU.
+    """W_O and W_out in other axes; None where these don't pay, or a norm would see them.
+
+    That is, for few pairs, on a GPU, under a memory bound, where the weight cache is full, and where any norm
+    but the feed-forward's own reads what is rotated.
 
     Args:
         block: its feed-forward is plain, gated, or none.
@@ -59,8 +60,9 @@ def rotated(block: Block, path: ValuePath, final: Norm | None, pairs: int, colum
     probes = [sketch(matrix.to(dtype)) for matrix in (W_out, W_O)]
     product: Tensor | None = weight_cache.recall(W_out, kind, probes)
     if product is None:
+        # "complete": all axes, also where the hidden layer is narrower than the residual stream.
         axes = torch.linalg.qr(W_out[:width].double().T, mode="complete")[0]
-        product = (torch.cat((torch.eye(width), W_O, W_out)).double() @ axes).to(dtype)
+        product = (torch.cat((torch.eye(width), W_O, W_out)).double() @ axes).to(dtype)  # eye: the axes
         weight_cache.keep(W_out, kind, probes, product)
     axes, W_O, W_out = product.split(sizes)
     triangle = min(width, len(W_out))

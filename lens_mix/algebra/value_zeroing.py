@@ -67,8 +67,9 @@ def value_zeroing_maps(
 
 
 def _dtypes(block: Block) -> tuple[torch.dtype, torch.dtype]:
-    """Of the computation, and up to the activation: float64 where a norm meets a query without any key."""
+    """The dtype of the outputs, and that of all up to the activation."""
     narrow = torch.promote_types(block.resid_pre.dtype, torch.float32)
+    # Where a query loses its only key, a norm on the attention branch divides by next to nothing.
     wide = block.anatomy.attention_branch is not None and block.resid_pre.device.type != "mps"
     return narrow, torch.float64 if wide else narrow
 
@@ -88,6 +89,7 @@ class _Maps:
         self._value = value.repeat_interleave(block.n_heads // value.shape[2], dim=2)
         attended = block.attended[prompts] & block.real_queries[prompts, :, None] & real[:, None]
         self._sources = find_sources(attended, real, spans)
+        # A norm on the branch comes before the multiplier (`CleanBlock.to_pre_activations`).
         self._place_sources(1.0 if anatomy.attention_branch else anatomy.residual_multiplier)
         out = path.project(mix(self._pattern, value)).flatten(0, 1)
         pre, post = (x[prompts].to(narrow).flatten(0, 1) for x in (block.resid_pre, block.resid_post))
@@ -110,7 +112,7 @@ class _Maps:
         positions = [source.keys + [-1] * (longest - len(source.keys)) for source in self._sources]
         self._prompts, spans = tensor([source.prompt for source in self._sources]), tensor(positions)
         self._positions = spans.reshape(-1, longest).clamp_min(0)
-        # No weight, or nothing sent: no effect, not even a rounding error.
+        # Where a head sends nothing, its weight changes nothing.
         nonzero = (self._value != 0).any(-1) & (self._W_O != 0).flatten(1).any(1)
         sends = nonzero[self._prompts[:, None], self._positions] & (spans >= 0)[..., None]
         self._factors = sends.to(self._value.dtype) * -multiplier
@@ -167,9 +169,9 @@ class _Maps:
             change, (scale, *scales) = clean.to_pre_activations(rows, change)
             if change is not out:
                 out.copy_(change)
-            moved.append(weights.any(-1))
+            moved.append(weights.any(-1))  # elsewhere no effect, not even a rounding error
             entered.append((rows, scales, weights * scale, rectangle.sources))
-        factor = clean.multiplier if added is mid else 1.0
+        factor = clean.multiplier if added is mid else 1.0  # else `CleanBlock.distance` multiplies
         for neurons, W_out, vectors in zip(clean.neurons, self._W_out, values.hidden_vectors, strict=True):
             hidden = self._workspace.like("hidden", mid, (len(mid), len(W_out)), mid.dtype)
             for (rows, scales, weights, sources), out in zip(entered, rectangles(hidden), strict=True):

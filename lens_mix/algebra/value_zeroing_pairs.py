@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
-# Heads or positions that are zeroed as one.
-Groups = Sequence[Sequence[int]]
+Groups = Sequence[Sequence[int]]  # heads or positions that are zeroed as one
 Spans = Groups | None
 
 
@@ -55,7 +54,7 @@ class Source(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """Neighbouring sources of one prompt, from a column of its map on, by some of its rows."""
+    """Pairs of neighbouring sources of one prompt, the first at `column` of its map, and some of its rows."""
 
     prompt: int
     column: int
@@ -77,6 +76,7 @@ def find_sources(
 ) -> list[Source]:
     """Every source that gets weight, from any head that is zeroed; the only copy from GPU to CPU."""
     queries, any_query = attended.shape[1], attended.any(1)
+    # As bytes: argmax takes no booleans, and of equals it gives the first.
     first = torch.where(any_query, attended.byte().argmax(1), queries).tolist()
     last = torch.where(any_query, queries - attended.flip(1).byte().argmax(1), 0).tolist()
     sources = []
@@ -114,7 +114,7 @@ def _rectangles(sources: Sequence[Source], sizes: Sizes) -> Iterator[Rectangle]:
             if not neighbours or pairs > min(sizes.rectangle, (1 + sizes.spare) * weighted):
                 break
             end, (first, last) = end + 1, window
-        rows = max(1, sizes.rectangle // (end - begin))
+        rows = max(1, sizes.rectangle // (end - begin))  # a single key's rows may be too many
         for start in range(first, last, rows):
             yield Rectangle(prompt, column, slice(begin, end), slice(start, min(start + rows, last)))
         begin = end
@@ -124,6 +124,7 @@ def fitting(block: Block, span: int, dtypes: Sequence[torch.dtype]) -> Sizes:
     """The device's sizes, made smaller where `max_memory` asks for it; ValueError where none fits."""
     sizes = CPU if block.resid_pre.device.type == "cpu" else GPU
     length, needed = block.attended.shape[2], functools.partial(_bytes, block, span, dtypes)
+    # A prompt is never cut: all its positions are held at once.
     smallest = Sizes(rectangle=8, chunk=8, columns=64, keys=1, positions=length, spare=sizes.spare)
     budget = budget_beside(
         block, 0, needed(smallest), "value zeroing by algebra; engine='hooks' may need less"

@@ -84,6 +84,7 @@ class Pairs:
     def norms(self) -> Float[Tensor, "batch query key"]:
         """Euclidean norms of all pairs."""
         if not self.writes_out:
+            # The factors go key by key: the diagonal falls off where row i is position i, not elsewhere.
             weights = self._diagonal_weights() if self.queries is None and not self.cross else None
             self._by_factors = norms_by_factors(self.pattern, self.heads, self.chain, weights)
             return self._by_factors.pairs
@@ -130,7 +131,7 @@ class Pairs:
     def ranges(self) -> list[tuple[int, int]]:
         """Per key the first row that gives it any weight, and the one after the last; (0, 0) for none."""
         attended = (self.pattern != 0).flatten(0, 1).any(0)
-        none, numbers = ~attended.any(0), attended.to(torch.uint8)
+        none, numbers = ~attended.any(0), attended.to(torch.uint8)  # argmax takes no booleans
         first = numbers.argmax(0).masked_fill(none, 0)
         last = (len(attended) - numbers.flip(0).argmax(0)).masked_fill(none, 0)
         return list(zip(first.tolist(), last.tolist(), strict=True))
@@ -290,6 +291,7 @@ def shared(block: Block, name: object, make: Callable[[], T]) -> T:
     """What `make` gives, once for all methods that map these rows of the block; not under a memory bound."""
     if block.max_memory is not None:
         return make()
+    # One run may want rows of one method and whole maps of another (`Method.takes_rows`).
     known = block.cache.get((name, block.every_query))
     if known is None or not (block.every_query or torch.equal(known[0], block.queries)):
         known = block.cache[name, block.every_query] = (block.queries, make())

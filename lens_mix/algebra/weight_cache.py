@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Bytes of products that are kept in all.
-KEPT_BYTES = 2 << 30
+KEPT_BYTES = 2 << 30  # bytes of products that are kept in all
 
 
 class _Entry(NamedTuple):
@@ -56,15 +55,3 @@ def keep(weight: Tensor, kind: str, probes: Sequence[Tensor], product: Any) -> N
     """Keep a product, which has `nbytes`, in the place of an older one of its kind."""
     with _lock:
         _store.setdefault(weight, {})[kind] = _Entry(probes, product)
-
-
-def number(kind: str) -> int:
-    """How many products of a kind are kept."""
-    with _lock:
-        return sum(kind in entries for entries in _store.values())
-
-
-def forget() -> None:
-    """Drop what is kept; the next run makes it anew."""
-    with _lock:
-        _store.clear()

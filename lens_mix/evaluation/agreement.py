@@ -23,10 +23,8 @@ from lens_mix.statistics import ranks
 if TYPE_CHECKING:
     import pandas
 
-# A correlation this close to 1 is 1: what is left of the variance is rounding.
-_PERFECT = 1e-12
-# Draws of the bootstrap that are held at once.
-_DRAWS_AT_ONCE = 1000
+_PERFECT = 1e-12  # a correlation this close to 1 is 1: what is left of the variance is rounding
+_DRAWS_AT_ONCE = 1000  # draws of the bootstrap that are held at once
 
 
 def spearman(row: Float[Tensor, " key"], other: Float[Tensor, " key"]) -> float:
@@ -53,8 +51,7 @@ def partial_spearman(
         row, other: one score per key.
         given: z; None: the position, 0, 1, 2, ….
 
-    NaN where a row is constant or is in the order of `given` (or the reverse of it), and with fewer than
-    three keys.
+    NaN where a row is constant or in the order of `given` (or its reverse), and with fewer than three keys.
 
     Raises:
         TypeError, ValueError: as `spearman`.
@@ -100,7 +97,7 @@ def average_precision(row: Float[Tensor, " key"], relevant: Bool[Tensor, " key"]
     scores, wanted = _scores_and_relevant(row, relevant)
     if not wanted.any():
         return math.nan
-    _, group = np.unique(-scores, return_inverse=True)
+    _, group = np.unique(-scores, return_inverse=True)  # numbered from the highest score
     hits = np.bincount(group, wanted)
     precision = hits.cumsum() / np.bincount(group).cumsum()
     return float((hits * precision).sum() / wanted.sum())

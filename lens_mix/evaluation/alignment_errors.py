@@ -115,5 +115,6 @@ def alignment_errors(alignments: Iterable[Iterable[Link]], gold: Sequence[GoldAl
         [len(links) for links, _ in pairs],
         [len(true.sure) for _, true in pairs],
         [len(links & true.sure) for links, true in pairs],
+        # Of a `GoldAlignment` made by hand too: P holds S.
         [len(links & (true.possible | true.sure)) for links, true in pairs],
     )

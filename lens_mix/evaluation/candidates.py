@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxtyping import Float
@@ -14,23 +15,9 @@ from lens_mix.aggregation.rollout import rollout
 from lens_mix.arguments import several
 from lens_mix.maps import MixingMap
 
-# From layer maps to an input map.
-Aggregation = Callable[[MixingMap], MixingMap]
+Aggregation = Callable[[MixingMap], MixingMap]  # from layer maps to an input map
 
-# What a map of the whole stack is called where it is taken as it is.
-AS_IT_IS = "-"
-
-
-def _receptive_field(m: MixingMap) -> MixingMap:
-    return rollout(m, receptive_field=True)
-
-
-def _measured(m: MixingMap) -> MixingMap:
-    return rollout(m, residual="measured")
-
-
-def _last_layer(m: MixingMap) -> MixingMap:
-    return m.merge_heads().layer(-1).replace(kind="input")
+AS_IT_IS = "-"  # what a map of the whole stack is called where it is taken as it is
 
 
 def aggregations_by_name(asked: Sequence[str] | Mapping[str, Aggregation]) -> dict[str, Aggregation]:
@@ -46,12 +33,12 @@ def aggregations_by_name(asked: Sequence[str] | Mapping[str, Aggregation]) -> di
         return dict(asked)
     known: dict[str, Aggregation] = {
         "rollout": rollout,
-        "rollout, receptive field": _receptive_field,
-        "rollout, residual measured": _measured,
+        "rollout, receptive field": functools.partial(rollout, receptive_field=True),
+        "rollout, residual measured": functools.partial(rollout, residual="measured"),
         "flow": flow,
         "gradient_rollout": gradient_rollout,
         "mean": layer_mean,
-        "last": _last_layer,
+        "last": lambda m: m.merge_heads().layer(-1).replace(kind="input"),
     }
     names = several("aggregations", asked, "names of aggregations", least=1, kind=str, alone=True)
     unknown = [name for name in names if name not in known]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,26 +18,24 @@ from lens_mix.maps import MixingMap
 
 def control_rows(keys: int, seed: int) -> dict[str, Float[Tensor, " key"]]:
     """Rows that know nothing of the prompt: "random", and "position" (later tokens matter more)."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "random": torch.rand(keys, generator=generator, dtype=torch.float64),
-        "position": torch.arange(1, keys + 1, dtype=torch.float64),
-    }
+    return _controls((keys,), seed)
 
 
 def control_maps(like: MixingMap, seed: int) -> dict[str, MixingMap]:
     """Layer maps that know nothing of the prompt, of another one's layers, heads left out, and positions."""
     merged = like.merge_heads()
-    shape = merged.scores.shape
-    generator = torch.Generator().manual_seed(seed)
-    rows = {
-        "random": torch.rand(shape, generator=generator, dtype=torch.float64),
-        "position": torch.arange(1, shape[-1] + 1, dtype=torch.float64).expand(shape),
-    }
     visible = merged.visible().cpu()
     return {
         name: merged.replace(scores=scores.masked_fill(~visible, 0), method=name)
-        for name, scores in rows.items()
+        for name, scores in _controls(merged.scores.shape, seed).items()
+    }
+
+
+def _controls(shape: Sequence[int], seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "random": torch.rand(*shape, generator=generator, dtype=torch.float64),
+        "position": torch.arange(1, shape[-1] + 1, dtype=torch.float64).expand(*shape),
     }
 
 
@@ -61,6 +59,7 @@ def randomised(model: TransformerLensModel, *, seed: int = 0, stack: str | None 
         for parameter in block.parameters()
         if parameter.ndim >= 2
     }
+    # Taken before the first is touched: whatever happens inside, all can be put back.
     before = [(parameter, parameter.detach().clone()) for parameter in matrices.values()]
     try:
         with torch.no_grad():

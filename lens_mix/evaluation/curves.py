@@ -131,7 +131,7 @@ def removal_curves(
         UnsupportedModelError: the model can't be trusted; with "drop", it does not mask.
     """
     how = as_removal(removal)
-    exact, beam = whole_number("exact", exact, 0, 20), whole_number("beam", beam, 0)
+    exact, beam = whole_number("exact", exact, 0, 20), whole_number("beam", beam, 0)  # 2^20: a million passes
     seed = whole_number("seed", seed, 0)
     with edited_passes(model, prompt, target, **options) as passes:
         named, single = read_rows(rows, passes.length)
@@ -141,7 +141,7 @@ def removal_curves(
         paths = {name: list(_prefixes(order)) for name, order in orders.items()}
         every = (1 << len(places)) - 1
         wanted = {one for path in paths.values() for taken in path for one in (taken, every ^ taken)}
-        value_of(sorted(wanted))
+        value_of(sorted(wanted))  # those of all rows at once: full batches, and each set once
         lower, upper, true = _bounds(value_of, len(places), paths.values(), passes.clean, exact, beam)
     curves = {}
     for name, path in paths.items():
@@ -187,6 +187,7 @@ def _places(passes: EditedPasses, removal: Removal, asked: Selection | None) -> 
 
 def _order(row: Float[Tensor, " key"], seed: int) -> list[int]:
     """Places by falling score; ties at random."""
+    # Shuffled first, then sorted stably: ties stay as they were drawn.
     shuffled = torch.randperm(len(row), generator=torch.Generator().manual_seed(seed))
     return shuffled[row[shuffled].argsort(descending=True, stable=True)].tolist()
 
@@ -208,7 +209,7 @@ def _bounds(
     # The greatest area is over the lowest curve.
     sums = [_extreme_sum(value_of, count, best, None if count <= exact else beam) for best in (max, min)]
     every = (1 << count) - 1
-    for path in paths:
+    for path in paths:  # what the rows' own orders reach counts too: a beam may have missed it
         backwards = [every ^ taken for taken in path]
         sums += [sum(value_of(path[1:])), sum(value_of(backwards[:-1]))]
     return clean - max(sums) / count, clean - min(sums) / count, count <= exact

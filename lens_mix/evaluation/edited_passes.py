@@ -28,15 +28,14 @@ from lens_mix.methods.target_passes import BoundTarget
 from lens_mix.session import Passed, Session
 from lens_mix.targets import Head, TargetLike
 
-# Values of the target that differ by less, relative to its size, differ by rounding.
-FLAT = 1e-6
+FLAT = 1e-6  # values of the target that differ by less, relative to its size, differ by rounding
 
 
 @dataclasses.dataclass(frozen=True)
 class _Edits(Method):
     """What is asked of a session: patterns, and hooks on values and patterns that are proven to act."""
 
-    name: ClassVar[str] = "a scale that edits passes"
+    name: ClassVar[str] = "a scale that edits passes"  # as errors call it
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
@@ -109,6 +108,7 @@ class EditedPasses:
         with self.passed.session.lens.evaluation_mode(), Changes(list(changes)):
             output = self._output(batch, fwd_hooks)
         copies = [0] * len(output)
+        # All are copies of one prompt: one part, without padding.
         ((_, _, rows),) = target_passes.parts(self.first_block, self.bound.target, output, copies)
         return target_passes.evaluate(self.bound.functions[0], rows)
 

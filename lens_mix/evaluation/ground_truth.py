@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from lens_mix.aggregation.layer_mean import layer_mean
 from lens_mix.aggregation.rollout import rollout
 from lens_mix.arguments import flags, instance, several
 from lens_mix.evaluation.agreement import bootstrap
+from lens_mix.evaluation.candidates import Aggregation
 from lens_mix.evaluation.constructed import ConstructedModel, Routes, constructed_models
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.maps import MixingMap
@@ -33,7 +34,6 @@ from lens_mix.runner import MethodLike, read_methods, run
 if TYPE_CHECKING:
     import pandas as pd
 
-Aggregation = Callable[[MixingMap], MixingMap]
 Marked = tuple[MixingMap, Routes]
 # Scores that differ by less than this share of the map's largest one tie: rounding decides no order.
 TIE = 1e-5
@@ -161,7 +161,7 @@ def _areas(
             mixing_map = run(model, prompt, _explaining(method, routes.queries[0]))
         except UnsupportedModelError as problem:
             return {label: []}, str(problem)
-        if isinstance(method, AltiLogit):
+        if isinstance(method, AltiLogit):  # its layers are shares of one logit
             summed = mixing_map.scores.sum(0, keepdim=True)
             mixing_map = mixing_map.select_layers(mixing_map.layer_labels[-1:]).replace(scores=summed)
         marked.append((mixing_map.replace(scores=mixing_map.scores.abs()), routes))

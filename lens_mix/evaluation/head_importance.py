@@ -152,7 +152,7 @@ def head_importance(
     for prompt, target in zip(tqdm(prompts, disable=not progress, desc=by), by_prompt, strict=True):
         mixing = run(model, prompt, method_for(by, target, method), stack=stack, **options)
         scores = mixing.scores.to("cpu", torch.float64)
-        warned.update(note.split(":")[0] for note in mixing.notes if "completeness" in note)
+        warned.update(note.split(":")[0] for note in mixing.notes if "completeness" in note)  # by layer
         if by == "attention":
             # a query that sees one key gives it 1 in every head: in causal models always the first
             alone = (mixing.visible().sum(-1) < 2).cpu()

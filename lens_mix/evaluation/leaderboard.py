@@ -29,13 +29,11 @@ from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelEr
 from lens_mix.lens.proof.support import model_name
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
-from lens_mix.runner import read_methods, run
+from lens_mix.runner import MethodLike, read_methods, run
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
-
-MethodLike = str | Method
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,6 +78,7 @@ class Leaderboard:
         base = None
         if against is not None:
             one_of("against", against, sorted(set(frame["method"])))
+            # Of several aggregations the first.
             base = frame[frame["method"] == against].drop_duplicates("case").set_index("case")
         rows = []
         for (method, aggregation), group in frame.groupby(["method", "aggregation"], sort=False):
@@ -181,6 +180,7 @@ class _Evaluation:
     def header(self, cases: Sequence[Case]) -> dict[str, Any]:
         """What a file of finished cases must agree on."""
         prompts = [case.prompt.tolist() if torch.is_tensor(case.prompt) else case.prompt for case in cases]
+        # A digest, as prompts may be long.
         digest = hashlib.sha256(json.dumps(prompts, default=str).encode()).hexdigest()[:16]
         parameters = {label: method.parameters() for label, method in self._methods.items()}
         header = {
@@ -191,7 +191,7 @@ class _Evaluation:
             "aggregations": list(self._aggregations),
             "randomised_model": self._randomised,
         }
-        return json.loads(json.dumps(header, default=str))
+        return json.loads(json.dumps(header, default=str))  # as it comes back from a file
 
     def scores(self, number: int, case: Case) -> list[dict[str, Any]]:
         """The records of one case."""
@@ -209,6 +209,7 @@ class _Evaluation:
         records = []
         for method, aggregation in candidates:
             metrics = scores[f"{method} {aggregation}"]
+            # NaN, which differs from itself, is no JSON.
             known = {metric: None if score != score else score for metric, score in metrics.items()}
             records.append({"case": number, "method": method, "aggregation": aggregation, **known})
         return records

@@ -134,6 +134,7 @@ def planted_facts(
         tokens = model.to_tokens(prompt)[0]
         position = len(model.to_tokens(before)[0])
         answer = model.tokenizer(word, add_special_tokens=False)["input_ids"]
+        # The word has to stand where it is thought to: tokens may be cut otherwise in the whole prompt.
         with torch.no_grad():
             right = int(tokens[position]) == answer[0] == int(model(tokens[None])[0, -1].argmax())
         cases += [Case(tokens, -1, (position,))] if right else []

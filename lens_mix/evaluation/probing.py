@@ -131,8 +131,7 @@ def probe_layers(
         seed: of the split and of the control task.
 
     Raises:
-        ValueError: lengths that differ; fewer than two values among the prompts that are fitted to; numbers
-            out of range.
+        ValueError: lengths that differ; fewer than two values to fit to; numbers out of range.
     """
     states = real_tensor("states", states).to("cpu", torch.float64)
     if states.ndim != 3 or not bool(torch.isfinite(states).all()):

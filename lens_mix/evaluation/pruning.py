@@ -121,6 +121,7 @@ def pruning_curves(
         for name, draws in orders.items()
     }
     results: dict[frozenset[Head], float] = {}
+    # Each set of heads is measured once: all rankings share the first, and the last.
     distinct = dict.fromkeys(heads for shares in sets.values() for draws in shares for heads in draws)
     for heads in tqdm(distinct, disable=not progress, desc="pruning"):
         with pruned(model, sorted(heads), stack=stack):

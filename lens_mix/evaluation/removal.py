@@ -65,7 +65,7 @@ class ReplaceTokens(_OtherTokens):
 
     def _fills(self, passes: EditedPasses) -> Int[Tensor, "fill pos"]:
         model = passes.passed.session.lens.model
-        logits = torch.empty(1, 1, _vocabulary(passes), device="meta")
+        logits = torch.empty(1, 1, _vocabulary(passes), device="meta")  # of which the width is read
         context = Context(passes.passed.token_ids(0), logits, getattr(model, "tokenizer", None))
         listed = several("tokens", self.tokens, "tokens")
         tokens = torch.tensor([context.token_id(token, "tokens") for token in listed])
@@ -105,6 +105,7 @@ class SampleTokens(_OtherTokens):
             pool = torch.tensor([whole_number("among", token, 0, size - 1) for token in self.among]).unique()
         generator = torch.Generator().manual_seed(self.seed)
         drawn = torch.randint(len(pool), (self.samples, len(tokens)), generator=generator)
+        # In place of a position's own token the next one of the pool.
         return pool[(drawn + (pool[drawn] == tokens).long()) % len(pool)]
 
 
@@ -139,6 +140,7 @@ class Drop(Removal):
                 )
                 for layer in range(lens.n_layers)
             ]
+            # A model that ignores its mask would give a curve as if nothing had been taken out.
             values.append(passes.of_batch(dataclasses.replace(batch, real=batch.real & ~hidden), hooks))
             if len(leaks) < lens.n_layers or max(leaks) > 0:
                 raise UnsupportedModelError(

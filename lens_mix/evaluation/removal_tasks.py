@@ -15,7 +15,17 @@ from lens_mix.lens.model_classes import TransformerLensModel
 
 
 @dataclasses.dataclass(frozen=True)
-class Removals(Task):
+class _OfPrompts(Task):
+    """A task whose cases are the last positions of prompts."""
+
+    prompts: Sequence[Any]
+
+    def cases(self, model: TransformerLensModel) -> list[Case]:
+        return [Case(prompt) for prompt in several("prompts", self.prompts, "several prompts", least=1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Removals(_OfPrompts):
     """Does the answer go when the tokens that the map ranks first go, and stay when they stay?
 
     Normalised AOPC of the deletion and of the insertion curve (`removal_curves`), the latter as
@@ -30,13 +40,9 @@ class Removals(Task):
     name: ClassVar[str] = "removals"
     metrics: ClassVar[tuple[str, ...]] = ("deletion", "insertion")
 
-    prompts: Sequence[Any]
     removal: str | Removal = "sample"
     exact: int = 8
     beam: int = 3
-
-    def cases(self, model: TransformerLensModel) -> list[Case]:
-        return [Case(prompt) for prompt in several("prompts", self.prompts, "several prompts", least=1)]
 
     def scores(
         self, model: TransformerLensModel, case: Case, candidates: Mapping[str, Any], **options: Any
@@ -54,7 +60,7 @@ class Removals(Task):
 
 
 @dataclasses.dataclass(frozen=True)
-class Cells(Task):
+class Cells(_OfPrompts):
     """Do the cells that a layer map ranks first carry the answer? Layer maps as they are, no rollout.
 
     `closeness` is −∫ abs(F(1) − F(k)) dk over the share k of cells that stay (`keep_cells`), `area` is
@@ -70,11 +76,7 @@ class Cells(Task):
     metrics: ClassVar[tuple[str, ...]] = ("closeness", "area")
     layer_maps: ClassVar[bool] = True
 
-    prompts: Sequence[Any]
     operator: Operator = "zero"
-
-    def cases(self, model: TransformerLensModel) -> list[Case]:
-        return [Case(prompt) for prompt in several("prompts", self.prompts, "several prompts", least=1)]
 
     def scores(
         self, model: TransformerLensModel, case: Case, candidates: Mapping[str, Any], **options: Any

@@ -90,8 +90,7 @@ def soft_faithfulness(
 
     Args:
         model, prompt: as in `lm.run`.
-        rows: scores over all positions of the prompt [key], or several rows by name; what is negative counts
-            as 0.
+        rows: scores over all positions of the prompt [key], or several by name; what is negative counts as 0.
         retained: π, above 0 and below 1.
         samples: draws of the masks to average over.
         target: a probability (`lm.targets.predicted()`, the default, or `.probability(...)`).
@@ -117,7 +116,7 @@ def soft_faithfulness(
         named, single = read_rows(rows, passes.length)
         places = passes.positions(positions)
         masked = _Masked(passes, places, samples, seed)
-        erased = masked.mean(torch.zeros(len(places), dtype=torch.float64), 1)
+        erased = masked.mean(torch.zeros(len(places), dtype=torch.float64), 1)  # no draw decides: one will do
         faithfulness = {}
         for name, row in named.items():
             with_only = masked.mean(matched(row[places], retained))

@@ -103,8 +103,7 @@ class Importance(RowTask):
 
     The truth is `Occlusion` of the model's own prediction at the query, mean of the sizes; a map's row is
     taken by size too. Scored are the keys that the query may see but the left-out ones: Spearman, the same
-    with the position partialled out (ranks), and whether the strongest source, the query itself left out, is
-    the same.
+    with the position partialled out (ranks), and whether the strongest source but the query is the same.
 
     Args:
         prompts: as `lm.run` takes them.

@@ -34,8 +34,7 @@ class Example:
     Attributes:
         tokens: token numbers, special tokens included.
         label: its right class.
-        segments: (start, stop) spans that triggers come from and go into, in order; None: the runs between
-            the special tokens.
+        segments: (start, stop) spans that triggers come from and go into; None: runs between special tokens.
     """
 
     tokens: tuple[int, ...]
@@ -262,6 +261,7 @@ def _trigger(
     _, heads, count, _ = scores.shape
     layer, head = divmod(int(scores.flatten(2).amax(-1).argmax()), heads)
     best = torch.sort(scores[layer, head].flatten(), descending=True, stable=True)
+    # A map of one token has one entry.
     strength = (best.values[0].item(), best.values[1].item() if count > 1 else 0.0)
     pairs = [divmod(index, count) for index in best.indices[:2].tolist()]
     both = strength[0] <= 0 or strength[1] / strength[0] >= second
@@ -281,7 +281,7 @@ def _segments(example: Example, special: Collection[int]) -> list[Span]:
     if example.segments is not None:
         return list(example.segments)
     spans, start = [], 0
-    for position, token in enumerate((*example.tokens, None)):
+    for position, token in enumerate((*example.tokens, None)):  # None ends the last run
         if token is None or token in special:
             if position > start:
                 spans.append((start, position))

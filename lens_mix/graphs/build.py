@@ -138,8 +138,7 @@ def prune_graph(
 
     Raises:
         TypeError: not a DiGraph.
-        ValueError: a graph with a cycle; no such target; an edge without the attribute; a threshold below 0;
-            nothing left.
+        ValueError: a cycle; no such target; an edge without the attribute; a threshold below 0; nothing left.
     """
     threshold = number("threshold", threshold, 0)
     flags(renormalize=renormalize, from_inputs=from_inputs)
@@ -152,12 +151,12 @@ def prune_graph(
     largest, where = max((amounts[edge] for edge in graph.in_edges(target)), default=0.0), ""
     if from_inputs:
         widths = _widths(graph, by)
-        nodes = {node for node in nodes if widths[node] > threshold}
+        nodes = {node for node in nodes if widths[node] > threshold}  # some path from below holds throughout
         largest, where = widths[target], " from the lowest level"
     if not nodes:
         reason = f"up to which something leads to {target}{where}"
         raise ValueError(f"threshold: expected less than {largest:.6g}, {reason}, got {threshold}")
-    pruned = nx.DiGraph(subgraph.subgraph(nodes | {target}))
+    pruned = nx.DiGraph(subgraph.subgraph(nodes | {target}))  # a copy: weights are written over below
     pruned.graph.update(graph.graph)
     pruned.graph["target"] = target
     if renormalize:

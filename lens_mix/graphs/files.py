@@ -24,8 +24,7 @@ def save_graph(graph: nx.DiGraph, path: str | os.PathLike[str]) -> None:
     r"""Write a graph as GraphML or JSON, by the ending of `path`: `.graphml` or `.json`.
 
     JSON keeps everything. GraphML holds strings and numbers only: nodes and lists are written as JSON
-    (`[3, 0]`); None is left out; characters that XML forbids, in tokens say, are written as in Python
-    (`\x00`).
+    (`[3, 0]`); None is left out; characters that XML forbids are written as in Python (`\x00`).
 
     Raises:
         TypeError: not a networkx graph; something that JSON cannot hold.
@@ -85,6 +84,7 @@ def _as_node(name: Any) -> Any:
 
 
 def _for_xml(graph: nx.DiGraph) -> nx.DiGraph:
+    # Nodes are pairs, which GraphML can't hold: their names are JSON.
     plain = nx.relabel_nodes(graph, {node: _printable(json.dumps(node)) for node in graph}, copy=True)
     groups = [plain.graph, *(values for _, values in plain.nodes(data=True))]
     groups += [values for _, _, values in plain.edges(data=True)]

@@ -110,7 +110,7 @@ def grown(stacks: Sequence[RouteStack], targets: Sequence[Node], threshold: floa
 
     for node in todo:
         graph.add_node(node, **stack_of(node).attributes(node))
-    while todo:
+    while todo:  # a node is put here once, when it joins the graph
         node = todo.pop()
         for source, values in stack_of(node).into(node, threshold):
             if source not in graph:

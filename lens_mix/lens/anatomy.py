@@ -229,7 +229,7 @@ def read_weight(module: object, name: str) -> Tensor | None:
     """A weight by TransformerLens's name; None where there is none (each class says so in its own way)."""
     try:
         weight = getattr(module, name)
-    except (AttributeError, TypeError, NotImplementedError):
+    except (AttributeError, TypeError, NotImplementedError):  # Bridge 4.3, Bridge 3.9, latent attention
         return None
     return weight.detach() if torch.is_tensor(weight) else None
 
@@ -242,9 +242,10 @@ def read_norm(module: nn.Module | None, cfg: Any) -> Norm | None:
     inner = getattr(module, "original_component", None if hasattr(module, "hook_scale") else module)
     if type(inner).__name__ == "Identity":
         return None
-    if inner is None:
+    if inner is None:  # TransformerLens's own class; where weights were folded it has none
         kind: Literal["layer", "rms"] = "rms" if "RMS" in type(module).__name__ else "layer"
         return Norm(kind, read_weight(module, "w"), read_weight(module, "b"), float(cast(Any, module).eps))
+    # OLMo's norms store none.
     eps = getattr(inner, "eps", getattr(inner, "variance_epsilon", None))
     weight, bias = read_weight(inner, "weight"), read_weight(inner, "bias")
     stored = Norm("layer", weight, bias, float(cfg.eps if eps is None else eps))
@@ -262,6 +263,7 @@ def _measured(module: nn.Module, stored: Norm, width: int) -> Norm:
     `forward` is asked itself, so that no hook sees the vectors.
     """
     like = next(module.parameters(), torch.zeros(width)).detach()
+    # So small that eps shows beside it.
     wide, small = torch.promote_types(like.dtype, torch.float32), 2.0**-10
     # Of mean 0, without a 0, and exact in every dtype, as is what is made of it here.
     signs = torch.ones_like(like)
@@ -271,8 +273,10 @@ def _measured(module: nn.Module, stored: Norm, width: int) -> Norm:
     with torch.no_grad():
         probes = torch.stack([signs, -signs, signs + 1, small * signs])[None]
         up, down, raised, lowered = module.forward(probes)[0].to(wide)
+    # A norm of -x is minus that of x, but for the bias.
     signs, bias, accepted = signs.to(wide), (up + down) / 2, tolerance(like.dtype)
     square, eps = float(signs.square().mean()), stored.eps
+    # 1 if eps is 0; where it is not what the stored eps gives, eps is solved for.
     shrunk = float((lowered - bias) @ (up - bias) / (up - bias).square().sum()) ** 2
     expected = small**2 * (square + eps) / (small**2 * square + eps)
     if abs(shrunk - expected) > 2 * accepted * expected and shrunk > small**2:
@@ -282,6 +286,7 @@ def _measured(module: nn.Module, stored: Norm, width: int) -> Norm:
     offset = None if stored.weight is None else 1 + stored.weight.to(wide)
     weight = _nearest(multiplier, [stored.weight, offset], torch.ones_like(multiplier), accepted)
     shift = _nearest(bias, [stored.bias], torch.zeros_like(bias), accepted)
+    # A norm that centres gives the same for signs and signs + 1.
     uncentred = (signs + 1) * multiplier / math.sqrt(square + 1 + eps) + bias
     centres = torch.dist(raised, up) < torch.dist(raised, uncentred)
     return Norm("layer" if centres else "rms", weight, shift, eps)
@@ -305,6 +310,7 @@ def _nearest(
 def read_value_path(attention: nn.Module) -> ValuePath | None:
     """W_V, b_V, W_O, b_O; None where the module does not offer them."""
     # HookedTransformer can repeat grouped values before the hook: then the hook has all heads.
+    # Else the hook has the grouped ones, as `_W_V` does; its W_V is expanded (a Bridge's is not).
     ungrouped = getattr(getattr(attention, "cfg", None), "ungroup_grouped_query_attention", False)
     grouped = None if ungrouped else read_weight(attention, "_W_V")
     W_V = read_weight(attention, "W_V") if grouped is None else grouped
@@ -345,6 +351,7 @@ def candidates(block: nn.Module, attention: nn.Module, cfg: Any, multiplier: flo
     feed_forward, kind = read_feed_forward(mlp, "gelu")
     base = BlockAnatomy("none", False, read_value_path(attention), feed_forward, kind, cross=cross)
     first = bool(getattr(cfg, "parallel_attn_mlp", False))
+    # What cfg says comes first, and is not believed.
     for parallel in (False,) if cross or mlp is None else (first, not first):
         for wiring in _wirings(block, cfg, cross, has_mlp=mlp is not None):
             yield dataclasses.replace(base, parallel=parallel, residual_multiplier=multiplier, **wiring)
@@ -353,18 +360,18 @@ def candidates(block: nn.Module, attention: nn.Module, cfg: Any, multiplier: flo
 def _wirings(block: nn.Module, cfg: Any, cross: bool, has_mlp: bool) -> Iterator[dict[str, Any]]:
     names = ("ln1", "ln2", "ln3", "ln1_post", "ln2_post")
     ln1, ln2, ln3, ln1_post, ln2_post = (read_norm(getattr(block, name, None), cfg) for name in names)
-    if ln1_post is not None:
+    if ln1_post is not None:  # Gemma 2 and 3; without ln1 OLMo 2
         branch = {"attention_branch": ln1_post, "feed_forward_branch": ln2_post}
         placement = "branch" if ln1 is None else "sandwich"
         yield {"placement": placement, "attention_input": ln1, "feed_forward_input": ln2, **branch}
-    elif cross:
+    elif cross:  # T5; below, BART and Marian
         yield {"placement": "pre", "attention_input": ln1, "cross_input": ln2, "feed_forward_input": ln3}
         residual = {"attention_residual": ln1, "cross_residual": ln2, "feed_forward_residual": ln3}
         yield {"placement": "post", **residual}
-    elif ln2 is None:
+    elif ln2 is None:  # GPT-J, Phi, Falcon and Cohere: both branches read one norm
         placement = "none" if ln1 is None else "pre"
         yield {"placement": placement, "attention_input": ln1, "feed_forward_input": ln1 if has_mlp else None}
     else:
         yield {"placement": "pre", "attention_input": ln1, "feed_forward_input": ln2}
-        yield {"placement": "post", "attention_residual": ln1, "feed_forward_residual": ln2}
-        yield {"placement": "branch", "attention_branch": ln1, "feed_forward_branch": ln2}
+        yield {"placement": "post", "attention_residual": ln1, "feed_forward_residual": ln2}  # BERT
+        yield {"placement": "branch", "attention_branch": ln1, "feed_forward_branch": ln2}  # OLMo 2, on 3.9

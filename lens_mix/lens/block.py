@@ -38,8 +38,7 @@ class Block:
         proof: what this block and those above were found to be.
         engine: how the method is to be computed.
         max_memory: bytes for the temporaries of one step; None: no bound.
-        queries: positions of the rows that are asked for; None: all of them. A prompt with fewer than another
-            one repeats its last.
+        queries: positions of the asked rows; None: all. A prompt with fewer than another repeats its last.
     """
 
     def __init__(
@@ -67,10 +66,10 @@ class Block:
         self.warnings[index].append(f"layer {self.layer}: {text}")
 
     def explain(self, index: int, position: int | None) -> None:
-        """Tell which position of one prompt a target reads, without padding: its row is the one meant.
+        """Tell which position of one prompt, counted without padding, a target reads: the map's default row.
 
-        Where the logits stand over other tokens than the rows (an encoder's map of an encoder-decoder), and
-        where the target reads no single position (None), no row is.
+        It has none where the target reads no single position (None), or where the logits stand over other
+        tokens than the rows (an encoder's map of an encoder-decoder).
         """
         self.explained[index] = position if self.logits_tokens is self.tokens else None
 
@@ -142,6 +141,7 @@ class Block:
         if decoder:
             return dataclasses.replace(batch, inputs={**inputs, "decoder_attention_mask": left.long()})
         if self._lens.takes_input("position_ids") and "position_ids" not in inputs:
+            # Given, so that they stay as without the mask: counted from the prompt's first token.
             places = torch.arange(masked.shape[1], device=masked.device)
             first = batch.real.int().argmax(dim=1, keepdim=True)
             inputs["position_ids"] = (places - first).clamp_min(0)
@@ -201,14 +201,12 @@ class Block:
     @property
     def logits_real(self) -> Bool[Tensor, "batch pos"]:
         """Which positions of the logits are the prompts' own: the decoder's, where there is one."""
-        batch = self._clean.batch
-        return batch.real if batch.target_real is None else batch.target_real
+        return self.batch.real if self.batch.target_real is None else self.batch.target_real
 
     @property
     def logits_tokens(self) -> Int[Tensor, "batch pos"]:
         """The tokens that the logits stand over."""
-        batch = self._clean.batch
-        return batch.tokens if batch.target is None else batch.target
+        return self.batch.tokens if self.batch.target is None else self.batch.target
 
     @property
     def tokenizer(self) -> Any:
@@ -356,6 +354,7 @@ class Block:
             return None
         outputs: dict[str, Tensor] = {}
         where = self._lens.where(self.layer)
+        # The Bridge's name, and that of HookedEncoderDecoder.
         names = (f"{where}.cross_attn.o.hook_out", f"{where}.hook_cross_attn_out")
         name = next((name for name in names if name in self._lens.hook_points), None)
         if name is None:
@@ -414,7 +413,7 @@ class Block:
         rebuilt = resid if norm is None else norm(resid)
         normed = self.after_final_norm(self.final_residual)[self.real_queries]
         error = relative_error(rebuilt, normed.to(resid.dtype))
-        if not error <= self._lens.tolerance:
+        if not error <= self._lens.tolerance:  # so that NaN is refused too
             raise UnsupportedModelError(
                 f"final norm: expected its parts to give its output within {self._lens.tolerance:.0e}, "
                 f"got a relative error of {error:.1e}"

@@ -118,7 +118,7 @@ def hooked(point: HookPoint, function: Any) -> Change:
 
     def put_on() -> Undo:
         point.add_hook(function)
-        handle = point.fwd_hooks[-1]
+        handle = point.fwd_hooks[-1]  # `add_hook` returns nothing
 
         def take_off() -> None:
             handle.hook.remove()

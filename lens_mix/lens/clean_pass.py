@@ -25,7 +25,10 @@ _DTYPE_TEXTS = ("scalar type", "dtype", "without overflow")
 
 
 class StopForward(Exception):
-    """Ends a forward pass once the last wanted block has run."""
+    """Ends a forward pass once the last wanted block has run.
+
+    TransformerLens's `stop_at_layer` is unknown to two classes and ignored, or gives logits, on some Bridges.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +134,7 @@ def clean_pass(
         graph: is built by the pass, which has to reach the last block.
 
     Raises:
-        ValueError: a hook name that the model does not have, an input out of its range, or a block output
-            that is not finite.
+        ValueError: no such hook point, an input out of range, or a block output that is not finite.
         UnsupportedModelError: a hook that the model has but that never fired; as `_explain`.
     """
     last = lens.layer_index(stop_after)
@@ -146,6 +148,7 @@ def clean_pass(
     capturing = captured_calls(lens.stack.blocks[: last + 1], clean.calls)
     if lens.stack.source is not None:
         capturing += captured_calls(lens.stack.source.blocks[:1], clean.source_calls)
+    # The last to be put on: torch calls hooks in that order, and no later one would see the block's output.
     capturing.append(forward_hook(lens.stack.blocks[last], _stop))
     hooks = lens.hooked([*fwd_hooks, *watching])
     mode, stopping = lens.evaluation_mode(gradients=graph is not None), contextlib.suppress(StopForward)
@@ -155,6 +158,7 @@ def clean_pass(
         except (RuntimeError, IndexError) as problem:
             _explain(lens, batch, problem)
             raise
+    # Of a pass with a graph too what is recorded counts as numbers.
     recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
     _require_complete(clean, required, layers, last)
     return clean
@@ -202,7 +206,7 @@ def _require_complete(clean: CleanPass, required: Sequence[str], watched: Sequen
             f"hooks that never fired: {silent}; expected each to fire once in a forward pass "
             "(an attention kernel that keeps no pattern, or a module the model does not call)"
         )
-    real = clean.real
+    real = clean.real  # padding may hold anything: rows that see nothing but padding are NaN in some models
     whole = bool(real.all())
     for layer, call in clean.calls.items():
         if not bool(torch.isfinite(call.resid_post if whole else call.resid_post[real]).all()):

@@ -121,9 +121,9 @@ def _entered_at(clean: CleanPass, start: int, resid_pre: Tensor | None, rows: Te
     replay = clean.replay(start)
     with lens.evaluation_mode():
         replay.prepare()
-    below = 0
-    if lens.stack.source is not None and resid_pre is not None:
-        below = clean.batch.tokens.shape[1]
+    # Of the joint part the first positions enter the encoder.
+    two_entries = lens.stack.source is not None and resid_pre is not None
+    below = clean.batch.tokens.shape[1] if two_entries else 0
     if resid_pre is None:
         entry = clean.calls[start].resid_pre
         resid_pre = entry if rows is None else entry.index_select(0, rows)
@@ -148,5 +148,5 @@ def _keep_and_stop(outputs: list[Tensor]) -> Callable[..., None]:
 
 
 def _skipped(block: nn.Module, output: Any) -> Change:
-    """The block gives back a recorded output instead of running."""
+    """The block gives back a recorded output instead of running (a hook would let it run first)."""
     return replaced_forward(block, lambda *args, **kwargs: output)

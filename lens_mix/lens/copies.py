@@ -35,7 +35,7 @@ def copies_within(
     through_one = positions * per_position * size + attention
     bytes_per_copy = blocks * through_one
     bytes_per_copy += 3 * logits * int(getattr(cfg, "d_vocab", 0) or 0) * size
-    rows = 2048 if lens.device.type == "cpu" else 65536
+    rows = 2048 if lens.device.type == "cpu" else 65536  # positions of all copies
     copies = max(1, rows // positions)
     if max_memory is None:
         return copies

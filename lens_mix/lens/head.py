@@ -58,12 +58,12 @@ def proven_head(
         )
     head = Head(norm, W_U, b_U)
     rebuilt = head(resid)
-    scale = float((rebuilt * logits).sum() / rebuilt.square().sum())
+    scale = float((rebuilt * logits).sum() / rebuilt.square().sum())  # by least squares
     if abs(scale - 1) > tolerance:
         # Cohere and Granite multiply the logits by a constant.
         head = Head(norm, W_U * scale, None if b_U is None else b_U * scale)
     error = relative_error(head(resid), logits)
-    if not error <= tolerance:
+    if not error <= tolerance:  # so that NaN is refused too
         raise UnsupportedModelError(
             "head: expected logits = final norm, then unembedding; rebuilt logits are off by a relative "
             f"{error:.1e} (a dense layer or a cap between the two can't be split by token)"
@@ -86,7 +86,7 @@ def read_b_U(model: TransformerLensModel) -> Float[Tensor, " d_vocab"] | None:
 
 
 def _weight(model: TransformerLensModel, name: str) -> Tensor | None:
-    weight = read_weight(model, name)
+    weight = read_weight(model, name)  # some classes have it on the model, some on its unembedding alone
     return read_weight(getattr(model, "unembed", None), name) if weight is None else weight
 
 
@@ -98,7 +98,7 @@ def row_at(tensor: Tensor, positions: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def unembedding_at(model: TransformerLensModel, positions: Tensor | None) -> Iterator[list[bool]]:
-    """The unembedding sees one position per row, or those of [row read]; the list is filled if it ran."""
+    """Only logits of one position per row, or of [row read], are made; the list is filled if that held."""
     narrowed: list[bool] = []
     unembed = getattr(model, "unembed", None)
     if positions is None or not isinstance(unembed, nn.Module):

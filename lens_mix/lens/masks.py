@@ -13,6 +13,7 @@ from lens_mix.hooks import record, zero_queries
 from lens_mix.lens.clean_pass import CleanPass
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.prompts import wrapped_config
 from lens_mix.lens.rows import rows_at
 
 
@@ -24,7 +25,7 @@ class AllowedKeys:
         by_layer: layer -> mask.
         positions: of the rows, in the batch.
         causal_model: whether the model was proven to be causal, which a few rows alone can't tell.
-        rounding: the model's coarsest step.
+        rounding: eps of the coarsest dtype that the model computes in.
         cross: whether keys are places in another sequence, so that none is later than a query.
     """
 
@@ -43,6 +44,7 @@ class AllowedKeys:
         identity = torch.eye(first.shape[-1], device=first.device)
         reached, layers = identity, {}
         for layer in sorted(self.by_layer):
+            # Floats: torch has no product of booleans.
             reached = (((self.by_layer[layer].float() + identity) @ reached) > 0).float()
             layers[layer] = reached > 0
         return dataclasses.replace(self, by_layer=layers)
@@ -91,17 +93,17 @@ class PromptMask:
             itself (causal); else bool [query, key], or [layer, query, key] where layers differ.
         """
         layers = self.allowed.cpu()
+        mask = layers[0] if bool((layers == layers[0]).all()) else layers
         if self.cross:
-            same = bool((layers == layers[0]).all())
-            return False, None if bool(layers.all()) else layers[0] if same else layers
+            return False, None if bool(layers.all()) else mask
         triangle = (self.keys <= self.positions[:, None]).cpu()
+        # A map of one token, or of some rows, may look causal in any model.
         every_row = len(self.positions) == len(self.keys)
         causal = len(self.keys) > 1 and not bool((layers & ~triangle).any())
         causal = causal and (every_row or self.causal_model)
         if bool(layers.all()) or (causal and bool((layers == triangle).all())):
             return causal, None
-        same = bool((layers == layers[0]).all())
-        return causal, layers[0] if same else layers
+        return causal, mask
 
     def without_rounding(
         self,
@@ -144,10 +146,10 @@ def is_causal_model(lens: Lens) -> bool:
     """Whether the model says that its attention is causal (Bridge encoders may say so too: see the stack)."""
     if lens.model_class.value == "HookedEncoder":
         return False
-    config = getattr(getattr(lens.model, "original_model", None), "config", None)
+    # By the wrapped class: TransformerBridge 3 says attention_dir="causal" of BERT too.
     name = type(getattr(lens.model, "original_model", None)).__name__
     if "MaskedLM" in name or "NextSentence" in name or "PreTraining" in name:
-        return bool(getattr(config, "is_decoder", False))
+        return bool(wrapped_config(lens.model, "is_decoder"))
     return getattr(lens.model.cfg, "attention_dir", "causal") == "causal"
 
 

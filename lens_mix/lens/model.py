@@ -34,8 +34,7 @@ class Lens:
 
     Args:
         model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge.
-        stack: "encoder" (default), "decoder", "cross" or "joint" of an encoder-decoder; None or "blocks"
-            elsewhere.
+        stack: "encoder" (default), "decoder", "cross" or "joint" of an encoder-decoder; elsewhere "blocks".
 
     Raises:
         TypeError: not a TransformerLens model.
@@ -82,6 +81,7 @@ class Lens:
     @functools.cached_property
     def dtype(self) -> torch.dtype:
         """Dtype of the model's parameters."""
+        # Quantised weights are whole numbers.
         return next(p.dtype for p in self.model.parameters() if p.dtype.is_floating_point)
 
     @property
@@ -176,8 +176,7 @@ class Lens:
     def forward(self, batch: Batch, *, as_given: bool = False, **options: Any) -> Any:
         """The model's forward pass over a batch, with its masks and inputs.
 
-        `as_given` leaves out what the lens adds to a Bridge's: the pass that the user would make of a batch
-        without padding.
+        `as_given`, for a batch without padding: the user's pass, without what the lens adds to a Bridge's.
 
         Raises:
             ValueError: inputs that the model does not take; it would swallow them without a word.

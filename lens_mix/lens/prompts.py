@@ -140,7 +140,7 @@ def _chat_tokens(model: TransformerLensModel, messages: Any) -> Int[Tensor, " po
     text = model.tokenizer.apply_chat_template(
         list(map(dict, messages)), tokenize=False, add_generation_prompt=goes_on
     )
-    ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them
     return torch.tensor(ids, dtype=torch.long, device=device_of(model))
 
 
@@ -215,6 +215,7 @@ def _tokenize(
             raise ValueError(
                 f"prepend_bos: {kind.value} adds its own special tokens; expected None, got {prepend_bos}"
             )
+        # By default a long prompt would be cut without a word. These classes return masks besides.
         tokens = model.to_tokens(text, truncate=False)[0]
     else:
         options = {} if prepend_bos is None else {"prepend_bos": prepend_bos}
@@ -333,8 +334,7 @@ def pad_token(model: TransformerLensModel) -> int:
 def token_strings(model: TransformerLensModel, tokens: Int[Tensor, " pos"]) -> list[str]:
     """One string per token, a leading space kept where the tokenizer has one; numbers without a tokenizer.
 
-    SentencePiece tokenizers lose the leading space when a single token is decoded, so it is read off the
-    raw piece there.
+    SentencePiece loses the leading space when one token is decoded, so it is read off the raw piece there.
     """
     ids = tokens.tolist()
     tokenizer = getattr(model, "tokenizer", None)

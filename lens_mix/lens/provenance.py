@@ -14,6 +14,7 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import transformer_lens_version
 from lens_mix.lens.precision import switched_off
+from lens_mix.lens.prompts import wrapped_config
 from lens_mix.lens.proof.support import model_name
 from lens_mix.version import __version__
 
@@ -62,6 +63,7 @@ def notes(scores: Tensor, layers: Sequence[int], queries: Sequence[int] | None) 
 def of_run(lens: Lens, prepend_bos: bool | None) -> dict[str, Any]:
     """Where the maps of a run came from: the model, its weights' processing, versions."""
     model = lens.model
+    # TransformerLens folds the biases of all blocks, or of none.
     value_bias = getattr(lens.stack.attention_module(lens.stack.attention_layers[0]), "b_V", None)
     has_bias = torch.is_tensor(value_bias) and bool((value_bias != 0).any())
     return {
@@ -91,11 +93,10 @@ def of_prompt(prompt: Prompt) -> dict[str, Any]:
 def dropped_head(lens: Lens) -> str | None:
     """That the Bridge holds another head than the one that the model was trained with; None where it doesn't.
 
-    TransformerBridge loads a classifier of BERT's kind as a masked language model, with a head of random
-    weights.
+    TransformerBridge loads a classifier of BERT's kind as a masked language model with a random head.
     """
     wrapped = getattr(lens.model, "original_model", None)
-    named = getattr(getattr(wrapped, "config", None), "architectures", None) or []
+    named = wrapped_config(lens.model, "architectures") or []
     loaded = type(wrapped).__name__
     dropped = [name for name in named if name != loaded and name.partition("For")[2] in _HEADS]
     if not dropped or wrapped is None:

@@ -1,4 +1,7 @@
-"""Running one block again, batched, with hooks on, from the arguments of the clean pass."""
+"""Running one block again, batched, with hooks on, from the arguments of the clean pass.
+
+Called with the residual stream alone, many blocks of a TransformerBridge run without rotary angles and mask.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from lens_mix.lens.changes import Change, Changes, forward_hook
 from lens_mix.lens.model_classes import UnsupportedModelError
 
-_RESIDUAL_KEYWORDS = ("hidden_states", "resid_pre")
+_RESIDUAL_KEYWORDS = ("hidden_states", "resid_pre")  # Hugging Face's blocks, and TransformerLens's
 
 # How one captured argument follows the batch: (tensor, rows, batch size, heads) -> tensor.
 _Expansion = Callable[[Tensor, Tensor, int, int], Tensor]
@@ -164,6 +167,7 @@ class BlockReplay:
 
     def _error(self, expansion: _Expansion) -> float:
         batch = self.call.resid_pre.shape[0]
+        # Another number of prompts, in another order, one of them twice: a wrong axis shows.
         rows = torch.tensor([batch - 1, 0, batch - 1], device=self.call.resid_pre.device)
         clean = self.call.resid_post.index_select(0, rows)
         return relative_error(self._run(expansion, rows, None), clean, self.real.index_select(0, rows))
@@ -174,7 +178,7 @@ class BlockReplay:
             try:
                 error = self._error(expansion)
             except (RuntimeError, ValueError, IndexError) as problem:
-                if is_out_of_memory(problem):
+                if is_out_of_memory(problem):  # on a GPU a RuntimeError too
                     raise
                 failures.append(f"{type(problem).__name__}: {str(problem)[:120]}")
                 continue
@@ -198,7 +202,7 @@ def relative_error(
 ) -> float:
     """Largest error per position, relative to that position's own size (so no large token hides a small one).
 
-    `keep` is a bool over all axes but the last: the positions that count.
+    `keep` is a bool over all axes but the last: the positions that count. NaN where one of these has any.
     """
     wide = torch.float64 if expected.dtype == torch.float64 else torch.float32
     difference = torch.linalg.vector_norm((got.to(wide) - expected.to(wide)), dim=-1)

@@ -63,6 +63,7 @@ class Rows:
         """
         places = [row.nonzero()[:, 0] for row in real]
         chosen = [read_selection(queries, len(place), "queries") or [] for place in places]
+        # One tensor for all prompts: a short prompt's last row fills it up, and is cut off again.
         longest = max(map(len, chosen))
         filled = [rows + rows[-1:] * (longest - len(rows)) for rows in chosen]
         positions = [place[rows] for place, rows in zip(places, filled, strict=True)]

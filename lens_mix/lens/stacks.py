@@ -88,6 +88,7 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
     if kind is ModelClass.HOOKED_ENCODER_DECODER:
         layout = [("encoder", "encoder", "attn"), ("decoder", "decoder", "attn")]
     elif kind is ModelClass.BRIDGE and _modules(model, "encoder_blocks"):
+        # The Bridge calls a decoder's own attention otherwise than every other one.
         layout = [("encoder", "encoder_blocks", "attn"), ("decoder", "decoder_blocks", "self_attn")]
     else:
         layout = [("blocks", "blocks", "attn")]

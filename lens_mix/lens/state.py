@@ -18,8 +18,7 @@ from lens_mix.lens.changes import Change, Changes, Undo, let_interrupt_through
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.precision import full_precision
 
-# How often a thread that waits for a model looks whether Ctrl-C came.
-_WAIT_SECONDS = 0.1
+_WAIT_SECONDS = 0.1  # how often a thread that waits for a model looks whether Ctrl-C came
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
@@ -86,6 +85,7 @@ def _lock(model: object) -> Undo:
     wrapped = getattr(model, "original_model", None)
     # One step, so that two threads get the same lock.
     lock = _locks.setdefault(wrapped if isinstance(wrapped, nn.Module) else model, threading.RLock())
+    # Waiting without an end, the main thread could not be interrupted: `Changes` holds Ctrl-C back.
     while not lock.acquire(timeout=_WAIT_SECONDS):
         let_interrupt_through()
     return lock.release

@@ -14,8 +14,7 @@ from torch import Tensor
 from lens_mix.arguments import instance, number, real_tensor, several, whole_number
 from lens_mix.maps.positions import as_positions
 
-# Deeper ones end in Python's own errors, when they are made plain or written as JSON.
-_DEEPEST = 100
+_DEEPEST = 100  # deeper ones end in Python's own errors, when they are made plain or written as JSON
 
 
 def as_scores(scores: object) -> Float[Tensor, "layer *head query key"]:

@@ -45,5 +45,5 @@ def difference(mixing_map: MixingMap, other: MixingMap) -> MixingMap:
         provenance={"difference": {"of": mixing_map.provenance, "minus": other.provenance}},
         residual=None,
         residual_shares=None,
-        notes=tuple(f"{name}: {note}" for name, several in notes for note in several),
+        notes=tuple(f"{name}: {note}" for name, of_map in notes for note in of_map),
     )

@@ -26,8 +26,7 @@ FORMAT = "lens_mix.MixingMap/1"
 _FIELDS = "tokens method causal key_tokens parameters residual kind layers provenance notes".split()
 # Written since rows can be asked for, and be meant; a file without them holds all rows.
 _OPTIONAL = ("queries", "default_query")
-# safetensors writes longer headers, and refuses to read them.
-_LONGEST_RECORD = 90_000_000
+_LONGEST_RECORD = 90_000_000  # safetensors writes longer headers, and refuses to read them
 
 
 def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
@@ -43,7 +42,7 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     record = {name: getattr(mixing_map, name) for name in (*_FIELDS, *_OPTIONAL)}
     for name in ("parameters", "provenance"):
         _refuse_beyond_json(record[name], name)
-    tensors = {"scores": mixing_map.scores.contiguous()}
+    tensors = {"scores": mixing_map.scores.contiguous()}  # safetensors refuses views
     if mixing_map.mask is not None:
         tensors["mask"] = mixing_map.mask.contiguous()
     if mixing_map.residual_shares is not None:

@@ -70,6 +70,6 @@ def _positions_of(tokens: Sequence[str], item: object, argument: str) -> list[in
     return positions
 
 
-def shortened(values: Sequence[int], longest: int = 8) -> str:
-    """The numbers as a list for a message, cut after `longest` of them."""
-    return str(list(values)) if len(values) <= longest else f"{str(list(values[:longest]))[:-1]}, …]"
+def shortened(values: Sequence[int]) -> str:
+    """The numbers as a list for a message, cut after eight of them."""
+    return str(list(values)) if len(values) <= 8 else f"{str(list(values[:8]))[:-1]}, …]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 from lens_mix.arguments import check_columns, shown
@@ -22,9 +23,7 @@ def fields_of_table(table: pandas.DataFrame) -> dict[str, Any]:
     axes = ["layer", *(["head"] if "head" in table.columns else []), "query", "key"]
     numbers = table.set_index(axes)["score"].sort_index()
     labels = [sorted(set(table[axis].tolist())) for axis in axes]
-    expected = 1
-    for each in labels:
-        expected *= len(each)
+    expected = math.prod(map(len, labels))
     if numbers.index.has_duplicates or len(numbers) != expected:
         raise ValueError(
             f"table: expected every {' x '.join(axes)} once, {expected} rows, got {len(numbers)}"

@@ -42,6 +42,7 @@ class Source(NamedTuple):
     score: float
 
 
+# No `eq`: two tensors have no single truth value.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MixingMap:
     """How much position *query* used position *key*: one prompt, one method, no padding.
@@ -378,8 +379,7 @@ class MixingMap:
 
         Raises:
             TypeError: groups that are neither.
-            ValueError: groups that do not fit the tokens; tokens without word marks; unknown names; no word
-                whose rows are held.
+            ValueError: groups that don't fit the tokens; tokens without word marks; unknown names; no row.
         """
         reduce_keys = words.reduction(keys, "keys")
         reduce_queries = words.reduction(queries, "queries")
@@ -438,6 +438,7 @@ class MixingMap:
         scores = (self.merge_heads() if head is None else self.head(head)).scores[place, row]
         scores = arithmetic.shares(scores) if unit == "share" else scores
         visible = self.visible()[place, row].nonzero().flatten()
+        # Stable: of equals the first.
         best = visible[torch.sort(scores[visible].abs(), descending=True, stable=True).indices[:k]].tolist()
         return [Source(self.key_labels[key], key, scores[key].item()) for key in best]
 

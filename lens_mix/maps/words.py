@@ -13,6 +13,7 @@ from torch import Tensor
 from lens_mix.arguments import one_of
 from lens_mix.maps.positions import shortened
 
+# As tokens are decoded, and as byte-level BPE (Ġ, Ċ) and SentencePiece (▁) have them in their vocabularies.
 _SPACE_MARKS = (" ", "\u00a0", "Ġ", "▁")
 _LINE_MARKS = ("\n", "\r", "\t", "Ċ")
 _SPECIAL = re.compile(r"<(?!0x)[^<>\s]+>|\[[A-Z]+\d*\]|\[unused\d+\]")
@@ -133,6 +134,7 @@ def resolve_groups(
 
 
 def _join(pieces: Sequence[str]) -> str:
+    # "##" alone is a token that spells itself.
     rest = (piece[2:] if piece.startswith("##") and len(piece) > 2 else piece for piece in pieces[1:])
     return "".join([pieces[0], *rest])
 

@@ -1,8 +1,7 @@
 """`lens-mix serve`: type a sentence, pick methods, get the page; on this machine alone.
 
 One model, loaded once. The standard library's server answers in threads of its own and asks the main thread,
-which computes for one request at a time (`desk`), so that Ctrl-C and the time limit stop it as cleanly as
-they stop a script.
+which computes for one request at a time (`desk`), so that Ctrl-C and the time limit stop it cleanly.
 """
 
 from lens_mix.serve.site import Limits, Site

@@ -12,8 +12,7 @@ from lens_mix.serve import forms
 from lens_mix.session import Session
 from lens_mix.view.page import page
 
-# Beside the methods' names: `lm.input_map`.
-INPUT_MAP = "input_map"
+INPUT_MAP = "input_map"  # beside the methods' names: `lm.input_map`
 
 
 class Answer(NamedTuple):

@@ -13,8 +13,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-# How often somebody who waits for a job looks whether the work is over.
-_WAIT_SECONDS = 0.1
+_WAIT_SECONDS = 0.1  # how often somebody who waits for a job looks whether the work is over
 
 
 class OutOfTime(KeyboardInterrupt):

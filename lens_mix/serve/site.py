@@ -24,10 +24,8 @@ _NAMES = ("127.0.0.1", "localhost")
 _PICKED = ("attention", "value_zeroing", INPUT_MAP)
 _MOST_BYTES = 1 << 16
 _MOST_FIELDS = 200
-# How often the server looks whether it is to end.
-_POLL_SECONDS = 0.1
-# How long a step of torch may go on after the limit until nobody waits for it any more.
-_GRACE_SECONDS = 10.0
+_POLL_SECONDS = 0.1  # how often the server looks whether it is to end
+_GRACE_SECONDS = 10.0  # how long a step of torch may go on after the limit until nobody waits for it any more
 
 
 class Limits(NamedTuple):
@@ -81,6 +79,7 @@ class Site(ThreadingHTTPServer):
         choices = [forms.Choice(name, reason, name in _PICKED) for name, _, reason in table]
         choices.append(forms.Choice(INPUT_MAP, "", True))
         self.model, self.form = model, forms.form(table.model, choices, str(self.limits))
+        # The main thread is kept for the work: there alone it can be interrupted (`Desk`).
         threading.Thread(target=self.serve_forever, args=[_POLL_SECONDS], daemon=True).start()
         try:
             announce(f"{table.model}: {self.url} (Ctrl-C ends it)")

@@ -182,6 +182,7 @@ class _Totals:
         everywhere = torch.ones(visible.shape[:2], dtype=torch.bool)
         for offset in self.offsets:
             keys = torch.tensor(queries) + offset
+            # Keys outside are read at an end, and not counted.
             inside = (keys >= 0) & (keys < weights.shape[-1])
             places, keys = torch.arange(len(queries)), keys.clamp(0, weights.shape[-1] - 1)
             self._count(offset, weights[:, :, places, keys], visible[:, places, keys] & inside)
@@ -190,6 +191,7 @@ class _Totals:
         entropy = torch.special.entr(weights).sum(-1)
         key_counts = visible.sum(-1)
         self._count("entropy", entropy, everywhere)
+        # A query that sees one key is neither even nor uneven.
         self._count("evenness", entropy / key_counts.clamp(min=2).log()[:, None], key_counts > 1)
 
     def _count(

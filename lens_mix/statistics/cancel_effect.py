@@ -80,15 +80,14 @@ def cancelled_tokens(table: pd.DataFrame, count: int = 5) -> pd.DataFrame:
     """The `count` tokens that the cancel effect sits on: most attention for the shortest vectors.
 
     Columns layer, token, weight, norm (means of the table of `weights_and_norms`) and others_norm, the mean
-    norm of all other tokens of the layer; sorted by weight · (1 - norm / others_norm), 0 or less where
-    nothing is cancelled.
+    of the layer's other tokens; sorted by weight · (1 - norm / others_norm), above 0 where it is at work.
     """
     check_columns("table", table, ("layer", "token", "weight", "norm"))
     count = whole_number("count", count, 1)
     means = table.groupby(["layer", "token"])[["weight", "norm"]].mean()
     sums = table.groupby(["layer", "token"])["norm"].agg(["sum", "size"])
     layers = table.groupby("layer")["norm"].agg(["sum", "size"]).reindex(sums.index, level="layer")
-    rest = layers - sums
+    rest = layers - sums  # of all other tokens in the layer
     out = means.assign(others_norm=rest["sum"] / rest["size"])
     order = (out["weight"] * (1 - out["norm"] / out["others_norm"])).sort_values(ascending=False)
     return out.loc[order.index[:count]].reset_index()

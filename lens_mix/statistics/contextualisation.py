@@ -20,8 +20,7 @@ PARTS = {
     "norm": ("atb_ff_res", "atb_ff_res_ln"),
     "whole": ("attn_res_ln", "atb_ff_res_ln"),
 }
-# What `lens_mix.run` is to be asked for.
-METHODS = ("attn_res_ln", "atb_ff", "atb_ff_res", "atb_ff_res_ln")
+METHODS = ("attn_res_ln", "atb_ff", "atb_ff_res", "atb_ff_res_ln")  # what `lens_mix.run` is to be asked for
 
 
 def change(before: MixingMap, after: MixingMap) -> Float[Tensor, " layer"]:
@@ -32,11 +31,8 @@ def change(before: MixingMap, after: MixingMap) -> Float[Tensor, " layer"]:
     """
     _check_pair(before, after)
     before.require_every_row("the order of all pairs", "before")
-    visible = before.visible()
-    values = [
-        1 - spearman(x[seen].numpy(), y[seen].numpy())
-        for x, y, seen in zip(before.scores.cpu(), after.scores.cpu(), visible.cpu(), strict=True)
-    ]
+    layers = zip(before.scores.cpu(), after.scores.cpu(), before.visible().cpu(), strict=True)
+    values = [1 - spearman(x[pairs].numpy(), y[pairs].numpy()) for x, y, pairs in layers]
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -59,8 +55,7 @@ def changes(maps: Mapping[str, MixingMap]) -> pd.DataFrame:
 def amplification(before: MixingMap, after: MixingMap) -> MixingMap:
     """FF-amp: map after minus map before, of either sign (Kobayashi et al., 2024, section 5.2).
 
-    Take `normalized()` maps to compare shares. Raises ValueError: maps with heads, of different prompts,
-    shapes or rows.
+    `normalized()` maps compare shares. Raises ValueError: maps with heads, of other prompts, shapes or rows.
     """
     _check_pair(before, after)
     return after.replace(
@@ -82,9 +77,9 @@ def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> 
     """
     count = whole_number("count", count, 1)
     flags(diagonal=diagonal)
-    # Where keys are other tokens, no pair is one of a position with itself.
-    diagonal = diagonal or getattr(amplified, "key_tokens", None) is not None
     table = instance("amplified", amplified, MixingMap, "a MixingMap").to_dataframe()
+    # Where keys are other tokens, no pair is one of a position with itself.
+    diagonal = diagonal or amplified.key_tokens is not None
     # the table has the order of the scores
     visible = amplified.visible().cpu().numpy().ravel()
     table = table[visible & (diagonal | (table["query"] != table["key"]))]

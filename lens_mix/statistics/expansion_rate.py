@@ -51,6 +51,7 @@ def path_rates(path: ValuePath) -> tuple[Float[Tensor, " head"], float]:
     d_model = W_V.shape[1]
     b_V = torch.zeros_like(W_V[:, 0]) if path.b_V is None else path.b_V.double().repeat_interleave(group, 0)
     b_O = torch.zeros_like(W_O[0, 0]) if path.b_O is None else path.b_O.double()
+    # ‖[[W, 0], [b, 1]]‖² = ‖W‖² + ‖b‖² + 1, with W = W_V W_O and b = b_V W_O.
     shift = torch.einsum("he,hed->hd", b_V, W_O)
     squares = torch.einsum("hdx,hdy,hxm,hym->h", W_V, W_V, W_O, W_O)
     heads = (squares + shift.square().sum(-1) + 1).div(d_model + 1).sqrt()

@@ -123,7 +123,7 @@ def _answers(
     starts, ends = (torch.tensor(side) for side in zip(*pairs, strict=True))
     places = torch.tensor([mixing_map.row_index(start, "relations") for start, _ in pairs])
     rows = with_heads(mixing_map)[:, :, places]
-    rows[:, :, torch.arange(len(starts)), starts] = 0.0
+    rows[:, :, torch.arange(len(starts)), starts] = 0.0  # the query itself is no answer
     if ignore is not None:
         rows[..., members(mixing_map.tokens, ignore)] = 0.0
     best, answer = rows.max(-1)

@@ -37,16 +37,16 @@ def each_map(maps: MixingMap | Iterable[MixingMap], *, any_keys: bool = False) -
     if not isinstance(maps, (MixingMap, Iterable)) or isinstance(maps, (str, Mapping)):
         raise TypeError(f"maps: expected a MixingMap or several, got {type(maps).__name__}")
     expected: tuple[list[int], int] | None = None
-    other: bool | None = None
+    all_cross: bool | None = None
     for mixing_map in [maps] if isinstance(maps, MixingMap) else maps:
         if not isinstance(mixing_map, MixingMap):
             raise TypeError(f"maps: expected MixingMaps, got {type(mixing_map).__name__}")
         keys, tokens = len(mixing_map.key_labels), len(mixing_map.tokens)
-        others = mixing_map.key_tokens is not None
-        if other not in (None, others):
+        cross = mixing_map.key_tokens is not None
+        if all_cross not in (None, cross):
             raise ValueError("maps: expected the tokens as keys in all of them, or in none; got some of each")
-        other = others
-        if others and not any_keys:
+        all_cross = cross
+        if cross and not any_keys:
             raise ValueError(f"maps: expected the tokens as keys, got {keys} other keys for {tokens} tokens")
         got = mixing_map.layer_labels, mixing_map.scores.shape[1] if mixing_map.has_heads else 1
         expected = expected or got

@@ -40,8 +40,7 @@ def mixing_ratios(
         model: any TransformerLens model.
         prompts: one prompt, or a list of them, as in `lens_mix.run`.
         stages: some of "attn_w" (attention weights), "attn_n" (`value_norm`), "attn_res_w", "attn_res",
-            "attn_res_ln", "atb_ff_res_ln" (after the feed-forward, variant A); None: all that the model's
-            blocks have.
+            "attn_res_ln", "atb_ff_res_ln" (after the feed-forward, variant A); None: all that the model has.
         options: `queries`, `layers`, `part`, `prepend_bos`, further model inputs, as in `lens_mix.run`.
 
     Returns:
@@ -124,7 +123,7 @@ def _weight_ratio(block: Block, residual: float) -> Float[Tensor, "batch query"]
     weights = pattern.to(torch.promote_types(pattern.dtype, torch.float32)).mean(dim=1)
     diagonal = weights.gather(2, block.queries[..., None])[..., 0]
     mixed = weights.sum(-1) - diagonal
-    return mixed / (mixed + diagonal + residual)
+    return mixed / (mixed + diagonal + residual)  # of 0.5 A + 0.5 I: the halves cancel
 
 
 # ------------------------------------------------------------------ tables

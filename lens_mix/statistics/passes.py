@@ -78,10 +78,9 @@ def each_prompt(
 
     `prompts`: a string, a pair or a token tensor is one prompt; a list of these is several.
     """
+    # A list of numbers is the tokens of one prompt.
     one = not isinstance(prompts, list) or (prompts and all(isinstance(token, int) for token in prompts))
-    if not one:
-        several("prompts", prompts, "one prompt or a list of them", least=1)
-    for prompt in [prompts] if one else prompts:
+    for prompt in [prompts] if one else several("prompts", prompts, "one prompt or a list of them", least=1):
         with torch.no_grad():
             passed = prompt_blocks(model, prompt, methods, **options)
         yield passed

@@ -13,14 +13,10 @@ from lens_mix.view.lazy import need_canvas
 
 BAR = "#a9c3dd"
 BAR_OF_THE_LARGEST = "#2c5f8a"
-# A share above this hides every other bar of its row: the row says so.
-ONE_TOKEN_TAKES_IT_ALL = 0.9
-# The share of a row's height below which a bar is not seen.
-SMALLEST_SEEN = 0.002
-# As a share of the range, how far two numbers at the axis have to be apart.
-_APART = 0.3
-# The width in inches of a number at a bar.
-_NUMBER = 0.26
+ONE_TOKEN_TAKES_IT_ALL = 0.9  # a share above this hides every other bar of its row: the row says so
+SMALLEST_SEEN = 0.002  # the share of a row's height below which a bar is not seen
+_APART = 0.3  # as a share of the range, how far two numbers at the axis have to be apart
+_NUMBER = 0.26  # the width in inches of a number at a bar
 
 
 class BarFrame:

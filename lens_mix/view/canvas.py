@@ -23,8 +23,7 @@ BLUES = """f9fbfd e3f3fb cce9f7 b4def3 9ed1ed 89c3e6 73b4de 5ca6d6 4296cb
 SIGNED = "PuOr"
 HIDDEN = "#e9e9e9"
 LINE = "#cccccc"
-# How long, in points, the line from a column to its label is.
-LEADER = 5.0
+LEADER = 5.0  # how long, in points, the line from a column to its label is
 # Fonts of other scripts and of signs, as systems have them; matplotlib draws no colour emoji.
 OTHER_FONTS = (
     *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans JP", "Noto Sans KR"),
@@ -40,7 +39,7 @@ class Picture(Figure):
 
     def __init__(self, width: float, height: float) -> None:
         super().__init__(figsize=(width, height), dpi=150, facecolor="white")
-        FigureCanvasAgg(self)
+        FigureCanvasAgg(self)  # sets itself as the figure's canvas
 
     def add_box(self, left: float, bottom: float, width: float, height: float) -> Any:
         """Axes at a place given in inches from the lower left corner."""

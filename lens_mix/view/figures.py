@@ -34,10 +34,8 @@ from lens_mix.view.lazy import need_canvas
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Longer names of a row of bars are broken.
-LONGEST_NAME = 30
-# So many of the strongest columns have a label whatever the room.
-LABELLED = 8
+LONGEST_NAME = 30  # longer names of a row of bars are broken
+LABELLED = 8  # so many of the strongest columns have a label whatever the room
 SHARE, RAW = "share of the row", "raw score"
 
 Scale = Literal["linear", "log"]
@@ -80,8 +78,7 @@ def layer_maps(
 
     Raises:
         TypeError: `mixing_map` is no MixingMap.
-        ValueError: no such layer, head, row or key; no layer at all; columns below 1; negative scores with
-            `normalize=True`.
+        ValueError: no such layer, head, row or key; columns below 1; negative scores with `normalize=True`.
     """
     instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     columns = _checked_options(columns, normalize, title, words, scale, diagonal)
@@ -214,8 +211,7 @@ def token_bars(
 
     Raises:
         TypeError: a row that is neither a vector nor a MixingMap.
-        ValueError: no rows; a row of another length than `tokens`; an infinite score; words that can't be
-            told from the tokens.
+        ValueError: no rows; a row of another length than `tokens`; an infinite score; tokens without words.
     """
     canvas = need_canvas()
     if not instance("rows", rows, Mapping, "a dict of rows of scores"):

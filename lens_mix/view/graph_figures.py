@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 STAYS = "#c9c9c9"
 MOVES = "#2c5f8a"
 TARGET = "#c1442e"
-# More tokens than these are not all drawn: only those that some node stands for.
-ALL_TOKENS = 48
+ALL_TOKENS = 48  # more tokens than these are not all drawn: only those that some node stands for
 THINNEST, THICKEST = 0.4, 5.0
 
 
@@ -149,7 +148,7 @@ def _draw_edges(axes: Any, frame: Frame, widths: dict[Any, float]) -> None:
     from matplotlib.colors import to_rgba
 
     widest = max(widths.values(), default=0.0) or 1.0
-    ordered = sorted(widths, key=lambda edge: widths[edge])
+    ordered = sorted(widths, key=lambda edge: widths[edge])  # the widest are drawn last, on top
     shares = [widths[edge] / widest for edge in ordered]
     places = [[frame.place(start), frame.place(end)] for start, end in ordered]
     hues = [STAYS if start[1] == end[1] else MOVES for start, end in ordered]

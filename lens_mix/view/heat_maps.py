@@ -15,10 +15,8 @@ from lens_mix.maps import MixingMap
 from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, room_for, visible_token
 from lens_mix.view.lazy import need_canvas
 
-# On a logarithmic scale, this share of the largest score and less have the lightest colour.
-FAINTEST = 1e-4
-# Characters of a prompt in a subtitle.
-_LONGEST_PROMPT = 60
+FAINTEST = 1e-4  # on a logarithmic scale, this share of the largest score and less have the lightest colour
+_LONGEST_PROMPT = 60  # characters of a prompt in a subtitle
 
 
 class Grid:

@@ -108,7 +108,7 @@ def weights_against_norms(
     up = "attention weight, mean over heads and queries"
     picture, axes = _axes(5.6, 4.0, title, "‖f(x)‖, mean over heads", up)
     token_kinds = dots["token"].map(kind)
-    # Kinds with fewer dots are drawn later, above the others.
+    # The largest kind first: those with fewer dots are drawn above it.
     for name in token_kinds.value_counts().index:
         part = dots[token_kinds == name]
         axes.scatter(part["norm"], part["weight"], s=9, color=KINDS.get(name, "#3182bd"), label=name)

@@ -9,6 +9,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.algebra import rotation, weight_cache
+from tests import kept_products
 from tests.matrix import Case, cases
 from tests.tiny_models import available, bridge, hooked_transformer, is_encoder_decoder, tokens
 
@@ -26,7 +27,7 @@ METHODS = {
 
 @pytest.fixture(autouse=True)
 def nothing_kept() -> None:
-    weight_cache.forget()
+    kept_products.forget()
 
 
 def maps(model: Any, prompt: Any, methods: dict[str, Any] = METHODS, **options: Any) -> list[torch.Tensor]:
@@ -76,15 +77,15 @@ def test_where_it_is_done(name: str, layers: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rotation, "_PAIRS_PER_AXIS", 0)
     model = bridge(name, torch.float64)
     lm.run(model, tokens(model, 1, 9, 1)[0], "value_zeroing", engine="algebra")
-    assert weight_cache.number(KIND) == (layers and model.cfg.n_layers)
+    assert kept_products.number(KIND) == (layers and model.cfg.n_layers)
 
 
 def test_few_pairs_do_not_pay_for_it() -> None:
     model = a_model()
     lm.run(model, tokens(model, 1, 9, 1)[0], ["value_zeroing", "atb_ff"], engine="algebra")
-    assert weight_cache.number(KIND) == 0
+    assert kept_products.number(KIND) == 0
     lm.run(model, tokens(model, 1, 30, 1)[0], "value_zeroing", engine="algebra")
-    assert weight_cache.number(KIND) == model.cfg.n_layers
+    assert kept_products.number(KIND) == model.cfg.n_layers
 
 
 def test_nothing_is_kept_under_a_bound_or_past_what_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,10 +93,10 @@ def test_nothing_is_kept_under_a_bound_or_past_what_may_be(monkeypatch: pytest.M
     model = a_model()
     prompt = tokens(model, 1, 9, 1)[0]
     maps(model, prompt, max_memory=10**8)
-    assert weight_cache.number(KIND) == 0
+    assert kept_products.number(KIND) == 0
     monkeypatch.setattr(weight_cache, "KEPT_BYTES", 0)
     maps(model, prompt)
-    assert weight_cache.number(KIND) == 0
+    assert kept_products.number(KIND) == 0
 
 
 def test_weights_edited_through_data_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +132,7 @@ def test_a_feed_forward_narrower_than_the_residual_stream(monkeypatch: pytest.Mo
     assert model.cfg.d_model > 16
     prompt = tokens(model, 1, 9, 1)[0]
     own, other = both(monkeypatch, model, prompt)
-    assert weight_cache.number(KIND) == model.cfg.n_layers
+    assert kept_products.number(KIND) == model.cfg.n_layers
     for expected, found in zip(own, other, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     exact = lm.run(model, prompt, "value_zeroing", engine="hooks").scores

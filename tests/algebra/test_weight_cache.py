@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lens_mix.algebra import weight_cache
+from tests import kept_products
 
 
 class KeptMeanwhile:
@@ -32,9 +33,9 @@ class KeptMeanwhile:
 @pytest.fixture
 def empty() -> Iterator[None]:
     """A store with nothing in it."""
-    weight_cache.forget()
+    kept_products.forget()
     yield
-    weight_cache.forget()
+    kept_products.forget()
 
 
 @pytest.mark.parametrize("same_weight", [True, False])
@@ -46,4 +47,4 @@ def test_another_thread_may_keep_meanwhile(empty: None, same_weight: bool) -> No
     assert weight_cache.fits(torch.zeros(1), "mine", 1)
     for thread in product.threads:
         thread.join()
-    assert weight_cache.number("meanwhile") == 1
+    assert kept_products.number("meanwhile") == 1

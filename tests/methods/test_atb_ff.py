@@ -85,27 +85,28 @@ def test_next_norm_is_the_one_that_reads_the_output(case):
 @pytest.mark.parametrize("count", [3, 20])
 def test_folding_the_first_matrix_changes_nothing(monkeypatch, count):
     from lens_mix.algebra import feed_forward, weight_cache
+    from tests import kept_products
 
     if not available(bridge, "llama", torch.float64):
         pytest.skip("no TransformerBridge in this TransformerLens")
     model = bridge("llama", torch.float64)
     # 4 heads, d_model 24: 3 positions are below the break-even, 20 above it.
     tokens = torch.arange(count) % 40 + 3
-    weight_cache.forget()
+    kept_products.forget()
     plain = lm.run(model, tokens, "atb_ff")
-    assert weight_cache.number("folded torch.float64") == model.cfg.n_layers
+    assert kept_products.number("folded torch.float64") == model.cfg.n_layers
     # What one method kept serves the other.
     zeroing = lm.run(model, tokens, "value_zeroing", engine="algebra")
-    assert weight_cache.number("folded torch.float64") == model.cfg.n_layers
+    assert kept_products.number("folded torch.float64") == model.cfg.n_layers
     with monkeypatch.context() as patch:
         patch.setattr(feed_forward, "folded", lambda *arguments, **options: None)
         assert largest(plain.scores, lm.run(model, tokens, "atb_ff").scores) < 1e-12
-    weight_cache.forget()
+    kept_products.forget()
     monkeypatch.setattr(weight_cache, "KEPT_BYTES", 0)
     assert largest(plain.scores, lm.run(model, tokens, "atb_ff").scores) < 1e-12
     again = lm.run(model, tokens, "value_zeroing", engine="algebra")
     assert largest(zeroing.scores, again.scores) < 1e-12
-    assert not weight_cache.number("folded torch.float64")
+    assert not kept_products.number("folded torch.float64")
 
 
 def test_kept_matrices_see_edits(monkeypatch):

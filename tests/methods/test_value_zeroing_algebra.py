@@ -15,6 +15,7 @@ from lens_mix.algebra.feed_forward_change import neurons_of
 from lens_mix.algebra.value_zeroing_pairs import CPU, GPU, Sizes, chunks, find_sources
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.lens.model_classes import UnsupportedModelError
+from tests import kept_products
 from tests.matrix import Case, cases, slow
 from tests.tiny_models import available, bridge, hooked_transformer, is_encoder_decoder, tokens
 
@@ -142,9 +143,9 @@ def test_weights_that_may_not_be_kept(name: str) -> None:
     model = bridge(name, torch.float64)
     for length in (4, 9, 30):
         prompt = prompt_of(model, length)
-        weight_cache.forget()
+        kept_products.forget()
         bounded = lm.run(model, prompt, "value_zeroing", engine="algebra", max_memory=10**8).scores
-        assert weight_cache.number("folded torch.float64") == 0
+        assert kept_products.number("folded torch.float64") == 0
         hooks = lm.run(model, prompt, "value_zeroing", engine="hooks").scores
         torch.testing.assert_close(bounded, hooks, rtol=0, atol=1e-10)
 
@@ -340,13 +341,13 @@ def test_weights_edited_through_data_are_seen() -> None:
 def test_folded_matrices_are_kept_only_up_to_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     model = a_model()
     prompt = prompt_of(model)
-    weight_cache.forget()
+    kept_products.forget()
     first = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
-    assert weight_cache.number("folded torch.float64") == model.cfg.n_layers
-    weight_cache.forget()
+    assert kept_products.number("folded torch.float64") == model.cfg.n_layers
+    kept_products.forget()
     monkeypatch.setattr(weight_cache, "KEPT_BYTES", 0)
     anew = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
-    assert weight_cache.number("folded torch.float64") == 0
+    assert kept_products.number("folded torch.float64") == 0
     torch.testing.assert_close(anew, first, rtol=0, atol=1e-12)
 
 

@@ -26,8 +26,7 @@ class Routes:
     Attributes:
         layers: True where the answer changes if the attention of that layer brings nothing from key to query
             (the value is zeroed in this cell alone).
-        inputs: True where the answer at the query changes if the key's token does; no other rows than the
-            answers' hold any.
+        inputs: True where the answer at the query changes if the key's token does; rows of answers alone.
         queries: the positions whose answer it is.
     """
 

@@ -25,8 +25,7 @@ from lens_mix.lens.users_hooks import carries_users_hooks
 
 # Rows rebuilt per batch, and per prompt at least one: without hooks a model treats all positions alike.
 _SAMPLED_ROWS = 4
-# Rows rebuilt at once where all of them are.
-_CHUNK_ROWS = 512
+_CHUNK_ROWS = 512  # rows rebuilt at once where all of them are
 
 
 def refuted_here(
@@ -54,7 +53,7 @@ def refuted_here(
         path = proof.anatomy[layer].value_path
         if path is None:
             continue
-        traced = values and not lens.stack.is_cross
+        traced = values and not lens.stack.is_cross  # there values are made of the encoder's outputs
         error = _value_error(clean, layer, proof.anatomy[layer], path) if traced else 0.0
         if error <= lens.tolerance:
             error = _output_error(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import ClassVar, Protocol, runtime_checkable
 
 from lens_mix.lens.model import Lens
@@ -64,29 +64,34 @@ def refused_outright(lens: Lens, method: HasEngines) -> str | None:
     A method with a target needs right logits, one that goes down to the input a stack without gaps, and a map
     of the whole model logits that stand over the tokens of the mapped stack.
     """
-    reason = None
+    reason = next(filter(None, _reasons_against(lens, method)), None)
+    return None if reason is None else f"{method.name} can't run on this model: {reason}"
+
+
+def _reasons_against(lens: Lens, method: HasEngines) -> Iterator[str | None]:
     if lens.stack.is_cross and getattr(method, "cross", None) is None:
-        reason = (
+        yield (
             "it speaks of self-attention, and is not defined on part='cross' (queries of the target, keys of "
             "the source); expected part='encoder' or 'decoder'"
         )
-    if lens.stack.source is not None and not getattr(method, "joint", False):
-        reason = "it does not speak of part='joint'; lm.joint(lm.run(..., part='all')) joins maps of layers"
-    if reason is None and hasattr(method, "target"):
-        reason = known_faults.wrong_logits(lens.model_class, transformer_lens_version())
-    if reason is None and getattr(method, "kind", "layer") == "input" and lens.stack.gaps is not None:
-        reason = f"{lens.stack.gaps}, so that nothing can be followed through the whole stack"
-    if reason is None and getattr(method, "whole_model", False) and lens.stack.name == "encoder":
-        reason = "the logits stand over the decoder's tokens, and so would its rows; expected part='decoder'"
-        reason += " (the target's own tokens)"
-        reason += " or part='joint' (the source's too)" * getattr(method, "joint", False)
+    joint = getattr(method, "joint", False)
+    if lens.stack.source is not None and not joint:
+        yield "it does not speak of part='joint'; lm.joint(lm.run(..., part='all')) joins maps of layers"
+    if hasattr(method, "target"):
+        yield known_faults.wrong_logits(lens.model_class, transformer_lens_version())
+    if getattr(method, "kind", "layer") == "input" and lens.stack.gaps is not None:
+        yield f"{lens.stack.gaps}, so that nothing can be followed through the whole stack"
+    if getattr(method, "whole_model", False) and lens.stack.name == "encoder":
+        yield (
+            "the logits stand over the decoder's tokens, and so would its rows; expected part='decoder' "
+            "(the target's own tokens)" + " or part='joint' (the source's too)" * joint
+        )
     places = lens.takes_input("position_ids") and not lens.stack.reads_target
-    if reason is None and getattr(method, "places_tokens", False) and not places:
-        reason = (
+    if getattr(method, "places_tokens", False) and not places:
+        yield (
             "it runs tokens at repeated positions; expected a decoder-only TransformerBridge whose model "
             "takes position_ids"
         )
-    return None if reason is None else f"{method.name} can't run on this model: {reason}"
 
 
 def choose_engine(method: HasEngines, proof: Proof, engine: str, no_algebra: str | None = None) -> str:

@@ -66,7 +66,9 @@ def _state(lens: Lens) -> tuple[Any, ...]:
     """Changes whenever weights are edited in place, replaced, moved or cast, or hooks come or go."""
     parameters = {id(p): p for module in lens.modules for p in module._parameters.values() if p is not None}
     weights = tuple(
-        (p.data_ptr(), None if p.is_inference() else p._version, p.dtype) for p in parameters.values()
+        # Tensors made in inference mode count no versions.
+        (p.data_ptr(), None if p.is_inference() else p._version, p.dtype)
+        for p in parameters.values()
     )
     # The keys are numbers that torch gives out once, so a hook that took another's place is seen.
     hooks = tuple(

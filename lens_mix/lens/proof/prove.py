@@ -42,7 +42,7 @@ from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE, PartError, Proof
 from lens_mix.lens.replay import captured_outputs, first_tensor, relative_error
 from lens_mix.lens.rows import rows_at
 
-SHORTEST, LONGEST = 8, 16
+SHORTEST, LONGEST = 8, 16  # tokens of a proof's prompt
 
 
 def proof_prompt(prompt: Prompt, n_ctx: int) -> Prompt:
@@ -87,7 +87,8 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
             factors[layer] = recorded.factors
         parts.append(_zero_value(lens, clean, layer, recorded))
     norms = next_norm_refusals(clean, anatomies)
-    causal = not lens.stack.is_cross and _is_causal(clean)
+    sees_later = any(bool(attended.triu(diagonal=1).any()) for attended in clean.attended.values())
+    causal = not lens.stack.is_cross and not sees_later
     return Proof(tuple(parts), anatomies, causal, norms, head_factors=factors)
 
 
@@ -95,11 +96,6 @@ def short_batch(lens: Lens, prompt: Prompt) -> Batch:
     """What a proof runs on: `proof_prompt` as a batch of one."""
     short = proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
     return pad([short], pad_token(lens.model), "right")
-
-
-def _is_causal(clean: CleanPass) -> bool:
-    """Whether no query of the short prompt saw a later key in any block."""
-    return not any(bool(attended.triu(diagonal=1).any()) for attended in clean.attended.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +166,8 @@ def _output_points(lens: Lens, layer: int) -> dict[str, list[str]]:
     block = lens.where(layer)
     attention = lens.stack.attention_template.format(layer=layer)
     wanted = {
-        # With use_attn_result the output matrix is never called, and the attention's own output stands in.
+        # Right after the matrix, as BLOOM's `attn.hook_out` has the residual stream in it. With
+        # use_attn_result the matrix is never called, and the attention's own output stands in.
         "attention_out": (f"{attention}.o.hook_out", f"{attention}.hook_out"),
         "cross_out": (f"{block}.cross_attn.o.hook_out",),
         # The last matrix's own output, before any norm, scale or residual that some blocks put into `mlp`.
@@ -212,7 +209,7 @@ def _read_block(
         misfit = sum(not entry.ok for entry in errors), worst
         if best is None or misfit < best[0]:
             best = misfit, anatomy, errors
-        if worst <= lens.tolerance:
+        if worst <= lens.tolerance:  # the likeliest come first
             break
     if best is None:
         raise UnsupportedModelError(f"{lens.where(layer)}: no reading of the block's modules is known")
@@ -237,6 +234,7 @@ def _with_activation(
     for name in sorted(ACTIVATIONS, key=lambda name: name != likely):
         candidate = dataclasses.replace(feed_forward, activation=name)
         errors[name] = relative_error(candidate(x), out)
+        # The first block tries all of them; those above have, most likely, the one that fitted below.
         if below is not None and errors[name] <= tolerance:
             break
     # Two that fit alike (float32 can't tell BLOOM's rounded tanh from the plain one): the one named first.
@@ -266,6 +264,7 @@ def _part_errors(
         if recorded.value.shape[2:] == (path.W_V.shape[0], path.W_V.shape[2]):
             mixed = path.project(mix(recorded.pattern, recorded.value))
         if recorded.attention_out is not None:
+            # A Bridge's z may be flat: it is what the output matrix reads.
             z = recorded.z.reshape(*recorded.z.shape[:2], path.W_O.shape[0], -1)
             errors["projection"] = relative_error(path.project(z), recorded.attention_out)
     if recorded.attention_out is not None:
@@ -277,12 +276,11 @@ def _part_errors(
     if mixed is not None and anatomy.is_written_down:
         rebuilt_output = anatomy.after(x, mixed, recorded.cross_out)
         errors["block"] = relative_error(rebuilt_output, recorded.resid_post)
-    parts = [_mixing(recorded, layer, tolerance)]
-    parts += [
+    entries = (
         PartError(layer, part, error, tolerance, note if error is None else "")
         for part, error in errors.items()
-    ]
-    return parts
+    )
+    return [_mixing(recorded, layer, tolerance), *entries]
 
 
 def _head_factors(pattern: Tensor, value: Tensor, z: Tensor, tolerance: float) -> Tensor | None:
@@ -294,6 +292,7 @@ def _head_factors(pattern: Tensor, value: Tensor, z: Tensor, tolerance: float) -
     if relative_error(mixed.flatten(2), z.flatten(2)) <= tolerance:
         return None
     squares = mixed.square().sum(dim=(0, 1, 3))
+    # By least squares; a head that mixes nothing has no factor to tell.
     factors = torch.where(squares == 0, 1, (mixed * z).sum(dim=(0, 1, 3)) / squares)
     scaled = mixed * factors[:, None]
     return factors if relative_error(scaled.flatten(2), z.flatten(2)) <= tolerance else None
@@ -376,14 +375,15 @@ def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bo
         side: where the padding is.
     """
     if lens.stack.gaps is not None or not lens.bears_a_mask:
-        return False
+        return False  # prompts run one by one
     short = proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
     half = max(1, len(short.tokens) // 2)
     shorter = Prompt(short.tokens[:half], short.target, {name: v[:half] for name, v in short.inputs.items()})
     batch = pad([short, shorter], pad_token(lens.model), side)
     try:
+        # A HookedTransformer with attention_dir="bidirectional" ignores its mask.
         return not padding_leaks(clean_pass(lens, batch))
-    except ValueError:
+    except ValueError:  # outputs that are not finite
         return False
 
 

@@ -30,7 +30,7 @@ def _mixing(attention: nn.Module, pattern: Tensor) -> Iterator[str]:
     inner = getattr(attention, "original_component", attention)
     names = [name for name, _ in inner.named_children()]
     clip = getattr(getattr(inner, "config", None), "clip_qkv", None)
-    sums = pattern.sum(dim=-1)
+    sums = pattern.sum(dim=-1)  # below 1 where there are attention sinks (gpt-oss)
     if bool((pattern < 0).any()) or bool((sums > 1.01).any()):
         yield "hook_pattern holds no attention weights (its rows are no shares), but another tensor"
     if any("kv_b_proj" in name for name in names):

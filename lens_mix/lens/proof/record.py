@@ -82,8 +82,8 @@ class Proof:
     @property
     def hooks_refusal(self) -> str | None:
         """Why hooks on values and patterns can't be trusted on this model; None when they can."""
-        own = self.failure(HOOK_PARTS)
-        return own if self.source is None or own is not None else self.source.hooks_refusal
+        failure = self.failure(HOOK_PARTS)
+        return failure if self.source is None or failure is not None else self.source.hooks_refusal
 
     @property
     def algebra_refusal(self) -> str | None:

@@ -152,7 +152,7 @@ def support_table(
         lens = Lens(model, stack)
         read = read_prompt(model, lens.model_class, any_tokens(model))
         proof = proof_of(lens, read, head=needs_head(methods))
-    except (UnsupportedModelError, RuntimeError) as problem:
+    except (UnsupportedModelError, RuntimeError) as problem:  # its own forward pass may fail
         if is_out_of_memory(problem):
             raise
         return Support(model_name(model), tuple((method.name, None, str(problem)) for method in methods))
@@ -184,6 +184,6 @@ def model_name(model: TransformerLensModel) -> str:
 
 
 def any_tokens(model: TransformerLensModel) -> torch.Tensor:
-    """Eight tokens of the vocabulary."""
+    """Eight different tokens, from the middle of the vocabulary."""
     d_vocab = int(model.cfg.d_vocab)
     return (torch.arange(8, device=device_of(model)) * 7 + d_vocab // 2) % d_vocab

@@ -81,8 +81,7 @@ def page(
     each where there are more than 400,000 (the largest error stands beside them).
 
     Args:
-        maps: a map; several maps of one prompt, as `lm.run` returns them; or a list with one of these per
-            prompt.
+        maps: a map; several of one prompt, as `lm.run` returns them; or a list with one of these per prompt.
         path: also write the file there.
         trees: graphs of `attribution_tree` or `lens_mix.graphs`, one, several by name, or a list with one of
             these per prompt; {}: none. None: the attribution tree of each map of `attention_attribution`, and

@@ -18,8 +18,7 @@ from lens_mix.maps import MixingMap
 from lens_mix.maps.words import is_special, word_groups
 from lens_mix.methods.part_shares import part_shares
 
-# Up to so many numbers are kept as float16 (three digits), more as one byte each.
-_MOST_FLOAT16 = 400_000
+_MOST_FLOAT16 = 400_000  # up to so many numbers are kept as float16 (three digits), more as one byte each
 _STEPS = {"uint8": 255, "int8": 127}
 # What ends a sentence; Ċ is a line break where tokens are shown as the vocabulary has them.
 _ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f", "\n", "\u010a")

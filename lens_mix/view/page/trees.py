@@ -47,7 +47,7 @@ def _graphs_of_papers(maps: Mapping[str, MixingMap]) -> dict[str, nx.DiGraph]:
     """What the papers draw of their maps; of a map that can't have it (some rows, merged tokens), nothing."""
     grown: dict[str, Callable[[MixingMap], nx.DiGraph]] = {
         "attention_attribution": attribution_tree,
-        "information_flow_routes": _routes,
+        "information_flow_routes": lambda m: information_flow_routes(m, m.meant_query),
     }
     graphs = {}
     for label, m in maps.items():
@@ -57,10 +57,6 @@ def _graphs_of_papers(maps: Mapping[str, MixingMap]) -> dict[str, nx.DiGraph]:
             except ValueError:
                 continue
     return graphs
-
-
-def _routes(m: MixingMap) -> nx.DiGraph:
-    return information_flow_routes(m, m.meant_query)
 
 
 def _packed(graph: nx.DiGraph, name: str) -> dict[str, Any]:
