@@ -35,7 +35,7 @@ from lens_mix.maps.positions import as_positions
 
 # Two flows that differ by less are one: what rounding to whole numbers can do to a flow is below it.
 EQUAL = 1e-7
-TELL = 0.5  # from this share of pairs on, a note says that the deeper layers do not show
+NOTED_SHARE = 0.5  # from this share of pairs on, a note says that the deeper layers do not show
 
 
 def flow(
@@ -192,7 +192,7 @@ def _notes(
 ) -> tuple[str, ...]:
     notes = [*stack.notes, *later_start_note(stack, "flow")]
     first, last, share = stack.layer_labels[0], stack.layer_labels[levels[-1] - 1], shares[-1]
-    if share is not None and share >= TELL:
+    if share is not None and share >= NOTED_SHARE:
         notes.append(
             f"{100 * share:.4g} % of the flows from layer {last} equal what layer {first} alone lets into "
             "the key, min(1, column sum over the positions that the query reaches): there the deeper layers, "

@@ -6,10 +6,10 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
-from einops import einsum, repeat
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.algebra.definitions import value_vectors
 from lens_mix.algebra.head_vectors import linear_part
 from lens_mix.algebra.vectors import value_path
 from lens_mix.lens.anatomy import Norm
@@ -75,14 +75,7 @@ def block_parts(block: Block) -> BlockParts:
     pattern, value, x = (
         tensor.to(wide) for tensor in (block.recorded("pattern"), block.recorded("value"), block.resid_pre)
     )
-    group = len(path.W_O) // value.shape[2]
-    value = repeat(value, "batch key head d_head -> batch key (head group) d_head", group=group)
-    head_vectors = einsum(
-        value, path.W_O.to(wide), "batch key head d_head, head d_head d_model -> batch key head d_model"
-    )
-    keys = einsum(
-        pattern, head_vectors, "batch head query key, batch key head d_model -> batch query key d_model"
-    )
+    keys = value_vectors(pattern, value, path.W_O.to(wide))
     zero = torch.zeros_like(x)
     b_O = zero if path.b_O is None else path.b_O.to(wide).expand_as(x)
     branch = BlockParts(keys, zero, b_O, zero, zero)._through(anatomy.attention_branch)

@@ -226,7 +226,7 @@ class AttentionVectors:
         return self.residual if norm is None else self.residual.through(norm, self.summed)
 
     @functools.cached_property
-    def kept(self) -> Float[Tensor, "batch query d_model"]:
+    def residual_share(self) -> Float[Tensor, "batch query d_model"]:
         """The residual stream's own share of `mid`."""
         norm = self.anatomy.attention_residual
         return self.resid_pre if norm is None else linear_part(norm, self.resid_pre) / norm.scale(self.summed)

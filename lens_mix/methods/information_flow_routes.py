@@ -73,7 +73,7 @@ class InformationFlowRoutes(Method):
         heads.budget = attention_budget(block, heads, beside, 2 * batch * step, self.name)
         attention = attention_vectors(block, heads)
         scores = head_proximities(attention.normed, attention.mid, self.per_head)
-        near = {"resid_pre": proximity(attention.kept, attention.mid)}
+        near = {"resid_pre": proximity(attention.residual_share, attention.mid)}
         if self.biases == "part":
             near["biases_mid"] = proximity(attention.mid - attention.normed.total, attention.mid)
         from_keys = scores.sum(-1).sum(1) if self.per_head else scores.sum(-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lens_mix.arguments import number, shown
-from lens_mix.view.labels import FONT, INK, QUIET, room_for, visible_token
+from lens_mix.view.labels import FONT, INK, QUIET, labels_that_fit, visible_token
 from lens_mix.view.lazy import need_canvas
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def head_map(importance: HeadImportance, title: str | None = None, highest: floa
         interpolation="nearest",
     )
     for axis, count, inches in ((axes.xaxis, heads, inner[0]), (axes.yaxis, layers, inner[1])):
-        canvas.label_ticks(axis, [str(place) for place in range(count)], room_for(inches, FONT + 3))
+        canvas.label_ticks(axis, [str(place) for place in range(count)], labels_that_fit(inches, FONT + 3))
     axes.set_xlabel("head", size=FONT + 1, color=QUIET)
     axes.set_ylabel("layer", size=FONT + 1, color=QUIET)
     canvas.thin_frame(axes, ticks=2)

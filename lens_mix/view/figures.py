@@ -28,7 +28,7 @@ from lens_mix.maps.words import merge_axis, resolve_groups
 from lens_mix.view.bars import BarFrame, draw_bars, largest
 from lens_mix.view.drawn import Drawn, by_words
 from lens_mix.view.heat_maps import Grid, default_title, draw_grid, subtitle
-from lens_mix.view.labels import FONT, INK, NAME_FONT, room_for, visible_token
+from lens_mix.view.labels import FONT, INK, NAME_FONT, labels_that_fit, visible_token
 from lens_mix.view.lazy import need_canvas
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def token_bars(
         draw_bars(axes, values, labels)
         middle = bottom + (frame.row - frame.gap) / 2
         picture.write(frame.left - 0.42, middle, name, size=NAME_FONT, color=INK, ha="right", va="center")
-    limit, rotation = (room_for(frame.inner, FONT), 90) if frame.turned else (None, 0)
+    limit, rotation = (labels_that_fit(frame.inner, FONT), 90) if frame.turned else (None, 0)
     canvas.label_ticks(axes.xaxis, labels, limit, rotation=rotation, strongest=largest(vectors.values()))
     picture.write_title(title)
     picture.write_subtitle(below, title is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lens_mix.arguments import instance, number
-from lens_mix.view.labels import FONT, INK, QUIET, room_for, visible_token
+from lens_mix.view.labels import FONT, INK, QUIET, labels_that_fit, visible_token
 from lens_mix.view.lazy import need_canvas
 
 if TYPE_CHECKING:
@@ -172,9 +172,9 @@ def _label(axes: Any, frame: Frame) -> None:
     axes.set_ylim(-0.5, len(frame.lines) - 0.5)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, pad=2)
-    limit, rotation = (room_for(frame.inner, FONT), 90) if frame.turned else (None, 0)
+    limit, rotation = (labels_that_fit(frame.inner, FONT), 90) if frame.turned else (None, 0)
     label_ticks(axes.xaxis, frame.tokens, limit, rotation=rotation)
-    label_ticks(axes.yaxis, frame.names, room_for(frame.rows, FONT), QUIET)
+    label_ticks(axes.yaxis, frame.names, labels_that_fit(frame.rows, FONT), QUIET)
 
 
 def _check_graph(graph: Any) -> None:

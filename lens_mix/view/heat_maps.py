@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.maps import MixingMap
-from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, room_for, visible_token
+from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, labels_that_fit, visible_token
 from lens_mix.view.lazy import need_canvas
 
 FAINTEST = 1e-4  # on a logarithmic scale, this share of the largest score and less have the lightest colour
@@ -120,9 +120,9 @@ def _draw_panel(
     axes.tick_params(pad=1.5)
     axes.set(xticks=[], yticks=[])
     if place % grid.columns == 0:
-        canvas.label_ticks(axes.yaxis, grid.row_labels, room_for(grid.panel_height, FONT))
+        canvas.label_ticks(axes.yaxis, grid.row_labels, labels_that_fit(grid.panel_height, FONT))
     if place + grid.columns >= len(grid.names):
-        limit = room_for(grid.panel_width, FONT)
+        limit = labels_that_fit(grid.panel_width, FONT)
         canvas.label_ticks(axes.xaxis, grid.key_labels, limit, rotation=90, strongest=strongest)
     return image
 

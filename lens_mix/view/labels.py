@@ -69,6 +69,6 @@ def label_places(count: int, limit: int, strongest: Sequence[int] = ()) -> list[
     return sorted([*placed, *rest], key=lambda each: each[1])
 
 
-def room_for(inches: float, points: float) -> int:
+def labels_that_fit(inches: float, points: float) -> int:
     """How many labels of a font of `points` fit on `inches`, across their reading direction (at least 1)."""
     return max(1, int(inches * 72 / (points * 1.3)))

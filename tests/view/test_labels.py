@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from lens_mix.view.labels import room_for, shown_positions, visible_token
+from lens_mix.view.labels import labels_that_fit, shown_positions, visible_token
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_all_positions_are_shown_where_there_is_room() -> None:
 
 
 def test_room_grows_with_space_and_is_never_nothing() -> None:
-    assert room_for(0.01, 7) == 1
-    assert room_for(2, 7) < room_for(4, 7)
+    assert labels_that_fit(0.01, 7) == 1
+    assert labels_that_fit(2, 7) < labels_that_fit(4, 7)
     # 2 inches are 144 points; a 7-point line needs more than 7 of them.
-    assert 10 <= room_for(2, 7) <= 20
+    assert 10 <= labels_that_fit(2, 7) <= 20
