@@ -11,7 +11,9 @@ READERS = ("lens_mix", "tests", "demos", "benchmarks", "hooks")
 
 
 def test_what_a_file_keeps_to_itself_has_an_underscore():
-    files = {path: ast.parse(path.read_text()) for folder in READERS for path in (ROOT / folder).rglob("*.py")}
+    files = {
+        path: ast.parse(path.read_text()) for folder in READERS for path in (ROOT / folder).rglob("*.py")
+    }
     wanted = {path: set(_names_wanted(tree)) for path, tree in files.items()}
     wrong = [
         f"{path.relative_to(ROOT)}: {name}"
@@ -70,7 +72,13 @@ def _in_signatures(tree: ast.Module) -> Iterator[str]:
 
 def _annotations(function: ast.FunctionDef) -> Iterator[str]:
     arguments = function.args
-    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    every = [
+        *arguments.posonlyargs,
+        *arguments.args,
+        *arguments.kwonlyargs,
+        arguments.vararg,
+        arguments.kwarg,
+    ]
     hints = [each.annotation for each in every if each is not None] + [function.returns]
     yield from (name for hint in hints if hint is not None for name in _read(hint))
 
