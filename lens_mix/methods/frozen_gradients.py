@@ -59,14 +59,12 @@ def frozen_attention(
     return einsum(scores.softmax(dim=-1).detach(), values, axes)
 
 
-def frozen_norm(x: Float[Tensor, "pos d_model"], eps: float) -> Float[Tensor, "pos d_model"]:
+def frozen_norm(
+    x: Float[Tensor, "pos d_model"], eps: float, centred: bool = True
+) -> Float[Tensor, "pos d_model"]:
     """The LN-rule (section 4): y = (x − E[x]) / [√(ε + Var[x])], what is in brackets held; slow, the oracle.
 
-    Of an RMSNorm, which does not centre, it is `frozen_scale` alone.
+    Without weight and bias; an RMSNorm is not centred.
     """
-    return frozen_scale(x - reduce(x, "pos d_model -> pos 1", "mean"), eps)
-
-
-def frozen_scale(x: Float[Tensor, "pos d_model"], eps: float) -> Float[Tensor, "pos d_model"]:
-    """x / [√(ε + E[x²])]: the LN-rule of what is centred, or of an RMSNorm."""
+    x = x - reduce(x, "pos d_model -> pos 1", "mean") if centred else x
     return x / (eps + reduce(x.square(), "pos d_model -> pos 1", "mean")).sqrt().detach()

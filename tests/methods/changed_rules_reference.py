@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import lens_mix as lm
-from lens_mix.methods.frozen_gradients import frozen_attention, frozen_norm, frozen_scale
+from lens_mix.methods.frozen_gradients import frozen_attention, frozen_norm
 from lens_mix.methods.gim import modified_attention
 
 # The methods with some of their options.
@@ -178,7 +178,7 @@ class Llama:
         return self._linear(rearrange(mixed, "head pos d -> pos (head d)"), f"{name}.o_proj")
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return frozen_scale(x, 1e-6) * self.weights[f"model.{name}.weight"]
+        return frozen_norm(x, 1e-6, False) * self.weights[f"model.{name}.weight"]
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return x @ self.weights[f"model.{name}.weight"].T
@@ -239,7 +239,7 @@ class T5:
         return multiplied(gate, up, method) @ dense.wo.weight.T
 
     def _norm(self, x: Tensor, norm: Any) -> Tensor:
-        return frozen_scale(x, norm.variance_epsilon) * norm.weight
+        return frozen_norm(x, norm.variance_epsilon, False) * norm.weight
 
 
 def joint_products(model: T5, source: Tensor, target: Tensor, row: int, method: Method) -> Tensor:
