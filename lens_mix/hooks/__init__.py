@@ -12,6 +12,12 @@ edit of your own that needs several hook points.
 """
 
 from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookFunction, HookName, HookPair, must_fire
+from lens_mix.hooks.gradient import (
+    freeze_scale,
+    hold_activation_ratio,
+    scale_gradient,
+    scale_pattern_gradient,
+)
 from lens_mix.hooks.mask import mask_keys
 from lens_mix.hooks.pattern import add_to_pattern, freeze_pattern, prune_heads, replace_pattern, scale_pattern
 from lens_mix.hooks.record import record, record_all, record_attention, watch_pattern
@@ -25,6 +31,8 @@ __all__ = [
     "HookPair",
     "add_to_pattern",
     "freeze_pattern",
+    "freeze_scale",
+    "hold_activation_ratio",
     "mask_keys",
     "must_fire",
     "prune_heads",
@@ -32,7 +40,9 @@ __all__ = [
     "record_all",
     "record_attention",
     "replace_pattern",
+    "scale_gradient",
     "scale_pattern",
+    "scale_pattern_gradient",
     "watch_pattern",
     "zero_queries",
     "zero_values",

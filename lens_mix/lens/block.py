@@ -15,7 +15,7 @@ from lens_mix.hooks import HookPair, record
 from lens_mix.hooks.record import ATTENTION_ROLES
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, read_norm
 from lens_mix.lens.batches import Batch, Prompt, pad
-from lens_mix.lens.changed_backward import Rules, changed_backward
+from lens_mix.lens.changed_backward import BackwardRules, Rules, changed_backward
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.continuation import head_from, last_residual_from, logits_from
 from lens_mix.lens.copies import copies_within
@@ -429,7 +429,7 @@ class Block:
         return head_from(self._clean, None if self._lens.final_norm() is None else self.final_norm())
 
     def changed_backward(
-        self, rules: Rules, above: Sequence[Block], **options: Any
+        self, rules: BackwardRules, above: Sequence[Block], **options: Any
     ) -> contextlib.AbstractContextManager[dict[int, Tensor]]:
         """Backward passes from this, the first block, with other rules; `options` as of the function."""
         anatomies = [self.anatomy, *(block.anatomy for block in above)]

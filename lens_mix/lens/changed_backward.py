@@ -1,9 +1,9 @@
 """Passes whose values are the model's own and whose gradients follow other rules.
 
-Gradients are changed where they pass hook points, or values are replaced by y − y' + y' with only y' in the
-graph (`_with_gradient_of`); what is replaced is first held against what it stands for. Without gradients
-nothing here has an effect, and each rule counts its calls in the backward pass: a rule that gets none was put
-where no gradient goes through, and is an error.
+Gradients are changed where they pass hook points (`lens_mix.hooks.gradient`), or values are replaced by
+y − y' + y' with only y' in the graph; what is replaced is first held against what it stands for. Without
+gradients nothing here has an effect, and each rule counts its calls in the backward pass: a rule that gets
+none was put where no gradient goes through, and is an error.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lens_mix.hooks import HookFunction, HookPair
-from lens_mix.hooks.mixing import sink, tolerance
+from lens_mix.hooks import HookFunction, HookName, HookPair, hold_activation_ratio, scale_pattern_gradient
+from lens_mix.hooks.gradient import GradientCounter, is_differentiated, with_gradient_of
+from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, FeedForward, Norm, read_norm, read_value_path
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook
 from lens_mix.lens.head import read_b_U
@@ -28,30 +29,38 @@ from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.replay import BlockCall, first_tensor, relative_error, with_first
 from lens_mix.lens.stacks import Stack
 
+Activations = Literal["gradient", "ratio"]
+
+
+class BackwardRules(Protocol):
+    """What the backward pass does instead of differentiating; norms are always held at their scale."""
+
+    @property
+    def activations(self) -> Activations:
+        """ "gradient"; or "ratio": those of `lens_mix.hooks.hold_activation_ratio` in every feed-forward."""
+
+    def edits(self, layer: int, *, attention: str) -> Sequence[HookPair]:
+        """The hooks on one attention module."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What the backward pass does instead of differentiating; norms are always held at their scale.
-
-    Attributes:
-        temperature: of the attention softmax in the backward pass.
-        scores: factor of the gradient of the attention scores; 0 freezes the patterns.
-        values: factor of the gradient of the value vectors.
-        activations: "gradient"; or "ratio": act(z) as z times act(z)/z, which is held, and half of the
-            gradient to each factor of a gated feed-forward's act(gate) × up.
-    """
+    """Rules whose edits are `lens_mix.hooks.scale_pattern_gradient`, with `scores` as its factor."""
 
     temperature: float = 1.0
     scores: float = 1.0
-    values: float = 1.0
-    activations: Literal["gradient", "ratio"] = "gradient"
+    activations: Activations = "gradient"
+
+    def edits(self, layer: int, *, attention: str) -> list[HookPair]:
+        """The hooks on one attention module."""
+        return [scale_pattern_gradient(layer, self.scores, temperature=self.temperature, attention=attention)]
 
 
 @contextlib.contextmanager
 def changed_backward(
     lens: Lens,
     anatomies: Sequence[BlockAnatomy],
-    rules: Rules,
+    rules: BackwardRules,
     *,
     below: Sequence[BlockAnatomy] | None = None,
     after: Sequence[int] = (),
@@ -99,7 +108,7 @@ class ChangedRules:
         self,
         lens: Lens,
         anatomies: Sequence[BlockAnatomy],
-        rules: Rules,
+        rules: BackwardRules,
         *,
         below: Sequence[BlockAnatomy] | None = None,
         constants: Float[Tensor, " row"] | None = None,
@@ -108,7 +117,7 @@ class ChangedRules:
         self._lens, self._rules, self._constants = lens, rules, constants
         self.pairs: list[HookPair] = []
         self.changes: list[Change] = []
-        self._required: list[_Counting] = []
+        self._required: list[HookFunction | GradientCounter] = []
         for layer, anatomy in enumerate(anatomies):
             self._block(lens.stack, layer, anatomy)
         if lens.stack.source is not None:
@@ -131,14 +140,14 @@ class ChangedRules:
         """One block's patterns, values, feed-forward, and the constants that it adds."""
         block, module = stack.template.format(layer=layer), stack.blocks[layer]
         own, cross = stack.attention_template.format(layer=layer), f"{block}.cross_attn"
-        self._attention(own)
+        self._attention(layer, stack.attention_template)
         if self._constants is not None and anatomy.value_path is not None:
             self._constant(f"{own}.hook_v", anatomy.value_path.b_V)
             self._output(module, own, "o", anatomy.value_path.b_O)
         if anatomy.cross:
             # The encoder's outputs are constants, unless gradients go down through it.
             joint = self._lens.stack.source is not None
-            self._attention(cross, values=joint)
+            self._attention(layer, f"{stack.template}.cross_attn", values=joint)
             if self._constants is not None and anatomy.value_path is not None:
                 path = read_value_path(module.get_submodule("cross_attn"))
                 if not joint:
@@ -165,36 +174,32 @@ class ChangedRules:
             if norm is not None:
                 self._module(module, _LinearNorm(norm, self._constants), required=id(module) in own)
 
-    def _module(self, module: nn.Module, rule: _Rule | _LinearNorm, required: bool = True) -> None:
+    def _module(self, module: nn.Module, rule: _Constant | _LinearNorm, required: bool = True) -> None:
         """A rule on what a module of torch puts out."""
         self.changes.append(forward_hook(module, rule.on_module, with_kwargs=True))
         self._required += [rule] * required
 
-    def _point(self, name: str, rule: _Rule) -> None:
-        if name not in self._lens.hook_points:
+    def _point(self, name: HookName, rule: HookFunction, required: bool = True) -> None:
+        if isinstance(name, str) and name not in self._lens.hook_points:
             raise UnsupportedModelError(f"changed rules: expected a hook point {name!r}, found none")
         self.pairs.append((name, rule))
-        self._required.append(rule)
+        self._required += [rule] * required
 
-    def _attention(self, attention: str, values: bool = True) -> None:
-        change = functools.partial(pattern_gradient, self._rules.temperature, self._rules.scores)
-        self._point(f"{attention}.hook_pattern", _Gradient(f"{attention}.hook_pattern", change))
-        if values and self._rules.values != 1:
-            self._point(f"{attention}.hook_v", _Gradient(f"{attention}.hook_v", self._scaled))
-
-    def _scaled(self, shown: Tensor, gradient: Tensor) -> Tensor:
-        return gradient * self._rules.values
+    def _attention(self, layer: int, attention: str, values: bool = True) -> None:
+        """The edits of one attention module; `values`: whether its values have a gradient."""
+        of_values = f"{attention.format(layer=layer)}.hook_v"
+        for name, rule in self._rules.edits(layer, attention=attention):
+            self._point(name, rule, required=values or name != of_values)
 
     def _feed_forward(self, block: nn.Module, mlp: str, feed_forward: FeedForward) -> None:
-        hidden = _Hidden(mlp, feed_forward)
         gated = feed_forward.W_gate is not None
-        biases = {"hook_pre": feed_forward.b_gate if gated else feed_forward.b_in}
-        biases |= {"hook_pre_linear": feed_forward.b_in} if gated else {}
-        for name, bias in biases.items():
-            self._constant(f"{mlp}.{name}", bias)
-            self._point(f"{mlp}.{name}", _Read(hidden, name))
-        self._point(f"{mlp}.hook_post", hidden)
-        self._constant(f"{mlp}.hook_post", feed_forward.b_hidden)
+        self._constant(f"{mlp}.hook_pre", feed_forward.b_gate if gated else feed_forward.b_in)
+        if gated:
+            self._constant(f"{mlp}.hook_pre_linear", feed_forward.b_in)
+        act, b_hidden = ACTIVATIONS[feed_forward.activation], feed_forward.b_hidden
+        for name, rule in hold_activation_ratio(mlp, act, gated=gated, bias=b_hidden):
+            self._point(name, rule)
+        self._constant(f"{mlp}.hook_post", b_hidden)
         self._output(block, mlp, "out", feed_forward.b_out)
 
     def _constant(self, name: str, bias: Tensor | None) -> None:
@@ -210,134 +215,46 @@ class ChangedRules:
             self._module(found, _Constant(bias, self._constants, module))
 
 
-# ------------------------------------------------------------------ the rules
+# ------------------------------------------------------------------ rules that hang on modules of torch
+
+# Norms, since not all of them show their scale at a hook point, and a TransformerBridge rounds otherwise
+# where a hook acts there; biases, since some are seen in what a module puts out alone.
 
 
-class _Counting:
-    """Counts in `calls` the gradients that came through."""
-
-    name: str
-    calls: int = 0
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__.lstrip('_')}({self.name})"
-
-    def _counted(self, tensor: Tensor) -> Tensor:
-        tensor.register_hook(self._count)
-        return tensor
-
-    def _count(self, gradient: Tensor) -> None:
-        self.calls += 1
-
-
-class _Rule(_Counting, HookFunction):
-    """A rule at a hook point, or on a module's output."""
-
-    def on_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        changed = self(first_tensor(output), None)
-        return None if changed is None else with_first(output, changed)
-
-
-class _Gradient(_Rule):
-    """The gradient by what a hook point shows goes through `change(shown, gradient)`."""
-
-    def __init__(self, name: str, change: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.name, self._change = name, change
-
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
-        if not _differentiated(tensor):
-            return None
-        tensor.register_hook(functools.partial(self._changed, tensor.detach()))
-        # A hook point with a conversion shows a rearranged copy, which only gets a gradient if the pass goes
-        # on from it: it does where the hook returns it.
-        return tensor if getattr(hook, "hook_conversion", None) is not None else None
-
-    def _changed(self, shown: Tensor, gradient: Tensor) -> Tensor:
-        self.calls += 1
-        return self._change(shown, gradient)
-
-
-def pattern_gradient(
-    temperature: float,
-    factor: float,
-    pattern: Float[Tensor, "batch head query key"],
-    gradient: Float[Tensor, "batch head query key"],
-) -> Float[Tensor, "batch head query key"]:
-    """The gradient by P that the model's own softmax turns into factor · P_T ⊙ (g − Σ P_T g) by the scores.
-
-    P_T = softmax(log P / T) = softmax(scores / T). The softmax makes P ⊙ (g' − Σ P g') of what is given here.
-    Weight that a row leaves to no key (an attention sink's) counts as one key more.
-    """
-    if factor == 0:
-        return torch.zeros_like(gradient)
-    if temperature == 1:
-        return factor * gradient
-    wide = torch.promote_types(pattern.dtype, torch.float32)
-    weights, given = pattern.to(wide), gradient.to(wide)
-    to_no_key = sink(pattern)
-    all_weights = torch.cat([weights, to_no_key], dim=-1)
-    tempered = (all_weights.log() / temperature).softmax(-1).nan_to_num(0)[..., :-1]
-    wanted = tempered * (given - (tempered * given).sum(-1, keepdim=True))
-    changed = torch.where(weights > 0, wanted / weights, 0)
-    # With a sink the wanted numbers don't sum to 0, and the softmax's own Σ P g' has to be made up for.
-    changed = changed + torch.where(to_no_key > 0, wanted.sum(-1, keepdim=True) / to_no_key, 0)
-    return (factor * changed).to(gradient.dtype)
-
-
-class _LinearNorm(_Counting):
+class _LinearNorm(GradientCounter):
     """A norm with its scale held: centring and weight are what is differentiated."""
 
     def __init__(self, norm: Norm, constants: Tensor | None) -> None:
-        self.name, self._norm, self._constants = f"a norm of kind {norm.kind!r}", norm, constants
+        super().__init__(f"a norm of kind {norm.kind!r}")
+        self._norm, self._constants = norm, constants
 
     def on_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         x = args[0] if args else next(iter(kwargs.values()))
-        if not _differentiated(x):
+        if not is_differentiated(x):
             return None
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        _refuse_unlike(self, self._norm(wide.detach()), output)
+        self._refuse_unlike(self._norm(wide.detach()), output)
         linear = self._norm.linearised(wide)
         if self._constants is not None and self._norm.bias is not None:
             linear = linear + _ones(self._constants, output) * self._norm.bias.to(wide.dtype)
-        return self._counted(_with_gradient_of(linear, output))
+        return self.follow(with_gradient_of(linear, output))
+
+    def _refuse_unlike(self, rebuilt: Tensor, output: Tensor) -> None:
+        accepted = tolerance(output.dtype)
+        error = relative_error(rebuilt.detach(), output.detach())
+        if not error <= accepted:
+            raise UnsupportedModelError(
+                f"{self!r}: expected its parts to give its output within {accepted:.0e}, got a relative "
+                f"error of {error:.1e}: its gradient can't be changed"
+            )
 
 
-class _Hidden(_Rule):
-    """act(gate) × up, or act(in), by the ratio rule (`Rules.activations`)."""
-
-    def __init__(self, name: str, feed_forward: FeedForward) -> None:
-        self.name, self._feed_forward = name, feed_forward
-        self.read: dict[str, Tensor] = {}
-
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
-        if not _differentiated(tensor):
-            return None
-        act, b_hidden = ACTIVATIONS[self._feed_forward.activation], self._feed_forward.b_hidden
-        z, up = self.read.pop("hook_pre"), self.read.pop("hook_pre_linear", None)
-        rebuilt = act(z.detach()) if up is None else act(z.detach()) * up.detach()
-        _refuse_unlike(self, rebuilt if b_hidden is None else rebuilt + b_hidden.to(rebuilt.dtype), tensor)
-        linear = ratio(act, z.detach()) * z
-        if up is not None:
-            linear = (linear * up.detach() + linear.detach() * up) / 2
-        return self._counted(_with_gradient_of(linear, tensor))
-
-
-class _Read(_Rule):
-    """Hands what a hook point shows to the feed-forward's rule."""
-
-    def __init__(self, hidden: _Hidden, role: str) -> None:
-        self.name, self._hidden, self._role = f"{hidden.name}.{role}", hidden, role
-
-    def __call__(self, tensor: Tensor, hook: Any) -> None:
-        if _differentiated(tensor):
-            self._hidden.read[self._role] = self._counted(tensor)
-
-
-class _Constant(_Rule):
+class _Constant(GradientCounter, HookFunction):
     """A bias (None: all that is shown) times the leaf that stands for what comes from no token."""
 
     def __init__(self, bias: Tensor | None, constants: Tensor, name: str) -> None:
-        self.name, self._bias, self._constants = name, bias, constants
+        super().__init__(name)
+        self._bias, self._constants = bias, constants
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
         if not torch.is_grad_enabled():
@@ -346,36 +263,14 @@ class _Constant(_Rule):
         if self._bias is not None and bias.ndim == 2 and tensor.ndim == 3:
             bias = bias.flatten()
         added = _ones(self._constants, tensor) * bias
-        return self._counted(tensor + (added - added.detach()))
+        return self.follow(tensor + (added - added.detach()))
 
-
-def ratio(act: Callable[[Tensor], Tensor], z: Float[Tensor, "*batch d_mlp"]) -> Float[Tensor, "*batch d_mlp"]:
-    """act(z) / z; next to 0 the mean slope there."""
-    near, small = z.abs() < 1e-9, torch.full_like(z[..., :1], 1e-3)
-    slope = (act(small) - act(-small)) / (2 * small)
-    return torch.where(near, slope, act(z) / torch.where(near, 1, z))
-
-
-def _with_gradient_of(linear: Tensor, output: Tensor) -> Tensor:
-    """The output as it is, with the gradient of something else."""
-    return output.detach() + (linear - linear.detach()).to(output.dtype)
+    def on_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        changed = self(first_tensor(output), None)
+        return None if changed is None else with_first(output, changed)
 
 
 def _ones(constants: Float[Tensor, " row"], like: Tensor) -> Tensor:
     """The leaf beside a tensor whose first axis is the rows, or the rows' positions."""
     each = constants.repeat_interleave(len(like) // len(constants)).to(like.dtype)
     return each.reshape(-1, *[1] * (like.ndim - 1))
-
-
-def _differentiated(tensor: Tensor) -> bool:
-    return torch.is_grad_enabled() and tensor.requires_grad
-
-
-def _refuse_unlike(rule: _Counting, rebuilt: Tensor, output: Tensor) -> None:
-    accepted = tolerance(output.dtype)
-    error = relative_error(rebuilt.detach(), output.detach())
-    if not error <= accepted:
-        raise UnsupportedModelError(
-            f"{rule!r}: expected its parts to give its output within {accepted:.0e}, got a relative error of "
-            f"{error:.1e}: its gradient can't be changed"
-        )

@@ -1,4 +1,4 @@
-"""Baselines of attention patterns: where a path to the pattern starts."""
+"""Baselines, of attention patterns and of embeddings: where a path starts, and how far its sum is off."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
+
+from lens_mix.arguments import one_of
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
+    from lens_mix.methods.row_targets import RowTargets
 
 # A completeness gap is noted where it is larger than this share of F(x) - F(baseline).
 LARGE_GAP = 0.1
@@ -73,3 +76,61 @@ def _of_layer(baseline: Tensor, pattern: Tensor, layer: int) -> Tensor:
             "(pattern, layer) -> baseline"
         )
     return baseline[layer][None]
+
+
+# ------------------------------------------------------------------ of embeddings
+
+
+def check_input_baseline(baseline: Any) -> None:
+    """Refuse (ValueError) what is neither a known name nor a tensor [d_model] or [pos, d_model]."""
+    if not isinstance(baseline, Tensor):
+        one_of("baseline", baseline, ("zero", "mean"))
+    elif baseline.ndim not in (1, 2):
+        got = list(baseline.shape)
+        raise ValueError(f"baseline: expected a tensor [d_model] or [pos, d_model], got shape {got}")
+
+
+def input_baseline(
+    baseline: Any, x: Float[Tensor, "row pos d_model"], real: Bool[Tensor, "row pos"]
+) -> Float[Tensor, "row pos d_model"]:
+    """The baseline of embeddings: "zero", "mean" over a row's real positions, or a tensor.
+
+    Raises ValueError: a tensor of another width, or of another number of positions than the prompt's.
+    """
+    if not isinstance(baseline, Tensor):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        mean = (x * real[..., None]).to(wide).sum(1, keepdim=True) / real.sum(1)[:, None, None]
+        return torch.zeros_like(x) if baseline == "zero" else mean.to(x.dtype).expand_as(x)
+    given, counts = baseline.detach().to(x), set(real.sum(1).tolist())
+    if given.shape[-1] != x.shape[-1] or (given.ndim == 2 and counts != {len(given)}):
+        raise ValueError(
+            f"baseline: expected [{x.shape[-1]}], or [pos, {x.shape[-1]}] with the prompt's number of "
+            f"tokens ({', '.join(map(str, sorted(counts)))}), got shape {list(given.shape)}"
+        )
+    whole = x.clone()
+    whole[real] = given.expand(len(x), -1, -1).flatten(0, 1) if given.ndim == 2 else given
+    return whole
+
+
+def note_convergence(
+    bound: RowTargets,
+    scores: Float[Tensor, "row key"],
+    start: Float[Tensor, " row"],
+    n_steps: int,
+    last: Block,
+) -> None:
+    """Record Σ scores − (F(x) − F(x')) of each row, with a note where it is large; `start` is F(x')."""
+    differences = (bound.clean - start).to(scores.dtype)
+    gaps = scores.sum(-1) - differences
+    large = gaps.abs() > (LARGE_GAP * differences.abs()).clamp_min(1e-6)
+    for prompt in range(len(last.batch)):
+        of_prompt = bound.prompts == prompt
+        last.detail(prompt, "convergence_delta", gaps[of_prompt].tolist())
+        if count := int(large[of_prompt].sum()):
+            worst = int((gaps.abs() * of_prompt).argmax())
+            last.warn(
+                prompt,
+                f"convergence delta {float(gaps[worst]):.2g} with {n_steps} points, where F(x) - "
+                f"F(baseline) is {float(differences[worst]):.2g} ({count} of {int(of_prompt.sum())} rows "
+                "are off by more than 10 %): raise n_steps, or take another baseline",
+            )

@@ -12,8 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.arguments import one_of, several, whole_number
+from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.changed_backward import Rules
+from lens_mix.lens.changed_backward import Activations
 from lens_mix.methods import target_passes
 from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows
 from lens_mix.targets import TargetLike, predicted
@@ -27,20 +28,19 @@ _LARGE_GAP = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class ChangedGradients(ExplainsRows):
-    """Base: g · x of a target, with the gradient g of a pass whose rules the method names (`rules`)."""
+    """Base: g · x of a target, with the gradient g of a pass that goes back by the method's `edits`."""
 
     joint: ClassVar[bool] = True
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))
     readout: Literal["signed_sum", "absolute"] = "signed_sum"
     after_blocks: int | Sequence[int] = 0
-    activations: Literal["gradient", "ratio"] = "gradient"
+    activations: Activations = "gradient"
     internal_batch_size: int | None = None
 
-    @property
-    def rules(self) -> Rules:
-        """What the backward pass does."""
-        raise NotImplementedError(f"{type(self).__name__} defines no rules")
+    def edits(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
+        """The hooks that change the gradient at one layer's attention (`lens_mix.hooks.gradient`)."""
+        raise NotImplementedError(f"{type(self).__name__} defines no edits")
 
     @property
     def conserves(self) -> bool:
@@ -99,7 +99,7 @@ class ChangedGradients(ExplainsRows):
             "constants": ones if self.conserves else None,
             "logits": bound.target.reads == "logits",
         }
-        changed = bound.first.changed_backward(self.rules, blocks[1:], **options)
+        changed = bound.first.changed_backward(self, blocks[1:], **options)
         with torch.enable_grad(), changed as streams:
             # Times 0, so that it has a gradient where nothing is constant.
             values = bound.values(rows, resid_pre=x, gradients=True) + 0 * ones

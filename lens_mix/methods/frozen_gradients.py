@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from lens_mix.lens.changed_backward import Rules
+from einops import einsum, reduce
+from jaxtyping import Float
+from torch import Tensor
+
+from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, scale_pattern_gradient
 from lens_mix.methods.changed_gradients import ChangedGradients
 
 
@@ -36,9 +40,31 @@ class FrozenGradients(ChangedGradients):
     citation: ClassVar[str] = "ali-etal-2022-xai"
 
     @property
-    def rules(self) -> Rules:
-        return Rules(scores=0.0, activations=self.activations)
-
-    @property
     def conserves(self) -> bool:
         return self.activations == "ratio"
+
+    def edits(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
+        """The hook that makes one layer's pattern a constant going back: the AH-rule.
+
+        For the LN-rule, hold the norms; a run of your own, and arguments, as in `Gim.edits`.
+        """
+        return [scale_pattern_gradient(layer, 0, attention=attention)]
+
+
+def frozen_attention(
+    scores: Float[Tensor, "head query key"], values: Float[Tensor, "head key d_head"]
+) -> Float[Tensor, "head query d_head"]:
+    """The AH-rule (section 4): y_i = Σ_j [p_ij] v_j, what is in brackets held; slow, the oracle."""
+    axes = "head query key, head key d_head -> head query d_head"
+    return einsum(scores.softmax(dim=-1).detach(), values, axes)
+
+
+def frozen_norm(
+    x: Float[Tensor, "pos d_model"], eps: float, centred: bool = True
+) -> Float[Tensor, "pos d_model"]:
+    """The LN-rule (section 4): y = (x − E[x]) / [√(ε + Var[x])], what is in brackets held; slow, the oracle.
+
+    Without weight and bias; an RMSNorm is not centred.
+    """
+    x = x - reduce(x, "pos d_model -> pos 1", "mean") if centred else x
+    return x / (eps + reduce(x.square(), "pos d_model -> pos 1", "mean")).sqrt().detach()

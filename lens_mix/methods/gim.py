@@ -5,8 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
 from lens_mix.arguments import number
-from lens_mix.lens.changed_backward import Rules
+from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, scale_gradient, scale_pattern_gradient
+from lens_mix.hooks.base import attention_module
+from lens_mix.hooks.gradient import with_gradient_of
 from lens_mix.methods.changed_gradients import ChangedGradients
 
 
@@ -56,6 +62,45 @@ class Gim(ChangedGradients):
         number("queries_keys", self.queries_keys, 0)
         number("values", self.values, 0)
 
-    @property
-    def rules(self) -> Rules:
-        return Rules(self.temperature, self.queries_keys, self.values, self.activations)
+    def edits(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
+        """The hooks that change the gradient at one layer's attention. On your run, for one position's row:
+
+            store, layers = {}, range(model.cfg.n_layers)
+            hooks = [record(store, "blocks.0.hook_resid_pre", detach=False)]
+            hooks += [pair for layer in layers for pair in method.edits(layer)]
+            hooks += [freeze_scale(f"blocks.{layer}.{norm}") for layer in layers for norm in ("ln1", "ln2")]
+            logits = model.run_with_hooks(tokens, fwd_hooks=[*hooks, freeze_scale("ln_final")])
+            x = store["blocks.0.hook_resid_pre"]
+            (gradient,) = torch.autograd.grad(logits[0, position].max(), x)
+            row = (gradient * x).sum(dim=-1)
+
+        Norms are no part of it, as which there are is the model's matter: with `lens_mix.hooks.freeze_scale`
+        hold each one, on queries and keys and after branches too. The norms of a T5's TransformerBridge show
+        no scale, nor do some that transformers keeps to itself: the method goes by torch's own hooks there.
+        `activations="ratio"` takes `lens_mix.hooks.hold_activation_ratio` in every layer besides.
+
+        Args:
+            layer: which block.
+            attention: name of the attention module, with `{layer}`, as in `lens_mix.hooks.zero_values`.
+        """
+        pattern = scale_pattern_gradient(
+            layer, self.queries_keys, temperature=self.temperature, attention=attention
+        )
+        return [pattern, scale_gradient(f"{attention_module(layer, attention)}.hook_v", self.values)]
+
+
+def modified_attention(
+    scores: Float[Tensor, "head query key"],
+    values: Float[Tensor, "head key d_head"],
+    temperature: float = 2.0,
+    queries_keys: float = 0.25,
+    values_factor: float = 0.5,
+) -> Float[Tensor, "head query d_head"]:
+    """softmax(scores) · V, differentiated as GIM does; slow, the oracle of the method.
+
+    T · softmax(scores / T) has the derivative P_T ⊙ (g − Σ_k P_T g) that takes the softmax's place.
+    """
+    tempered = temperature * (scores / temperature).softmax(dim=-1)
+    pattern = with_gradient_of(queries_keys * tempered, scores.softmax(dim=-1))
+    axes = "head query key, head key d_head -> head query d_head"
+    return einsum(pattern, with_gradient_of(values_factor * values, values), axes)

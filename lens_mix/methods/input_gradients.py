@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from einops import einsum, reduce
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.quadrature import quadrature, rule_name
 from lens_mix.arguments import one_of, whole_number
-from lens_mix.methods.baselines import LARGE_GAP, describe_baseline
+from lens_mix.methods import baselines
 from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows
 from lens_mix.targets import TargetLike, predicted
 
@@ -75,27 +75,22 @@ class InputGradients(ExplainsRows):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("score", self.score, ("norm", "times_input", "integrated"))
-        if isinstance(self.baseline, Tensor):
-            if self.baseline.ndim not in (1, 2):
-                got = list(self.baseline.shape)
-                raise ValueError(f"baseline: expected a tensor [d_model] or [pos, d_model], got shape {got}")
-        else:
-            one_of("baseline", self.baseline, ("zero", "mean"))
+        baselines.check_input_baseline(self.baseline)
         quadrature(self.method, self.n_steps)
         if self.internal_batch_size is not None:
             whole_number("internal_batch_size", self.internal_batch_size, 1)
 
     def parameters(self) -> dict[str, object]:
-        readable = {"baseline": describe_baseline(self.baseline), "method": rule_name(self.method)}
+        readable = {"baseline": baselines.describe_baseline(self.baseline), "method": rule_name(self.method)}
         return {**super().parameters(), **readable}
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
-        bound = bind_rows(blocks, self.target)
-        scores = [self._scores(bound, rows) for rows in bound.chunks(self.internal_batch_size)]
-        by_row = torch.cat([chunk for chunk, _ in scores])
+        bound, last = bind_rows(blocks, self.target), blocks[-1]
+        chunks = [self._scores(bound, rows) for rows in bound.chunks(self.internal_batch_size)]
+        scores, start = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         if self.score == "integrated":
-            self._report(bound, by_row, torch.cat([start for _, start in scores]), blocks[-1])
-        return [bound.scattered(by_row, blocks[-1])]
+            baselines.note_convergence(bound, scores, start, self.n_steps, last)
+        return [bound.scattered(scores, last)]
 
     def _scores(
         self, bound: RowTargets, rows: Tensor
@@ -108,44 +103,13 @@ class InputGradients(ExplainsRows):
 
         if self.score == "integrated":
             points, weights = quadrature(self.method, self.n_steps)
-            baseline = self._baseline(x, bound.first.real_inputs[bound.prompts[rows]])
+            baseline = baselines.input_baseline(
+                self.baseline, x, bound.first.real_inputs[bound.prompts[rows]]
+            )
             start = bound.values(rows, resid_pre=baseline)
             return integrated_gradients(gradient, x, baseline, points, weights), start
         score = gradient_norm if self.score == "norm" else gradient_times_input
         return score(gradient, x), bound.clean[rows]
-
-    def _baseline(
-        self, x: Float[Tensor, "row pos d_model"], real: Bool[Tensor, "row pos"]
-    ) -> Float[Tensor, "row pos d_model"]:
-        """x', at all positions."""
-        if not isinstance(self.baseline, Tensor):
-            mean = _wide(x * real[..., None]).sum(1, keepdim=True) / real.sum(1)[:, None, None]
-            return torch.zeros_like(x) if self.baseline == "zero" else mean.to(x.dtype).expand_as(x)
-        given, counts = self.baseline.detach().to(x), set(real.sum(1).tolist())
-        if given.shape[-1] != x.shape[-1] or (given.ndim == 2 and counts != {len(given)}):
-            raise ValueError(
-                f"baseline: expected [{x.shape[-1]}], or [pos, {x.shape[-1]}] with the prompt's number of "
-                f"tokens ({', '.join(map(str, sorted(counts)))}), got shape {list(given.shape)}"
-            )
-        whole = x.clone()
-        whole[real] = given.expand(len(x), -1, -1).flatten(0, 1) if given.ndim == 2 else given
-        return whole
-
-    def _report(self, bound: RowTargets, by_row: Tensor, start: Tensor, last: Block) -> None:
-        differences = (bound.clean - start).to(by_row.dtype)
-        gaps = by_row.sum(-1) - differences
-        large = gaps.abs() > (LARGE_GAP * differences.abs()).clamp_min(1e-6)
-        for prompt in range(len(last.batch)):
-            of_prompt = bound.prompts == prompt
-            last.detail(prompt, "convergence_delta", gaps[of_prompt].tolist())
-            if count := int(large[of_prompt].sum()):
-                worst = int((gaps.abs() * of_prompt).argmax())
-                last.warn(
-                    prompt,
-                    f"convergence delta {float(gaps[worst]):.2g} with {self.n_steps} points, where F(x) - "
-                    f"F(baseline) is {float(differences[worst]):.2g} ({count} of {int(of_prompt.sum())} rows "
-                    "are off by more than 10 %): raise n_steps, or take another baseline",
-                )
 
 
 Gradient = Callable[[Float[Tensor, "row pos d_model"]], Float[Tensor, "row pos d_model"]]

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.hooks import DEFAULT_ATTENTION, mask_keys
+from lens_mix.hooks.gradient import pattern_gradient
 from lens_mix.hooks.mixing import mix, sink
-from lens_mix.lens.changed_backward import pattern_gradient
 from lens_mix.lens.graph import Mixing
 from lens_mix.methods.attribution_patching import hidden_effects
 from lens_mix.methods.side_by_side import Layout, SideBySide

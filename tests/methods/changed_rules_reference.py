@@ -1,4 +1,4 @@
-"""Three small transformers written by hand, with the rules of the backward pass as functions of autograd.
+"""Three small transformers written by hand, by the formulas in the papers' files.
 
 Slow and plain: GPT-2 (LayerNorm, biases, learned positions), Llama (RMSNorm, rotary positions, shared values,
 a gated feed-forward) and T5 (an encoder and a decoder), with the weights of models of transformers, float64.
@@ -16,77 +16,19 @@ from torch import Tensor
 from torch.nn import functional
 
 import lens_mix as lm
+from lens_mix.methods.frozen_gradients import frozen_attention, frozen_norm
+from lens_mix.methods.gim import modified_attention
 
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """What is changed; the defaults change nothing but norms."""
-
-    temperature: float = 1.0
-    scores: float = 1.0
-    values: float = 1.0
-    ratio: bool = False
-
-
-GIM = Rules(temperature=2.0, scores=0.25, values=0.5)
-FROZEN = Rules(scores=0.0)
-
-# Methods of the library with some of their options, and the rules that these stand for.
+# The methods with some of their options.
 METHODS = [
-    (lm.Gim, {}, GIM),
-    (lm.Gim, {"activations": "ratio"}, Rules(2.0, 0.25, 0.5, ratio=True)),
-    (lm.Gim, {"temperature": 1, "queries_keys": 0.5, "values": 1}, Rules(scores=0.5)),
-    (lm.Gim, {"temperature": 3.0, "queries_keys": 1.0, "values": 0.0}, Rules(3.0, 1.0, 0.0)),
-    (lm.FrozenGradients, {}, FROZEN),
-    (lm.FrozenGradients, {"activations": "ratio"}, Rules(scores=0.0, ratio=True)),
+    lm.Gim(),
+    lm.Gim(activations="ratio"),
+    lm.Gim(temperature=1, queries_keys=0.5, values=1),
+    lm.Gim(temperature=3.0, queries_keys=1.0, values=0.0),
+    lm.FrozenGradients(),
+    lm.FrozenGradients(activations="ratio"),
 ]
-
-
-class HeldNorm(torch.autograd.Function):
-    """(x - mean) / scale * weight; the scale is a constant going back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
-        x = x - x.mean(-1, keepdim=True) if centred else x
-        scale = (x.square().mean(-1, keepdim=True) + eps).sqrt()
-        ctx.save_for_backward(weight, scale)
-        ctx.centred = centred
-        return x / scale * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        weight, scale = ctx.saved_tensors
-        back = gradient * weight / scale
-        return (back - back.mean(-1, keepdim=True) if ctx.centred else back), None, None, None
-
-
-class TemperedSoftmax(torch.autograd.Function):
-    """softmax(scores); going back, P_T (g - sum P_T g) with P_T = softmax(scores / T), times a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, temperature: float, factor: float) -> Tensor:
-        ctx.save_for_backward((scores / temperature).softmax(-1))
-        ctx.factor = factor
-        return scores.softmax(-1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (weights,) = ctx.saved_tensors
-        inner = (weights * gradient).sum(-1, keepdim=True)
-        return ctx.factor * weights * (gradient - inner), None, None
-
-
-class Scaled(torch.autograd.Function):
-    """x; going back, times a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.factor * gradient, None
+Method = lm.Gim | lm.FrozenGradients
 
 
 class Ratio(torch.autograd.Function):
@@ -116,16 +58,30 @@ class SharedProduct(torch.autograd.Function):
         return gradient * b / 2, gradient * a / 2
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, method: Method) -> Tensor:
     """Causal attention of [head pos d_head]."""
-    scores = query @ key.mT / math.sqrt(query.shape[-1])
+    return mixed(masked(query @ key.mT / math.sqrt(query.shape[-1])), value, method)
+
+
+def masked(scores: Tensor) -> Tensor:
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    pattern = TemperedSoftmax.apply(scores.masked_fill(hidden, -math.inf), rules.temperature, rules.scores)
-    return pattern @ Scaled.apply(value, rules.values)
+    return scores.masked_fill(hidden, -math.inf)
 
 
-def activated(z: Tensor, act: Any, rules: Rules) -> Tensor:
-    return Ratio.apply(z, act) if rules.ratio else act(z)
+def mixed(scores: Tensor, value: Tensor, method: Method) -> Tensor:
+    """The values mixed by the softmax of the scores, as the papers' files differentiate it."""
+    if isinstance(method, lm.Gim):
+        factors = method.temperature, method.queries_keys, method.values
+        return modified_attention(scores, value, *factors)
+    return frozen_attention(scores, value)
+
+
+def activated(z: Tensor, act: Any, method: Method) -> Tensor:
+    return Ratio.apply(z, act) if method.activations == "ratio" else act(z)
+
+
+def multiplied(gate: Tensor, up: Tensor, method: Method) -> Tensor:
+    return SharedProduct.apply(gate, up) if method.activations == "ratio" else gate * up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,13 +103,13 @@ class Gpt2:
             + self.weights["transformer.wpe.weight"][: len(tokens)]
         )
 
-    def streams(self, x: Tensor, rules: Rules) -> list[Tensor]:
+    def streams(self, x: Tensor, method: Method) -> list[Tensor]:
         """The residual stream [pos d_model] entering each block, and leaving the last."""
         states = [x]
         for layer in range(self.layers):
-            x = x + self._attention(self._norm(x, f"h.{layer}.ln_1"), f"h.{layer}.attn", rules)
+            x = x + self._attention(self._norm(x, f"h.{layer}.ln_1"), f"h.{layer}.attn", method)
             hidden = self._affine(self._norm(x, f"h.{layer}.ln_2"), f"h.{layer}.mlp.c_fc")
-            hidden = activated(hidden, lambda z: functional.gelu(z, approximate="tanh"), rules)
+            hidden = activated(hidden, lambda z: functional.gelu(z, approximate="tanh"), method)
             x = x + self._affine(hidden, f"h.{layer}.mlp.c_proj")
             states.append(x)
         return states
@@ -161,14 +117,14 @@ class Gpt2:
     def logits(self, x: Tensor) -> Tensor:
         return self._norm(x, "ln_f") @ self.weights["transformer.wte.weight"].T
 
-    def _attention(self, x: Tensor, name: str, rules: Rules) -> Tensor:
+    def _attention(self, x: Tensor, name: str, method: Method) -> Tensor:
         query, key, value = self._affine(x, f"{name}.c_attn").chunk(3, -1)
         split = (rearrange(t, "pos (head d) -> head pos d", head=self.heads) for t in (query, key, value))
-        return self._affine(rearrange(attend(*split, rules), "head pos d -> pos (head d)"), f"{name}.c_proj")
+        return self._affine(rearrange(attend(*split, method), "head pos d -> pos (head d)"), f"{name}.c_proj")
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight, bias = (self.weights[f"transformer.{name}.{part}"] for part in ("weight", "bias"))
-        return HeldNorm.apply(x, weight, 1e-5, True) + bias
+        return frozen_norm(x, 1e-5) * weight + bias
 
     def _affine(self, x: Tensor, name: str) -> Tensor:
         return x @ self.weights[f"transformer.{name}.weight"] + self.weights[f"transformer.{name}.bias"]
@@ -194,24 +150,23 @@ class Llama:
     def embed(self, tokens: Tensor) -> Tensor:
         return self.weights["model.embed_tokens.weight"][tokens]
 
-    def streams(self, x: Tensor, rules: Rules) -> list[Tensor]:
+    def streams(self, x: Tensor, method: Method) -> list[Tensor]:
         """The residual stream [pos d_model] entering each block, and leaving the last."""
         states = [x]
         for layer in range(self.layers):
             name = f"layers.{layer}"
-            x = x + self._attention(self._norm(x, f"{name}.input_layernorm"), f"{name}.self_attn", rules)
+            x = x + self._attention(self._norm(x, f"{name}.input_layernorm"), f"{name}.self_attn", method)
             read = self._norm(x, f"{name}.post_attention_layernorm")
-            gate = activated(self._linear(read, f"{name}.mlp.gate_proj"), functional.silu, rules)
+            gate = activated(self._linear(read, f"{name}.mlp.gate_proj"), functional.silu, method)
             up = self._linear(read, f"{name}.mlp.up_proj")
-            hidden = SharedProduct.apply(gate, up) if rules.ratio else gate * up
-            x = x + self._linear(hidden, f"{name}.mlp.down_proj")
+            x = x + self._linear(multiplied(gate, up, method), f"{name}.mlp.down_proj")
             states.append(x)
         return states
 
     def logits(self, x: Tensor) -> Tensor:
         return self._norm(x, "norm") @ self.weights["lm_head.weight"].T
 
-    def _attention(self, x: Tensor, name: str, rules: Rules) -> Tensor:
+    def _attention(self, x: Tensor, name: str, method: Method) -> Tensor:
         counts = {"q": self.heads, "k": self.value_heads, "v": self.value_heads}
         query, key, value = (
             rearrange(self._linear(x, f"{name}.{role}_proj"), "pos (head d) -> head pos d", head=count)
@@ -219,11 +174,11 @@ class Llama:
         )
         repeats = self.heads // self.value_heads
         query, key = rotated(query), rotated(key).repeat_interleave(repeats, 0)
-        mixed = attend(query, key, value.repeat_interleave(repeats, 0), rules)
+        mixed = attend(query, key, value.repeat_interleave(repeats, 0), method)
         return self._linear(rearrange(mixed, "head pos d -> pos (head d)"), f"{name}.o_proj")
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return HeldNorm.apply(x, self.weights[f"model.{name}.weight"], 1e-6, False)
+        return frozen_norm(x, 1e-6, False) * self.weights[f"model.{name}.weight"]
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return x @ self.weights[f"model.{name}.weight"].T
@@ -242,24 +197,24 @@ class T5:
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.shared.weight[tokens]
 
-    def logits(self, source: Tensor, target: Tensor, rules: Rules) -> Tensor:
+    def logits(self, source: Tensor, target: Tensor, method: Method) -> Tensor:
         encoder, decoder, config = self.model.encoder, self.model.decoder, self.model.config
         for block in encoder.block:
             own, feed_forward = block.layer
-            source = source + self._attend(own, "SelfAttention", source, None, encoder, rules, False)
-            source = source + self._feed_forward(feed_forward, source, rules)
+            source = source + self._attend(own, "SelfAttention", source, None, encoder, method, False)
+            source = source + self._feed_forward(feed_forward, source, method)
         read = self._norm(source, encoder.final_layer_norm)
         for block in decoder.block:
             own, cross, feed_forward = block.layer
-            target = target + self._attend(own, "SelfAttention", target, None, decoder, rules, True)
-            target = target + self._attend(cross, "EncDecAttention", target, read, None, rules, False)
-            target = target + self._feed_forward(feed_forward, target, rules)
+            target = target + self._attend(own, "SelfAttention", target, None, decoder, method, True)
+            target = target + self._attend(cross, "EncDecAttention", target, read, None, method, False)
+            target = target + self._feed_forward(feed_forward, target, method)
         last = self._norm(target, decoder.final_layer_norm)
         last = last * config.d_model**-0.5 if config.scale_decoder_outputs else last
         return last @ self.model.lm_head.weight.T
 
     def _attend(
-        self, layer: Any, name: str, x: Tensor, read: Tensor | None, stack: Any, rules: Rules, causal: bool
+        self, layer: Any, name: str, x: Tensor, read: Tensor | None, stack: Any, method: Method, causal: bool
     ) -> Tensor:
         attention, normed = getattr(layer, name), self._norm(x, layer.layer_norm)
         read = normed if read is None else read
@@ -272,29 +227,25 @@ class T5:
         if stack is not None:
             biased = stack.block[0].layer[0].SelfAttention
             scores = scores + biased.compute_bias(len(x), len(x), device=x.device)[0]
-        if causal:
-            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-            scores = scores.masked_fill(hidden, -math.inf)
-        pattern = TemperedSoftmax.apply(scores, rules.temperature, rules.scores)
-        mixed = pattern @ Scaled.apply(value, rules.values)
-        return rearrange(mixed, "head pos d -> pos (head d)") @ attention.o.weight.T
+        mixture = mixed(masked(scores) if causal else scores, value, method)
+        return rearrange(mixture, "head pos d -> pos (head d)") @ attention.o.weight.T
 
-    def _feed_forward(self, layer: Any, x: Tensor, rules: Rules) -> Tensor:
+    def _feed_forward(self, layer: Any, x: Tensor, method: Method) -> Tensor:
         read, dense = self._norm(x, layer.layer_norm), layer.DenseReluDense
         if not hasattr(dense, "wi_0"):
-            return activated(read @ dense.wi.weight.T, torch.relu, rules) @ dense.wo.weight.T
-        gate = activated(read @ dense.wi_0.weight.T, dense.act, rules)
+            return activated(read @ dense.wi.weight.T, torch.relu, method) @ dense.wo.weight.T
+        gate = activated(read @ dense.wi_0.weight.T, dense.act, method)
         up = read @ dense.wi_1.weight.T
-        return (SharedProduct.apply(gate, up) if rules.ratio else gate * up) @ dense.wo.weight.T
+        return multiplied(gate, up, method) @ dense.wo.weight.T
 
     def _norm(self, x: Tensor, norm: Any) -> Tensor:
-        return HeldNorm.apply(x, norm.weight, norm.variance_epsilon, False)
+        return frozen_norm(x, norm.variance_epsilon, False) * norm.weight
 
 
-def joint_products(model: T5, source: Tensor, target: Tensor, row: int, rules: Rules) -> Tensor:
+def joint_products(model: T5, source: Tensor, target: Tensor, row: int, method: Method) -> Tensor:
     """gradient ⊙ embedding [source + target, d_model] of the largest logit at `row`."""
     x = [model.embed(tokens).detach().requires_grad_(True) for tokens in (source, target)]
-    gradients = torch.autograd.grad(model.logits(*x, rules)[row].max(), x)
+    gradients = torch.autograd.grad(model.logits(*x, method)[row].max(), x)
     return torch.cat([g * each.detach() for g, each in zip(gradients, x, strict=True)])
 
 
@@ -308,9 +259,9 @@ def rotated(x: Tensor) -> Tensor:
     return x * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)
 
 
-def products(model: Gpt2 | Llama, tokens: Tensor, row: int, rules: Rules) -> list[Tensor]:
+def products(model: Gpt2 | Llama, tokens: Tensor, row: int, method: Method) -> list[Tensor]:
     """gradient ⊙ state [pos d_model] of the largest logit at `row`: at the embeddings, after each block."""
     x = model.embed(tokens).requires_grad_(True)
-    states = model.streams(x, rules)
+    states = model.streams(x, method)
     target = model.logits(states[-1])[row].max()
     return [g * s.detach() for g, s in zip(torch.autograd.grad(target, states), states, strict=True)]

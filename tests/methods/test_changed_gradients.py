@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import re
+import textwrap
 
 import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.hooks import DEFAULT_ATTENTION, freeze_scale, must_fire, record, scale_gradient
 from lens_mix.methods import METHODS
 from tests import reference_models
 from tests.matrix import build_or_skip, cases, prompt_of
 from tests.methods import changed_rules_reference as by_hand
 from tests.reference_models import reference
-from tests.tiny_models import bridge, gpt2_like, tokens, wrapped_model
+from tests.tiny_models import bridge, gpt2_like, hooked_transformer, tokens, wrapped_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CASES = {case.label: case for case in cases()}
@@ -42,23 +46,54 @@ def pair(name):
 def test_what_is_written_by_hand_is_the_model(name):
     model, written = pair(name)
     ids = tokens(model, 1, 9)
-    logits = written.logits(written.streams(written.embed(ids[0]), by_hand.GIM)[-1])
+    logits = written.logits(written.streams(written.embed(ids[0]), lm.Gim())[-1])
     torch.testing.assert_close(model(ids)[0], logits, atol=1e-12, rtol=0)
 
 
 @pytest.mark.usefixtures("softmax_in_the_dtype_of_the_model")
-@pytest.mark.parametrize(("method", "options", "rules"), by_hand.METHODS)
+@pytest.mark.parametrize("method", by_hand.METHODS)
 @pytest.mark.parametrize("name", WRITTEN)
-def test_equals_rules_as_functions_of_autograd(name, method, options, rules):
+def test_equals_the_papers_formulas(name, method):
     model, written = pair(name)
     ids = tokens(model, 1, 9)
-    m = lm.run(model, ids, method(**options), queries=[-1, 4])
-    absolute = lm.run(model, ids, method(**options, readout="absolute"), queries=[-1, 4])
+    m = lm.run(model, ids, method, queries=[-1, 4])
+    absolute = lm.run(model, ids, dataclasses.replace(method, readout="absolute"), queries=[-1, 4])
     assert m.scores.shape == (1, 2, 9)
     for place, row in enumerate((8, 4)):
-        product = by_hand.products(written, ids[0], row, rules)[0]
+        product = by_hand.products(written, ids[0], row, method)[0]
         torch.testing.assert_close(m.scores[0, place], product.sum(-1), atol=1e-10, rtol=0)
         torch.testing.assert_close(absolute.scores[0, place], product.abs().sum(-1), atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("method", [lm.Gim(), lm.Gim(temperature=1.5, values=2), lm.FrozenGradients()])
+@pytest.mark.parametrize("name", ["hooked LN", "hooked grouped", "bridge gpt2", "bridge llama"])
+def test_edits_on_a_run_of_ones_own(name, method):
+    """The example of `Gim.edits`, as it stands."""
+    factory, model_name = {"hooked": hooked_transformer, "bridge": bridge}[name.split()[0]], name.split()[1]
+    model = build_or_skip(factory, model_name, torch.float64)
+    (example,) = re.findall(r"row:\n\n(.*?)\n\n", lm.Gim.edits.__doc__, re.DOTALL)
+    names = {"model": model, "tokens": tokens(model, 1), "method": method, "position": 4, "torch": torch}
+    names |= {"record": record, "freeze_scale": freeze_scale}
+    exec(textwrap.dedent(example), names)
+    m = lm.run(model, names["tokens"], method, queries=[4])
+    torch.testing.assert_close(names["row"][0], m.scores[0, 0], atol=1e-10, rtol=0)
+    with must_fire(*names["hooks"]) as hooks:
+        torch.autograd.grad(model.run_with_hooks(names["tokens"], fwd_hooks=hooks).sum(), model.W_E)
+
+
+def test_the_replay_is_made_of_the_methods_own_edits():
+    @dataclasses.dataclass(frozen=True)
+    class Halved(lm.FrozenGradients):
+        def edits(self, layer, *, attention=DEFAULT_ATTENTION):
+            values = scale_gradient(f"{attention.format(layer=layer)}.hook_v", 0.5)
+            return [*super().edits(layer, attention=attention), values]
+
+    model = gpt2_like(torch.float64)
+    ids = tokens(model, 1)
+    as_gim = lm.Gim(queries_keys=0, values=0.5)
+    found, expected = (lm.run(model, ids, method).scores for method in (Halved(), as_gim))
+    torch.testing.assert_close(found, expected, atol=1e-14, rtol=0)
+    assert float((found - lm.run(model, ids, lm.FrozenGradients()).scores).abs().max()) > 1e-4
 
 
 @pytest.mark.usefixtures("softmax_in_the_dtype_of_the_model")
@@ -66,7 +101,7 @@ def test_equals_rules_as_functions_of_autograd(name, method, options, rules):
 def test_reads_several_streams(readout):
     model, written = pair("llama")
     ids = tokens(model, 1, 9)
-    products = by_hand.products(written, ids[0], 8, by_hand.GIM)
+    products = by_hand.products(written, ids[0], 8, lm.Gim())
     rows = [(p if readout == "signed_sum" else p.abs()).sum(-1) for p in products]
     scaled = [row / row.abs().sum() for row in rows]
 
