@@ -105,7 +105,7 @@ class Occlusion(ExplainsRows):
                 )
         return [bound.scattered(scores / copies.repeats, last)]
 
-    def _change(self, clean: Tensor, changed: Float[Tensor, copy * d_vocab]) -> Float[Tensor, " copy"]:
+    def _change(self, clean: Tensor, changed: Float[Tensor, " copy *d_vocab"]) -> Float[Tensor, " copy"]:
         if self.measure == "kl":
             return (clean.exp() * (clean - changed)).sum(-1)
         return (clean - changed).abs() if self.measure == "absolute" else clean - changed
