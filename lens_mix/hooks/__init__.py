@@ -12,9 +12,9 @@ edit of your own that needs several hook points.
 """
 
 from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookFunction, HookName, HookPair, must_fire
-from lens_mix.hooks.mask import mask_keys
+from lens_mix.hooks.mask import mask_attention, mask_keys
 from lens_mix.hooks.pattern import add_to_pattern, freeze_pattern, prune_heads, replace_pattern, scale_pattern
-from lens_mix.hooks.record import record, record_all, record_attention, watch_pattern
+from lens_mix.hooks.record import record, record_all, record_attention, record_mixing, watch_pattern
 from lens_mix.hooks.vectors import zero_queries, zero_values
 
 __all__ = [
@@ -25,12 +25,14 @@ __all__ = [
     "HookPair",
     "add_to_pattern",
     "freeze_pattern",
+    "mask_attention",
     "mask_keys",
     "must_fire",
     "prune_heads",
     "record",
     "record_all",
     "record_attention",
+    "record_mixing",
     "replace_pattern",
     "scale_pattern",
     "watch_pattern",
