@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import MutableMapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -85,6 +85,15 @@ class Method:
             attention: name of the attention module, with `{layer}`.
         """
         return record_attention(layer, store, sorted(self.records), queries=queries, attention=attention)
+
+    def edits(self, layer: int, *args: Any, **kwargs: Any) -> list[HookPair]:
+        """What the method puts on one layer of a replay: its interventions, good in a run of yours too.
+
+        Methods that intervene override it with arguments of their own (a position, a pattern), and put the
+        same pairs on their passes. Empty for those that read the clean pass alone, or change what enters the
+        model or what goes back through it.
+        """
+        return []
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         """The layer map of one block, for every prompt of the batch; padding is cut later.

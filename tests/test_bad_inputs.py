@@ -699,6 +699,9 @@ def hooked() -> Iterator[Case]:
         "replace_pattern": single(hooks.replace_pattern, pattern=pattern),
         "freeze_pattern": single(hooks.freeze_pattern, source=pattern),
         "add_to_pattern": single(hooks.add_to_pattern, addition=pattern),
+        "mask_attention": single(hooks.mask_attention, allowed=pattern > 0),
+        "mask_keys": single(hooks.mask_keys, position=0),
+        "record_mixing": single(hooks.record_mixing, store={}),
         "watch_pattern": single(hooks.watch_pattern, watch=print),
     }
     for name, function in made.items():
@@ -730,6 +733,13 @@ def hooked() -> Iterator[Case]:
     )
     yield from each(single(hooks.add_to_pattern, 0), "addition", (*patterns, pattern * NAN))
     yield from each(single(hooks.freeze_pattern, 0), "source", (None, 3, {}, torch.ones(4), {"a": pattern}))
+    yield from each(single(hooks.freeze_pattern, 0, pattern), "edit", (3, "scale", pattern))
+    yield from each(
+        single(hooks.mask_attention, 0),
+        "allowed",
+        (None, 3, True, [[True]], pattern, torch.tensor(True), pattern[0, 0] > 0, (pattern > 0).to("meta")),
+    )
+    yield from each(single(hooks.record_mixing, 0), "store", (None, [], "a"))
     yield from each(single(hooks.watch_pattern, 0), "watch", (None, 3, "print"))
     yield from each(single(hooks.record, {}), "name", (None, 3, ["a"]))
     yield from each(single(hooks.record, name="a"), "store", (None, [], "a"))

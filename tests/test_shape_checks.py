@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import lens_mix as lm
 from tests.shape_checks import shapes
+from tests.source_tree import trees
 
 pytestmark = pytest.mark.skipif(config.jaxtyping_disable, reason="shapes are checked on TransformerLens 4.3")
 checked = jaxtyped(typechecker=shapes)
@@ -74,3 +76,26 @@ def test_the_library_is_checked(request):
     if not request.config.getoption("--jaxtyping-packages"):
         pytest.skip("run without --jaxtyping-packages")
     assert hasattr(lm.run, "__wrapped__")
+
+
+def unquoted_shapes(tree: ast.AST) -> list[str]:
+    """Annotations as Float[Tensor, copy *axes]: a product of names that there are not, and never checked."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.slice, ast.Tuple)
+        and ast.unparse(node.slice.elts[0]) == "Tensor"
+        and not isinstance(node.slice.elts[1], ast.Constant)
+        and ast.unparse(node.value) in SHAPED
+    ]
+
+
+SHAPED = ("Bool", "Float", "Int", "Num", "Real", "Shaped")
+
+
+def test_shapes_stand_in_quotes():
+    """Linters take "copy *axes" for an expression and drop the quotes, but not those of " copy *axes"."""
+    assert not {module: shapes for module, tree in trees().items() if (shapes := unquoted_shapes(tree))}
+    mistake = ast.parse("def f(x: Float[Tensor, copy *axes], y: Float[Tensor, ' copy *axes']): ...")
+    assert unquoted_shapes(mistake) == ["Float[Tensor, copy * axes]"]

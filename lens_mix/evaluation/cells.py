@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from lens_mix.arguments import flags, instance, number, one_of, several, whole_number
 from lens_mix.evaluation.edited_passes import FLAT, EditedPasses, edited_passes
-from lens_mix.evaluation.kept_cells import Job, KeepCells, RankedCells, Visible
-from lens_mix.hooks import must_fire
+from lens_mix.evaluation.kept_cells import Job, RankedCells, Visible, kept_pattern
+from lens_mix.hooks import freeze_pattern, must_fire
 from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.maps import MixingMap
@@ -224,9 +225,17 @@ def _values(passes: EditedPasses, jobs: Sequence[Job], visible: Visible, operato
         hooks = []
         for layer in layers:
             clean = passes.passed.clean.recorded[stack.hook_name("pattern", layer)]
-            template = stack.attention_template
-            hook = KeepCells(layer, template, clean, jobs[chunk], visible[layer], operator)
-            hooks.append((hook.matches, hook))
+            pattern, padding = clean[..., : passes.length, : passes.length], clean.shape[-1] - passes.length
+            # In the pass, so that the copies' patterns of one layer live at a time.
+            edit = functools.partial(
+                kept_pattern,
+                layer=layer,
+                jobs=jobs[chunk],
+                visible=visible[layer],
+                operator=operator,
+                padding=padding,
+            )
+            hooks.append(freeze_pattern(layer, pattern, edit=edit, attention=stack.attention_template))
         with must_fire(*hooks) as pairs:
             values += passes.with_hooks(pairs, len(jobs[chunk])).double().tolist()
     return values

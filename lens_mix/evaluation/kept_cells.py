@@ -1,4 +1,4 @@
-"""Which cells of a map come first, and the hook that mixes values by some of them only."""
+"""Which cells of a map come first, and patterns of some of them only."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lens_mix.hooks.base import AttentionHook
-from lens_mix.hooks.mixing import check_mixing, mix
 from lens_mix.maps import MixingMap
 
 # By layer, the keys that each query may see.
@@ -52,37 +50,24 @@ class RankedCells:
         return self.ranks[layer] < count if layer in self.ranks else torch.ones(1, 1, 1, dtype=torch.bool)
 
 
-class KeepCells(AttentionHook):
-    """z of one layer from the clean pattern with some cells kept, another set of them in each copy."""
+def kept_pattern(
+    clean: Float[Tensor, "1 head query key"],
+    layer: int,
+    jobs: Sequence[Job],
+    visible: Bool[Tensor, "query key"],
+    operator: str,
+    padding: int,
+) -> Float[Tensor, "copy head pos pos"]:
+    """A layer's clean pattern with some cells kept, another set of them in each copy.
 
-    points = ("values", "pattern", "mixed")
-
-    def __init__(
-        self,
-        layer: int,
-        attention: str,
-        clean: Float[Tensor, "1 head query key"],
-        jobs: Sequence[Job],
-        visible: Bool[Tensor, "query key"],
-        operator: str,
-    ) -> None:
-        super().__init__(layer, attention)
-        self._layer, self._clean, self._jobs, self._operator = layer, clean, jobs, operator
-        self._visible = visible
-
-    def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
-        if pattern is not None:
-            check_mixing("keep_cells", mixed, pattern, values)
-        length = self._visible.shape[0]
-        clean, visible = self._clean[..., :length, :length], self._visible.to(self._clean)
-        shape = clean.shape[1:]
-        masks = torch.stack([cells.kept(self._layer, count).expand(shape) for cells, count in self._jobs])
-        masks = masks.to(clean.device)
-        edited = clean * masks
-        if self._operator == "mean":
-            removed = (clean * ~masks).sum(-1, keepdim=True)
-            edited = edited + removed * (visible / visible.sum(-1, keepdim=True).clamp_min(1))
-        self.calls += 1
-        # What padding reads is never asked for.
-        beyond = self._clean.shape[-1] - length
-        return mix(torch.nn.functional.pad(edited, (0, beyond, 0, beyond)), values)
+    With the operator "mean" what is removed of a row is spread evenly over the keys that it sees. `padding`
+    positions follow, with no weight: what these read is never asked for.
+    """
+    visible = visible.to(clean)
+    masks = torch.stack([cells.kept(layer, count).expand(clean.shape[1:]) for cells, count in jobs])
+    masks = masks.to(clean.device)
+    edited = clean * masks
+    if operator == "mean":
+        removed = (clean * ~masks).sum(-1, keepdim=True)
+        edited = edited + removed * (visible / visible.sum(-1, keepdim=True).clamp_min(1))
+    return torch.nn.functional.pad(edited, (0, padding, 0, padding))

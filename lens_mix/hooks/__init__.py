@@ -18,9 +18,9 @@ from lens_mix.hooks.gradient import (
     scale_gradient,
     scale_pattern_gradient,
 )
-from lens_mix.hooks.mask import mask_keys
+from lens_mix.hooks.mask import mask_attention, mask_keys
 from lens_mix.hooks.pattern import add_to_pattern, freeze_pattern, prune_heads, replace_pattern, scale_pattern
-from lens_mix.hooks.record import record, record_all, record_attention, watch_pattern
+from lens_mix.hooks.record import record, record_all, record_attention, record_mixing, watch_pattern
 from lens_mix.hooks.vectors import zero_queries, zero_values
 
 __all__ = [
@@ -33,12 +33,14 @@ __all__ = [
     "freeze_pattern",
     "freeze_scale",
     "hold_activation_ratio",
+    "mask_attention",
     "mask_keys",
     "must_fire",
     "prune_heads",
     "record",
     "record_all",
     "record_attention",
+    "record_mixing",
     "replace_pattern",
     "scale_gradient",
     "scale_pattern",

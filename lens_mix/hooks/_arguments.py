@@ -44,6 +44,20 @@ def as_patterns(argument: str, pattern: Any) -> Tensor:
     return pattern if pattern.ndim == 4 else pattern[None]
 
 
+def as_mask(argument: str, mask: Any) -> Bool[Tensor, "batch head query key"]:
+    """Which keys each query may see; axes that were not given have size 1."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = f"a tensor of {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{argument}: expected a bool tensor; got {got}")
+    plain_tensor(argument, mask)
+    if mask.ndim not in (2, 3, 4):
+        raise ValueError(
+            f"{argument}: expected [query key], [head query key] or [batch head query key]; got shape "
+            f"{tuple(mask.shape)}"
+        )
+    return mask.detach()[(None,) * (4 - mask.ndim)]
+
+
 def as_position(position: Position | None, positions: Sequence[int] | None) -> Chosen:
     """Exactly one of the two arguments, checked as far as that is possible without the batch."""
     if (position is None) == (positions is None):

@@ -1,15 +1,54 @@
-"""Hide keys from all other positions, as an attention mask would."""
+"""Hide keys from queries, as an attention mask would: their weight is shared out among the other keys.
+
+What is left of a row depends on the row, so the pattern itself is edited, and z has to be what it then makes:
+where a model mixes before its pattern shows, or ignores the edit, that is an error.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.hooks._arguments import Chosen, Position, as_position, position_mask
+from lens_mix.hooks._arguments import Position, as_mask, as_position, position_mask
 from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookPair
-from lens_mix.hooks.mixing import check_mixing, mix, sink
+from lens_mix.hooks.mixing import check_mixing, sink
+
+
+def mask_attention(
+    layer: int, allowed: Bool[Tensor, "*axes query key"], *, attention: str = DEFAULT_ATTENTION
+) -> HookPair:
+    """Each query attends only to the keys that it is allowed in one layer (attention knockout).
+
+    What scores of -inf before the softmax do (Geva et al., EMNLP 2023, arXiv 2304.14767): p_ik / Σ_j p_ij
+    over the allowed keys j, with the pattern of the running pass, whose own mask stays. What a row gives to
+    no key (an attention sink's) counts as a key that stays.
+
+    Args:
+        layer, attention: as in `zero_values`.
+        allowed: True where a query may attend to a key: [query key], [head query key] or
+            [batch head query key], each axis but the last two the model's or 1; per QUERY head.
+
+    Raises:
+        TypeError: `allowed` is no bool tensor.
+        ValueError: here or in the pass: other dimensions, heads, positions or batch than the model's.
+        RuntimeError: in the pass: a query has no weight left; as `mask_keys`.
+
+    Example:
+        ```python
+        import torch
+
+        from lens_mix.hooks import mask_attention
+
+        allowed = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool)
+        allowed[-1, 2] = False  # the last position attends to all but position 2
+        logits = model.run_with_hooks(tokens, fwd_hooks=[mask_attention(0, allowed)])
+        ```
+    """
+    return _MaskAttention(layer, attention, as_mask("allowed", allowed))._pair()
 
 
 def mask_keys(
@@ -21,9 +60,8 @@ def mask_keys(
 ) -> HookPair:
     """No position attends to the chosen ones in one layer: their weight goes to the other keys.
 
-    What an attention mask does, p_ik / (1 - Σ_j p_ij) for the keys k that stay, with the pattern of the
-    running pass; positions do not move up. A row that has no other key goes on seeing what it saw. What a row
-    gives to no key (an attention sink's) counts as a key that stays.
+    `mask_attention` for whole keys, p_ik / (1 - Σ_j p_ij) for the keys k that stay; positions do not move up.
+    A row that has no other key goes on seeing what it saw.
 
     Args:
         layer, position, positions, attention: as in `zero_values`.
@@ -44,23 +82,59 @@ def mask_keys(
     return _MaskKeys(layer, attention, as_position(position, positions))._pair()
 
 
-class _MaskKeys(AttentionHook):
+class _MaskAttention(AttentionHook):
     points = ("values", "pattern", "mixed")
+    argument = "allowed"
 
-    def __init__(self, layer: int, attention: str, position: Chosen) -> None:
+    def __init__(self, layer: int, attention: str, chosen: Any) -> None:
         super().__init__(layer, attention)
-        self._position = position
+        self._chosen = chosen
 
-    def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
+    def on_pattern(
+        self, pattern: Float[Tensor, "batch head query key"], values: Tensor
+    ) -> Float[Tensor, "batch head query key"]:
+        weights, to_no_key = pattern.masked_fill(self._hidden(pattern, values), 0), sink(pattern)
+        # Summed, not 1 minus what is hidden, which has few digits left beside a sink.
+        left = weights.sum(-1, keepdim=True, dtype=to_no_key.dtype) + to_no_key
+        self._edited = self._shared_out(pattern, weights, left).to(pattern.dtype)
+        return self._edited
+
+    def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> None:
         if pattern is None:
             raise RuntimeError(
-                f"position: expected {self.module}.hook_pattern to fire before hook_z, as its weights are to "
-                "be shared out anew; this model leaves attention to transformers: use its attention mask"
+                f"{self.argument}: expected {self.module}.hook_pattern to fire before hook_z, as its weights "
+                "are to be shared out anew; this model leaves attention to transformers: use its attention "
+                "mask"
             )
-        check_mixing("position", mixed, pattern, values)
-        weights = pattern.masked_fill(position_mask(self._position, values)[:, None, None], 0)
-        # Summed, not 1 minus what is hidden, which has few digits left beside a sink.
-        to_no_key = sink(pattern)
-        left = weights.sum(-1, keepdim=True, dtype=to_no_key.dtype) + to_no_key
+        check_mixing(self.argument, mixed, self._edited, values)
+        del self._edited
         self.calls += 1
-        return mix(torch.where(left > 0, weights / left, pattern).to(pattern.dtype), values)
+
+    def _hidden(self, pattern: Tensor, values: Tensor) -> Bool[Tensor, "#batch #head #query key"]:
+        allowed, expected = self._chosen.to(pattern.device), tuple(pattern.shape)
+        if allowed.shape[2:] != expected[2:] or any(
+            got not in (1, size) for got, size in zip(allowed.shape, expected, strict=True)
+        ):
+            raise ValueError(
+                f"allowed: expected [batch head query key] = {list(expected)}, batch and head alone or 1; "
+                f"got shape {list(allowed.shape)}"
+            )
+        return ~allowed
+
+    def _shared_out(self, pattern: Tensor, weights: Tensor, left: Tensor) -> Tensor:
+        if not bool((left > 0).all()):
+            raise RuntimeError(
+                f"allowed: expected every query of {self.module} to have weight at a key that it is allowed; "
+                f"got none in {int((~(left > 0)).sum())} rows of its pattern"
+            )
+        return weights / left
+
+
+class _MaskKeys(_MaskAttention):
+    argument = "position"
+
+    def _hidden(self, pattern: Tensor, values: Tensor) -> Bool[Tensor, "#batch #head #query key"]:
+        return position_mask(self._chosen, values)[:, None, None]
+
+    def _shared_out(self, pattern: Tensor, weights: Tensor, left: Tensor) -> Tensor:
+        return torch.where(left > 0, weights / left, pattern)

@@ -65,7 +65,7 @@ def check_mixing(
                 reason = f"they differ by up to {(mixed - expected).abs().max().item():.3g}"
     if reason:
         raise RuntimeError(
-            f"{argument}: expected hook_z = pattern @ values, as it is to be computed anew; got {reason}. "
+            f"{argument}: expected hook_z = pattern @ values; got {reason}. "
             "Either the model does more there (a gate, a norm, dropout, cached keys), or another hook edits "
             "the values or the pattern of this layer after this one, or its hook_z before it. List edits of "
             "the values first, and give all positions and heads of one edit in one call"

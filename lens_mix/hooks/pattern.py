@@ -8,14 +8,14 @@ fused attention kernel that point does not even fire.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.arguments import plain_tensor
+from lens_mix.arguments import instance, plain_tensor
 from lens_mix.hooks._arguments import as_heads, as_patterns, check_heads
 from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookPair, attention_module
 from lens_mix.hooks.mixing import check_mixing, mix
@@ -120,7 +120,11 @@ def replace_pattern(
 
 
 def freeze_pattern(
-    layer: int, source: Mapping[str, Tensor] | Tensor | Any, *, attention: str = DEFAULT_ATTENTION
+    layer: int,
+    source: Mapping[str, Tensor] | Tensor | Any,
+    *,
+    edit: Callable[[Float[Tensor, "batch head query key"]], Tensor] | None = None,
+    attention: str = DEFAULT_ATTENTION,
 ) -> HookPair:
     """Hold one layer's attention pattern at its value of an earlier pass, while the inputs change.
 
@@ -131,10 +135,14 @@ def freeze_pattern(
         layer, attention: as in `zero_values`.
         source: where the pattern [batch head query key] is: a dict filled by `record`, a TransformerLens
             ActivationCache, or the tensor itself.
+        edit: what mixes the values in its place, as a function of the frozen pattern: `lambda pattern:
+            pattern * kept` keeps some cells only. It is called in the pass, so that of many layers only one
+            edited pattern lives at a time. None: the pattern as it is.
 
     Raises:
         TypeError, ValueError: `source` is neither tensor nor mapping, or has no `hook_pattern` of this layer;
-            further as `replace_pattern`, as is RuntimeError.
+            `edit` can't be called; of the pattern and of what `edit` gives as `replace_pattern`, as is
+            RuntimeError.
 
     Example:
         ```python
@@ -160,7 +168,10 @@ def freeze_pattern(
                 "attention is left to transformers, the pattern fires only with eager attention"
             )
         source = source[name]
-    return _ReplacePattern(layer, attention, "source", as_patterns("source", source).detach())._pair()
+    if edit is not None:
+        instance("edit", edit, Callable, "a function of the pattern")
+    frozen = as_patterns("source", source).detach()
+    return _ReplacePattern(layer, attention, "source" if edit is None else "edit", frozen, edit)._pair()
 
 
 def add_to_pattern(
@@ -235,22 +246,31 @@ class _PruneHeads(_WithArgument):
 class _ReplacePattern(AttentionHook):
     points = ("values", "pattern", "mixed")
 
-    def __init__(self, layer: int, attention: str, argument: str, pattern: Tensor) -> None:
+    def __init__(
+        self,
+        layer: int,
+        attention: str,
+        argument: str,
+        pattern: Tensor,
+        edit: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__(layer, attention)
-        self._name, self._given = argument, as_patterns(argument, pattern)
+        self._name, self._given, self._edit = argument, as_patterns(argument, pattern), edit
 
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
         batch, query, head = mixed.shape[:3]
-        expected = (head, query, values.shape[1])
-        if tuple(self._given.shape[1:]) != expected or self._given.shape[0] not in (1, batch):
+        given, expected = self._given, (head, query, values.shape[1])
+        if self._edit is not None:
+            given = as_patterns(self._name, self._edit(given))
+        if tuple(given.shape[1:]) != expected or given.shape[0] not in (1, batch):
             raise ValueError(
                 f"{self._name}: expected [head query key] = {list(expected)}, alone or for a batch of "
-                f"{batch}; got shape {list(self._given.shape)}"
+                f"{batch}; got shape {list(given.shape)}"
             )
         if pattern is not None:
             check_mixing(self._name, mixed, pattern, values)
         self.calls += 1
-        return mix(self._given.to(values).expand(batch, -1, -1, -1), values)
+        return mix(given.to(values).expand(batch, -1, -1, -1), values)
 
 
 class _AddToPattern(_ReplacePattern):

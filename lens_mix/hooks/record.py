@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.arguments import flags, instance, one_of, several, shown
-from lens_mix.hooks.base import DEFAULT_ATTENTION, HookFunction, HookPair, attention_module
+from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookFunction, HookPair, attention_module
 
 # role -> TransformerLens's hook point inside the attention module
 ATTENTION_ROLES = {"query": "hook_q", "value": "hook_v", "pattern": "hook_pattern", "z": "hook_z"}
@@ -56,8 +56,7 @@ def record(
         values = store["blocks.0.attn.hook_v"]  # [batch position head d_head]
         ```
     """
-    if not isinstance(store, MutableMapping):
-        raise TypeError(f"store: expected a dict to fill; got {type(store).__name__}")
+    _check_store(store)
     if not isinstance(name, str):
         raise TypeError(f"name: expected the name of one hook point; got {name!r}")
     flags(detach=detach)
@@ -133,6 +132,39 @@ def record_attention(
     return pairs
 
 
+def record_mixing(
+    layer: int, store: MutableMapping[str, Tensor], *, attention: str = DEFAULT_ATTENTION
+) -> HookPair:
+    """Keep what one layer's attention mixed, z = pattern @ values, in the graph and the same on every class.
+
+    The store then holds `hook_pattern` [batch head query key], `hook_v` [batch key value_head d_head] and
+    `hook_z` [batch query head d_head] of the module, where `record` keeps the layout that a class shows. The
+    pass goes on from this z, to differentiate by it. `calls` stays 0 where a TransformerBridge leaves
+    attention to transformers, which show the pattern after the mixing, or never.
+
+    Args:
+        layer, attention: as in `zero_values`.
+        store: the dict to fill; each pass overwrites what the last one kept.
+
+    Raises:
+        TypeError: `store` is no dict.
+
+    Example:
+        ```python
+        import torch
+
+        from lens_mix.hooks import record_mixing
+
+        store = {}
+        logits = model.run_with_hooks(tokens, fwd_hooks=[record_mixing(0, store)])
+        z = store["blocks.0.attn.hook_z"]  # [batch query head d_head]
+        (gradient,) = torch.autograd.grad(logits[:, -1].max(dim=-1).values.sum(), z)
+        ```
+    """
+    _check_store(store)
+    return _RecordMixing(layer, attention, store)._pair()
+
+
 def watch_pattern(
     layer: int,
     watch: Callable[[Float[Tensor, "batch head query key"]], object],
@@ -165,6 +197,11 @@ def watch_pattern(
     instance("watch", watch, Callable, "a function of the pattern")
     name = f"{attention_module(layer, attention)}.hook_pattern"
     return name, _Watch(name, watch)
+
+
+def _check_store(store: object) -> None:
+    if not isinstance(store, MutableMapping):
+        raise TypeError(f"store: expected a dict to fill; got {type(store).__name__}")
 
 
 def _rows(tensor: Tensor, *, queries: Int[Tensor, "batch query"], axis: int) -> Tensor:
@@ -200,6 +237,23 @@ class _Record(HookFunction):
         if not isinstance(value, Tensor):
             raise TypeError(f"{self.name}: expected {expected}; got {type(value).__name__}")
         return value
+
+
+class _RecordMixing(AttentionHook):
+    points = ("values", "pattern", "mixed")
+
+    def __init__(self, layer: int, attention: str, store: MutableMapping[str, Tensor]) -> None:
+        super().__init__(layer, attention)
+        self._store = store
+
+    def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor | None:
+        if pattern is None:
+            return None
+        for name, tensor in (("hook_pattern", pattern), ("hook_v", values), ("hook_z", mixed)):
+            self._store[f"{self.module}.{name}"] = tensor
+        self.calls += 1
+        # z with its heads apart may be a view; by a view that nothing reads there is no gradient
+        return mixed
 
 
 @dataclasses.dataclass(repr=False, eq=False)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lens_mix.hooks import AttentionHook
+from lens_mix.hooks import record_mixing
 from lens_mix.hooks.mixing import check_mixing
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import ChangedRules, Rules
@@ -54,12 +54,15 @@ class Graph:
         self.resid_post: Float[Tensor, "batch pos d_model"] | None = None
         self._changed = ChangedRules(lens, anatomies, rules)
         template = lens.stack.attention_template
-        self._keepers = [_KeepMixing(layer, template) for layer in lens.stack.attention_layers]
+        self._recorded: dict[str, Tensor] = {}
+        self._recording = [
+            record_mixing(layer, self._recorded, attention=template) for layer in lens.stack.attention_layers
+        ]
 
     @contextlib.contextmanager
     def built(self) -> Iterator[None]:
         """Passes inside go by the rules, with gradients on; the first through the blocks is the graph's."""
-        pairs = [*self._changed.pairs, *((keeper.matches, keeper) for keeper in self._keepers)]
+        pairs = [*self._changed.pairs, *self._recording]
         first, last = self._lens.stack.blocks[0], self._lens.stack.blocks[-1]
         ends = [forward_pre_hook(first, self._enter, with_kwargs=True), forward_hook(last, self._leave)]
         with torch.enable_grad(), self._lens.hooked(pairs), Changes([*self._changed.changes, *ends]):
@@ -77,17 +80,29 @@ class Graph:
                 "target: expected a differentiable function of the output, got a value without a gradient "
                 "(a detach, an argmax or a no_grad inside?)"
             )
-        keepers = [keeper for keeper in self._keepers if keeper.mixed is not None]
+        layers = self._lens.stack.attention_layers
+        recorded = {layer: self._recorded_of(layer) for layer in layers}
+        mixed = {layer: z for layer, (_, _, z) in recorded.items() if z.requires_grad}
         # The leaf too, as the rules of the first block are only reached on the way to it.
-        inputs = [self._leaf, *(keeper.mixed for keeper in keepers if keeper.mixed is not None)]
-        one = torch.ones_like(value)
+        inputs, one = [self._leaf, *mixed.values()], torch.ones_like(value)
         _, *gradients = torch.autograd.grad(value, inputs, one, allow_unused=True, retain_graph=True)
-        gradient_of = dict(zip(keepers, gradients, strict=True))
-        for keeper in self._keepers:
-            if gradient_of.get(keeper) is None:
-                raise UnsupportedModelError(f"hooks: no gradient came back to {keeper.module}.hook_z")
+        gradient_of = dict(zip(mixed, gradients, strict=True))
+        for layer in layers:
+            if gradient_of.get(layer) is None:
+                name = self._lens.stack.hook_name("z", layer)
+                raise UnsupportedModelError(f"hooks: no gradient came back to {name}")
         self._changed.require_gradients()
-        return {keeper.layer: keeper.mixing(gradient) for keeper, gradient in gradient_of.items()}
+        return {layer: _checked(*recorded[layer], gradient) for layer, gradient in gradient_of.items()}
+
+    def _recorded_of(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The pattern, the values and z of one layer."""
+        pattern, value, z = (self._lens.stack.hook_name(role, layer) for role in ("pattern", "value", "z"))
+        if z not in self._recorded:
+            raise UnsupportedModelError(
+                f"expected {pattern} to fire before hook_z; got none: this model leaves attention to "
+                "transformers"
+            )
+        return self._recorded[pattern], self._recorded[value], self._recorded[z]
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The first block reads its residual stream as a leaf."""
@@ -100,36 +115,10 @@ class Graph:
         self.resid_post = first_tensor(output)
 
 
-class _KeepMixing(AttentionHook):
-    """Keeps what is mixed, in the graph."""
-
-    points = ("values", "pattern", "mixed")
-    mixed: Tensor | None = None
-
-    def __init__(self, layer: int, attention: str) -> None:
-        super().__init__(layer, attention)
-        self.layer = layer
-
-    def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor | None:
-        if not (torch.is_grad_enabled() and mixed.requires_grad):
-            return None
-        self.mixed, self._kept = mixed, (pattern, values)
-        self.calls += 1
-        # The pass goes on from what was looked at, or no gradient comes back to it.
-        return mixed
-
-    def mixing(self, gradient: Tensor) -> Mixing:
-        """With the gradient that came back."""
-        pattern, values = self._kept
-        assert self.mixed is not None
-        if pattern is None:
-            raise UnsupportedModelError(
-                f"expected {self.module}.hook_pattern to fire before hook_z; got none: this model leaves "
-                "attention to transformers"
-            )
-        pattern, values, mixed = pattern.detach(), values.detach(), self.mixed.detach()
-        try:
-            check_mixing("gradients by mixed values", mixed, pattern, values)
-        except RuntimeError as problem:
-            raise UnsupportedModelError(str(problem)) from problem
-        return Mixing(pattern, values, mixed, gradient)
+def _checked(pattern: Tensor, values: Tensor, mixed: Tensor, gradient: Tensor) -> Mixing:
+    pattern, values, mixed = pattern.detach(), values.detach(), mixed.detach()
+    try:
+        check_mixing("gradients by mixed values", mixed, pattern, values)
+    except RuntimeError as problem:
+        raise UnsupportedModelError(str(problem)) from problem
+    return Mixing(pattern, values, mixed, gradient)

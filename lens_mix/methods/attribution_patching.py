@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from einops import einsum
-from jaxtyping import Float, Int
+from einops import einsum, rearrange
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.arguments import one_of, whole_number
-from lens_mix.hooks import must_fire
+from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_attention
 from lens_mix.hooks.mixing import pass_tolerance, sink
 from lens_mix.lens.changed_backward import Rules
 from lens_mix.lens.graph import Graph, Mixing
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.methods import target_passes
 from lens_mix.methods.replacements import check_replacements, stand_ins
 from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows
-from lens_mix.methods.side_by_side import Layout, SideBySide
+from lens_mix.methods.side_by_side import SideBySide
 from lens_mix.targets import describe
 
 if TYPE_CHECKING:
@@ -96,6 +94,24 @@ class AttributionPatching(ExplainsRows):
         # The softmax at temperature 2 has a derivative of half its size.
         return Rules(temperature=2.0, scores=0.5, activations="ratio" if written else "gradient")
 
+    def edits(
+        self, layer: int, allowed: Bool[Tensor, "index index"], *, attention: str = DEFAULT_ATTENTION
+    ) -> list[HookPair]:
+        """The hooks that let each index of a prompt with stand-ins beside it see what its layout allows.
+
+        On your run, for the direct term of the tokens `chosen`, the last of which is the prompt's last:
+
+            layout = Layout.of(len(tokens), chosen, sets=1)  # of lens_mix.methods.side_by_side
+            hooks = [pair for layer in layers for pair in method.edits(layer, layout.allowed)]
+            with model.hooks(fwd_hooks=hooks):
+                beside = layout.filled(tokens, stand_ins[None])  # one token per chosen one
+                logits = model(beside[None], position_ids=layout.positions[None])[0]
+            direct = (target(logits[layout.read[0]]) - target(logits[len(tokens) - 1])).abs()
+
+        Args as in `lens_mix.hooks.mask_attention`.
+        """
+        return [mask_attention(layer, allowed, attention=attention)]
+
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         first, bound = blocks[0], bind_rows(blocks, self.target)
         if bound.positions is None:
@@ -127,68 +143,37 @@ class AttributionPatching(ExplainsRows):
         """One row, of its prompt up to the query."""
         places = bound.first.real[bound.prompts[row]].nonzero()[:, 0]
         places = places[places <= bound.queries[row]]
-        found = graph.mixing(bound.value_in(graph, row))
-        mixing = {layer: each.at(places) for layer, each in found.items()}
+        layers = graph.mixing(bound.value_in(graph, row))
+        mixing = {layer: whole.at(places) for layer, whole in layers.items()}
         effects = torch.stack([hidden_effects(each) for each in mixing.values()]).sum(0).tril(-1)
         between, direct = effects[:-1].square().sum(0).sqrt(), effects[-1].abs()
-        last = len(places) - 1
-        strongest = direct[:last].topk(min(self.n_exact, last)).indices.tolist()
-        chosen = torch.tensor([*sorted(strongest), last])
         if self.paths != "between":
-            direct[chosen] = self._exact(blocks, bound, row, places, chosen, mixing).to(direct.dtype)
+            last = len(places) - 1
+            strongest = direct[:last].topk(min(self.n_exact, last)).indices.tolist()
+            chosen = torch.tensor([*sorted(strongest), last])
+            mixed = {layer: each.mixed for layer, each in mixing.items()}
+            beside = SideBySide(blocks, bound, row, places, chosen, mixed, self.edits)
+            direct[chosen] = self._exact(beside).to(direct.dtype)
         terms = {"direct": direct, "between": between, "all": direct + between}
         scores[places] = terms[self.paths].to(scores.dtype)
 
-    def _exact(
-        self,
-        blocks: Sequence[Block],
-        bound: RowTargets,
-        row: int,
-        places: Int[Tensor, " pos"],
-        chosen: Int[Tensor, " chosen"],
-        mixing: Mapping[int, Mixing],
-    ) -> Float[Tensor, " chosen"]:
+    def _exact(self, beside: SideBySide) -> Float[Tensor, " chosen"]:
         """The direct term of the chosen tokens."""
-        tokens = bound.first.tokens[bound.prompts[row], places]
-        seen = functools.partial(self._seen, blocks, bound, row, tokens, chosen, mixing)
-        if bound.first.carries_users_hooks:
+        first, clean = beside.bound.first, beside.bound.clean[beside.row]
+        tokens = beside.tokens[beside.chosen]
+        if first.carries_users_hooks:
             # A hook that knows positions misses the stand-ins: tokens that stand in for themselves tell.
-            error = float((seen(tokens[chosen][None]) - bound.clean[row]).abs().max())
-            accepted = pass_tolerance(bound.first.inputs.dtype)
-            if not error <= accepted * max(1.0, float(bound.clean[row].abs())):
+            error = float((beside.targets(tokens[None]) - clean).abs().max())
+            accepted = pass_tolerance(first.inputs.dtype)
+            if not error <= accepted * max(1.0, float(clean.abs())):
                 raise UnsupportedModelError(
                     f"{self.name}: expected the model's hooks to act alike at all positions, as stand-ins "
                     f"run at others; tokens that stand in for themselves change the target by {error:.1e}"
                 )
-        others = stand_ins(bound.first, tokens[chosen, None], self.replacements, self.n_samples, self.seed).T
+        others = stand_ins(first, tokens[:, None], self.replacements, self.n_samples, self.seed).T
         # Together they share the tokens; many of them would spend more on attention among each other.
-        parts = others.split(8 if bound.first.max_memory is None else 1)
-        return (torch.cat(list(map(seen, parts))) - bound.clean[row]).abs().mean(0)
-
-    def _seen(
-        self,
-        blocks: Sequence[Block],
-        bound: RowTargets,
-        row: int,
-        tokens: Int[Tensor, " pos"],
-        chosen: Int[Tensor, " chosen"],
-        mixing: Mapping[int, Mixing],
-        others: Int[Tensor, "set chosen"],
-    ) -> Float[Tensor, "set chosen"]:
-        """The target when the last token sees others in the place of the chosen ones, one at a time."""
-        first, layout = bound.first, Layout.of(len(tokens), chosen, len(others))
-        first.check_memory(len(layout.positions))
-        hooks = [SideBySide(block, layout, mixing[block.layer].mixed) for block in blocks]
-        pairs = [(hook.matches, hook) for hook in hooks]
-        positions = layout.positions.to(tokens.device)[None]
-        batch = first.placed_batch(layout.filled(tokens, others)[None], positions)
-        try:
-            with torch.no_grad(), must_fire(*pairs):
-                logits = first.logits(pairs, batch=batch, positions=layout.read.flatten()[None])[0]
-        except RuntimeError as problem:
-            raise UnsupportedModelError(f"{self.name}: {problem}") from problem
-        as_prompt = logits[:, None].expand(-1, int(first.real[bound.prompts[row]].sum()), -1)
-        return target_passes.evaluate(bound.functions[row], as_prompt).unflatten(0, (-1, len(chosen)))
+        parts = others.split(8 if first.max_memory is None else 1)
+        return (torch.cat(list(map(beside.targets, parts))) - clean).abs().mean(0)
 
 
 def hidden_effects(mixing: Mixing) -> Float[Tensor, "query key"]:
@@ -210,3 +195,16 @@ def _of_others(x: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
     before = torch.nn.functional.pad(x.cumsum(-1)[..., :-1], (1, 0))
     after = torch.nn.functional.pad(x.flip(-1).cumsum(-1)[..., :-1], (1, 0)).flip(-1)
     return before + after
+
+
+def hidden_key_effects(
+    pattern: Float[Tensor, "head query key"],
+    values: Float[Tensor, "key head d_head"],
+    gradient: Float[Tensor, "query head d_head"],
+) -> Float[Tensor, "query key"]:
+    """E as it stands, g · ((z - p v) / (1 - p) - z), summed over heads; the oracle of `hidden_effects`."""
+    mixed = einsum(pattern, values, "head query key, key head d_head -> query head d_head")
+    weight = rearrange(pattern, "head query key -> query key head 1")
+    mixed = rearrange(mixed, "query head d_head -> query 1 head d_head")
+    changed = (mixed - weight * values) / (1 - weight) - mixed
+    return einsum(gradient, changed, "query head d_head, query key head d_head -> query key")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Int
+from einops import reduce
+from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.arguments import one_of
-from lens_mix.hooks import mask_keys, must_fire, zero_values
+from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_keys, must_fire, zero_values
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.methods.replacements import check_replacements, stand_ins
+from lens_mix.methods.replacements import Copies, check_replacements
 from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows
 from lens_mix.targets import as_target
 
@@ -90,7 +91,7 @@ class Occlusion(ExplainsRows):
         bound = bind_rows(blocks, self.target)
         scores = first.zeros(len(bound.functions), first.real_inputs.shape[1])
         clean = self._log_probabilities(bound) if self.measure == "kl" else bound.clean
-        copies = self._copies(first)
+        copies = Copies.of(first, self, replaced=self.by == "replace")
         for part in first.chunks(len(copies.prompts), logits=not bound.reads_one_position):
             chunk = copies.part(part)
             for row, own, changed in self._changed(blocks, bound, chunk):
@@ -105,47 +106,64 @@ class Occlusion(ExplainsRows):
                 )
         return [bound.scattered(scores / copies.repeats, last)]
 
-    def _change(self, clean: Tensor, changed: Float[Tensor, copy * d_vocab]) -> Float[Tensor, " copy"]:
+    def edits(
+        self, layer: int, position: int | slice | Tensor, *, attention: str = DEFAULT_ATTENTION
+    ) -> list[HookPair]:
+        """The hooks that take positions out in one layer, by "mask" or "values". On your run, for column j:
+
+            hooks = [pair for layer in range(model.cfg.n_layers) for pair in method.edits(layer, j)]
+            column = target(model(tokens)) - target(model.run_with_hooks(tokens, fwd_hooks=hooks))
+
+        None for "replace", which changes the tokens. Where a model mixes before its pattern shows, the hooks
+        of "mask" raise in the pass; the method then hides the token by the model's attention mask.
+
+        Args as in `lens_mix.hooks.zero_values`.
+        """
+        if self.by == "replace":
+            return []
+        edit = mask_keys if self.by == "mask" else zero_values
+        return [edit(layer, position, attention=attention)]
+
+    def _change(self, clean: Tensor, changed: Float[Tensor, " copy *d_vocab"]) -> Float[Tensor, " copy"]:
         if self.measure == "kl":
             return (clean.exp() * (clean - changed)).sum(-1)
         return (clean - changed).abs() if self.measure == "absolute" else clean - changed
 
-    def _copies(self, first: Block) -> _Copies:
-        """A copy of its prompt for every token and replacement."""
-        prompts, positions = first.real_inputs.nonzero().unbind(-1)
-        tokens = first.input_tokens[prompts, positions][:, None]
-        if self.by == "replace":
-            tokens = stand_ins(first, tokens, self.replacements, self.n_samples, self.seed)
-        repeats = tokens.shape[1]
-        prompts, positions = (each.repeat_interleave(repeats) for each in (prompts, positions))
-        return _Copies(prompts, positions, tokens.flatten(), repeats)
-
     def _changed(
-        self, blocks: Sequence[Block], bound: RowTargets, copies: _Copies
+        self, blocks: Sequence[Block], bound: RowTargets, copies: Copies
     ) -> Iterator[tuple[int, slice, Tensor]]:
         """Per row, the copies of its prompt and what they give there."""
-        first = blocks[0]
-        options: dict[str, Any] = {"rows": copies.prompts}
-        hooks = []
+        first, pairs = blocks[0], []
+        options: dict[str, Any] = {}
         if self.by == "replace":
-            tokens = first.input_tokens[copies.prompts].clone()
-            tokens[torch.arange(len(tokens), device=tokens.device), copies.positions] = copies.tokens
-            options = {"batch": first.altered_batch(copies.prompts, tokens=tokens)}
-        elif self.by == "mask" and not _shows_pattern_first(first):
+            options["batch"] = first.altered_batch(copies.prompts, tokens=copies.replaced(first))
+        elif self.by == "mask" and not self._acts_on(first):
             if not first.masks_by_input:
                 raise UnsupportedModelError(
                     "by='mask': this stack takes no mask, and mixes before its pattern shows"
                 )
-            masked = torch.zeros_like(first.tokens[copies.prompts], dtype=torch.bool)
-            masked[torch.arange(len(masked), device=masked.device), copies.positions] = True
-            options = {"batch": first.altered_batch(copies.prompts, masked=masked)}
+            options["batch"] = first.altered_batch(copies.prompts, masked=copies.masked(first))
         else:
-            edit = zero_values if self.by == "values" else mask_keys
-            hooks = [
-                edit(block.layer, copies.positions, attention=block.attention_template) for block in blocks
-            ]
-        with torch.no_grad(), must_fire(*hooks) as pairs:
-            yield from bound.of_copies(copies.prompts, pairs, distributions=self.measure == "kl", **options)
+            options["rows"] = copies.prompts
+            for block in blocks:
+                pairs += self.edits(block.layer, copies.positions, attention=block.attention_template)
+        with torch.no_grad(), must_fire(*pairs) as hooks:
+            yield from bound.of_copies(copies.prompts, hooks, distributions=self.measure == "kl", **options)
+
+    def _acts_on(self, block: Block) -> bool:
+        """Whether weights can be shared out anew before they mix; else the model's own mask hides a key.
+
+        The mask alone would not do: HookedTransformer counts positions by it, and in float64 rows of Hugging
+        Face's that see nothing are NaN, and make the others so.
+        """
+        try:
+            block.replay(
+                torch.zeros(1, dtype=torch.long, device=block.real.device),
+                self.edits(block.layer, 0, attention=block.attention_template),
+            )
+        except RuntimeError:
+            return False
+        return True
 
     @staticmethod
     def _log_probabilities(bound: RowTargets) -> Float[Tensor, "row d_vocab"]:
@@ -156,36 +174,12 @@ class Occlusion(ExplainsRows):
             return torch.cat([changed for _, _, changed in rows])
 
 
-def _shows_pattern_first(block: Block) -> bool:
-    """Whether weights can be shared out anew before they mix; else the model's own mask has to hide a key.
+def lost_without_key(
+    target: Callable[[int | None], Float[Tensor, "sample query"]], n_keys: int
+) -> Float[Tensor, "query key"]:
+    """F(x) - F(x without key), a key at a time; slow, the oracle of the method.
 
-    The mask alone would not do: HookedTransformer counts positions by it, and in float64 rows of Hugging
-    Face's that see nothing are NaN, and make the others so.
+    `target(key)` is F over each query without that key, once per stand-in; `target(None)` is F(x).
     """
-    try:
-        block.replay(
-            torch.zeros(1, dtype=torch.long, device=block.real.device),
-            [mask_keys(block.layer, 0, attention=block.attention_template)],
-        )
-    except RuntimeError:
-        return False
-    return True
-
-
-@dataclasses.dataclass(frozen=True)
-class _Copies:
-    """Copies of prompts in each of which one token is taken out.
-
-    Attributes:
-        prompts, positions: of which prompt a copy is, and which of its positions is taken out (padding in).
-        tokens: what stands there instead.
-        repeats: how many copies there are of every position.
-    """
-
-    prompts: Int[Tensor, " copy"]
-    positions: Int[Tensor, " copy"]
-    tokens: Int[Tensor, " copy"]
-    repeats: int
-
-    def part(self, part: slice) -> _Copies:
-        return _Copies(self.prompts[part], self.positions[part], self.tokens[part], self.repeats)
+    columns = [target(None) - target(key) for key in range(n_keys)]
+    return reduce(torch.stack(columns), "key sample query -> query key", "mean")

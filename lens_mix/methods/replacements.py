@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lens_mix.arguments import several, whole_number
@@ -55,3 +56,45 @@ def stand_ins(
     given = torch.tensor([context.token_id(token, "replacements") for token in replacements])
     given = given.to(tokens.device)
     return torch.where(given == tokens, (given + 1) % first.d_vocab, given)
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """Copies of prompts in each of which one token is taken out.
+
+    Attributes:
+        prompts, positions: of which prompt a copy is, and which of its positions is taken out (padding in).
+        tokens: what stands there instead.
+        repeats: how many copies there are of every position.
+    """
+
+    prompts: Int[Tensor, " copy"]
+    positions: Int[Tensor, " copy"]
+    tokens: Int[Tensor, " copy"]
+    repeats: int
+
+    @classmethod
+    def of(cls, first: Block, method: Any, *, replaced: bool) -> Copies:
+        """A copy of its prompt for every token; `replaced`: and for every one of the method's stand-ins."""
+        prompts, positions = first.real_inputs.nonzero().unbind(-1)
+        tokens = first.input_tokens[prompts, positions][:, None]
+        if replaced:
+            tokens = stand_ins(first, tokens, method.replacements, method.n_samples, method.seed)
+        repeats = tokens.shape[1]
+        prompts, positions = (each.repeat_interleave(repeats) for each in (prompts, positions))
+        return cls(prompts, positions, tokens.flatten(), repeats)
+
+    def part(self, part: slice) -> Copies:
+        return Copies(self.prompts[part], self.positions[part], self.tokens[part], self.repeats)
+
+    def replaced(self, first: Block) -> Int[Tensor, "copy input"]:
+        """The tokens of each copy, with its stand-in."""
+        tokens = first.input_tokens[self.prompts].clone()
+        tokens[torch.arange(len(tokens), device=tokens.device), self.positions] = self.tokens
+        return tokens
+
+    def masked(self, first: Block) -> Bool[Tensor, "copy pos"]:
+        """Where in each copy the token is that is taken out."""
+        masked = torch.zeros_like(first.tokens[self.prompts], dtype=torch.bool)
+        masked[torch.arange(len(masked), device=masked.device), self.positions] = True
+        return masked

@@ -130,7 +130,7 @@ class RowTargets:
         *,
         distributions: bool = False,
         **options: Any,
-    ) -> Iterator[tuple[int, slice, Float[Tensor, copy * d_vocab]]]:
+    ) -> Iterator[tuple[int, slice, Float[Tensor, " copy *d_vocab"]]]:
         """Per row: which copies are of its prompt, and the target of each.
 
         Args:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lens_mix.hooks import AttentionHook
-from lens_mix.hooks.mixing import pass_tolerance, sink
+from lens_mix.hooks import HookPair, must_fire, record_attention
+from lens_mix.hooks.mixing import pass_tolerance
+from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.replay import relative_error
+from lens_mix.methods import target_passes
+from lens_mix.methods.row_targets import RowTargets
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -63,29 +67,72 @@ class Layout:
         return filled
 
 
-class SideBySide(AttentionHook):
-    """Lets each index see in one layer what its layout allows: weights are shared out anew."""
+@dataclasses.dataclass(frozen=True)
+class SideBySide:
+    """One row's prompt up to the query, run with stand-ins for some of its tokens beside it.
 
-    points = ("values", "pattern", "mixed")
+    Attributes:
+        blocks: of the whole model.
+        bound: the target of all rows.
+        row: which of them.
+        places: the positions of the prompt's tokens in the padded batch, up to the query.
+        chosen: which of these are to be replaced; the last is the query.
+        mixed: by layer, z of the clean pass at the places.
+        edits: makes the hooks that let each index see what its layout allows, as `AttributionPatching.edits`.
+    """
 
-    def __init__(self, block: Block, layout: Layout, mixed: Float[Tensor, "query head d_head"]) -> None:
-        """`mixed` is z of the clean pass, which the tokens and the control have to have here too."""
-        super().__init__(block.layer, block.attention_template)
-        self._layout, self._clean = layout, torch.cat([mixed, mixed[-1:]])
+    blocks: Sequence[Block]
+    bound: RowTargets
+    row: int
+    places: Int[Tensor, " pos"]
+    chosen: Int[Tensor, " chosen"]
+    mixed: Mapping[int, Float[Tensor, "pos head d_head"]]
+    edits: Callable[..., list[HookPair]]
 
-    def on_pattern(self, pattern: Float[Tensor, "copy head query key"], values: Tensor) -> Tensor:
-        shared, to_no_key = pattern * self._layout.allowed.to(pattern), sink(pattern)
-        left = shared.sum(-1, keepdim=True, dtype=to_no_key.dtype) + to_no_key
-        return (shared / left).to(pattern.dtype)
+    @property
+    def tokens(self) -> Int[Tensor, " pos"]:
+        """The tokens up to the query."""
+        return self.bound.first.tokens[self.bound.prompts[self.row], self.places]
 
-    def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> None:
-        found = mixed[0, self._layout.tokens].flatten(-2).to(self._clean.dtype)
-        error = relative_error(found, self._clean.flatten(-2))
-        if not error <= pass_tolerance(mixed.dtype):
-            raise RuntimeError(
-                "expected attention to read tokens and their positions alone, so that a prompt can be run "
-                "beside its stand-ins; got other mixed values for the same tokens (a sliding window shorter "
-                "than the prompt and its stand-ins, or positions that are counted instead of taken, as with "
-                "ALiBi?)"
-            )
-        self.calls += 1
+    def targets(self, others: Int[Tensor, "set chosen"]) -> Float[Tensor, "set chosen"]:
+        """The target when the query's token sees others in the place of the chosen ones, one at a time.
+
+        Raises:
+            UnsupportedModelError: the edits don't act, or the tokens themselves come out otherwise.
+            ValueError: the pass is beyond the memory bound.
+        """
+        first, layout = self.bound.first, Layout.of(len(self.places), self.chosen, len(others))
+        first.check_memory(len(layout.positions))
+        recorded: dict[str, Tensor] = {}
+        pairs, controls, queries = [], [], layout.tokens[None].to(self.places.device)
+        for block in self.blocks:
+            options = {"attention": block.attention_template}
+            pairs += self.edits(block.layer, layout.allowed, **options)
+            controls += record_attention(block.layer, recorded, ["z"], queries=queries, **options)
+        tokens = layout.filled(self.tokens, others)[None]
+        batch = first.placed_batch(tokens, layout.positions.to(tokens.device)[None])
+        read = layout.read.flatten()[None]
+        try:
+            with torch.no_grad(), must_fire(*pairs, *controls) as hooks:
+                logits = first.logits(hooks, batch=batch, positions=read)[0]
+        except RuntimeError as problem:
+            raise UnsupportedModelError(f"attribution_patching: {problem}") from problem
+        for block, (name, _) in zip(self.blocks, controls, strict=True):
+            _check_control(recorded[str(name)][0], self.mixed[block.layer])
+        prompt = int(self.bound.prompts[self.row])
+        as_prompt = logits[:, None].expand(-1, int(first.real[prompt].sum()), -1)
+        values = target_passes.evaluate(self.bound.functions[self.row], as_prompt)
+        return values.unflatten(0, (-1, len(self.chosen)))
+
+
+def _check_control(found: Float[Tensor, " index *axes"], clean: Float[Tensor, "pos head d_head"]) -> None:
+    """The tokens, and the control after them, have to mix what the tokens of the clean pass do."""
+    expected = torch.cat([clean, clean[-1:]]).flatten(1)
+    error = relative_error(found.flatten(1).to(expected.dtype), expected)
+    if not error <= pass_tolerance(found.dtype):
+        raise UnsupportedModelError(
+            "attribution_patching: expected attention to read tokens and their positions alone, so that a "
+            "prompt can be run beside its stand-ins; got other mixed values for the same tokens (a sliding "
+            "window shorter than the prompt and its stand-ins, or positions that are counted instead of "
+            "taken, as with ALiBi?)"
+        )

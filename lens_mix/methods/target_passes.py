@@ -107,7 +107,7 @@ def gradients_of(values: Float[Tensor, " row"], leaves: Sequence[Tensor]) -> lis
     return present
 
 
-def evaluate(function: Explained, output: Float[Tensor, copy * axes]) -> Float[Tensor, " copy"]:
+def evaluate(function: Explained, output: Float[Tensor, " copy *axes"]) -> Float[Tensor, " copy"]:
     """The target's value per copy. Raises TypeError, ValueError: not a tensor [copy] of finite numbers."""
     values = function(output)
     if not torch.is_tensor(values) or not values.is_floating_point():

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import pytest
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.hooks import DEFAULT_ATTENTION, mask_keys
+from lens_mix.hooks import (
+    mask_attention,
+    mask_keys,
+    record,
+    replace_pattern,
+    scale_pattern,
+    zero_values,
+)
 from lens_mix.hooks.gradient import pattern_gradient
 from lens_mix.hooks.mixing import mix, sink
 from lens_mix.lens.graph import Mixing
 from lens_mix.methods.attribution_patching import hidden_effects
-from lens_mix.methods.side_by_side import Layout, SideBySide
+from tests.tiny_models import available, bridge, hooked_transformer, tokens
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -27,11 +33,8 @@ def softmax(dtype: torch.dtype, *, to_no_key: float = 0.0) -> Float[Tensor, "1 h
 
 
 def without_a_key(pattern: Float[Tensor, "1 head query key"], key: int) -> Float[Tensor, "1 head query key"]:
-    """As what is mixed shows it where each key's value is a vector of its own, of length 1."""
-    _, heads, _, keys = pattern.shape
-    values = torch.eye(keys, dtype=pattern.dtype)[None, :, None].expand(1, keys, heads, keys)
     function: Any = mask_keys(0, key)[1]
-    return function.on_mixed(mix(pattern, values), values, pattern).transpose(1, 2)
+    return function.on_pattern(pattern, pattern.new_zeros(1, pattern.shape[3], 1, 1))
 
 
 def epsilon(dtype: torch.dtype) -> float:
@@ -77,11 +80,8 @@ def uses(pattern: Float[Tensor, "1 1 query key"]) -> list[Tensor]:
     values, gradient, given = torch.randn(3, 1, 3, 1, 3, generator=generator).bfloat16().to(pattern.dtype)
     hidden = hidden_effects(Mixing(pattern, values, mix(pattern, values), gradient).at(torch.arange(3)))
     back = pattern_gradient(2.0, 1.0, pattern, given[:, None, :, 0])
-    layout = Layout.of(3, torch.tensor([2]), 1)
-    block: Any = types.SimpleNamespace(layer=0, attention_template=DEFAULT_ATTENTION)
-    seen = torch.nn.functional.pad(pattern[:, :, :1], (0, len(layout.positions) - 3))
-    beside = SideBySide(block, layout, torch.zeros(3, 1, 3)).on_pattern(seen, values)
-    return [hidden, back, beside]
+    function: Any = mask_attention(0, torch.tensor([[True, False, True]]).expand(3, 3))[1]
+    return [hidden, back, function.on_pattern(pattern, values)]
 
 
 @pytest.mark.parametrize("to_no_key", [0.0, 0.05])
@@ -95,3 +95,94 @@ def test_every_use_tells_a_sink_from_rounding(to_no_key):
     for found, expected in zip(uses(pattern), uses(exact), strict=True):
         bound = 5e-3 * float(expected.abs().max())
         torch.testing.assert_close(found.double(), expected, atol=bound, rtol=0)
+
+
+def models() -> list[Any]:
+    return [
+        factory(name, torch.float64)
+        for factory, name in ((hooked_transformer, "grouped"), (bridge, "llama"), (bridge, "gpt2"))
+        if available(factory, name)
+    ]
+
+
+def random_mask(*shape: int) -> Bool[Tensor, "*axes query key"]:
+    """Some of the keys before each query, and always the query itself."""
+    allowed = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.5
+    return allowed | torch.eye(shape[-1], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("axes", [(), (4,), (2, 1), (1, 4), (2, 4)])
+def test_masked_attention_by_hand(axes):
+    for model in models():
+        prompts = tokens(model)
+        allowed, store, changed = random_mask(*axes, 7, 7), {}, {}
+        assert (len(prompts), prompts.shape[1], model.cfg.n_heads) == (2, 7, 4)
+        model.run_with_hooks(prompts, fwd_hooks=[record(store, "blocks.0.attn.hook_pattern")])
+        pattern = store["blocks.0.attn.hook_pattern"]
+        seen = (pattern * allowed) / (pattern * allowed).sum(-1, keepdim=True)
+        hooks = [mask_attention(0, allowed), record(changed, "blocks.0.attn.hook_pattern")]
+        logits = model.run_with_hooks(prompts, fwd_hooks=hooks)
+        torch.testing.assert_close(changed["blocks.0.attn.hook_pattern"], seen, atol=1e-12, rtol=0)
+        expected = model.run_with_hooks(prompts, fwd_hooks=[replace_pattern(0, seen)])
+        torch.testing.assert_close(logits, expected, atol=1e-12, rtol=0)
+        assert float((logits - model(prompts)).detach().abs().max()) > 1e-3
+
+
+def test_a_key_is_masked_as_in_a_mask():
+    for model in models():
+        prompts = tokens(model)
+        allowed = torch.ones(7, 7, dtype=torch.bool)
+        allowed[3:, 2] = False
+        allowed[2, 2] = False
+        hidden = model.run_with_hooks(prompts, fwd_hooks=[mask_keys(0, 2)])
+        masked = model.run_with_hooks(prompts, fwd_hooks=[mask_attention(0, allowed)])
+        assert torch.equal(hidden, masked)
+
+
+def test_a_query_needs_a_key():
+    for model in models():
+        allowed = torch.ones(7, 7, dtype=torch.bool)
+        allowed[0, 0] = False  # it sees no other
+        with pytest.raises(RuntimeError, match="have weight at a key that it is allowed; got none in 8 rows"):
+            model.run_with_hooks(tokens(model), fwd_hooks=[mask_attention(0, allowed)])
+        clean = model(tokens(model))
+        assert torch.equal(
+            model.run_with_hooks(tokens(model), fwd_hooks=[mask_keys(0, 0)])[:, 0], clean[:, 0]
+        )
+
+
+@pytest.mark.parametrize("shape", [(6, 7), (7, 6), (3, 7, 7), (3, 1, 7, 7)])
+def test_masks_of_another_shape(shape):
+    for model in models():
+        with pytest.raises(
+            ValueError, match=r"expected \[batch head query key\] = \[2, 4, 7, 7\].*got shape"
+        ):
+            model.run_with_hooks(
+                tokens(model), fwd_hooks=[mask_attention(0, torch.ones(shape, dtype=torch.bool))]
+            )
+
+
+def test_order_of_hooks_on_one_layer():
+    """Values, then the pattern, then z: as one pass with the pattern by hand, or an error."""
+    for model in models():
+        prompts, store = tokens(model), {}
+        ordered = [zero_values(0, 1), mask_keys(0, 2), scale_pattern(0, 0.5)]
+        kept = record(store, "blocks.0.attn.hook_pattern")
+        logits = model.run_with_hooks(prompts, fwd_hooks=[*ordered, kept])
+        (pattern,) = store.values()
+        by_hand = [zero_values(0, 1), replace_pattern(0, 0.5 * pattern)]
+        expected = model.run_with_hooks(prompts, fwd_hooks=by_hand)
+        torch.testing.assert_close(logits, expected, atol=1e-12, rtol=0)
+        with pytest.raises(RuntimeError, match="hook_z = pattern @ values"):
+            model.run_with_hooks(prompts, fwd_hooks=ordered[::-1])
+
+
+def test_an_edit_without_effect_is_an_error():
+    """Another hook puts the model's own pattern in again."""
+    for model in models():
+        store = {}
+        name = "blocks.0.attn.hook_pattern"
+        model.run_with_hooks(tokens(model), fwd_hooks=[record(store, name)])
+        hooks = [mask_keys(0, 1), (name, lambda tensor, hook, store=store: store[hook.name])]
+        with pytest.raises(RuntimeError, match="position: expected hook_z = pattern @ values"):
+            model.run_with_hooks(tokens(model), fwd_hooks=hooks)

@@ -422,3 +422,30 @@ def test_without_values_nothing_can_be_mixed() -> None:
     for _, function in (prune_heads(0, 1), replace_pattern(0, ones), add_to_pattern(0, ones)):
         with pytest.raises(RuntimeError, match=r"hook_v before blocks\.0\.attn\.hook_z"):
             function(torch.zeros(1, 7, 4, 6), hook=Point())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_edited_frozen_pattern_is_that_pattern(case: Case) -> None:
+    pattern, seen = clean(case).pattern, []
+
+    def half(frozen: torch.Tensor) -> torch.Tensor:
+        seen.append(frozen)
+        return frozen[:1] * 0.5
+
+    hook = freeze_pattern(LAYER, pattern, edit=half, attention=case.attention)
+    assert not seen
+    expected = mixed_by_hand((0.5 * pattern[:1]).expand_as(pattern), clean(case).values)
+    assert_mixed(case, [hook], expected)
+    assert torch.equal(seen[0], pattern)
+
+
+def test_edits_of_a_frozen_pattern_that_are_none() -> None:
+    case = one_case("gpt2", "LN")
+    pattern = clean(case).pattern
+    for edit, error, words in (
+        (lambda frozen: None, TypeError, "edit: expected a tensor of real numbers; got NoneType"),
+        (lambda frozen: frozen[..., 1:], ValueError, "edit: expected [head query key]"),
+        (lambda frozen: frozen / 0, ValueError, "edit: expected finite numbers"),
+    ):
+        with pytest.raises(error, match=re.escape(words)):
+            run(case, [freeze_pattern(LAYER, pattern, edit=edit, attention=case.attention)])

@@ -12,11 +12,12 @@ from lens_mix.hooks import (
     prune_heads,
     record,
     record_all,
+    record_mixing,
     scale_pattern,
     watch_pattern,
     zero_values,
 )
-from tests.hooks.cases import CASES, LAYER, Case, clean, one_case, run
+from tests.hooks.cases import CASES, DELEGATED, LAYER, Case, clean, one_case, run
 from tests.tiny_models import available, bridge, hooked_transformer, tokens
 
 ANY = one_case("gpt2", "LN")
@@ -130,6 +131,31 @@ def test_a_pattern_is_seen_as_it_passes_and_nothing_changes(case: Case) -> None:
     assert len(seen) == 1
     assert torch.equal(seen[0], before.pattern)
     assert not seen[0].requires_grad
+    assert case.hooks_left() == 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_is_mixed_is_kept_in_one_layout_and_in_the_graph(case: Case) -> None:
+    store: dict[str, torch.Tensor] = {}
+    pair = record_mixing(LAYER, store, attention=case.attention)
+    logits = run(case, [pair])
+    logits = logits if isinstance(logits, torch.Tensor) else logits.logits
+    if case.name in DELEGATED:
+        assert (store, pair[1].calls) == ({}, 0)
+        return
+    before, names = clean(case), [f"{case.prefix}.{name}" for name in ("hook_pattern", "hook_v", "hook_z")]
+    pattern, values, mixed = (store[name] for name in names)
+    for found, expected in ((pattern, before.pattern), (values, before.values), (mixed, before.mixed)):
+        assert torch.equal(found, expected)
+    (gradient,) = torch.autograd.grad(logits.sum(), mixed)
+    assert gradient.shape == mixed.shape
+    # The derivative by a factor of z is the sum of gradient times z.
+    factor = torch.ones((), dtype=torch.float64, requires_grad=True)
+    scaled = run(case, [scale_pattern(LAYER, factor, attention=case.attention)])
+    (expected,) = torch.autograd.grad(
+        (scaled if isinstance(scaled, torch.Tensor) else scaled.logits).sum(), factor
+    )
+    torch.testing.assert_close((gradient * mixed).sum(), expected, atol=1e-9, rtol=1e-9)
     assert case.hooks_left() == 0
 
 

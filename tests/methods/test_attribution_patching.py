@@ -8,10 +8,10 @@ import torch
 import lens_mix as lm
 from benchmarks.input_map.cheaper import hidden_rows
 from benchmarks.input_map.decoder import Decoder
-from lens_mix.hooks import zero_values
+from lens_mix.hooks import must_fire, record_mixing, zero_values
 from lens_mix.lens.graph import Mixing
 from lens_mix.lens.model import Lens
-from lens_mix.methods.attribution_patching import hidden_effects
+from lens_mix.methods.attribution_patching import hidden_effects, hidden_key_effects
 from lens_mix.methods.side_by_side import Layout
 from tests.matrix import build_or_skip, cases, prompt_of, slow, wide_cases
 from tests.tiny_models import bridge, hooked_transformer, tokens, wrapped_model
@@ -157,6 +157,7 @@ def test_effects_are_those_of_a_softmax_worked_out_anew():
     scores, values, gradient = normal(2, 4, 4), normal(4, 2, 3), normal(4, 2, 3)
     clean = mixing(scores, values, gradient)
     found = hidden_effects(clean)
+    torch.testing.assert_close(found, hidden_key_effects(clean.pattern, values, gradient))
     for key in range(4):
         hidden = scores.clone()
         hidden[..., key] = -torch.inf
@@ -202,6 +203,42 @@ def test_layout_by_hand():
     assert seen[3:7] == [[0, 3], [0, 1, 4], [0, 5], [0, 1, 6]]
     # The copies beside s1 of either set, in the place of t1, and the control
     assert seen[7:] == [[0, 3, 7], [0, 5, 8], [0, 1, 9]]
+
+
+# Hugging Face's RMSNorms and softmaxes are float32 in any dtype.
+@pytest.mark.parametrize(("name", "bound"), [("gpt2", 1e-10), ("llama", 1e-5)])
+def test_edits_on_a_run_of_ones_own_give_the_direct_term(name, bound):
+    model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 10)
+    method = lm.AttributionPatching(replacements=STAND_INS[:1], paths="direct")
+    found = lm.run(model, prompt, method, queries=[-1]).scores[0, 0]
+    chosen, last = torch.tensor([0, 2, 4, 6]), len(prompt) - 1
+    layout = Layout.of(len(prompt), chosen, sets=1)
+    hooks = [pair for layer in range(2) for pair in method.edits(layer, layout.allowed)]
+    stand_ins = torch.full((1, len(chosen)), STAND_INS[0])
+    stand_ins += stand_ins == prompt[chosen]
+    with torch.no_grad(), must_fire(*hooks) as pairs, model.hooks(fwd_hooks=pairs):
+        beside = layout.filled(prompt, stand_ins)
+        logits = model(beside[None], position_ids=layout.positions[None])[0].log_softmax(-1)
+    log_p = logits[:, logits[last].argmax()]
+    expected = (log_p[layout.read[0]] - log_p[last]).abs()
+    torch.testing.assert_close(found[chosen], expected, atol=bound, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("gpt2", 1e-10), ("llama", 1e-6)])
+def test_effects_are_the_formula_on_what_hooks_record(name, bound):
+    """On a run of one's own, whose backward pass is the model's."""
+    model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 10)
+    store = {}
+    hooks = [record_mixing(layer, store) for layer in range(2)]
+    logits = model.run_with_hooks(prompt[None], fwd_hooks=hooks)[0, -1].log_softmax(-1)
+    for layer in range(2):
+        pattern, values, mixed = (store[f"blocks.{layer}.attn.hook_{it}"] for it in ("pattern", "v", "z"))
+        (gradient,) = torch.autograd.grad(logits.max(), mixed, retain_graph=True)
+        whole = Mixing(pattern.detach(), values.detach(), mixed.detach(), gradient).at(torch.arange(7))
+        shared = whole.values.repeat_interleave(pattern.shape[1] // values.shape[2], dim=1)
+        found, expected = hidden_effects(whole), hidden_key_effects(whole.pattern, shared, whole.gradient)
+        torch.testing.assert_close(found.tril(-1), expected.tril(-1), atol=bound, rtol=0)
+        assert float(found.tril(-1).abs().max()) > 1e-4
 
 
 def test_one_token():

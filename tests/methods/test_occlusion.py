@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.hooks import zero_values
-from tests import tiny_models
+from lens_mix.methods.occlusion import lost_without_key
 from tests.matrix import prompt_of
 from tests.tiny_models import available, bridge, hooked_encoder, hooked_transformer
 
@@ -39,16 +38,25 @@ def test_replaced_tokens_against_the_wrapped_model(name):
     tokens[2] = 3  # one replacement is the token itself: the next number serves
     clean = log_probabilities(model, tokens)
     predicted = clean.argmax(-1)
-    expected, divergence = torch.zeros(2, len(tokens), len(tokens), dtype=torch.float64)
-    for position in range(len(tokens)):
-        for token in (3, 5):
-            other = tokens.clone()
-            other[position] = token + 1 if tokens[position] == token else token
-            changed = log_probabilities(model, other)
-            expected[:, position] += (at_tokens(clean, predicted) - at_tokens(changed, predicted)).abs() / 2
-            divergence[:, position] += (clean.exp() * (clean - changed)).sum(-1) / 2
-    found = lm.run(model, tokens, lm.Occlusion(replacements=[3, 5], measure="absolute"))
+
+    def replaced(position):
+        others = tokens.repeat(2, 1)
+        others[:, position] = torch.tensor([token + (tokens[position] == token) for token in (3, 5)])
+        return torch.stack([log_probabilities(model, other) for other in others])
+
+    def target(key):
+        log_p = clean[None] if key is None else replaced(key)
+        return torch.stack([at_tokens(sample, predicted) for sample in log_p])
+
+    found = lm.run(model, tokens, lm.Occlusion(replacements=[3, 5]))
+    expected = lost_without_key(target, len(tokens))
     torch.testing.assert_close(found.scores[0], expected, atol=1e-6, rtol=0)
+    absolute, divergence = torch.zeros(2, len(tokens), len(tokens), dtype=torch.float64)
+    for position in range(len(tokens)):
+        absolute[:, position] = (target(None) - target(position)).abs().mean(0)
+        divergence[:, position] = (clean.exp() * (clean - replaced(position))).sum(-1).mean(0)
+    found = lm.run(model, tokens, lm.Occlusion(replacements=[3, 5], measure="absolute"))
+    torch.testing.assert_close(found.scores[0], absolute, atol=1e-6, rtol=0)
     found = lm.run(model, tokens, lm.Occlusion(replacements=[3, 5], measure="kl"))
     torch.testing.assert_close(found.scores[0], divergence, atol=1e-6, rtol=0)
 
@@ -63,34 +71,51 @@ def test_hidden_tokens_against_the_wrapped_models_mask(name):
     parameters = inspect.signature(type(model.original_model).forward).parameters
     inputs = {"position_ids": positions} if "position_ids" in parameters else {}
     clean = log_probabilities(model, tokens)
-    predicted, columns = clean.argmax(-1), []
-    for position in range(len(tokens)):
-        mask = (positions != position).long()
-        changed = log_probabilities(model, tokens, attention_mask=mask, **inputs)
-        columns.append(at_tokens(clean, predicted) - at_tokens(changed, predicted))
-    expected = torch.stack(columns, -1)
+    predicted = clean.argmax(-1)
+
+    def target(key):
+        mask = (positions != key).long() if key is not None else torch.ones_like(positions)
+        return at_tokens(log_probabilities(model, tokens, attention_mask=mask, **inputs), predicted)[None]
+
+    expected = lost_without_key(target, len(tokens))
     if name != "bert":
         expected[0, 0] = 0  # nothing else is left to see
     found = lm.run(model, tokens, lm.Occlusion(by="mask")).scores[0]
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("build", [hooked_encoder, lambda dtype: hooked_transformer("LN", dtype)])
-def test_value_zeroing_through_the_whole_stack(build):
-    try:
-        model = build(torch.float64)
-    except tiny_models.Unavailable as problem:
-        pytest.skip(str(problem))
+def model_or_skip(factory, *names):
+    if not available(factory, *names):
+        pytest.skip(f"no {factory.__name__} in this TransformerLens")
+    return factory(*names, dtype=torch.float64)
+
+
+MODELS = [(hooked_encoder,), (hooked_transformer, "LN"), (hooked_transformer, "grouped"), (bridge, "gpt2")]
+
+
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: " ".join([build[0].__name__, *build[1:]]))
+@pytest.mark.parametrize("by", ["values", "mask"])
+def test_edits_on_a_run_of_ones_own_give_the_scores(build, by):
+    model, method = model_or_skip(*build), lm.Occlusion(by=by)
     tokens = prompt_of(model).flatten()
-    m = lm.run(model, tokens, lm.Occlusion(by="values"))
-    with torch.no_grad():
-        clean = model(tokens[None])[0].log_softmax(-1)
-        predicted = clean.argmax(-1)
-        for position in range(len(tokens)):
-            hooks = [zero_values(layer, position) for layer in range(model.cfg.n_layers)]
-            changed = model.run_with_hooks(tokens[None], fwd_hooks=hooks)[0].log_softmax(-1)
-            expected = at_tokens(clean, predicted) - at_tokens(changed, predicted)
-            torch.testing.assert_close(m.scores[0, :, position], expected, atol=1e-10, rtol=0)
+    clean = model(tokens[None])[0].log_softmax(-1)
+    predicted = clean.argmax(-1)
+
+    def target(key):
+        layers = () if key is None else range(model.cfg.n_layers)
+        hooks = [pair for layer in layers for pair in method.edits(layer, key)]
+        with torch.no_grad():
+            logits = model.run_with_hooks(tokens[None], fwd_hooks=hooks)[0]
+        return at_tokens(logits.log_softmax(-1), predicted)[None]
+
+    expected = lost_without_key(target, len(tokens))
+    found = lm.run(model, tokens, method).scores[0]
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    assert float(found.abs().max()) > 1e-3
+
+
+def test_nothing_is_edited_where_tokens_are_replaced():
+    assert lm.Occlusion().edits(0, 2) == []
 
 
 @pytest.mark.parametrize("method", [lm.Occlusion(by=by) for by in ("replace", "mask", "values")])
