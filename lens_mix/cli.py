@@ -22,7 +22,7 @@ _DEFAULT_METHODS = "attention,value_zeroing,attn_res_ln,alti,decompx,gradient_at
 
 
 @app.command("map")
-def map_text(
+def _map_text(
     text: Annotated[str, typer.Argument(help="the prompt")],
     model: Annotated[str, typer.Option(help="name or folder of a model that transformers knows")],
     method: Annotated[

@@ -91,7 +91,7 @@ class Method:
 
         Methods that intervene override it with arguments of their own (a position, a pattern), and put the
         same pairs on their passes. Empty for those that read the clean pass alone, or change what enters the
-        model or what goes back through it.
+        model.
         """
         return []
 

@@ -34,8 +34,8 @@ from lens_mix.maps.arithmetic import normalise_rows
 from lens_mix.maps.positions import as_positions
 
 # Two flows that differ by less are one: what rounding to whole numbers can do to a flow is below it.
-EQUAL = 1e-7
-NOTED_SHARE = 0.5  # from this share of pairs on, a note says that the deeper layers do not show
+_EQUAL = 1e-7
+_NOTED_SHARE = 0.5  # from this share of pairs on, a note says that the deeper layers do not show
 
 
 def flow(
@@ -151,7 +151,7 @@ def _bound_share(
         return None
     bound = first_layer_bound(capacities, level)[queries]
     flowing = bound > 0
-    return float((np.abs(flows - bound) < EQUAL)[flowing].mean()) if flowing.any() else None
+    return float((np.abs(flows - bound) < _EQUAL)[flowing].mean()) if flowing.any() else None
 
 
 def _normalise_by_null(
@@ -192,7 +192,7 @@ def _notes(
 ) -> tuple[str, ...]:
     notes = [*stack.notes, *later_start_note(stack, "flow")]
     first, last, share = stack.layer_labels[0], stack.layer_labels[levels[-1] - 1], shares[-1]
-    if share is not None and share >= NOTED_SHARE:
+    if share is not None and share >= _NOTED_SHARE:
         notes.append(
             f"{100 * share:.4g} % of the flows from layer {last} equal what layer {first} alone lets into "
             "the key, min(1, column sum over the positions that the query reaches): there the deeper layers, "

@@ -13,10 +13,10 @@ from lens_mix.aggregation.flow_bounds import first_layer_bound, proven
 from lens_mix.aggregation.max_flow import LayeredFlow, Solver
 
 # Pairs that are solved, or that a process takes, at a time: enough to fill a few calls of the solver.
-PAIRS = 64
-NEAR = 1e-9  # a flow that is known to be no further below its bound counts as equal to it
-Chunk = tuple[int, list[tuple[int, int]]]  # a level, and pairs (query, key) of it that have to be solved
-Solve = Callable[[list[Chunk]], Iterator[Float[np.ndarray, " pair"]]]
+_PAIRS = 64
+_NEAR = 1e-9  # a flow that is known to be no further below its bound counts as equal to it
+_Chunk = tuple[int, list[tuple[int, int]]]  # a level, and pairs (query, key) of it that have to be solved
+_Solve = Callable[[list[_Chunk]], Iterator[Float[np.ndarray, " pair"]]]
 
 
 def all_flows(
@@ -62,7 +62,7 @@ def _known_flows(
     level: int,
     asked: Bool[np.ndarray, "query key"],
     below: Float[np.ndarray, "query key"] | None,
-) -> tuple[Float[np.ndarray, "query key"], list[Chunk]]:
+) -> tuple[Float[np.ndarray, "query key"], list[_Chunk]]:
     """The flows of one level that need no solving, 0 elsewhere, and the pairs that have to be solved.
 
     `below` holds the flows of the level below, where they are known.
@@ -75,16 +75,16 @@ def _known_flows(
         known |= proven(network.capacities[:level])
         if below is not None and asked.all() and network.rows_sum_to_1:
             # The flows of the level below, mixed by the weights of this one, are a flow.
-            known |= network.capacities[level - 1] @ below >= bound - NEAR
+            known |= network.capacities[level - 1] @ below >= bound - _NEAR
         flows = np.where(known & asked, bound, 0.0)
     pairs = [(query, key) for query, key in np.argwhere(asked & ~known).tolist()]
     # Windows of one width side by side make batches whose parts take equally long.
     pairs.sort(key=lambda pair: pair[0] - pair[1])
-    return flows, [(level, pairs[at : at + PAIRS]) for at in range(0, len(pairs), PAIRS)]
+    return flows, [(level, pairs[at : at + _PAIRS]) for at in range(0, len(pairs), _PAIRS)]
 
 
 @contextlib.contextmanager
-def _workers(network: LayeredFlow, processes: int) -> Iterator[Solve]:
+def _workers(network: LayeredFlow, processes: int) -> Iterator[_Solve]:
     """What solves chunks, here or in other processes, which live as long as the `with` block."""
     if processes == 1:
         yield lambda chunks: (network.flows(*chunk) for chunk in chunks)
@@ -113,5 +113,5 @@ def _start(network: LayeredFlow) -> None:
     _network = network
 
 
-def _solve(chunk: Chunk) -> Float[np.ndarray, " pair"]:
+def _solve(chunk: _Chunk) -> Float[np.ndarray, " pair"]:
     return _network.flows(*chunk)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Solver = Literal["scipy", "networkx"]
 # scipy's solver adds up flows in 32-bit whole numbers: the largest possible flow must stay below 2^31.
-WHOLE = 2**30
+_WHOLE = 2**30
 # Edges that are handed to the solver in one call, which alone costs as much as a few thousand edges.
 BATCH = 20_000
 
@@ -68,7 +68,7 @@ class LayeredFlow:
         self.largest = float(self.capacities.sum(-1).max())
         self.rows_sum_to_1 = bool((np.abs(self.capacities.sum(-1) - 1) < 1e-12).all())  # but for rounding
         self.causal = not np.triu(self.capacities.any(0), 1).any()
-        scaled = self.capacities * (WHOLE / self.largest) if self.largest > 0 else self.capacities
+        scaled = self.capacities * (_WHOLE / self.largest) if self.largest > 0 else self.capacities
         self._whole = np.rint(scaled).astype(np.int32)  # scipy cuts 64 bits off without a word
         self._pattern: np.ndarray = np.asarray((self._whole > 0).any(0))
         size = len(self._pattern)
@@ -156,7 +156,7 @@ class LayeredFlow:
     def _value(self, through: Int[np.ndarray, " node"], level: int, part: Part) -> float:
         whole = int(through[: len(part.enters)].sum())
         if whole < min(int(part.leaves.sum()), int(part.enters.sum())):
-            return whole * self.largest / WHOLE
+            return whole * self.largest / _WHOLE
         # The flow fills the edges of the query or of the key: their sum has no rounding in it.
         leaves = self.capacities[level - 1, part.query, part.window].sum()
         return float(min(leaves, self.capacities[0, part.window, part.key].sum()))

@@ -53,7 +53,7 @@ def normalise_rollout(
         raise ValueError(f"arithmetic: expected 'auto', 'float64' or 'log', got {arithmetic!r}")
     null = null_maps(visible, residual)
     stays = residual if isinstance(residual, float | int) else float(residual.max())
-    targets = even_targets(reachable(visible, stays), residual)
+    targets = _even_targets(reachable(visible, stays), residual)
     if arithmetic == "float64" or (arithmetic == "auto" and float64_suffices(null, residual)):
         return _in_float64(cumulative(maps, heads, product), null, targets, product)
     rolled = cumulative(maps.log(), None if heads is None else heads.log(), log_matmul)
@@ -116,7 +116,7 @@ def reachable(visible: Bool[Tensor, "layer query key"], residual: float) -> Bool
     return torch.stack(results)
 
 
-def even_targets(
+def _even_targets(
     reached: Bool[Tensor, "layer query key"], residual: Residual
 ) -> Iterator[Float[Tensor, "query key"]]:
     """B0 at each depth. A position that reaches nothing by attention keeps itself where w > 0."""

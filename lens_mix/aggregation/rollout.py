@@ -116,14 +116,14 @@ def _layers_and_weights(
     # No weight of the method's is asked for.
     chosen, _ = layers_to_mix(mixing_map, "rollout", 0.0, *layers)
     if total_mixing is None:
-        return chosen, measured_residual(chosen)
+        return chosen, _measured_residual(chosen)
     if residual is not None:
         raise ValueError(f"total_mixing: expected no residual besides it, got residual={residual!r}")
     total = number("total_mixing", total_mixing, 0)
     return chosen, max(0.0, 1 - total / len(chosen.layer_labels))
 
 
-def measured_residual(chosen: MixingMap) -> float | Float[Tensor, "layer query"]:
+def _measured_residual(chosen: MixingMap) -> float | Float[Tensor, "layer query"]:
     """The residual weights that a map's run has measured, float64; 0 where its diagonal holds the residual.
 
     A map without them that needs them is a ValueError.

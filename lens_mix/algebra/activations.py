@@ -29,11 +29,11 @@ from lens_mix.lens.anatomy import ACTIVATIONS
 
 Activation = Callable[[Tensor], Tensor]
 
-PIECE = 16.0  # longer paths are cut into pieces of this length
+_PIECE = 16.0  # longer paths are cut into pieces of this length
 _STEEPNESS = {"quick_gelu": 1.702}  # how much faster than SiLU an activation turns
 IN_CACHE = 8192  # paths that are integrated at once
 # Below this, the difference quotient has lost more digits than the derivative at the middle leaves out.
-CLOSE = 1e-5
+_CLOSE = 1e-5
 # With a kink at 0, in themselves or their derivative, which quadrature is slow to integrate over.
 _PRIMITIVES: dict[str, Activation] = {
     "relu": lambda x: x.clamp_min(0).square() / 2,
@@ -52,7 +52,7 @@ def plain_multiplier(
 
     middle = (end + start) / 2
     change = function(end) - function(start)
-    return _ratio(change, end - start, lambda near: derivative(function, middle[near]), CLOSE)
+    return _ratio(change, end - start, lambda near: derivative(function, middle[near]), _CLOSE)
 
 
 def gated_multipliers(
@@ -72,9 +72,11 @@ def gated_multipliers(
     def by_quadrature(near: Tensor) -> Tensor:
         at, gate, up, change = a[near], (end - a)[near], b[near], (up_end - b)[near]
         # Paths of next to no length: one piece, and the fewest points.
-        return _integral(lambda t: derivative(function, at + t * gate) * (up + t * change), 1, _points(CLOSE))
+        return _integral(
+            lambda t: derivative(function, at + t * gate) * (up + t * change), 1, _points(_CLOSE)
+        )
 
-    return _ratio(change, end - a, by_quadrature, CLOSE), m_up
+    return _ratio(change, end - a, by_quadrature, _CLOSE), m_up
 
 
 def mean_on_path(
@@ -93,13 +95,13 @@ def mean_on_path(
     primitive = _PRIMITIVES.get(activation)
     if primitive is None:
         return by_quadrature(slice(None))
-    return _ratio(primitive(end) - primitive(start), end - start, by_quadrature, CLOSE)
+    return _ratio(primitive(end) - primitive(start), end - start, by_quadrature, _CLOSE)
 
 
 def _mean(activation: str, start: Float[Tensor, " path"], end: Float[Tensor, " path"]) -> Tensor:
     function, change = ACTIVATIONS[activation], end - start
     longest = float(change.abs().max())
-    pieces = max(1, math.ceil(longest / PIECE))
+    pieces = max(1, math.ceil(longest / _PIECE))
     points = _points(longest / pieces * _STEEPNESS.get(activation, 1.0))
     return _integral(lambda t: function(torch.add(start, change, alpha=t)), pieces, points)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 PRODUCT_BYTES = 1 << 24  # temporaries of one chunk: enough rows for a product at full speed
-GPU_BYTES = 1 << 28  # the same on a GPU
+_GPU_BYTES = 1 << 28  # the same on a GPU
 NEURONS = 512  # neurons of one product with W_out
 
 
@@ -40,7 +40,7 @@ def chunk_size(row: int, device: torch.device, budget: int | None, suitable: int
     `row` is bytes of each row's temporaries, `budget` bytes for all of them where memory is bound, `suitable`
     the bytes that suit a processor.
     """
-    size = suitable if device.type == "cpu" else GPU_BYTES
+    size = suitable if device.type == "cpu" else _GPU_BYTES
     return max(1, (size if budget is None else min(size, budget)) // max(1, row))
 
 

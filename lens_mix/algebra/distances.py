@@ -13,7 +13,7 @@ from lens_mix.algebra.pair_norms import by_key
 from lens_mix.algebra.vectors import Pairs, Vectors
 
 # The differences of one step, which are written once and read twice, in a processor's caches.
-STEP_BYTES = 1 << 20
+_STEP_BYTES = 1 << 20
 
 
 def lengths(vectors: Float[Tensor, "*batch d_model"], order: int) -> Float[Tensor, "*batch"]:
@@ -106,7 +106,7 @@ def _nearer(
     heads, (batch, count, *_), ranges = pairs.heads, pairs.pattern.shape, pairs.ranges()
     weights = pairs.pattern[..., keys].permute(0, 3, 1, 2).flatten(1, 2).to(heads.dtype)
     near, whole = torch.zeros_like(weights), lengths(reduced, 1)[:, None]
-    size = chunk_size(reduced.nbytes, reduced.device, budget, STEP_BYTES)
+    size = chunk_size(reduced.nbytes, reduced.device, budget, _STEP_BYTES)
     for step in chunks(0, weights.shape[1], size):
         ends = [ranges[keys.start + source // count] for source in range(step.start, step.stop)]
         if not any(stop for _, stop in ends):

@@ -7,7 +7,7 @@ of what it reads,
     share(v) = ((n(v) W_gate) ⊙ m_gate_i + (n(v) W_in) ⊙ m_up_i) W_out   gated
 
 with n the linear part of the norm before it: `FeedForwardShares.share`, the definition. For many queries
-W_in is applied once per key and head (`ByHead`), and W_out, as it must be, once per pair.
+W_in is applied once per key and head (`_ByHead`), and W_out, as it must be, once per pair.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 Variant = Literal["on_path", "fixed"]
 
-PAIRS = 1400  # pairs of one step: enough rows for a product at full speed
+_PAIRS = 1400  # pairs of one step: enough rows for a product at full speed
 
 
 # ------------------------------------------------------------------ the feed-forward as a linear map
@@ -242,7 +242,7 @@ def _sequential(
     steps = (
         _written_out(vectors, shares)
         if vectors.pairs.writes_out
-        else ByHead(block, vectors, shares, norm).steps()
+        else _ByHead(block, vectors, shares, norm).steps()
     )
     for part, rows, residual, output in steps:
         maps[0][:, part, rows] = torch.linalg.vector_norm(output, dim=-1)
@@ -259,10 +259,10 @@ def _sequential(
 
 
 # Keys, rows, the pairs' vectors with what the feed-forward adds to them, and its output alone.
-Step = tuple[slice, slice, Float[Tensor, "batch key row d_model"], Float[Tensor, "batch key row d_model"]]
+_Step = tuple[slice, slice, Float[Tensor, "batch key row d_model"], Float[Tensor, "batch key row d_model"]]
 
 
-def _written_out(vectors: Vectors, shares: FeedForwardShares) -> Iterator[Step]:
+def _written_out(vectors: Vectors, shares: FeedForwardShares) -> Iterator[_Step]:
     """By the definition: every pair's vector through W_in and W_out."""
     width = 3 * sum(m.shape[-1] for _, m in shares.multipliers)
     for chunk, pairs in vectors.pairs.written_out_chunks(more=width * vectors.scale.dtype.itemsize):
@@ -272,7 +272,7 @@ def _written_out(vectors: Vectors, shares: FeedForwardShares) -> Iterator[Step]:
         yield chunk, slice(None), residual.transpose(1, 2), output.transpose(1, 2)
 
 
-class ByHead:
+class _ByHead:
     """W_in applied once per key and head; for each pair, H vectors of the hidden layer are mixed.
 
     `vectors` are what the feed-forward reads, before its norm. Where no norm follows, the outputs that it
@@ -296,7 +296,7 @@ class ByHead:
         self._W_out = [as_right_factor(neurons, pairs) for neurons in W_out]
         self._pair_bytes = hidden_bytes(heads, _feed_forward(block), block.resid_pre.shape[1])
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[_Step]:
         """All pairs, some keys at a time, with the rows from the first to the last that see one of them."""
         pairs, heads, (batch, _, queries, keys) = self._pairs, self._pairs.heads, self._pairs.pattern.shape
         ranges = pairs.ranges()
@@ -320,7 +320,7 @@ class ByHead:
         """Keys that W_in is applied to at once, and in how many steps their pairs go through W_out."""
         heads, row = self._pairs.heads, batch * queries * self._pair_bytes
         width = self._shares.W_out.shape[0] * len(self._multipliers)
-        size = chunk_size(row, heads.value.device, heads.budget, PAIRS * self._pair_bytes)
+        size = chunk_size(row, heads.value.device, heads.budget, _PAIRS * self._pair_bytes)
         at_once = size
         # Under a bound, what is made once per key is in the bytes of its pairs already (`hidden_bytes`).
         if heads.budget is None:

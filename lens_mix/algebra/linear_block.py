@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Slope = Literal["zero_origin", "tangent", "relu"]
 SLOPES: tuple[str, ...] = ("zero_origin", "tangent", "relu")
 # (matrix, bias, output per input) of a hidden layer: once if it is plain, twice if it is gated.
-Slopes = tuple[tuple[Tensor, Tensor | None, Float[Tensor, "batch query d_mlp"]], ...]
+_Slopes = tuple[tuple[Tensor, Tensor | None, Float[Tensor, "batch query d_mlp"]], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class LinearBlock:
         mid = self._attention_residual.output()
         self._input = HeldNorm(anatomy.feed_forward_input, x if anatomy.parallel else mid)
         self._branch = self._residual = HeldNorm(None, mid)
-        self._slopes: Slopes = ()
+        self._slopes: _Slopes = ()
         if anatomy.feed_forward is None:
             return
         read = self._input.output()
@@ -156,7 +156,7 @@ def _attention_bias(block: Block, alone: bool, dtype: torch.dtype) -> Float[Tens
 
 def _slopes(
     feed_forward: FeedForward, read: Float[Tensor, "batch query d_model"], slope: Slope
-) -> tuple[Slopes, Float[Tensor, "batch query d_mlp"] | None]:
+) -> tuple[_Slopes, Float[Tensor, "batch query d_mlp"] | None]:
     """The hidden layer's lines, and what else is added to it."""
     name, dtype = feed_forward.activation, read.dtype
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # So few rows are written out, a product with W_O per pair, which costs no more than one per key and head.
-WRITTEN_OUT_QUERIES = 2
+_WRITTEN_OUT_QUERIES = 2
 
 
 class Pairs:
@@ -57,7 +57,7 @@ class Pairs:
     ) -> None:
         self.pattern, self.heads, self.queries, self.chain = pattern, heads, queries, chain
         self.cross = cross
-        self.writes_out = pattern.shape[2] <= WRITTEN_OUT_QUERIES
+        self.writes_out = pattern.shape[2] <= _WRITTEN_OUT_QUERIES
         self._by_factors: PairNorms | None = None
 
     def through(self, norm: Norm | None) -> Pairs:

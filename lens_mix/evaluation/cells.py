@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Operator = Literal["zero", "mean"]
 
 # MIB's steps from 1 % on, and even ones above a tenth: there, unlike edges, cells bring the target back.
-FRACTIONS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_FRACTIONS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ def keep_cells(
     maps: Any,
     *,
     operator: Operator = "zero",
-    fractions: Sequence[float] = FRACTIONS,
+    fractions: Sequence[float] = _FRACTIONS,
     target: TargetLike | None = None,
     keep_diagonal: bool = True,
     seed: int = 0,

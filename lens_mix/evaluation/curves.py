@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import pandas
 
 # A set of positions, as the bits of a number; what a function of it gives, for as many sets.
-Sets = Sequence[int]
-ValueOf = Callable[[Sets], list[float]]
+_Bits = Sequence[int]
+_ValueOf = Callable[[_Bits], list[float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +201,7 @@ def _prefixes(order: Sequence[int]) -> Iterable[int]:
 
 
 def _bounds(
-    value_of: ValueOf, count: int, paths: Iterable[Sequence[int]], clean: float, exact: int, beam: int
+    value_of: _ValueOf, count: int, paths: Iterable[Sequence[int]], clean: float, exact: int, beam: int
 ) -> tuple[float, float, bool]:
     """Least and greatest AOPC, and whether they are exact."""
     if beam == 0 and count > exact:
@@ -215,7 +215,7 @@ def _bounds(
     return clean - max(sums) / count, clean - min(sums) / count, count <= exact
 
 
-def _extreme_sum(value_of: ValueOf, count: int, best: Callable[..., float], beam: int | None) -> float:
+def _extreme_sum(value_of: _ValueOf, count: int, best: Callable[..., float], beam: int | None) -> float:
     """The greatest (`best` max) or least sum of the target along an order of removal.
 
     From every set that is kept, each position that is left is removed in turn; a set that is reached in

@@ -34,9 +34,9 @@ from lens_mix.runner import MethodLike, read_methods, run
 if TYPE_CHECKING:
     import pandas as pd
 
-Marked = tuple[MixingMap, Routes]
+_Marked = tuple[MixingMap, Routes]
 # Scores that differ by less than this share of the map's largest one tie: rounding decides no order.
-TIE = 1e-5
+_TIE = 1e-5
 
 
 def roc_area(scores: Float[Tensor, "*shape"], truth: Bool[Tensor, "*shape"]) -> float:
@@ -85,10 +85,10 @@ def _with_ties(scores: Tensor) -> Tensor:
     """Absolute values, in steps of a share of the largest one."""
     scores = scores.detach().double().abs()
     largest = scores.max()
-    return (scores / (largest * TIE)).round() if largest > 0 else scores
+    return (scores / (largest * _TIE)).round() if largest > 0 else scores
 
 
-def aggregations_of(method: Method) -> dict[str, Aggregation]:
+def _aggregations_of(method: Method) -> dict[str, Aggregation]:
     """From a method's layer maps to input maps: mean, rollout, flow; for Chefer's maps their own way too."""
     ways: dict[str, Aggregation] = {"mean": layer_mean, "rollout": rollout}
     ways["flow"] = functools.partial(flow, layer=-1)
@@ -113,7 +113,7 @@ def score_constructed(
     Args:
         methods: names or methods; None: all.
         models: None: all (`constructed_models()`).
-        aggregations: ways from layer maps to an input map, by name; None: `aggregations_of` each method.
+        aggregations: ways from layer maps to an input map, by name; None: `_aggregations_of` each method.
         seed, count: of the prompts of each model.
         progress: show a bar over models and methods.
 
@@ -154,7 +154,7 @@ def _areas(
 ) -> tuple[dict[str, list[float]], str]:
     """One area per prompt, by aggregation; and why there are none."""
     label = "layers" if method.kind == "layer" else "input"
-    marked: list[Marked] = []
+    marked: list[_Marked] = []
     for prompt in prompts:
         routes = built.routes(prompt)
         try:
@@ -167,7 +167,7 @@ def _areas(
         marked.append((mixing_map.replace(scores=mixing_map.scores.abs()), routes))
     if label == "input":
         return {label: list(itertools.starmap(input_area, marked))}, ""
-    ways = aggregations_of(method) if aggregations is None else aggregations
+    ways = _aggregations_of(method) if aggregations is None else aggregations
     areas = {label: list(itertools.starmap(layer_area, marked))}
     for name, aggregate in ways.items():
         areas[name] = [input_area(aggregate(layers), routes) for layers, routes in marked]

@@ -27,7 +27,7 @@ from lens_mix.lens.model_classes import TransformerLensModel
 if TYPE_CHECKING:
     import pandas
 
-FRACTIONS = tuple(step / 10 for step in range(11))
+_FRACTIONS = tuple(step / 10 for step in range(11))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def pruning_curves(
     metric: Metric,
     rankings: Mapping[str, HeadImportance | Float[Tensor, "layer head"]],
     *,
-    fractions: Sequence[float] = FRACTIONS,
+    fractions: Sequence[float] = _FRACTIONS,
     remove: Literal["least", "most"] = "least",
     random: int = 3,
     seed: int = 0,

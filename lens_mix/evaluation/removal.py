@@ -172,16 +172,16 @@ class ZeroValues(Removal):
         return torch.cat(values)
 
 
-NAMED: dict[str, type[Removal]] = {"drop": Drop, "sample": SampleTokens, "zero_values": ZeroValues}
+_NAMED: dict[str, type[Removal]] = {"drop": Drop, "sample": SampleTokens, "zero_values": ZeroValues}
 
 
 def as_removal(removal: Any) -> Removal:
-    """A removal as it is, or one of `NAMED` with its defaults; TypeError, ValueError if neither."""
-    if isinstance(removal, str) and removal in NAMED:
-        return NAMED[removal]()
+    """A removal as it is, or one of `_NAMED` with its defaults; TypeError, ValueError if neither."""
+    if isinstance(removal, str) and removal in _NAMED:
+        return _NAMED[removal]()
     if isinstance(removal, Removal):
         return removal
-    expected = f"removal: expected one of {sorted(NAMED)} or a Removal (ReplaceTokens(' the'), say)"
+    expected = f"removal: expected one of {sorted(_NAMED)} or a Removal (ReplaceTokens(' the'), say)"
     error = ValueError if isinstance(removal, str) else TypeError
     raise error(f"{expected}, got {removal!r}")
 

@@ -16,8 +16,8 @@ from lens_mix.methods.part_shares import PartShares
 Node = tuple[int, int]
 
 # Of the levels from 1 on, three per layer, in TransformerLens's names.
-KINDS = ("resid_mid", "mlp_out", "resid_post")
-DECODER_KINDS = ("resid_mid", "resid_mid_cross", "mlp_out", "resid_post")
+_KINDS = ("resid_mid", "mlp_out", "resid_post")
+_DECODER_KINDS = ("resid_mid", "resid_mid_cross", "mlp_out", "resid_post")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class RouteStack:
 
     @property
     def node_kinds(self) -> tuple[str, ...]:
-        return KINDS if self.cross is None else DECODER_KINDS
+        return _KINDS if self.cross is None else _DECODER_KINDS
 
     @property
     def last_level(self) -> int:

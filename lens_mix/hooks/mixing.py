@@ -10,12 +10,12 @@ from torch import Tensor
 # Largest accepted error of a tensor that is computed anew, relative to its largest entry (or, for the lens's
 # proof, to the length of each vector). A wrong reading of a block is off by 1e-2 or more. Hugging Face's
 # RMSNorms compute in float32 even in a float64 model: 1e-7 is the best they can agree.
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
 
 def tolerance(dtype: torch.dtype) -> float:
     """The largest accepted relative error in a dtype; float32's for a dtype that is not in the table."""
-    return TOLERANCES.get(dtype, TOLERANCES[torch.float32])
+    return _TOLERANCES.get(dtype, _TOLERANCES[torch.float32])
 
 
 def pass_tolerance(dtype: torch.dtype) -> float:

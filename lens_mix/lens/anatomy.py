@@ -321,7 +321,7 @@ def read_value_path(attention: nn.Module) -> ValuePath | None:
     return ValuePath(W_V, None if b_V is None else b_V.reshape(W_V.shape[0], -1), W_O, b_O)
 
 
-def read_feed_forward(mlp: nn.Module | None, activation: str) -> tuple[FeedForward | None, str]:
+def _read_feed_forward(mlp: nn.Module | None, activation: str) -> tuple[FeedForward | None, str]:
     """The feed-forward and its kind."""
     if mlp is None:
         return None, "none"
@@ -348,7 +348,7 @@ def candidates(block: nn.Module, attention: nn.Module, cfg: Any, multiplier: flo
     """
     cross = hasattr(block, "cross_attn")
     mlp = None if getattr(cfg, "attn_only", False) else getattr(block, "mlp", None)
-    feed_forward, kind = read_feed_forward(mlp, "gelu")
+    feed_forward, kind = _read_feed_forward(mlp, "gelu")
     base = BlockAnatomy("none", False, read_value_path(attention), feed_forward, kind, cross=cross)
     first = bool(getattr(cfg, "parallel_attn_mlp", False))
     # What cfg says comes first, and is not believed.

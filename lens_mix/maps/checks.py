@@ -137,21 +137,21 @@ def as_residual(residual: object) -> float:
 
 
 def as_record(name: str, value: object) -> dict[str, Any]:
-    """A mapping, made plain by `as_plain`; anything else is a TypeError."""
-    plain: dict[str, Any] = as_plain(instance(name, value, Mapping, "a dict"), name)
+    """A mapping, made plain by `_as_plain`; anything else is a TypeError."""
+    plain: dict[str, Any] = _as_plain(instance(name, value, Mapping, "a dict"), name)
     return plain
 
 
-def as_plain(value: Any, name: str = "value", depth: int = 0) -> Any:
+def _as_plain(value: Any, name: str = "value", depth: int = 0) -> Any:
     """Tuples as lists and numpy or torch scalars as Python numbers, throughout, so that JSON keeps all."""
     if depth > _DEEPEST:
         raise ValueError(f"{name}: expected at most {_DEEPEST} levels of lists and dicts, got more")
     if isinstance(value, Mapping):
         # JSON knows no numbers as names: {3: [1, 5]} is kept as {"3": [1, 5]}.
         items = ((str(key) if type(key) is int else key, item) for key, item in value.items())
-        return {key: as_plain(item, name, depth + 1) for key, item in items}
+        return {key: _as_plain(item, name, depth + 1) for key, item in items}
     if isinstance(value, (list, tuple)):
-        return [as_plain(item, name, depth + 1) for item in value]
+        return [_as_plain(item, name, depth + 1) for item in value]
     if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.ndim == 0):
         return value.item()
     return value
@@ -163,13 +163,13 @@ def visible_keys(
     """Which keys each query could see; `queries` are the positions of the rows."""
     rows, keys = scores.shape[-2:]
     if mask is None and causal:
-        mask = ~later_keys(keys, queries, scores.device)
+        mask = ~_later_keys(keys, queries, scores.device)
     elif mask is None:
         mask = torch.ones(rows, keys, dtype=torch.bool, device=scores.device)
     return mask.expand(scores.shape[0], rows, keys)
 
 
-def later_keys(count: int, queries: Sequence[int], device: torch.device) -> Bool[Tensor, "query key"]:
+def _later_keys(count: int, queries: Sequence[int], device: torch.device) -> Bool[Tensor, "query key"]:
     """Which of `count` keys stand after the position of each row."""
     rows = torch.tensor(list(queries), device=device)
     return torch.arange(count, device=device) > rows[:, None]
@@ -202,7 +202,7 @@ def refuse_causal_contradictions(mask: Tensor | None, key_tokens: object, querie
             "causal: expected False where key_tokens are given (their order says nothing about the "
             "queries'); say with mask= which keys each query could see"
         )
-    wrong = None if mask is None else mask & later_keys(mask.shape[-1], queries, mask.device)
+    wrong = None if mask is None else mask & _later_keys(mask.shape[-1], queries, mask.device)
     if wrong is not None and bool(wrong.any()):
         *_, query, key = wrong.nonzero()[0].tolist()
         raise ValueError(

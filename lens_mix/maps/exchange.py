@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from lens_mix.maps import MixingMap
 
-FORMAT = "lens_mix.MixingMap/1"
+_FORMAT = "lens_mix.MixingMap/1"
 _FIELDS = "tokens method causal key_tokens parameters residual kind layers provenance notes".split()
 # Written since rows can be asked for, and be meant; a file without them holds all rows.
 _OPTIONAL = ("queries", "default_query")
@@ -54,7 +54,7 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
             f"them, got {len(text)}"
         )
     try:
-        save_file(tensors, place, metadata={"format": FORMAT, "record": text})
+        save_file(tensors, place, metadata={"format": _FORMAT, "record": text})
     except SafetensorError as problem:
         raise OSError(f"path: expected a file that can be written, got {place}: {problem}") from problem
 
@@ -75,7 +75,7 @@ def load_map(path: str | os.PathLike[str], device: str | torch.device = "cpu") -
     """The fields of a map written by `save`; errors as `MixingMap.load`."""
     from safetensors import SafetensorError, safe_open
 
-    place, expected = file_path("path", path), f"path: expected a map that MixingMap.save wrote ({FORMAT!r})"
+    place, expected = file_path("path", path), f"path: expected a map that MixingMap.save wrote ({_FORMAT!r})"
     try:
         torch.empty(0, device=device)
     except (RuntimeError, TypeError, AssertionError) as problem:
@@ -85,7 +85,7 @@ def load_map(path: str | os.PathLike[str], device: str | torch.device = "cpu") -
     try:
         with safe_open(place, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
+            if metadata.get("format") != _FORMAT:
                 raise ValueError(f"{expected}, got format {metadata.get('format')!r} in {place}")
             fields: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except SafetensorError as problem:

@@ -20,7 +20,7 @@ _SPECIAL = re.compile(r"<(?!0x)[^<>\s]+>|\[[A-Z]+\d*\]|\[unused\d+\]")
 _WORDPIECE_SPECIALS = {"[CLS]", "[SEP]", "[MASK]", "[PAD]", "[UNK]"}
 
 Reduction = Callable[[Tensor, int], Tensor]
-REDUCTIONS: dict[str, Reduction] = {
+_REDUCTIONS: dict[str, Reduction] = {
     **{"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin},
     "first": lambda pieces, axis: pieces.select(axis, 0),
     "last": lambda pieces, axis: pieces.select(axis, -1),
@@ -174,8 +174,8 @@ def left_out_note(
 
 def reduction(name: str, argument: str) -> Reduction:
     """The reduction of that name; an unknown one is a ValueError."""
-    one_of(argument, name, REDUCTIONS)
-    return REDUCTIONS[name]
+    one_of(argument, name, _REDUCTIONS)
+    return _REDUCTIONS[name]
 
 
 def merge_axis(scores: Tensor, groups: Sequence[Sequence[int]], axis: int, reduce: Reduction) -> Tensor:

@@ -20,11 +20,11 @@ from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import as_position
 from lens_mix.statistics.heads import Head, TokenGroup, each_head, each_map, members, reusable, with_heads
 
-SEPARATORS = ("[SEP]", "</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>")
-OFFSETS = (-3, -2, -1, 0, 1, 2, 3)
-GROUPS: dict[str, TokenGroup] = {
+_SEPARATORS = ("[SEP]", "</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>")
+_OFFSETS = (-3, -2, -1, 0, 1, 2, 3)
+_GROUPS: dict[str, TokenGroup] = {
     "first": 0,
-    "separators": SEPARATORS,
+    "separators": _SEPARATORS,
     "punctuation": lambda token: token.strip(" Ġ▁") in (".", ","),
 }
 
@@ -132,10 +132,10 @@ def attention_statistics(
         ValueError: no maps; maps of different layers, heads or kinds of keys; offsets between two sequences;
             negative scores; a query that a prompt does not have; maps without the rows of all positions.
     """
-    given_steps = OFFSETS if offsets is None else several("offsets", offsets, "whole numbers")
+    given_steps = _OFFSETS if offsets is None else several("offsets", offsets, "whole numbers")
     steps = [whole_number("offsets", step) for step in given_steps]
     given = (
-        GROUPS if groups is None else instance("groups", groups, Mapping, "a dict of groups by their names")
+        _GROUPS if groups is None else instance("groups", groups, Mapping, "a dict of groups by their names")
     )
     chosen = {name: reusable(group) for name, group in given.items()}
     first: MixingMap | None = None

@@ -16,7 +16,7 @@ from lens_mix.arguments import one_of, several, whole_number
 from lens_mix.maps import MixingMap
 from lens_mix.statistics.heads import Head, TokenGroup, each_head, each_map, members, reusable, with_heads
 
-PROBED_OFFSETS = tuple(offset for offset in range(-10, 11) if offset)
+_PROBED_OFFSETS = tuple(offset for offset in range(-10, 11) if offset)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ def probe_heads(
     *,
     direction: Literal["forward", "backward"] = "forward",
     ignore: TokenGroup | None = None,
-    offsets: Sequence[int] = PROBED_OFFSETS,
+    offsets: Sequence[int] = _PROBED_OFFSETS,
 ) -> HeadProbe:
     """Heads as classifiers without training: does `from` attend most to `to`? (Clark et al. 2019, section 4.)
 

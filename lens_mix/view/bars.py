@@ -11,10 +11,10 @@ from torch import Tensor
 from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT
 from lens_mix.view.lazy import need_canvas
 
-BAR = "#a9c3dd"
-BAR_OF_THE_LARGEST = "#2c5f8a"
-ONE_TOKEN_TAKES_IT_ALL = 0.9  # a share above this hides every other bar of its row: the row says so
-SMALLEST_SEEN = 0.002  # the share of a row's height below which a bar is not seen
+_BAR = "#a9c3dd"
+_BAR_OF_THE_LARGEST = "#2c5f8a"
+_ONE_TOKEN_TAKES_IT_ALL = 0.9  # a share above this hides every other bar of its row: the row says so
+_SMALLEST_SEEN = 0.002  # the share of a row's height below which a bar is not seen
 _APART = 0.3  # as a share of the range, how far two numbers at the axis have to be apart
 _NUMBER = 0.26  # the width in inches of a number at a bar
 
@@ -41,7 +41,7 @@ def draw_bars(axes: Any, values: Float[Tensor, " key"], labels: list[str]) -> No
     low, high = min(known.min().item(), 0.0), max(known.max().item(), 0.0)
     reach = (high - low) or 1.0
     numbered = largest([values])
-    colours = [BAR_OF_THE_LARGEST if i in numbered else BAR for i in range(len(labels))]
+    colours = [_BAR_OF_THE_LARGEST if i in numbered else _BAR for i in range(len(labels))]
     axes.bar(range(len(labels)), known.tolist(), width=0.72, color=colours)
     axes.set_xlim(-0.6, len(labels) - 0.4)
     axes.set_ylim(low - (0.3 * reach if low < 0 else 0), high + 0.3 * reach)
@@ -78,7 +78,7 @@ def largest(rows: Iterable[Float[Tensor, " key"]]) -> list[int]:
     for values in rows:
         sizes = values.nan_to_num(0.0).abs()
         order = sizes.argsort(descending=True).tolist()[:3]
-        bars |= dict.fromkeys(i for i in order if sizes[i] > 0 and sizes[i] >= SMALLEST_SEEN * sizes.max())
+        bars |= dict.fromkeys(i for i in order if sizes[i] > 0 and sizes[i] >= _SMALLEST_SEEN * sizes.max())
     return list(bars)
 
 
@@ -88,7 +88,7 @@ def _say_if_one_takes_it_all(axes: Any, values: Float[Tensor, " key"], labels: l
         return
     first = int(values.argmax())
     share = values[first].item() / total
-    if share <= ONE_TOKEN_TAKES_IT_ALL:
+    if share <= _ONE_TOKEN_TAKES_IT_ALL:
         return
     # Rounding up to "100 %" would deny the others the little that they have.
     alone = int((values != 0).sum()) == 1

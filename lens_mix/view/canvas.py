@@ -18,12 +18,12 @@ from lens_mix.view.labels import FONT, INK, QUIET, TITLE_FONT, label_places
 
 # From almost white to almost black through one hue, at equal distances in CIELAB: equal steps of a score
 # look equal, and the order holds for colour-blind readers and in grey.
-BLUES = """f9fbfd e3f3fb cce9f7 b4def3 9ed1ed 89c3e6 73b4de 5ca6d6 4296cb
+_BLUES = """f9fbfd e3f3fb cce9f7 b4def3 9ed1ed 89c3e6 73b4de 5ca6d6 4296cb
 2985bc 1c75ad 19659f 155690 094680 09376d 0e2b5a 111f47"""
-SIGNED = "PuOr"
-HIDDEN = "#e9e9e9"
-LINE = "#cccccc"
-LEADER = 5.0  # how long, in points, the line from a column to its label is
+_SIGNED = "PuOr"
+_HIDDEN = "#e9e9e9"
+_LINE = "#cccccc"
+_LEADER = 5.0  # how long, in points, the line from a column to its label is
 # Fonts of other scripts and of signs, as systems have them; matplotlib draws no colour emoji.
 OTHER_FONTS = (
     *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans JP", "Noto Sans KR"),
@@ -51,7 +51,7 @@ class Picture(Figure):
         """Drawn with a font for every character, or the character's number where no font has it."""
         for text in self.findobj(Text):
             text.set_fontfamily(families())
-            if not (shown := text.get_text()).isascii() and shown != (legible := readable(shown)):
+            if not (shown := text.get_text()).isascii() and shown != (legible := _readable(shown)):
                 text.set_text(legible)
         super().draw(renderer)
 
@@ -76,7 +76,7 @@ class Picture(Figure):
         """A narrow colour bar at a place given in inches."""
         box = self.add_box(left, bottom, 0.1, height)
         bar = self.colorbar(image, cax=box, extend=extend, extendfrac=0.03)
-        bar.outline.set(edgecolor=LINE, linewidth=0.6)
+        bar.outline.set(edgecolor=_LINE, linewidth=0.6)
         bar.ax.tick_params(labelsize=FONT, length=1.5, width=0.5, color=QUIET, labelcolor=INK)
         return bar
 
@@ -88,7 +88,7 @@ class Picture(Figure):
 
 def thin_frame(axes: Any, ticks: float) -> None:
     """Thin grey spines, and ticks of this length in points."""
-    axes.spines[:].set(color=LINE, linewidth=0.6)
+    axes.spines[:].set(color=_LINE, linewidth=0.6)
     axes.tick_params(length=ticks, width=0.5, color=QUIET)
 
 
@@ -97,9 +97,9 @@ def colours(signed: bool) -> Colormap:
     from matplotlib import colormaps
 
     if signed:
-        return colormaps[SIGNED].with_extremes(bad=HIDDEN)
-    steps = [f"#{step}" for step in BLUES.split()]
-    return LinearSegmentedColormap.from_list("lens_mix", steps).with_extremes(bad=HIDDEN)
+        return colormaps[_SIGNED].with_extremes(bad=_HIDDEN)
+    steps = [f"#{step}" for step in _BLUES.split()]
+    return LinearSegmentedColormap.from_list("lens_mix", steps).with_extremes(bad=_HIDDEN)
 
 
 @functools.cache
@@ -115,7 +115,7 @@ def _has_a_glyph(character: str) -> bool:
     return any(font_manager.get_font(file).get_char_index(ord(character)) for file in files)
 
 
-def readable(text: str) -> str:
+def _readable(text: str) -> str:
     """The text; a character that no font has becomes its number, U+4E2D say, and no empty box."""
     return "".join(c if c.isascii() or _has_a_glyph(c) else f"U+{ord(c):04X}" for c in text)
 
@@ -125,7 +125,7 @@ def longest(labels: Iterable[str], points: float) -> float:
     font = font_manager.FontProperties(family=families())
     # A `$` would be read as the start of a formula; an S is as wide.
     paths = (
-        TextPath((0, 0), readable(label.replace("$", "S")), size=points, prop=font)
+        TextPath((0, 0), _readable(label.replace("$", "S")), size=points, prop=font)
         for label in labels
         if label.strip()
     )
@@ -147,7 +147,7 @@ def label_ticks(
     """
     chosen = label_places(len(labels), len(labels) if limit is None else limit, strongest)
     axis.set_ticks(
-        [place for _, place in chosen], labels=[readable(labels[position]) for position, _ in chosen]
+        [place for _, place in chosen], labels=[_readable(labels[position]) for position, _ in chosen]
     )
     thinned = len(chosen) < len(labels) and bool(strongest)
     for label, (position, _) in zip(axis.get_ticklabels(), chosen, strict=True):
@@ -161,11 +161,11 @@ def _lead_to_labels(axis: Any, chosen: Sequence[tuple[int, float]]) -> None:
     """Lines in place of ticks, from a column to its label."""
     axes = axis.axes
     points = axes.get_position().height * axes.figure.get_size_inches()[1] * 72
-    axis.set_tick_params(length=0, pad=LEADER + 1)
+    axis.set_tick_params(length=0, pad=_LEADER + 1)
     for position, place in chosen:
         axes.plot(
             [position, place],
-            [0, -LEADER / points],
+            [0, -_LEADER / points],
             transform=axes.get_xaxis_transform(),
             color=QUIET,
             lw=0.5,

@@ -34,8 +34,8 @@ from lens_mix.view.lazy import need_canvas
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LONGEST_NAME = 30  # longer names of a row of bars are broken
-LABELLED = 8  # so many of the strongest columns have a label whatever the room
+_LONGEST_NAME = 30  # longer names of a row of bars are broken
+_LABELLED = 8  # so many of the strongest columns have a label whatever the room
 SHARE, RAW = "share of the row", "raw score"
 
 Scale = Literal["linear", "log"]
@@ -100,7 +100,7 @@ def layer_maps(
     unit = SHARE if normalize else RAW
     title = default_title(shown if every_head else mixing_map, head, every_head) if title is None else title
     grid = Grid(names, columns, drawn.rows, drawn.keys, title, subtitle(mixing_map, unit))
-    return draw_grid(grid, panels, "query", unit, scale == "log", drawn.strongest("sum")[:LABELLED])
+    return draw_grid(grid, panels, "query", unit, scale == "log", drawn.strongest("sum")[:_LABELLED])
 
 
 def _panels(shown: MixingMap, drawn: Drawn) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
@@ -165,7 +165,7 @@ def query_maps(
     unit = SHARE if normalize else RAW
     grid = Grid(list(drawn), columns, labels, columns_of.keys, title, subtitle(first, unit))
     panels = [(each.scores[:, 0], each.visible[:, 0]) for each in drawn.values()]
-    strongest = [place for each in drawn.values() for place in each.strongest("max")[:LABELLED]]
+    strongest = [place for each in drawn.values() for place in each.strongest("max")[:_LABELLED]]
     strongest = sorted(dict.fromkeys(strongest), key=strongest.index)
     return draw_grid(grid, panels, "layer", unit, scale == "log", strongest)
 
@@ -296,7 +296,7 @@ def _normalizes(asked: bool | None, maps: Iterable[MixingMap]) -> bool:
 
 def _in_lines(name: str) -> str:
     """A long name broken after its commas, or else where it gets too long."""
-    if len(name) <= LONGEST_NAME:
+    if len(name) <= _LONGEST_NAME:
         return name
     parts = [part if part == name.split(", ")[-1] else f"{part}," for part in name.split(", ")]
-    return "\n".join(line for part in parts for line in textwrap.wrap(part, LONGEST_NAME))
+    return "\n".join(line for part in parts for line in textwrap.wrap(part, _LONGEST_NAME))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 STAYS = "#c9c9c9"
 MOVES = "#2c5f8a"
 TARGET = "#c1442e"
-ALL_TOKENS = 48  # more tokens than these are not all drawn: only those that some node stands for
+_ALL_TOKENS = 48  # more tokens than these are not all drawn: only those that some node stands for
 THINNEST, THICKEST = 0.4, 5.0
 
 
@@ -45,7 +45,7 @@ def information_flow(
     layer_height = number("layer_height", layer_height, 0, above=True)
     name, widths = _widths(graph, by)
     legend = _legend(graph, name, widths)
-    frame = Frame(graph, title, layer_height, len(legend))
+    frame = _Frame(graph, title, layer_height, len(legend))
     picture = canvas.Picture(frame.width, frame.height)
     axes = picture.add_box(frame.left, frame.bottom, frame.inner, frame.rows)
     _draw_edges(axes, frame, widths)
@@ -83,7 +83,7 @@ def _legend(graph: networkx.DiGraph, name: str, widths: dict[Any, float]) -> lis
     return handles
 
 
-class Frame:
+class _Frame:
     """Where levels and positions stand, and how large everything is, in inches."""
 
     def __init__(self, graph: networkx.DiGraph, title: str | None, layer_height: float, lines: int) -> None:
@@ -113,7 +113,7 @@ def _tokens(graph: networkx.DiGraph) -> tuple[list[int], list[str]]:
     every = graph.graph.get("tokens")
     if isinstance(every, list) and used[-1] < len(every):
         known = dict(enumerate(every)) | known
-        if len(every) <= ALL_TOKENS:
+        if len(every) <= _ALL_TOKENS:
             used = list(range(len(every)))
     return used, [visible_token(str(known.get(position, position))) for position in used]
 
@@ -143,7 +143,7 @@ def _widths(graph: networkx.DiGraph, by: str | None) -> tuple[str, dict[Any, flo
     return name, widths
 
 
-def _draw_edges(axes: Any, frame: Frame, widths: dict[Any, float]) -> None:
+def _draw_edges(axes: Any, frame: _Frame, widths: dict[Any, float]) -> None:
     from matplotlib.collections import LineCollection
     from matplotlib.colors import to_rgba
 
@@ -157,7 +157,7 @@ def _draw_edges(axes: Any, frame: Frame, widths: dict[Any, float]) -> None:
     axes.add_collection(LineCollection(places, linewidths=thick, colors=colours, capstyle="round", zorder=1))
 
 
-def _draw_nodes(axes: Any, frame: Frame, graph: networkx.DiGraph) -> None:
+def _draw_nodes(axes: Any, frame: _Frame, graph: networkx.DiGraph) -> None:
     target = graph.graph.get("target", graph.graph.get("root"))
     nodes = list(graph.nodes(data=True))
     across, up = zip(*(frame.place(node) for node, _ in nodes), strict=True)
@@ -166,7 +166,7 @@ def _draw_nodes(axes: Any, frame: Frame, graph: networkx.DiGraph) -> None:
     axes.scatter(across, up, s=sizes, c=colours, linewidths=0, zorder=2)
 
 
-def _label(axes: Any, frame: Frame) -> None:
+def _label(axes: Any, frame: _Frame) -> None:
     label_ticks = need_canvas().label_ticks
     axes.set_xlim(-0.6, len(frame.columns) - 0.4)
     axes.set_ylim(-0.5, len(frame.lines) - 0.5)

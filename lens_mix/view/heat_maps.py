@@ -15,7 +15,7 @@ from lens_mix.maps import MixingMap
 from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, labels_that_fit, visible_token
 from lens_mix.view.lazy import need_canvas
 
-FAINTEST = 1e-4  # on a logarithmic scale, this share of the largest score and less have the lightest colour
+_FAINTEST = 1e-4  # on a logarithmic scale, this share of the largest score and less have the lightest colour
 _LONGEST_PROMPT = 60  # characters of a prompt in a subtitle
 
 
@@ -80,7 +80,7 @@ def draw_grid(
     height = min(up, 2.6)
     left = grid.right + grid.gap + 0.06
     bar = picture.add_colour_bar(image, left, grid.ceiling - height, height, extend="neither")
-    least = f", logarithmic from {FAINTEST * limits[1]:.2g}" if logarithmic else ""
+    least = f", logarithmic from {_FAINTEST * limits[1]:.2g}" if logarithmic else ""
     if logarithmic and limits[0] < 0:
         # Its own ticks would be written over each other around 0.
         ticks = [share * limits[1] for share in (-1, -0.1, -0.01, 0, 0.01, 0.1, 1)]
@@ -107,7 +107,7 @@ def _draw_panel(
     axes = picture.add_box(*grid.corner(place), grid.panel_width, grid.panel_height)
     drawn = scores.detach().to("cpu", torch.float64)
     if logarithmic and limits[0] == 0:
-        drawn = drawn.clamp_min(FAINTEST * limits[1])
+        drawn = drawn.clamp_min(_FAINTEST * limits[1])
     image = axes.imshow(
         np.ma.masked_array(drawn.numpy(), ~visible.cpu().numpy()),
         cmap=canvas.colours(signed=limits[0] < 0),
@@ -134,8 +134,8 @@ def _norm(limits: tuple[float, float], logarithmic: bool) -> Any:
     if not logarithmic:
         return colors.Normalize(low, high)
     if low < 0:
-        return colors.SymLogNorm(FAINTEST * high, vmin=low, vmax=high)
-    return colors.LogNorm(FAINTEST * high, high)
+        return colors.SymLogNorm(_FAINTEST * high, vmin=low, vmax=high)
+    return colors.LogNorm(_FAINTEST * high, high)
 
 
 def _colour_limits(scores: Iterable[Tensor]) -> tuple[float, float]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-STAGE_NAMES = {
+_STAGE_NAMES = {
     "attn_w": "weights (AttnW)",
     "attn_n": "vectors (AttnN)",
     "attn_res_w": "weights + residual",
@@ -36,9 +36,9 @@ STAGE_NAMES = {
     "atb_ff_res_ln": "… + feed-forward",
 }
 # Weights in orange and dashed, vectors from light to dark along the block, each with a mark of its own.
-COLOURS = ("#e6550d", "#74b3d8", "#fd9a4e", "#3787c0", "#105ba4", "#08254d")
-MARKS = ("o", "o", "s", "s", "D", "^")
-KINDS = {"mask": "#d94801", "special": "#6a3d9a", "punctuation": "#1b9e77", "other": "#9a9a9a"}
+_COLOURS = ("#e6550d", "#74b3d8", "#fd9a4e", "#3787c0", "#105ba4", "#08254d")
+_MARKS = ("o", "o", "s", "s", "D", "^")
+_KINDS = {"mask": "#d94801", "special": "#6a3d9a", "punctuation": "#1b9e77", "other": "#9a9a9a"}
 
 
 def mixing_by_layer(table: pandas.DataFrame, title: str = "Mixing ratio by layer") -> Figure:
@@ -54,11 +54,11 @@ def mixing_by_layer(table: pandas.DataFrame, title: str = "Mixing ratio by layer
         axes.plot(
             means.index.astype(int),
             means[stages[0]],
-            marker=MARKS[place],
+            marker=_MARKS[place],
             markersize=3.5,
-            color=COLOURS[place],
+            color=_COLOURS[place],
             linestyle="--" if stages[0].endswith("_w") else "-",
-            label="\n= ".join(STAGE_NAMES[stage] for stage in stages),
+            label="\n= ".join(_STAGE_NAMES[stage] for stage in stages),
         )
     axes.set_ylim(0, 1)
     _legend(axes)
@@ -85,7 +85,7 @@ def mixing_by_kind(
     width = 0.8 / len(stages)
     for place, stage in enumerate(stages):
         lefts = [group - 0.4 + (place + 0.5) * width for group in range(len(means))]
-        axes.bar(lefts, means[stage], width, color=COLOURS[STAGES.index(stage)], label=STAGE_NAMES[stage])
+        axes.bar(lefts, means[stage], width, color=_COLOURS[STAGES.index(stage)], label=_STAGE_NAMES[stage])
     names = [f"{name} ({count})" for name, count in zip(means.index, means["tokens"], strict=True)]
     axes.set_xticks(range(len(means)), labels=names)
     _legend(axes)
@@ -111,7 +111,7 @@ def weights_against_norms(
     # The largest kind first: those with fewer dots are drawn above it.
     for name in token_kinds.value_counts().index:
         part = dots[token_kinds == name]
-        axes.scatter(part["norm"], part["weight"], s=9, color=KINDS.get(name, "#3182bd"), label=name)
+        axes.scatter(part["norm"], part["weight"], s=9, color=_KINDS.get(name, "#3182bd"), label=name)
     chosen = dots.nlargest(named, "weight")
     axes.scatter(chosen["norm"], chosen["weight"], s=26, facecolors="none", edgecolors=INK, linewidths=0.7)
     beside = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}

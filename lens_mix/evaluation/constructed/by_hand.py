@@ -25,10 +25,10 @@ from lens_mix.evaluation.constructed.parts import (
 )
 from lens_mix.lens.from_weights import Norm
 
-KEYS = range(1, 5)  # what planted_key looks for, and what stands first in broadcast_sink
-FILLERS = range(5, TOKENS)
-SHORTEST = 7
-Route = Callable[[list[int]], tuple[list[Cell], list[int]]]
+_KEYS = range(1, 5)  # what planted_key looks for, and what stands first in broadcast_sink
+_FILLERS = range(5, TOKENS)
+_SHORTEST = 7
+_Route = Callable[[list[int]], tuple[list[Cell], list[int]]]
 
 
 def by_hand() -> list[ConstructedModel]:
@@ -43,10 +43,12 @@ def by_hand() -> list[ConstructedModel]:
         _built(
             "planted_key",
             "looks for the one key token in the prompt and copies it, wherever it stands",
-            [[Head(look_for(KEYS))]],
+            [[Head(look_for(_KEYS))]],
             _planted,
             sample=_with_key,
-            spare=lambda tokens, at: _unused(tokens, KEYS if tokens[at] in KEYS else FILLERS) if at else [],
+            spare=lambda tokens, at: (
+                _unused(tokens, _KEYS if tokens[at] in _KEYS else _FILLERS) if at else []
+            ),
         ),
         _induction("induction", "finds where the last token stood before, copies what followed it there"),
         _induction("induction_rmsnorm", "the same with RMSNorm", norm="RMS"),
@@ -78,10 +80,10 @@ def by_hand() -> list[ConstructedModel]:
         _built(
             "broadcast_sink",
             "looks as silent_sink does, but copies the first token; all others have the value zero",
-            [[Head(split, moved=KEYS)]],
+            [[Head(split, moved=_KEYS)]],
             lambda tokens: ([(0, len(tokens) - 1, 0)], [0]),
-            sample=lambda generator: [_pick(generator, KEYS), *_distinct(generator, FILLERS)[1:]],
-            spare=lambda tokens, at: _unused(tokens, FILLERS if at else KEYS),
+            sample=lambda generator: [_pick(generator, _KEYS), *_distinct(generator, _FILLERS)[1:]],
+            spare=lambda tokens, at: _unused(tokens, _FILLERS if at else _KEYS),
         ),
         _built(
             "identity_blocks",
@@ -118,7 +120,7 @@ def _relayed(tokens: list[int]) -> tuple[list[Cell], list[int]]:
 
 
 def _planted(tokens: list[int]) -> tuple[list[Cell], list[int]]:
-    place = next(position for position, number in enumerate(tokens) if number in KEYS)
+    place = next(position for position, number in enumerate(tokens) if number in _KEYS)
     return [(0, len(tokens) - 1, place)], [place]
 
 
@@ -136,15 +138,15 @@ def _pick(generator: torch.Generator, choices: Sequence[int]) -> int:
 
 def _distinct(generator: torch.Generator, choices: Sequence[int] = WORDS) -> list[int]:
     """Token 0, then others that are all different."""
-    count = _pick(generator, range(SHORTEST, CONTEXT)) - 1
+    count = _pick(generator, range(_SHORTEST, CONTEXT)) - 1
     order = torch.randperm(len(choices), generator=generator)[:count]
     return [0, *(choices[int(place)] for place in order)]
 
 
 def _with_key(generator: torch.Generator) -> list[int]:
     """Fillers with one key among them, neither first nor last."""
-    tokens = _distinct(generator, FILLERS)
-    tokens[_pick(generator, range(1, len(tokens) - 1))] = _pick(generator, KEYS)
+    tokens = _distinct(generator, _FILLERS)
+    tokens[_pick(generator, range(1, len(tokens) - 1))] = _pick(generator, _KEYS)
     return tokens
 
 
@@ -167,7 +169,7 @@ def _built(
     name: str,
     description: str,
     layers: Sequence[Sequence[Head]],
-    route: Route = _copied,
+    route: _Route = _copied,
     read: Iterable[int] = (0,),
     job: Sequence[FeedForward | None] | None = None,
     norm: Norm | None = None,

@@ -21,13 +21,13 @@ import torch
 from lens_mix.evaluation.constructed.model import Cell, ConstructedModel
 from lens_mix.lens.from_weights import Weights
 
-LETTERS = range(1, 9)
-COUNTED = 1  # the letter whose share rasp_fraction tells
-NUMBERS = range(1, 13)
-LARGEST = NUMBERS[9:]  # one of which stands in each prompt of rasp_sort
-LONGEST = 7  # without the first token
+_LETTERS = range(1, 9)
+_COUNTED = 1  # the letter whose share rasp_fraction tells
+_NUMBERS = range(1, 13)
+_LARGEST = _NUMBERS[9:]  # one of which stands in each prompt of rasp_sort
+_LONGEST = 7  # without the first token
 
-Truth = tuple[list[Cell], list[int], int]
+_Truth = tuple[list[Cell], list[int], int]
 
 
 def compiled() -> list[ConstructedModel]:
@@ -39,15 +39,15 @@ def compiled() -> list[ConstructedModel]:
             functools.partial(_weights, "fraction"),
             _with_counted,
             _fraction,
-            lambda tokens, at: [letter for letter in LETTERS if letter != tokens[at]] if at else [],
+            lambda tokens, at: [letter for letter in _LETTERS if letter != tokens[at]] if at else [],
         ),
         ConstructedModel(
             "rasp_reverse",
             "gives the first letter at the last position: it counts the tokens to know where to look",
             functools.partial(_weights, "reverse"),
-            lambda generator: [0, *_sample(generator, LETTERS, 4, LONGEST - 1)],
+            lambda generator: [0, *_sample(generator, _LETTERS, 4, _LONGEST - 1)],
             lambda tokens: ([(0, len(tokens) - 1, 0), (3, len(tokens) - 1, 1)], [1], len(tokens) - 1),
-            lambda tokens, at: [letter for letter in LETTERS if letter not in tokens] if at else [],
+            lambda tokens, at: [letter for letter in _LETTERS if letter not in tokens] if at else [],
         ),
         ConstructedModel(
             "rasp_histogram",
@@ -55,7 +55,7 @@ def compiled() -> list[ConstructedModel]:
             functools.partial(_weights, "histogram"),
             _with_repetitions,
             _histogram,
-            lambda tokens, at: [letter for letter in LETTERS if letter not in tokens] if at else [],
+            lambda tokens, at: [letter for letter in _LETTERS if letter not in tokens] if at else [],
         ),
         ConstructedModel(
             "rasp_sort",
@@ -63,7 +63,7 @@ def compiled() -> list[ConstructedModel]:
             functools.partial(_weights, "sort"),
             _numbers,
             _sort,
-            lambda tokens, at: [n for n in NUMBERS if n < max(tokens) and n not in tokens] if at else [],
+            lambda tokens, at: [n for n in _NUMBERS if n < max(tokens) and n not in tokens] if at else [],
         ),
     ]
 
@@ -79,19 +79,19 @@ def _weights(program: str) -> Weights:
 # ------------------------------------------------------------------ what is true of a prompt
 
 
-def _fraction(tokens: list[int]) -> Truth:
+def _fraction(tokens: list[int]) -> _Truth:
     """The answer stands two positions before the end: there are later tokens, which it does not read."""
     answer = len(tokens) - 3
     before = list(range(1, answer + 1))
-    return [(1, answer, key) for key in before if tokens[key] == COUNTED], before, answer
+    return [(1, answer, key) for key in before if tokens[key] == _COUNTED], before, answer
 
 
-def _histogram(tokens: list[int]) -> Truth:
+def _histogram(tokens: list[int]) -> _Truth:
     last = len(tokens) - 1
     return [(0, last, 0)], [at for at, letter in enumerate(tokens) if letter == tokens[last]], last
 
 
-def _sort(tokens: list[int]) -> Truth:
+def _sort(tokens: list[int]) -> _Truth:
     last, largest = len(tokens) - 1, tokens.index(max(tokens))
     return [(0, largest, 0), (1, last, largest)], [largest], last
 
@@ -107,15 +107,15 @@ def _sample(generator: torch.Generator, choices: Sequence[int], minimum: int, ma
 
 def _with_counted(generator: torch.Generator) -> list[int]:
     """Different letters; the counted one stands at two places before the answer."""
-    tokens = [0, *_sample(generator, LETTERS[1:], 6, LONGEST)]
+    tokens = [0, *_sample(generator, _LETTERS[1:], 6, _LONGEST)]
     for at in _sample(generator, range(1, len(tokens) - 3), 2, 2):
-        tokens[at] = COUNTED
+        tokens[at] = _COUNTED
     return tokens
 
 
 def _with_repetitions(generator: torch.Generator) -> list[int]:
     """Different letters; the last one stands at one or two places more."""
-    tokens = [0, *_sample(generator, LETTERS, 5, LONGEST)]
+    tokens = [0, *_sample(generator, _LETTERS, 5, _LONGEST)]
     for at in _sample(generator, range(1, len(tokens) - 1), 1, 2):
         tokens[at] = tokens[-1]
     return tokens
@@ -123,7 +123,7 @@ def _with_repetitions(generator: torch.Generator) -> list[int]:
 
 def _numbers(generator: torch.Generator) -> list[int]:
     """Different numbers, the largest at any place but the last."""
-    tokens = [0, *_sample(generator, NUMBERS[:9], 4, LONGEST)]
+    tokens = [0, *_sample(generator, _NUMBERS[:9], 4, _LONGEST)]
     (at,) = _sample(generator, range(1, len(tokens) - 1), 1, 1)
-    tokens[at] = _sample(generator, LARGEST, 1, 1)[0]
+    tokens[at] = _sample(generator, _LARGEST, 1, 1)[0]
     return tokens

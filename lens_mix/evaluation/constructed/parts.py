@@ -15,14 +15,14 @@ from lens_mix.lens.from_weights import Norm, Weights
 TOKENS = 16  # and so many dimensions of a head
 CONTEXT = 12
 WORDS = range(1, TOKENS)  # all tokens but 0, which stands first in most prompts
-SHARP = 200.0  # a score; e^-200 is 0 in float32, so that the other keys get nothing at all
+_SHARP = 200.0  # a score; e^-200 is 0 in float32, so that the other keys get nothing at all
 
 Look = tuple[Float[Tensor, "d_model d_head"], Float[Tensor, "d_model d_head"]]
 FeedForward = tuple[int, int, float]  # relu(one scratch part) · factor is added to another
 
 # The residual stream: the token, its position, and three scratch parts that heads write tokens to.
 TOKEN, PLACE = slice(0, TOKENS), slice(TOKENS, TOKENS + CONTEXT)
-D_MODEL = 4 * TOKENS + CONTEXT
+_D_MODEL = 4 * TOKENS + CONTEXT
 
 
 def scratch(part: int) -> slice:
@@ -31,7 +31,7 @@ def scratch(part: int) -> slice:
     return slice(start, start + TOKENS) if part >= 0 else TOKEN
 
 
-def one_hot(tokens: Iterable[int]) -> Float[Tensor, "token token"]:
+def _one_hot(tokens: Iterable[int]) -> Float[Tensor, "token token"]:
     """The identity on some tokens, 0 on all others."""
     diagonal = torch.zeros(TOKENS)
     diagonal[list(tokens)] = 1.0
@@ -56,9 +56,9 @@ class Head:
     scale: float = 1.0
 
     def value_and_output(self) -> tuple[Tensor, Tensor]:
-        value, output = torch.zeros(D_MODEL, TOKENS), torch.zeros(TOKENS, D_MODEL)
-        value[scratch(self.source)] = one_hot(self.moved)
-        output[:, scratch(self.target)] = self.scale * one_hot(WORDS)
+        value, output = torch.zeros(_D_MODEL, TOKENS), torch.zeros(TOKENS, _D_MODEL)
+        value[scratch(self.source)] = _one_hot(self.moved)
+        output[:, scratch(self.target)] = self.scale * _one_hot(WORDS)
         return value, output
 
 
@@ -69,28 +69,28 @@ def look_back(offset: int, first: float = 0.0) -> Look:
         offset: how far.
         first: the share of attention that goes to the first position all the same.
     """
-    query, key = torch.zeros(2, D_MODEL, TOKENS)
+    query, key = torch.zeros(2, _D_MODEL, TOKENS)
     back = torch.arange(CONTEXT).sub(offset).clamp(min=0)
-    query[PLACE, :CONTEXT] = SHARP * torch.eye(CONTEXT)[back]
+    query[PLACE, :CONTEXT] = _SHARP * torch.eye(CONTEXT)[back]
     key[PLACE, :CONTEXT] = torch.eye(CONTEXT)
     if first:
-        query[PLACE, CONTEXT] = SHARP + math.log(first / (1 - first))
+        query[PLACE, CONTEXT] = _SHARP + math.log(first / (1 - first))
         key[PLACE.start, CONTEXT] = 1.0
     return _scores(query), key
 
 
 def look_for(tokens: Iterable[int]) -> Look:
     """Look, from everywhere, at the positions where one of these tokens stands."""
-    query, key = torch.zeros(2, D_MODEL, TOKENS)
-    query[PLACE, 0] = SHARP
-    key[TOKEN, 0] = one_hot(tokens).diagonal()
+    query, key = torch.zeros(2, _D_MODEL, TOKENS)
+    query[PLACE, 0] = _SHARP
+    key[TOKEN, 0] = _one_hot(tokens).diagonal()
     return _scores(query), key
 
 
 def look_for_copies(part: int) -> Look:
     """Look at the positions in whose scratch part the query's own token was written."""
-    query, key = torch.zeros(2, D_MODEL, TOKENS)
-    query[TOKEN], key[scratch(part)] = SHARP * one_hot(WORDS), one_hot(WORDS)
+    query, key = torch.zeros(2, _D_MODEL, TOKENS)
+    query[TOKEN], key[scratch(part)] = _SHARP * _one_hot(WORDS), _one_hot(WORDS)
     return _scores(query), key
 
 
@@ -115,13 +115,13 @@ def assemble(
             sign: its mean is 0, LayerNorm takes nothing away, and what either norm does is a positive factor
             per position. That changes how long a vector is, and no zero.
     """
-    eye = torch.eye(D_MODEL)
+    eye = torch.eye(_D_MODEL)
     jobs = feed_forward or ()
-    reading, writing = torch.zeros(len(jobs), D_MODEL, TOKENS), torch.zeros(len(jobs), TOKENS, D_MODEL)
+    reading, writing = torch.zeros(len(jobs), _D_MODEL, TOKENS), torch.zeros(len(jobs), TOKENS, _D_MODEL)
     for layer, job in enumerate(jobs):
         if job is not None:
-            reading[layer, scratch(job[0])] = one_hot(WORDS)
-            writing[layer, :, scratch(job[1])] = job[2] * one_hot(WORDS)
+            reading[layer, scratch(job[0])] = _one_hot(WORDS)
+            writing[layer, :, scratch(job[1])] = job[2] * _one_hot(WORDS)
 
     def stacked(weights: list[list[Tensor]]) -> Tensor:
         return torch.stack([torch.stack(heads) for heads in weights])
@@ -139,7 +139,7 @@ def assemble(
         key=readable(stacked([[head.look[1] for head in heads] for heads in layers])),
         value=readable(stacked([[head.value_and_output()[0] for head in heads] for heads in layers])),
         output=written(stacked([[head.value_and_output()[1] for head in heads] for heads in layers])),
-        unembedding=readable(torch.stack([eye[scratch(part)] for part in read]).sum(0).T @ one_hot(WORDS)),
+        unembedding=readable(torch.stack([eye[scratch(part)] for part in read]).sum(0).T @ _one_hot(WORDS)),
         mlp_in=readable(reading) if jobs else None,
         mlp_out=written(writing) if jobs else None,
         norm=norm,

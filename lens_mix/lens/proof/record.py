@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lens_mix.lens.anatomy import BlockAnatomy
 
-HOOK_PARTS = ("mixing", "zero_value")
+_HOOK_PARTS = ("mixing", "zero_value")
 # Not "value", that values are made of the block's input as read: maps take the values that the pass recorded,
 # edited by hooks or not. A method that goes on from there to the block's input names VALUE too (DecompX).
 ALGEBRA_PARTS = ("projection", "feed_forward", "residual", "block")
@@ -82,7 +82,7 @@ class Proof:
     @property
     def hooks_refusal(self) -> str | None:
         """Why hooks on values and patterns can't be trusted on this model; None when they can."""
-        failure = self.failure(HOOK_PARTS)
+        failure = self.failure(_HOOK_PARTS)
         return failure if self.source is None or failure is not None else self.source.hooks_refusal
 
     @property

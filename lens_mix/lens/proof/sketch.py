@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-VECTORS = 8
+_VECTORS = 8
 
 
 @functools.lru_cache(maxsize=64)
@@ -25,7 +25,7 @@ def random_vectors(length: int, dtype: torch.dtype, device: torch.device) -> Flo
     generator = torch.Generator("cpu").manual_seed(length)
     # What was made in inference mode could not be used where gradients are noted.
     with torch.inference_mode(False):
-        sizes, signs = torch.rand(2, VECTORS, length, generator=generator, device="cpu", dtype=torch.float64)
+        sizes, signs = torch.rand(2, _VECTORS, length, generator=generator, device="cpu", dtype=torch.float64)
         sizes, signs = sizes + 0.5, signs - 0.5
         return (sizes.copysign(signs) / (13 / 12) ** 0.5).to(device, dtype)
 
@@ -49,7 +49,7 @@ def sketched_error(
         expected: whole.
         keep: which rows count; all by default.
     """
-    error = torch.linalg.vector_norm(got - sketch(expected), dim=-1) / VECTORS**0.5
+    error = torch.linalg.vector_norm(got - sketch(expected), dim=-1) / _VECTORS**0.5
     ratio = torch.where(error == 0, 0.0, error / torch.linalg.vector_norm(expected, dim=-1))
     if keep is not None:
         ratio = ratio[keep]

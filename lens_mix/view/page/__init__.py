@@ -24,7 +24,7 @@ from lens_mix.view.page.trees import Graphs, trees_of
 Maps = MixingMap | Mapping[str, MixingMap] | Sequence[MixingMap | Mapping[str, MixingMap]]
 
 # One script, in this order: the last one starts it.
-SCRIPTS = ("numbers.js", "maps.js", "graphs.js", "export.js", "page.js")
+_SCRIPTS = ("numbers.js", "maps.js", "graphs.js", "export.js", "page.js")
 
 # What the leaderboard says of a method: the best partial correlation of its input maps with importance by
 # replacement, SmolLM2-135M, 40 prompts (docs/leaderboard.md).
@@ -129,7 +129,7 @@ def _labelled(one: MixingMap | Mapping[str, Any]) -> dict[str, MixingMap]:
 def _document(data: Mapping[str, Any]) -> str:
     files = importlib.resources.files(__package__)
     template, style = ((files / name).read_text(encoding="utf-8") for name in ("page.html", "page.css"))
-    script = "\n".join((files / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    script = "\n".join((files / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
