@@ -160,9 +160,8 @@ class ValueZeroing(Method):
         zeroed = torch.zeros((len(copies), real.shape[1]), dtype=torch.bool, device=real.device)
         for is_zeroed, copy in zip(zeroed, copies, strict=True):
             is_zeroed[copy.keys] = True
-        rows, keys = torch.tensor([(copy.prompt, copy.column) for copy in copies], device=real.device).unbind(
-            1
-        )
+        places = [(copy.prompt, copy.column) for copy in copies]
+        rows, keys = torch.tensor(places, device=real.device).unbind(1)
         scores = block.zeros(*block.real.shape, real.shape[1] if self.spans is None else len(self.spans))
         clean = self._compared(block, block.resid_post)
         for chunk in block.chunks(len(copies)):
