@@ -169,11 +169,11 @@ def test_nothing_is_kept_at_module_level():
 
 
 def test_folders_of_tests_mirror_the_library():
-    """What belongs to no folder of the library is named here."""
-    others = {"demos", "reference"}
-    folders = {path.parent for path in (ROOT / "tests").rglob("*.py")} - {ROOT / "tests"}
+    """Those of scripts beside the library have their folder's name."""
+    scripts = {"benchmarks", "demos"}
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")} - {ROOT / "tests"}
     for folder in folders:
         relative = folder.relative_to(ROOT / "tests")
-        if relative.parts[0] not in others:
-            assert (LIBRARY / relative).is_dir(), f"tests/{relative}: no folder lens_mix/{relative}"
+        home = ROOT if relative.parts[0] in scripts else LIBRARY
+        assert (home / relative).is_dir(), f"tests/{relative}: no folder {relative} in {home.name}"
     assert module_name(LIBRARY / "lens" / "proof" / "__init__.py") == "lens.proof"
