@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tests.shape_checks  # noqa: F401  the type checker that pyproject.toml names has to be importable
+from tests import shared_models
 from tests.matrix import is_unusual
 
 torch.set_num_threads(1)
@@ -28,6 +29,21 @@ ONCE = (
     TESTS / "demos" / "test_main.py",
 )
 ON_MODELS = TESTS / "aggregation" / "test_joint.py"
+
+
+@pytest.fixture(scope="session")
+def model():
+    """A decoder in float64 that reads words (`toy_tokenizer`), one for all tests: none may change it."""
+    return shared_models.decoder()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_models_are_as_they_were_built():
+    yield
+    changed = shared_models.changed()
+    assert not changed, (
+        f"this file's tests changed {changed}: let them build models of their own (tiny_models)"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

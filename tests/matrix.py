@@ -101,6 +101,12 @@ class Case:
         return self.label == "HookedEncoderDecoder encoder" and transformer_lens_version()[0] < 3
 
 
+@functools.cache
+def model_of(case: Case, dtype: torch.dtype = torch.float32) -> Any:
+    """`case.build(dtype)`, built once: for tests that leave it as it was."""
+    return case.build(dtype)
+
+
 def cases(*, cross: bool = False) -> list[Case]:
     """All of them; which ones exist depends on the TransformerLens release.
 
@@ -143,6 +149,13 @@ def prompt_of(model: Any, seq: int = 7, seed: int = 1) -> Any:
     """Tokens, or a pair of them for an encoder-decoder."""
     first = tokens(model, 1, seq, seed)
     return (first, tokens(model, 1, max(2, seq - 2), seed + 50)) if is_encoder_decoder(model) else first
+
+
+def zeroed(values: torch.Tensor, key: int) -> torch.Tensor:
+    """Values [batch, key, ...] with nothing at one key."""
+    values = values.clone()
+    values[:, key] = 0
+    return values
 
 
 def slow(*values: Any) -> Any:

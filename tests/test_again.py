@@ -6,14 +6,9 @@ import pytest
 import torch
 
 import lens_mix as lm
-from tests.tiny_models import available, bridge, gpt2_like, hooked_encoder, toy_tokenizer
+from tests.tiny_models import available, bridge, hooked_encoder
 
 TOKENS = torch.tensor([5, 9, 12, 7, 30, 21])
-
-
-@pytest.fixture(scope="module")
-def model():
-    return gpt2_like(torch.float64, tokenizer=toy_tokenizer())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from lens_mix.method import RESIDUAL_KEY
 from lens_mix.methods.alti import alti, shares
 from lens_mix.statistics.contextualisation import top_pairs
 from lens_mix.statistics.mixing_ratio import mixing_ratios
-from tests.matrix import build_or_skip, prompt_of, slow
+from tests.matrix import build_or_skip, prompt_of, slow, zeroed
 from tests.reference_models import REFERENCE, inseq_t5
 from tests.tiny_models import bridge, gpt2_like, hooked_encoder_decoder, toy_tokenizer, wrapped_model
 
@@ -74,17 +74,12 @@ class Plain:
 
     def value_zeroing(self, layer, key):
         """1 - cos of the block's output without one source position's cross value."""
-
-        def zero(module, given, out):
-            out = out.clone()
-            out[:, key] = 0
-            return out
-
         block = self.blocks[layer]
+        zero = (self.part(layer, "v"), lambda module, given, out: zeroed(out, key))
         with torch.no_grad():
             clean = self.run(watch=[block])[1][block][1]
-            zeroed = self.run(watch=[block], edit=[(self.part(layer, "v"), zero)])[1][block][1]
-        return 1 - torch.cosine_similarity(clean, zeroed, dim=-1)[0]
+            changed = self.run(watch=[block], edit=[zero])[1][block][1]
+        return 1 - torch.cosine_similarity(clean, changed, dim=-1)[0]
 
     def vectors(self, layer):
         """Σ_h a_ijh u_jh, the branch's true output, the residual stream before it, after norms."""

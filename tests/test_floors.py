@@ -6,7 +6,16 @@ import statistics
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tests.source_tree import LIBRARY, ROOT, Import, imports, module_level_stores, module_name, trees
+from tests.source_tree import (
+    LIBRARY,
+    ROOT,
+    Import,
+    functions_in,
+    imports,
+    module_level_stores,
+    module_name,
+    trees,
+)
 
 # A file imports from its own floor or a lower one. The longest name that fits a module counts.
 FLOORS = {
@@ -170,11 +179,19 @@ def test_nothing_is_kept_at_module_level():
 
 
 def test_folders_of_tests_mirror_the_library():
-    """What belongs to no folder of the library is named here."""
-    others = {"demos", "reference"}
-    folders = {path.parent for path in (ROOT / "tests").rglob("*.py")} - {ROOT / "tests"}
+    """Those of scripts beside the library have their folder's name."""
+    scripts = {"benchmarks", "demos"}
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")} - {ROOT / "tests"}
     for folder in folders:
         relative = folder.relative_to(ROOT / "tests")
-        if relative.parts[0] not in others:
-            assert (LIBRARY / relative).is_dir(), f"tests/{relative}: no folder lens_mix/{relative}"
+        home = ROOT if relative.parts[0] in scripts else LIBRARY
+        assert (home / relative).is_dir(), f"tests/{relative}: no folder {relative} in {home.name}"
     assert module_name(LIBRARY / "lens" / "proof" / "__init__.py") == "lens.proof"
+
+
+def test_what_three_test_files_need_stands_in_one():
+    found: dict[str, set[str]] = {}
+    for path, name, body in functions_in(ROOT / "tests"):
+        found.setdefault(body, set()).add(f"{path.relative_to(ROOT)}: {name}")
+    many = {body: places for body, places in found.items() if len({p.split(":")[0] for p in places}) >= 3}
+    assert not many, "\n".join(", ".join(sorted(places)) for places in many.values())

@@ -12,15 +12,10 @@ from lens_mix.lens.batches import pad
 from lens_mix.lens.model import Lens
 from lens_mix.lens.prompts import pad_token, read_prompt
 from lens_mix.methods import METHODS
-from tests.matrix import Case, cases, prompt_of, slow
+from tests.matrix import Case, cases, model_of, prompt_of, slow, zeroed
 
 CASES = {case.label: case for case in cases(cross=True)}
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@functools.cache
-def model_of(label, dtype):
-    return CASES[label].build(dtype)
 
 
 def default_method(name):
@@ -44,7 +39,7 @@ def run_or_reason(model, case, method, prompt=None, **options):
 @pytest.mark.parametrize("label", CASES)
 def test_refused_models_say_why_and_all_others_are_proven(label):
     case = CASES[label]
-    model = model_of(label, torch.float64)
+    model = model_of(CASES[label], torch.float64)
     if case.refusal is not None:
         with pytest.raises(lm.UnsupportedModelError, match=case.refusal):
             lm.run(model, prompt_of(model), "attention", stack=case.stack)
@@ -85,14 +80,9 @@ def value_zeroing_oracle(model, case, prompt):
         clean = _block_output(lens, batch, layer, [])
         columns = []
         for key in range(positions):
-
-            def zero(values, hook, key=key):
-                values = values.clone()
-                values[:, key] = 0
-                return values
-
+            zero = (name, lambda values, hook, key=key: zeroed(values, key))
             columns.append(
-                1 - torch.cosine_similarity(clean, _block_output(lens, batch, layer, [(name, zero)]), dim=-1)
+                1 - torch.cosine_similarity(clean, _block_output(lens, batch, layer, [zero]), dim=-1)
             )
         rows.append(torch.stack(columns, dim=-1))
     return torch.stack(rows)
@@ -120,7 +110,7 @@ ORACLES = {"attention": attention_oracle, "value_zeroing": value_zeroing_oracle}
 @pytest.mark.parametrize("label", CASES)
 def test_agrees_with_an_oracle_that_shares_no_code(label, name):
     case = CASES[label]
-    model = model_of(label, torch.float64)
+    model = model_of(CASES[label], torch.float64)
     if case.refusal is not None:
         assert run_or_reason(model, case, name)[1]
         return
@@ -140,7 +130,7 @@ def test_agrees_with_an_oracle_that_shares_no_code(label, name):
 @pytest.mark.parametrize("label", CASES)
 def test_every_method_gives_a_sound_map_or_the_reason_that_support_gives(label, dtype):
     case = CASES[label]
-    model = model_of(label, dtype)
+    model = model_of(CASES[label], dtype)
     table = lm.support(model, stack=case.stack)
     assert [name for name, _, _ in table] == list(METHODS)
     for name, engine, reason in table:
@@ -162,7 +152,7 @@ def test_every_method_gives_a_sound_map_or_the_reason_that_support_gives(label, 
 def each_alone(label):
     """(prompts, methods that run, a dict of maps per prompt); prompts of three lengths."""
     case = CASES[label]
-    model = model_of(label, torch.float32)
+    model = model_of(CASES[label], torch.float32)
     prompts = [prompt_of(model, seq, seed) for seq, seed in ((7, 1), (4, 2), (6, 3))]
     methods = [default_method(name) for name, engine, _ in lm.support(model, stack=case.stack) if engine]
     return prompts, methods, [lm.run(model, prompt, methods, stack=case.stack) for prompt in prompts]
@@ -173,7 +163,7 @@ def each_alone(label):
 @pytest.mark.parametrize("label", CASES)
 def test_padded_prompts_give_what_each_gives_alone(label, side):
     case = CASES[label]
-    model = model_of(label, torch.float32)
+    model = model_of(CASES[label], torch.float32)
     if case.refusal is not None:
         pytest.skip("refused altogether: tested above")
     prompts, methods, all_alone = each_alone(label)
@@ -208,7 +198,7 @@ def test_left_padding_is_not_refused_everywhere():
     """The test above may not pass by refusing all."""
     for label in ("bridge gpt2", "HookedTransformer LN"):
         try:
-            model = model_of(label, torch.float32)
+            model = model_of(CASES[label], torch.float32)
         except pytest.skip.Exception:
             continue
         prompts = [prompt_of(model, seq, seed) for seq, seed in ((7, 1), (4, 2))]

@@ -9,15 +9,10 @@ import pytest
 import torch
 
 import lens_mix as lm
-from tests.tiny_models import gpt2_like, toy_tokenizer, wrapped_model
+from tests.tiny_models import gpt2_like, wrapped_model
 
 TOKENS = torch.tensor([5, 9, 12, 7, 30, 21])
 PROMPT = "w5 w9 w12 w7"
-
-
-@pytest.fixture(scope="module")
-def model():
-    return gpt2_like(tokenizer=toy_tokenizer())
 
 
 @dataclasses.dataclass(frozen=True)

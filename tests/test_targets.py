@@ -25,11 +25,6 @@ def clean_value(model, target, tokens=TOKENS):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return gpt2_like(torch.float64, tokenizer=toy_tokenizer())
-
-
-@pytest.fixture(scope="module")
 def logits(model):
     with torch.no_grad():
         return model(TOKENS[None])[0]

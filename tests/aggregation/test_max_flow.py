@@ -49,7 +49,7 @@ stacks = st.builds(
 # ---------------------------------------------------------------------- against networkx
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(stacks)
 def test_equals_networkx(capacities):
     np.testing.assert_allclose(every(capacities), every(capacities, "networkx"), **CLOSE)
@@ -167,7 +167,7 @@ def test_rows_and_keys_can_be_asked_for_alone():
 # ---------------------------------------------------------------------- proofs
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(3, 10),
     st.integers(2, 7),

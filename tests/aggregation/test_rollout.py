@@ -285,7 +285,8 @@ def test_a_total_of_mixing_is_a_weight_by_the_number_of_layers(total, weight):
     assert torch.equal(result.scores, rollout(mixing_map, residual=weight, to_layer=1).scores)
     assert result.residual == weight
     # a weight of the method's is not asked for
-    assert rollout(mixing_map.replace(method="custom"), total_mixing=total).residual is not None
+    custom = mixing_map.replace(method="custom")
+    assert rollout(custom, total_mixing=total, to_layer=1).residual == weight
 
 
 def test_a_total_of_mixing_that_is_none():

@@ -1,7 +1,6 @@
 """A block's parts sum to its output, on every anatomy; and each part is what it says."""
 
 import dataclasses
-import functools
 from typing import ClassVar
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.lens.stacks import stacks_of
-from tests.matrix import cases, prompt_of
+from tests.matrix import cases, model_of, prompt_of
 
 CASES = {case.label: case for case in cases() if case.refusal is None and case.stack != "cross"}
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -36,14 +35,9 @@ class Probe(lm.Method):
         return {}
 
 
-@functools.cache
-def model_of(label):
-    return CASES[label].build(torch.float64)
-
-
 @pytest.mark.parametrize("label", CASES)
 def test_the_parts_sum_to_the_output(label):
-    model, probe = model_of(label), Probe()
+    model, probe = model_of(CASES[label], torch.float64), Probe()
     lm.run(model, prompt_of(model), probe, stack=CASES[label].stack)
     assert len(probe.kept) == len(stacks_of(model)[CASES[label].stack or "blocks"].attention_layers)
     for block, parts, output in probe.kept:
@@ -58,7 +52,7 @@ def test_the_parts_sum_to_the_output(label):
 )
 def test_against_the_method_of_the_same_vectors(label):
     """‖Σ_h a u‖ is AttnN of Kobayashi et al. (2020), of heads together; the residual adds AttnRes."""
-    model, probe = model_of(label), Probe()
+    model, probe = model_of(CASES[label], torch.float64), Probe()
     vectors = lm.run(model, prompt_of(model), probe)
     norms = lm.run(model, prompt_of(model), lm.AttnResLn())
     for block, parts, _ in probe.kept:
@@ -70,7 +64,7 @@ def test_against_the_method_of_the_same_vectors(label):
 
 def test_some_rows_only():
     label = next(iter(CASES))
-    model, whole, cut = model_of(label), Probe(), Probe()
+    model, whole, cut = model_of(CASES[label], torch.float64), Probe(), Probe()
     lm.run(model, prompt_of(model), whole, stack=CASES[label].stack)
     lm.run(model, prompt_of(model), cut, stack=CASES[label].stack, queries=[-1, 2])
     for (_, parts, _), (_, rows, _) in zip(whole.kept, cut.kept, strict=True):

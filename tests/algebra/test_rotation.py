@@ -11,7 +11,7 @@ import lens_mix as lm
 from lens_mix.algebra import rotation, weight_cache
 from tests import kept_products
 from tests.matrix import Case, cases
-from tests.tiny_models import available, bridge, hooked_transformer, is_encoder_decoder, tokens
+from tests.tiny_models import available, bridge, gpt2_like, is_encoder_decoder, tokens
 
 KIND = "rotated torch.float64"
 METHODS = {
@@ -41,10 +41,6 @@ def both(monkeypatch: pytest.MonkeyPatch, model: Any, prompt: Any, **options: An
         monkeypatch.setattr(rotation, "_PAIRS_PER_AXIS", least)
         found.append(maps(model, prompt, **options))
     return found[0], found[1]
-
-
-def a_model(dtype: torch.dtype = torch.float64) -> Any:
-    return bridge("gpt2", dtype) if available(bridge, "gpt2") else hooked_transformer("LN", dtype)
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.label)
@@ -81,7 +77,7 @@ def test_where_it_is_done(name: str, layers: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_few_pairs_do_not_pay_for_it() -> None:
-    model = a_model()
+    model = gpt2_like(torch.float64)
     lm.run(model, tokens(model, 1, 9, 1)[0], ["value_zeroing", "atb_ff"], engine="algebra")
     assert kept_products.number(KIND) == 0
     lm.run(model, tokens(model, 1, 30, 1)[0], "value_zeroing", engine="algebra")
@@ -90,7 +86,7 @@ def test_few_pairs_do_not_pay_for_it() -> None:
 
 def test_nothing_is_kept_under_a_bound_or_past_what_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotation, "_PAIRS_PER_AXIS", 0)
-    model = a_model()
+    model = gpt2_like(torch.float64)
     prompt = tokens(model, 1, 9, 1)[0]
     maps(model, prompt, max_memory=10**8)
     assert kept_products.number(KIND) == 0
@@ -101,7 +97,7 @@ def test_nothing_is_kept_under_a_bound_or_past_what_may_be(monkeypatch: pytest.M
 
 def test_weights_edited_through_data_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotation, "_PAIRS_PER_AXIS", 0)
-    model = a_model()
+    model = gpt2_like(torch.float64)
     prompt = tokens(model, 1, 9, 1)[0]
     before = maps(model, prompt)
     for block in model.blocks:

@@ -10,6 +10,7 @@ import torch
 import lens_mix as lm
 from lens_mix.evaluation import constructed_models
 from lens_mix.hooks import record, replace_pattern
+from tests.shared_models import constructed
 
 MODELS = constructed_models()
 SAME = 1e-4  # Tracr's softmax leaves e^-25 to the other keys
@@ -38,7 +39,7 @@ def changes_without_cells(model, prompt, at, layer):
 
 @every_model
 def test_zeroing_the_value_of_a_cell_changes_the_answer_where_the_truth_says_so(built):
-    model = built.model()
+    model = constructed(built)
     for prompt in built.prompts(seed=3, count=2):
         routes = built.routes(prompt)
         (at,) = routes.queries
@@ -50,7 +51,7 @@ def test_zeroing_the_value_of_a_cell_changes_the_answer_where_the_truth_says_so(
 
 @every_model
 def test_replacing_a_token_changes_the_answer_where_the_truth_says_so(built):
-    model = built.model()
+    model = constructed(built)
     for prompt in built.prompts(seed=4, count=3):
         routes = built.routes(prompt)
         (at,) = routes.queries
@@ -78,13 +79,13 @@ def test_every_prompt_can_be_replaced_somewhere_and_has_something_false(built):
 
 @every_model
 def test_the_lens_proves_it(built):
-    assert lm.check(built.model(), built.prompts(count=1)[0]).ok
+    assert lm.check(constructed(built), built.prompts(count=1)[0]).ok
 
 
 @every_model
 def test_it_says_what_it_describes(built):
     """The prediction at the answer, from the tokens alone."""
-    model = built.model()
+    model = constructed(built)
     for prompt in built.prompts(seed=6, count=4):
         (at,) = built.routes(prompt).queries
         with torch.no_grad():

@@ -10,14 +10,9 @@ import lens_mix as lm
 from lens_mix.evaluation import RemovalCurves, ReplaceTokens, bootstrap, removal_curves
 from lens_mix.evaluation.curves import _bounds
 from tests import tiny_models
-from tests.tiny_models import gpt2_like, llama_like
+from tests.tiny_models import llama_like
 
 FILL = 9
-
-
-@pytest.fixture(scope="module")
-def model():
-    return gpt2_like(torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +187,7 @@ def test_a_permuted_row_scores_as_a_random_one():
     """Over prompts of unequal length, and the row of true effects better than both."""
     model, generator = llama_like(torch.float64), torch.Generator().manual_seed(0)
     found = {"permuted": [], "random": [], "effects": []}
-    for number in range(20):
+    for number in range(12):
         length = 4 + number % 3
         prompt = tiny_models.tokens(model, 1, length, seed=number)[0]
         clean = value_without(model, prompt, [])

@@ -13,6 +13,7 @@ import torch
 import lens_mix as lm
 from lens_mix.evaluation import constructed_models, roc_area, score_constructed
 from lens_mix.evaluation.ground_truth import input_area, layer_area
+from tests.shared_models import constructed
 
 MODELS = constructed_models()
 COPY = MODELS["copy"]
@@ -60,7 +61,7 @@ def test_roc_area_refuses(scores, truth, text):
 def test_a_permuted_map_scores_as_chance():
     prompt = COPY.prompts(count=1)[0]
     routes, generator = COPY.routes(prompt), torch.Generator().manual_seed(0)
-    clean = lm.run(COPY.model(), prompt, "attention")
+    clean = lm.run(constructed(COPY), prompt, "attention")
     row = clean.scores[-1, -1]
     areas = []
     for _ in range(100):
@@ -163,7 +164,7 @@ ON_PAPER = [
 )
 def test_layer_maps_score_as_on_paper(name, methods, area):
     built = MODELS[name]
-    model = built.model()
+    model = constructed(built)
     for prompt in built.prompts(seed=7, count=2):
         for method, layers in lm.run(model, prompt, list(methods)).items():
             layers = layers.replace(scores=layers.scores.abs())
@@ -213,7 +214,7 @@ INPUT_ON_PAPER = [
 @pytest.mark.parametrize(("name", "method", "aggregate", "area"), INPUT_ON_PAPER)
 def test_input_maps_score_as_on_paper(name, method, aggregate, area):
     built = MODELS[name]
-    model = built.model()
+    model = constructed(built)
     for prompt in built.prompts(seed=8, count=2):
         made = aggregate(lm.run(model, prompt, method))
         assert input_area(made, built.routes(prompt)) == pytest.approx(area(prompt)), prompt

@@ -217,7 +217,7 @@ def test_residuals_are_those_of_the_hooks():
 def test_a_probe_finds_the_word_at_its_own_place():
     model = bridge("bert")
     draw = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(5, 45, (6,), generator=draw) for _ in range(200)]
+    prompts = [torch.randint(5, 45, (6,), generator=draw) for _ in range(120)]
     cues = [int(torch.randint(10, 14, (1,), generator=draw)) for _ in prompts]
     for prompt, cue in zip(prompts, cues, strict=True):
         prompt[2] = cue

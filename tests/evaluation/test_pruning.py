@@ -6,12 +6,6 @@ import torch
 from lens_mix.evaluation import HeadImportance, pruned, pruning_curves
 from lens_mix.hooks import prune_heads
 from tests import tiny_models
-from tests.tiny_models import gpt2_like
-
-
-@pytest.fixture(scope="module")
-def model():
-    return gpt2_like(torch.float64)
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,9 @@ from lens_mix.hooks import zero_values
 from tests import tiny_models
 from tests.hugging_face_oracle import Reference, edited_values
 from tests.matrix import build_or_skip, cases, prompt_of
-from tests.tiny_models import bridge, gpt2_like, hooked_transformer, toy_tokenizer, wrapped_model
+from tests.tiny_models import bridge, hooked_transformer, wrapped_model
 
 LOGIT = lm.targets.logit(7)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return gpt2_like(torch.float64, tokenizer=toy_tokenizer())
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,8 @@ from lens_mix.evaluation import (
 )
 from lens_mix.evaluation.triggers import Piece
 from tests import tiny_models
-from tests.tiny_models import gpt2_like, toy_tokenizer
 
 CLS, SEP = 1, 2
-
-
-@pytest.fixture(scope="module")
-def model():
-    return gpt2_like(torch.float64, tokenizer=toy_tokenizer())
 
 
 def trigger_of(*pieces) -> Trigger:
@@ -94,7 +88,7 @@ def test_weak_patterns_are_dropped_and_weak_second_pairs_left_out(model):
     cut = sum(every[1].strength)
     assert extract_triggers(model, some, special={CLS, SEP}, least=cut) == every[:2]
     only_first = extract_triggers(model, some, least=0.0, second=1.01)
-    assert all(len(trigger.pieces) <= 2 for trigger in only_first)
+    assert {len(trigger.pieces) <= 2 for trigger in only_first} == {True}
 
 
 def test_report(model):

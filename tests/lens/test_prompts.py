@@ -27,11 +27,6 @@ def bert(request, bert_tokenizer):
     return request.param(*arguments, tokenizer=bert_tokenizer, **size)
 
 
-@pytest.fixture
-def model():
-    return gpt2_like(tokenizer=toy_tokenizer())
-
-
 def test_a_pair_of_strings(bert):
     found = lm.run(bert, PAIR, "attention")
     assert found.tokens == ["[CLS]", "a", "b", "c", "[SEP]", "d", "e", "[SEP]"]
@@ -81,7 +76,8 @@ def test_a_pair_is_refused_by_a_decoder(model):
         lm.run(model, ("w5 w6", "w7"), "attention")
 
 
-def test_chat_messages(model):
+def test_chat_messages():
+    model = gpt2_like(tokenizer=toy_tokenizer())
     messages = [{"role": "user", "content": "w7 w8"}]
     with pytest.raises(ValueError, match=r"with a chat template .*; set model.tokenizer.chat_template"):
         lm.run(model, messages, "attention")

@@ -4,14 +4,15 @@ import pytest
 import torch
 
 import lens_mix as lm
-from tests.matrix import prompt_of
-from tests.methods.test_occlusion import at_tokens, log_probabilities, model_of
+from tests.matrix import build_or_skip, prompt_of
+from tests.methods.test_occlusion import at_tokens, log_probabilities
+from tests.tiny_models import bridge
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "opt", "bloom"])
 @pytest.mark.parametrize("kept", [0, 1])
 def test_against_the_wrapped_model(name, kept):
-    model = model_of(name)
+    model = build_or_skip(bridge, name, torch.float64)
     tokens = prompt_of(model).flatten()
     count = len(tokens)
     clean = log_probabilities(model, tokens)
@@ -31,7 +32,7 @@ def test_against_the_wrapped_model(name, kept):
 
 
 def test_a_row_sums_to_what_the_context_is_worth():
-    model = model_of("gpt2")
+    model = build_or_skip(bridge, "gpt2", torch.float64)
     tokens = prompt_of(model).flatten()
     row = lm.run(model, tokens, lm.ContextLength(keep_first=False), queries=[-1]).scores[0, 0]
     whole = log_probabilities(model, tokens)[-1]
@@ -41,14 +42,14 @@ def test_a_row_sums_to_what_the_context_is_worth():
 
 
 def test_encoders_are_refused():
-    model = model_of("bert")
+    model = build_or_skip(bridge, "bert", torch.float64)
     with pytest.raises(lm.UnsupportedModelError, match="expected a causal model"):
         lm.run(model, prompt_of(model), "context_length")
     assert "expected a causal model" in lm.support(model)["context_length"]
 
 
 def test_batches():
-    model = model_of("llama")
+    model = build_or_skip(bridge, "llama", torch.float64)
     prompts = [prompt_of(model, length, seed) for length, seed in ((7, 1), (4, 2), (1, 3))]
     for prompt, together in zip(prompts, lm.run_many(model, prompts, "context_length"), strict=True):
         alone = lm.run(model, prompt, "context_length")

@@ -7,16 +7,10 @@ import torch
 
 import lens_mix as lm
 from lens_mix.methods.occlusion import lost_without_key
-from tests.matrix import prompt_of
+from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import available, bridge, hooked_encoder, hooked_transformer
 
 NAMES = ("gpt2", "llama", "gemma2", "opt", "bert", "bloom", "gpt_neox")
-
-
-def model_of(name, dtype=torch.float64):
-    if not available(bridge, name):
-        pytest.skip(f"no bridge for {name}")
-    return bridge(name, dtype)
 
 
 def log_probabilities(model, tokens, **inputs):
@@ -33,7 +27,7 @@ def at_tokens(log_p, tokens):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_replaced_tokens_against_the_wrapped_model(name):
-    model = model_of(name)
+    model = build_or_skip(bridge, name, torch.float64)
     tokens = prompt_of(model).flatten()
     tokens[2] = 3  # one replacement is the token itself: the next number serves
     clean = log_probabilities(model, tokens)
@@ -65,7 +59,7 @@ def test_replaced_tokens_against_the_wrapped_model(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "bloom"])
 def test_hidden_tokens_against_the_wrapped_models_mask(name):
     # Its rows that see nothing are NaN in float64.
-    model = model_of(name, torch.float32)
+    model = build_or_skip(bridge, name)
     tokens = prompt_of(model).flatten()
     positions = torch.arange(len(tokens))[None]
     parameters = inspect.signature(type(model.original_model).forward).parameters
@@ -120,7 +114,7 @@ def test_nothing_is_edited_where_tokens_are_replaced():
 
 @pytest.mark.parametrize("method", [lm.Occlusion(by=by) for by in ("replace", "mask", "values")])
 def test_rows_and_batches(method):
-    model = model_of("llama")
+    model = build_or_skip(bridge, "llama", torch.float64)
     prompts = [prompt_of(model, length, seed) for length, seed in ((7, 1), (4, 2), (6, 3))]
     alone = [lm.run(model, prompt, method) for prompt in prompts]
     for prompt, whole in zip(prompts, alone, strict=True):
@@ -132,7 +126,7 @@ def test_rows_and_batches(method):
 
 
 def test_drawn_replacements_are_seeded():
-    model = model_of("gpt2")
+    model = build_or_skip(bridge, "gpt2", torch.float64)
     tokens = prompt_of(model)
     first, again = (lm.run(model, tokens, lm.Occlusion(seed=1)).scores for _ in range(2))
     assert torch.equal(first, again)
@@ -140,7 +134,7 @@ def test_drawn_replacements_are_seeded():
 
 
 def test_a_target_of_the_users_explains_one_row():
-    model = model_of("gpt2")
+    model = build_or_skip(bridge, "gpt2", torch.float64)
     tokens = prompt_of(model)
 
     def second_token(logits):
@@ -170,13 +164,13 @@ def test_bad_options(options, error):
 
 
 def test_replacements_that_the_model_does_not_know():
-    model = model_of("gpt2")
+    model = build_or_skip(bridge, "gpt2", torch.float64)
     with pytest.raises(ValueError, match="replacements: expected"):
         lm.run(model, prompt_of(model), lm.Occlusion(replacements=[10**6]))
 
 
 def test_one_token():
-    model = model_of("gpt2")
+    model = build_or_skip(bridge, "gpt2", torch.float64)
     tokens = prompt_of(model, 1)
     assert lm.run(model, tokens, lm.Occlusion(by="mask")).scores.tolist() == [[[0.0]]]
     assert float(lm.run(model, tokens, lm.Occlusion(measure="absolute")).scores) > 0

@@ -9,7 +9,7 @@ import lens_mix as lm
 from lens_mix.hooks import must_fire, record
 from lens_mix.hooks.mixing import mix
 from lens_mix.methods.value_zeroing import distance, value_zeroing
-from tests.matrix import build_or_skip
+from tests.matrix import build_or_skip, zeroed
 from tests.norm_cases import CASES, blocks_of
 from tests.reference_models import inseq_gpt2, official_bert, reference
 from tests.tiny_models import gpt2_like, llama_like, tokens
@@ -103,18 +103,12 @@ def slow_value_zeroing(model, prompt, zero, metric="cosine"):
     return torch.stack(rows)
 
 
-def zero_all(values, key):
-    values = values.clone()
-    values[:, key] = 0
-    return values
-
-
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
 def test_equals_the_definition_by_whole_forward_passes(metric):
     model = gpt2_like(torch.float64)
     prompt = tokens(model, 1, 6)
     m = lm.run(model, prompt, lm.ValueZeroing(metric=metric), engine="hooks")
-    expected = slow_value_zeroing(model, prompt, zero_all, metric)
+    expected = slow_value_zeroing(model, prompt, zeroed, metric)
     torch.testing.assert_close(m.scores, expected, atol=1e-12, rtol=1e-9)
 
 

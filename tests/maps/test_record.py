@@ -10,17 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lens_mix.maps import MixingMap, Source, words
+from tests.random_maps import random_attention
 
 TOKENS = ["<|endoftext|>", "The", " Eif", "fel", " Tower"]
 
 
 def attention(layers=2, heads=None, size=5, causal=True, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    shape = (layers, size, size) if heads is None else (layers, heads, size, size)
-    logits = torch.randn(shape, generator=generator, dtype=torch.float64)
-    if causal:
-        logits = logits.masked_fill(~torch.ones(size, size, dtype=torch.bool).tril(), -torch.inf)
-    return logits.softmax(-1).to(dtype)
+    return random_attention(layers, heads, size, causal=causal, seed=seed).to(dtype)
 
 
 def make(**changes):

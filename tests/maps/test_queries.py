@@ -11,18 +11,15 @@ from lens_mix.maps import MixingMap
 from lens_mix.statistics import attention_statistics
 from lens_mix.statistics.contextualisation import amplification, change, top_pairs
 from lens_mix.statistics.head_probe import probe_heads
+from tests.random_maps import random_attention
 
 TOKENS = ["<|endoftext|>", "The", " Eif", "fel", " Tower", " is"]
 SIZE = len(TOKENS)
 
 
 def whole(layers=3, heads=None, seed=0, **changes):
-    generator = torch.Generator().manual_seed(seed)
-    shape = (layers, SIZE, SIZE) if heads is None else (layers, heads, SIZE, SIZE)
-    logits = torch.randn(shape, generator=generator, dtype=torch.float64)
-    logits = logits.masked_fill(~torch.ones(SIZE, SIZE, dtype=torch.bool).tril(), -torch.inf)
     fields = {"tokens": TOKENS, "method": "attention", "causal": True, **changes}
-    return MixingMap(scores=logits.softmax(-1), **fields)
+    return MixingMap(scores=random_attention(layers, heads, SIZE, seed=seed), **fields)
 
 
 def masked(**changes):

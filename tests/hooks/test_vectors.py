@@ -1,4 +1,4 @@
-"""zero_values against the sum over heads and keys done by hand."""
+"""zero_values against the sum done by hand; zero_queries: what is left of a pattern depends on no token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lens_mix.hooks import must_fire, prune_heads, record, scale_pattern, zero_values
+from lens_mix.hooks import must_fire, prune_heads, record, scale_pattern, zero_queries, zero_values
 from tests.hooks.cases import (
     CASES,
     DELEGATED,
@@ -23,9 +23,20 @@ from tests.hooks.cases import (
     output_by_hand,
     run,
 )
-from tests.tiny_models import available, bridge, hooked_transformer, inputs, tokens, toy_tokenizer
+from tests.tiny_models import (
+    available,
+    bridge,
+    hooked_encoder_decoder,
+    hooked_transformer,
+    inputs,
+    tokens,
+    toy_tokenizer,
+)
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
+# the position's bias, or an attention sink, is left of the scores
+BIASED = ("bloom", "mpt", "falcon_alibi", "alibi", "t5", "t5_gated", "gpt_oss")
+UNBIASED = [case for case in CASES if case.name not in BIASED and case.build is not hooked_encoder_decoder]
 
 
 def zero_mask(case: Case, rows: dict[int, list[int]], heads: list[int] | None = None) -> torch.Tensor:
@@ -345,3 +356,24 @@ def test_a_batch_dimension_taken_away_is_refused() -> None:
     Point.name = "blocks.1.attn.hook_v"
     with pytest.raises(ValueError, match=re.escape("hook: expected one of blocks.0.attn.hook_v")):
         function(torch.zeros(1, 7, 4, 6), hook=Point())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_pattern_depends_on_no_token(case: Case) -> None:
+    model, name = case.model(), f"{case.prefix}.hook_pattern"
+    patterns = []
+    for seed in (0, 21):
+        store: dict[str, torch.Tensor] = {}
+        args, kwargs = inputs(model, seed=seed)
+        with must_fire(zero_queries(LAYER, attention=case.attention)) as hooks, torch.no_grad():
+            model.run_with_hooks(*args, **kwargs, fwd_hooks=[*hooks, record(store, name)])
+        patterns.append(store[name])
+    assert torch.equal(patterns[0], patterns[1])
+    assert case.hooks_left() == 0
+
+
+@pytest.mark.parametrize("case", UNBIASED, ids=str)
+def test_every_key_that_was_seen_gets_the_same_weight(case: Case) -> None:
+    pattern = observe(case, [zero_queries(LAYER, attention=case.attention)]).pattern
+    seen = (clean(case).pattern != 0).to(pattern.dtype)
+    torch.testing.assert_close(pattern, seen / seen.sum(dim=-1, keepdim=True), rtol=0.0, atol=1e-7)
