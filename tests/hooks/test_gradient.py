@@ -18,7 +18,7 @@ from lens_mix.hooks import (
 from lens_mix.hooks.gradient import activation_ratio, pattern_gradient
 from lens_mix.lens.anatomy import ACTIVATIONS
 from tests.matrix import build_or_skip
-from tests.tiny_models import bridge, gpt2_like, hooked_encoder, hooked_transformer, tokens
+from tests.tiny_models import available, bridge, gpt2_like, hooked_encoder, hooked_transformer, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXACT = {"rtol": 0.0, "atol": 1e-12}
@@ -146,7 +146,9 @@ def test_with_its_scale_frozen_a_norm_is_linear(name):
 
 
 def test_an_activation_goes_back_by_its_ratio():
-    model, act = gpt2_like(torch.float64), ACTIVATIONS["gelu_tanh"]
+    # HookedTransformer's tiny model, which TransformerLens 2 has in place of GPT-2, has the exact one.
+    act = ACTIVATIONS["gelu_tanh" if available(bridge, "gpt2") else "gelu"]
+    model = gpt2_like(torch.float64)
     names = ["blocks.1.mlp.hook_pre", "blocks.1.mlp.hook_post"]
     store = {}
     with torch.no_grad():
