@@ -1,6 +1,6 @@
 """Change the gradient on its way back; what the forward pass computes stays as it is.
 
-`calls` counts the gradients that came through: where it stays 0 after a backward pass, none goes that way.
+`calls` counts the gradients that were seen: where it stays 0 after a backward pass, none was changed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def scale_pattern_gradient(
     With P_T = softmax(scores / T), the gradient by the scores is factor · P_T ⊙ (g − Σ_k P_T g) for the
     gradient g by the pattern, whose every row sums over its keys k (GIM, Edin et al., 2025, has T = 2). With
     the factor 0 the pattern is a constant (AH-rule, Ali et al., ICML 2022). An attention sink (gpt-oss)
-    counts as a key.
+    counts as a key. A fused kernel shows no pattern, and nothing is changed then: put `must_fire` around the
+    backward pass too, and ask such a model for eager attention.
 
     Args:
         layer, attention: as in `zero_values`.
@@ -86,7 +87,8 @@ def freeze_scale(norm: str) -> HookPair:
     """Hold what a LayerNorm or RMSNorm divides by: going back it is a constant, and the norm linear.
 
     This is the LN-rule of Ali et al. (ICML 2022). A TransformerBridge then computes the norm itself, where it
-    left it to transformers, and warns of the rounding; where it shows no scale (T5), `calls` stays 0.
+    left it to transformers, and warns of the rounding; where it shows no scale (T5), `calls` stays 0;
+    where the norm has no weight (OLMo) TransformerLens raises.
 
     Args:
         norm: name of the norm, as `"blocks.0.ln1"` or `"ln_final"`.
@@ -141,6 +143,8 @@ def hold_activation_ratio(
     instance("mlp", mlp, str, "the name of one feed-forward")
     instance("act", act, Callable, "an activation function")
     flags(gated=gated)
+    if bias is not None:
+        instance("bias", bias, Tensor, "a tensor [d_mlp]")
     post = _HoldActivationRatio(f"{mlp}.hook_post", act, bias)
     names = [f"{mlp}.hook_pre", *[f"{mlp}.hook_pre_linear"] * gated]
     return [*((name, _Factor(name, post)) for name in names), (post.name, post)]
@@ -278,9 +282,10 @@ class _HoldActivationRatio(GradientCounter, HookFunction):
         rebuilt = product if self._bias is None else product + self._bias.to(product.dtype)
         error, size = (x.norm(dim=-1) for x in (rebuilt.to(wide) - shown.to(wide), shown.to(wide)))
         if not bool((error <= accepted * size).all()):
+            relative = torch.where(error == 0, 0, error / size)
             raise ValueError(
                 f"act: expected what {self.name} shows within {accepted:.0e}, got a relative error of "
-                f"{float((error / size).max()):.1e}: it is another activation, or gated, or a hook edits it"
+                f"{float(relative.max()):.1e}: it is another activation, or gated, or a hook edits it"
             )
 
 

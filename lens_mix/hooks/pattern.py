@@ -261,7 +261,8 @@ class _ReplacePattern(AttentionHook):
         batch, query, head = mixed.shape[:3]
         given, expected = self._given, (head, query, values.shape[1])
         if self._edit is not None:
-            given = as_patterns(self._name, self._edit(given))
+            # A copy: an edit in place would reach the user's cache, and add up from pass to pass.
+            given = as_patterns(self._name, self._edit(given.clone()))
         if tuple(given.shape[1:]) != expected or given.shape[0] not in (1, batch):
             raise ValueError(
                 f"{self._name}: expected [head query key] = {list(expected)}, alone or for a batch of "

@@ -246,6 +246,10 @@ class _RecordMixing(AttentionHook):
         super().__init__(layer, attention)
         self._store = store
 
+    def on_values(self, values: Tensor, n_heads: int | None) -> Tensor:
+        # a bridge shows a rearranged copy, which gets a gradient only where the pass goes on from it
+        return values
+
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor | None:
         if pattern is None:
             return None

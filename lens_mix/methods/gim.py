@@ -77,7 +77,9 @@ class Gim(ChangedGradients):
         Norms are no part of it, as which there are is the model's matter: with `lens_mix.hooks.freeze_scale`
         hold each one, on queries and keys and after branches too. The norms of a T5's TransformerBridge show
         no scale, nor do some that transformers keeps to itself: the method goes by torch's own hooks there.
-        `activations="ratio"` takes `lens_mix.hooks.hold_activation_ratio` in every layer besides.
+        Attention by a fused kernel shows no pattern: ask for eager attention, as `lm.run` does, and put
+        `must_fire` around both passes. `activations="ratio"` takes `lens_mix.hooks.hold_activation_ratio` in
+        every layer besides.
 
         Args:
             layer: which block.

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.hooks import (
+    freeze_pattern,
     mask_attention,
     mask_keys,
     record,
@@ -186,3 +187,23 @@ def test_an_edit_without_effect_is_an_error():
         hooks = [mask_keys(0, 1), (name, lambda tensor, hook, store=store: store[hook.name])]
         with pytest.raises(RuntimeError, match="position: expected hook_z = pattern @ values"):
             model.run_with_hooks(tokens(model), fwd_hooks=hooks)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_gradients_are_finite_where_a_row_has_no_other_key(name):
+    if not available(bridge, name):
+        pytest.skip("no TransformerBridge in this TransformerLens")
+    model, store = bridge(name, torch.float64), {}
+    pairs = [record(store, "blocks.0.hook_resid_pre", detach=False), mask_keys(1, 0)]
+    logits = model.run_with_hooks(tokens(model, 1), fwd_hooks=pairs)
+    (gradient,) = torch.autograd.grad(logits[0, -1].max(), list(store.values()))
+    assert bool(gradient.isfinite().all())
+    assert float(gradient.abs().max()) > 0
+
+
+def test_an_edit_in_place_leaves_the_recorded_pattern():
+    recorded = torch.full((1, 2, 3, 3), 1 / 3)
+    _, hook = freeze_pattern(0, recorded, edit=lambda pattern: pattern.mul_(0))
+    values = torch.ones(1, 3, 2, 4)
+    assert float(hook.on_mixed(torch.ones(1, 3, 2, 4), values, None).abs().max()) == 0
+    assert float(recorded.min()) > 0.3

@@ -147,7 +147,10 @@ def test_what_is_mixed_is_kept_in_one_layout_and_in_the_graph(case: Case) -> Non
     pattern, values, mixed = (store[name] for name in names)
     for found, expected in ((pattern, before.pattern), (values, before.values), (mixed, before.mixed)):
         assert torch.equal(found, expected)
-    (gradient,) = torch.autograd.grad(logits.sum(), mixed)
+    gradient, by_values = torch.autograd.grad(logits.sum(), [mixed, values])
+    group = pattern.shape[1] // values.shape[2]
+    sent = torch.einsum("bhqk,bqhd->bkhd", pattern, gradient).unflatten(2, (-1, group)).sum(3)
+    torch.testing.assert_close(by_values, sent, atol=1e-9, rtol=1e-9)
     assert gradient.shape == mixed.shape
     # The derivative by a factor of z is the sum of gradient times z.
     factor = torch.ones((), dtype=torch.float64, requires_grad=True)
