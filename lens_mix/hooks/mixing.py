@@ -68,6 +68,6 @@ def check_mixing(
             f"{argument}: expected hook_z = pattern @ values; got {reason}. "
             "Either the model does more there (a gate, a norm, dropout, cached keys), or another hook edits "
             "the values or the pattern of this layer after this one, or its hook_z before it. List edits of "
-            "the values first (of some heads on shared values: after a mask), and give all positions and heads "
-            "of one edit in one call"
+            "the values first (of some heads on shared values: after a mask), and give all positions and "
+            "heads of one edit in one call"
         )
