@@ -60,8 +60,9 @@ def input_map(
             part="decoder" leaves the source out.
 
     Returns:
-        A map [1, query, key], 0 or more, in the target's unit (`decompx`: lengths of vectors). `provenance`
-        holds the recipe's figures ("input_map") and how many tokens the source has ("joint").
+        A map [1, query, key], 0 or more, in the target's unit (`decompx`: lengths of vectors). `method` and
+        `parameters` tell the recipe, `provenance["input_map"]` its figures; `provenance["joint"]` how many
+        tokens the source has.
 
     Raises:
         TypeError, ValueError: as `lm.run`. UnsupportedModelError: none of them can run, with each reason.

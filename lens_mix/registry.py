@@ -48,7 +48,8 @@ def register(method: M) -> M:
     replaces it. A class attribute `citation` is a key of `references.bib` or the BibTeX itself.
 
     Raises:
-        TypeError: no class of a method. ValueError: a class attribute missing or none; another class's name.
+        TypeError: no class of a method. ValueError: a class attribute that is missing or none; a name that
+            another class has.
     """
     check_class(method)
     known = all_methods().get(method.name)

@@ -62,7 +62,8 @@ def run(
         model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge; unchanged.
         prompt: a string, tokens [pos] or [1, pos]; (source, target) for an encoder-decoder; a pair of strings
             for a BERT; chat messages; what a tokenizer returns (`lens_mix.lens.prompts.read_prompt`).
-        methods: a name ("attention"), a method (`lm.ValueZeroing(metric="euclidean")`), or several of these.
+        methods: a name ("attention", "value_zeroing"), a method (`lm.ValueZeroing(metric="euclidean")`),
+            or several of these.
         queries: positions of the rows to make and keep, as a number, numbers or a slice; negative numbers
             count from the prompt's end. None: all.
         layers: the layers to make and keep, likewise. None: all that have attention; `m.layers` names them.
@@ -149,7 +150,8 @@ def run_many(
         inputs: further model inputs by name, one row per prompt.
 
     Raises:
-        TypeError, ValueError: bad input, naming the prompt, after the maps of those before it.
+        TypeError, ValueError: bad input; the message names the prompt. The maps of the prompts before it
+            come first.
         UnsupportedModelError: as in `run`.
     """
     if isinstance(prompts, Mapping) and "input_ids" in prompts:

@@ -349,7 +349,8 @@ def hf_classifier(
 ) -> Target:
     """A class of a classifier of transformers, whose head TransformerLens drops when it loads the model.
 
-    Map what TransformerBridge loads (a `BertForMaskedLM`, say), and give these weights' classifier here:
+    Map the model with TransformerBridge as it loads (a `BertForMaskedLM`, say), and give the classifier of
+    the same weights here:
 
         hf_model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
         lm.run(bridge, text, lm.InputGradients(target=lm.targets.hf_classifier(hf_model, 3)), queries=[0])

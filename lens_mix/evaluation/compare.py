@@ -35,7 +35,8 @@ def compare(
         maps: two or more, by label or one after the other (then called by their methods), over the same
             tokens: layer maps, or input maps (`lm.rollout`, `lm.input_map`). Layers that both hold are
             compared; two input maps of one layer each are, whichever layer that is.
-        queries: the rows to compare, as in `lm.run`; None: all that both hold, of more than `k` keys.
+        queries: the rows to compare, as in `lm.run`; None: all that both hold, except where they hold no
+            more than `k` keys.
         k: how many of the largest keys to look at, 1 or more.
         drop_first: leave position 0 out of the keys, which many maps give the most to.
 
@@ -45,7 +46,8 @@ def compare(
         rows, how many were compared; NaN where none is.
 
     Raises:
-        TypeError: no maps. ValueError: fewer than two; other tokens or kinds; no row or layer in common.
+        TypeError: no maps. ValueError: fewer than two; other tokens; layer maps beside input maps; no row or
+            layer in common.
     """
     k = whole_number("k", k, 1)
     named = _named(maps)

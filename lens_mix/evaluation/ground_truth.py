@@ -113,7 +113,8 @@ def score_constructed(
     Args:
         methods: names or methods; None: all.
         models: None: all (`constructed_models()`).
-        aggregations: ways from layer maps to an input map, by name; None: `_aggregations_of` each method.
+        aggregations: ways from layer maps to an input map, by name; None: the mean over layers, rollout and
+            flow, and for Chefer's maps their own rollout.
         seed, count: of the prompts of each model.
         progress: show a bar over models and methods.
 

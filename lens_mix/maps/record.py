@@ -379,7 +379,8 @@ class MixingMap:
 
         Raises:
             TypeError: groups that are neither.
-            ValueError: groups that don't fit the tokens; tokens without word marks; unknown names; no row.
+            ValueError: groups that do not fit the tokens; tokens without word marks; unknown names; no word
+                whose rows are held.
         """
         reduce_keys = words.reduction(keys, "keys")
         reduce_queries = words.reduction(queries, "queries")

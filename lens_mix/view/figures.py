@@ -78,7 +78,8 @@ def layer_maps(
 
     Raises:
         TypeError: `mixing_map` is no MixingMap.
-        ValueError: no such layer, head, row or key; columns below 1; negative scores with `normalize=True`.
+        ValueError: no such layer, head, row or key; no layer at all; columns below 1; negative scores with
+            `normalize=True`.
     """
     instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     columns = _checked_options(columns, normalize, title, words, scale, diagonal)
@@ -211,7 +212,8 @@ def token_bars(
 
     Raises:
         TypeError: a row that is neither a vector nor a MixingMap.
-        ValueError: no rows; a row of another length than `tokens`; an infinite score; tokens without words.
+        ValueError: no rows; a row of another length than `tokens`; an infinite score; words that can't be
+            told from the tokens.
     """
     canvas = need_canvas()
     if not instance("rows", rows, Mapping, "a dict of rows of scores"):
