@@ -21,8 +21,14 @@ from tests.matrix import is_unusual
 torch.set_num_threads(1)
 
 TESTS = Path(__file__).parent
-# Pages, pictures (those of `make demo` too) and matrices; maps are made in other tests, on every release.
+# The source, pages, pictures (those of `make demo` too) and matrices; maps are made in other tests, on every
+# release.
 ONCE = (
+    TESTS / "test_floors.py",
+    TESTS / "test_names.py",
+    TESTS / "maps",
+    TESTS / "evaluation" / "test_agreement.py",
+    TESTS / "evaluation" / "test_alignment_errors.py",
     TESTS / "aggregation",
     TESTS / "serve" / "test_site_in_a_browser.py",
     TESTS / "view",
