@@ -4,6 +4,7 @@ Tests that go through all models of the matrix have the usual ones in `make test
 What no release of TransformerLens could change, `make test` runs on one release.
 """
 
+import functools
 import gc
 import os
 from pathlib import Path
@@ -58,8 +59,13 @@ def pytest_collection_modifyitems(items):
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if any(map(is_unusual, parameters)):
             item.add_marker(pytest.mark.slow)
-        if item.path != ON_MODELS and any(item.path.is_relative_to(place) for place in ONCE):
+        if _is_once(item.path):
             item.add_marker(pytest.mark.once)
+
+
+@functools.cache
+def _is_once(path):
+    return path != ON_MODELS and any(path.is_relative_to(place) for place in ONCE)
 
 
 def pytest_collection_finish():

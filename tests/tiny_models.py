@@ -42,6 +42,9 @@ class Unavailable(Exception):
 
 def available(factory: Callable[..., Any], *arguments: Any, **keywords: Any) -> bool:
     """True if `factory(*arguments)` builds here, False if it raises `Unavailable`; other errors pass."""
+    if factory is bridge:
+        # Asked while tests are collected, in every process: nothing is built.
+        return _has_bridge(arguments[0])
     return _available(factory, arguments, tuple(sorted(keywords.items())))
 
 
@@ -421,6 +424,21 @@ def wrapped_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, 
     if dtype == torch.float64:
         _norm_in_double(model)
     return model
+
+
+@functools.cache
+def _in_transformers() -> frozenset[str]:
+    return frozenset(dir(transformers))  # takes a third of a second
+
+
+@functools.cache
+def _has_bridge(name: str) -> bool:
+    try:
+        from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
+    except ImportError:
+        return False
+    model_class, config_class, _ = _entry({**_WRAPPED, **_WIDE}, name)
+    return model_class in SUPPORTED_ARCHITECTURES and {model_class, config_class} <= _in_transformers()
 
 
 def _norm_in_double(model: torch.nn.Module) -> None:
