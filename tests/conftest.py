@@ -22,14 +22,18 @@ from tests.matrix import is_unusual
 torch.set_num_threads(1)
 
 TESTS = Path(__file__).parent
-# The source, pages, pictures (those of `make demo` too) and matrices; maps are made in other tests, on every
-# release.
+# The source, pages, pictures (those of `make demo` too), matrices, and what is built on maps, on recorded
+# numbers, or on hooks: these are made in other tests, on every release.
 ONCE = (
     TESTS / "test_floors.py",
     TESTS / "test_names.py",
+    TESTS / "test_package.py",
     TESTS / "maps",
-    TESTS / "evaluation" / "test_agreement.py",
-    TESTS / "evaluation" / "test_alignment_errors.py",
+    TESTS / "algebra" / "test_budget.py",
+    TESTS / "algebra" / "test_rotation.py",
+    TESTS / "graphs",
+    TESTS / "evaluation",
+    TESTS / "benchmarks",
     TESTS / "aggregation",
     TESTS / "serve" / "test_site_in_a_browser.py",
     TESTS / "view",
