@@ -62,7 +62,7 @@ bench: $(TL4)/.ready
 # Other libraries to compare with, in an environment of their own.
 peers:
 	@$(PYTHON) -m venv $(ENVIRONMENTS)/peers
-	@$(ENVIRONMENTS)/peers/bin/python -m pip install -qq --disable-pip-version-check \
+	@$(ENVIRONMENTS)/peers/bin/python -m pip install -qq --no-compile --disable-pip-version-check \
 		--constraint constraints/torch.txt 'inseq==0.7.1' 'transformers==4.57.6' captum networkx
 
 lint: $(TL4)/.ready
@@ -83,10 +83,11 @@ clean:
 	rm -rf $(ENVIRONMENTS) dist outputs .mypy_cache .ruff_cache
 
 # `-qq` leaves errors on the screen and keeps warnings about the machine's own pip settings off it.
+# Compiling every file of torch and transformers would take half of the time; what is imported compiles itself.
 # The stamp is written last: an interrupted build starts again.
 $(ENVIRONMENTS)/%/.ready: constraints/%.txt constraints/common.txt constraints/torch.txt pyproject.toml
 	@echo "Preparing $(@D) (the first time takes minutes)"
 	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check \
+	@$(@D)/bin/python -m pip install -qq --no-compile --disable-pip-version-check \
 		--constraint constraints/$*.txt --editable '.[dev]'
 	@touch $@
