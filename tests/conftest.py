@@ -30,7 +30,6 @@ ONCE = (
     TESTS / "test_package.py",
     TESTS / "maps",
     TESTS / "algebra" / "test_budget.py",
-    TESTS / "algebra" / "test_rotation.py",
     TESTS / "graphs",
     TESTS / "evaluation",
     TESTS / "benchmarks",

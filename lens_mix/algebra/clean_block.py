@@ -25,13 +25,11 @@ Changed = tuple[Float[Tensor, "key row d_model"], Float[Tensor, "key row 1"], Fl
 
 
 class NormChange:
-    """A norm at the clean vectors x that it reads; `clean` is n, `_mean` the mean's direction."""
+    """A norm at the clean vectors x that it reads; `clean` is n."""
 
     def __init__(self, norm: Norm, clean: Float[Tensor, "row d_model"]) -> None:
         self.norm = norm
         self._weight = None if norm.weight is None else norm.weight.to(clean.dtype)
-        # The mean is taken off as a projection: in other axes (`rotate`) it is no mean.
-        self._mean = torch.full_like(clean[0], clean.shape[1] ** -0.5)
         centred = self._centre(clean)
         self._square = centred.square().mean(-1, keepdim=True) + norm.eps
         self._size = self._square.sqrt()
@@ -56,14 +54,8 @@ class NormChange:
         out = torch.addcmul(centred * inverse, self.clean[rows], factor)
         return out if self._weight is None else out.mul_(self._weight)
 
-    def rotate(self, axes: Float[Tensor, "d_model axis"]) -> None:
-        """Take changes in these axes from here on; for `sizes` alone, as the weight's axes are the old."""
-        self.clean, self._mean = self.clean @ axes, self._mean @ axes
-
     def _centre(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        if self.norm.kind != "layer":
-            return x
-        return torch.addcmul(x, (x @ self._mean)[..., None], self._mean, value=-1)
+        return x - x.mean(-1, keepdim=True) if self.norm.kind == "layer" else x
 
 
 def products(
@@ -77,7 +69,7 @@ class CleanBlock:
     """What a block computed for its clean rows, as far as changes need it; neurons in parts of `widths`.
 
     `attention_out` is taken before any norm, and the pre-activations have its dtype; `final` is the model's
-    final norm, where the change after it is wanted. With `axes`, changes are given in these axes.
+    final norm, where the change after it is wanted.
     """
 
     def __init__(
@@ -88,7 +80,6 @@ class CleanBlock:
         resid_post: Float[Tensor, "row d_model"],
         final: Norm | None,
         widths: Sequence[int],
-        axes: Float[Tensor, "d_model axis"] | None = None,
     ) -> None:
         self.multiplier = anatomy.residual_multiplier
         branch, residual = anatomy.attention_branch, anatomy.attention_residual
@@ -124,10 +115,6 @@ class CleanBlock:
         compared = resid_post if final is None else final(resid_post)
         self._size = torch.linalg.vector_norm(compared, dim=-1)
         self.direction = compared / self._size.clamp_min(torch.finfo(compared.dtype).tiny)[:, None]
-        if axes is not None:
-            self.direction = self.direction @ axes
-            for norm in self._norms:
-                norm.rotate(axes)
 
     def to_pre_activations(
         self, rows: slice, change: Float[Tensor, "key row d_model"]

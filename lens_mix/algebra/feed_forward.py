@@ -34,7 +34,6 @@ from lens_mix.algebra.folded_weights import folded, pays
 from lens_mix.algebra.head_vectors import linear_part
 from lens_mix.algebra.large_product import add_product, as_right_factor
 from lens_mix.algebra.pair_norms import by_key
-from lens_mix.algebra.rotation import rotated
 from lens_mix.algebra.vectors import (
     AttentionVectors,
     Vectors,
@@ -239,11 +238,8 @@ def _sequential(
 ) -> FeedForwardMaps:
     batch, _, queries, keys = vectors.pairs.pattern.shape
     maps = [vectors.scale.new_zeros((batch, keys, queries)) for _ in range(3)]  # keys first, as steps come
-    steps = (
-        _written_out(vectors, shares)
-        if vectors.pairs.writes_out
-        else _ByHead(block, vectors, shares, norm).steps()
-    )
+    written_out = vectors.pairs.writes_out
+    steps = _written_out(vectors, shares) if written_out else _ByHead(block, vectors, shares).steps()
     for part, rows, residual, output in steps:
         maps[0][:, part, rows] = torch.linalg.vector_norm(output, dim=-1)
         maps[1][:, part, rows] = torch.linalg.vector_norm(residual, dim=-1)
@@ -275,11 +271,10 @@ def _written_out(vectors: Vectors, shares: FeedForwardShares) -> Iterator[_Step]
 class _ByHead:
     """W_in applied once per key and head; for each pair, H vectors of the hidden layer are mixed.
 
-    `vectors` are what the feed-forward reads, before its norm. Where no norm follows, the outputs that it
-    gives may be in other axes (`rotated`): their lengths are what is asked for.
+    `vectors` are what the feed-forward reads, before its norm.
     """
 
-    def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares, norm: Norm | None) -> None:
+    def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares) -> None:
         self._pairs, self._scale, self._shares = vectors.pairs, vectors.scale, shares
         # What scales a row's vectors goes into its multipliers: once per row and neuron, not per pair.
         self._multipliers = [m * (vectors.scale / shares.input_scale) for _, m in shares.multipliers]
@@ -289,11 +284,8 @@ class _ByHead:
         self._folded = folded(block.anatomy, path, vectors_in_all, heads.dtype, keep, matrices)
         batch, _, queries, keys = vectors.pairs.pattern.shape
         pairs = batch * queries * keys
-        in_axes = rotated(block, path, norm, pairs, NEURONS)
-        # Where axes are rotated the chain is empty: `rotated` refuses blocks with norms there.
-        self._W_O = heads.after(vectors.pairs.chain) if in_axes is None else in_axes.W_O
-        W_out = shares.W_out.split(NEURONS) if in_axes is None else in_axes.W_out
-        self._W_out = [as_right_factor(neurons, pairs) for neurons in W_out]
+        self._W_O = heads.after(vectors.pairs.chain)
+        self._W_out = [as_right_factor(neurons, pairs) for neurons in shares.W_out.split(NEURONS)]
         self._pair_bytes = hidden_bytes(heads, _feed_forward(block), block.resid_pre.shape[1])
 
     def steps(self) -> Iterator[_Step]:
@@ -357,6 +349,5 @@ class _ByHead:
                 of_rows = m[:, None, rows, neurons]
                 mixed = out.mul_(of_rows) if mixed is None else mixed.addcmul_(out, of_rows)
             if mixed is not None:
-                # In rotated axes the first neurons write to the first axes alone.
-                add_product(output.flatten(0, 2)[:, : W_out.shape[1]], mixed.flatten(0, 2), W_out)
+                add_product(output.flatten(0, 2), mixed.flatten(0, 2), W_out)
         return output

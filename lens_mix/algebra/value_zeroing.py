@@ -26,7 +26,6 @@ from torch import Tensor
 from lens_mix.algebra.clean_block import CleanBlock
 from lens_mix.algebra.folded_weights import folded
 from lens_mix.algebra.large_product import add_product, as_right_factor
-from lens_mix.algebra.rotation import rotated
 from lens_mix.algebra.value_zeroing_pairs import (
     Groups,
     Rectangle,
@@ -100,10 +99,8 @@ class _Maps:
         product = folded(anatomy, path, None, wide, block.max_memory is None, matrices)
         self._folded = () if product is None else product
         parts = () if feed_forward is None else feed_forward.W_out.to(narrow).split(sizes.columns)
-        in_axes = rotated(block, path, final, pairs, sizes.columns)
-        axes, self._W_O, parts = in_axes or (None, self._W_O, parts)
         self._W_out = [as_right_factor(neurons, pairs) for neurons in parts]
-        self._clean = CleanBlock(anatomy, pre, out, post, final, list(map(len, parts)), axes)
+        self._clean = CleanBlock(anatomy, pre, out, post, final, list(map(len, parts)))
 
     def _place_sources(self, multiplier: float) -> None:
         """Each source's prompt and positions, and each value's factor, on the maps' device."""
@@ -176,7 +173,7 @@ class _Maps:
             hidden = self._workspace.like("hidden", mid, (len(mid), len(W_out)), mid.dtype)
             for (rows, scales, weights, sources), out in zip(entered, rectangles(hidden), strict=True):
                 neurons.change(rows, scales, weights, [x[sources] for x in vectors], out)
-            add_product(added[:, : W_out.shape[1]], hidden, W_out, factor)
+            add_product(added, hidden, W_out, factor)
         for rectangle, moves, out, more in zip(chunk, moved, rectangles(mid), rectangles(added), strict=True):
             distance = clean.distance(rectangle.lines(self._pattern.shape[2]), out, more, metric)
             columns = slice(rectangle.column, rectangle.column + rectangle.shape[0])
