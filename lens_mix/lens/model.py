@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -181,21 +181,23 @@ class Lens:
         Raises:
             ValueError: inputs that the model does not take; it would swallow them without a word.
         """
+        taken = self._further_inputs()
+        unknown = sorted(set(batch.inputs) - set(taken))
+        if unknown:
+            raise ValueError(
+                f"model inputs: {self.model_class.value} takes {sorted(taken)} besides tokens, got {unknown}"
+            )
         mask = batch.real.long()
         inputs: dict[str, Tensor | None] = dict(batch.inputs)
         if self.model_class is ModelClass.HOOKED_TRANSFORMER:
-            self._refuse_inputs(inputs, ())
             return self.model(batch.tokens, attention_mask=mask, **options)
         if self.model_class is ModelClass.HOOKED_ENCODER:
-            self._refuse_inputs(inputs, ("token_type_ids",))
             return self.model(batch.tokens, one_zero_attention_mask=mask, **inputs, **options)
         if self.model_class is ModelClass.HOOKED_ENCODER_DECODER:
-            self._refuse_inputs(inputs, ())
             # In the model's dtype: it is multiplied by that dtype's lowest number, and 0 * -inf is NaN.
             return self.model(
                 batch.tokens, batch.target, one_zero_attention_mask=mask.to(self.dtype), **options
             )
-        self._refuse_inputs(inputs, self._bridge_inputs())
         if batch.target is not None:
             inputs["decoder_input_ids"] = batch.target
         if as_given:
@@ -209,18 +211,12 @@ class Lens:
 
     def takes_input(self, name: str) -> bool:
         """Whether the forward pass takes a further input of that name."""
-        return self.model_class is ModelClass.BRIDGE and name in self._bridge_inputs()
+        return name in self._further_inputs()
 
-    def _bridge_inputs(self) -> list[str]:
-        """What the wrapped model's forward pass takes by name; more would be swallowed without a word."""
+    def _further_inputs(self) -> list[str]:
+        """What the forward pass takes by name besides tokens; more would be swallowed without a word."""
+        if self.model_class is not ModelClass.BRIDGE:
+            return ["token_type_ids"] if self.model_class is ModelClass.HOOKED_ENCODER else []
         parameters = inspect.signature(type(self.model.original_model).forward).parameters.values()
-        taken = {"input_ids", "attention_mask", "use_cache", "decoder_input_ids", "self"}
-        return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in taken]
-
-    def _refuse_inputs(self, inputs: Iterable[str], allowed: Sequence[str]) -> None:
-        unknown = sorted(set(inputs) - set(allowed))
-        if unknown:
-            raise ValueError(
-                f"model inputs: {self.model_class.value} takes {sorted(allowed)} besides tokens, "
-                f"got {unknown}"
-            )
+        given = {"input_ids", "attention_mask", "use_cache", "decoder_input_ids", "self"}
+        return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in given]
