@@ -31,6 +31,11 @@ class StopForward(Exception):
     """
 
 
+def stop_forward(module: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook of torch that ends the pass; it is put on last."""
+    raise StopForward
+
+
 @dataclasses.dataclass(frozen=True)
 class CleanPass:
     """What one forward pass without interventions left behind.
@@ -103,6 +108,12 @@ class CleanPass:
             self.replays[layer] = BlockReplay(block, call, self.real, lens.n_heads, lens.tolerance, where)
         return self.replays[layer]
 
+    def repeated(self, layer: int, fwd_hooks: Sequence[HookPair]) -> Any:
+        """What block `layer` returns when it is called once more as in this pass, with hooks."""
+        call = self.calls[layer]
+        with self.lens.evaluation_mode(), self.lens.hooked(fwd_hooks):
+            return self.lens.stack.blocks[layer](*call.args, **call.kwargs)
+
 
 def clean_pass(
     lens: Lens,
@@ -145,11 +156,11 @@ def clean_pass(
     clean = CleanPass(lens, batch, {}, recorded, {}, rows, run_cache=run_cache, graph=graph)
     template = lens.stack.attention_template
     watching = [watch_pattern(layer, _watch_keys(layer, clean), attention=template) for layer in layers]
-    capturing = captured_calls(lens.stack.blocks[: last + 1], clean.calls)
+    capturing = captured_calls(dict(enumerate(lens.stack.blocks[: last + 1])), clean.calls)
     if lens.stack.source is not None:
-        capturing += captured_calls(lens.stack.source.blocks[:1], clean.source_calls)
+        capturing += captured_calls({0: lens.stack.source.blocks[0]}, clean.source_calls)
     # The last to be put on: torch calls hooks in that order, and no later one would see the block's output.
-    capturing.append(forward_hook(lens.stack.blocks[last], _stop))
+    capturing.append(forward_hook(lens.stack.blocks[last], stop_forward))
     hooks = lens.hooked([*fwd_hooks, *watching])
     mode, stopping = lens.evaluation_mode(gradients=graph is not None), contextlib.suppress(StopForward)
     with mode, graph.built() if graph else contextlib.nullcontext(), hooks, Changes(capturing), stopping:
@@ -220,7 +231,3 @@ def _bad_weight(lens: Lens) -> str:
         if not bool(torch.isfinite(parameter).all()):
             return f"; the weight {name!r} holds NaN or infinity"
     return "; all weights are finite, so the activations overflow (dtype?)"
-
-
-def _stop(module: nn.Module, args: Any, output: Any) -> None:
-    raise StopForward

@@ -188,10 +188,8 @@ def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
 
 
 def _attended_without_queries(clean: CleanPass, layer: int) -> Bool[Tensor, "batch query key"]:
-    lens, call = clean.lens, clean.calls[layer]
+    stack = clean.lens.stack
     store: dict[str, Tensor] = {}
-    name = lens.stack.hook_name("pattern", layer)
-    fwd_hooks = [zero_queries(layer, attention=lens.stack.attention_template), record(store, name)]
-    with lens.evaluation_mode(), lens.hooked(fwd_hooks):
-        lens.stack.blocks[layer](*call.args, **call.kwargs)
+    name = stack.hook_name("pattern", layer)
+    clean.repeated(layer, [zero_queries(layer, attention=stack.attention_template), record(store, name)])
     return (store[name] != 0).any(dim=1)

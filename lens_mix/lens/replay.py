@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lens_mix.lens.changes import Change, Changes, forward_hook
+from lens_mix.lens.changes import Change, forward_hook
 from lens_mix.lens.model_classes import UnsupportedModelError
 
 _RESIDUAL_KEYWORDS = ("hidden_states", "resid_pre")  # Hugging Face's blocks, and TransformerLens's
+
+_Key = TypeVar("_Key")
 
 # How one captured argument follows the batch: (tensor, rows, batch size, heads) -> tensor.
 _Expansion = Callable[[Tensor, Tensor, int, int], Tensor]
@@ -99,16 +101,6 @@ def _share_head_axis(tensor: Tensor, rows: Tensor, batch: int, heads: int) -> Te
 _EXPANSIONS: tuple[_Expansion, ...] = (_follow_batch_and_heads, _follow_batch, _share_head_axis)
 
 
-def _expand(value: Any, rows: Tensor, batch: int, heads: int, expansion: _Expansion) -> Any:
-    if torch.is_tensor(value):
-        return expansion(value, rows, batch, heads)
-    if isinstance(value, tuple):
-        return tuple(_expand(item, rows, batch, heads, expansion) for item in value)
-    if isinstance(value, list):
-        return [_expand(item, rows, batch, heads, expansion) for item in value]
-    return value
-
-
 @dataclasses.dataclass(eq=False)
 class BlockReplay:
     """One block of one clean pass, ready to run again.
@@ -149,18 +141,24 @@ class BlockReplay:
 
     def expand(self, value: Any, rows: Int[Tensor, " row"]) -> Any:
         """Tensors of the clean pass (alone, or in tuples and lists) for the given rows of its batch."""
-        return _expand(value, rows, self.call.resid_pre.shape[0], self.heads, self._proven())
+        return self._expand(value, rows, self._proven())
 
     def _proven(self) -> _Expansion:
         if self._expansion is None:
             raise RuntimeError(f"{self.where}: prepare() has to come before, without any hook on")
         return self._expansion
 
+    def _expand(self, value: Any, rows: Tensor, expansion: _Expansion) -> Any:
+        if torch.is_tensor(value):
+            return expansion(value, rows, self.call.resid_pre.shape[0], self.heads)
+        if not isinstance(value, tuple | list):
+            return value
+        items = [self._expand(item, rows, expansion) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+
     def _run(self, expansion: _Expansion, rows: Tensor, resid_pre: Tensor | None) -> Tensor:
-        batch = self.call.resid_pre.shape[0]
-        args = _expand(self.call.args, rows, batch, self.heads, expansion)
-        values = _expand(list(self.call.kwargs.values()), rows, batch, self.heads, expansion)
-        kwargs = dict(zip(self.call.kwargs, values, strict=True))
+        args = self._expand(self.call.args, rows, expansion)
+        kwargs = {name: self._expand(value, rows, expansion) for name, value in self.call.kwargs.items()}
         if resid_pre is not None:
             args, kwargs = _with_residual(args, kwargs, resid_pre)
         return first_tensor(self.module(*args, **kwargs))
@@ -212,24 +210,13 @@ def relative_error(
     return float(ratio.max()) if ratio.numel() else 0.0
 
 
-def captured_calls(blocks: Sequence[nn.Module], calls: dict[int, BlockCall]) -> list[Change]:
-    """Hooks that record every block's arguments and output into `calls`."""
+def captured_calls(modules: Mapping[_Key, nn.Module], calls: dict[_Key, BlockCall]) -> list[Change]:
+    """Hooks that record the arguments and the output of blocks, or of modules in them, into `calls`."""
 
-    def keep(layer: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        calls[layer] = BlockCall(args, dict(kwargs), output)
+    def keep(key: _Key, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        calls[key] = BlockCall(args, dict(kwargs), output)
 
     return [
-        forward_hook(block, functools.partial(keep, layer), with_kwargs=True)
-        for layer, block in enumerate(blocks)
+        forward_hook(module, functools.partial(keep, key), with_kwargs=True)
+        for key, module in modules.items()
     ]
-
-
-def captured_outputs(
-    modules: Mapping[tuple[int, str], nn.Module], outputs: dict[tuple[int, str], Tensor]
-) -> Changes:
-    """Keep what each module returns while a pass runs."""
-
-    def keep(key: tuple[int, str], module: nn.Module, args: Any, output: Any) -> None:
-        outputs[key] = first_tensor(output).detach()
-
-    return Changes([forward_hook(module, functools.partial(keep, key)) for key, module in modules.items()])
