@@ -74,15 +74,24 @@ class CleanPass:
         """The residual stream that the mapped attention's branch is added to."""
         return self.entering[layer] if layer in self.entering else self.calls[layer].resid_pre
 
+    def tensor(self, role: str, layer: int) -> Tensor:
+        """What was recorded as "query", "value", "pattern" or "z" in one layer."""
+        return self.recorded[self.lens.stack.hook_name(role, layer)]
+
     def effective_pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
         """The recorded pattern times what hooks multiply z of each head by: what mixed the values."""
-        pattern, factors = self.recorded[self.lens.stack.hook_name("pattern", layer)], self.head_factors
+        pattern, factors = self.tensor("pattern", layer), self.head_factors
         return pattern if layer not in factors else pattern * factors[layer].to(pattern.dtype)[:, None, None]
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:
         """Which positions of the lens's stack (its queries) are the prompts' own."""
         return self.batch.real_positions(self.lens.stack.name)
+
+    @property
+    def real_rows(self) -> Bool[Tensor, "batch query"]:
+        """Which of the rows that `recorded` and `attended` hold are the prompts' own."""
+        return self.real if self.rows is None else rows_at(self.real, self.rows.positions)
 
     @property
     def real_keys(self) -> Bool[Tensor, "batch key"]:

@@ -165,21 +165,17 @@ def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
         clean: the clean pass.
         causal_model: what the proof has found.
     """
-    real, keys = clean.real, clean.real_keys
-    batch, length = real.shape
-    places = torch.arange(length, device=real.device)
+    batch, length = clean.real.shape
+    places = torch.arange(length, device=clean.real.device)
     positions = places.expand(batch, length) if clean.rows is None else clean.rows.positions
-    wanted = rows_at(real, positions)[:, :, None] & keys[:, None, :]
+    wanted = clean.real_rows[:, :, None] & clean.real_keys[:, None, :]
     # On cross-attention a key's place says nothing of a query's: there is no triangle.
     cross = clean.lens.stack.is_cross
     triangle = torch.ones_like(wanted) if cross else places <= positions[:, :, None]
     layers = {}
     for layer, attended in clean.attended.items():
-        complete = bool((attended | ~wanted).all())
-        causal = bool((attended | ~(wanted & triangle)).all()) and not bool(
-            (attended & wanted & ~triangle).any()
-        )
-        if not (complete or causal):
+        seen = attended & wanted
+        if not (seen.equal(wanted) or seen.equal(wanted & triangle)):
             attended = attended | rows_at(_attended_without_queries(clean, layer), positions)
         layers[layer] = attended
     # Hugging Face makes some patterns and norms in float32 in any model (GPT-Neo, GPT-J).

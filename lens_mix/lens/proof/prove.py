@@ -41,7 +41,6 @@ from lens_mix.lens.proof.next_norms import next_norm_refusals
 from lens_mix.lens.proof.reasons import explained
 from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE, PartError, Proof
 from lens_mix.lens.replay import BlockCall, captured_calls, first_tensor, relative_error
-from lens_mix.lens.rows import rows_at
 
 SHORTEST, LONGEST = 8, 16  # tokens of a proof's prompt
 
@@ -129,7 +128,7 @@ class _Recorded:
         wide = lens.wide_dtype
 
         def hooked(role: str) -> Tensor:
-            return clean.recorded[lens.stack.hook_name(role, layer)].to(wide)
+            return clean.tensor(role, layer).to(wide)
 
         def output(role: str) -> Tensor | None:
             fired = (clean.recorded[name] for name in points.get(role, ()) if name in clean.recorded)
@@ -380,7 +379,5 @@ def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bo
 
 def padding_leaks(clean: CleanPass) -> list[int]:
     """The watched blocks in which a padded key got weight from a prompt's own position."""
-    real = clean.real
-    queries = real if clean.rows is None else rows_at(real, clean.rows.positions)
-    hidden = queries[:, :, None] & ~clean.real_keys[:, None, :]
+    hidden = clean.real_rows[:, :, None] & ~clean.real_keys[:, None, :]
     return [layer for layer, attended in clean.attended.items() if bool((attended & hidden).any())]
