@@ -155,12 +155,10 @@ class Block:
         """
         batch, decoder = self.batch.select(rows), self._lens.stack.reads_target
         if tokens is not None and self.is_joint:
-            source, tokens = tokens.split([batch.tokens.shape[1], self.tokens.shape[1]], dim=1)
-            batch = dataclasses.replace(batch, tokens=source)
-        if tokens is not None and decoder:
-            batch = dataclasses.replace(batch, target=tokens)
+            source, target = tokens.split([batch.tokens.shape[1], self.tokens.shape[1]], dim=1)
+            batch = dataclasses.replace(batch, tokens=source, target=target)
         elif tokens is not None:
-            batch = dataclasses.replace(batch, tokens=tokens)
+            batch = dataclasses.replace(batch, **{"target" if decoder else "tokens": tokens})
         if masked is None:
             return batch
         inputs, left = dict(batch.inputs), self.real[rows] & ~masked
@@ -277,10 +275,9 @@ class Block:
                 f"{role!r}; write records: ClassVar[frozenset[str]] = frozenset({{{role!r}}})"
             )
         if role == "pattern":
-            tensor = self._clean.effective_pattern(self.layer)
-        else:
-            tensor = self._clean.recorded[name]
-        return tensor if role == "value" else self._of_recorded_rows(tensor, 2 if role == "pattern" else 1)
+            return self._of_recorded_rows(self._clean.effective_pattern(self.layer), axis=2)
+        tensor = self._clean.recorded[name]
+        return tensor if role == "value" else self._of_recorded_rows(tensor)
 
     def _of_recorded_rows(self, tensor: Tensor, axis: int = 1) -> Tensor:
         """The asked rows of what the clean pass kept: of all positions, or of these rows already."""
