@@ -104,9 +104,8 @@ def read_prompt(
 
 def _as_text(prompt: object) -> Any:
     """The prompt if it is text, for the record."""
-    if isinstance(prompt, str) or _is_chat(prompt):
-        return prompt
-    return prompt if _is_pair_of_strings(prompt) else None
+    is_text = isinstance(prompt, str) or _is_chat(prompt) or _is_pair_of_strings(prompt)
+    return prompt if is_text else None
 
 
 def _is_pair_of_strings(prompt: object) -> bool:
