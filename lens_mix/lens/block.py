@@ -52,6 +52,9 @@ class Block:
         tokens: the tokens that the mapped stack reads.
         real: which positions are the prompts' own; the rest is padding.
         real_keys: which keys are the prompts' own: positions, but for cross-attention those of the source.
+        input_tokens, real_inputs: the tokens that stand at `inputs`, and which of these positions are the
+            prompts' own.
+        queries: the positions of the rows that are asked for, in the padded batch.
         every_query: whether the rows are those of all positions, in order.
         logits_tokens: the tokens that the logits stand over.
         logits_real: which positions of the logits are the prompts' own: the decoder's, where there is one.
@@ -86,6 +89,11 @@ class Block:
         self.logits_real: Bool[Tensor, "batch pos"] = (
             batch.real if batch.target_real is None else batch.target_real
         )
+        both = torch.cat([batch.tokens, self.tokens], 1) if self.is_joint else self.tokens
+        self.input_tokens: Int[Tensor, "batch input"] = both
+        self.real_inputs: Bool[Tensor, "batch input"] = clean.real_inputs
+        every = torch.arange(self.real.shape[1], device=self.real.device).expand(self.real.shape)
+        self.queries: Int[Tensor, "batch query"] = every if queries is None else queries
         self.every_query: bool = queries is None
         self.tokenizer: Any = getattr(lens.model, "tokenizer", None)
         self.run_cache: dict[Any, Any] = clean.run_cache
@@ -128,16 +136,6 @@ class Block:
         """What enters the model below a whole map: `whole_resid_pre` of the first block; of the joint part
         what enters the encoder's first block, then what enters the decoder's."""
         return self._clean.inputs
-
-    @property
-    def real_inputs(self) -> Bool[Tensor, "batch input"]:
-        """Which positions of `inputs` are the prompts' own."""
-        return self._clean.real_inputs
-
-    @property
-    def input_tokens(self) -> Int[Tensor, "batch input"]:
-        """The tokens that stand there."""
-        return torch.cat([self.batch.tokens, self.tokens], 1) if self.is_joint else self.tokens
 
     def altered_batch(
         self,
@@ -215,14 +213,6 @@ class Block:
         """How many tokens the model knows; of the joint part both stacks."""
         read = ("prompt", "target") if self.is_joint else ("prompt",)
         return min(vocabulary(self._lens.model, name) for name in read)
-
-    @property
-    def queries(self) -> Int[Tensor, "batch query"]:
-        """The positions of the rows that are asked for, in the padded batch."""
-        if self._queries is not None:
-            return self._queries
-        batch, positions = self.real.shape
-        return torch.arange(positions, device=self.real.device).expand(batch, positions)
 
     def rows_of(self, tensor: Tensor, axis: int = 1) -> Tensor:
         """The asked rows of a tensor over all positions.

@@ -36,6 +36,14 @@ class Lens:
         model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge.
         stack: "encoder" (default), "decoder", "cross" or "joint" of an encoder-decoder; elsewhere "blocks".
 
+    Attributes:
+        model, stack: as given, and looked up.
+        model_class: which of TransformerLens's classes the model is of.
+        n_layers, n_heads: numbers of the stack's blocks, and of query heads.
+        encoder_decoder: whether prompts are pairs.
+        bears_a_mask: whether an attention mask only hides padding: OpenAI GPT's takes the place of the causal
+            one.
+
     Raises:
         TypeError: not a TransformerLens model.
         ValueError: no such stack.
@@ -65,18 +73,12 @@ class Lens:
         fault = known_faults.known_fault(model, self.model_class, name, transformer_lens_version())
         if fault is not None:
             raise UnsupportedModelError(fault)
+        self.n_layers: int = len(self.stack)
+        self.n_heads: int = int(model.cfg.n_heads)
+        self.encoder_decoder: bool = is_encoder_decoder(model, self.model_class)
+        self.bears_a_mask: bool = wrapped_config(model, "model_type") != "openai-gpt"
 
     # ------------------------------------------------------------- what the model is
-
-    @property
-    def n_layers(self) -> int:
-        """Number of blocks of the stack."""
-        return len(self.stack)
-
-    @property
-    def n_heads(self) -> int:
-        """Number of query heads."""
-        return int(self.model.cfg.n_heads)
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
@@ -99,11 +101,6 @@ class Lens:
         """What proofs compute in: float32 at least."""
         return torch.promote_types(self.dtype, torch.float32)
 
-    @property
-    def encoder_decoder(self) -> bool:
-        """Whether prompts are pairs."""
-        return is_encoder_decoder(self.model, self.model_class)
-
     @functools.cached_property
     def modules(self) -> list[nn.Module]:
         """Every module, gone through once: a lens serves one run, in which no module comes or goes."""
@@ -113,11 +110,6 @@ class Lens:
     def hook_points(self) -> Mapping[str, HookPoint]:
         """TransformerLens's hook points by name, aliases included."""
         return self.model.hook_dict
-
-    @property
-    def bears_a_mask(self) -> bool:
-        """Whether an attention mask only hides padding: OpenAI GPT's takes the place of the causal one."""
-        return wrapped_config(self.model, "model_type") != "openai-gpt"
 
     def where(self, layer: int) -> str:
         """Name of a block, for errors."""

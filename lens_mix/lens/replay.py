@@ -136,8 +136,25 @@ class BlockReplay:
 
         UnsupportedModelError if it does not.
         """
-        if self._expansion is None:
-            self._expansion = self._prove()
+        if self._expansion is not None:
+            return
+        failures: list[str] = []
+        for expansion in _EXPANSIONS:
+            try:
+                error = self._error(expansion)
+            except (RuntimeError, ValueError, IndexError) as problem:
+                if is_out_of_memory(problem):  # on a GPU a RuntimeError too
+                    raise
+                failures.append(f"{type(problem).__name__}: {str(problem)[:120]}")
+                continue
+            if error <= self.tolerance:
+                self._expansion = expansion
+                return
+            failures.append(f"relative error {error:.1e}")
+        raise UnsupportedModelError(
+            f"{self.where}: run again from its captured arguments, the block should give its own output "
+            f"(relative error <= {self.tolerance:.0e}); got {'; '.join(failures)}"
+        )
 
     def expand(self, value: Any, rows: Int[Tensor, " row"]) -> Any:
         """Tensors of the clean pass (alone, or in tuples and lists) for the given rows of its batch."""
@@ -169,24 +186,6 @@ class BlockReplay:
         rows = torch.tensor([batch - 1, 0, batch - 1], device=self.call.resid_pre.device)
         clean = self.call.resid_post.index_select(0, rows)
         return relative_error(self._run(expansion, rows, None), clean, self.real.index_select(0, rows))
-
-    def _prove(self) -> _Expansion:
-        failures: list[str] = []
-        for expansion in _EXPANSIONS:
-            try:
-                error = self._error(expansion)
-            except (RuntimeError, ValueError, IndexError) as problem:
-                if is_out_of_memory(problem):  # on a GPU a RuntimeError too
-                    raise
-                failures.append(f"{type(problem).__name__}: {str(problem)[:120]}")
-                continue
-            if error <= self.tolerance:
-                return expansion
-            failures.append(f"relative error {error:.1e}")
-        raise UnsupportedModelError(
-            f"{self.where}: run again from its captured arguments, the block should give its own output "
-            f"(relative error <= {self.tolerance:.0e}); got {'; '.join(failures)}"
-        )
 
 
 def is_out_of_memory(problem: Exception) -> bool:

@@ -111,11 +111,11 @@ class _Recorded:
     value: Tensor
     pattern: Tensor
     z: Tensor
+    factors: Tensor | None
     before: Tensor | None
     attention_out: Tensor | None
     cross_out: Tensor | None
     feed_forward_out: Tensor | None
-    factors: Tensor | None
 
     @staticmethod
     def of(
@@ -143,11 +143,11 @@ class _Recorded:
             value,
             pattern if factors is None else pattern * factors[:, None, None],
             z,
+            factors,
             output("before"),
             output("attention_out"),
             output("cross_out"),
             output("feed_forward_out"),
-            factors,
         )
 
     def entered(self, anatomy: BlockAnatomy) -> _Recorded:
@@ -180,13 +180,14 @@ def _output_points(lens: Lens, layer: int) -> dict[str, list[str]]:
 def _output_modules(lens: Lens) -> dict[tuple[int, str], Any]:
     if lens.model_class is ModelClass.BRIDGE:
         return {}
-    modules = {}
-    roles = ("before", "attention_out") if lens.stack.is_cross else ("attention_out", "cross_out")
-    for layer, block in enumerate(lens.stack.blocks):
-        for role, name in zip((*roles, "feed_forward_out"), ("attn", "cross_attn", "mlp"), strict=True):
-            if hasattr(block, name):
-                modules[layer, role] = getattr(block, name)
-    return modules
+    own, cross = ("before", "attention_out") if lens.stack.is_cross else ("attention_out", "cross_out")
+    roles = {"attn": own, "cross_attn": cross, "mlp": "feed_forward_out"}
+    return {
+        (layer, role): getattr(block, name)
+        for layer, block in enumerate(lens.stack.blocks)
+        for name, role in roles.items()
+        if hasattr(block, name)
+    }
 
 
 def _read_block(
@@ -247,9 +248,6 @@ def _part_errors(
     errors: dict[str, float | None] = dict.fromkeys((VALUE, *ALGEBRA_PARTS))
     errors["feed_forward"] = feed_forward_error
     mixed = None
-    note = ""
-    if anatomy.feed_forward is None and anatomy.feed_forward_kind != "none":
-        note = f"{anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
     if path is not None:
         # Cross-attention makes its values of the encoder's outputs: no method goes back to these.
         if recorded.before is None:
@@ -265,13 +263,15 @@ def _part_errors(
             errors["projection"] = relative_error(path.project(z), recorded.attention_out)
     if recorded.attention_out is not None:
         mid = anatomy.after_attention(x, recorded.attention_out, recorded.cross_out)
-        out = recorded.feed_forward_out
-        if anatomy.feed_forward_kind == "none" or out is not None:
-            post = anatomy.after_feed_forward(mid, None if anatomy.feed_forward_kind == "none" else out)
-            errors["residual"] = relative_error(post, recorded.resid_post)
+        has_none = anatomy.feed_forward_kind == "none"
+        out = None if has_none else recorded.feed_forward_out
+        if has_none or out is not None:
+            errors["residual"] = relative_error(anatomy.after_feed_forward(mid, out), recorded.resid_post)
     if mixed is not None and anatomy.is_written_down:
         rebuilt_output = anatomy.after(x, mixed, recorded.cross_out)
         errors["block"] = relative_error(rebuilt_output, recorded.resid_post)
+    note = f"{anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
+    note = "" if anatomy.is_written_down else note
     entries = (
         PartError(layer, part, error, tolerance, note if error is None else "")
         for part, error in errors.items()
