@@ -112,9 +112,7 @@ class CleanPass:
     def replay(self, layer: int) -> BlockReplay:
         """Block `layer`, ready to run again in any number of copies."""
         if layer not in self.replays:
-            lens, call = self.lens, self.calls[layer]
-            block, where = lens.stack.blocks[layer], lens.where(layer)
-            self.replays[layer] = BlockReplay(block, call, self.real, lens.n_heads, lens.tolerance, where)
+            self.replays[layer] = BlockReplay(self.lens, layer, self.calls[layer], self.real)
         return self.replays[layer]
 
     def repeated(self, layer: int, fwd_hooks: Sequence[HookPair]) -> Any:

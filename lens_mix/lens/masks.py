@@ -94,16 +94,13 @@ class PromptMask:
         """
         layers = self.allowed.cpu()
         mask = layers[0] if bool((layers == layers[0]).all()) else layers
-        if self.cross:
-            return False, None if bool(layers.all()) else mask
         triangle = (self.keys <= self.positions[:, None]).cpu()
         # A map of one token, or of some rows, may look causal in any model.
         every_row = len(self.positions) == len(self.keys)
-        causal = len(self.keys) > 1 and not bool((layers & ~triangle).any())
+        causal = not self.cross and len(self.keys) > 1 and not bool((layers & ~triangle).any())
         causal = causal and (every_row or self.causal_model)
-        if bool(layers.all()) or (causal and bool((layers == triangle).all())):
-            return causal, None
-        return causal, mask
+        complete = bool(layers.all()) or (causal and bool((layers == triangle).all()))
+        return causal, None if complete else mask
 
     def without_rounding(
         self,

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lens_mix.lens.changes import Change, forward_hook
+from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 
 _RESIDUAL_KEYWORDS = ("hidden_states", "resid_pre")  # Hugging Face's blocks, and TransformerLens's
@@ -109,20 +110,16 @@ class BlockReplay:
     tried, and the one that reproduces the block's own output is used; if none does, the replay refuses.
 
     Attributes:
-        module: the block.
+        lens: the face of the model.
+        layer: which block.
         call: its arguments and output in the clean pass.
         real: which positions of the batch are the prompts' own.
-        heads: number of attention heads (some arguments carry batch * heads).
-        tolerance: largest accepted relative error per position.
-        where: name of the block, for errors.
     """
 
-    module: nn.Module
+    lens: Lens
+    layer: int
     call: BlockCall
     real: Bool[Tensor, "batch pos"]
-    heads: int
-    tolerance: float
-    where: str
     _expansion: _Expansion | None = dataclasses.field(default=None, init=False)
 
     def run(
@@ -147,13 +144,13 @@ class BlockReplay:
                     raise
                 failures.append(f"{type(problem).__name__}: {str(problem)[:120]}")
                 continue
-            if error <= self.tolerance:
+            if error <= self.lens.tolerance:
                 self._expansion = expansion
                 return
             failures.append(f"relative error {error:.1e}")
         raise UnsupportedModelError(
-            f"{self.where}: run again from its captured arguments, the block should give its own output "
-            f"(relative error <= {self.tolerance:.0e}); got {'; '.join(failures)}"
+            f"{self.lens.where(self.layer)}: run again from its captured arguments, the block should give "
+            f"its own output (relative error <= {self.lens.tolerance:.0e}); got {'; '.join(failures)}"
         )
 
     def expand(self, value: Any, rows: Int[Tensor, " row"]) -> Any:
@@ -162,12 +159,13 @@ class BlockReplay:
 
     def _proven(self) -> _Expansion:
         if self._expansion is None:
-            raise RuntimeError(f"{self.where}: prepare() has to come before, without any hook on")
+            where = self.lens.where(self.layer)
+            raise RuntimeError(f"{where}: prepare() has to come before, without any hook on")
         return self._expansion
 
     def _expand(self, value: Any, rows: Tensor, expansion: _Expansion) -> Any:
         if torch.is_tensor(value):
-            return expansion(value, rows, self.call.resid_pre.shape[0], self.heads)
+            return expansion(value, rows, self.call.resid_pre.shape[0], self.lens.n_heads)
         if not isinstance(value, tuple | list):
             return value
         items = [self._expand(item, rows, expansion) for item in value]
@@ -178,7 +176,7 @@ class BlockReplay:
         kwargs = {name: self._expand(value, rows, expansion) for name, value in self.call.kwargs.items()}
         if resid_pre is not None:
             args, kwargs = _with_residual(args, kwargs, resid_pre)
-        return first_tensor(self.module(*args, **kwargs))
+        return first_tensor(self.lens.stack.blocks[self.layer](*args, **kwargs))
 
     def _error(self, expansion: _Expansion) -> float:
         batch = self.call.resid_pre.shape[0]
