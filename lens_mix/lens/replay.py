@@ -63,22 +63,19 @@ def with_first(output: Any, tensor: Tensor) -> Any:
     return type(output)((tensor, *output[1:])) if isinstance(output, tuple | list) else tensor
 
 
-def _with_residual(
-    args: tuple[Any, ...], kwargs: dict[str, Any], residual: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A block's arguments with another residual stream in them."""
-    if args and torch.is_tensor(args[0]):
-        return (residual, *args[1:]), kwargs
-    name = next(name for name in _RESIDUAL_KEYWORDS if torch.is_tensor(kwargs.get(name)))
-    return args, {**kwargs, name: residual}
-
-
 def enter_with(residual: Float[Tensor, "batch pos d_model"], span: slice = slice(None)) -> Callable[..., Any]:
     """A forward pre-hook (with keyword arguments) that makes a block start from some positions of `residual`.
 
     These are taken when the block is called, as gradients may be off before.
     """
-    return lambda module, args, kwargs: _with_residual(args, kwargs, residual[:, span])
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and torch.is_tensor(args[0]):
+            return (residual[:, span], *args[1:]), kwargs
+        name = next(name for name in _RESIDUAL_KEYWORDS if torch.is_tensor(kwargs.get(name)))
+        return args, {**kwargs, name: residual[:, span]}
+
+    return enter
 
 
 def _follow_batch(tensor: Tensor, rows: Tensor, batch: int, heads: int) -> Tensor:
@@ -122,11 +119,9 @@ class BlockReplay:
     real: Bool[Tensor, "batch pos"]
     _expansion: _Expansion | None = dataclasses.field(default=None, init=False)
 
-    def run(
-        self, rows: Int[Tensor, " row"], resid_pre: Float[Tensor, "row pos d_model"] | None = None
-    ) -> Float[Tensor, "row pos d_model"]:
-        """The output for prompts of the clean batch, from `resid_pre` or the clean residual stream."""
-        return self._run(self._proven(), rows, resid_pre)
+    def run(self, rows: Int[Tensor, " row"]) -> Float[Tensor, "row pos d_model"]:
+        """The output for prompts of the clean batch."""
+        return self._run(rows, self._proven())
 
     def prepare(self) -> None:
         """Prove, once, that the block run again gives its own output; to be called without any hook on.
@@ -171,11 +166,9 @@ class BlockReplay:
         items = [self._expand(item, rows, expansion) for item in value]
         return items if isinstance(value, list) else tuple(items)
 
-    def _run(self, expansion: _Expansion, rows: Tensor, resid_pre: Tensor | None) -> Tensor:
+    def _run(self, rows: Tensor, expansion: _Expansion) -> Tensor:
         args = self._expand(self.call.args, rows, expansion)
         kwargs = {name: self._expand(value, rows, expansion) for name, value in self.call.kwargs.items()}
-        if resid_pre is not None:
-            args, kwargs = _with_residual(args, kwargs, resid_pre)
         return first_tensor(self.lens.stack.blocks[self.layer](*args, **kwargs))
 
     def _error(self, expansion: _Expansion) -> float:
@@ -183,7 +176,7 @@ class BlockReplay:
         # Another number of prompts, in another order, one of them twice: a wrong axis shows.
         rows = torch.tensor([batch - 1, 0, batch - 1], device=self.call.resid_pre.device)
         clean = self.call.resid_post.index_select(0, rows)
-        return relative_error(self._run(expansion, rows, None), clean, self.real.index_select(0, rows))
+        return relative_error(self._run(rows, expansion), clean, self.real.index_select(0, rows))
 
 
 def is_out_of_memory(problem: Exception) -> bool:
