@@ -159,8 +159,7 @@ class Lens:
             # A filter is called on the names of all hook points, unless it says which it takes.
             known = hook.names if isinstance(hook, AttentionHook) else filter(name, self.hook_points)
             points = [self.hook_points[key] for key in known if key in self.hook_points]
-            matching = {id(point): point for point in points}
-            return list(matching.values())
+            return list(dict.fromkeys(points))
         if name not in self.hook_points:
             raise ValueError(f"hook name: expected one of the model's hook points, got {name!r}")
         return [self.hook_points[name]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import ClassVar, Protocol, runtime_checkable
 
+from lens_mix.arguments import one_of
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
 from lens_mix.lens.proof import known_faults
@@ -109,8 +110,7 @@ def choose_engine(method: HasEngines, proof: Proof, engine: str, no_algebra: str
         ValueError: an unknown engine, or one that the method does not have.
         UnsupportedModelError: the proof forbids it.
     """
-    if engine not in ("auto", "hooks", "algebra"):
-        raise ValueError(f"engine: expected 'auto', 'hooks' or 'algebra', got {engine!r}")
+    one_of("engine", engine, ("auto", "hooks", "algebra"))
     if engine == "auto" or method.engines == ("recorded",):
         options: tuple[str, ...] = method.engines
     elif engine in method.engines:
