@@ -19,7 +19,7 @@ def explained(entry: PartError, block: nn.Module, attention: nn.Module, pattern:
     if entry.ok:
         return entry
     reasons = _mixing(attention, pattern) if entry.part == "mixing" else _block(block, entry.part)
-    notes = [entry.note, *list(reasons)[:1]]
+    notes = (entry.note, next(reasons, ""))
     return dataclasses.replace(entry, note="; ".join(note for note in notes if note))
 
 
