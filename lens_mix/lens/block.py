@@ -155,8 +155,10 @@ class Block:
         if tokens is not None and self.is_joint:
             source, target = tokens.split([batch.tokens.shape[1], self.tokens.shape[1]], dim=1)
             batch = dataclasses.replace(batch, tokens=source, target=target)
+        elif tokens is not None and decoder:
+            batch = dataclasses.replace(batch, target=tokens)
         elif tokens is not None:
-            batch = dataclasses.replace(batch, **{"target" if decoder else "tokens": tokens})
+            batch = dataclasses.replace(batch, tokens=tokens)
         if masked is None:
             return batch
         inputs, left = dict(batch.inputs), self.real[rows] & ~masked
