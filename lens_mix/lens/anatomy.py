@@ -300,11 +300,10 @@ def _nearest(
     def apart(numbers: Tensor) -> float:
         return float(torch.dist(measured, numbers.to(measured.dtype)))
 
-    best = min((numbers for numbers in stored if numbers is not None), key=apart, default=neutral)
-    best = best if apart(best) <= accepted else neutral
-    if best is neutral:
-        return None if apart(neutral) <= accepted else measured
-    return best
+    best = min((numbers for numbers in stored if numbers is not None), key=apart, default=None)
+    if best is not None and apart(best) <= accepted:
+        return best
+    return None if apart(neutral) <= accepted else measured
 
 
 def read_value_path(attention: nn.Module) -> ValuePath | None:

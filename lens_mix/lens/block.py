@@ -39,6 +39,28 @@ class Block:
         engine: how the method is to be computed.
         max_memory: bytes for the temporaries of one step; None: no bound.
         queries: positions of the asked rows; None: all. A prompt with fewer than another repeats its last.
+
+    Attributes:
+        layer, engine, max_memory: as given.
+        anatomy: what the block is made of.
+        n_heads: number of query heads.
+        attention_template: the attention module's name template, for `lens_mix.hooks` (`attention=`).
+        is_last: whether this is the stack's last block.
+        is_cross: whether its attention is the cross-attention: keys are the encoder's outputs.
+        is_joint: whether the map is of source and target, down through both stacks.
+        batch: the prompts, padded.
+        tokens: the tokens that the mapped stack reads.
+        real: which positions are the prompts' own; the rest is padding.
+        real_keys: which keys are the prompts' own: positions, but for cross-attention those of the source.
+        input_tokens, real_inputs: the tokens that stand at `inputs`, and which of these positions are the
+            prompts' own.
+        queries: the positions of the rows that are asked for, in the padded batch.
+        every_query: whether the rows are those of all positions, in order.
+        logits_tokens: the tokens that the logits stand over.
+        logits_real: which positions of the logits are the prompts' own: the decoder's, where there is one.
+        tokenizer: the model's tokenizer; None where it has none.
+        run_cache: what the blocks of one run share, such as scratch memory.
+        details, warnings, explained: per prompt, what `detail`, `warn` and `explain` have put down.
     """
 
     def __init__(
@@ -53,9 +75,31 @@ class Block:
         self._lens, self._clean, self._queries, self._proof = clean.lens, clean, queries, proof
         self.layer, self.engine, self.max_memory = layer, engine, max_memory
         self.anatomy: BlockAnatomy = proof.anatomy[layer]
-        self.details: list[dict[str, Any]] = [{} for _ in clean.batch.prompts]
-        self.warnings: list[list[str]] = [[] for _ in clean.batch.prompts]
-        self.explained: list[int | None] = [None for _ in clean.batch.prompts]
+        lens, stack, batch = clean.lens, clean.lens.stack, clean.batch
+        self.n_heads: int = lens.n_heads
+        self.attention_template: str = stack.attention_template
+        self.is_last: bool = layer == lens.n_layers - 1
+        self.is_cross: bool = stack.is_cross
+        self.is_joint: bool = stack.source is not None
+        self.batch: Batch = batch
+        self.real: Bool[Tensor, "batch pos"] = clean.real
+        self.real_keys: Bool[Tensor, "batch key"] = clean.real_keys
+        self.logits_tokens: Int[Tensor, "batch pos"] = batch.tokens if batch.target is None else batch.target
+        self.tokens: Int[Tensor, "batch pos"] = self.logits_tokens if stack.reads_target else batch.tokens
+        self.logits_real: Bool[Tensor, "batch pos"] = (
+            batch.real if batch.target_real is None else batch.target_real
+        )
+        both = torch.cat([batch.tokens, self.tokens], 1) if self.is_joint else self.tokens
+        self.input_tokens: Int[Tensor, "batch input"] = both
+        self.real_inputs: Bool[Tensor, "batch input"] = clean.real_inputs
+        every = torch.arange(self.real.shape[1], device=self.real.device).expand(self.real.shape)
+        self.queries: Int[Tensor, "batch query"] = every if queries is None else queries
+        self.every_query: bool = queries is None
+        self.tokenizer: Any = getattr(lens.model, "tokenizer", None)
+        self.run_cache: dict[Any, Any] = clean.run_cache
+        self.details: list[dict[str, Any]] = [{} for _ in batch.prompts]
+        self.warnings: list[list[str]] = [[] for _ in batch.prompts]
+        self.explained: list[int | None] = [None for _ in batch.prompts]
 
     def detail(self, index: int, name: str, value: Any) -> None:
         """Put a fact about one prompt's layer map into its record (`provenance["details"][name]`)."""
@@ -72,11 +116,6 @@ class Block:
         tokens than the rows (an encoder's map of an encoder-decoder).
         """
         self.explained[index] = position if self.logits_tokens is self.tokens else None
-
-    @property
-    def batch(self) -> Batch:
-        """The prompts, padded."""
-        return self._clean.batch
 
     def logits(self, fwd_hooks: Sequence[HookPair] = (), **options: Any) -> Float[Tensor, "row *pos d_vocab"]:
         """The model's logits when run from this block on; `options` of `logits_from`, `run_from`."""
@@ -98,21 +137,6 @@ class Block:
         what enters the encoder's first block, then what enters the decoder's."""
         return self._clean.inputs
 
-    @property
-    def real_inputs(self) -> Bool[Tensor, "batch input"]:
-        """Which positions of `inputs` are the prompts' own."""
-        return self._clean.real_inputs
-
-    @property
-    def input_tokens(self) -> Int[Tensor, "batch input"]:
-        """The tokens that stand there."""
-        return torch.cat([self.batch.tokens, self.tokens], 1) if self.is_joint else self.tokens
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether the map is of source and target, down through both stacks."""
-        return self._lens.stack.source is not None
-
     def altered_batch(
         self,
         rows: Int[Tensor, " row"],
@@ -129,9 +153,9 @@ class Block:
         """
         batch, decoder = self.batch.select(rows), self._lens.stack.reads_target
         if tokens is not None and self.is_joint:
-            source, tokens = tokens.split([batch.tokens.shape[1], self.tokens.shape[1]], dim=1)
-            batch = dataclasses.replace(batch, tokens=source)
-        if tokens is not None and decoder:
+            source, target = tokens.split([batch.tokens.shape[1], self.tokens.shape[1]], dim=1)
+            batch = dataclasses.replace(batch, tokens=source, target=target)
+        elif tokens is not None and decoder:
             batch = dataclasses.replace(batch, target=tokens)
         elif tokens is not None:
             batch = dataclasses.replace(batch, tokens=tokens)
@@ -187,44 +211,10 @@ class Block:
         return self._lens.model_class in (ModelClass.BRIDGE, ModelClass.HOOKED_ENCODER)
 
     @property
-    def tokens(self) -> Int[Tensor, "batch pos"]:
-        """The tokens that the mapped stack reads."""
-        batch = self.batch
-        return batch.target if self._lens.stack.reads_target and batch.target is not None else batch.tokens
-
-    @property
     def d_vocab(self) -> int:
         """How many tokens the model knows; of the joint part both stacks."""
         read = ("prompt", "target") if self.is_joint else ("prompt",)
         return min(vocabulary(self._lens.model, name) for name in read)
-
-    @property
-    def logits_real(self) -> Bool[Tensor, "batch pos"]:
-        """Which positions of the logits are the prompts' own: the decoder's, where there is one."""
-        return self.batch.real if self.batch.target_real is None else self.batch.target_real
-
-    @property
-    def logits_tokens(self) -> Int[Tensor, "batch pos"]:
-        """The tokens that the logits stand over."""
-        return self.batch.tokens if self.batch.target is None else self.batch.target
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer; None where it has none."""
-        return getattr(self._lens.model, "tokenizer", None)
-
-    @property
-    def every_query(self) -> bool:
-        """Whether the rows are those of all positions, in order."""
-        return self._queries is None
-
-    @property
-    def queries(self) -> Int[Tensor, "batch query"]:
-        """The positions of the rows that are asked for, in the padded batch."""
-        if self._queries is not None:
-            return self._queries
-        batch, positions = self.real.shape
-        return torch.arange(positions, device=self.real.device).expand(batch, positions)
 
     def rows_of(self, tensor: Tensor, axis: int = 1) -> Tensor:
         """The asked rows of a tensor over all positions.
@@ -239,36 +229,6 @@ class Block:
     def attended(self) -> Bool[Tensor, "batch query key"]:
         """Which keys got any weight from any head in the clean pass."""
         return self._of_recorded_rows(self._clean.attended[self.layer])
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this is the stack's last block."""
-        return self.layer == self._lens.n_layers - 1
-
-    @property
-    def n_heads(self) -> int:
-        """Number of query heads."""
-        return self._lens.n_heads
-
-    @property
-    def attention_template(self) -> str:
-        """The attention module's name template, for `lens_mix.hooks` (`attention=`)."""
-        return self._lens.stack.attention_template
-
-    @property
-    def real(self) -> Bool[Tensor, "batch pos"]:
-        """Which positions are the prompts' own; the rest is padding."""
-        return self._clean.real
-
-    @property
-    def is_cross(self) -> bool:
-        """Whether its attention is the cross-attention: keys are the encoder's outputs."""
-        return self._lens.stack.is_cross
-
-    @property
-    def real_keys(self) -> Bool[Tensor, "batch key"]:
-        """Which keys are the prompts' own: positions, but for cross-attention those of the source."""
-        return self._clean.real_keys
 
     @property
     def real_queries(self) -> Bool[Tensor, "batch query"]:
@@ -307,10 +267,9 @@ class Block:
                 f"{role!r}; write records: ClassVar[frozenset[str]] = frozenset({{{role!r}}})"
             )
         if role == "pattern":
-            tensor = self._clean.effective_pattern(self.layer)
-        else:
-            tensor = self._clean.recorded[name]
-        return tensor if role == "value" else self._of_recorded_rows(tensor, 2 if role == "pattern" else 1)
+            return self._of_recorded_rows(self._clean.effective_pattern(self.layer), axis=2)
+        tensor = self._clean.recorded[name]
+        return tensor if role == "value" else self._of_recorded_rows(tensor)
 
     def _of_recorded_rows(self, tensor: Tensor, axis: int = 1) -> Tensor:
         """The asked rows of what the clean pass kept: of all positions, or of these rows already."""
@@ -320,11 +279,6 @@ class Block:
     def cache(self) -> dict[Any, Any]:
         """What the methods of one run share about this block; emptied when the next one is mapped."""
         return self._clean.cache.setdefault(self.layer, {})
-
-    @property
-    def run_cache(self) -> dict[Any, Any]:
-        """What the blocks of one run share, such as scratch memory."""
-        return self._clean.run_cache
 
     def replay(
         self, rows: Int[Tensor, " row"], fwd_hooks: Sequence[HookPair] = ()

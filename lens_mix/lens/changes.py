@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -110,7 +110,23 @@ def let_interrupt_through() -> None:
         handler.let_through()
 
 
-# ------------------------------------------------------------------ hooks
+# ------------------------------------------------------------------ attributes and hooks
+
+
+def replaced_attributes(values: Sequence[tuple[Any, Any]], name: str) -> Change:
+    """Another value of one attribute for each of several things."""
+
+    def replace() -> Undo:
+        before = [(thing, getattr(thing, name)) for thing, _ in values]
+        _assign(values, name)
+        return lambda: _assign(before, name)
+
+    return replace
+
+
+def _assign(values: Sequence[tuple[Any, Any]], name: str) -> None:
+    for thing, value in values:
+        setattr(thing, name, value)
 
 
 def hooked(point: HookPoint, function: Any) -> Change:

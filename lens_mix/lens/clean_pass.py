@@ -31,6 +31,11 @@ class StopForward(Exception):
     """
 
 
+def stop_forward(module: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook of torch that ends the pass; it is put on last."""
+    raise StopForward
+
+
 @dataclasses.dataclass(frozen=True)
 class CleanPass:
     """What one forward pass without interventions left behind.
@@ -69,15 +74,24 @@ class CleanPass:
         """The residual stream that the mapped attention's branch is added to."""
         return self.entering[layer] if layer in self.entering else self.calls[layer].resid_pre
 
+    def tensor(self, role: str, layer: int) -> Tensor:
+        """What was recorded as "query", "value", "pattern" or "z" in one layer."""
+        return self.recorded[self.lens.stack.hook_name(role, layer)]
+
     def effective_pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
         """The recorded pattern times what hooks multiply z of each head by: what mixed the values."""
-        pattern, factors = self.recorded[self.lens.stack.hook_name("pattern", layer)], self.head_factors
+        pattern, factors = self.tensor("pattern", layer), self.head_factors
         return pattern if layer not in factors else pattern * factors[layer].to(pattern.dtype)[:, None, None]
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:
         """Which positions of the lens's stack (its queries) are the prompts' own."""
         return self.batch.real_positions(self.lens.stack.name)
+
+    @property
+    def real_rows(self) -> Bool[Tensor, "batch query"]:
+        """Which of the rows that `recorded` and `attended` hold are the prompts' own."""
+        return self.real if self.rows is None else rows_at(self.real, self.rows.positions)
 
     @property
     def real_keys(self) -> Bool[Tensor, "batch key"]:
@@ -98,10 +112,14 @@ class CleanPass:
     def replay(self, layer: int) -> BlockReplay:
         """Block `layer`, ready to run again in any number of copies."""
         if layer not in self.replays:
-            lens, call = self.lens, self.calls[layer]
-            block, where = lens.stack.blocks[layer], lens.where(layer)
-            self.replays[layer] = BlockReplay(block, call, self.real, lens.n_heads, lens.tolerance, where)
+            self.replays[layer] = BlockReplay(self.lens, layer, self.calls[layer], self.real)
         return self.replays[layer]
+
+    def repeated(self, layer: int, fwd_hooks: Sequence[HookPair]) -> Any:
+        """What block `layer` returns when it is called once more as in this pass, with hooks."""
+        call = self.calls[layer]
+        with self.lens.evaluation_mode(), self.lens.hooked(fwd_hooks):
+            return self.lens.stack.blocks[layer](*call.args, **call.kwargs)
 
 
 def clean_pass(
@@ -145,11 +163,11 @@ def clean_pass(
     clean = CleanPass(lens, batch, {}, recorded, {}, rows, run_cache=run_cache, graph=graph)
     template = lens.stack.attention_template
     watching = [watch_pattern(layer, _watch_keys(layer, clean), attention=template) for layer in layers]
-    capturing = captured_calls(lens.stack.blocks[: last + 1], clean.calls)
+    capturing = captured_calls(dict(enumerate(lens.stack.blocks[: last + 1])), clean.calls)
     if lens.stack.source is not None:
-        capturing += captured_calls(lens.stack.source.blocks[:1], clean.source_calls)
+        capturing += captured_calls({0: lens.stack.source.blocks[0]}, clean.source_calls)
     # The last to be put on: torch calls hooks in that order, and no later one would see the block's output.
-    capturing.append(forward_hook(lens.stack.blocks[last], _stop))
+    capturing.append(forward_hook(lens.stack.blocks[last], stop_forward))
     hooks = lens.hooked([*fwd_hooks, *watching])
     mode, stopping = lens.evaluation_mode(gradients=graph is not None), contextlib.suppress(StopForward)
     with mode, graph.built() if graph else contextlib.nullcontext(), hooks, Changes(capturing), stopping:
@@ -220,7 +238,3 @@ def _bad_weight(lens: Lens) -> str:
         if not bool(torch.isfinite(parameter).all()):
             return f"; the weight {name!r} holds NaN or infinity"
     return "; all weights are finite, so the activations overflow (dtype?)"
-
-
-def _stop(module: nn.Module, args: Any, output: Any) -> None:
-    raise StopForward

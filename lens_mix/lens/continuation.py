@@ -7,7 +7,7 @@ where TransformerLens's own `start_at_layer` is missing or wrong on several.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from lens_mix.hooks import HookPair
 from lens_mix.lens.anatomy import Norm
 from lens_mix.lens.batches import Batch
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook, replaced_forward
-from lens_mix.lens.clean_pass import CleanPass, StopForward
+from lens_mix.lens.clean_pass import CleanPass, StopForward, stop_forward
 from lens_mix.lens.head import Head, proven_head, row_at, unembedding_at
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.replay import enter_with, first_tensor, with_first
+from lens_mix.lens.replay import BlockCall, captured_calls, enter_with, with_first
 
 
 def logits_from(
@@ -53,11 +53,12 @@ def last_residual_from(
     clean: CleanPass, layer: int, fwd_hooks: Sequence[HookPair] = (), **options: Any
 ) -> Float[Tensor, "row pos d_model"]:
     """What the stack's last block gives, before any final norm and head; `options` as in `run_from`."""
-    outputs: list[Tensor] = []
-    keeping = [forward_hook(clean.lens.stack.blocks[-1], _keep_and_stop(outputs))]
+    last = clean.lens.stack.blocks[-1]
+    calls: dict[int, BlockCall] = {}
+    ending = [*captured_calls({0: last}, calls), forward_hook(last, stop_forward)]
     with contextlib.suppress(StopForward):
-        run_from(clean, layer, fwd_hooks, changes=keeping, **options)
-    return outputs[0]
+        run_from(clean, layer, fwd_hooks, changes=ending, **options)
+    return calls[0].resid_post
 
 
 def head_from(clean: CleanPass, norm: Norm | None) -> Head:
@@ -121,30 +122,20 @@ def _entered_at(clean: CleanPass, start: int, resid_pre: Tensor | None, rows: Te
     replay = clean.replay(start)
     with lens.evaluation_mode():
         replay.prepare()
-    # Of the joint part the first positions enter the encoder.
-    two_entries = lens.stack.source is not None and resid_pre is not None
-    below = clean.batch.tokens.shape[1] if two_entries else 0
+    entries = [(blocks[start], slice(None))]
     if resid_pre is None:
         entry = clean.calls[start].resid_pre
         resid_pre = entry if rows is None else entry.index_select(0, rows)
+    elif lens.stack.source is not None:
+        # Of the joint part the first positions enter the encoder.
+        below = clean.batch.tokens.shape[1]
+        entries = [(lens.stack.source.blocks[0], slice(below)), (blocks[start], slice(below, None))]
     outputs = [clean.calls[lower].output for lower in range(start)]
     skipped = outputs if rows is None else [replay.expand(output, rows) for output in outputs]
     changes = [_skipped(block, output) for block, output in zip(blocks[:start], skipped, strict=True)]
-    entries = [(blocks[start], slice(below, None))]
-    if lens.stack.source is not None and below:
-        entries.append((lens.stack.source.blocks[0], slice(0, below)))
-    hooks = [
+    return changes + [
         forward_pre_hook(block, enter_with(resid_pre, span), with_kwargs=True) for block, span in entries
     ]
-    return [*changes, *hooks]
-
-
-def _keep_and_stop(outputs: list[Tensor]) -> Callable[..., None]:
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        outputs.append(first_tensor(output))
-        raise StopForward
-
-    return keep
 
 
 def _skipped(block: nn.Module, output: Any) -> Change:

@@ -94,16 +94,13 @@ class PromptMask:
         """
         layers = self.allowed.cpu()
         mask = layers[0] if bool((layers == layers[0]).all()) else layers
-        if self.cross:
-            return False, None if bool(layers.all()) else mask
         triangle = (self.keys <= self.positions[:, None]).cpu()
         # A map of one token, or of some rows, may look causal in any model.
         every_row = len(self.positions) == len(self.keys)
-        causal = len(self.keys) > 1 and not bool((layers & ~triangle).any())
+        causal = not self.cross and len(self.keys) > 1 and not bool((layers & ~triangle).any())
         causal = causal and (every_row or self.causal_model)
-        if bool(layers.all()) or (causal and bool((layers == triangle).all())):
-            return causal, None
-        return causal, mask
+        complete = bool(layers.all()) or (causal and bool((layers == triangle).all()))
+        return causal, None if complete else mask
 
     def without_rounding(
         self,
@@ -165,21 +162,17 @@ def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
         clean: the clean pass.
         causal_model: what the proof has found.
     """
-    real, keys = clean.real, clean.real_keys
-    batch, length = real.shape
-    places = torch.arange(length, device=real.device)
+    batch, length = clean.real.shape
+    places = torch.arange(length, device=clean.real.device)
     positions = places.expand(batch, length) if clean.rows is None else clean.rows.positions
-    wanted = rows_at(real, positions)[:, :, None] & keys[:, None, :]
+    wanted = clean.real_rows[:, :, None] & clean.real_keys[:, None, :]
     # On cross-attention a key's place says nothing of a query's: there is no triangle.
     cross = clean.lens.stack.is_cross
     triangle = torch.ones_like(wanted) if cross else places <= positions[:, :, None]
     layers = {}
     for layer, attended in clean.attended.items():
-        complete = bool((attended | ~wanted).all())
-        causal = bool((attended | ~(wanted & triangle)).all()) and not bool(
-            (attended & wanted & ~triangle).any()
-        )
-        if not (complete or causal):
+        seen = attended & wanted
+        if not (seen.equal(wanted) or seen.equal(wanted & triangle)):
             attended = attended | rows_at(_attended_without_queries(clean, layer), positions)
         layers[layer] = attended
     # Hugging Face makes some patterns and norms in float32 in any model (GPT-Neo, GPT-J).
@@ -188,10 +181,8 @@ def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
 
 
 def _attended_without_queries(clean: CleanPass, layer: int) -> Bool[Tensor, "batch query key"]:
-    lens, call = clean.lens, clean.calls[layer]
+    stack = clean.lens.stack
     store: dict[str, Tensor] = {}
-    name = lens.stack.hook_name("pattern", layer)
-    fwd_hooks = [zero_queries(layer, attention=lens.stack.attention_template), record(store, name)]
-    with lens.evaluation_mode(), lens.hooked(fwd_hooks):
-        lens.stack.blocks[layer](*call.args, **call.kwargs)
+    name = stack.hook_name("pattern", layer)
+    clean.repeated(layer, [zero_queries(layer, attention=stack.attention_template), record(store, name)])
     return (store[name] != 0).any(dim=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -36,6 +36,14 @@ class Lens:
         model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge.
         stack: "encoder" (default), "decoder", "cross" or "joint" of an encoder-decoder; elsewhere "blocks".
 
+    Attributes:
+        model, stack: as given, and looked up.
+        model_class: which of TransformerLens's classes the model is of.
+        n_layers, n_heads: numbers of the stack's blocks, and of query heads.
+        encoder_decoder: whether prompts are pairs.
+        bears_a_mask: whether an attention mask only hides padding: OpenAI GPT's takes the place of the causal
+            one.
+
     Raises:
         TypeError: not a TransformerLens model.
         ValueError: no such stack.
@@ -65,18 +73,12 @@ class Lens:
         fault = known_faults.known_fault(model, self.model_class, name, transformer_lens_version())
         if fault is not None:
             raise UnsupportedModelError(fault)
+        self.n_layers: int = len(self.stack)
+        self.n_heads: int = int(model.cfg.n_heads)
+        self.encoder_decoder: bool = is_encoder_decoder(model, self.model_class)
+        self.bears_a_mask: bool = wrapped_config(model, "model_type") != "openai-gpt"
 
     # ------------------------------------------------------------- what the model is
-
-    @property
-    def n_layers(self) -> int:
-        """Number of blocks of the stack."""
-        return len(self.stack)
-
-    @property
-    def n_heads(self) -> int:
-        """Number of query heads."""
-        return int(self.model.cfg.n_heads)
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
@@ -99,11 +101,6 @@ class Lens:
         """What proofs compute in: float32 at least."""
         return torch.promote_types(self.dtype, torch.float32)
 
-    @property
-    def encoder_decoder(self) -> bool:
-        """Whether prompts are pairs."""
-        return is_encoder_decoder(self.model, self.model_class)
-
     @functools.cached_property
     def modules(self) -> list[nn.Module]:
         """Every module, gone through once: a lens serves one run, in which no module comes or goes."""
@@ -113,11 +110,6 @@ class Lens:
     def hook_points(self) -> Mapping[str, HookPoint]:
         """TransformerLens's hook points by name, aliases included."""
         return self.model.hook_dict
-
-    @property
-    def bears_a_mask(self) -> bool:
-        """Whether an attention mask only hides padding: OpenAI GPT's takes the place of the causal one."""
-        return wrapped_config(self.model, "model_type") != "openai-gpt"
 
     def where(self, layer: int) -> str:
         """Name of a block, for errors."""
@@ -167,8 +159,7 @@ class Lens:
             # A filter is called on the names of all hook points, unless it says which it takes.
             known = hook.names if isinstance(hook, AttentionHook) else filter(name, self.hook_points)
             points = [self.hook_points[key] for key in known if key in self.hook_points]
-            matching = {id(point): point for point in points}
-            return list(matching.values())
+            return list(dict.fromkeys(points))
         if name not in self.hook_points:
             raise ValueError(f"hook name: expected one of the model's hook points, got {name!r}")
         return [self.hook_points[name]]
@@ -181,21 +172,23 @@ class Lens:
         Raises:
             ValueError: inputs that the model does not take; it would swallow them without a word.
         """
+        taken = self._further_inputs()
+        unknown = sorted(set(batch.inputs) - set(taken))
+        if unknown:
+            raise ValueError(
+                f"model inputs: {self.model_class.value} takes {sorted(taken)} besides tokens, got {unknown}"
+            )
         mask = batch.real.long()
         inputs: dict[str, Tensor | None] = dict(batch.inputs)
         if self.model_class is ModelClass.HOOKED_TRANSFORMER:
-            self._refuse_inputs(inputs, ())
             return self.model(batch.tokens, attention_mask=mask, **options)
         if self.model_class is ModelClass.HOOKED_ENCODER:
-            self._refuse_inputs(inputs, ("token_type_ids",))
             return self.model(batch.tokens, one_zero_attention_mask=mask, **inputs, **options)
         if self.model_class is ModelClass.HOOKED_ENCODER_DECODER:
-            self._refuse_inputs(inputs, ())
             # In the model's dtype: it is multiplied by that dtype's lowest number, and 0 * -inf is NaN.
             return self.model(
                 batch.tokens, batch.target, one_zero_attention_mask=mask.to(self.dtype), **options
             )
-        self._refuse_inputs(inputs, self._bridge_inputs())
         if batch.target is not None:
             inputs["decoder_input_ids"] = batch.target
         if as_given:
@@ -209,18 +202,12 @@ class Lens:
 
     def takes_input(self, name: str) -> bool:
         """Whether the forward pass takes a further input of that name."""
-        return self.model_class is ModelClass.BRIDGE and name in self._bridge_inputs()
+        return name in self._further_inputs()
 
-    def _bridge_inputs(self) -> list[str]:
-        """What the wrapped model's forward pass takes by name; more would be swallowed without a word."""
+    def _further_inputs(self) -> list[str]:
+        """What the forward pass takes by name besides tokens; more would be swallowed without a word."""
+        if self.model_class is not ModelClass.BRIDGE:
+            return ["token_type_ids"] if self.model_class is ModelClass.HOOKED_ENCODER else []
         parameters = inspect.signature(type(self.model.original_model).forward).parameters.values()
-        taken = {"input_ids", "attention_mask", "use_cache", "decoder_input_ids", "self"}
-        return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in taken]
-
-    def _refuse_inputs(self, inputs: Iterable[str], allowed: Sequence[str]) -> None:
-        unknown = sorted(set(inputs) - set(allowed))
-        if unknown:
-            raise ValueError(
-                f"model inputs: {self.model_class.value} takes {sorted(allowed)} besides tokens, "
-                f"got {unknown}"
-            )
+        given = {"input_ids", "attention_mask", "use_cache", "decoder_input_ids", "self"}
+        return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in given]

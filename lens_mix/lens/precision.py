@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from lens_mix.lens.changes import Change, Changes, Undo
+from lens_mix.lens.changes import Change, Changes, Undo, replaced_attributes
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -71,15 +71,12 @@ class _Float32Products:
 
     def __init__(self) -> None:
         self._lock, self._inside = threading.Lock(), 0
-        self._before: list[Callable[[], object]] = []
+        self._before: list[Undo] = []
 
     def make_full(self) -> Undo:
         with self._lock:
             if self._inside == 0:
-                reduced = _reduced()
-                self._before = [put_back for _, put_back in reduced]
-                for make_full, _ in reduced:
-                    make_full()
+                self._before = [make_full() for make_full in _reduced()]
             self._inside += 1
         return self._leave
 
@@ -99,19 +96,17 @@ class _Float32Products:
 _float32_products = _Float32Products()
 
 
-def _reduced() -> list[tuple[Callable[[], object], Callable[[], object]]]:
-    """Per setting below full precision: what makes it full, and what puts it back."""
+def _reduced() -> list[Change]:
+    """Per setting below full precision, what makes it full."""
     cuda, onednn = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
     if not hasattr(cuda, "fp32_precision"):
         # Before PyTorch 2.9.
-        change, name = torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()
-        return [] if name == "highest" else [(lambda: change("highest"), lambda: change(name))]
-    settings = [(holder, getattr(holder, "fp32_precision", None)) for holder in (cuda, onednn)]
-    return [
-        (
-            functools.partial(setattr, holder, "fp32_precision", "ieee"),
-            functools.partial(setattr, holder, "fp32_precision", value),
-        )
-        for holder, value in settings
-        if value in _REDUCED
-    ]
+        return [] if torch.get_float32_matmul_precision() == "highest" else [_highest_precision]
+    settings = [holder for holder in (cuda, onednn) if getattr(holder, "fp32_precision", None) in _REDUCED]
+    return [replaced_attributes([(holder, "ieee")], "fp32_precision") for holder in settings]
+
+
+def _highest_precision() -> Undo:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    return functools.partial(torch.set_float32_matmul_precision, before)

@@ -95,18 +95,16 @@ def read_prompt(
     if isinstance(prompt, str) and kind is ModelClass.HOOKED_ENCODER and "token_type_ids" not in extra:
         extra["token_type_ids"] = model.to_tokens(prompt)[1][0].to(tokens.device)
     if encoder_decoder:
-        read = _checked_tokens(model, _target_tokens(model, kind, target), "target")
-        return Prompt(tokens, read, extra, text)
-    if target is not None:
+        target = _checked_tokens(model, _target_tokens(model, kind, target), "target")
+    elif target is not None:
         raise ValueError(f"decoder_input_ids: {type(model).__name__} has no decoder side")
-    return Prompt(tokens, None, extra, text)
+    return Prompt(tokens, target, extra, text)
 
 
 def _as_text(prompt: object) -> Any:
     """The prompt if it is text, for the record."""
-    if isinstance(prompt, str) or _is_chat(prompt):
-        return prompt
-    return prompt if _is_pair_of_strings(prompt) else None
+    is_text = isinstance(prompt, str) or _is_chat(prompt) or _is_pair_of_strings(prompt)
+    return prompt if is_text else None
 
 
 def _is_pair_of_strings(prompt: object) -> bool:

@@ -41,23 +41,19 @@ def notes(scores: Tensor, layers: Sequence[int], queries: Sequence[int] | None) 
         layers: labels of the layers.
         queries: positions of the rows; None: all, in order.
     """
-    precision = [
+    texts = [
         f"{name} is on, but was off for this map: it is of a full-precision pass" for name in switched_off()
     ]
-    empty = (scores == 0).all(dim=-1)
-    if not bool(empty.any()):
-        return tuple(precision)
     rows = [
         [layers[layer], *head, query if queries is None else queries[query]]
-        for layer, *head, query in empty.nonzero().tolist()
+        for layer, *head, query in (scores == 0).all(dim=-1).nonzero().tolist()
     ]
-    shown = "; ".join(map(str, rows[:5]))
-    axes = "[layer, query]" if len(rows[0]) == 2 else "[layer, head, query]"
-    more = " ..." if len(rows) > 5 else ""
-    return (
-        *precision,
-        f"{len(rows)} all-zero rows: nothing measurable reached {axes} = {shown}{more}",
-    )
+    if rows:
+        shown = "; ".join(map(str, rows[:5]))
+        axes = "[layer, query]" if len(rows[0]) == 2 else "[layer, head, query]"
+        more = " ..." if len(rows) > 5 else ""
+        texts.append(f"{len(rows)} all-zero rows: nothing measurable reached {axes} = {shown}{more}")
+    return tuple(texts)
 
 
 def of_run(lens: Lens, prepend_bos: bool | None) -> dict[str, Any]:

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lens_mix.lens.changes import Change, Changes, forward_hook
+from lens_mix.lens.changes import Change, forward_hook
+from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 
 _RESIDUAL_KEYWORDS = ("hidden_states", "resid_pre")  # Hugging Face's blocks, and TransformerLens's
+
+_Key = TypeVar("_Key")
 
 # How one captured argument follows the batch: (tensor, rows, batch size, heads) -> tensor.
 _Expansion = Callable[[Tensor, Tensor, int, int], Tensor]
@@ -60,22 +63,19 @@ def with_first(output: Any, tensor: Tensor) -> Any:
     return type(output)((tensor, *output[1:])) if isinstance(output, tuple | list) else tensor
 
 
-def _with_residual(
-    args: tuple[Any, ...], kwargs: dict[str, Any], residual: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A block's arguments with another residual stream in them."""
-    if args and torch.is_tensor(args[0]):
-        return (residual, *args[1:]), kwargs
-    name = next(name for name in _RESIDUAL_KEYWORDS if torch.is_tensor(kwargs.get(name)))
-    return args, {**kwargs, name: residual}
-
-
 def enter_with(residual: Float[Tensor, "batch pos d_model"], span: slice = slice(None)) -> Callable[..., Any]:
     """A forward pre-hook (with keyword arguments) that makes a block start from some positions of `residual`.
 
     These are taken when the block is called, as gradients may be off before.
     """
-    return lambda module, args, kwargs: _with_residual(args, kwargs, residual[:, span])
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and torch.is_tensor(args[0]):
+            return (residual[:, span], *args[1:]), kwargs
+        name = next(name for name in _RESIDUAL_KEYWORDS if torch.is_tensor(kwargs.get(name)))
+        return args, {**kwargs, name: residual[:, span]}
+
+    return enter
 
 
 def _follow_batch(tensor: Tensor, rows: Tensor, batch: int, heads: int) -> Tensor:
@@ -99,16 +99,6 @@ def _share_head_axis(tensor: Tensor, rows: Tensor, batch: int, heads: int) -> Te
 _EXPANSIONS: tuple[_Expansion, ...] = (_follow_batch_and_heads, _follow_batch, _share_head_axis)
 
 
-def _expand(value: Any, rows: Tensor, batch: int, heads: int, expansion: _Expansion) -> Any:
-    if torch.is_tensor(value):
-        return expansion(value, rows, batch, heads)
-    if isinstance(value, tuple):
-        return tuple(_expand(item, rows, batch, heads, expansion) for item in value)
-    if isinstance(value, list):
-        return [_expand(item, rows, batch, heads, expansion) for item in value]
-    return value
-
-
 @dataclasses.dataclass(eq=False)
 class BlockReplay:
     """One block of one clean pass, ready to run again.
@@ -117,62 +107,29 @@ class BlockReplay:
     tried, and the one that reproduces the block's own output is used; if none does, the replay refuses.
 
     Attributes:
-        module: the block.
+        lens: the face of the model.
+        layer: which block.
         call: its arguments and output in the clean pass.
         real: which positions of the batch are the prompts' own.
-        heads: number of attention heads (some arguments carry batch * heads).
-        tolerance: largest accepted relative error per position.
-        where: name of the block, for errors.
     """
 
-    module: nn.Module
+    lens: Lens
+    layer: int
     call: BlockCall
     real: Bool[Tensor, "batch pos"]
-    heads: int
-    tolerance: float
-    where: str
     _expansion: _Expansion | None = dataclasses.field(default=None, init=False)
 
-    def run(
-        self, rows: Int[Tensor, " row"], resid_pre: Float[Tensor, "row pos d_model"] | None = None
-    ) -> Float[Tensor, "row pos d_model"]:
-        """The output for prompts of the clean batch, from `resid_pre` or the clean residual stream."""
-        return self._run(self._proven(), rows, resid_pre)
+    def run(self, rows: Int[Tensor, " row"]) -> Float[Tensor, "row pos d_model"]:
+        """The output for prompts of the clean batch."""
+        return self._run(rows, self._proven())
 
     def prepare(self) -> None:
         """Prove, once, that the block run again gives its own output; to be called without any hook on.
 
         UnsupportedModelError if it does not.
         """
-        if self._expansion is None:
-            self._expansion = self._prove()
-
-    def expand(self, value: Any, rows: Int[Tensor, " row"]) -> Any:
-        """Tensors of the clean pass (alone, or in tuples and lists) for the given rows of its batch."""
-        return _expand(value, rows, self.call.resid_pre.shape[0], self.heads, self._proven())
-
-    def _proven(self) -> _Expansion:
-        if self._expansion is None:
-            raise RuntimeError(f"{self.where}: prepare() has to come before, without any hook on")
-        return self._expansion
-
-    def _run(self, expansion: _Expansion, rows: Tensor, resid_pre: Tensor | None) -> Tensor:
-        batch = self.call.resid_pre.shape[0]
-        args = _expand(self.call.args, rows, batch, self.heads, expansion)
-        values = _expand(list(self.call.kwargs.values()), rows, batch, self.heads, expansion)
-        kwargs = dict(zip(self.call.kwargs, values, strict=True))
-        if resid_pre is not None:
-            args, kwargs = _with_residual(args, kwargs, resid_pre)
-        return first_tensor(self.module(*args, **kwargs))
-
-    def _error(self, expansion: _Expansion) -> float:
-        batch = self.call.resid_pre.shape[0]
-        # Another number of prompts, in another order, one of them twice: a wrong axis shows.
-        rows = torch.tensor([batch - 1, 0, batch - 1], device=self.call.resid_pre.device)
-        clean = self.call.resid_post.index_select(0, rows)
-        return relative_error(self._run(expansion, rows, None), clean, self.real.index_select(0, rows))
-
-    def _prove(self) -> _Expansion:
+        if self._expansion is not None:
+            return
         failures: list[str] = []
         for expansion in _EXPANSIONS:
             try:
@@ -182,13 +139,44 @@ class BlockReplay:
                     raise
                 failures.append(f"{type(problem).__name__}: {str(problem)[:120]}")
                 continue
-            if error <= self.tolerance:
-                return expansion
+            if error <= self.lens.tolerance:
+                self._expansion = expansion
+                return
             failures.append(f"relative error {error:.1e}")
         raise UnsupportedModelError(
-            f"{self.where}: run again from its captured arguments, the block should give its own output "
-            f"(relative error <= {self.tolerance:.0e}); got {'; '.join(failures)}"
+            f"{self.lens.where(self.layer)}: run again from its captured arguments, the block should give "
+            f"its own output (relative error <= {self.lens.tolerance:.0e}); got {'; '.join(failures)}"
         )
+
+    def expand(self, value: Any, rows: Int[Tensor, " row"]) -> Any:
+        """Tensors of the clean pass (alone, or in tuples and lists) for the given rows of its batch."""
+        return self._expand(value, rows, self._proven())
+
+    def _proven(self) -> _Expansion:
+        if self._expansion is None:
+            where = self.lens.where(self.layer)
+            raise RuntimeError(f"{where}: prepare() has to come before, without any hook on")
+        return self._expansion
+
+    def _expand(self, value: Any, rows: Tensor, expansion: _Expansion) -> Any:
+        if torch.is_tensor(value):
+            return expansion(value, rows, self.call.resid_pre.shape[0], self.lens.n_heads)
+        if not isinstance(value, tuple | list):
+            return value
+        items = [self._expand(item, rows, expansion) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+
+    def _run(self, rows: Tensor, expansion: _Expansion) -> Tensor:
+        args = self._expand(self.call.args, rows, expansion)
+        kwargs = {name: self._expand(value, rows, expansion) for name, value in self.call.kwargs.items()}
+        return first_tensor(self.lens.stack.blocks[self.layer](*args, **kwargs))
+
+    def _error(self, expansion: _Expansion) -> float:
+        batch = self.call.resid_pre.shape[0]
+        # Another number of prompts, in another order, one of them twice: a wrong axis shows.
+        rows = torch.tensor([batch - 1, 0, batch - 1], device=self.call.resid_pre.device)
+        clean = self.call.resid_post.index_select(0, rows)
+        return relative_error(self._run(rows, expansion), clean, self.real.index_select(0, rows))
 
 
 def is_out_of_memory(problem: Exception) -> bool:
@@ -212,24 +200,13 @@ def relative_error(
     return float(ratio.max()) if ratio.numel() else 0.0
 
 
-def captured_calls(blocks: Sequence[nn.Module], calls: dict[int, BlockCall]) -> list[Change]:
-    """Hooks that record every block's arguments and output into `calls`."""
+def captured_calls(modules: Mapping[_Key, nn.Module], calls: dict[_Key, BlockCall]) -> list[Change]:
+    """Hooks that record the arguments and the output of blocks, or of modules in them, into `calls`."""
 
-    def keep(layer: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        calls[layer] = BlockCall(args, dict(kwargs), output)
+    def keep(key: _Key, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        calls[key] = BlockCall(args, dict(kwargs), output)
 
     return [
-        forward_hook(block, functools.partial(keep, layer), with_kwargs=True)
-        for layer, block in enumerate(blocks)
+        forward_hook(module, functools.partial(keep, key), with_kwargs=True)
+        for key, module in modules.items()
     ]
-
-
-def captured_outputs(
-    modules: Mapping[tuple[int, str], nn.Module], outputs: dict[tuple[int, str], Tensor]
-) -> Changes:
-    """Keep what each module returns while a pass runs."""
-
-    def keep(key: tuple[int, str], module: nn.Module, args: Any, output: Any) -> None:
-        outputs[key] = first_tensor(output).detach()
-
-    return Changes([forward_hook(module, functools.partial(keep, key)) for key, module in modules.items()])

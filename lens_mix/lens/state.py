@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lens_mix.lens.changes import Change, Changes, Undo, let_interrupt_through
+from lens_mix.lens.changes import Change, Changes, Undo, let_interrupt_through, replaced_attributes
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.precision import full_precision
 
@@ -70,14 +70,14 @@ def _evaluation_mode(
         yield from full_precision()
     if model not in _evaluated_models:
         yield functools.partial(_mark_evaluated, model)
-        yield functools.partial(_set, [(module, False) for module in modules if module.training], "training")
+        yield replaced_attributes([(module, False) for module in modules if module.training], "training")
         configs = [c for c in _huggingface_configs(modules) if c._attn_implementation != "eager"]
-        yield functools.partial(_set, [(config, "eager") for config in configs], "_attn_implementation")
+        yield replaced_attributes([(config, "eager") for config in configs], "_attn_implementation")
     if gradients:
         # So that the graph starts where a leaf is put in.
         parameters = {id(p): p for module in modules for p in module.parameters(recurse=False)}
         trainable = [(parameter, False) for parameter in parameters.values() if parameter.requires_grad]
-        yield functools.partial(_set, trainable, "requires_grad")
+        yield replaced_attributes(trainable, "requires_grad")
     yield functools.partial(_set_gradients, gradients)
 
 
@@ -98,18 +98,6 @@ def _mark_evaluated(model: nn.Module) -> Undo:
 
 def _keep(owner: Any, name: str) -> Undo:
     return functools.partial(setattr, owner, name, getattr(owner, name))
-
-
-def _set(values: list[tuple[Any, Any]], name: str) -> Undo:
-    before = [(thing, getattr(thing, name)) for thing, _ in values]
-
-    def put_back() -> None:
-        for thing, value in before:
-            setattr(thing, name, value)
-
-    for thing, value in values:
-        setattr(thing, name, value)
-    return put_back
 
 
 def _set_gradients(enabled: bool) -> Undo:

@@ -14,7 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lens_mix.hooks.mixing import mix
-from lens_mix.lens.anatomy import BlockAnatomy, ValuePath
+from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.batches import pad
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.proof.record import Proof
@@ -50,15 +50,10 @@ def refuted_here(
     if carries_users_hooks(lens.modules):
         sampled = every
     for layer in layers:
-        path = proof.anatomy[layer].value_path
-        if path is None:
-            continue
-        traced = values and not lens.stack.is_cross  # there values are made of the encoder's outputs
-        error = _value_error(clean, layer, proof.anatomy[layer], path) if traced else 0.0
+        anatomy = proof.anatomy[layer]
+        error = _value_error(clean, layer, anatomy) if values else 0.0
         if error <= lens.tolerance:
-            error = _output_error(
-                clean, layer, proof.anatomy[layer], path, every if layer in whole else sampled
-            )
+            error = _output_error(clean, layer, anatomy, every if layer in whole else sampled)
         if not error <= lens.tolerance:
             return (
                 f"block {layer}: expected its parts to give its output on this prompt within "
@@ -73,11 +68,10 @@ def unmixed(clean: CleanPass, layers: Sequence[int]) -> str | None:
     The clean pass recorded "pattern", "value" and "z" in these layers.
     """
     lens = clean.lens
-    real = clean.real if clean.rows is None else rows_at(clean.real, clean.rows.positions)
     for layer in layers:
-        z, value = _recorded(clean, "z", layer), _recorded(clean, "value", layer).to(lens.wide_dtype)
+        z, value = clean.tensor("z", layer), clean.tensor("value", layer).to(lens.wide_dtype)
         mixed = mix(clean.effective_pattern(layer), value).flatten(2)
-        error = relative_error(mixed, z.reshape(mixed.shape), real)
+        error = relative_error(mixed, z.reshape(mixed.shape), clean.real_rows)
         if not error <= lens.tolerance:
             return (
                 f"{lens.where(layer)}: expected z to be pattern @ values, up to a factor per head, at every "
@@ -93,12 +87,10 @@ def edits(clean: CleanPass, proof: Proof, layers: Sequence[int]) -> dict[int, li
     """
     edits: dict[int, list[str]] = {layer: [] for layer in layers}
     for layer in layers:
-        anatomy = proof.anatomy[layer]
         if layer in clean.head_factors:
             factors = [round(factor, 4) for factor in clean.head_factors[layer].tolist()]
             edits[layer].append(f"a hook scales z of its heads by {factors}; the pattern has these factors")
-        path = None if clean.lens.stack.is_cross else anatomy.value_path
-        if path is not None and not _value_error(clean, layer, anatomy, path) <= clean.lens.tolerance:
+        if not _value_error(clean, layer, proof.anatomy[layer]) <= clean.lens.tolerance:
             edits[layer].append("a hook or an adapter edits its values; they are taken as they are")
     return edits
 
@@ -126,19 +118,19 @@ def another_pass(clean: CleanPass) -> str | None:
 
 def _rows(clean: CleanPass, count: int | None) -> Int[Tensor, "batch place"]:
     """Places among the rows that the clean pass recorded: so many in all, or every one."""
-    real = clean.real if clean.rows is None else rows_at(clean.real, clean.rows.positions)
-    places = [row.nonzero()[:, 0] for row in real]
+    places = [row.nonzero()[:, 0] for row in clean.real_rows]
     return spread(places, max(map(len, places)) if count is None else max(1, count // len(places)))
 
 
-def _recorded(clean: CleanPass, role: str, layer: int) -> Tensor:
-    return clean.recorded[clean.lens.stack.hook_name(role, layer)]
+def _value_error(clean: CleanPass, layer: int, anatomy: BlockAnatomy) -> float:
+    """Largest relative error of a value, of all keys, along random vectors: no value is made again.
 
-
-def _value_error(clean: CleanPass, layer: int, anatomy: BlockAnatomy, path: ValuePath) -> float:
-    """Largest relative error of a value, of all keys, along random vectors: no value is made again."""
-    wide = clean.lens.wide_dtype
-    value = _recorded(clean, "value", layer).to(wide).flatten(2)
+    0 where it can't be told: those of cross-attention are made of the encoder's outputs.
+    """
+    path, wide = anatomy.value_path, clean.lens.wide_dtype
+    if path is None or clean.lens.stack.is_cross:
+        return 0.0
+    value = clean.tensor("value", layer).to(wide).flatten(2)
     x = clean.calls[layer].resid_pre.to(wide)
     x = x if anatomy.attention_input is None else anatomy.attention_input(x)
     vectors = random_vectors(value.shape[-1], wide, value.device).unflatten(-1, (len(path.W_V), -1))
@@ -149,13 +141,14 @@ def _value_error(clean: CleanPass, layer: int, anatomy: BlockAnatomy, path: Valu
 
 
 def _output_error(
-    clean: CleanPass, layer: int, anatomy: BlockAnatomy, path: ValuePath, samples: Int[Tensor, "batch place"]
+    clean: CleanPass, layer: int, anatomy: BlockAnatomy, samples: Int[Tensor, "batch place"]
 ) -> float:
     """Largest relative error of the block's output at some rows; 0 where no output can be rebuilt."""
-    if anatomy.cross or not anatomy.is_written_down:
+    path = anatomy.value_path
+    if path is None or anatomy.cross or not anatomy.is_written_down:
         return 0.0
     wide, entering, left = clean.lens.wide_dtype, clean.resid_pre(layer), clean.calls[layer].resid_post
-    pattern, value = clean.effective_pattern(layer), _recorded(clean, "value", layer).to(wide)
+    pattern, value = clean.effective_pattern(layer), clean.tensor("value", layer).to(wide)
     errors = []
     for places in samples.split(max(1, _CHUNK_ROWS // len(samples)), dim=1):
         positions = places if clean.rows is None else rows_at(clean.rows.positions, places)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import ClassVar, Protocol, runtime_checkable
 
+from lens_mix.arguments import one_of
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
 from lens_mix.lens.proof import known_faults
@@ -33,20 +34,22 @@ def refusal(proof: Proof, engine: str, method: HasEngines | None = None) -> str 
         method: whose algebra: it may need fewer parts than all (`parts`), and may know blocks that its
             formulas don't speak of (`refuses`).
     """
-    if proof.hooks_refusal is None and getattr(method, "causal_only", False) and not proof.causal:
+    if proof.hooks_refusal is not None:
+        return proof.hooks_refusal
+    if getattr(method, "causal_only", False) and not proof.causal:
         return "expected a causal model, got one whose positions read later ones"
-    if engine != "algebra":
-        edits = hasattr(method, "target") and not getattr(method, "whole_model", False)
-        scaled = ", ".join(map(str, proof.head_factors)) if edits else ""
-        # The hooks that put a pattern in compute z anew, so that the factor would be lost.
-        edited = f"z of its heads is scaled by a hook in layers {scaled}; take it off" if scaled else None
+    if engine == "algebra":
+        parts = getattr(method, "parts", ALGEBRA_PARTS)
+        reason = proof.failure(parts) or _refused_block(proof, method)
+        return proof.head_refusal if reason is None and HEAD in parts else reason
+    if getattr(method, "whole_model", False):
         # A map of the whole model may change what it differentiates, in blocks that it knows.
-        whole = getattr(method, "whole_model", False)
-        unknown = _refused_block(proof, method) if whole else None
-        return proof.hooks_refusal or edited or unknown
-    parts = getattr(method, "parts", ALGEBRA_PARTS)
-    reason = proof.hooks_refusal or proof.failure(parts) or _refused_block(proof, method)
-    return proof.head_refusal if reason is None and HEAD in parts else reason
+        return _refused_block(proof, method)
+    if hasattr(method, "target") and proof.head_factors:
+        # The hooks that put a pattern in compute z anew, so that the factor would be lost.
+        scaled = ", ".join(map(str, proof.head_factors))
+        return f"z of its heads is scaled by a hook in layers {scaled}; take it off"
+    return None
 
 
 def _refused_block(proof: Proof, method: HasEngines | None) -> str | None:
@@ -107,8 +110,7 @@ def choose_engine(method: HasEngines, proof: Proof, engine: str, no_algebra: str
         ValueError: an unknown engine, or one that the method does not have.
         UnsupportedModelError: the proof forbids it.
     """
-    if engine not in ("auto", "hooks", "algebra"):
-        raise ValueError(f"engine: expected 'auto', 'hooks' or 'algebra', got {engine!r}")
+    one_of("engine", engine, ("auto", "hooks", "algebra"))
     if engine == "auto" or method.engines == ("recorded",):
         options: tuple[str, ...] = method.engines
     elif engine in method.engines:

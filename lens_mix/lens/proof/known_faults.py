@@ -22,22 +22,7 @@ def known_fault(
             "(positions see later ones, logits differ from Hugging Face's by .5); "
             "expected TransformerLens >= 3"
         )
-    if kind is not ModelClass.BRIDGE:
-        return None
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    family = getattr(config, "model_type", "")
-    checks = {
-        "falcon": _falcon,
-        "gpt2": _gpt2,
-        "stablelm": _stablelm,
-        "cohere": _before_4("Cohere", "0.14"),
-        "deepseek_v3": _before_4("DeepSeek-V3", "4.8"),
-        "t5": _t5,
-        "mt5": _t5,
-        "gpt_oss": _gpt_oss,
-        "opt": _opt,
-    }
-    return checks[family](model, config, version) if family in checks else None
+    return _bridge_fault(model, version) if kind is ModelClass.BRIDGE else None
 
 
 def wrong_logits(kind: ModelClass, version: tuple[int, int]) -> str | None:
@@ -50,61 +35,45 @@ def wrong_logits(kind: ModelClass, version: tuple[int, int]) -> str | None:
     return None
 
 
+def _bridge_fault(model: TransformerLensModel, version: tuple[int, int]) -> str | None:
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    match getattr(config, "model_type", ""):
+        case "falcon" if getattr(config, "alibi", False):
+            return _wrong("Falcon with alibi", "0.2 to 0.5")
+        case "falcon" if getattr(config, "new_decoder_architecture", False):
+            return _wrong("Falcon's new decoder architecture", "3.1")
+        case "gpt2" if not getattr(config, "scale_attn_weights", True):
+            return _wrong("GPT-2 with scale_attn_weights=False", "1.2")
+        case "stablelm" if (rotary := _rotary_dimensions(model, config)) % 2:
+            return _wrong(f"StableLM with {rotary} rotary dimensions (an odd number)", "5.5")
+        case "gpt_oss" if getattr(model, "compatibility_mode", False):
+            return _wrong("gpt-oss in compatibility mode", "1.2 (log probabilities)")
+        case "cohere" if version[0] < 4:
+            return _wrong("Cohere before TransformerLens 4", "0.14")
+        case "deepseek_v3" if version[0] < 4:
+            return _wrong("DeepSeek-V3 before TransformerLens 4", "4.8")
+        case "t5" | "mt5" if version[0] < 4:
+            return (
+                "TransformerBridge before TransformerLens 4 cannot run T5 (the forward pass fails on recent "
+                "transformers, and on older ones hook_pattern holds the position bias); "
+                "expected HookedEncoderDecoder, or TransformerLens >= 4"
+            )
+        case "opt" if not getattr(config, "do_layer_norm_before", True):
+            return (
+                "TransformerBridge cannot run OPT with do_layer_norm_before=False: "
+                "its forward pass calls a final norm that this model does not have"
+            )
+    return None
+
+
+def _rotary_dimensions(model: TransformerLensModel, config: Any) -> int:
+    rope = getattr(config, "rope_parameters", None) or {}
+    share = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))
+    return int(model.cfg.d_head * share)
+
+
 def _wrong(what: str, by: str) -> str:
     return (
         f"TransformerBridge is known to run {what} wrongly: its logits differ from Hugging Face's by {by} "
         "on the same weights, so any map would describe another model"
     )
-
-
-def _falcon(model: TransformerLensModel, config: Any, version: tuple[int, int]) -> str | None:
-    if getattr(config, "alibi", False):
-        return _wrong("Falcon with alibi", "0.2 to 0.5")
-    if getattr(config, "new_decoder_architecture", False):
-        return _wrong("Falcon's new decoder architecture", "3.1")
-    return None
-
-
-def _gpt2(model: TransformerLensModel, config: Any, version: tuple[int, int]) -> str | None:
-    if getattr(config, "scale_attn_weights", True):
-        return None
-    return _wrong("GPT-2 with scale_attn_weights=False", "1.2")
-
-
-def _opt(model: TransformerLensModel, config: Any, version: tuple[int, int]) -> str | None:
-    if getattr(config, "do_layer_norm_before", True):
-        return None
-    return (
-        "TransformerBridge cannot run OPT with do_layer_norm_before=False: "
-        "its forward pass calls a final norm that this model does not have"
-    )
-
-
-def _stablelm(model: TransformerLensModel, config: Any, version: tuple[int, int]) -> str | None:
-    rope = getattr(config, "rope_parameters", None) or {}
-    share = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))
-    rotary = int(model.cfg.d_head * share)
-    return _wrong(f"StableLM with {rotary} rotary dimensions (an odd number)", "5.5") if rotary % 2 else None
-
-
-def _before_4(name: str, by: str) -> Any:
-    def check(model: TransformerLensModel, config: Any, version: tuple[int, int]) -> str | None:
-        return _wrong(f"{name} before TransformerLens 4", by) if version[0] < 4 else None
-
-    return check
-
-
-def _t5(model: TransformerLensModel, config: Any, version: tuple[int, int]) -> str | None:
-    if version[0] >= 4:
-        return None
-    return (
-        "TransformerBridge before TransformerLens 4 cannot run T5 (the forward pass fails on recent "
-        "transformers, and on older ones hook_pattern holds the position bias); "
-        "expected HookedEncoderDecoder, or TransformerLens >= 4"
-    )
-
-
-def _gpt_oss(model: TransformerLensModel, config: Any, version: tuple[int, int]) -> str | None:
-    if getattr(model, "compatibility_mode", False):
-        return _wrong("gpt-oss in compatibility mode", "1.2 (log probabilities)")
-    return None

@@ -71,15 +71,12 @@ def _reads_another(clean: CleanPass, norm: nn.Module) -> str | None:
     with contextlib.suppress(StopForward):
         ends = forward_hook(lens.stack.blocks[last], lambda *call: ended.append(True))
         run_from(clean, last, changes=[ends, forward_pre_hook(norm, stop, with_kwargs=True)])
-    fits = bool(read) and read[0].numel() == resid.numel()
-    error = relative_error(read[0].reshape(resid.shape), resid, clean.real) if fits else None
-    if error is not None and error <= lens.tolerance:
-        return None
-    observation = (
-        "never ran"
-        if not read
-        else f"reads {list(read[0].shape)}" + f", {error:.1e} off" * (error is not None)
-    )
+    observation = f"reads {list(read[0].shape)}" if read else "never ran"
+    if read and read[0].numel() == resid.numel():
+        error = relative_error(read[0].reshape(resid.shape), resid, clean.real)
+        if error <= lens.tolerance:
+            return None
+        observation += f", {error:.1e} off"
     return (
         "final norm: expected the norm that TransformerLens maps to read what the last block gives, but it "
         f"{observation}. Leave the last layer out, or ask for what comes before that norm {_WITHOUT}"

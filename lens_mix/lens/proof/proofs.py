@@ -33,23 +33,20 @@ def proof_of(
     with lens.evaluation_mode():
         stored = _proofs.setdefault(lens.model, {}).get(lens.stack.name)
         proof = stored[1] if not again and stored is not None and stored[0] == _state(lens) else None
-        additions: dict[str, Any] = {}
         complete = prove(lens, prompt) if proof is None else proof
-        source = None
         if lens.stack.source is not None and (proof is None or padding is not None):
             source = proof_of(Lens(lens.model, lens.stack.source.name), prompt, padding=padding, again=again)
-            additions["source"] = source
+            complete = dataclasses.replace(complete, source=source)
         if head and complete.head_refusal == HEAD_UNPROVEN:
-            additions["head_refusal"] = _head_refusal(lens, prompt, complete)
+            complete = dataclasses.replace(complete, head_refusal=_head_refusal(lens, prompt, complete))
         if padding is not None and padding not in complete.masks_padding:
             masked = masks_padding(lens, prompt, padding)
-            masked = masked and (source is None or source.masks_padding[padding])
-            additions["masks_padding"] = {**complete.masks_padding, padding: masked}
-        if complete is proof and not additions:
-            return proof
-        complete = dataclasses.replace(complete, **additions)
-        # Taken afterwards: the Bridge puts hooks of its own on norms in the first forward pass.
-        _proofs[lens.model][lens.stack.name] = (_state(lens), complete)
+            masked = masked and (complete.source is None or complete.source.masks_padding[padding])
+            sides = {**complete.masks_padding, padding: masked}
+            complete = dataclasses.replace(complete, masks_padding=sides)
+        if complete is not proof:
+            # Taken afterwards: the Bridge puts hooks of its own on norms in the first forward pass.
+            _proofs[lens.model][lens.stack.name] = (_state(lens), complete)
         return complete
 
 

@@ -31,6 +31,7 @@ from lens_mix.hooks import record, record_all, zero_values
 from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
+from lens_mix.lens.changes import Changes
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.cross import names_before_cross
 from lens_mix.lens.model import Lens
@@ -39,8 +40,7 @@ from lens_mix.lens.prompts import pad_token, wrapped_config
 from lens_mix.lens.proof.next_norms import next_norm_refusals
 from lens_mix.lens.proof.reasons import explained
 from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE, PartError, Proof
-from lens_mix.lens.replay import captured_outputs, first_tensor, relative_error
-from lens_mix.lens.rows import rows_at
+from lens_mix.lens.replay import BlockCall, captured_calls, first_tensor, relative_error
 
 SHORTEST, LONGEST = 8, 16  # tokens of a proof's prompt
 
@@ -71,21 +71,21 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
         )
     points = {layer: _output_points(lens, layer) for layer in layers}
     optional = [name for roles in points.values() for options in roles.values() for name in options]
-    outputs: dict[tuple[int, str], Tensor] = {}
-    with captured_outputs(_output_modules(lens), outputs):
-        store: dict[str, Tensor] = {}
+    calls: dict[tuple[int, str], BlockCall] = {}
+    store: dict[str, Tensor] = {}
+    with Changes(captured_calls(_output_modules(lens), calls)):
         clean = clean_pass(lens, batch, record_all(store, [*names, *optional]), store, required=names)
+    outputs = {key: call.resid_post for key, call in calls.items()}
     parts: list[PartError] = []
     anatomies: dict[int, BlockAnatomy] = {}
     factors: dict[int, Tensor] = {}
     for layer in layers:
-        recorded = _Recorded.of(lens, clean, layer, points[layer], outputs)
+        recorded = _Recorded.of(clean, layer, points[layer], outputs)
         below = next(reversed(anatomies.values()), None)
         anatomies[layer], errors = _read_block(lens, layer, recorded, below)
-        parts += errors
+        parts += [*errors, _zero_value(clean, layer, recorded)]
         if recorded.factors is not None:
             factors[layer] = recorded.factors
-        parts.append(_zero_value(lens, clean, layer, recorded))
     norms = next_norm_refusals(clean, anatomies)
     sees_later = any(bool(attended.triu(diagonal=1).any()) for attended in clean.attended.values())
     causal = not lens.stack.is_cross and not sees_later
@@ -111,31 +111,30 @@ class _Recorded:
     value: Tensor
     pattern: Tensor
     z: Tensor
+    factors: Tensor | None
     before: Tensor | None
     attention_out: Tensor | None
     cross_out: Tensor | None
     feed_forward_out: Tensor | None
-    factors: Tensor | None
 
     @staticmethod
     def of(
-        lens: Lens,
         clean: CleanPass,
         layer: int,
         points: Mapping[str, Sequence[str]],
         outputs: Mapping[tuple[int, str], Tensor],
     ) -> _Recorded:
+        lens, call = clean.lens, clean.calls[layer]
         wide = lens.wide_dtype
 
         def hooked(role: str) -> Tensor:
-            return clean.recorded[lens.stack.hook_name(role, layer)].to(wide)
+            return clean.tensor(role, layer).to(wide)
 
         def output(role: str) -> Tensor | None:
             fired = (clean.recorded[name] for name in points.get(role, ()) if name in clean.recorded)
             tensor = next(fired, outputs.get((layer, role)))
             return None if tensor is None else tensor.to(wide)
 
-        call = clean.calls[layer]
         pattern, value, z = hooked("pattern"), hooked("value"), hooked("z")
         factors = _head_factors(pattern, value, z, lens.tolerance)
         return _Recorded(
@@ -144,11 +143,11 @@ class _Recorded:
             value,
             pattern if factors is None else pattern * factors[:, None, None],
             z,
+            factors,
             output("before"),
             output("attention_out"),
             output("cross_out"),
             output("feed_forward_out"),
-            factors,
         )
 
     def entered(self, anatomy: BlockAnatomy) -> _Recorded:
@@ -181,13 +180,14 @@ def _output_points(lens: Lens, layer: int) -> dict[str, list[str]]:
 def _output_modules(lens: Lens) -> dict[tuple[int, str], Any]:
     if lens.model_class is ModelClass.BRIDGE:
         return {}
-    modules = {}
-    roles = ("before", "attention_out") if lens.stack.is_cross else ("attention_out", "cross_out")
-    for layer, block in enumerate(lens.stack.blocks):
-        for role, name in zip((*roles, "feed_forward_out"), ("attn", "cross_attn", "mlp"), strict=True):
-            if hasattr(block, name):
-                modules[layer, role] = getattr(block, name)
-    return modules
+    own, cross = ("before", "attention_out") if lens.stack.is_cross else ("attention_out", "cross_out")
+    roles = {"attn": own, "cross_attn": cross, "mlp": "feed_forward_out"}
+    return {
+        (layer, role): getattr(block, name)
+        for layer, block in enumerate(lens.stack.blocks)
+        for name, role in roles.items()
+        if hasattr(block, name)
+    }
 
 
 def _read_block(
@@ -195,7 +195,7 @@ def _read_block(
 ) -> tuple[BlockAnatomy, list[PartError]]:
     """The anatomy whose parts fit what was recorded best, and how well each fits."""
     multiplier = float(wrapped_config(lens.model, "residual_multiplier") or 1.0)
-    best: tuple[tuple[int, float], BlockAnatomy, list[PartError]] | None = None
+    readings: list[tuple[tuple[int, float], BlockAnatomy, list[PartError]]] = []
     block, attention = lens.stack.blocks[layer], lens.stack.attention_module(layer)
     for anatomy in candidates(block, attention, lens.model.cfg, multiplier):
         if lens.stack.is_cross:
@@ -203,21 +203,18 @@ def _read_block(
         records = recorded.entered(anatomy)
         anatomy, feed_forward_error = _with_activation(anatomy, records, below, lens.tolerance)
         errors = _part_errors(anatomy, records, layer, lens.tolerance, feed_forward_error)
-        known = [entry.error for entry in errors if entry.error is not None]
-        worst = max(known, default=0.0)
+        worst = max((entry.error for entry in errors if entry.error is not None), default=0.0)
         # Where one part is not what it was read as (values with an adapter over them), the others still tell.
         misfit = sum(not entry.ok for entry in errors), worst
-        if best is None or misfit < best[0]:
-            best = misfit, anatomy, errors
+        readings.append((misfit, anatomy, errors))
         if worst <= lens.tolerance:  # the likeliest come first
             break
-    if best is None:
-        raise UnsupportedModelError(f"{lens.where(layer)}: no reading of the block's modules is known")
-    errors = [explained(entry, block, attention, recorded.pattern) for entry in best[2]]
+    _, anatomy, errors = min(readings, key=lambda reading: reading[0])
+    errors = [explained(entry, block, attention, recorded.pattern) for entry in errors]
     if any(entry.part == "feed_forward" and entry.error is not None and not entry.ok for entry in errors):
         # It is not what it was read as: whatever needs no feed-forward must not be checked against it.
-        return dataclasses.replace(best[1], feed_forward=None, feed_forward_kind="opaque"), errors
-    return best[1], errors
+        anatomy = dataclasses.replace(anatomy, feed_forward=None, feed_forward_kind="opaque")
+    return anatomy, errors
 
 
 def _with_activation(
@@ -251,9 +248,6 @@ def _part_errors(
     errors: dict[str, float | None] = dict.fromkeys((VALUE, *ALGEBRA_PARTS))
     errors["feed_forward"] = feed_forward_error
     mixed = None
-    note = ""
-    if anatomy.feed_forward is None and anatomy.feed_forward_kind != "none":
-        note = f"{anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
     if path is not None:
         # Cross-attention makes its values of the encoder's outputs: no method goes back to these.
         if recorded.before is None:
@@ -269,13 +263,15 @@ def _part_errors(
             errors["projection"] = relative_error(path.project(z), recorded.attention_out)
     if recorded.attention_out is not None:
         mid = anatomy.after_attention(x, recorded.attention_out, recorded.cross_out)
-        out = recorded.feed_forward_out
-        if anatomy.feed_forward_kind == "none" or out is not None:
-            post = anatomy.after_feed_forward(mid, None if anatomy.feed_forward_kind == "none" else out)
-            errors["residual"] = relative_error(post, recorded.resid_post)
+        has_none = anatomy.feed_forward_kind == "none"
+        out = None if has_none else recorded.feed_forward_out
+        if has_none or out is not None:
+            errors["residual"] = relative_error(anatomy.after_feed_forward(mid, out), recorded.resid_post)
     if mixed is not None and anatomy.is_written_down:
         rebuilt_output = anatomy.after(x, mixed, recorded.cross_out)
         errors["block"] = relative_error(rebuilt_output, recorded.resid_post)
+    note = f"{anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
+    note = "" if anatomy.is_written_down else note
     entries = (
         PartError(layer, part, error, tolerance, note if error is None else "")
         for part, error in errors.items()
@@ -285,7 +281,7 @@ def _part_errors(
 
 def _head_factors(pattern: Tensor, value: Tensor, z: Tensor, tolerance: float) -> Tensor | None:
     """z over pattern @ value per head, where z is that up to a factor per head other than 1."""
-    if not _fits(pattern, value, z):
+    if _misfit(pattern, value, z):
         return None
     mixed = mix(pattern, value)
     z = z.reshape(mixed.shape)
@@ -298,54 +294,48 @@ def _head_factors(pattern: Tensor, value: Tensor, z: Tensor, tolerance: float) -
     return factors if relative_error(scaled.flatten(2), z.flatten(2)) <= tolerance else None
 
 
-def _fits(pattern: Tensor, value: Tensor, z: Tensor) -> bool:
-    """Whether the value and z hooks have the shapes that a pattern can mix."""
+def _misfit(pattern: Tensor, value: Tensor, z: Tensor) -> str:
+    """Why the value and z hooks don't have the shapes that a pattern can mix; "" where they have."""
     batch, heads, queries, keys = pattern.shape
-    return (
+    fits = (
         value.ndim == 4
         and value.shape[:2] == (batch, keys)
         and heads % value.shape[2] == 0
         and z.numel() == batch * queries * heads * value.shape[3]
     )
+    shapes = f"value {list(value.shape)}, pattern {list(pattern.shape)}, z {list(z.shape)}"
+    expected = "expected value [batch, key, head, d_head] and z [batch, query, head, d_head]"
+    return "" if fits else f"{expected}, got {shapes}"
 
 
 def _mixing(recorded: _Recorded, layer: int, tolerance: float) -> PartError:
-    if not _fits(recorded.pattern, recorded.value, recorded.z):
-        return PartError(layer, "mixing", None, tolerance, _misfit(recorded))
+    misfit = _misfit(recorded.pattern, recorded.value, recorded.z)
+    if misfit:
+        return PartError(layer, "mixing", None, tolerance, misfit)
     mixed = mix(recorded.pattern, recorded.value)
     error = relative_error(mixed.flatten(2), recorded.z.reshape(mixed.shape).flatten(2))
     return PartError(layer, "mixing", error, tolerance)
 
 
-def _misfit(recorded: _Recorded) -> str:
-    value, pattern, z = (list(t.shape) for t in (recorded.value, recorded.pattern, recorded.z))
-    shapes = f"value {value}, pattern {pattern}, z {z}"
-    return f"expected value [batch, key, head, d_head] and z [batch, query, head, d_head], got {shapes}"
-
-
-def _zero_value(lens: Lens, clean: CleanPass, layer: int, recorded: _Recorded) -> PartError:
+def _zero_value(clean: CleanPass, layer: int, recorded: _Recorded) -> PartError:
     """Zero the first value vector in a replay of the block: z must lose exactly that vector's share."""
-    if not _fits(recorded.pattern, recorded.value, recorded.z):
-        return PartError(layer, "zero_value", None, lens.tolerance, _misfit(recorded))
+    lens, misfit = clean.lens, _misfit(recorded.pattern, recorded.value, recorded.z)
+    unproven = PartError(layer, "zero_value", None, lens.tolerance, misfit)
+    if misfit:
+        return unproven
     store: dict[str, Tensor] = {}
     z_name = lens.stack.hook_name("z", layer)
     fwd_hooks = [zero_values(layer, 0, attention=lens.stack.attention_template), record(store, z_name)]
-    replay = clean.replay(layer)
-    with lens.evaluation_mode(), lens.hooked(fwd_hooks):
-        out = replay.module(*clean.calls[layer].args, **clean.calls[layer].kwargs)
+    out = clean.repeated(layer, fwd_hooks)
     value = recorded.value.clone()
     value[:, 0] = 0
     expected = mix(recorded.pattern, value)
     if z_name not in store:
-        return PartError(layer, "zero_value", None, lens.tolerance, "the hook on z never fired")
-    error = relative_error(
-        store[z_name].to(expected.dtype).reshape(expected.shape).flatten(2), expected.flatten(2)
-    )
+        return dataclasses.replace(unproven, note="the hook on z never fired")
     if _without_effect(out, expected, recorded):
-        return PartError(
-            layer, "zero_value", None, lens.tolerance, "the edit did not change the block's output"
-        )
-    return PartError(layer, "zero_value", error, lens.tolerance)
+        return dataclasses.replace(unproven, note="the edit did not change the block's output")
+    z = store[z_name].to(expected.dtype).reshape(expected.shape)
+    return dataclasses.replace(unproven, error=relative_error(z.flatten(2), expected.flatten(2)))
 
 
 def _without_effect(out: Any, expected: Tensor, recorded: _Recorded) -> bool:
@@ -389,7 +379,5 @@ def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bo
 
 def padding_leaks(clean: CleanPass) -> list[int]:
     """The watched blocks in which a padded key got weight from a prompt's own position."""
-    real = clean.real
-    queries = real if clean.rows is None else rows_at(real, clean.rows.positions)
-    hidden = queries[:, :, None] & ~clean.real_keys[:, None, :]
+    hidden = clean.real_rows[:, :, None] & ~clean.real_keys[:, None, :]
     return [layer for layer, attended in clean.attended.items() if bool((attended & hidden).any())]

@@ -18,10 +18,8 @@ def explained(entry: PartError, block: nn.Module, attention: nn.Module, pattern:
     """A part of a proof, with what is likely to stand behind its failure in the note."""
     if entry.ok:
         return entry
-    reasons = (
-        _mixing(attention, pattern) if entry.part in ("mixing", "zero_value") else _block(block, entry.part)
-    )
-    notes = [entry.note, *list(reasons)[:1]]
+    reasons = _mixing(attention, pattern) if entry.part == "mixing" else _block(block, entry.part)
+    notes = (entry.note, next(reasons, ""))
     return dataclasses.replace(entry, note="; ".join(note for note in notes if note))
 
 

@@ -14,7 +14,7 @@ from lens_mix.lens.parts import one_part
 from lens_mix.lens.prompts import device_of, read_prompt, wrapped_config
 from lens_mix.lens.proof.engines import HasEngines, choose_engine, needs_head, refused_outright
 from lens_mix.lens.proof.proofs import proof_of
-from lens_mix.lens.proof.record import Proof
+from lens_mix.lens.proof.record import PartError, Proof
 from lens_mix.lens.replay import is_out_of_memory
 
 
@@ -90,7 +90,7 @@ class Check:
             "block  " + "  ".join(f"{part:>12}" for part in parts) + "  anatomy",
         ]
         for layer, anatomy in self.proof.anatomy.items():
-            cells = [_cell(errors[layer, part].error, errors[layer, part].ok) for part in parts]
+            cells = [_cell(errors[layer, part]) for part in parts]
             wiring = f"{anatomy.placement}-norm" if anatomy.placement != "none" else "no norm"
             if anatomy.parallel:
                 wiring += ", parallel"
@@ -109,8 +109,8 @@ class Check:
     __repr__ = __str__
 
 
-def _cell(error: float | None, ok: bool) -> str:
-    return f"{'-':>12}" if error is None else f"{error:>11.1e}{' ' if ok else '!'}"
+def _cell(entry: PartError) -> str:
+    return f"{'-':>12}" if entry.error is None else f"{entry.error:>11.1e}{' ' if entry.ok else '!'}"
 
 
 def check(
@@ -157,14 +157,13 @@ def support_table(
             raise
         return Support(model_name(model), tuple((method.name, None, str(problem)) for method in methods))
     for method in methods:
-        wrong = refused_outright(lens, method) or _norm_refusal(method, proof)
-        if wrong is not None:
-            rows.append((method.name, None, wrong))
-            continue
-        try:
-            rows.append((method.name, choose_engine(method, proof, "auto"), ""))
-        except UnsupportedModelError as problem:
-            rows.append((method.name, None, str(problem)))
+        engine, reason = None, refused_outright(lens, method) or _norm_refusal(method, proof) or ""
+        if not reason:
+            try:
+                engine = choose_engine(method, proof, "auto")
+            except UnsupportedModelError as problem:
+                reason = str(problem)
+        rows.append((method.name, engine, reason))
     return Support(model_name(model), tuple(rows))
 
 
