@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 from lens_mix import runner
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.serve import forms
-from lens_mix.serve.answers import INPUT_MAP, Answer, Refused, page_of, refusal
+from lens_mix.serve.answers import INPUT_MAP, Answer, page_of, refusal
 from lens_mix.serve.desk import Desk, OutOfTime
 
 # Names of this machine; a name that a foreign page has led here (DNS rebinding) is another.
@@ -99,8 +99,6 @@ class Site(ThreadingHTTPServer):
             return refusal(503, f"Sentences that wait already: {waiting}, and no more may. Try again soon.")
         try:
             return future.result(patience)
-        except Refused as problem:
-            return refusal(problem.status, str(problem))
         except OutOfTime:
             advice = "Pick fewer methods, type less, or start the server with more --seconds."
             return refusal(504, f"Stopped after {seconds:g} seconds, which is what a page may take. {advice}")
