@@ -127,17 +127,12 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10
 
     def do_GET(self) -> None:
-        if self._is_ours():
-            if urlsplit(self.path).path == "/":
-                self._send(Answer(200, self.server.form))
-            else:
-                self.send_error(404, "There is nothing at this address; the form is at /.")
+        if self._is_ours("/"):
+            self._send(Answer(200, self.server.form))
 
     def do_POST(self) -> None:
-        if not self._is_ours():
+        if not self._is_ours("/map"):
             return
-        if urlsplit(self.path).path != "/map":
-            return self.send_error(404, "There is nothing at this address; the form is at /.")
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()):
             return self.send_error(411, "The request does not say how long it is.")
@@ -151,8 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send_error(400, f"The request has more than {_MOST_FIELDS} fields.")
         self._send(self.server.answer(fields.get("text", [""])[0], fields.get("method", [])))
 
-    def _is_ours(self) -> bool:
-        """Whether the request speaks to this machine by its name, and comes from no foreign page."""
+    def _is_ours(self, path: str) -> bool:
+        """Whether the request speaks to this machine by its name, comes from no foreign page, and asks here."""
         hosts = self.headers.get_all("Host", [])
         host = hosts[0] if len(hosts) == 1 else ""
         if host.rpartition(":")[0] not in _NAMES and host not in _NAMES:
@@ -161,6 +156,9 @@ class _Handler(BaseHTTPRequestHandler):
         # The port may be another one, of a tunnel.
         if self.headers.get("Origin", f"http://{host}") != f"http://{host}":
             self.send_error(403, "This server answers its own form only, and no other page.")
+            return False
+        if urlsplit(self.path).path != path:
+            self.send_error(404, "There is nothing at this address; the form is at /.")
             return False
         return True
 
