@@ -76,9 +76,8 @@ class Site(ThreadingHTTPServer):
     ) -> None:
         """Answer until Ctrl-C, a KeyboardInterrupt, or until `until` says so. In the main thread only."""
         table = runner.support(model)
-        choices = [forms.Choice(name, reason, name in _PICKED) for name, _, reason in table]
-        choices.append(forms.Choice(INPUT_MAP, "", True))
-        self.model, self.form = model, forms.form(table.model, choices, str(self.limits))
+        refusals = {name: reason for name, _, reason in table} | {INPUT_MAP: ""}
+        self.model, self.form = model, forms.form(table.model, refusals, _PICKED, str(self.limits))
         # The main thread is kept for the work: there alone it can be interrupted (`Desk`).
         threading.Thread(target=self.serve_forever, args=[_POLL_SECONDS], daemon=True).start()
         try:
@@ -147,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(self.server.answer(fields.get("text", [""])[0], fields.get("method", [])))
 
     def _is_ours(self, path: str) -> bool:
-        """Whether the request speaks to this machine by its name, comes from no foreign page, and asks here."""
+        """Whether a request is for this path, speaks to this machine by name, and is from no foreign page."""
         hosts = self.headers.get_all("Host", [])
         host = hosts[0] if len(hosts) == 1 else ""
         if host.rpartition(":")[0] not in _NAMES and host not in _NAMES:
