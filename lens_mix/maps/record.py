@@ -117,31 +117,33 @@ class MixingMap:
             )
         else:
             tokens = checks.as_tokens(self.tokens, rows, "tokens", "query")
-        positions = list(range(len(tokens))) if queries is None else queries
-        if self.default_query is not None:
-            default = as_position(self.default_query, len(tokens), "default_query")
-            object.__setattr__(self, "default_query", default)
+        default, residual = self.default_query, self.residual
         one_of("kind", self.kind, ("layer", "input"))
         instance("method", self.method, str, "a name")
         flags(causal=self.causal)
-        mask = checks.as_mask(self.mask, scores)
-        if self.causal:
-            checks.refuse_causal_contradictions(mask, key_tokens, positions)
-        layers = checks.as_layers(self.layers, scores.shape[0])
-        checks.refuse_non_finite(scores, layers, positions)
-        if self.causal or mask is not None:
-            checks.refuse_hidden_weight(scores, mask, self.causal, layers, positions)
-        values: dict[str, Any] = {"scores": scores, "tokens": tokens, "mask": mask, "layers": layers}
-        values |= {"key_tokens": key_tokens, "queries": queries, "causal": bool(self.causal)}
-        values |= {name: checks.as_record(name, getattr(self, name)) for name in ("parameters", "provenance")}
         # An aggregation has used them up: they speak of rows of layers.
         shares = None if self.kind == "input" else self.residual_shares
-        values["residual_shares"] = checks.as_shares(shares, scores)
-        values["residual"] = None if self.residual is None else checks.as_residual(self.residual)
         notes = [self.notes] if isinstance(self.notes, str) else self.notes
-        values["notes"] = tuple(several("notes", notes, "strings", kind=str))
+        values = {
+            "scores": scores,
+            "tokens": tokens,
+            "causal": bool(self.causal),
+            "mask": checks.as_mask(self.mask, scores),
+            "key_tokens": key_tokens,
+            "parameters": checks.as_record("parameters", self.parameters),
+            "residual": None if residual is None else checks.as_residual(residual),
+            "layers": checks.as_layers(self.layers, len(scores)),
+            "provenance": checks.as_record("provenance", self.provenance),
+            "notes": tuple(several("notes", notes, "strings", kind=str)),
+            "queries": queries,
+            "residual_shares": checks.as_shares(shares, scores),
+            "default_query": None if default is None else as_position(default, len(tokens), "default_query"),
+        }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        checks.refuse_causal_contradictions(self)
+        checks.refuse_non_finite(self)
+        checks.refuse_hidden_weight(self)
 
     # ------------------------------------------------------------------ what it holds
 
@@ -172,7 +174,10 @@ class MixingMap:
 
     def visible(self) -> Bool[Tensor, "layer query key"]:
         """Which keys each query could see."""
-        return checks.visible_keys(self.mask, self.causal, self.scores, self.query_positions)
+        mask = ~checks.later_keys(self) if self.causal and self.mask is None else self.mask
+        if mask is None:
+            mask = torch.ones(self.scores.shape[-2:], dtype=torch.bool, device=self.scores.device)
+        return mask.expand(len(self), *self.scores.shape[-2:])
 
     @property
     def meant_query(self) -> int:
