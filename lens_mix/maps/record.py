@@ -399,6 +399,9 @@ class MixingMap:
         numbers, rows = words.rows_of_words(query_words, self.query_positions, queries)
         causal = self.causal and words.in_order(query_words)
         mask = self.visible()[0] if self.causal and not causal and self.mask is None else self.mask
+        if mask is not None:
+            # A word could see another if any of its pieces could see any of the other's.
+            mask = words.merge_axis(words.merge_axis(mask, key_words, -1, torch.any), rows, -2, torch.any)
         meant = [number for number, word in enumerate(query_words) if self.default_query in word]
         scores = words.merge_axis(arithmetic.at_least_float32(self.scores), key_words, -1, reduce_keys)
         return self.replace(
@@ -407,7 +410,7 @@ class MixingMap:
             queries=numbers,
             key_tokens=key_names,
             causal=causal,
-            mask=None if mask is None else words.merge_mask(mask, rows, key_words),
+            mask=mask,
             residual_shares=None,
             provenance={**self.provenance, "merged_words": {"keys": keys, "queries": queries}},
             default_query=meant[0] if meant else None,

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from lens_mix.arguments import one_of
@@ -84,6 +83,7 @@ def align_words(tokens: Sequence[str], words: Sequence[str]) -> tuple[list[list[
     for index, word in enumerate(words):
         target, text = _bare(word), ""
         while position < len(tokens) and is_special(tokens[position]) and pieces[position] != target:
+            placed.append(([position], tokens[position]))
             position += 1
         start = position
         while text != target or not text:
@@ -100,10 +100,8 @@ def align_words(tokens: Sequence[str], words: Sequence[str]) -> tuple[list[list[
             raise ValueError(
                 f"groups: expected words for all tokens, got none from position {rest} ({tokens[rest]!r}) on"
             )
-    in_words = {position for group, _ in placed for position in group}
-    alone = [([place], token) for place, token in enumerate(tokens) if place not in in_words]
-    ordered = sorted([*placed, *alone])
-    return [group for group, _ in ordered], [name for _, name in ordered]
+        placed.append(([rest], tokens[rest]))
+    return [group for group, _ in placed], [name for _, name in placed]
 
 
 def resolve_groups(
@@ -182,10 +180,3 @@ def merge_axis(scores: Tensor, groups: Sequence[Sequence[int]], axis: int, reduc
     """Merge the positions of each group along one axis."""
     indices = [torch.tensor(list(group), device=scores.device) for group in groups]
     return torch.stack([reduce(scores.index_select(axis, index), axis) for index in indices], dim=axis)
-
-
-def merge_mask(
-    mask: Bool[Tensor, "*layer query key"], queries: Sequence[Sequence[int]], keys: Sequence[Sequence[int]]
-) -> Bool[Tensor, "*layer word word_seen"]:
-    """A word could see another if any of its pieces could see any of the other's."""
-    return merge_axis(merge_axis(mask, keys, -1, torch.any), queries, -2, torch.any)

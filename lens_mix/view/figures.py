@@ -87,19 +87,18 @@ def layer_maps(
         raise ValueError(f"layer: expected None beside layers={layers!r}, got {layer!r}")
     layers = layers if layer is None else [layer]
     shown = mixing_map if layers is None else mixing_map.select_layers(layers)
-    every_head = head == "all"
-    if every_head and not shown.has_heads:
+    title = default_title(shown, head) if title is None else title
+    if head == "all" and not shown.has_heads:
         raise ValueError(
             f"head: expected a map with heads for 'all', got shape {tuple(shown.scores.shape)}; many methods "
             "keep them with per_head=True"
         )
-    if not every_head:
+    if head != "all":
         shown = (shown if head is None else shown.head(whole_number("head", head))).merge_heads()
     normalize = _normalizes(normalize, [shown])
     drawn = Drawn.of(shown, normalize, words, diagonal, queries, keys)
     names, panels = _panels(shown, drawn)
     unit = SHARE if normalize else RAW
-    title = default_title(shown if every_head else mixing_map, head, every_head) if title is None else title
     grid = Grid(names, columns, drawn.rows, drawn.keys, title, subtitle(mixing_map, unit))
     return draw_grid(grid, panels, "query", unit, scale == "log", drawn.strongest("sum")[:_LABELLED])
 

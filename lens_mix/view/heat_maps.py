@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.maps import MixingMap
+from lens_mix.maps.exchange import full_name
 from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, labels_that_fit, visible_token
 from lens_mix.view.lazy import need_canvas
 
@@ -146,12 +147,11 @@ def _colour_limits(scores: Iterable[Tensor]) -> tuple[float, float]:
     return (-bound, bound) if low < 0 else (0.0, bound)
 
 
-def default_title(mixing_map: MixingMap, head: int | str | None, every_head: bool = False) -> str:
-    aggregation = mixing_map.provenance.get("aggregation")
-    name = mixing_map.method + (f", {aggregation['name']}" if isinstance(aggregation, dict) else "")
-    if every_head and len(mixing_map) == 1:
-        name += f", layer {mixing_map.layer_labels[0]}"
-    if mixing_map.has_heads and not every_head:
+def default_title(mixing_map: MixingMap, head: int | str | None) -> str:
+    name = full_name(mixing_map, ", ")
+    if head == "all":
+        return f"{name}, layer {mixing_map.layer_labels[0]}" if len(mixing_map) == 1 else name
+    if mixing_map.has_heads:
         name += ", mean over heads" if head is None else f", head {head}"
     return name
 
