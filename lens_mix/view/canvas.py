@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from matplotlib import font_manager
+from matplotlib import colormaps, font_manager
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -94,8 +94,6 @@ def thin_frame(axes: Any, ticks: float) -> None:
 
 def colours(signed: bool) -> Colormap:
     """The colour map of scores from 0 up, or of scores on both sides of 0; masked entries are grey."""
-    from matplotlib import colormaps
-
     if signed:
         return colormaps[_SIGNED].with_extremes(bad=_HIDDEN)
     steps = [f"#{step}" for step in _BLUES.split()]
