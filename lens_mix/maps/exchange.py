@@ -69,8 +69,8 @@ def _refuse_beyond_json(value: Any, name: str) -> None:
         )
 
 
-def load_map(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> dict[str, Any]:
-    """The fields of a map written by `save`; errors as `MixingMap.load`."""
+def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch.device = "cpu") -> MixingMap:
+    """Read a map written by `save`; a ValueError for a file that holds none, a FileNotFoundError."""
     from safetensors import SafetensorError, safe_open
 
     place, expected = file_path("path", path), f"path: expected a map that MixingMap.save wrote ({_FORMAT!r})"
@@ -97,7 +97,7 @@ def load_map(path: str | os.PathLike[str], device: str | torch.device = "cpu") -
     missing = [name for name in (*_FIELDS, "scores") if name not in fields]
     if missing:
         raise ValueError(f"{expected}, got {place}, which lacks {missing}")
-    return fields
+    return cls(**fields)
 
 
 def to_numpy(tensor: Tensor) -> Any:

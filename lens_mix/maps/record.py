@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -27,8 +26,6 @@ from lens_mix.maps.positions import (
 if TYPE_CHECKING:
     import networkx
     import numpy
-    import pandas
-    import xarray
     from matplotlib.figure import Figure
 
 Groups = Sequence[str] | Sequence[Sequence[int]] | None
@@ -453,27 +450,12 @@ class MixingMap:
 
     to_dataframe = exchange.to_dataframe
     to_xarray = exchange.to_xarray
+    from_dataframe = classmethod(read_back.from_dataframe)
+    from_xarray = classmethod(read_back.from_xarray)
     save = exchange.save
+    load = classmethod(exchange.load)
     __repr__ = exchange.describe
     _repr_html_ = exchange.describe_html
-
-    @classmethod
-    def from_dataframe(cls, table: pandas.DataFrame, **fields: Any) -> MixingMap:
-        """The map that a table of `to_dataframe` holds, in any order of its rows, read from a CSV too.
-
-        The table knows tokens, layers, heads, rows and hidden keys (no score, NaN); what it knows besides is
-        in its `attrs`, which a file of text loses: `fields` are the others of a `MixingMap`
-        (`method="attention"`), and go before the table's.
-
-        Raises:
-            TypeError, ValueError: no such table; an entry missing or there twice; fields that do not fit.
-        """
-        return cls(**{**read_back.fields_of_table(table), **fields})
-
-    @classmethod
-    def from_xarray(cls, array: xarray.DataArray, **fields: Any) -> MixingMap:
-        """The map that an array of `to_xarray` holds; `fields` and errors as in `from_dataframe`."""
-        return cls(**{**read_back.fields_of_array(array), **fields})
 
     def to_networkx(
         self, layer: int | None = None, head: int | None = None, threshold: float = 0.0
@@ -499,11 +481,6 @@ class MixingMap:
         self.require_every_row("the graph of all layers")
         self.require_no_gaps()
         return exchange.stack_graph(self, single.scores, threshold)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], device: str | torch.device = "cpu") -> MixingMap:
-        """Read a map written by `save`; a ValueError for a file that holds none, a FileNotFoundError."""
-        return cls(**exchange.load_map(path, device))
 
     @overload
     def show(self, kind: Literal["page"]) -> Any: ...
