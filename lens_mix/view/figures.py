@@ -239,8 +239,7 @@ def token_bars(
         picture.write(frame.left - 0.42, middle, name, size=NAME_FONT, color=INK, ha="right", va="center")
     limit, rotation = (labels_that_fit(frame.inner, FONT), 90) if frame.turned else (None, 0)
     canvas.label_ticks(axes.xaxis, labels, limit, rotation=rotation, strongest=largest(vectors.values()))
-    picture.write_title(title)
-    picture.write_subtitle(below, title is not None)
+    picture.write_title(title, below)
     return picture
 
 

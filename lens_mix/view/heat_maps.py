@@ -32,7 +32,7 @@ class Grid:
         rows: list[str],
         keys: list[str],
         title: str,
-        subtitle: str | None = None,
+        subtitle: str,
     ) -> None:
         longest = need_canvas().longest
         self.names, self.row_labels, self.key_labels = names, rows, keys
@@ -47,7 +47,7 @@ class Grid:
         self.right = self.left + self.columns * (self.panel_width + self.gap) - self.gap
         self.rows = math.ceil(len(names) / self.columns)
         self.ceiling = self.bottom + self.rows * (self.panel_height + self.heading) - self.heading
-        written = max(longest([title], TITLE_FONT) * 1.15, longest([subtitle or ""], FONT) * 1.1)
+        written = max(longest([title], TITLE_FONT) * 1.15, longest([subtitle], FONT) * 1.1)
         self.width = max(self.right + self.gap + self.bar, written + 0.3)
         self.height = self.ceiling + self.heading + self.top + (0.16 if subtitle else 0)
 
@@ -63,8 +63,8 @@ def draw_grid(
     panels: Sequence[tuple[Float[Tensor, "row key"], Bool[Tensor, "row key"]]],
     rows: str,
     unit: str,
-    logarithmic: bool = False,
-    strongest: Sequence[int] = (),
+    logarithmic: bool,
+    strongest: Sequence[int],
 ) -> Any:
     """The figure of heat maps (scores, and which are visible) on one colour scale.
 
@@ -97,8 +97,7 @@ def draw_grid(
         bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
         bar.ax.minorticks_off()
     bar.set_label(unit + least, size=FONT, color=QUIET)
-    picture.write_title(grid.title)
-    picture.write_subtitle(grid.subtitle)
+    picture.write_title(grid.title, grid.subtitle)
     return picture
 
 
