@@ -393,8 +393,9 @@ class MixingMap:
             key_words, key_names = words.resolve_groups(self.key_tokens, given, "key_groups")
         elif key_groups is not None:
             raise ValueError("key_groups: expected None on a map whose keys are its tokens, got groups")
-        numbers, rows = words.rows_of_words(query_words, self.query_positions, queries)
-        causal = self.causal and words.in_order(query_words)
+        numbers, rows, left_out = words.rows_of_words(query_words, names, self.query_positions, queries)
+        in_order = all(max(left) < min(right) for left, right in itertools.pairwise(query_words))
+        causal = self.causal and in_order
         mask = self.visible()[0] if self.causal and not causal and self.mask is None else self.mask
         if mask is not None:
             # A word could see another if any of its pieces could see any of the other's.
@@ -411,7 +412,7 @@ class MixingMap:
             residual_shares=None,
             provenance={**self.provenance, "merged_words": {"keys": keys, "queries": queries}},
             default_query=meant[0] if meant else None,
-            notes=(*self.notes, *words.left_out_note(query_words, names, self.query_positions, numbers)),
+            notes=(*self.notes, *left_out),
         )
 
     # ------------------------------------------------------------------ reading it

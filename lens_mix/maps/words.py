@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Sequence
 
@@ -137,17 +136,13 @@ def _join(pieces: Sequence[str]) -> str:
     return "".join([pieces[0], *rest])
 
 
-def in_order(groups: Sequence[Sequence[int]]) -> bool:
-    """Whether every position of a word lies before every position of the next word."""
-    return all(max(left) < min(right) for left, right in itertools.pairwise(groups))
-
-
 def rows_of_words(
-    groups: Sequence[Sequence[int]], queries: Sequence[int], how: str
-) -> tuple[list[int], list[list[int]]]:
+    groups: Sequence[Sequence[int]], names: Sequence[str], queries: Sequence[int], how: str
+) -> tuple[list[int], list[list[int]], tuple[str, ...]]:
     """The words whose rows can be merged, and the places of their rows among `queries`, those that are held.
 
-    No such word is a ValueError.
+    With a note that names the words of which only other rows are held, if any. No word whose rows can be
+    merged is a ValueError.
     """
     place_of = {position: place for place, position in enumerate(queries)}
     needed = {"first": slice(0, 1), "last": slice(-1, None)}.get(how, slice(None))
@@ -157,17 +152,11 @@ def rows_of_words(
             f"queries: expected all rows of a word to be held, got the rows {shortened(queries)}; ask for "
             "its other rows with lm.run(..., queries=...), or merge with queries='last' if the last is held"
         )
-    return numbers, [[place_of[i] for i in groups[number] if i in place_of] for number in numbers]
-
-
-def left_out_note(
-    groups: Sequence[Sequence[int]], names: Sequence[str], queries: Sequence[int], numbers: Sequence[int]
-) -> tuple[str, ...]:
-    """A note that names the words of which only some rows are held; none where there is no such word."""
-    held = set(queries)
-    partly = [i for i in range(len(groups)) if i not in numbers and held & set(groups[i])]
+    rows = [[place_of[i] for i in word if i in place_of] for word in groups]
+    partly = [i for i, held in enumerate(rows) if held and i not in numbers]
     texts = [f"{names[i]!r} (rows {shortened(groups[i])})" for i in partly]
-    return (f"words without a row, because not all their rows are held: {', '.join(texts)}",) if texts else ()
+    note = f"words without a row, because not all their rows are held: {', '.join(texts)}"
+    return numbers, [rows[number] for number in numbers], (note,) if texts else ()
 
 
 def reduction(name: str, argument: str) -> Reduction:
