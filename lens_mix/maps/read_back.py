@@ -82,14 +82,13 @@ def _fields(
     names = list(keys.values())
     alike = all(keys.get(place) == token for place, token in queries.items())
     keys_are_tokens = bool(attrs.get("keys_are_tokens", alike))
-    if "tokens" not in fields:
-        fields["tokens"] = names if keys_are_tokens else list(queries.values())
     below = np.arange(len(names)) > np.asarray(places["query"])[:, None]
     # One mask for all heads; a row of zeros is no hidden one.
     hidden = hidden[:, 0] if hidden.ndim == 4 else hidden
     triangle = bool((hidden == below).all())
     causal = keys_are_tokens and (bool(attrs["causal"]) if "causal" in attrs else triangle and len(names) > 1)
     return {
+        "tokens": names if keys_are_tokens else list(queries.values()),
         **fields,
         "scores": np.where(np.isnan(scores), 0, scores),
         "layers": places["layer"],

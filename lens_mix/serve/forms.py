@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Collection, Mapping
 from html import escape
+
+from lens_mix.view.page import digest
 
 _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.4 system-ui, sans-serif; }
@@ -19,11 +19,10 @@ fieldset { display: flex; flex-wrap: wrap; gap: 2px 14px; border: 1px solid #888
 iframe { flex: 1; min-height: 480px; border: 0; margin-top: 8px; }
 .message { max-width: 60em; overflow-wrap: anywhere; white-space: pre-wrap; }
 """
-_STYLE_DIGEST = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 
 # Of the form and of messages: no script at all, no address but this server's own.
 POLICY = (
-    f"default-src 'none'; style-src 'sha256-{_STYLE_DIGEST}'; frame-src 'self'; form-action 'self'; "
+    f"default-src 'none'; style-src '{digest(_STYLE)}'; frame-src 'self'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'self'"
 )
 # Of the page: what an element in the file can't say; its own policy, a stricter one, stands in the file.
@@ -33,11 +32,7 @@ PAGE_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'self'; fo
 def form(model: str, refusals: Mapping[str, str], picked: Collection[str], limits: str) -> str:
     """The form; what it asks for opens in the frame below it.
 
-    Args:
-        model: its name.
-        refusals: of each method, why it can't run on this model; "" if it can.
-        picked: the methods that are picked to begin with.
-        limits: in words.
+    `refusals` say of each method why it can't run on this model, or ""; some are picked to begin with.
     """
     boxes = [_checkbox(name, refusal, name in picked) for name, refusal in refusals.items()]
     return _document(
