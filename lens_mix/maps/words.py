@@ -40,9 +40,8 @@ def word_groups(tokens: Sequence[str]) -> list[list[int]]:
     (tokenizers of the SentencePiece kind lose their marks when tokens are decoded one by one).
     """
     marked = any(token.startswith(_SPACE_MARKS) for token in tokens)
-    wordpiece = not marked and (
-        any(token.startswith("##") and len(token) > 2 for token in tokens)
-        or any(token in _WORDPIECE_SPECIALS for token in tokens)
+    wordpiece = not marked and any(
+        token in _WORDPIECE_SPECIALS or (token.startswith("##") and len(token) > 2) for token in tokens
     )
     groups: list[list[int]] = []
     for position, token in enumerate(tokens):

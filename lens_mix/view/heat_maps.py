@@ -26,13 +26,7 @@ class Grid:
     top, gap, heading, bar = 0.42, 0.12, 0.24, 0.85
 
     def __init__(
-        self,
-        names: list[str],
-        columns: int,
-        rows: list[str],
-        keys: list[str],
-        title: str,
-        subtitle: str,
+        self, names: list[str], columns: int, rows: list[str], keys: list[str], title: str, subtitle: str
     ) -> None:
         longest = need_canvas().longest
         self.names, self.row_labels, self.key_labels = names, rows, keys
