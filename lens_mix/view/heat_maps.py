@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,7 @@ def draw_grid(
     """
     canvas = need_canvas()
     picture = canvas.Picture(grid.width, grid.height)
-    norm = _norm([scores.masked_fill(~visible, 0) for scores, visible in panels], logarithmic)
+    norm = _norm((scores.masked_fill(~visible, 0) for scores, visible in panels), logarithmic)
     for place, (scores, visible) in enumerate(panels):
         axes = picture.add_box(*grid.corner(place), grid.panel_width, grid.panel_height)
         image = _draw_panel(axes, scores, visible, norm)
@@ -115,11 +115,12 @@ def _draw_panel(
     return image
 
 
-def _norm(scores: Sequence[Tensor], logarithmic: bool) -> Any:
+def _norm(scores: Iterable[Tensor], logarithmic: bool) -> Any:
     """From 0 to the largest score of all, or as far below 0 as above where there are scores below."""
     from matplotlib import colors
 
-    low, high = min(each.min().item() for each in scores), max(each.max().item() for each in scores)
+    lows, highs = zip(*((each.min().item(), each.max().item()) for each in scores), strict=True)
+    low, high = min(lows), max(highs)
     bound = max(high, -low) or 1.0
     if not logarithmic:
         return colors.Normalize(-bound if low < 0 else 0.0, bound)
