@@ -102,9 +102,8 @@ def information_flow_graph(
     if query is None:
         query = (mixing_map.drop_bos() if drop_bos else mixing_map).meant_query
     target = (max(level for level, _ in graph.nodes), query_position(tokens, query))
-    source = None if key is None else (0, query_position(tokens, key, "key"))
-    if source is not None:
-        _flow_amounts(graph, source, target)
+    if key is not None:
+        _flow_amounts(graph, (0, query_position(tokens, key, "key")), target)
     else:
         shares = _passed_down(graph, target) if by == "rollout" else dict.fromkeys(graph, 1.0)
         for _, end, values in graph.edges(data=True):

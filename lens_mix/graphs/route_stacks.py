@@ -14,6 +14,8 @@ from torch import Tensor
 from lens_mix.methods.part_shares import PartShares
 
 Node = tuple[int, int]
+# What heads sent, and what was there before.
+Received = tuple[Float[Tensor, "layer head query _key"], Float[Tensor, "layer query"]]
 
 # Of the levels from 1 on, three per layer, in TransformerLens's names.
 _KINDS = ("resid_mid", "mlp_out", "resid_post")
@@ -25,22 +27,21 @@ class RouteStack:
     """The layers of one stack, from a level and a position on.
 
     Attributes:
-        attention: importance of what heads sent, the residual not in it.
+        attention: importance of what heads sent, the residual not in it, and of the residual.
         shares: importance of the other parts; of a decoder `resid_mid` is after cross-attention.
         by_head: whether heads are to be told apart.
         first_level, first_position: of its input, in the graph.
-        cross, cross_own: of a decoder, importance of the source positions and of what was there before.
+        cross: of a decoder, importance of what heads sent of the source, and of what was there before.
     """
 
     tokens: list[str]
     labels: list[int]
-    attention: Float[Tensor, "layer head query key"]
+    attention: Received
     shares: PartShares
-    by_head: bool = False
+    by_head: bool
     first_level: int = 0
     first_position: int = 0
-    cross: Float[Tensor, "layer head query source"] | None = None
-    cross_own: Float[Tensor, "layer query"] | None = None
+    cross: Received | None = None
 
     @property
     def node_kinds(self) -> tuple[str, ...]:
@@ -69,12 +70,9 @@ class RouteStack:
         (level, position), (layer, kind, place) = node, self.place(node)
         shares, entering = self.shares, self.first_level + len(self.node_kinds) * layer
         if kind == "resid_mid":
-            heads, first = self.attention[layer, :, place], (entering, self.first_position)
-            share = float(shares.resid_pre[layer, place])
-            yield from self._received(heads, first, (entering, position), share, threshold)
-        elif kind == "resid_mid_cross" and self.cross is not None and self.cross_own is not None:
-            heads, share = self.cross[layer, :, place], float(self.cross_own[layer, place])
-            yield from self._received(heads, (self.first_level, 0), (level - 1, position), share, threshold)
+            yield from self._received(self.attention, (entering, self.first_position), node, threshold)
+        elif kind == "resid_mid_cross" and self.cross is not None:
+            yield from self._received(self.cross, (self.first_level, 0), node, threshold)
         elif kind == "mlp_out":
             yield (entering if shares.parallel[layer] else level - 1, position), {"weight": 1.0}
         elif kind == "resid_post":
@@ -84,9 +82,12 @@ class RouteStack:
                     yield (source, position), {"weight": float(weight)}
 
     def _received(
-        self, heads: Float[Tensor, "head key"], first: Node, own_node: Node, share: float, threshold: float
+        self, received: Received, first: Node, node: Node, threshold: float
     ) -> Iterator[tuple[Node, dict[str, Any]]]:
         """The edges of an attention branch: from its keys, `first` the first of them, and the residual's."""
+        layer, _, place = self.place(node)
+        heads, share = received[0][layer, :, place], float(received[1][layer, place])
+        own_node = (node[0] - 1, node[1])
         weights = torch.where(heads > threshold, heads, 0.0)
         keys = {(first[0], first[1] + key): of_key for key, of_key in enumerate(weights.T)}
         for source in dict.fromkeys([*keys, own_node]):

@@ -8,7 +8,7 @@ above the other, the decoder's with a fourth level, after cross-attention; sourc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import networkx as nx
 import torch
@@ -91,52 +91,41 @@ def information_flow_routes(
 
 def _one_stack(mixing_map: MixingMap, words: Words) -> RouteStack:
     layers_to_mix(mixing_map, "information_flow_routes", 0.0, None, None, drop_bos=False)
-    merged, shares = mixing_map, part_shares(mixing_map)
+    shares = part_shares(mixing_map)
     if words is not None:
-        merged, shares = _merged(mixing_map, shares, words)
-    return RouteStack(
-        merged.tokens, merged.layer_labels, _attention(merged, shares.resid_pre), shares, merged.has_heads
-    )
+        groups = None if words == "words" else words
+        positions, _ = resolve_groups(mixing_map.tokens, groups, "words")
+        resid_pre, resid_mid, mlp_out = (merge_axis(each, positions, -1, torch.mean) for each in shares[:3])
+        shares = PartShares(resid_pre, resid_mid, mlp_out, shares.parallel)
+        mixing_map = mixing_map.merge_words(groups)
+    return _stack(mixing_map, shares.resid_pre, shares)
 
 
 def _joint_stacks(maps: Mapping[str, MixingMap]) -> list[RouteStack]:
     """The encoder, and above it the decoder, whose cross-attention reads what the encoder ends in."""
     parts = fitting_parts(maps)
     encoder, decoder, cross = _one_stack(parts["encoder"], None), parts["decoder"], parts["cross"]
-    residual_shares = own_share(decoder)
-    upper = RouteStack(
-        decoder.tokens,
-        decoder.layer_labels,
-        _attention(decoder, residual_shares),
-        part_shares(cross)._replace(resid_pre=residual_shares),
-        decoder.has_heads,
+    upper = _stack(
+        decoder,
+        own_share(decoder),
+        part_shares(cross),
         first_level=encoder.last_level,
         first_position=len(encoder.tokens),
-        cross=_heads(cross)[..., : len(encoder.tokens)],
-        cross_own=own_share(cross),
+        cross=(_heads(cross)[..., : len(encoder.tokens)], own_share(cross)),
     )
     return [encoder, upper]
+
+
+def _stack(
+    mixing_map: MixingMap, residual: Float[Tensor, "layer query"], shares: PartShares, **above: Any
+) -> RouteStack:
+    heads = _heads(mixing_map)
+    # The residual has an edge of its own: each head's diagonal holds an equal part of it.
+    heads = heads - torch.diag_embed(residual / heads.shape[1])[:, None]
+    tokens, labels = mixing_map.tokens, mixing_map.layer_labels
+    return RouteStack(tokens, labels, (heads, residual), shares, mixing_map.has_heads, **above)
 
 
 def _heads(mixing_map: MixingMap) -> Float[Tensor, "layer head query key"]:
     scores = mixing_map.scores.double().cpu()
     return scores if mixing_map.has_heads else scores[:, None]
-
-
-def _attention(
-    mixing_map: MixingMap, residual_shares: Float[Tensor, "layer query"]
-) -> Float[Tensor, "layer head query key"]:
-    """Without the residual, which has an edge of its own: each head's diagonal holds an equal part of it."""
-    heads = _heads(mixing_map)
-    return heads - torch.diag_embed(residual_shares / heads.shape[1])[:, None]
-
-
-def _merged(mixing_map: MixingMap, shares: PartShares, words: Words) -> tuple[MixingMap, PartShares]:
-    groups = None if words == "words" else words
-    positions, _ = resolve_groups(mixing_map.tokens, groups, "words")
-
-    def mean(values: Float[Tensor, "layer query"]) -> Float[Tensor, "layer word"]:
-        return merge_axis(values, positions, -1, torch.mean)
-
-    resid_pre, resid_mid, mlp_out = map(mean, shares[:3])
-    return mixing_map.merge_words(groups), PartShares(resid_pre, resid_mid, mlp_out, shares.parallel)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from lens_mix.arguments import instance, number, real_tensor, several, whole_number
 from lens_mix.maps.positions import as_positions
+
+if TYPE_CHECKING:
+    from lens_mix.maps import MixingMap
 
 _DEEPEST = 100  # deeper ones end in Python's own errors, when they are made plain or written as JSON
 
@@ -37,8 +40,9 @@ def as_scores(scores: object) -> Float[Tensor, "layer *head query key"]:
     return tensor
 
 
-def refuse_non_finite(scores: Tensor, layers: Sequence[int], queries: Sequence[int]) -> None:
+def refuse_non_finite(mixing_map: MixingMap) -> None:
     """Raise a ValueError that names the first NaN or infinity, if any."""
+    scores = mixing_map.scores
     # A sum is finite only if every number in it is; it needs no tensor as large as the scores.
     if math.isfinite(scores.sum().item()):
         return
@@ -47,14 +51,15 @@ def refuse_non_finite(scores: Tensor, layers: Sequence[int], queries: Sequence[i
         where = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"scores: expected finite numbers, got {scores[tuple(where)].item()} at "
-            f"{_entry(where, layers, queries)} ({int(wrong.sum())} such entries)"
+            f"{_entry(mixing_map, where)} ({int(wrong.sum())} such entries)"
         )
 
 
-def _entry(where: Sequence[int], layers: Sequence[int], queries: Sequence[int]) -> str:
-    layer, *head, query, key = where
+def _entry(mixing_map: MixingMap, where: Sequence[int]) -> str:
+    layer, *head, row, key = where
     heads = f" head {head[0]}," if head else ""
-    return f"layer {layers[layer]},{heads} query {queries[query]}, key {key}"
+    query = mixing_map.query_positions[row]
+    return f"layer {mixing_map.layer_labels[layer]},{heads} query {query}, key {key}"
 
 
 def as_tokens(tokens: object, count: int | None, argument: str, axis: str) -> list[str]:
@@ -138,11 +143,10 @@ def as_residual(residual: object) -> float:
 
 def as_record(name: str, value: object) -> dict[str, Any]:
     """A mapping, made plain by `_as_plain`; anything else is a TypeError."""
-    plain: dict[str, Any] = _as_plain(instance(name, value, Mapping, "a dict"), name)
-    return plain
+    return _as_plain(instance(name, value, Mapping, "a dict"), name)
 
 
-def _as_plain(value: Any, name: str = "value", depth: int = 0) -> Any:
+def _as_plain(value: Any, name: str, depth: int = 0) -> Any:
     """Tuples as lists and numpy or torch scalars as Python numbers, throughout, so that JSON keeps all."""
     if depth > _DEEPEST:
         raise ValueError(f"{name}: expected at most {_DEEPEST} levels of lists and dicts, got more")
@@ -157,55 +161,45 @@ def _as_plain(value: Any, name: str = "value", depth: int = 0) -> Any:
     return value
 
 
-def visible_keys(
-    mask: Tensor | None, causal: bool, scores: Tensor, queries: Sequence[int]
-) -> Bool[Tensor, "layer query key"]:
-    """Which keys each query could see; `queries` are the positions of the rows."""
-    rows, keys = scores.shape[-2:]
-    if mask is None and causal:
-        mask = ~_later_keys(keys, queries, scores.device)
-    elif mask is None:
-        mask = torch.ones(rows, keys, dtype=torch.bool, device=scores.device)
-    return mask.expand(scores.shape[0], rows, keys)
+def later_keys(mixing_map: MixingMap) -> Bool[Tensor, "query key"]:
+    """Which keys stand after the position of each row."""
+    device = mixing_map.scores.device
+    rows = torch.tensor(mixing_map.query_positions, device=device)
+    return torch.arange(mixing_map.scores.shape[-1], device=device) > rows[:, None]
 
 
-def _later_keys(count: int, queries: Sequence[int], device: torch.device) -> Bool[Tensor, "query key"]:
-    """Which of `count` keys stand after the position of each row."""
-    rows = torch.tensor(list(queries), device=device)
-    return torch.arange(count, device=device) > rows[:, None]
-
-
-def refuse_hidden_weight(
-    scores: Tensor, mask: Tensor | None, causal: bool, layers: Sequence[int], queries: Sequence[int]
-) -> None:
+def refuse_hidden_weight(mixing_map: MixingMap) -> None:
     """Raise a ValueError that names the first weight on a key that its query could not see, if any."""
-    visible = visible_keys(mask, causal, scores, queries)
+    if mixing_map.mask is None and not mixing_map.causal:
+        return
     # One layer at a time and without a comparison of numbers: four times as fast.
-    for place, (matrices, keys) in enumerate(zip(scores, visible, strict=True)):
+    for place, (matrices, keys) in enumerate(zip(mixing_map.scores, mixing_map.visible(), strict=True)):
         weighted = matrices.bool()
         if torch.equal(weighted & keys, weighted):
             continue
         wrong = weighted & ~keys
         where = [place, *wrong.nonzero()[0].tolist()]
-        above = causal and where[-1] > queries[where[-2]]
+        above = mixing_map.causal and where[-1] > mixing_map.query_positions[where[-2]]
         reason = "a causal map has no weight above the diagonal" if above else "mask hides this key"
         raise ValueError(
-            f"scores: expected 0 at {_entry(where, layers, queries)}, because {reason}, "
-            f"got {scores[tuple(where)].item():.6g} ({int(wrong.sum())} such entries in the layer)"
+            f"scores: expected 0 at {_entry(mixing_map, where)}, because {reason}, "
+            f"got {mixing_map.scores[tuple(where)].item():.6g} ({int(wrong.sum())} such entries in the layer)"
         )
 
 
-def refuse_causal_contradictions(mask: Tensor | None, key_tokens: object, queries: Sequence[int]) -> None:
+def refuse_causal_contradictions(mixing_map: MixingMap) -> None:
     """Raise a ValueError for `causal=True` where the keys are not the tokens, or the mask says otherwise."""
-    if key_tokens is not None:
+    if not mixing_map.causal:
+        return
+    if mixing_map.key_tokens is not None:
         raise ValueError(
             "causal: expected False where key_tokens are given (their order says nothing about the "
             "queries'); say with mask= which keys each query could see"
         )
-    wrong = None if mask is None else mask & _later_keys(mask.shape[-1], queries, mask.device)
+    wrong = None if mixing_map.mask is None else mixing_map.mask & later_keys(mixing_map)
     if wrong is not None and bool(wrong.any()):
-        *_, query, key = wrong.nonzero()[0].tolist()
+        *_, row, key = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"mask: expected no visible key above the diagonal with causal=True, got one at query "
-            f"{queries[query]}, key {key}"
+            f"{mixing_map.query_positions[row]}, key {key}"
         )

@@ -9,7 +9,7 @@ from lens_mix.maps.arithmetic import at_least_float32
 if TYPE_CHECKING:
     from lens_mix.maps import MixingMap
 
-_ALIKE = ("tokens", "key_labels", "layers", "kind")
+_ALIKE = ("tokens", "key_labels", "layers", "kind", "query_positions")
 
 
 def difference(mixing_map: MixingMap, other: MixingMap) -> MixingMap:
@@ -23,8 +23,7 @@ def difference(mixing_map: MixingMap, other: MixingMap) -> MixingMap:
     """
     if not isinstance(other, type(mixing_map)):
         return NotImplemented
-    axes = (*_ALIKE, "query_positions")
-    unlike = [name for name in axes if getattr(mixing_map, name) != getattr(other, name)]
+    unlike = [name for name in _ALIKE if getattr(mixing_map, name) != getattr(other, name)]
     unlike += ["heads"] * (mixing_map.scores.shape[1:-2] != other.scores.shape[1:-2])
     if unlike:
         raise ValueError(

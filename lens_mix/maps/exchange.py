@@ -42,11 +42,9 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     record = {name: getattr(mixing_map, name) for name in (*_FIELDS, *_OPTIONAL)}
     for name in ("parameters", "provenance"):
         _refuse_beyond_json(record[name], name)
-    tensors = {"scores": mixing_map.scores.contiguous()}  # safetensors refuses views
-    if mixing_map.mask is not None:
-        tensors["mask"] = mixing_map.mask.contiguous()
-    if mixing_map.residual_shares is not None:
-        tensors["residual_shares"] = mixing_map.residual_shares.contiguous()
+    tensors = {name: getattr(mixing_map, name) for name in ("scores", "mask", "residual_shares")}
+    # safetensors refuses views
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     text = json.dumps(record)
     if len(text) > _LONGEST_RECORD:
         raise ValueError(
@@ -71,8 +69,8 @@ def _refuse_beyond_json(value: Any, name: str) -> None:
         )
 
 
-def load_map(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> dict[str, Any]:
-    """The fields of a map written by `save`; errors as `MixingMap.load`."""
+def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch.device = "cpu") -> MixingMap:
+    """Read a map written by `save`; a ValueError for a file that holds none, a FileNotFoundError."""
     from safetensors import SafetensorError, safe_open
 
     place, expected = file_path("path", path), f"path: expected a map that MixingMap.save wrote ({_FORMAT!r})"
@@ -99,7 +97,7 @@ def load_map(path: str | os.PathLike[str], device: str | torch.device = "cpu") -
     missing = [name for name in (*_FIELDS, "scores") if name not in fields]
     if missing:
         raise ValueError(f"{expected}, got {place}, which lacks {missing}")
-    return fields
+    return cls(**fields)
 
 
 def to_numpy(tensor: Tensor) -> Any:
@@ -206,11 +204,11 @@ def _edges(matrix: Float[Tensor, "query key"], threshold: float) -> list[tuple[i
     return list(zip(rows.tolist(), keys.tolist(), matrix[rows, keys].tolist(), strict=True))
 
 
-def full_name(mixing_map: MixingMap) -> str:
+def full_name(mixing_map: MixingMap, between: str = " ") -> str:
     """The method, and the aggregation if there was one."""
     aggregation = mixing_map.provenance.get("aggregation")
     name = aggregation.get("name", "") if isinstance(aggregation, dict) else ""
-    return f"{mixing_map.method} {name}".strip()
+    return between.join(part for part in (mixing_map.method, name) if part)
 
 
 def describe(mixing_map: MixingMap) -> str:

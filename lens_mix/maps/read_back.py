@@ -12,30 +12,40 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
+    from lens_mix.maps import MixingMap
+
 _COLUMNS = ("layer", "query", "key", "query_token", "key_token", "score")
 # As JSON in `attrs`; "tokens" too, since a map that holds some rows names no others.
 _WRITTEN = ("parameters", "provenance", "notes", "residual", "tokens", "default_query")
 
 
-def fields_of_table(table: pandas.DataFrame) -> dict[str, Any]:
-    """The fields that a table tells; errors as `MixingMap.from_dataframe`."""
+def from_dataframe(cls: type[MixingMap], table: pandas.DataFrame, **fields: Any) -> MixingMap:
+    """The map that a table of `to_dataframe` holds, in any order of its rows, read from a CSV too.
+
+    The table knows tokens, layers, heads, rows and hidden keys (no score, NaN); what it knows besides is in
+    its `attrs`, which a file of text loses: `fields` are the others of a `MixingMap` (`method="attention"`),
+    and go before the table's.
+
+    Raises:
+        TypeError, ValueError: no such table; an entry missing or there twice; fields that do not fit.
+    """
     check_columns("table", table, _COLUMNS)
     axes = ["layer", *(["head"] if "head" in table.columns else []), "query", "key"]
     numbers = table.set_index(axes)["score"].sort_index()
-    labels = [sorted(set(table[axis].tolist())) for axis in axes]
-    expected = math.prod(map(len, labels))
+    places = {axis: sorted(set(table[axis].tolist())) for axis in axes}
+    shape = [len(labels) for labels in places.values()]
+    expected = math.prod(shape)
     if numbers.index.has_duplicates or len(numbers) != expected:
         raise ValueError(
             f"table: expected every {' x '.join(axes)} once, {expected} rows, got {len(numbers)}"
             f"{', some of them twice' if numbers.index.has_duplicates else ''}"
         )
-    places = dict(zip(axes, labels, strict=True))
     queries = _tokens(table, "query", places["query"])
     keys = _tokens(table, "key", places["key"])
     if places["key"] != list(range(len(keys))):
         raise ValueError(f"table: expected keys 0 to {len(keys) - 1}, got {shown(places['key'])}")
-    scores = numbers.to_numpy().reshape([len(each) for each in labels])
-    return _fields(scores, places, queries, keys, table.attrs)
+    scores = numbers.to_numpy().reshape(shape)
+    return cls(**{**_fields(scores, places, queries, keys, table.attrs), **fields})
 
 
 def _tokens(table: pandas.DataFrame, axis: str, positions: list[int]) -> dict[int, str]:
@@ -44,8 +54,8 @@ def _tokens(table: pandas.DataFrame, axis: str, positions: list[int]) -> dict[in
     return {position: str(first[position]) for position in positions}
 
 
-def fields_of_array(array: xarray.DataArray) -> dict[str, Any]:
-    """The fields that a labelled array tells; errors as `MixingMap.from_xarray`."""
+def from_xarray(cls: type[MixingMap], array: xarray.DataArray, **fields: Any) -> MixingMap:
+    """The map that an array of `to_xarray` holds; `fields` and errors as in `from_dataframe`."""
     import xarray
 
     known = isinstance(array, xarray.DataArray) and {"query_token", "key_token"} <= set(array.coords)
@@ -57,7 +67,7 @@ def fields_of_array(array: xarray.DataArray) -> dict[str, Any]:
     places = {axis: [int(place) for place in array[axis].values] for axis in axes}
     tokens = {axis: [str(token) for token in array[f"{axis}_token"].values] for axis in ("query", "key")}
     queries, keys = (dict(zip(places[axis], tokens[axis], strict=True)) for axis in ("query", "key"))
-    return _fields(array.values, places, queries, keys, array.attrs)
+    return cls(**{**_fields(array.values, places, queries, keys, array.attrs), **fields})
 
 
 def _fields(
@@ -72,14 +82,13 @@ def _fields(
     names = list(keys.values())
     alike = all(keys.get(place) == token for place, token in queries.items())
     keys_are_tokens = bool(attrs.get("keys_are_tokens", alike))
-    if "tokens" not in fields:
-        fields["tokens"] = names if keys_are_tokens else list(queries.values())
     below = np.arange(len(names)) > np.asarray(places["query"])[:, None]
     # One mask for all heads; a row of zeros is no hidden one.
     hidden = hidden[:, 0] if hidden.ndim == 4 else hidden
     triangle = bool((hidden == below).all())
     causal = keys_are_tokens and (bool(attrs["causal"]) if "causal" in attrs else triangle and len(names) > 1)
     return {
+        "tokens": names if keys_are_tokens else list(queries.values()),
         **fields,
         "scores": np.where(np.isnan(scores), 0, scores),
         "layers": places["layer"],

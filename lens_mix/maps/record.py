@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -27,8 +26,6 @@ from lens_mix.maps.positions import (
 if TYPE_CHECKING:
     import networkx
     import numpy
-    import pandas
-    import xarray
     from matplotlib.figure import Figure
 
 Groups = Sequence[str] | Sequence[Sequence[int]] | None
@@ -117,31 +114,33 @@ class MixingMap:
             )
         else:
             tokens = checks.as_tokens(self.tokens, rows, "tokens", "query")
-        positions = list(range(len(tokens))) if queries is None else queries
-        if self.default_query is not None:
-            default = as_position(self.default_query, len(tokens), "default_query")
-            object.__setattr__(self, "default_query", default)
+        default, residual = self.default_query, self.residual
         one_of("kind", self.kind, ("layer", "input"))
         instance("method", self.method, str, "a name")
         flags(causal=self.causal)
-        mask = checks.as_mask(self.mask, scores)
-        if self.causal:
-            checks.refuse_causal_contradictions(mask, key_tokens, positions)
-        layers = checks.as_layers(self.layers, scores.shape[0])
-        checks.refuse_non_finite(scores, layers, positions)
-        if self.causal or mask is not None:
-            checks.refuse_hidden_weight(scores, mask, self.causal, layers, positions)
-        values: dict[str, Any] = {"scores": scores, "tokens": tokens, "mask": mask, "layers": layers}
-        values |= {"key_tokens": key_tokens, "queries": queries, "causal": bool(self.causal)}
-        values |= {name: checks.as_record(name, getattr(self, name)) for name in ("parameters", "provenance")}
         # An aggregation has used them up: they speak of rows of layers.
         shares = None if self.kind == "input" else self.residual_shares
-        values["residual_shares"] = checks.as_shares(shares, scores)
-        values["residual"] = None if self.residual is None else checks.as_residual(self.residual)
         notes = [self.notes] if isinstance(self.notes, str) else self.notes
-        values["notes"] = tuple(several("notes", notes, "strings", kind=str))
+        values = {
+            "scores": scores,
+            "tokens": tokens,
+            "causal": bool(self.causal),
+            "mask": checks.as_mask(self.mask, scores),
+            "key_tokens": key_tokens,
+            "parameters": checks.as_record("parameters", self.parameters),
+            "residual": None if residual is None else checks.as_residual(residual),
+            "layers": checks.as_layers(self.layers, len(scores)),
+            "provenance": checks.as_record("provenance", self.provenance),
+            "notes": tuple(several("notes", notes, "strings", kind=str)),
+            "queries": queries,
+            "residual_shares": checks.as_shares(shares, scores),
+            "default_query": None if default is None else as_position(default, len(tokens), "default_query"),
+        }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        checks.refuse_causal_contradictions(self)
+        checks.refuse_non_finite(self)
+        checks.refuse_hidden_weight(self)
 
     # ------------------------------------------------------------------ what it holds
 
@@ -172,7 +171,10 @@ class MixingMap:
 
     def visible(self) -> Bool[Tensor, "layer query key"]:
         """Which keys each query could see."""
-        return checks.visible_keys(self.mask, self.causal, self.scores, self.query_positions)
+        mask = ~checks.later_keys(self) if self.causal and self.mask is None else self.mask
+        if mask is None:
+            mask = torch.ones(self.scores.shape[-2:], dtype=torch.bool, device=self.scores.device)
+        return mask.expand(len(self), *self.scores.shape[-2:])
 
     @property
     def meant_query(self) -> int:
@@ -391,9 +393,13 @@ class MixingMap:
             key_words, key_names = words.resolve_groups(self.key_tokens, given, "key_groups")
         elif key_groups is not None:
             raise ValueError("key_groups: expected None on a map whose keys are its tokens, got groups")
-        numbers, rows = words.rows_of_words(query_words, self.query_positions, queries)
-        causal = self.causal and words.in_order(query_words)
+        numbers, rows, left_out = words.rows_of_words(query_words, names, self.query_positions, queries)
+        in_order = all(max(left) < min(right) for left, right in itertools.pairwise(query_words))
+        causal = self.causal and in_order
         mask = self.visible()[0] if self.causal and not causal and self.mask is None else self.mask
+        if mask is not None:
+            # A word could see another if any of its pieces could see any of the other's.
+            mask = words.merge_axis(words.merge_axis(mask, key_words, -1, torch.any), rows, -2, torch.any)
         meant = [number for number, word in enumerate(query_words) if self.default_query in word]
         scores = words.merge_axis(arithmetic.at_least_float32(self.scores), key_words, -1, reduce_keys)
         return self.replace(
@@ -402,11 +408,11 @@ class MixingMap:
             queries=numbers,
             key_tokens=key_names,
             causal=causal,
-            mask=None if mask is None else words.merge_mask(mask, rows, key_words),
+            mask=mask,
             residual_shares=None,
             provenance={**self.provenance, "merged_words": {"keys": keys, "queries": queries}},
             default_query=meant[0] if meant else None,
-            notes=(*self.notes, *words.left_out_note(query_words, names, self.query_positions, numbers)),
+            notes=(*self.notes, *left_out),
         )
 
     # ------------------------------------------------------------------ reading it
@@ -445,27 +451,12 @@ class MixingMap:
 
     to_dataframe = exchange.to_dataframe
     to_xarray = exchange.to_xarray
+    from_dataframe = classmethod(read_back.from_dataframe)
+    from_xarray = classmethod(read_back.from_xarray)
     save = exchange.save
+    load = classmethod(exchange.load)
     __repr__ = exchange.describe
     _repr_html_ = exchange.describe_html
-
-    @classmethod
-    def from_dataframe(cls, table: pandas.DataFrame, **fields: Any) -> MixingMap:
-        """The map that a table of `to_dataframe` holds, in any order of its rows, read from a CSV too.
-
-        The table knows tokens, layers, heads, rows and hidden keys (no score, NaN); what it knows besides is
-        in its `attrs`, which a file of text loses: `fields` are the others of a `MixingMap`
-        (`method="attention"`), and go before the table's.
-
-        Raises:
-            TypeError, ValueError: no such table; an entry missing or there twice; fields that do not fit.
-        """
-        return cls(**{**read_back.fields_of_table(table), **fields})
-
-    @classmethod
-    def from_xarray(cls, array: xarray.DataArray, **fields: Any) -> MixingMap:
-        """The map that an array of `to_xarray` holds; `fields` and errors as in `from_dataframe`."""
-        return cls(**{**read_back.fields_of_array(array), **fields})
 
     def to_networkx(
         self, layer: int | None = None, head: int | None = None, threshold: float = 0.0
@@ -491,11 +482,6 @@ class MixingMap:
         self.require_every_row("the graph of all layers")
         self.require_no_gaps()
         return exchange.stack_graph(self, single.scores, threshold)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], device: str | torch.device = "cpu") -> MixingMap:
-        """Read a map written by `save`; a ValueError for a file that holds none, a FileNotFoundError."""
-        return cls(**exchange.load_map(path, device))
 
     @overload
     def show(self, kind: Literal["page"]) -> Any: ...

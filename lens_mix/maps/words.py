@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from lens_mix.arguments import one_of
@@ -42,9 +40,8 @@ def word_groups(tokens: Sequence[str]) -> list[list[int]]:
     (tokenizers of the SentencePiece kind lose their marks when tokens are decoded one by one).
     """
     marked = any(token.startswith(_SPACE_MARKS) for token in tokens)
-    wordpiece = not marked and (
-        any(token.startswith("##") and len(token) > 2 for token in tokens)
-        or any(token in _WORDPIECE_SPECIALS for token in tokens)
+    wordpiece = not marked and any(
+        token in _WORDPIECE_SPECIALS or (token.startswith("##") and len(token) > 2) for token in tokens
     )
     groups: list[list[int]] = []
     for position, token in enumerate(tokens):
@@ -84,6 +81,7 @@ def align_words(tokens: Sequence[str], words: Sequence[str]) -> tuple[list[list[
     for index, word in enumerate(words):
         target, text = _bare(word), ""
         while position < len(tokens) and is_special(tokens[position]) and pieces[position] != target:
+            placed.append(([position], tokens[position]))
             position += 1
         start = position
         while text != target or not text:
@@ -100,10 +98,8 @@ def align_words(tokens: Sequence[str], words: Sequence[str]) -> tuple[list[list[
             raise ValueError(
                 f"groups: expected words for all tokens, got none from position {rest} ({tokens[rest]!r}) on"
             )
-    in_words = {position for group, _ in placed for position in group}
-    alone = [([place], token) for place, token in enumerate(tokens) if place not in in_words]
-    ordered = sorted([*placed, *alone])
-    return [group for group, _ in ordered], [name for _, name in ordered]
+        placed.append(([rest], tokens[rest]))
+    return [group for group, _ in placed], [name for _, name in placed]
 
 
 def resolve_groups(
@@ -139,17 +135,13 @@ def _join(pieces: Sequence[str]) -> str:
     return "".join([pieces[0], *rest])
 
 
-def in_order(groups: Sequence[Sequence[int]]) -> bool:
-    """Whether every position of a word lies before every position of the next word."""
-    return all(max(left) < min(right) for left, right in itertools.pairwise(groups))
-
-
 def rows_of_words(
-    groups: Sequence[Sequence[int]], queries: Sequence[int], how: str
-) -> tuple[list[int], list[list[int]]]:
+    groups: Sequence[Sequence[int]], names: Sequence[str], queries: Sequence[int], how: str
+) -> tuple[list[int], list[list[int]], tuple[str, ...]]:
     """The words whose rows can be merged, and the places of their rows among `queries`, those that are held.
 
-    No such word is a ValueError.
+    With a note that names the words of which only other rows are held, if any. No word whose rows can be
+    merged is a ValueError.
     """
     place_of = {position: place for place, position in enumerate(queries)}
     needed = {"first": slice(0, 1), "last": slice(-1, None)}.get(how, slice(None))
@@ -159,17 +151,11 @@ def rows_of_words(
             f"queries: expected all rows of a word to be held, got the rows {shortened(queries)}; ask for "
             "its other rows with lm.run(..., queries=...), or merge with queries='last' if the last is held"
         )
-    return numbers, [[place_of[i] for i in groups[number] if i in place_of] for number in numbers]
-
-
-def left_out_note(
-    groups: Sequence[Sequence[int]], names: Sequence[str], queries: Sequence[int], numbers: Sequence[int]
-) -> tuple[str, ...]:
-    """A note that names the words of which only some rows are held; none where there is no such word."""
-    held = set(queries)
-    partly = [i for i in range(len(groups)) if i not in numbers and held & set(groups[i])]
+    rows = [[place_of[i] for i in word if i in place_of] for word in groups]
+    partly = [i for i, held in enumerate(rows) if held and i not in numbers]
     texts = [f"{names[i]!r} (rows {shortened(groups[i])})" for i in partly]
-    return (f"words without a row, because not all their rows are held: {', '.join(texts)}",) if texts else ()
+    note = f"words without a row, because not all their rows are held: {', '.join(texts)}"
+    return numbers, [rows[number] for number in numbers], (note,) if texts else ()
 
 
 def reduction(name: str, argument: str) -> Reduction:
@@ -182,10 +168,3 @@ def merge_axis(scores: Tensor, groups: Sequence[Sequence[int]], axis: int, reduc
     """Merge the positions of each group along one axis."""
     indices = [torch.tensor(list(group), device=scores.device) for group in groups]
     return torch.stack([reduce(scores.index_select(axis, index), axis) for index in indices], dim=axis)
-
-
-def merge_mask(
-    mask: Bool[Tensor, "*layer query key"], queries: Sequence[Sequence[int]], keys: Sequence[Sequence[int]]
-) -> Bool[Tensor, "*layer word word_seen"]:
-    """A word could see another if any of its pieces could see any of the other's."""
-    return merge_axis(merge_axis(mask, keys, -1, torch.any), queries, -2, torch.any)

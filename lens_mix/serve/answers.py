@@ -28,21 +28,8 @@ def refusal(status: int, words: str) -> Answer:
     return Answer(status, forms.message(words))
 
 
-class Refused(Exception):
-    """No page, for this reason.
-
-    Args:
-        status: of HTTP.
-        reason: in words, for the one who asked.
-    """
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-
-
 def page_of(model: TransformerLensModel, text: str, asked: Sequence[str], tokens: int) -> Answer:
-    """The page of a sentence under the methods that are named.
+    """The page of a sentence under the methods that are named, or why there is none.
 
     Args:
         model: any TransformerLens model.
@@ -50,23 +37,23 @@ def page_of(model: TransformerLensModel, text: str, asked: Sequence[str], tokens
         asked: names of methods, or `INPUT_MAP`.
         tokens: so many the sentence may have.
 
-    Raises:
-        Refused: nothing was asked; too many tokens; what `lm.run` refuses.
+    Returns:
+        A refusal (400, or 413) where nothing was asked, of too many tokens, and of what `lm.run` refuses.
     """
     if not text.strip():
-        raise Refused(400, "There is no sentence: type one.")
+        return refusal(400, "There is no sentence: type one.")
     if not asked:
-        raise Refused(400, "No method is picked: pick one or several.")
+        return refusal(400, "No method is picked: pick one or several.")
     methods = [name for name in asked if name != INPUT_MAP]
     try:
         if methods:
             runner.read_methods(methods)
         count = len(Session(model, {}).read(text).tokens)
         if count > tokens:
-            raise Refused(413, f"The sentence has {count} tokens, and this server takes {tokens} at most.")
+            return refusal(413, f"The sentence has {count} tokens, and this server takes {tokens} at most.")
         maps = runner.run(model, text, methods) if methods else {}
         if INPUT_MAP in asked:
             maps[INPUT_MAP] = input_map(model, text)
     except (ValueError, UnsupportedModelError) as problem:
-        raise Refused(400, str(problem)) from problem
+        return refusal(400, str(problem))
     return Answer(200, page(maps).html, forms.PAGE_POLICY)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from html import escape
-from typing import NamedTuple
+
+from lens_mix.view.page import digest
 
 _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.4 system-ui, sans-serif; }
@@ -20,39 +19,28 @@ fieldset { display: flex; flex-wrap: wrap; gap: 2px 14px; border: 1px solid #888
 iframe { flex: 1; min-height: 480px; border: 0; margin-top: 8px; }
 .message { max-width: 60em; overflow-wrap: anywhere; white-space: pre-wrap; }
 """
-_STYLE_DIGEST = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 
 # Of the form and of messages: no script at all, no address but this server's own.
 POLICY = (
-    f"default-src 'none'; style-src 'sha256-{_STYLE_DIGEST}'; frame-src 'self'; form-action 'self'; "
+    f"default-src 'none'; style-src '{digest(_STYLE)}'; frame-src 'self'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'self'"
 )
 # Of the page: what an element in the file can't say; its own policy, a stricter one, stands in the file.
 PAGE_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'self'; form-action 'none'"
 
 
-class Choice(NamedTuple):
-    """A method that the form offers.
+def form(model: str, refusals: Mapping[str, str], picked: Collection[str], limits: str) -> str:
+    """The form; what it asks for opens in the frame below it.
 
-    Attributes:
-        name: its name.
-        refusal: why it can't run on this model; "" if it can.
-        picked: whether it is picked to begin with.
+    `refusals` say of each method why it can't run on this model, or ""; some are picked to begin with.
     """
-
-    name: str
-    refusal: str
-    picked: bool
-
-
-def form(model: str, choices: Iterable[Choice], limits: str) -> str:
-    """The form; what it asks for opens in the frame below it."""
+    boxes = [_checkbox(name, refusal, name in picked) for name, refusal in refusals.items()]
     return _document(
         f"lens_mix: {model}",
         f"<h1>{escape(model)}</h1>"
         '<form method="post" action="/map" target="page">'
         '<label>Sentence <textarea name="text" rows="2" required autofocus></textarea></label>'
-        f"<fieldset><legend>Methods</legend>{''.join(map(_checkbox, choices))}</fieldset>"
+        f"<fieldset><legend>Methods</legend>{''.join(boxes)}</fieldset>"
         f"<div><button>Map it</button> <small>{escape(limits)}</small></div></form>"
         '<iframe name="page" title="The page" sandbox="allow-scripts allow-downloads" '
         'allow="fullscreen"></iframe>',
@@ -64,10 +52,10 @@ def message(words: str) -> str:
     return _document("lens_mix", f'<p class="message" role="alert">{escape(words)}</p>')
 
 
-def _checkbox(choice: Choice) -> str:
-    state = " disabled" if choice.refusal else " checked" if choice.picked else ""
-    look = f' class="refused" title="{escape(choice.refusal)}"' if choice.refusal else ""
-    name = escape(choice.name)
+def _checkbox(name: str, refusal: str, picked: bool) -> str:
+    state = " disabled" if refusal else " checked" if picked else ""
+    look = f' class="refused" title="{escape(refusal)}"' if refusal else ""
+    name = escape(name)
     return f'<label{look}><input type="checkbox" name="method" value="{name}"{state}> {name}</label>'
 
 

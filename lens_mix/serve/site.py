@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 from lens_mix import runner
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.serve import forms
-from lens_mix.serve.answers import INPUT_MAP, Answer, Refused, page_of, refusal
+from lens_mix.serve.answers import INPUT_MAP, Answer, page_of, refusal
 from lens_mix.serve.desk import Desk, OutOfTime
 
 # Names of this machine; a name that a foreign page has led here (DNS rebinding) is another.
@@ -76,9 +76,8 @@ class Site(ThreadingHTTPServer):
     ) -> None:
         """Answer until Ctrl-C, a KeyboardInterrupt, or until `until` says so. In the main thread only."""
         table = runner.support(model)
-        choices = [forms.Choice(name, reason, name in _PICKED) for name, _, reason in table]
-        choices.append(forms.Choice(INPUT_MAP, "", True))
-        self.model, self.form = model, forms.form(table.model, choices, str(self.limits))
+        refusals = {name: reason for name, _, reason in table} | {INPUT_MAP: ""}
+        self.model, self.form = model, forms.form(table.model, refusals, _PICKED, str(self.limits))
         # The main thread is kept for the work: there alone it can be interrupted (`Desk`).
         threading.Thread(target=self.serve_forever, args=[_POLL_SECONDS], daemon=True).start()
         try:
@@ -99,8 +98,6 @@ class Site(ThreadingHTTPServer):
             return refusal(503, f"Sentences that wait already: {waiting}, and no more may. Try again soon.")
         try:
             return future.result(patience)
-        except Refused as problem:
-            return refusal(problem.status, str(problem))
         except OutOfTime:
             advice = "Pick fewer methods, type less, or start the server with more --seconds."
             return refusal(504, f"Stopped after {seconds:g} seconds, which is what a page may take. {advice}")
@@ -129,17 +126,12 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10
 
     def do_GET(self) -> None:
-        if self._is_ours():
-            if urlsplit(self.path).path == "/":
-                self._send(Answer(200, self.server.form))
-            else:
-                self.send_error(404, "There is nothing at this address; the form is at /.")
+        if self._is_ours("/"):
+            self._send(Answer(200, self.server.form))
 
     def do_POST(self) -> None:
-        if not self._is_ours():
+        if not self._is_ours("/map"):
             return
-        if urlsplit(self.path).path != "/map":
-            return self.send_error(404, "There is nothing at this address; the form is at /.")
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()):
             return self.send_error(411, "The request does not say how long it is.")
@@ -153,8 +145,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send_error(400, f"The request has more than {_MOST_FIELDS} fields.")
         self._send(self.server.answer(fields.get("text", [""])[0], fields.get("method", [])))
 
-    def _is_ours(self) -> bool:
-        """Whether the request speaks to this machine by its name, and comes from no foreign page."""
+    def _is_ours(self, path: str) -> bool:
+        """Whether a request is for this path, speaks to this machine by name, and is from no foreign page."""
         hosts = self.headers.get_all("Host", [])
         host = hosts[0] if len(hosts) == 1 else ""
         if host.rpartition(":")[0] not in _NAMES and host not in _NAMES:
@@ -163,6 +155,9 @@ class _Handler(BaseHTTPRequestHandler):
         # The port may be another one, of a tunnel.
         if self.headers.get("Origin", f"http://{host}") != f"http://{host}":
             self.send_error(403, "This server answers its own form only, and no other page.")
+            return False
+        if urlsplit(self.path).path != path:
+            self.send_error(404, "There is nothing at this address; the form is at /.")
             return False
         return True
 

@@ -24,7 +24,7 @@ class BarFrame:
 
     row, gap = 0.78, 0.2
 
-    def __init__(self, names: list[str], labels: list[str], title: str | None, subtitle: str = "") -> None:
+    def __init__(self, names: list[str], labels: list[str], title: str | None, subtitle: str) -> None:
         longest = need_canvas().longest
         self.inner = min(max(0.3 * len(labels), 5.0), 14.0)
         self.turned = bool(longest(labels, FONT) > self.inner / len(labels))

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from matplotlib import font_manager
+from matplotlib import colormaps, font_manager
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -60,17 +60,14 @@ class Picture(Figure):
         whole_width, whole_height = self.get_size_inches()
         return self.text(left / whole_width, bottom / whole_height, text, parse_math=False, **options)
 
-    def write_title(self, title: str | None, size: float = TITLE_FONT) -> None:
-        """The title in the upper left corner, if there is one."""
+    def write_title(self, title: str | None, subtitle: str = "", size: float = TITLE_FONT) -> None:
+        """The title in the upper left corner, and a quiet line below it, if there are any."""
+        top = self.get_size_inches()[1] - 0.12
         if title:
-            top = self.get_size_inches()[1] - 0.12
             self.write(0.12, top, title, size=size, color=INK, va="top", weight="bold")
-
-    def write_subtitle(self, subtitle: str | None, below_title: bool = True) -> None:
-        """A quiet line below the title, if there is one."""
         if subtitle:
-            top = self.get_size_inches()[1] - (0.32 if below_title else 0.12)
-            self.write(0.12, top, subtitle, size=FONT, color=QUIET, va="top")
+            below = top if title is None else top - 0.2
+            self.write(0.12, below, subtitle, size=FONT, color=QUIET, va="top")
 
     def add_colour_bar(self, image: Any, left: float, bottom: float, height: float, extend: str) -> Any:
         """A narrow colour bar at a place given in inches."""
@@ -94,8 +91,6 @@ def thin_frame(axes: Any, ticks: float) -> None:
 
 def colours(signed: bool) -> Colormap:
     """The colour map of scores from 0 up, or of scores on both sides of 0; masked entries are grey."""
-    from matplotlib import colormaps
-
     if signed:
         return colormaps[_SIGNED].with_extremes(bad=_HIDDEN)
     steps = [f"#{step}" for step in _BLUES.split()]

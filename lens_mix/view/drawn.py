@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -36,23 +34,17 @@ class Drawn:
         """A map, its rows divided by their sums before anything is merged or cut away."""
         shown = mixing_map.normalized() if normalize else mixing_map
         shown = shown.merge_words() if words else shown
+        shown = shown if queries is None else shown.select_queries(queries)
         visible = shown.visible()
         if not diagonal and shown.key_tokens is None:
             query_positions = torch.tensor(shown.query_positions, device=visible.device)[:, None]
             visible = visible & (torch.arange(visible.shape[-1], device=visible.device) != query_positions)
-        rows, places = list(range(visible.shape[1])), list(range(visible.shape[2]))
-        if queries is not None:
-            rows = [
-                shown.row_index(position, "queries") for position in as_positions(queries, len(shown.tokens))
-            ]
-        if keys is not None:
-            places = as_positions(keys, len(places), "keys")
-        labels, key_labels = shown.query_labels, shown.key_labels
+        places = as_positions(slice(None) if keys is None else keys, visible.shape[-1], "keys")
         return Drawn(
-            shown.scores[..., rows, :][..., places],
-            visible[:, rows][..., places],
-            [visible_token(labels[row]) for row in rows],
-            [visible_token(key_labels[place]) for place in places],
+            shown.scores[..., places],
+            visible[..., places],
+            [visible_token(token) for token in shown.query_labels],
+            [visible_token(shown.key_labels[place]) for place in places],
         )
 
     def strongest(self, how: str) -> list[int]:
@@ -63,14 +55,6 @@ class Drawn:
         return columns.amax(0).argsort(descending=True, stable=True).tolist()
 
 
-def by_words(
-    vectors: dict[str, Float[Tensor, " key"]], groups: Sequence[Sequence[int]]
-) -> dict[str, Float[Tensor, " word"]]:
-    """Rows over words: sums over their pieces; NaN where all of these are."""
-    return {
-        name: torch.stack([_sum(vector[list(group)]) for group in groups]) for name, vector in vectors.items()
-    }
-
-
-def _sum(pieces: Tensor) -> Any:
-    return pieces.nansum() if not bool(pieces.isnan().all()) else pieces[0]
+def sum_of_known(pieces: Float[Tensor, "*axes piece"], axis: int) -> Float[Tensor, "*axes"]:
+    """The sum over the pieces that are not NaN; NaN where all are."""
+    return pieces.nansum(axis).masked_fill(pieces.isnan().all(axis), torch.nan)

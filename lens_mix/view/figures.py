@@ -26,7 +26,7 @@ from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import Queries, as_position, as_positions
 from lens_mix.maps.words import merge_axis, resolve_groups
 from lens_mix.view.bars import BarFrame, draw_bars, largest
-from lens_mix.view.drawn import Drawn, by_words
+from lens_mix.view.drawn import Drawn, sum_of_known
 from lens_mix.view.heat_maps import Grid, default_title, draw_grid, subtitle
 from lens_mix.view.labels import FONT, INK, NAME_FONT, labels_that_fit, visible_token
 from lens_mix.view.lazy import need_canvas
@@ -87,19 +87,18 @@ def layer_maps(
         raise ValueError(f"layer: expected None beside layers={layers!r}, got {layer!r}")
     layers = layers if layer is None else [layer]
     shown = mixing_map if layers is None else mixing_map.select_layers(layers)
-    every_head = head == "all"
-    if every_head and not shown.has_heads:
+    title = default_title(shown, head) if title is None else title
+    if head == "all" and not shown.has_heads:
         raise ValueError(
             f"head: expected a map with heads for 'all', got shape {tuple(shown.scores.shape)}; many methods "
             "keep them with per_head=True"
         )
-    if not every_head:
+    if head != "all":
         shown = (shown if head is None else shown.head(whole_number("head", head))).merge_heads()
     normalize = _normalizes(normalize, [shown])
     drawn = Drawn.of(shown, normalize, words, diagonal, queries, keys)
     names, panels = _panels(shown, drawn)
     unit = SHARE if normalize else RAW
-    title = default_title(shown if every_head else mixing_map, head, every_head) if title is None else title
     grid = Grid(names, columns, drawn.rows, drawn.keys, title, subtitle(mixing_map, unit))
     return draw_grid(grid, panels, "query", unit, scale == "log", drawn.strongest("sum")[:_LABELLED])
 
@@ -167,17 +166,16 @@ def query_maps(
     grid = Grid(list(drawn), columns, labels, columns_of.keys, title, subtitle(first, unit))
     panels = [(each.scores[:, 0], each.visible[:, 0]) for each in drawn.values()]
     strongest = [place for each in drawn.values() for place in each.strongest("max")[:_LABELLED]]
-    strongest = sorted(dict.fromkeys(strongest), key=strongest.index)
-    return draw_grid(grid, panels, "layer", unit, scale == "log", strongest)
+    return draw_grid(grid, panels, "layer", unit, scale == "log", list(dict.fromkeys(strongest)))
 
 
 def _of_row(row: MixingMap, normalize: bool, words: bool, diagonal: bool, keys: Queries | None) -> Drawn:
     """One row, with its keys merged into words if asked."""
     if not words:
-        return Drawn.of(row, normalize, False, diagonal, None, keys)
+        return Drawn.of(row, normalize, diagonal=diagonal, keys=keys)
     groups, names = resolve_groups(row.key_labels, None, "tokens")
-    plain = Drawn.of(row, normalize, False, diagonal)
-    places = range(len(names)) if keys is None else as_positions(keys, len(names), "keys")
+    plain = Drawn.of(row, normalize, diagonal=diagonal)
+    places = as_positions(slice(None) if keys is None else keys, len(names), "keys")
     return Drawn(
         merge_axis(plain.scores.masked_fill(~plain.visible, 0), groups, -1, torch.sum)[..., places],
         merge_axis(plain.visible, groups, -1, torch.any)[..., places],
@@ -226,7 +224,7 @@ def token_bars(
     vectors = {name: _row(name, row, tokens, query, layer) for name, row in rows.items()}
     if words:
         groups, tokens = resolve_groups(tokens, None, "tokens")
-        vectors = by_words(vectors, groups)
+        vectors = {name: merge_axis(row, groups, -1, sum_of_known) for name, row in vectors.items()}
     labels = [visible_token(token) for token in tokens]
     names = [_in_lines(name) for name in vectors]
     of_map = next((row for row in rows.values() if isinstance(row, MixingMap)), None)
@@ -241,8 +239,7 @@ def token_bars(
         picture.write(frame.left - 0.42, middle, name, size=NAME_FONT, color=INK, ha="right", va="center")
     limit, rotation = (labels_that_fit(frame.inner, FONT), 90) if frame.turned else (None, 0)
     canvas.label_ticks(axes.xaxis, labels, limit, rotation=rotation, strongest=largest(vectors.values()))
-    picture.write_title(title)
-    picture.write_subtitle(below, title is not None)
+    picture.write_title(title, below)
     return picture
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.maps import MixingMap
+from lens_mix.maps.exchange import full_name
 from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, labels_that_fit, visible_token
 from lens_mix.view.lazy import need_canvas
 
@@ -25,13 +26,7 @@ class Grid:
     top, gap, heading, bar = 0.42, 0.12, 0.24, 0.85
 
     def __init__(
-        self,
-        names: list[str],
-        columns: int,
-        rows: list[str],
-        keys: list[str],
-        title: str,
-        subtitle: str | None = None,
+        self, names: list[str], columns: int, rows: list[str], keys: list[str], title: str, subtitle: str
     ) -> None:
         longest = need_canvas().longest
         self.names, self.row_labels, self.key_labels = names, rows, keys
@@ -46,7 +41,7 @@ class Grid:
         self.right = self.left + self.columns * (self.panel_width + self.gap) - self.gap
         self.rows = math.ceil(len(names) / self.columns)
         self.ceiling = self.bottom + self.rows * (self.panel_height + self.heading) - self.heading
-        written = max(longest([title], TITLE_FONT) * 1.15, longest([subtitle or ""], FONT) * 1.1)
+        written = max(longest([title], TITLE_FONT) * 1.15, longest([subtitle], FONT) * 1.1)
         self.width = max(self.right + self.gap + self.bar, written + 0.3)
         self.height = self.ceiling + self.heading + self.top + (0.16 if subtitle else 0)
 
@@ -62,96 +57,83 @@ def draw_grid(
     panels: Sequence[tuple[Float[Tensor, "row key"], Bool[Tensor, "row key"]]],
     rows: str,
     unit: str,
-    logarithmic: bool = False,
-    strongest: Sequence[int] = (),
+    logarithmic: bool,
+    strongest: Sequence[int],
 ) -> Any:
     """The figure of heat maps (scores, and which are visible) on one colour scale.
 
     `rows` and `unit` are what the rows and the colours stand for, written once for all; `strongest` are the
     keys that have a label whatever happens.
     """
-    picture = need_canvas().Picture(grid.width, grid.height)
-    limits = _colour_limits(scores.masked_fill(~visible, 0) for scores, visible in panels)
+    canvas = need_canvas()
+    picture = canvas.Picture(grid.width, grid.height)
+    norm = _norm((scores.masked_fill(~visible, 0) for scores, visible in panels), logarithmic)
     for place, (scores, visible) in enumerate(panels):
-        image = _draw_panel(picture, grid, place, scores, visible, limits, logarithmic, strongest)
+        axes = picture.add_box(*grid.corner(place), grid.panel_width, grid.panel_height)
+        image = _draw_panel(axes, scores, visible, norm)
+        axes.set_title(grid.names[place], size=NAME_FONT, color=INK, pad=3)
+        # Labels only where no other heat map stands.
+        if place % grid.columns == 0:
+            canvas.label_ticks(axes.yaxis, grid.row_labels, labels_that_fit(grid.panel_height, FONT))
+        if place + grid.columns >= len(grid.names):
+            limit = labels_that_fit(grid.panel_width, FONT)
+            canvas.label_ticks(axes.xaxis, grid.key_labels, limit, rotation=90, strongest=strongest)
     up, look = grid.ceiling - grid.bottom, {"size": FONT + 1, "color": QUIET}
     picture.write(0.1, grid.bottom + up / 2, rows, rotation=90, ha="left", va="center", **look)
     picture.write((grid.left + grid.right) / 2, 0.08, "key", ha="center", va="bottom", **look)
     height = min(up, 2.6)
     left = grid.right + grid.gap + 0.06
     bar = picture.add_colour_bar(image, left, grid.ceiling - height, height, extend="neither")
-    least = f", logarithmic from {_FAINTEST * limits[1]:.2g}" if logarithmic else ""
-    if logarithmic and limits[0] < 0:
+    least = f", logarithmic from {_FAINTEST * norm.vmax:.2g}" if logarithmic else ""
+    if logarithmic and norm.vmin < 0:
         # Its own ticks would be written over each other around 0.
-        ticks = [share * limits[1] for share in (-1, -0.1, -0.01, 0, 0.01, 0.1, 1)]
+        ticks = [share * norm.vmax for share in (-1, -0.1, -0.01, 0, 0.01, 0.1, 1)]
         bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
         bar.ax.minorticks_off()
     bar.set_label(unit + least, size=FONT, color=QUIET)
-    picture.write_title(grid.title)
-    picture.write_subtitle(grid.subtitle)
+    picture.write_title(grid.title, grid.subtitle)
     return picture
 
 
 def _draw_panel(
-    picture: Any,
-    grid: Grid,
-    place: int,
-    scores: Tensor,
-    visible: Tensor,
-    limits: tuple[float, float],
-    logarithmic: bool,
-    strongest: Sequence[int],
+    axes: Any, scores: Float[Tensor, "row key"], visible: Bool[Tensor, "row key"], norm: Any
 ) -> Any:
-    """One heat map; entries that are not visible are grey. Labels only where no other heat map stands."""
+    """One heat map; entries that are not visible are grey."""
     canvas = need_canvas()
-    axes = picture.add_box(*grid.corner(place), grid.panel_width, grid.panel_height)
-    drawn = scores.detach().to("cpu", torch.float64)
-    if logarithmic and limits[0] == 0:
-        drawn = drawn.clamp_min(_FAINTEST * limits[1])
+    # A logarithmic scale starts above 0: what lies below has its lightest colour.
+    drawn = scores.detach().to("cpu", torch.float64).clamp_min(norm.vmin)
     image = axes.imshow(
         np.ma.masked_array(drawn.numpy(), ~visible.cpu().numpy()),
-        cmap=canvas.colours(signed=limits[0] < 0),
-        norm=_norm(limits, logarithmic),
+        cmap=canvas.colours(signed=norm.vmin < 0),
+        norm=norm,
         aspect="auto",
         interpolation="nearest",
     )
     canvas.thin_frame(axes, ticks=1.5)
-    axes.set_title(grid.names[place], size=NAME_FONT, color=INK, pad=3)
     axes.tick_params(pad=1.5)
     axes.set(xticks=[], yticks=[])
-    if place % grid.columns == 0:
-        canvas.label_ticks(axes.yaxis, grid.row_labels, labels_that_fit(grid.panel_height, FONT))
-    if place + grid.columns >= len(grid.names):
-        limit = labels_that_fit(grid.panel_width, FONT)
-        canvas.label_ticks(axes.xaxis, grid.key_labels, limit, rotation=90, strongest=strongest)
     return image
 
 
-def _norm(limits: tuple[float, float], logarithmic: bool) -> Any:
+def _norm(scores: Iterable[Tensor], logarithmic: bool) -> Any:
+    """From 0 to the largest score of all, or as far below 0 as above where there are scores below."""
     from matplotlib import colors
 
-    low, high = limits
+    lows, highs = zip(*((each.min().item(), each.max().item()) for each in scores), strict=True)
+    low, high = min(lows), max(highs)
+    bound = max(high, -low) or 1.0
     if not logarithmic:
-        return colors.Normalize(low, high)
+        return colors.Normalize(-bound if low < 0 else 0.0, bound)
     if low < 0:
-        return colors.SymLogNorm(_FAINTEST * high, vmin=low, vmax=high)
-    return colors.LogNorm(_FAINTEST * high, high)
+        return colors.SymLogNorm(_FAINTEST * bound, vmin=-bound, vmax=bound)
+    return colors.LogNorm(_FAINTEST * bound, bound)
 
 
-def _colour_limits(scores: Iterable[Tensor]) -> tuple[float, float]:
-    """From 0 to the largest score of all, or as far below 0 as above where there are scores below."""
-    ends = [(each.min().item(), each.max().item()) for each in scores]
-    low, high = min(end[0] for end in ends), max(end[1] for end in ends)
-    bound = max(high, -low) if low < 0 else high or 1.0
-    return (-bound, bound) if low < 0 else (0.0, bound)
-
-
-def default_title(mixing_map: MixingMap, head: int | str | None, every_head: bool = False) -> str:
-    aggregation = mixing_map.provenance.get("aggregation")
-    name = mixing_map.method + (f", {aggregation['name']}" if isinstance(aggregation, dict) else "")
-    if every_head and len(mixing_map) == 1:
-        name += f", layer {mixing_map.layer_labels[0]}"
-    if mixing_map.has_heads and not every_head:
+def default_title(mixing_map: MixingMap, head: int | str | None) -> str:
+    name = full_name(mixing_map, ", ")
+    if head == "all":
+        return f"{name}, layer {mixing_map.layer_labels[0]}" if len(mixing_map) == 1 else name
+    if mixing_map.has_heads:
         name += ", mean over heads" if head is None else f", head {head}"
     return name
 

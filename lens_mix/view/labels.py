@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -38,13 +39,8 @@ def shown_positions(count: int, limit: int) -> list[int]:
     if limit <= 1:
         return [0]
     step = math.ceil(count / limit)
-    positions = list(range(0, count, step))
-    if positions[-1] != count - 1:
-        # The last label takes the place of a neighbour that would stand closer than a step.
-        if len(positions) > 1:
-            positions.pop()
-        positions.append(count - 1)
-    return positions
+    # The last label takes the place of a neighbour that would stand closer than a step.
+    return [*range(0, count - step, step), count - 1]
 
 
 def label_places(count: int, limit: int, strongest: Sequence[int] = ()) -> list[tuple[int, float]]:
@@ -57,9 +53,7 @@ def label_places(count: int, limit: int, strongest: Sequence[int] = ()) -> list[
         return [(position, float(position)) for position in range(count)]
     gap = count / limit
     chosen = sorted(strongest[: max(1, limit // 2)])
-    places = list(map(float, chosen))
-    for right in range(1, len(places)):
-        places[right] = max(places[right], places[right - 1] + gap)
+    places = list(itertools.accumulate(map(float, chosen), lambda left, own: max(own, left + gap)))
     end = count - 1.0
     for left in reversed(range(len(places))):
         places[left] = end = max(min(places[left], end), 0.0)

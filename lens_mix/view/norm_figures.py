@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lens_mix.arguments import check_columns
-from lens_mix.statistics.mixing_ratio import STAGES, by_kind, by_layer
+from lens_mix.statistics.mixing_ratio import by_kind, by_layer
 from lens_mix.statistics.token_kinds import TokenKind, token_kind
 from lens_mix.view.labels import FONT, INK, NAME_FONT, TITLE_FONT, visible_token
 from lens_mix.view.lazy import need_canvas
@@ -27,17 +27,15 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-_STAGE_NAMES = {
-    "attn_w": "weights (AttnW)",
-    "attn_n": "vectors (AttnN)",
-    "attn_res_w": "weights + residual",
-    "attn_res": "vectors + residual (AttnRes)",
-    "attn_res_ln": "… + norm (AttnResLn)",
-    "atb_ff_res_ln": "… + feed-forward",
-}
 # Weights in orange and dashed, vectors from light to dark along the block, each with a mark of its own.
-_COLOURS = ("#e6550d", "#74b3d8", "#fd9a4e", "#3787c0", "#105ba4", "#08254d")
-_MARKS = ("o", "o", "s", "s", "D", "^")
+_STAGES = {
+    "attn_w": ("weights (AttnW)", "#e6550d", "o"),
+    "attn_n": ("vectors (AttnN)", "#74b3d8", "o"),
+    "attn_res_w": ("weights + residual", "#fd9a4e", "s"),
+    "attn_res": ("vectors + residual (AttnRes)", "#3787c0", "s"),
+    "attn_res_ln": ("… + norm (AttnResLn)", "#105ba4", "D"),
+    "atb_ff_res_ln": ("… + feed-forward", "#08254d", "^"),
+}
 _KINDS = {"mask": "#d94801", "special": "#6a3d9a", "punctuation": "#1b9e77", "other": "#9a9a9a"}
 
 
@@ -50,15 +48,15 @@ def mixing_by_layer(table: pandas.DataFrame, title: str = "Mixing ratio by layer
     means = by_layer(table).drop(index="mean")
     picture, axes = _axes(7.0, 3.6, title, "layer", "share from other positions")
     for stages in _alike(means):
-        place = STAGES.index(stages[0])
+        _, colour, mark = _STAGES[stages[0]]
         axes.plot(
             means.index.astype(int),
             means[stages[0]],
-            marker=_MARKS[place],
+            marker=mark,
             markersize=3.5,
-            color=_COLOURS[place],
+            color=colour,
             linestyle="--" if stages[0].endswith("_w") else "-",
-            label="\n= ".join(_STAGE_NAMES[stage] for stage in stages),
+            label="\n= ".join(_STAGES[stage][0] for stage in stages),
         )
     axes.set_ylim(0, 1)
     _legend(axes)
@@ -80,12 +78,13 @@ def mixing_by_kind(
     """Mean of a table of `mixing_ratios` per kind of token, one bar per stage."""
     check_columns("table", table, ("layer", "stage", "ratio", "token"))
     means = by_kind(table, kind)
-    stages = [stage for stage in STAGES if stage in means.columns]
+    stages = [stage for stage in _STAGES if stage in means.columns]
     picture, axes = _axes(7.0, 3.6, title, "", "share from other positions")
     width = 0.8 / len(stages)
     for place, stage in enumerate(stages):
         lefts = [group - 0.4 + (place + 0.5) * width for group in range(len(means))]
-        axes.bar(lefts, means[stage], width, color=_COLOURS[STAGES.index(stage)], label=_STAGE_NAMES[stage])
+        name, colour, _ = _STAGES[stage]
+        axes.bar(lefts, means[stage], width, color=colour, label=name)
     names = [f"{name} ({count})" for name, count in zip(means.index, means["tokens"], strict=True)]
     axes.set_xticks(range(len(means)), labels=names)
     _legend(axes)

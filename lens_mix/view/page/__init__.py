@@ -131,16 +131,16 @@ def _document(data: Mapping[str, Any]) -> str:
     template, style = ((files / name).read_text(encoding="utf-8") for name in ("page.html", "page.css"))
     script = "\n".join((files / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     policy = (
-        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": _json(data)}
     # Each place once and in one go: what a token spells is never taken for a place.
-    pieces = template.split("%%")
-    return "".join(parts.get(piece, piece) for piece in pieces)
+    return "".join(parts.get(piece, piece) for piece in template.split("%%"))
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """The source of a script or a style in a Content-Security-Policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 

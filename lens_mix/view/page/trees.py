@@ -29,16 +29,13 @@ def trees_of(
         TypeError: no graphs of networkx. ValueError: not one entry per prompt; nodes that are no (level,
             position); edges without a weight.
     """
-    graphs: list[Graphs]
     if trees is None:
-        graphs = [_graphs_of_papers(labelled) for labelled in maps]
-    else:
-        listed = [trees] if isinstance(trees, (nx.DiGraph, Mapping)) else trees
-        expected = "a graph, several by name, or a list with one of these per prompt"
-        instance("trees", listed, Sequence, expected)
-        if len(listed) != len(maps):
-            raise ValueError(f"trees: expected one entry per prompt, {len(maps)}, got {len(listed)}")
-        graphs = [{"tree": one} if isinstance(one, nx.DiGraph) else one for one in listed]
+        trees = [_graphs_of_papers(labelled) for labelled in maps]
+    listed = [trees] if isinstance(trees, (nx.DiGraph, Mapping)) else trees
+    instance("trees", listed, Sequence, "a graph, several by name, or a list with one of these per prompt")
+    if len(listed) != len(maps):
+        raise ValueError(f"trees: expected one entry per prompt, {len(maps)}, got {len(listed)}")
+    graphs = [{"tree": one} if isinstance(one, nx.DiGraph) else one for one in listed]
     named = [instance("trees", one, Mapping, "graphs by name") for one in graphs]
     return [[_packed(graph, str(name)) for name, graph in one.items()] for one in named]
 
