@@ -35,9 +35,8 @@ from lens_mix.evaluation.probing import (
 )
 from lens_mix.evaluation.pruning import PruningCurves, pruning_curves
 from lens_mix.evaluation.removal import Drop, Removal, ReplaceTokens, SampleTokens, ZeroValues
-from lens_mix.evaluation.removal_tasks import Cells, Removals
 from lens_mix.evaluation.soft import SoftFaithfulness, soft_faithfulness
-from lens_mix.evaluation.tasks import Case, Cues, Importance, Task
+from lens_mix.evaluation.tasks import Case, Cells, Cues, Importance, Removals, Task
 from lens_mix.evaluation.triggers import (
     Example,
     Trigger,

@@ -117,8 +117,8 @@ def reciprocal_rank(row: Float[Tensor, " key"], relevant: Bool[Tensor, " key"]) 
     if not wanted.any():
         return math.nan
     best = scores[wanted].max()
-    above, tied, right = (scores > best).sum(), (scores == best).sum(), (wanted & (scores == best)).sum()
-    above, tied, right = int(above), int(tied), int(right)
+    ties = scores == best
+    above, tied, right = (int(keys.sum()) for keys in (scores > best, ties, wanted & ties))
     orders = math.comb(tied, right)
     # The first relevant one of the tied keys stands at place p where the others are all behind it.
     return sum(

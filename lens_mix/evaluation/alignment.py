@@ -55,7 +55,7 @@ def align(
     instance("cross", cross, MixingMap, "a MixingMap")
     if head is not None and not cross.has_heads:
         raise ValueError("head: expected None, because the map has no heads; ask for per_head=True")
-    merged = cross if head is not None or not cross.has_heads else cross.merge_heads()
+    merged = cross.merge_heads() if head is None else cross
     scores = merged.scores[merged.layer_index(layer)]
     if head is not None:
         if not -len(scores) <= (head := whole_number("head", head)) < len(scores):

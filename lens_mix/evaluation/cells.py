@@ -6,11 +6,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.arguments import flags, instance, number, one_of, several, whole_number
@@ -166,13 +166,12 @@ def keep_cells(
         }
         counts = {name: [round(one * cells.count) for one in asked] for name, cells in ranked.items()}
         jobs = [(cells, count) for name, cells in ranked.items() for count in counts[name]]
-        values = _values(passes, jobs, visible, operator)
+        by_map = _values(passes, jobs, visible, operator).view(len(ranked), len(asked)).tolist()
         curves = {}
-        for place, (name, cells) in enumerate(ranked.items()):
-            map_values = tuple(values[place * len(asked) : (place + 1) * len(asked)])
-            _check_whole(passes, map_values[-1])
-            shares = tuple(count / cells.count for count in counts[name]) if cells.count else tuple(asked)
-            curves[name] = CellFaithfulness(name, operator, shares, map_values, cells.count)
+        for (name, cells), values in zip(ranked.items(), by_map, strict=True):
+            _check_whole(passes, values[-1])
+            shares = [count / cells.count for count in counts[name]] if cells.count else asked
+            curves[name] = CellFaithfulness(name, operator, tuple(shares), tuple(values), cells.count)
     return curves["map"] if isinstance(maps, MixingMap) else curves
 
 
@@ -194,10 +193,8 @@ def pool_cells(curves: Sequence[CellFaithfulness]) -> CellFaithfulness:
         )
     shares = np.mean([one.shares for one in listed], axis=0).tolist()
     values = np.mean([one.values for one in listed], axis=0).tolist()
-    first = listed[0]
-    return CellFaithfulness(
-        first.name, first.operator, tuple(shares), tuple(values), sum(one.cells for one in listed)
-    )
+    cells = sum(one.cells for one in listed)
+    return dataclasses.replace(listed[0], shares=tuple(shares), values=tuple(values), cells=cells)
 
 
 def _area(values: Sequence[float], shares: Sequence[float]) -> float:
@@ -217,12 +214,14 @@ def _visible(passes: EditedPasses) -> dict[int, Bool[Tensor, "query key"]]:
     }
 
 
-def _values(passes: EditedPasses, jobs: Sequence[Job], visible: Visible, operator: str) -> list[float]:
+def _values(
+    passes: EditedPasses, jobs: Sequence[Job], visible: Visible, operator: str
+) -> Float[Tensor, " job"]:
     """The target of each job: so many of a map's cells kept."""
-    stack, values = passes.passed.session.lens.stack, []
+    stack, step, values = passes.passed.session.lens.stack, passes.at_once, []
     layers = sorted({layer for cells, _ in jobs for layer in cells.ranks})
-    for chunk in passes.chunks(len(jobs)):
-        hooks = []
+    for start in range(0, len(jobs), step):
+        chunk, hooks = jobs[start : start + step], []
         for layer in layers:
             clean = passes.passed.clean.recorded[stack.hook_name("pattern", layer)]
             pattern, padding = clean[..., : passes.length, : passes.length], clean.shape[-1] - passes.length
@@ -230,21 +229,20 @@ def _values(passes: EditedPasses, jobs: Sequence[Job], visible: Visible, operato
             edit = functools.partial(
                 kept_pattern,
                 layer=layer,
-                jobs=jobs[chunk],
+                jobs=chunk,
                 visible=visible[layer],
                 operator=operator,
                 padding=padding,
             )
             hooks.append(freeze_pattern(layer, pattern, edit=edit, attention=stack.attention_template))
         with must_fire(*hooks) as pairs:
-            values += passes.with_hooks(pairs, len(jobs[chunk])).double().tolist()
-    return values
+            values.append(passes.values(len(chunk), pairs))
+    return torch.cat(values).double()
 
 
-def _check_map(name: str, mixing: Any, passes: EditedPasses) -> None:
-    instance(f"maps[{name!r}]", mixing, MixingMap, "a MixingMap")
-    mixing = cast(MixingMap, mixing)
+def _check_map(name: str, given: Any, passes: EditedPasses) -> None:
     lens, argument = passes.passed.session.lens, f"maps[{name!r}]"
+    mixing: MixingMap = instance(argument, given, MixingMap, "a MixingMap")
     if mixing.kind != "layer" or mixing.key_tokens is not None:
         raise ValueError(
             f"{argument}: expected a map of single layers over the prompt's own tokens, got kind "

@@ -55,8 +55,12 @@ def compare(
     for (first, one), (second, other) in itertools.combinations(named.items(), 2):
         _refuse_unlike(first, one, second, other)
         rows = _rows(one, other, queries)
-        for label, place, place_of_other in _layers(first, one, second, other):
-            pairs = [_cut(one, place, other, place_of_other, row, drop_first) for row in rows]
+        of_one, of_other = (m.select_queries(rows) for m in _at_common_layers(first, one, second, other))
+        visible = of_one.visible() & of_other.visible().to(of_one.scores.device)
+        visible[..., 0] &= not drop_first
+        for layer, label in enumerate(of_one.layer_labels):
+            both = zip(visible[layer], of_one.scores[layer], of_other.scores[layer], strict=True)
+            pairs = [(_by_size(x[seen]), _by_size(y.to(x.device)[seen])) for seen, x, y in both]
             if queries is None:
                 # Where no more than k keys are seen, the top k are the same whatever the maps say.
                 pairs = [pair for pair in pairs if len(pair[0]) > k] or pairs
@@ -100,17 +104,19 @@ def _refuse_unlike(first: str, one: MixingMap, second: str, other: MixingMap) ->
         )
 
 
-def _layers(first: str, one: MixingMap, second: str, other: MixingMap) -> list[tuple[int, int, int]]:
-    """The label of each layer that is compared, and its place in both."""
+def _at_common_layers(
+    first: str, one: MixingMap, second: str, other: MixingMap
+) -> tuple[MixingMap, MixingMap]:
+    """Both with the layers that are compared."""
     if one.kind == "input" and len(one) == len(other) == 1:
-        return [(one.layer_labels[0], 0, 0)]
+        return one, other
     common = [label for label in one.layer_labels if label in other.layer_labels]
     if not common:
         raise ValueError(
             f"maps: expected a layer in common, got {first!r} with {shortened(one.layer_labels)} and "
             f"{second!r} with {shortened(other.layer_labels)}"
         )
-    return [(label, one.layer_index(label), other.layer_index(label)) for label in common]
+    return one.select_layers(common), other.select_layers(common)
 
 
 def _rows(one: MixingMap, other: MixingMap, queries: Queries | None) -> list[int]:
@@ -124,18 +130,6 @@ def _rows(one: MixingMap, other: MixingMap, queries: Queries | None) -> list[int
             f"{shortened(other.query_positions)}"
         )
     return common
-
-
-def _cut(
-    one: MixingMap, place: int, other: MixingMap, place_of_other: int, position: int, drop_first: bool
-) -> tuple[Float[Tensor, " key"], Float[Tensor, " key"]]:
-    """One row of both, over the keys that both can see."""
-    row, row_of_other = one.row_index(position, "queries"), other.row_index(position, "queries")
-    device = one.scores.device
-    visible = one.visible()[place, row] & other.visible()[place_of_other, row_of_other].to(device)
-    visible[0] &= not drop_first
-    x, y = one.scores[place, row][visible], other.scores[place_of_other, row_of_other].to(device)[visible]
-    return _by_size(x), _by_size(y)
 
 
 def _by_size(scores: Float[Tensor, " key"]) -> Float[Tensor, " key"]:

@@ -16,26 +16,23 @@ from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.maps import MixingMap
 
 
-def control_rows(keys: int, seed: int) -> dict[str, Float[Tensor, " key"]]:
+def control_rows(keys: int, seed: int, axes: Sequence[int] = ()) -> dict[str, Float[Tensor, "*axes key"]]:
     """Rows that know nothing of the prompt: "random", and "position" (later tokens matter more)."""
-    return _controls((keys,), seed)
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "random": torch.rand(*axes, keys, generator=generator, dtype=torch.float64),
+        "position": torch.arange(1, keys + 1, dtype=torch.float64).expand(*axes, keys),
+    }
 
 
 def control_maps(like: MixingMap, seed: int) -> dict[str, MixingMap]:
     """Layer maps that know nothing of the prompt, of another one's layers, heads left out, and positions."""
     merged = like.merge_heads()
-    visible = merged.visible().cpu()
+    hidden = ~merged.visible().cpu()
+    *axes, keys = merged.scores.shape
     return {
-        name: merged.replace(scores=scores.masked_fill(~visible, 0), method=name)
-        for name, scores in _controls(merged.scores.shape, seed).items()
-    }
-
-
-def _controls(shape: Sequence[int], seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "random": torch.rand(*shape, generator=generator, dtype=torch.float64),
-        "position": torch.arange(1, shape[-1] + 1, dtype=torch.float64).expand(*shape),
+        name: merged.replace(scores=scores.masked_fill(hidden, 0), method=name)
+        for name, scores in control_rows(keys, seed, axes).items()
     }
 
 

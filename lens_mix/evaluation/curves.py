@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from lens_mix.arguments import whole_number
-from lens_mix.evaluation.edited_passes import FLAT, EditedPasses, edited_passes, read_rows
+from lens_mix.evaluation.edited_passes import FLAT, EditedPasses, edited_passes, falling, read_rows
 from lens_mix.evaluation.removal import Removal, as_removal
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection
@@ -137,8 +137,8 @@ def removal_curves(
         named, single = read_rows(rows, passes.length)
         places = _places(passes, how, positions)
         value_of = _Values(passes, how, places)
-        orders = {name: _order(row[places], seed) for name, row in named.items()}
-        paths = {name: list(_prefixes(order)) for name, order in orders.items()}
+        orders = {name: falling(row[places], seed).tolist() for name, row in named.items()}
+        paths = {name: _prefixes(order) for name, order in orders.items()}
         every = (1 << len(places)) - 1
         wanted = {one for path in paths.values() for taken in path for one in (taken, every ^ taken)}
         value_of(sorted(wanted))  # those of all rows at once: full batches, and each set once
@@ -158,8 +158,7 @@ class _Values:
         self._passes, self._removal, self._places = passes, removal, places
         self._known = {0: passes.clean}
 
-    def __call__(self, sets: Iterable[int]) -> list[float]:
-        sets = list(sets)
+    def __call__(self, sets: _Bits) -> list[float]:
         new = [taken for taken in dict.fromkeys(sets) if taken not in self._known]
         if new:
             removed = torch.zeros(len(new), self._passes.length, dtype=torch.bool)
@@ -185,19 +184,9 @@ def _places(passes: EditedPasses, removal: Removal, asked: Selection | None) -> 
     return places
 
 
-def _order(row: Float[Tensor, " key"], seed: int) -> list[int]:
-    """Places by falling score; ties at random."""
-    # Shuffled first, then sorted stably: ties stay as they were drawn.
-    shuffled = torch.randperm(len(row), generator=torch.Generator().manual_seed(seed))
-    return shuffled[row[shuffled].argsort(descending=True, stable=True)].tolist()
-
-
-def _prefixes(order: Sequence[int]) -> Iterable[int]:
-    taken = 0
-    yield taken
-    for index in order:
-        taken |= 1 << index
-        yield taken
+def _prefixes(order: Sequence[int]) -> list[int]:
+    """The sets of the first 0, 1, 2, … of an order."""
+    return list(itertools.accumulate((1 << index for index in order), operator.or_, initial=0))
 
 
 def _bounds(

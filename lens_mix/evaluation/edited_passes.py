@@ -16,17 +16,14 @@ from lens_mix.arguments import instance, real_tensor
 from lens_mix.hooks import HookPair
 from lens_mix.lens.batches import Batch
 from lens_mix.lens.block import Block
-from lens_mix.lens.changes import Change, Changes
-from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.copies import copies_within
-from lens_mix.lens.head import row_at, unembedding_at
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection, read_selection
 from lens_mix.method import Method
 from lens_mix.methods import target_passes
 from lens_mix.methods.target_passes import BoundTarget
 from lens_mix.session import Passed, Session
-from lens_mix.targets import Head, TargetLike
+from lens_mix.targets import TargetLike
 
 FLAT = 1e-6  # values of the target that differ by less, relative to its size, differ by rounding
 
@@ -80,55 +77,42 @@ class EditedPasses:
         chosen = read_selection(asked, self.length, "positions")
         if chosen is not None:
             return sorted(chosen)
-        causal = self.passed.proof.causal and self.place is not None
-        return list(range(self.length if not causal else (self.place or 0) + 1))
+        if self.place is None or not self.passed.proof.causal:
+            return list(range(self.length))
+        return list(range(self.place + 1))
 
-    def chunks(self, count: int) -> Iterator[slice]:
-        """Slices over `count` copies, as many at a time as `max_memory` allows."""
+    @property
+    def at_once(self) -> int:
+        """How many copies `max_memory` allows at a time."""
         session, positions = self.passed.session, self.passed.clean.real.shape[1]
         logits = 0
         if self.bound.reads_logits:
             logits = 1 if self.bound.positions is not None else self.first_block.logits_tokens.shape[1]
-        size = copies_within(session.lens, session.max_memory, positions, logits=logits)
-        return (slice(start, min(start + size, count)) for start in range(0, count, size))
+        return copies_within(session.lens, session.max_memory, positions, logits=logits)
 
-    def batch(self, copies: int) -> Batch:
-        """The prompt, as often."""
-        return self.passed.clean.batch.select(self._rows(copies))
+    def batch(self, copies: int, tokens: Int[Tensor, "copy pos"] | None = None) -> Batch:
+        """The prompt, as often; `tokens`: with these for the mapped stack."""
+        return self.first_block.altered_batch(self._rows(copies), tokens=tokens)
 
-    def with_hooks(self, fwd_hooks: Sequence[HookPair], copies: int) -> Float[Tensor, " copy"]:
-        """The target of as many copies of the clean input, with hooks in the blocks."""
-        rows = self._rows(copies)
-        return target_passes.values(self.first_block, self.bound, fwd_hooks, rows, gradients=False)
-
-    def of_batch(
-        self, batch: Batch, fwd_hooks: Sequence[HookPair] = (), changes: Sequence[Change] = ()
+    def values(
+        self, copies: int, fwd_hooks: Sequence[HookPair] = (), **options: Any
     ) -> Float[Tensor, " copy"]:
-        """The target of edited copies of the input (`batch`), the whole model run anew."""
-        with self.passed.session.lens.evaluation_mode(), Changes(list(changes)):
-            output = self._output(batch, fwd_hooks)
-        copies = [0] * len(output)
-        # All are copies of one prompt: one part, without padding.
-        ((_, _, rows),) = target_passes.parts(self.first_block, self.bound.target, output, copies)
-        return target_passes.evaluate(self.bound.functions[0], rows)
+        """The target of as many copies of the prompt, with hooks in the blocks.
 
-    def _output(self, batch: Batch, fwd_hooks: Sequence[HookPair]) -> Tensor:
-        lens, target = self.passed.session.lens, self.bound.target
-        if not self.bound.reads_logits:
-            last = lens.n_layers - 1
-            resid = clean_pass(lens, batch, fwd_hooks, watched=()).calls[last].resid_post
-            after = isinstance(target, Head) and target.after_final_norm
-            return self.first_block.after_final_norm(resid) if after else resid
-        place = self.bound.positions
-        positions = None if place is None else place.expand(len(batch))
-        with unembedding_at(lens.model, positions) as narrowed, lens.hooked(fwd_hooks):
-            out = lens.forward(batch, return_type="logits")
-        logits = out if torch.is_tensor(out) else out.logits
-        if positions is None:
-            return logits
-        row = logits if narrowed else row_at(logits, positions)
-        # The row that is read stands at every position, as a view: targets index as in the whole.
-        return row.expand(-1, self.first_block.logits_real.shape[1], -1)
+        `options`: of `Block.logits`, as `batch`, an edited input, or `resid_pre` of the first block.
+        """
+        target, place = self.bound.target, self.bound.positions
+        options["rows"] = self._rows(copies)
+        if place is not None:
+            options["positions"] = place.expand(copies)
+        with torch.no_grad():
+            output = target_passes.output_of(self.first_block, target, fwd_hooks, **options)
+            if place is not None:
+                # The row that is read stands at every position, as a view: targets index as in the whole.
+                output = output.expand(-1, self.first_block.logits_real.shape[1], -1)
+            # All are copies of one prompt: one part, without padding.
+            ((_, _, own),) = target_passes.parts(self.first_block, target, output, [0] * copies)
+            return target_passes.evaluate(self.bound.functions[0], own)
 
     def _rows(self, copies: int) -> Int[Tensor, " copy"]:
         return torch.zeros(copies, dtype=torch.long, device=self.passed.clean.real.device)
@@ -188,3 +172,10 @@ def read_rows(rows: Any, length: int) -> tuple[dict[str, Float[Tensor, " key"]],
             raise ValueError(f"rows[{name!r}]: expected finite scores, got NaN or infinity")
         read[name] = tensor
     return read, single
+
+
+def falling(scores: Float[Tensor, " place"], seed: int) -> Int[Tensor, " place"]:
+    """Places by falling score; ties at random, alike for every row of as many scores."""
+    # Shuffled first, then sorted stably: ties stay as they were drawn.
+    shuffled = torch.randperm(len(scores), generator=torch.Generator().manual_seed(seed))
+    return shuffled[scores[shuffled].argsort(descending=True, stable=True)]

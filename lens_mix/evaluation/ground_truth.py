@@ -34,7 +34,6 @@ from lens_mix.runner import MethodLike, read_methods, run
 if TYPE_CHECKING:
     import pandas as pd
 
-_Marked = tuple[MixingMap, Routes]
 # Scores that differ by less than this share of the map's largest one tie: rounding decides no order.
 _TIE = 1e-5
 
@@ -154,25 +153,25 @@ def _areas(
     aggregations: Mapping[str, Aggregation] | None,
 ) -> tuple[dict[str, list[float]], str]:
     """One area per prompt, by aggregation; and why there are none."""
-    label = "layers" if method.kind == "layer" else "input"
-    marked: list[_Marked] = []
+    ways = _aggregations_of(method) if aggregations is None else aggregations
+    by_prompt = []
     for prompt in prompts:
         routes = built.routes(prompt)
         try:
             mixing_map = run(model, prompt, _explaining(method, routes.queries[0]))
         except UnsupportedModelError as problem:
-            return {label: []}, str(problem)
+            return {"layers" if method.kind == "layer" else "input": []}, str(problem)
         if isinstance(method, AltiLogit):  # its layers are shares of one logit
             summed = mixing_map.scores.sum(0, keepdim=True)
             mixing_map = mixing_map.select_layers(mixing_map.layer_labels[-1:]).replace(scores=summed)
-        marked.append((mixing_map.replace(scores=mixing_map.scores.abs()), routes))
-    if label == "input":
-        return {label: list(itertools.starmap(input_area, marked))}, ""
-    ways = _aggregations_of(method) if aggregations is None else aggregations
-    areas = {label: list(itertools.starmap(layer_area, marked))}
-    for name, aggregate in ways.items():
-        areas[name] = [input_area(aggregate(layers), routes) for layers, routes in marked]
-    return areas, ""
+        mixing_map = mixing_map.replace(scores=mixing_map.scores.abs())
+        if method.kind == "layer":
+            areas = {"layers": layer_area(mixing_map, routes)}
+            areas |= {name: input_area(way(mixing_map), routes) for name, way in ways.items()}
+        else:
+            areas = {"input": input_area(mixing_map, routes)}
+        by_prompt.append(areas)
+    return {name: [areas[name] for areas in by_prompt] for name in by_prompt[0]}, ""
 
 
 def _explaining(method: Method, answer: int) -> Method:

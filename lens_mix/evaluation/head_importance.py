@@ -181,14 +181,13 @@ def pruned(model: TransformerLensModel, heads: Iterable[Head], *, stack: str | N
         RuntimeError: at the end, when nothing ran the model inside.
     """
     lens = Lens(model, stack)
-    by_layer: dict[int, list[int]] = {}
-    gaps = lens.stack.gaps
+    by_layer: dict[int, list[int]] = collections.defaultdict(list)
     for layer, head in pairs("heads", heads, "(layer, head) pairs"):
         layer = whole_number("heads", layer, 0, lens.n_layers - 1, "layers")
         if layer not in lens.stack.attention_layers:
+            gaps = lens.stack.gaps
             raise ValueError(f"heads: expected heads of blocks that have some, got layer {layer} ({gaps})")
-        chosen = by_layer.setdefault(layer, [])
-        chosen.append(whole_number("heads", head, 0, lens.n_heads - 1, "heads"))
+        by_layer[layer].append(whole_number("heads", head, 0, lens.n_heads - 1, "heads"))
     template = lens.stack.attention_template
     pruning = [prune_heads(layer, chosen, attention=template) for layer, chosen in by_layer.items()]
     # In the precision that the user runs the model in, with and without the heads.

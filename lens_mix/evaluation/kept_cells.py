@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lens_mix.evaluation.edited_passes import falling
 from lens_mix.maps import MixingMap
 
 # By layer, the keys that each query may see.
@@ -33,16 +34,12 @@ class RankedCells:
     @classmethod
     def of(cls, mixing: MixingMap, visible: Visible, keep_diagonal: bool, seed: int) -> RankedCells:
         scores = mixing.scores if mixing.has_heads else mixing.scores[:, None]
-        diagonal = torch.eye(scores.shape[-1], dtype=torch.bool)
-        taken = torch.stack([visible[layer] for layer in mixing.layer_labels])[:, None]
-        taken = (taken & ~diagonal if keep_diagonal else taken).expand_as(scores)
-        places = taken.flatten().nonzero()[:, 0]
-        shuffled = places[torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))]
-        order = scores.cpu().flatten()[shuffled].argsort(descending=True, stable=True)
+        always = torch.eye(scores.shape[-1], dtype=torch.bool) & keep_diagonal
+        seen = torch.stack([visible[layer] for layer in mixing.layer_labels])[:, None]
+        places = (seen & ~always).expand_as(scores).flatten().nonzero()[:, 0]
         ranks = torch.full((scores.numel(),), len(places))
-        ranks[shuffled[order]] = torch.arange(len(places))
-        ranks = ranks.view(scores.shape)
-        ranks = ranks.masked_fill(diagonal, -1) if keep_diagonal else ranks
+        ranks[places[falling(scores.cpu().flatten()[places], seed)]] = torch.arange(len(places))
+        ranks = ranks.view(scores.shape).masked_fill(always, -1)
         return cls(dict(zip(mixing.layer_labels, ranks, strict=True)), len(places))
 
     def kept(self, layer: int, count: int) -> Bool[Tensor, "#head #query #key"]:

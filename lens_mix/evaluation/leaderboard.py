@@ -161,51 +161,47 @@ def evaluate(
     return Leaderboard(records, task.describe(), task.metrics, model_name(model), refused)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Evaluation:
     """One call of `evaluate`, case by case."""
 
-    def __init__(
-        self,
-        model: TransformerLensModel,
-        task: Task,
-        methods: Mapping[str, Method],
-        aggregations: Mapping[str, Aggregation],
-        randomised_model: bool,
-        options: Mapping[str, Any],
-    ) -> None:
-        self._model, self._task, self._methods = model, task, methods
-        self._aggregations, self._randomised, self._options = aggregations, randomised_model, options
-        self.refused: dict[str, str] = {}
+    model: TransformerLensModel
+    task: Task
+    methods: Mapping[str, Method]
+    aggregations: Mapping[str, Aggregation]
+    randomised_model: bool
+    options: Mapping[str, Any]
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def header(self, cases: Sequence[Case]) -> dict[str, Any]:
         """What a file of finished cases must agree on."""
         prompts = [case.prompt.tolist() if torch.is_tensor(case.prompt) else case.prompt for case in cases]
         # A digest, as prompts may be long.
         digest = hashlib.sha256(json.dumps(prompts, default=str).encode()).hexdigest()[:16]
-        parameters = {label: method.parameters() for label, method in self._methods.items()}
+        parameters = {label: method.parameters() for label, method in self.methods.items()}
         header = {
-            "model": model_name(self._model),
-            "task": self._task.describe(),
+            "model": model_name(self.model),
+            "task": self.task.describe(),
             "cases": digest,
             "methods": parameters,
-            "aggregations": list(self._aggregations),
-            "randomised_model": self._randomised,
+            "aggregations": list(self.aggregations),
+            "randomised_model": self.randomised_model,
         }
         return json.loads(json.dumps(header, default=str))  # as it comes back from a file
 
     def scores(self, number: int, case: Case) -> list[dict[str, Any]]:
         """The records of one case."""
         candidates = self._candidates(case, "")
-        if self._randomised:
-            with randomised(self._model):
+        if self.randomised_model:
+            with randomised(self.model):
                 candidates |= self._candidates(case, ", randomised model")
         if candidates:
             like = next(iter(candidates.values()))
-            of_maps = self._task.layer_maps
+            of_maps = self.task.layer_maps
             controls = control_maps(like, number) if of_maps else control_rows(len(like), number)
             candidates = {(label, AS_IT_IS): one for label, one in controls.items()} | candidates
         by_name = {f"{method} {aggregation}": one for (method, aggregation), one in candidates.items()}
-        scores = self._task.scores(self._model, case, by_name, **self._options)
+        scores = self.task.scores(self.model, case, by_name, **self.options)
         records = []
         for method, aggregation in candidates:
             metrics = scores[f"{method} {aggregation}"]
@@ -217,15 +213,15 @@ class _Evaluation:
     def _map(self, case: Case, method: Method) -> MixingMap:
         """A layer map comes with measured shares of the residual, for rollouts, where they can be had."""
         asked: dict[str, Any] = {"queries": [case.query]} if method.whole_model else {}
-        if not self._task.layer_maps:
+        if not self.task.layer_maps:
             with contextlib.suppress(UnsupportedModelError):
-                return run(self._model, case.prompt, method, residual_shares=True, **asked, **self._options)
-        return run(self._model, case.prompt, method, **asked, **self._options)
+                return run(self.model, case.prompt, method, residual_shares=True, **asked, **self.options)
+        return run(self.model, case.prompt, method, **asked, **self.options)
 
     def _candidates(self, case: Case, suffix: str) -> dict[tuple[str, str], Any]:
         """Rows of input maps, or the layer maps themselves where the task scores those."""
         candidates: dict[tuple[str, str], Any] = {}
-        for label, method in self._methods.items():
+        for label, method in self.methods.items():
             if case.target is not None and hasattr(method, "target"):
                 method = dataclasses.replace(method, **{"target": case.target})
             try:
@@ -233,10 +229,10 @@ class _Evaluation:
             except UnsupportedModelError as problem:
                 self.refused[label + suffix] = str(problem)
                 continue
-            if not self._task.layer_maps:
+            if not self.task.layer_maps:
                 reasons: dict[str, str] = {}
-                rows = candidate_rows(m, case.query, self._aggregations, reasons)
-                self.refused |= {f"{label}{suffix}, {name}": why for name, why in reasons.items()}
+                rows = candidate_rows(m, case.query, self.aggregations, reasons)
+                self.refused.update({f"{label}{suffix}, {name}": why for name, why in reasons.items()})
                 candidates |= {(label + suffix, name): row for name, row in rows.items()}
             elif m.kind == "layer":
                 candidates |= {(label + suffix, name): form for name, form in layer_forms(m).items()}
@@ -247,17 +243,12 @@ class _Evaluation:
 
 def _summary(metric: str, scores: pandas.Series, base: pandas.Series | None) -> dict[str, float]:
     """Mean and interval of a metric, and of its difference to another method's on the same cases."""
-    whole = bootstrap(torch.tensor(scores.to_numpy()))
-    row = {metric: whole.mean, f"{metric}_low": whole.low, f"{metric}_high": whole.high}
+    intervals = {metric: bootstrap(scores)}
     if base is not None:
-        paired = bootstrap(
-            torch.tensor(scores.to_numpy()), against=torch.tensor(base.reindex(scores.index).to_numpy())
-        )
-        row |= {
-            f"{metric}_gain": paired.mean,
-            f"{metric}_gain_low": paired.low,
-            f"{metric}_gain_high": paired.high,
-        }
+        intervals[f"{metric}_gain"] = bootstrap(scores, against=base.reindex(scores.index))
+    row: dict[str, float] = {}
+    for name, interval in intervals.items():
+        row |= {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
     return row
 
 

@@ -115,19 +115,17 @@ def pruning_curves(
     random, seed = whole_number("random", random, 0), whole_number("seed", seed, -(2**63), 2**63 - 1)
     orders = _orders(rankings, lens, remove, random, seed)
     removed = tuple(round(fraction * total) for fraction in fractions)
-    # ranking -> per share -> per draw, which heads go
-    sets = {
-        name: [[frozenset(order[:count]) for order in draws] for count in removed]
-        for name, draws in orders.items()
-    }
     results: dict[frozenset[Head], float] = {}
     # Each set of heads is measured once: all rankings share the first, and the last.
-    distinct = dict.fromkeys(heads for shares in sets.values() for draws in shares for heads in draws)
+    every_order = [order for draws in orders.values() for order in draws]
+    distinct = dict.fromkeys(frozenset(order[:count]) for count in removed for order in every_order)
     for heads in tqdm(distinct, disable=not progress, desc="pruning"):
         with pruned(model, sorted(heads), stack=stack):
             results[heads] = measured(metric, model)
+    # ranking -> per share -> per draw
     values = {
-        name: [[results[heads] for heads in draws] for draws in shares] for name, shares in sets.items()
+        name: [[results[frozenset(order[:count])] for order in draws] for count in removed]
+        for name, draws in orders.items()
     }
     return PruningCurves(
         tuple(fractions),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,10 +24,8 @@ from lens_mix.targets import Context
 class Removal(abc.ABC):
     """How a position of the mapped stack is taken out."""
 
-    @property
-    def keeps_target(self) -> bool:
-        """Whether the position that the target reads can't be taken out."""
-        return False
+    # Whether the position that the target reads can't be taken out.
+    keeps_target: ClassVar[bool] = False
 
     @abc.abstractmethod
     def values(self, passes: EditedPasses, removed: Bool[Tensor, "copy pos"]) -> Float[Tensor, " copy"]:
@@ -64,9 +63,8 @@ class ReplaceTokens(_OtherTokens):
         object.__setattr__(self, "tokens", tuple(checked))
 
     def _fills(self, passes: EditedPasses) -> Int[Tensor, "fill pos"]:
-        model = passes.passed.session.lens.model
         logits = torch.empty(1, 1, _vocabulary(passes), device="meta")  # of which the width is read
-        context = Context(passes.passed.token_ids(0), logits, getattr(model, "tokenizer", None))
+        context = Context(passes.passed.token_ids(0), logits, passes.first_block.tokenizer)
         listed = several("tokens", self.tokens, "tokens")
         tokens = torch.tensor([context.token_id(token, "tokens") for token in listed])
         return tokens[:, None].expand(-1, passes.length)
@@ -97,10 +95,9 @@ class SampleTokens(_OtherTokens):
     def _fills(self, passes: EditedPasses) -> Int[Tensor, "fill pos"]:
         tokens, size = passes.passed.token_ids(0).cpu(), _vocabulary(passes)
         if self.among is None:
-            tokenizer = getattr(passes.passed.session.lens.model, "tokenizer", None)
-            special = torch.tensor(getattr(tokenizer, "all_special_ids", []), dtype=torch.long)
+            special = getattr(passes.first_block.tokenizer, "all_special_ids", [])
             pool = torch.arange(size)
-            pool = pool[~torch.isin(pool, special)]
+            pool = pool[~torch.isin(pool, torch.tensor(special, dtype=torch.long))]
         else:
             pool = torch.tensor([whole_number("among", token, 0, size - 1) for token in self.among]).unique()
         generator = torch.Generator().manual_seed(self.seed)
@@ -118,9 +115,7 @@ class Drop(Removal):
     position that the target reads would keep its residual stream, and is never taken out.
     """
 
-    @property
-    def keeps_target(self) -> bool:
-        return True
+    keeps_target: ClassVar[bool] = True
 
     def values(self, passes: EditedPasses, removed: Bool[Tensor, "copy pos"]) -> Float[Tensor, " copy"]:
         lens = passes.passed.session.lens
@@ -130,18 +125,18 @@ class Drop(Removal):
                 "SampleTokens or ZeroValues"
             )
         values = []
-        for chunk in passes.chunks(len(removed)):
-            batch = passes.batch(chunk.stop - chunk.start)
-            hidden = _padded(removed[chunk], batch.real)
+        for chunk in removed.split(passes.at_once):
+            batch = passes.batch(len(chunk))
+            hidden = _padded(chunk, batch.real)
+            stays = batch.real & ~hidden
             leaks: list[float] = []
+            note = functools.partial(_note_leak, hidden=hidden, stays=stays, leaks=leaks)
             hooks = [
-                watch_pattern(
-                    layer, _Leak(hidden, batch.real, leaks), attention=lens.stack.attention_template
-                )
+                watch_pattern(layer, note, attention=lens.stack.attention_template)
                 for layer in range(lens.n_layers)
             ]
             # A model that ignores its mask would give a curve as if nothing had been taken out.
-            values.append(passes.of_batch(dataclasses.replace(batch, real=batch.real & ~hidden), hooks))
+            values.append(passes.values(len(chunk), hooks, batch=dataclasses.replace(batch, real=stays)))
             if len(leaks) < lens.n_layers or max(leaks) > 0:
                 raise UnsupportedModelError(
                     "Drop: expected the attention mask to hide what is taken out, got attention to it "
@@ -161,14 +156,14 @@ class ZeroValues(Removal):
     def values(self, passes: EditedPasses, removed: Bool[Tensor, "copy pos"]) -> Float[Tensor, " copy"]:
         lens = passes.passed.session.lens
         values = []
-        for chunk in passes.chunks(len(removed)):
-            zeroed = _padded(removed[chunk], passes.passed.clean.real)
+        for chunk in removed.split(passes.at_once):
+            zeroed = _padded(chunk, passes.passed.clean.real)
             pairs: list[HookPair] = [
                 zero_values(layer, zeroed, attention=lens.stack.attention_template)
                 for layer in range(lens.n_layers)
             ]
             with must_fire(*pairs) as hooks:
-                values.append(passes.with_hooks(hooks, len(zeroed)))
+                values.append(passes.values(len(zeroed), hooks))
         return torch.cat(values)
 
 
@@ -186,35 +181,27 @@ def as_removal(removal: Any) -> Removal:
     raise error(f"{expected}, got {removal!r}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leak:
-    """Notes the largest weight of what stays on what is hidden."""
-
-    hidden: Bool[Tensor, "copy pos"]
-    real: Bool[Tensor, "#copy pos"]
-    leaks: list[float]
-
-    def __call__(self, pattern: Float[Tensor, "copy head query key"]) -> None:
-        stays = (self.real & ~self.hidden)[:, :, None] & self.hidden[:, None, :]
-        self.leaks.append(float(pattern.abs().amax(1).masked_fill(~stays, 0).max()))
+def _note_leak(
+    pattern: Float[Tensor, "copy head query key"],
+    hidden: Bool[Tensor, "copy key"],
+    stays: Bool[Tensor, "copy query"],
+    leaks: list[float],
+) -> None:
+    """The largest weight of what stays on what is hidden."""
+    leaking = stays[:, :, None] & hidden[:, None, :]
+    leaks.append(float(pattern.abs().amax(1).masked_fill(~leaking, 0).max()))
 
 
 def _filled(
     passes: EditedPasses, removed: Bool[Tensor, "copy pos"], fill: Int[Tensor, " pos"]
 ) -> Float[Tensor, " copy"]:
     """The target with other tokens in the places that are taken out."""
-    decoder, values = passes.passed.session.lens.stack.name == "decoder", []
-    for chunk in passes.chunks(len(removed)):
-        batch = passes.batch(chunk.stop - chunk.start)
-        given = batch.target if decoder and batch.target is not None else batch.tokens
-        tokens = given.clone()
-        positions = slice(0, passes.length)
-        tokens[:, positions] = torch.where(
-            removed[chunk].to(given.device), fill.to(given.device), given[:, positions]
-        )
-        field = "tokens" if given is batch.tokens else "target"
-        edited: dict[str, Any] = {field: tokens}
-        values.append(passes.of_batch(dataclasses.replace(batch, **edited)))
+    values = []
+    for chunk in removed.split(passes.at_once):
+        tokens = passes.first_block.tokens.repeat(len(chunk), 1)
+        own = tokens[:, : passes.length]
+        own[:] = torch.where(chunk.to(own.device), fill.to(own.device), own)
+        values.append(passes.values(len(chunk), batch=passes.batch(len(chunk), tokens)))
     return torch.cat(values)
 
 

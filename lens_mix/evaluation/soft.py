@@ -13,9 +13,7 @@ from torch import Tensor
 from lens_mix import targets
 from lens_mix.arguments import number, whole_number
 from lens_mix.evaluation.edited_passes import EditedPasses, edited_passes, read_rows
-from lens_mix.lens.changes import forward_pre_hook
 from lens_mix.lens.model_classes import TransformerLensModel
-from lens_mix.lens.replay import enter_with
 from lens_mix.lens.rows import Selection
 from lens_mix.targets import TargetLike
 
@@ -115,12 +113,15 @@ def soft_faithfulness(
             raise ValueError("target: expected a probability (lm.targets.probability), got another measure")
         named, single = read_rows(rows, passes.length)
         places = passes.positions(positions)
-        masked = _Masked(passes, places, samples, seed)
-        erased = masked.mean(torch.zeros(len(places), dtype=torch.float64), 1)  # no draw decides: one will do
+        shape = (samples, len(places), passes.first_block.whole_resid_pre.shape[-1])
+        uniform = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        # No draw decides: one will do.
+        erased = _mean_target(passes, places, torch.zeros_like(uniform[:1], dtype=torch.bool))
         faithfulness = {}
         for name, row in named.items():
-            with_only = masked.mean(matched(row[places], retained))
-            without = masked.mean(1 - matched(row[places], 1 - retained))
+            keep, lose = matched(row[places], retained), matched(row[places], 1 - retained)
+            with_only = _mean_target(passes, places, uniform < keep[:, None])
+            without = _mean_target(passes, places, uniform < (1 - lose)[:, None])
             scores = _scores(passes.clean, erased, without, with_only)
             faithfulness[name] = SoftFaithfulness(
                 name, retained, passes.clean, erased, without, with_only, *scores, samples
@@ -150,28 +151,14 @@ def matched(row: Float[Tensor, " key"], mean: float) -> Float[Tensor, " key"]:
     return (row * factor).clamp(0, 1)
 
 
-class _Masked:
-    """The target with coordinates of the input masked, by the probability that each position keeps one."""
-
-    def __init__(self, passes: EditedPasses, places: list[int], samples: int, seed: int) -> None:
-        self._passes, self._places, self._samples = passes, places, samples
-        self._resid = passes.passed.clean.calls[0].resid_pre
-        generator = torch.Generator().manual_seed(seed)
-        shape = (samples, len(places), self._resid.shape[-1])
-        self._uniform = torch.rand(shape, generator=generator, dtype=torch.float64)
-
-    def mean(self, keep: Float[Tensor, " key"], samples: int | None = None) -> float:
-        drawn = self._uniform[: samples or self._samples] < keep[:, None]
-        return float(
-            torch.cat([self._values(drawn[chunk]) for chunk in self._passes.chunks(len(drawn))]).mean()
-        )
-
-    def _values(self, masks: Bool[Tensor, "copy key d_model"]) -> Float[Tensor, " copy"]:
-        resid = self._resid.expand(len(masks), -1, -1).clone()
-        resid[:, self._places] *= masks.to(resid)
-        block = self._passes.passed.session.lens.stack.blocks[0]
-        entering = forward_pre_hook(block, enter_with(resid), with_kwargs=True)
-        return self._passes.of_batch(self._passes.batch(len(masks)), changes=[entering])
+def _mean_target(passes: EditedPasses, places: list[int], kept: Bool[Tensor, "copy key d_model"]) -> float:
+    """The target over copies of the prompt of whose input only some coordinates are kept."""
+    values = []
+    for masks in kept.split(passes.at_once):
+        resid = passes.first_block.whole_resid_pre.repeat(len(masks), 1, 1)
+        resid[:, places] *= masks.to(resid)
+        values.append(passes.values(len(masks), resid_pre=resid))
+    return float(torch.cat(values).mean())
 
 
 def _scores(clean: float, erased: float, without: float, with_only: float) -> tuple[float, float]:

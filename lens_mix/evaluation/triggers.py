@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -280,13 +281,9 @@ def _segments(example: Example, special: Collection[int]) -> list[Span]:
     """The spans given, or the runs between special tokens."""
     if example.segments is not None:
         return list(example.segments)
-    spans, start = [], 0
-    for position, token in enumerate((*example.tokens, None)):  # None ends the last run
-        if token is None or token in special:
-            if position > start:
-                spans.append((start, position))
-            start = position + 1
-    return spans
+    ends = [position for position, token in enumerate(example.tokens) if token in special]
+    runs = itertools.pairwise([-1, *ends, len(example.tokens)])
+    return [(before + 1, after) for before, after in runs if after > before + 1]
 
 
 def _examples(examples: Any) -> list[Example]:

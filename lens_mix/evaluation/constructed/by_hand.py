@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
-from lens_mix.evaluation.constructed.model import Cell, ConstructedModel, Sample, Spare
+from lens_mix.evaluation.constructed.model import Cell, ConstructedModel, Sample, Spare, draw
 from lens_mix.evaluation.constructed.parts import (
     CONTEXT,
     TOKENS,
@@ -27,7 +28,7 @@ from lens_mix.lens.from_weights import Norm
 
 _KEYS = range(1, 5)  # what planted_key looks for, and what stands first in broadcast_sink
 _FILLERS = range(5, TOKENS)
-_SHORTEST = 7
+_SHORTEST, _LONGEST = 6, CONTEXT - 2  # without the first token and one that may be repeated at the end
 _Route = Callable[[list[int]], tuple[list[Cell], list[int]]]
 
 
@@ -138,9 +139,7 @@ def _pick(generator: torch.Generator, choices: Sequence[int]) -> int:
 
 def _distinct(generator: torch.Generator, choices: Sequence[int] = WORDS) -> list[int]:
     """Token 0, then others that are all different."""
-    count = _pick(generator, range(_SHORTEST, CONTEXT)) - 1
-    order = torch.randperm(len(choices), generator=generator)[:count]
-    return [0, *(choices[int(place)] for place in order)]
+    return [0, *draw(generator, choices, _SHORTEST, _LONGEST)]
 
 
 def _with_key(generator: torch.Generator) -> list[int]:
@@ -182,12 +181,6 @@ def _built(
     )
 
 
-def _induction(
-    name: str,
-    description: str,
-    read: Iterable[int] = (1,),
-    job: Sequence[FeedForward | None] | None = None,
-    norm: Norm | None = None,
-) -> ConstructedModel:
+def _induction(name: str, description: str, read: Iterable[int] = (1,), **options: Any) -> ConstructedModel:
     layers = [[Head(look_back(1))], [Head(look_for_copies(0), target=1)]]
-    return _built(name, description, layers, _matched, read, job, norm, sample=_repeating)
+    return _built(name, description, layers, _matched, read, sample=_repeating, **options)

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from lens_mix.evaluation.constructed.model import Cell, ConstructedModel
+from lens_mix.evaluation.constructed.model import Cell, ConstructedModel, draw
 from lens_mix.lens.from_weights import Weights
 
 _LETTERS = range(1, 9)
@@ -45,7 +44,7 @@ def compiled() -> list[ConstructedModel]:
             "rasp_reverse",
             "gives the first letter at the last position: it counts the tokens to know where to look",
             functools.partial(_weights, "reverse"),
-            lambda generator: [0, *_sample(generator, _LETTERS, 4, _LONGEST - 1)],
+            lambda generator: [0, *draw(generator, _LETTERS, 4, _LONGEST - 1)],
             lambda tokens: ([(0, len(tokens) - 1, 0), (3, len(tokens) - 1, 1)], [1], len(tokens) - 1),
             lambda tokens, at: [letter for letter in _LETTERS if letter not in tokens] if at else [],
         ),
@@ -99,31 +98,25 @@ def _sort(tokens: list[int]) -> _Truth:
 # ------------------------------------------------------------------ prompts
 
 
-def _sample(generator: torch.Generator, choices: Sequence[int], minimum: int, maximum: int) -> list[int]:
-    """Different ones, from `minimum` to `maximum` of them."""
-    count = int(torch.randint(minimum, maximum + 1, (), generator=generator))
-    return [choices[int(at)] for at in torch.randperm(len(choices), generator=generator)[:count]]
-
-
 def _with_counted(generator: torch.Generator) -> list[int]:
     """Different letters; the counted one stands at two places before the answer."""
-    tokens = [0, *_sample(generator, _LETTERS[1:], 6, _LONGEST)]
-    for at in _sample(generator, range(1, len(tokens) - 3), 2, 2):
+    tokens = [0, *draw(generator, _LETTERS[1:], 6, _LONGEST)]
+    for at in draw(generator, range(1, len(tokens) - 3), 2, 2):
         tokens[at] = _COUNTED
     return tokens
 
 
 def _with_repetitions(generator: torch.Generator) -> list[int]:
     """Different letters; the last one stands at one or two places more."""
-    tokens = [0, *_sample(generator, _LETTERS, 5, _LONGEST)]
-    for at in _sample(generator, range(1, len(tokens) - 1), 1, 2):
+    tokens = [0, *draw(generator, _LETTERS, 5, _LONGEST)]
+    for at in draw(generator, range(1, len(tokens) - 1), 1, 2):
         tokens[at] = tokens[-1]
     return tokens
 
 
 def _numbers(generator: torch.Generator) -> list[int]:
     """Different numbers, the largest at any place but the last."""
-    tokens = [0, *_sample(generator, _NUMBERS[:9], 4, _LONGEST)]
-    (at,) = _sample(generator, range(1, len(tokens) - 1), 1, 1)
-    tokens[at] = _sample(generator, _LARGEST, 1, 1)[0]
+    tokens = [0, *draw(generator, _NUMBERS[:9], 4, _LONGEST)]
+    (at,) = draw(generator, range(1, len(tokens) - 1), 1, 1)
+    tokens[at] = draw(generator, _LARGEST, 1, 1)[0]
     return tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from jaxtyping import Bool, Int
@@ -17,6 +17,12 @@ Cell = tuple[int, int, int]
 Sample = Callable[[torch.Generator], list[int]]
 Trace = Callable[[list[int]], tuple[Iterable[Cell], Iterable[int], int]]
 Spare = Callable[[list[int], int], list[int]]
+
+
+def draw(generator: torch.Generator, choices: Sequence[int], minimum: int, maximum: int) -> list[int]:
+    """Different ones, from `minimum` to `maximum` of them."""
+    count = int(torch.randint(minimum, maximum + 1, (), generator=generator))
+    return [choices[int(at)] for at in torch.randperm(len(choices), generator=generator)[:count]]
 
 
 @dataclasses.dataclass(frozen=True)

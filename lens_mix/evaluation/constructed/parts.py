@@ -43,7 +43,7 @@ class Head:
     """Where a head looks, and from which part of the stream it moves tokens to which scratch part.
 
     Attributes:
-        look: query and key weights.
+        look: query and key weights; scores are the product of both.
         source, target: scratch parts; source -1: the tokens themselves.
         moved: the tokens that it moves; all others have the value zero.
         scale: how long the moved vector is, with its sign.
@@ -55,11 +55,13 @@ class Head:
     moved: Iterable[int] = WORDS
     scale: float = 1.0
 
-    def value_and_output(self) -> tuple[Tensor, Tensor]:
+    def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query, key, value and output."""
+        query, key = self.look
         value, output = torch.zeros(_D_MODEL, TOKENS), torch.zeros(TOKENS, _D_MODEL)
         value[scratch(self.source)] = _one_hot(self.moved)
         output[:, scratch(self.target)] = self.scale * _one_hot(WORDS)
-        return value, output
+        return query * math.sqrt(TOKENS), key, value, output  # attention divides by √d_head
 
 
 def look_back(offset: int, first: float = 0.0) -> Look:
@@ -76,7 +78,7 @@ def look_back(offset: int, first: float = 0.0) -> Look:
     if first:
         query[PLACE, CONTEXT] = _SHARP + math.log(first / (1 - first))
         key[PLACE.start, CONTEXT] = 1.0
-    return _scores(query), key
+    return query, key
 
 
 def look_for(tokens: Iterable[int]) -> Look:
@@ -84,19 +86,14 @@ def look_for(tokens: Iterable[int]) -> Look:
     query, key = torch.zeros(2, _D_MODEL, TOKENS)
     query[PLACE, 0] = _SHARP
     key[TOKEN, 0] = _one_hot(tokens).diagonal()
-    return _scores(query), key
+    return query, key
 
 
 def look_for_copies(part: int) -> Look:
     """Look at the positions in whose scratch part the query's own token was written."""
     query, key = torch.zeros(2, _D_MODEL, TOKENS)
     query[TOKEN], key[scratch(part)] = _SHARP * _one_hot(WORDS), _one_hot(WORDS)
-    return _scores(query), key
-
-
-def _scores(query: Tensor) -> Tensor:
-    """Attention divides by √d_head."""
-    return query * math.sqrt(TOKENS)
+    return query, key
 
 
 def assemble(
@@ -123,8 +120,10 @@ def assemble(
             reading[layer, scratch(job[0])] = _one_hot(WORDS)
             writing[layer, :, scratch(job[1])] = job[2] * _one_hot(WORDS)
 
-    def stacked(weights: list[list[Tensor]]) -> Tensor:
-        return torch.stack([torch.stack(heads) for heads in weights])
+    by_head = [head.weights() for heads in layers for head in heads]
+    query, key, value, output = (
+        torch.stack(weights).unflatten(0, (len(layers), -1)) for weights in zip(*by_head, strict=True)
+    )
 
     def written(tensor: Tensor) -> Tensor:
         return tensor if norm is None else torch.cat([tensor, -tensor], dim=-1)
@@ -135,10 +134,10 @@ def assemble(
     return Weights(
         embedding=written(eye[TOKEN]),
         positions=written(eye[PLACE]),
-        query=readable(stacked([[head.look[0] for head in heads] for heads in layers])),
-        key=readable(stacked([[head.look[1] for head in heads] for heads in layers])),
-        value=readable(stacked([[head.value_and_output()[0] for head in heads] for heads in layers])),
-        output=written(stacked([[head.value_and_output()[1] for head in heads] for heads in layers])),
+        query=readable(query),
+        key=readable(key),
+        value=readable(value),
+        output=written(output),
         unembedding=readable(torch.stack([eye[scratch(part)] for part in read]).sum(0).T @ _one_hot(WORDS)),
         mlp_in=readable(reading) if jobs else None,
         mlp_out=written(writing) if jobs else None,
