@@ -101,8 +101,9 @@ def residuals_at(
         )
     states = []
     for prompt, place in zip(prompts, places, strict=True):
-        asked: dict[str, Any] = {"queries": [place], "layers": layers, **options}
-        for passed in each_prompt(model, [prompt], AttentionWeights(), **asked):
+        for passed in each_prompt(
+            model, [prompt], AttentionWeights(), queries=[place], layers=layers, **options
+        ):
             states.append(torch.stack([block.resid_post[0, 0] for block in passed.blocks]))
     return torch.stack(states, dim=1)
 

@@ -35,7 +35,8 @@ class Example:
     Attributes:
         tokens: token numbers, special tokens included.
         label: its right class.
-        segments: (start, stop) spans that triggers come from and go into; None: runs between special tokens.
+        segments: (start, stop) spans that triggers come from and go into, one after the other; None: runs
+            between special tokens.
     """
 
     tokens: tuple[int, ...]
@@ -48,6 +49,8 @@ class Example:
         spans = () if self.segments is None else self.segments
         for start, stop in pairs("segments", spans, "(start, stop) spans"):
             whole_number("segments", stop, whole_number("segments", start, 0, len(tokens)), len(tokens))
+        if any(before[1] > after[0] for before, after in itertools.pairwise(spans)):
+            raise ValueError(f"segments: expected spans one after the other, got {list(spans)}")
 
     @classmethod
     def read(cls, model: TransformerLensModel, prompt: Any, label: Hashable, **options: Any) -> Example:

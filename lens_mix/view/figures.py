@@ -297,5 +297,6 @@ def _in_lines(name: str) -> str:
     """A long name broken after its commas, or else where it gets too long."""
     if len(name) <= _LONGEST_NAME:
         return name
-    parts = [part if part == name.split(", ")[-1] else f"{part}," for part in name.split(", ")]
+    *before, last = name.split(", ")
+    parts = [*(f"{part}," for part in before), last]
     return "\n".join(line for part in parts for line in textwrap.wrap(part, _LONGEST_NAME))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lens_mix.view.labels import FONT, INK, QUIET
+from lens_mix.view.lazy import need_canvas
+
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
@@ -17,16 +20,13 @@ def leaderboard_figure(table: pandas.DataFrame, metric: str, title: str) -> Figu
         metric: which column.
         title: above the bars.
     """
-    from lens_mix.view.canvas import Picture
-    from lens_mix.view.labels import FONT, INK, QUIET
-
     names = [
         row.method if row.aggregation == "-" else f"{row.method} · {row.aggregation}"
         for row in table.itertuples()
     ]
     height = 0.2 * len(names)
     label = 0.075 * max(map(len, names)) + 0.2
-    figure = Picture(label + 4.6, height + 1.0)
+    figure = need_canvas().Picture(label + 4.6, height + 1.0)
     figure.write_title(title)
     axes = figure.add_box(label, 0.5, 4.3, height)
     means = table[metric].to_numpy()

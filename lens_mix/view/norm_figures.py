@@ -161,4 +161,6 @@ def _axes(width: float, height: float, title: str, across: str, up: str) -> tupl
 
 
 def _legend(axes: Any) -> None:
-    axes.legend(fontsize=FONT, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+    for text in axes.legend(fontsize=FONT, frameon=False, **beside).get_texts():
+        text.set_parse_math(False)

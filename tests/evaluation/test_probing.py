@@ -211,6 +211,8 @@ def test_residuals_are_those_of_the_hooks():
         residuals_at(model, prompts, [0, 1])
     with pytest.raises(ValueError, match="prompts: expected at least one"):
         residuals_at(model, [])
+    with pytest.raises(TypeError, match="queries"):
+        residuals_at(model, prompts, queries=[1])
 
 
 @pytest.mark.skipif(not available(bridge, "bert"), reason="no TransformerBridge in this TransformerLens")

@@ -56,6 +56,12 @@ def test_insertion_needs_the_segment():
         insert_trigger(trigger_of((41, 1, 0.5)), Example((5, 6, 7), "x"))
 
 
+@pytest.mark.parametrize("segments", [((2, 3), (0, 1)), ((0, 2), (1, 3))])
+def test_segments_stand_one_after_the_other(segments):
+    with pytest.raises(ValueError, match="segments: expected spans one after the other, got"):
+        Example((5, 6, 7), "x", segments)
+
+
 def examples(model):
     rows = [tiny_models.tokens(model, 1, 7, seed=seed)[0].tolist() for seed in range(4)]
     return [Example((CLS, *row, SEP), "odd" if seed % 2 else "even") for seed, row in enumerate(rows)]

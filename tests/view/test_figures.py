@@ -9,11 +9,14 @@ import sys
 from typing import Any
 
 import numpy
+import pandas as pd
 import pytest
 import torch
 
 from lens_mix.maps import MixingMap
 from lens_mix.view import layer_maps, query_maps, token_bars
+from lens_mix.view.figures import _in_lines
+from lens_mix.view.leaderboard_figure import leaderboard_figure
 
 TOKENS = ["<bos>", "The", " cat", "\n", " $at$"]
 SHOWN = ["<bos>", "The", "·cat", "⏎", "·$at$"]
@@ -317,5 +320,14 @@ def test_figures_show_themselves_in_notebooks_and_leave_pyplot_alone() -> None:
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "lens_mix.view.canvas", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'lens_mix\[plots\]'"):
-        layer_maps(random_map())
+    table = pd.DataFrame(
+        {"method": ["attention"], "aggregation": ["-"], "x": [0.5], "x_low": [0], "x_high": [1]}
+    )
+    for draw in (lambda: layer_maps(random_map()), lambda: leaderboard_figure(table, "x", "title")):
+        with pytest.raises(ImportError, match=r"pip install 'lens_mix\[plots\]'"):
+            draw()
+
+
+def test_a_long_name_keeps_its_commas() -> None:
+    name = "value zeroing of a long name, rollout, value zeroing of a long name, rollout"
+    assert _in_lines(name).replace("\n", " ") == name

@@ -81,6 +81,13 @@ def test_expansion_rates_and_contextualisation_draw_their_tables():
     assert len(norm_figures.contextualisation(parts).axes[0].lines) == 4
 
 
+def test_a_kind_with_dollar_signs_is_no_formula():
+    table = pd.DataFrame({"layer": [0, 0], "token": ["x", "b"], "weight": [0.9, 0.1], "norm": [0.1, 3.0]})
+    figure = norm_figures.weights_against_norms(table, kind=lambda token: f"$x^{{{token}}}$")
+    assert not any(text.get_parse_math() for text in figure.axes[0].get_legend().get_texts())
+    figure.canvas.draw()
+
+
 def test_a_table_of_something_else_is_refused():
     with pytest.raises(ValueError, match=r"table: expected a table with the columns .*, missing \['ratio'\]"):
         norm_figures.mixing_by_layer(pd.DataFrame({"layer": [0], "stage": ["attn_w"]}))

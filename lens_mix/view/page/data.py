@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,10 +53,15 @@ def pack(mixing_map: MixingMap, label: str) -> dict[str, Any]:
         "key_words": None if mixing_map.key_tokens is None else _starts(mixing_map.key_tokens),
         "feed_forward": _feed_forward(mixing_map),
         "notes": list(mixing_map.notes),
-        "parameters": json.loads(json.dumps(mixing_map.parameters, default=str)),
-        "provenance": json.loads(json.dumps(provenance, default=str)),
+        "parameters": plain(mixing_map.parameters),
+        "provenance": plain(provenance),
         "layers": layers,
     }
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON-able; what is no finite number is written as text."""
+    return json.loads(json.dumps(dict(values), default=str), parse_constant=str)
 
 
 def _residual(mixing_map: MixingMap) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -13,6 +12,7 @@ from lens_mix.aggregation.tree import attribution_tree
 from lens_mix.arguments import instance
 from lens_mix.graphs import information_flow_routes
 from lens_mix.maps import MixingMap
+from lens_mix.view.page.data import plain
 
 Graphs: TypeAlias = nx.DiGraph | Mapping[str, nx.DiGraph]
 # Of a larger graph the page holds so many edges, the largest: more can neither be drawn nor read.
@@ -84,7 +84,7 @@ def _node(graph: nx.DiGraph, node: Any) -> dict[str, Any]:
             f"trees: expected nodes (level, position) with a token, got {node!r}; lm.attribution_tree and "
             "lens_mix.graphs make such graphs"
         )
-    held = _plain(graph.nodes[node])
+    held = plain(graph.nodes[node])
     return held | {"level": node[0], "position": node[1], "token": str(held["token"])}
 
 
@@ -92,9 +92,4 @@ def _weighed(values: Mapping[str, Any], start: Any, end: Any) -> dict[str, Any]:
     weight = values.get("weight")
     if not isinstance(weight, (int, float)) or not math.isfinite(weight):
         raise ValueError(f"trees: expected edges with a finite weight, got {weight!r} from {start} to {end}")
-    return _plain(values)
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON-able; what is no finite number is written as text."""
-    return json.loads(json.dumps(dict(values), default=str), parse_constant=str)
+    return plain(values)

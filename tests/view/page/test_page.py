@@ -177,6 +177,13 @@ def test_nothing_runs_but_its_own_script_and_nothing_is_fetched():
     )
 
 
+def test_numbers_that_are_not_finite_are_text():
+    m = map_of(parameters={"floor": float("inf")}, provenance={"gap": float("nan")})
+    (told,) = data_of(lm.page(m))["prompts"][0]
+    assert told["parameters"] == {"floor": "Infinity"}
+    assert told["provenance"]["gap"] == "NaN"
+
+
 def test_several_maps_and_several_prompts(tmp_path):
     m = map_of()
     place = tmp_path / "page.html"
