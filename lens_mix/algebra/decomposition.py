@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lens_mix.algebra.bias_split import HeldNorm, Split
 from lens_mix.algebra.budget import budget_beside
+from lens_mix.algebra.definitions import head_vectors
 from lens_mix.algebra.linear_block import LinearBlock, Slope
 from lens_mix.algebra.vectors import value_path
 
@@ -101,9 +102,7 @@ class Decomposition:
     def _key_vectors(self) -> Float[Tensor, "batch key head d_model"]:
         """What each position's whole vector, b_V included, gives to a query by way of each head."""
         value = self._block.recorded("value").to(self._linear.resid_pre.dtype)
-        W_O = value_path(self._block).W_O.to(value.dtype)
-        value = value.repeat_interleave(len(W_O) // value.shape[2], dim=2)
-        return einsum(value, W_O, "batch key head d_head, head d_head d_model -> batch key head d_model")
+        return head_vectors(value, value_path(self._block).W_O.to(value.dtype))
 
     def _read_values(self, entering: Shares) -> Float[Tensor, "batch value_head key source d_head"]:
         """What the entering shares make of the values, without b_V."""
@@ -180,14 +179,9 @@ def _cut(stops: Int[Tensor, " row"], pairs: int) -> Iterator[tuple[slice, int]]:
 
 
 def _chunk_pairs(block: Block, keeps: bool) -> int:
-    """How many pairs of query and source a chunk may have.
+    """How many pairs of query and source a chunk may have; a ValueError if not one query's fit.
 
-    Args:
-        block: the block.
-        keeps: whether there is a tensor of the shares, and of the values they make.
-
-    Raises:
-        ValueError: `max_memory` doesn't hold one query's.
+    `keeps`: whether there is a tensor of the shares, and of the values they make.
     """
     (batch, queries, d_model), positions = block.resid_pre.shape, block.real.shape[1]
     path, feed_forward, d_mlp = value_path(block), block.anatomy.feed_forward, hidden_width(block)
