@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.aggregation.products import Product, Residual, add_residual, compose, cumulative, log_matmul
+from lens_mix.arguments import one_of
 
 
 def normalise_rollout(
@@ -47,8 +48,7 @@ def normalise_rollout(
             logarithms elsewhere. Another name is a ValueError.
         product: of two maps in float64.
     """
-    if arithmetic not in ("auto", "float64", "log"):
-        raise ValueError(f"arithmetic: expected 'auto', 'float64' or 'log', got {arithmetic!r}")
+    one_of("arithmetic", arithmetic, ("auto", "float64", "log"))
     null = null_maps(visible, residual)
     stays = float(torch.as_tensor(residual).max())
     targets = _even_targets(reachable(visible, stays), residual)
