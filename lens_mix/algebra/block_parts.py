@@ -46,10 +46,9 @@ class BlockParts:
         if norm is None:
             return self
         scale = norm.scale(self.total())
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         made = {
             name: linear_part(norm, part) / (scale[:, :, None] if name == "keys" else scale)
-            for name, part in fields.items()
+            for name, part in vars(self).items()
         }
         if norm.bias is not None:
             made["biases"] = made["biases"] + norm.bias.to(scale.dtype)
