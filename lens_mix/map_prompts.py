@@ -41,14 +41,7 @@ def map_prompts(
     prepend_bos: bool | None = None,
     progress: bool = False,
 ) -> list[dict[str, MixingMap]]:
-    """The maps of each prompt by their labels, padding cut away.
-
-    Args:
-        session: what was asked.
-        prompts: one batch.
-        side: where to pad.
-        prepend_bos: for the record.
-        progress: show a bar over the blocks.
+    """The maps of each prompt of a batch by their labels, padding cut away; `prepend_bos` is for the record.
 
     Raises:
         UnsupportedModelError: the model or a method on it can't be trusted, with the reason.

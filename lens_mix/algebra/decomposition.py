@@ -46,16 +46,10 @@ class Shares:
 
 
 class Decomposition:
-    """One block's step, in chunks of queries.
+    """One block's step, in chunks of queries; a ValueError if the smallest doesn't fit into `max_memory`.
 
-    Args:
-        block: the block.
-        entering: shares of the residual stream entering it; None: every position's whole vector is its own.
-        biases, slope: as in `DecompX`.
-        keeps: whether the shares themselves are kept, beside their lengths.
-
-    Raises:
-        ValueError: the smallest chunk doesn't fit into the block's `max_memory`.
+    `entering`: shares of the residual stream entering it; None: every position's whole vector is its own.
+    `keeps`: whether the shares themselves are kept, beside their lengths.
     """
 
     def __init__(
@@ -148,12 +142,7 @@ def carried(
 ) -> Iterator[tuple[Float[Tensor, "batch query source"], Float[Tensor, "batch query source d_model"]]]:
     """After each block the lengths of all shares, and the shares, which the next block overwrites.
 
-    Args:
-        blocks: from the first one up; all but the last with all rows.
-        biases, slope: as in `DecompX`.
-
-    Raises:
-        ValueError: the smallest chunk doesn't fit into a block's `max_memory`.
+    The blocks go from the first one up; all but the last have all rows. Errors as of `Decomposition`.
     """
     entering: Shares | None = None
     for block in blocks:
