@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -25,6 +26,9 @@ from lens_mix.targets import as_target
 
 # The label under which a session's methods hold what measures the residual; no name of a method's.
 _MEASURED = "measured residual"
+
+T = TypeVar("T")
+_ByLayer = dict[str, dict[int, T]]  # of each method by its label, one thing per layer
 
 
 def measuring(methods: Mapping[str, Method]) -> dict[str, Method]:
@@ -47,22 +51,15 @@ def map_prompts(
         UnsupportedModelError: the model or a method on it can't be trusted, with the reason.
     """
     # Before the pass: a span that a prompt does not have needs no clean pass to be refused.
-    groups = [
-        {
-            label: method.key_groups(len(session.key_tokens(prompt)))
-            for label, method in session.methods.items()
-        }
-        for prompt in prompts
-    ]
+    for prompt, method in itertools.product(prompts, session.methods.values()):
+        method.key_groups(len(session.key_tokens(prompt)))
     with session.passed(prompts, side) as passed:
-        mapped = _map_blocks(passed, progress)
+        blocks = {label: {block.layer: block for block in passed.blocks(label)} for label in session.methods}
+        maps = _map_blocks(passed, blocks, progress)
         allowed = passed.allowed_keys()
-    record = _Record(passed, mapped, allowed, prepend_bos)
+    record = _Record(passed, blocks, maps, allowed, prepend_bos)
     return [
-        _with_shares(
-            session.methods,
-            {label: record.map_of(label, index, groups[index][label]) for label in session.methods},
-        )
+        _with_shares(session.methods, {label: record.map_of(label, index) for label in session.methods})
         for index in range(len(prompts))
     ]
 
@@ -78,45 +75,31 @@ def _with_shares(methods: Mapping[str, Method], maps: dict[str, MixingMap]) -> d
     return maps
 
 
-@dataclasses.dataclass(frozen=True)
-class _Mapped:
-    """What one method made of a batch, padding in.
-
-    Attributes:
-        layers: per layer, [batch, (head,) query, key].
-        blocks: its blocks, with what they noted; by layer.
-    """
-
-    layers: dict[int, Tensor]
-    blocks: dict[int, Block]
-
-
-def _map_blocks(passed: Passed, progress: bool) -> dict[str, _Mapped]:
+def _map_blocks(passed: Passed, blocks: _ByLayer[Block], progress: bool) -> _ByLayer[Tensor]:
     """Block by block, all methods; then those that carry something from block to block."""
     methods = passed.session.methods
-    mapped = {label: _Mapped({}, {block.layer: block for block in passed.blocks(label)}) for label in methods}
-    total = sum(len(each.blocks) for each in mapped.values())
-    with tqdm(total=total, disable=not progress, leave=False) as bar:
+    maps: _ByLayer[Tensor] = {label: {} for label in methods}
+    with tqdm(total=sum(map(len, blocks.values())), disable=not progress, leave=False) as bar:
         for layer in passed.clean.calls:
             for label, method in methods.items():
-                if not method.carries and layer in mapped[label].blocks:
+                if not method.carries and layer in blocks[label]:
                     bar.set_description(label)
-                    block = mapped[label].blocks[layer]
-                    mapped[label].layers[layer] = _checked_shape(method(block), method, block)
+                    block = blocks[label][layer]
+                    maps[label][layer] = _checked_shape(method(block), method, block)
                     bar.update()
             # What methods share about a block goes with it.
             passed.clean.cache.pop(layer, None)
         for label, method in methods.items():
             if method.carries:
                 bar.set_description(label)
-                blocks = list(mapped[label].blocks.values())
-                stacked = method.of_stack(blocks)
-                checked = [_checked_shape(scores, method, blocks[-1]) for scores in stacked]
-                made = blocks[-1:] if method.whole_model else blocks
-                mapped[label].layers.update(zip((block.layer for block in made), checked, strict=True))
+                stack = list(blocks[label].values())
+                stacked = method.of_stack(stack)
+                checked = [_checked_shape(scores, method, stack[-1]) for scores in stacked]
+                made = stack[-1:] if method.whole_model else stack
+                maps[label] = dict(zip((block.layer for block in made), checked, strict=True))
                 passed.clean.cache.clear()
                 bar.update(len(stacked))
-    return mapped
+    return maps
 
 
 def _checked_shape(scores: Tensor, method: Method, block: Block) -> Tensor:
@@ -144,9 +127,14 @@ class _Record:
     """Makes the records of one batch."""
 
     def __init__(
-        self, passed: Passed, mapped: dict[str, _Mapped], allowed: AllowedKeys, prepend_bos: bool | None
+        self,
+        passed: Passed,
+        blocks: _ByLayer[Block],
+        maps: _ByLayer[Tensor],
+        allowed: AllowedKeys,
+        prepend_bos: bool | None,
     ) -> None:
-        self._passed, self._mapped, self._allowed = passed, mapped, allowed
+        self._passed, self._blocks, self._maps, self._allowed = passed, blocks, maps, allowed
         self._provenance = provenance.of_run(passed.clean.lens, prepend_bos)
         self._head = provenance.dropped_head(passed.clean.lens)
         targets = [method.target for method in passed.session.methods.values() if hasattr(method, "target")]
@@ -157,11 +145,11 @@ class _Record:
     def _reaching(self) -> AllowedKeys:
         return self._allowed.reaching()
 
-    def map_of(self, label: str, index: int, groups: list[list[int]] | None) -> MixingMap:
+    def map_of(self, label: str, index: int) -> MixingMap:
         """One prompt's map by one method."""
         session, clean, rows = self._passed.session, self._passed.clean, self._passed.rows
         method, stack, prompt = session.methods[label], clean.lens.stack, clean.batch.prompts[index]
-        layers = session.mapped_layers(method)
+        layers, groups = session.mapped_layers(method), method.key_groups(len(session.key_tokens(prompt)))
         joint, real_keys = stack.source is not None, clean.real_keys[index]
         keys = (clean.real_inputs[index] if joint else real_keys).nonzero()[:, 0]
         queries = None if rows is None else list(rows.by_prompt[index])
@@ -174,7 +162,7 @@ class _Record:
         accepted = pass_tolerance(clean.lens.dtype) if method.whole_model else 0.0
         scores = prompt_mask.without_rounding(scores, groups, accepted)
         tokens = self._passed.tokens(index)
-        blocks = [self._mapped[label].blocks[layer] for layer in layers]
+        blocks = [self._blocks[label][layer] for layer in layers]
         key_tokens = self._passed.key_tokens(index)
         if groups is not None:
             spelled = tokens if key_tokens is None else key_tokens
@@ -206,7 +194,7 @@ class _Record:
     def _default_query(self, label: str, index: int, count: int) -> int | None:
         """The position that the method's target reads, else 0 in an encoder: what sees both ways."""
         encoder = not self._passed.proof.causal and not self._passed.clean.lens.stack.reads_target
-        explained = (block.explained[index] for block in self._mapped[label].blocks.values())
+        explained = (block.explained[index] for block in self._blocks[label].values())
         read = (position for position in explained if position is not None and position < count)
         return next(read, 0 if encoder else None)
 
@@ -220,10 +208,10 @@ class _Record:
         residual_key: bool,
     ) -> Float[Tensor, "layer *head query key"]:
         """The asked layers and rows of one prompt, padding cut away; `residual_key`: with a last key more."""
-        mapped = self._mapped[label]
+        blocks, maps = self._blocks[label], self._maps[label]
         # An input map has the rows of the last block in every layer.
-        rows = self._rows(index, cut=not mapped.blocks[max(mapped.blocks)].every_query)
-        stacked = torch.stack([mapped.layers[layer][index].index_select(-2, rows) for layer in layers])
+        rows = self._rows(index, cut=not blocks[max(blocks)].every_query)
+        stacked = torch.stack([maps[layer][index].index_select(-2, rows) for layer in layers])
         if residual_key:
             keys = torch.cat([keys, keys.new_tensor([stacked.shape[-1] - 1])])
         elif groups is None and stacked.shape[-1] <= int(keys[-1]):
