@@ -381,9 +381,8 @@ def describe(target: Target) -> dict[str, Any]:
 
 def from_record(record: Mapping[str, Any]) -> Target:
     """The target that `describe` described. ValueError: one that holds a function, which no record keeps."""
-    known = {
-        kind.__name__.lstrip("_"): kind for kind in (_Token, _LogitDifference, _Class, _MaskedToken, _Loss)
-    }
+    kinds = (_Token, _LogitDifference, _Class, _MaskedToken, _Loss)
+    known = {kind.__name__.lstrip("_"): kind for kind in kinds}
     fields = dict(record)
     name = fields.pop("target", None)
     if name not in known:

@@ -71,9 +71,8 @@ def block_parts(block: Block) -> BlockParts:
         raise UnsupportedModelError("block_parts: expected self-attention (part='decoder'), got part='cross'")
     anatomy, wide = block.anatomy, torch.promote_types(block.resid_post.dtype, torch.float32)
     path, s = value_path(block), anatomy.residual_multiplier
-    pattern, value, x = (
-        tensor.to(wide) for tensor in (block.recorded("pattern"), block.recorded("value"), block.resid_pre)
-    )
+    pattern, value = block.recorded("pattern").to(wide), block.recorded("value").to(wide)
+    x = block.resid_pre.to(wide)
     keys = value_vectors(pattern, value, path.W_O.to(wide))
     zero = torch.zeros_like(x)
     b_O = zero if path.b_O is None else path.b_O.to(wide).expand_as(x)

@@ -59,11 +59,8 @@ class Decomposition:
         self._pairs = _chunk_pairs(block, keeps)
         self._linear = LinearBlock(block, slope, alone=entering is None)
         attended = (block.attended & block.real_queries[:, :, None]).any(0)
-        stops = (
-            torch.arange(1, attended.shape[1] + 1, device=attended.device)
-            if entering is None
-            else entering.stops
-        )
+        own = torch.arange(1, attended.shape[1] + 1, device=attended.device)
+        stops = own if entering is None else entering.stops
         self._stops = torch.maximum((attended * stops).amax(1), stops[block.queries].amax(0))
         self._values = self._key_vectors() if entering is None else self._read_values(entering)
 

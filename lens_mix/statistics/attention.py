@@ -135,10 +135,9 @@ def attention_statistics(
     """
     given_steps = _OFFSETS if offsets is None else several("offsets", offsets, "whole numbers")
     steps = [whole_number("offsets", step) for step in given_steps]
-    given = (
-        _GROUPS if groups is None else instance("groups", groups, Mapping, "a dict of groups by their names")
-    )
-    chosen = {name: reusable(group) for name, group in given.items()}
+    groups = _GROUPS if groups is None else groups
+    instance("groups", groups, Mapping, "a dict of groups by their names")
+    chosen = {name: reusable(group) for name, group in groups.items()}
     remaining = iter(each_map(maps, any_keys=True))
     first = next(remaining, None)
     if first is None:
