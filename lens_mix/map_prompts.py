@@ -55,9 +55,7 @@ def map_prompts(
         method.key_groups(len(session.key_tokens(prompt)))
     with session.passed(prompts, side) as passed:
         blocks = {label: {block.layer: block for block in passed.blocks(label)} for label in session.methods}
-        maps = _map_blocks(passed, blocks, progress)
-        allowed = passed.allowed_keys()
-    record = _Record(passed, blocks, maps, allowed, prepend_bos)
+        record = _Record(passed, blocks, _map_blocks(passed, blocks, progress), prepend_bos)
     return [
         _with_shares(session.methods, {label: record.map_of(label, index) for label in session.methods})
         for index in range(len(prompts))
@@ -124,17 +122,13 @@ def _checked_shape(scores: Tensor, method: Method, block: Block) -> Tensor:
 
 
 class _Record:
-    """Makes the records of one batch."""
+    """Makes the records of one batch; itself made while the model is open."""
 
     def __init__(
-        self,
-        passed: Passed,
-        blocks: _ByLayer[Block],
-        maps: _ByLayer[Tensor],
-        allowed: AllowedKeys,
-        prepend_bos: bool | None,
+        self, passed: Passed, blocks: _ByLayer[Block], maps: _ByLayer[Tensor], prepend_bos: bool | None
     ) -> None:
-        self._passed, self._blocks, self._maps, self._allowed = passed, blocks, maps, allowed
+        self._passed, self._blocks, self._maps = passed, blocks, maps
+        self._allowed = passed.allowed_keys()
         self._provenance = provenance.of_run(passed.clean.lens, prepend_bos)
         self._head = provenance.dropped_head(passed.clean.lens)
         targets = [method.target for method in passed.session.methods.values() if hasattr(method, "target")]
