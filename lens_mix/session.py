@@ -329,8 +329,6 @@ class Passed:
 
     def key_tokens(self, index: int) -> list[str] | None:
         """The keys' tokens: the source's, or source and target; None where they are the queries' own."""
-        prompt, stack = self.clean.batch.prompts[index], self.session.lens.stack
-        if not stack.is_cross and stack.source is None:
-            return None
-        source = token_strings(self.session.lens.model, prompt.tokens)
-        return source if stack.is_cross else [*source, *self.tokens(index)]
+        stack, keys = self.session.lens.stack, self.session.key_tokens(self.clean.batch.prompts[index])
+        own = not stack.is_cross and stack.source is None
+        return None if own else token_strings(self.session.lens.model, keys)
