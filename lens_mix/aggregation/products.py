@@ -26,11 +26,14 @@ def add_residual(
     An all-zero row becomes the identity's row where the weight is above 0 (nothing but the residual came in,
     as in (A + I) / rowsum) and stays zero where it is 0. A tensor holds one per row (heads may share them).
     """
-    weights = torch.as_tensor(weight, dtype=maps.dtype, device=maps.device)
-    if bool(weights.any()):
-        empty = ~maps.any(-1) & (weights > 0)
-        diagonal = maps.mul_((1 - weights)[..., None]).diagonal(dim1=-2, dim2=-1)
-        diagonal.add_(weights).masked_fill_(empty, 1.0)
+    if isinstance(weight, Tensor):
+        empty = ~maps.any(-1) & (weight > 0)
+        diagonal = maps.mul_((1 - weight)[..., None]).diagonal(dim1=-2, dim2=-1)
+        diagonal.add_(weight).masked_fill_(empty, 1.0)
+    elif weight > 0:
+        empty = ~maps.any(-1)
+        diagonal = maps.mul_(1 - weight).diagonal(dim1=-2, dim2=-1)
+        diagonal.add_(weight).masked_fill_(empty, 1.0)
     return maps
 
 
