@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -48,8 +47,10 @@ def run_again(
         )
     # Rows and layers keep their names as long as no token is dropped or merged.
     whole = mixing_map.kind == "input" and len(mixing_map) > 1
+    reads_target = record.get("stack") in ("decoder", "cross", "joint")
+    mapped = record["target_token_ids" if reads_target else "token_ids"]
     asked = {
-        "queries": mixing_map.queries if len(mixing_map.tokens) == len(_mapped(record)) else None,
+        "queries": mixing_map.queries if len(mixing_map.tokens) == len(mapped) else None,
         "layers": None if whole else mixing_map.layer_labels,
         "stack": record.get("stack"),
     }
@@ -61,11 +62,6 @@ def run_again(
     if record.get("engine") in again.engines and len(again.engines) > 1:
         asked["engine"] = record["engine"]
     return run(model, prompt, again, **{**asked, **options})
-
-
-def _mapped(record: Mapping[str, Any]) -> list[int]:
-    decoder = record.get("stack") in ("decoder", "cross", "joint")
-    return record["target_token_ids"] if decoder else record["token_ids"]
 
 
 def _method(mixing_map: MixingMap) -> Method:

@@ -70,10 +70,8 @@ def close(one: Tensor, other: Tensor) -> bool:
 def _heads(model: nn.Module, base: nn.Module) -> Iterator[Logits]:
     """The forms that heads have: BERT, RoBERTa, DistilBERT, ModernBERT, decoders, and a plain linear one."""
     classifier, score = getattr(model, "classifier", None), getattr(model, "score", None)
-    pooler, before, dense = (
-        getattr(owner, name, None)
-        for owner, name in ((base, "pooler"), (model, "pre_classifier"), (model, "head"))
-    )
+    pooler, before = getattr(base, "pooler", None), getattr(model, "pre_classifier", None)
+    dense = getattr(model, "head", None)
     if classifier is not None:
         if pooler is not None:
             yield lambda hidden: classifier(pooler(hidden))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -25,6 +27,9 @@ from lens_mix.targets import as_target
 # The label under which a session's methods hold what measures the residual; no name of a method's.
 _MEASURED = "measured residual"
 
+T = TypeVar("T")
+_ByLayer = dict[str, dict[int, T]]  # of each method by its label, one thing per layer
+
 
 def measuring(methods: Mapping[str, Method]) -> dict[str, Method]:
     """What to add to the methods of a session so that maps without the residual get its measured shares."""
@@ -40,35 +45,19 @@ def map_prompts(
     prepend_bos: bool | None = None,
     progress: bool = False,
 ) -> list[dict[str, MixingMap]]:
-    """The maps of each prompt by their labels, padding cut away.
-
-    Args:
-        session: what was asked.
-        prompts: one batch.
-        side: where to pad.
-        prepend_bos: for the record.
-        progress: show a bar over the blocks.
+    """The maps of each prompt of a batch by their labels, padding cut away; `prepend_bos` is for the record.
 
     Raises:
         UnsupportedModelError: the model or a method on it can't be trusted, with the reason.
     """
     # Before the pass: a span that a prompt does not have needs no clean pass to be refused.
-    groups = [
-        {
-            label: method.key_groups(len(session.key_tokens(prompt)))
-            for label, method in session.methods.items()
-        }
-        for prompt in prompts
-    ]
+    for prompt, method in itertools.product(prompts, session.methods.values()):
+        method.key_groups(len(session.key_tokens(prompt)))
     with session.passed(prompts, side) as passed:
-        mapped = _map_blocks(passed, progress)
-        allowed = passed.allowed_keys()
-    record = _Record(passed, mapped, allowed, prepend_bos)
+        blocks = {label: {block.layer: block for block in passed.blocks(label)} for label in session.methods}
+        record = _Record(passed, blocks, _map_blocks(passed, blocks, progress), prepend_bos)
     return [
-        _with_shares(
-            session.methods,
-            {label: record.map_of(label, index, groups[index][label]) for label in session.methods},
-        )
+        _with_shares(session.methods, {label: record.map_of(label, index) for label in session.methods})
         for index in range(len(prompts))
     ]
 
@@ -84,26 +73,11 @@ def _with_shares(methods: Mapping[str, Method], maps: dict[str, MixingMap]) -> d
     return maps
 
 
-@dataclasses.dataclass(frozen=True)
-class _Mapped:
-    """What one method made of a batch, padding in.
-
-    Attributes:
-        layers: per layer, [batch, (head,) query, key].
-        blocks: its blocks, with what they noted; by layer.
-    """
-
-    layers: dict[int, Tensor]
-    blocks: dict[int, Block]
-
-
-def _map_blocks(passed: Passed, progress: bool) -> dict[str, _Mapped]:
+def _map_blocks(passed: Passed, blocks: _ByLayer[Block], progress: bool) -> _ByLayer[Tensor]:
     """Block by block, all methods; then those that carry something from block to block."""
     methods = passed.session.methods
-    blocks = {label: {block.layer: block for block in passed.blocks(label)} for label in methods}
-    maps: dict[str, dict[int, Tensor]] = {label: {} for label in methods}
-    total = sum(map(len, blocks.values()))
-    with tqdm(total=total, disable=not progress, leave=False) as bar:
+    maps: _ByLayer[Tensor] = {label: {} for label in methods}
+    with tqdm(total=sum(map(len, blocks.values())), disable=not progress, leave=False) as bar:
         for layer in passed.clean.calls:
             for label, method in methods.items():
                 if not method.carries and layer in blocks[label]:
@@ -116,14 +90,14 @@ def _map_blocks(passed: Passed, progress: bool) -> dict[str, _Mapped]:
         for label, method in methods.items():
             if method.carries:
                 bar.set_description(label)
-                stacked = method.of_stack(list(blocks[label].values()))
-                last = list(blocks[label].values())[-1]
-                checked = [_checked_shape(scores, method, last) for scores in stacked]
-                made = [last.layer] if method.whole_model else blocks[label]
-                maps[label] = dict(zip(made, checked, strict=True))
+                stack = list(blocks[label].values())
+                stacked = method.of_stack(stack)
+                checked = [_checked_shape(scores, method, stack[-1]) for scores in stacked]
+                made = stack[-1:] if method.whole_model else stack
+                maps[label] = dict(zip((block.layer for block in made), checked, strict=True))
                 passed.clean.cache.clear()
                 bar.update(len(stacked))
-    return {label: _Mapped(maps[label], blocks[label]) for label in methods}
+    return maps
 
 
 def _checked_shape(scores: Tensor, method: Method, block: Block) -> Tensor:
@@ -148,45 +122,46 @@ def _checked_shape(scores: Tensor, method: Method, block: Block) -> Tensor:
 
 
 class _Record:
-    """Makes the records of one batch."""
+    """Makes the records of one batch; itself made while the model is open."""
 
     def __init__(
-        self, passed: Passed, mapped: dict[str, _Mapped], allowed: AllowedKeys, prepend_bos: bool | None
+        self, passed: Passed, blocks: _ByLayer[Block], maps: _ByLayer[Tensor], prepend_bos: bool | None
     ) -> None:
-        self._passed, self._mapped, self._allowed = passed, mapped, allowed
-        self._reaching: AllowedKeys | None = None
+        self._passed, self._blocks, self._maps = passed, blocks, maps
+        self._allowed = passed.allowed_keys()
         self._provenance = provenance.of_run(passed.clean.lens, prepend_bos)
         self._head = provenance.dropped_head(passed.clean.lens)
         targets = [method.target for method in passed.session.methods.values() if hasattr(method, "target")]
         if self._head and any(as_target(target).reads == "logits" for target in targets):
             warnings.warn(f"the target reads logits, but {self._head}", stacklevel=2)
 
-    def map_of(self, label: str, index: int, groups: list[list[int]] | None) -> MixingMap:
+    @functools.cached_property
+    def _reaching(self) -> AllowedKeys:
+        return self._allowed.reaching()
+
+    def map_of(self, label: str, index: int) -> MixingMap:
         """One prompt's map by one method."""
-        session, engine = self._passed.session, self._passed.engines[label]
-        method = session.methods[label]
-        layers, rows = session.mapped_layers(method), self._passed.rows
-        clean = self._passed.clean
-        joint, real_keys = clean.lens.stack.source is not None, clean.real_keys[index]
+        session, clean, rows = self._passed.session, self._passed.clean, self._passed.rows
+        method, stack, prompt = session.methods[label], clean.lens.stack, clean.batch.prompts[index]
+        layers, groups = session.mapped_layers(method), method.key_groups(len(session.key_tokens(prompt)))
+        joint, real_keys = stack.source is not None, clean.real_keys[index]
         keys = (clean.real_inputs[index] if joint else real_keys).nonzero()[:, 0]
         queries = None if rows is None else list(rows.by_prompt[index])
-        residual_key = self._passed.clean.lens.stack.is_cross and method.cross == "source and residual"
+        residual_key = stack.is_cross and method.cross == "source and residual"
         scores = self._scores(label, index, keys, layers, groups, residual_key)
         prompt_mask = self._visible(method, index, real_keys.nonzero()[:, 0], layers)
         prompt_mask = prompt_mask.with_own_key() if residual_key else prompt_mask
-        prompt = clean.batch.prompts[index]
         prompt_mask = prompt_mask.with_source(len(prompt.tokens)) if joint else prompt_mask
         causal, mask = prompt_mask.causal_and_mask()
         accepted = pass_tolerance(clean.lens.dtype) if method.whole_model else 0.0
         scores = prompt_mask.without_rounding(scores, groups, accepted)
         tokens = self._passed.tokens(index)
-        blocks = [self._mapped[label].blocks[layer] for layer in layers]
-        gaps = self._passed.clean.lens.stack.gaps
+        blocks = [self._blocks[label][layer] for layer in layers]
         key_tokens = self._passed.key_tokens(index)
         if groups is not None:
             spelled = tokens if key_tokens is None else key_tokens
             key_tokens = ["".join(spelled[p] for p in group) for group in groups]
-        read = provenance.of_prompt(prompt)
+        read = provenance.of_prompt(prompt) | {"engine": self._passed.engines[label]}
         if joint:
             read["joint"] = {"source": len(prompt.tokens), "target": len(tokens)}
         return MixingMap(
@@ -201,11 +176,10 @@ class _Record:
             parameters=method.parameters(),
             residual=method.residual,
             kind=method.kind,
-            provenance={**self._provenance, **read, "engine": engine, **provenance.details(blocks, index)},
+            provenance={**self._provenance, **read, **provenance.details(blocks, index)},
             default_query=self._default_query(label, index, len(tokens)),
             notes=(
-                *([gaps] if gaps else []),
-                *([self._head] if self._head else []),
+                *filter(None, (stack.gaps, self._head)),
                 *provenance.notes(scores, layers, queries),
                 *(text for block in blocks for text in block.warnings[index]),
             ),
@@ -214,9 +188,9 @@ class _Record:
     def _default_query(self, label: str, index: int, count: int) -> int | None:
         """The position that the method's target reads, else 0 in an encoder: what sees both ways."""
         encoder = not self._passed.proof.causal and not self._passed.clean.lens.stack.reads_target
-        explained = [block.explained[index] for block in self._mapped[label].blocks.values()]
-        positions = [position for position in explained if position is not None and position < count]
-        return positions[0] if positions else 0 if encoder else None
+        explained = (block.explained[index] for block in self._blocks[label].values())
+        read = (position for position in explained if position is not None and position < count)
+        return next(read, 0 if encoder else None)
 
     def _scores(
         self,
@@ -228,41 +202,29 @@ class _Record:
         residual_key: bool,
     ) -> Float[Tensor, "layer *head query key"]:
         """The asked layers and rows of one prompt, padding cut away; `residual_key`: with a last key more."""
-        mapped, maps = self._mapped[label], []
+        blocks, maps = self._blocks[label], self._maps[label]
         # An input map has the rows of the last block in every layer.
-        every_query = mapped.blocks[max(mapped.blocks)].every_query
-        places = self._row_positions(index)
-        for layer in layers:
-            scores = mapped.layers[layer][index]
-            if every_query:
-                maps.append(scores.index_select(-2, places))
-            else:
-                maps.append(scores[..., : len(places), :])
-        stacked = torch.stack(maps)
+        rows = self._rows(index, cut=not blocks[max(blocks)].every_query)
+        stacked = torch.stack([maps[layer][index].index_select(-2, rows) for layer in layers])
         if residual_key:
             keys = torch.cat([keys, keys.new_tensor([stacked.shape[-1] - 1])])
         elif groups is None and stacked.shape[-1] <= int(keys[-1]):
             raise ValueError(
                 f"{label}: expected a key per position, {int(keys[-1]) + 1} or more, got "
-                f"{stacked.shape[-1]}; "
-                "keys that stand for other things are told by key_groups"
+                f"{stacked.shape[-1]}; keys that stand for other things are told by key_groups"
             )
         return stacked if groups is not None else stacked.index_select(-1, keys)
 
-    def _row_positions(self, index: int) -> Int[Tensor, " query"]:
-        """Positions of one prompt's rows in the padded batch."""
+    def _rows(self, index: int, cut: bool) -> Int[Tensor, " query"]:
+        """Places of one prompt's rows in the padded batch; `cut`: among the rows that are asked for."""
         rows = self._passed.rows
         if rows is None:
             return self._passed.clean.real[index].nonzero()[:, 0]
-        return rows.positions[index, : len(rows.by_prompt[index])]
+        positions = rows.positions[index, : len(rows.by_prompt[index])]
+        return torch.arange(len(positions), device=positions.device) if cut else positions
 
     def _visible(self, method: Method, index: int, keys: Tensor, layers: Sequence[int]) -> PromptMask:
         """Which of its keys one prompt's rows may see."""
-        allowed = self._allowed
-        if method.kind == "input":
-            self._reaching = self._reaching or allowed.reaching()
-            allowed = self._reaching
-        rows = self._row_positions(index)
-        if self._passed.clean.rows is not None:
-            rows = torch.arange(len(rows), device=rows.device)
+        allowed = self._reaching if method.kind == "input" else self._allowed
+        rows = self._rows(index, cut=self._passed.clean.rows is not None)
         return allowed.of_prompt(index, rows, keys, layers)

@@ -63,10 +63,8 @@ class Method:
     citation: ClassVar[str]
 
     def __post_init__(self) -> None:
-        fields = dataclasses.fields(self)
-        flags(
-            **{field.name: getattr(self, field.name) for field in fields if isinstance(field.default, bool)}
-        )
+        switches = [field.name for field in dataclasses.fields(self) if isinstance(field.default, bool)]
+        flags(**{name: getattr(self, name) for name in switches})
 
     def hooks(
         self,

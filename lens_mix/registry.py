@@ -93,10 +93,9 @@ def _plugins() -> dict[str, type[Method]]:
 def check_class(method: object) -> None:
     """Refuse what can't be a method by its name alone, with what to change (TypeError, ValueError)."""
     made = check_attributes(method)
-    fields = vars(made).get("__dataclass_fields__")
     annotated = [name for name in vars(made).get("__annotations__", {}) if not hasattr(Method, name)]
     options = [name for name in annotated if "ClassVar" not in str(made.__annotations__[name])]
-    if fields is None and options:
+    if options and "__dataclass_fields__" not in vars(made):
         raise ValueError(
             f"{made.__name__}: expected a dataclass, since it has the parameters {options}; write "
             "@dataclasses.dataclass(frozen=True) above it"

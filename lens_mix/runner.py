@@ -269,22 +269,18 @@ def support(model: TransformerLensModel, *, part: str | None = None, stack: str 
         part: "encoder" (default), "decoder", "cross" or "joint" of an encoder-decoder.
         stack: an older name of `part`.
     """
-    stack = one_part(part, stack)
-    table = support_table(model, [method() for method in all_methods().values()], stack)
-    rows = tuple(row if row[1] is None else _tried(model, row, stack) for row in table)
-    return dataclasses.replace(table, rows=rows)
-
-
-def _tried(
-    model: TransformerLensModel, row: tuple[str, str | None, str], stack: str | None
-) -> tuple[str, str | None, str]:
-    """The row of a table of support; where only a run tells whether a method can run, after one."""
-    if all_methods()[row[0]].places_tokens:
-        try:
-            run(model, any_tokens(model), row[0], stack=stack, queries=[-1])
-        except UnsupportedModelError as problem:
-            return row[0], None, str(problem)
-    return row
+    stack, methods = one_part(part, stack), all_methods()
+    table = support_table(model, [method() for method in methods.values()], stack)
+    rows = []
+    for name, engine, reason in table:
+        if engine is not None and methods[name].places_tokens:
+            # Only a run tells whether it can run.
+            try:
+                run(model, any_tokens(model), name, stack=stack, queries=[-1])
+            except UnsupportedModelError as problem:
+                engine, reason = None, str(problem)
+        rows.append((name, engine, reason))
+    return dataclasses.replace(table, rows=tuple(rows))
 
 
 def read_methods(methods: MethodLike | Sequence[MethodLike]) -> tuple[dict[str, Method], bool]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lens_mix.algebra import large_product
 from lens_mix.arguments import whole_number
-from lens_mix.hooks import HookPair, record_all, record_attention
+from lens_mix.hooks import record_all, record_attention
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.block import Block
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
@@ -93,6 +93,7 @@ class Session:
                 f"layers: {', '.join(whole)} gives one map, of the whole model, which counts as the last "
                 f"layer's ({lens.n_layers - 1}); expected it among the layers, got {self.layers}"
             )
+        self.recorded_layers = sorted(set().union(*map(self.layers_of, self.methods.values())))
         self.run_cache: dict[Any, Any] = {}
 
     def read(self, prompt: Any, **options: Any) -> Prompt:
@@ -152,7 +153,7 @@ class Session:
             batch = pad(prompts, pad_token(lens.model), side)
             real = batch.real_positions(lens.stack.name)
             rows = None if self.queries is None else Rows.of(self.queries, real)
-            watched = self._recorded_layers() if carries_users_hooks(lens.modules) else []
+            watched = self.recorded_layers if carries_users_hooks(lens.modules) else []
             clean = self._clean_pass(batch, rows, engines, watched, self._graph(batch, proof))
             entering = streams_before_cross(clean, proof.anatomy)
             clean = dataclasses.replace(clean, head_factors=proof.head_factors, entering=entering)
@@ -197,7 +198,7 @@ class Session:
         If proven parts don't give these prompts' outputs, the proof may be from before a change that leaves
         no trace: a fresh one decides. What that can't explain (a hook on one position, say) is left to hooks.
         """
-        layers = self._recorded_layers()
+        layers = self.recorded_layers
         values = any(VALUE in method.parts for method in self.methods.values())
         if refuted_here(clean, proof, layers, values, self._rebuilt_layers(proof, engines)) is None:
             return clean, proof, engines
@@ -217,9 +218,6 @@ class Session:
             if method.relies_on_feed_forward(proof.anatomy[layer])
         }
 
-    def _recorded_layers(self) -> list[int]:
-        return sorted(set().union(*map(self.layers_of, self.methods.values())))
-
     def _clean_pass(
         self,
         batch: Batch,
@@ -232,21 +230,18 @@ class Session:
 
         `hooked` are the layers where z is compared, as hooks of the user's may edit it.
         """
-        lens, layers = self.lens, self._recorded_layers()
+        lens, layers = self.lens, self.recorded_layers
         for label, method in self.methods.items():
             if method.kind == "input" or not method.takes_rows(engines[label]):
                 rows = None
         positions = None if rows is None else rows.positions
         store: dict[str, Tensor] = {}
-        fwd_hooks: list[HookPair] = []
-        required: list[str] = []
         # The check reads these, whatever the methods record.
         checked = {"pattern", "value"} if "algebra" in engines.values() or hooked else set()
         checked |= {"z"} if hooked else set()
         template = lens.stack.attention_template
-        before = record_all(store, names_before_cross(lens, layers))
-        fwd_hooks += before
-        required += [str(name) for name, _ in before]
+        required = names_before_cross(lens, layers)
+        fwd_hooks = record_all(store, required)
         for method in self.methods.values():
             for layer in self.layers_of(method):
                 fwd_hooks += method.hooks(layer, store, queries=positions, attention=template)
@@ -309,17 +304,16 @@ class Passed:
     def blocks(self, label: str) -> list[Block]:
         """The blocks of a method, with the rows that it is to make."""
         method, engine = self.session.methods[label], self.engines[label]
-        layers = self.session.layers_of(method)
-        makes_rows = self.rows is not None and method.takes_rows(engine)
-        cut = set(layers[-1:] if method.kind == "input" else layers) if makes_rows else set()
-        return [self._block(layer, engine, layer in cut) for layer in layers]
-
-    def _block(self, layer: int, engine: str, cut: bool) -> Block:
-        queries = self.rows.positions if cut and self.rows is not None else None
-        block = Block(self.clean, layer, self.proof, engine, self.session.max_memory, queries)
-        for index, edit in itertools.product(range(len(self.clean.batch)), self.edits.get(layer, ())):
-            block.warn(index, edit)
-        return block
+        layers, blocks = self.session.layers_of(method), []
+        rows = self.rows.positions if self.rows is not None and method.takes_rows(engine) else None
+        for layer in layers:
+            # Below the last layer of an input map all rows are read.
+            queries = None if method.kind == "input" and layer != layers[-1] else rows
+            block = Block(self.clean, layer, self.proof, engine, self.session.max_memory, queries)
+            for index, edit in itertools.product(range(len(self.clean.batch)), self.edits.get(layer, ())):
+                block.warn(index, edit)
+            blocks.append(block)
+        return blocks
 
     def allowed_keys(self) -> AllowedKeys:
         """Which keys the recorded rows may see, in every watched layer."""
@@ -335,8 +329,6 @@ class Passed:
 
     def key_tokens(self, index: int) -> list[str] | None:
         """The keys' tokens: the source's, or source and target; None where they are the queries' own."""
-        prompt, stack = self.clean.batch.prompts[index], self.session.lens.stack
-        if not stack.is_cross and stack.source is None:
-            return None
-        source = token_strings(self.session.lens.model, prompt.tokens)
-        return source if stack.is_cross else [*source, *self.tokens(index)]
+        stack, keys = self.session.lens.stack, self.session.key_tokens(self.clean.batch.prompts[index])
+        own = not stack.is_cross and stack.source is None
+        return None if own else token_strings(self.session.lens.model, keys)

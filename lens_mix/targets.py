@@ -114,10 +114,10 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class _Token(Target):
-    """One token at one position (or one class); None: the one that the clean pass predicts."""
+    """One token at one position (or one class); None: the one that the clean pass predicts, the only mask."""
 
     token: str | int | None
-    position: int
+    position: int | None
     of: Measure
 
     def of_prompt(self, context: Context) -> Explained:
@@ -166,31 +166,8 @@ class _Class(Target):
 
 
 @dataclasses.dataclass(frozen=True)
-class _MaskedToken(Target):
-    token: str | int | None
-    position: int | None
-    of: Measure
-
-    def of_prompt(self, context: Context) -> Explained:
-        return _Token(self.token, self._position(context), self.of).of_prompt(context)
-
-    def reads_position(self, context: Context) -> int | None:
-        return _place(context, self._position(context))
-
-    def _position(self, context: Context) -> int:
-        if self.position is not None:
-            return self.position
-        mask = getattr(context.tokenizer, "mask_token_id", None)
-        if mask is None:
-            raise ValueError(
-                "position: expected the masked position, as the model's tokenizer has no mask token, got None"
-            )
-        places = (context.tokens == mask).nonzero()[:, 0].tolist()
-        if len(places) != 1:
-            raise ValueError(
-                f"position: expected a prompt with one mask token, got {len(places)}; give the position"
-            )
-        return places[0]
+class _MaskedToken(_Token):
+    """The same under the name that records have for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -404,9 +381,8 @@ def describe(target: Target) -> dict[str, Any]:
 
 def from_record(record: Mapping[str, Any]) -> Target:
     """The target that `describe` described. ValueError: one that holds a function, which no record keeps."""
-    known = {
-        kind.__name__.lstrip("_"): kind for kind in (_Token, _LogitDifference, _Class, _MaskedToken, _Loss)
-    }
+    kinds = (_Token, _LogitDifference, _Class, _MaskedToken, _Loss)
+    known = {kind.__name__.lstrip("_"): kind for kind in kinds}
     fields = dict(record)
     name = fields.pop("target", None)
     if name not in known:
@@ -414,8 +390,20 @@ def from_record(record: Mapping[str, Any]) -> Target:
     return known[name](**fields)
 
 
-def _place(context: Context, position: int) -> int | None:
-    """A position of the output from 0; None for an output without positions."""
+def _place(context: Context, position: int | None) -> int | None:
+    """A position of the output from 0 (None: the only mask's); None for an output without positions."""
+    if position is None:
+        mask = getattr(context.tokenizer, "mask_token_id", None)
+        if mask is None:
+            raise ValueError(
+                "position: expected the masked position, as the model's tokenizer has no mask token, got None"
+            )
+        places = (context.tokens == mask).nonzero()[:, 0].tolist()
+        if len(places) != 1:
+            raise ValueError(
+                f"position: expected a prompt with one mask token, got {len(places)}; give the position"
+            )
+        position = places[0]
     return context.position(position) if context.output.ndim == 3 else None
 
 

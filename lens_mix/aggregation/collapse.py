@@ -27,9 +27,9 @@ def collapse_notes(
     scores = rows.masked_fill(~visible, 0)
     totals = scores.sum(-1)
     on_one = enough & (totals > 0) & (scores.amax(-1) >= _ON_ONE * totals)
-    ordered = (
-        enough & ~on_one & torch.stack([_follows_position(*pair) for pair in zip(rows, visible, strict=True)])
-    )
+    steps = [row[seen].diff() for row, seen in zip(rows, visible, strict=True)]
+    monotonic = torch.stack([(step > 0).all() | (step < 0).all() for step in steps])
+    ordered = enough & ~on_one & monotonic
     notes = []
     for marks, says in (
         (on_one, f"put {_ON_ONE:.0%} or more on one token: so many layers of mixing carry everything there"),
@@ -43,8 +43,3 @@ def collapse_notes(
             shown = ", ".join(map(str, places[:5])) + ", ..." * (len(places) > 5)
             notes.append(f"{len(places)} of {int(enough.sum())} rows of the last layer ({shown}) {says}")
     return tuple(notes)
-
-
-def _follows_position(row: Float[Tensor, " key"], visible: Bool[Tensor, " key"]) -> Tensor:
-    steps = row[visible].diff()
-    return (steps > 0).all() | (steps < 0).all()

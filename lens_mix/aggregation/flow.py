@@ -103,18 +103,18 @@ def flow(
     options = {"receptive_field": receptive_field, "drop_bos": drop_bos, "solver": solver}
     aggregation = {"name": "flow", "residual": weight, "normalize": normalize, "layer": layer, **options}
     places = [level - 1 for level in levels]
-    reached = None if stack.mask is None else reached_inputs(stack.visible(), weight)[places]
+    reached = reached_inputs(visible, weight)[places][:, chosen]
     return stack.replace(
         scores=scores.to(stack.scores.device),
         queries=chosen,
-        mask=None if reached is None else reached[:, chosen],
+        mask=None if stack.mask is None else reached,
         layers=[stack.layer_labels[place] for place in places],
         residual=weight,
         kind="input",
         provenance={**stack.provenance, "aggregation": {**aggregation, "first_layer_share": shares}},
         notes=(
             *_notes(stack, levels, shares, receptive_field),
-            *collapse_notes(scores[-1], reached_inputs(visible.cpu(), weight)[-1][chosen], chosen),
+            *collapse_notes(scores[-1], reached[-1], chosen),
         ),
     )
 

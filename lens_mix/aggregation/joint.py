@@ -69,10 +69,11 @@ def joint(
     tokens = [*parts["encoder"].tokens, *parts["decoder"].tokens]
     mixed, masks, notes = {}, {}, []
     for name, part in parts.items():
-        square = _square(part, name, tokens)
+        scores = _embedded(to_float64(part.merge_heads().scores), name, tokens)
+        square = MixingMap(scores=scores, tokens=tokens, layers=part.layers, notes=part.notes)
         mixed[name], made = mixed_layers(square, weights[name])
         visible = _embedded(part.visible().to(mixed[name].device, mixed[name].dtype), name, tokens) > 0
-        # Itself every position sees: in the other part's layers it stays, and the residual passes.
+        # Itself every position sees: the residual passes.
         masks[name] = visible | torch.eye(len(tokens), dtype=torch.bool, device=visible.device)
         notes += [f"{name}: {note}" for note in (*made, *later_start_note(part, name))]
     layers = [("encoder", layer) for layer in range(len(mixed["encoder"]))] if encoder else []
@@ -136,23 +137,18 @@ def fitting_parts(maps: Mapping[str, MixingMap]) -> dict[str, MixingMap]:
     return parts
 
 
-def _square(part: MixingMap, name: str, tokens: list[str]) -> MixingMap:
-    """A part's maps over all positions; those that it does not speak of keep themselves."""
-    scores = _embedded(to_float64(part.merge_heads().scores), name, tokens)
-    rows = slice(0, len(part.tokens)) if name == "encoder" else slice(len(tokens) - len(part.tokens), None)
-    self_weights = torch.ones(len(tokens), dtype=scores.dtype, device=scores.device)
-    self_weights[rows] = 0
-    return MixingMap(scores=scores + self_weights.diag(), tokens=tokens, layers=part.layers, notes=part.notes)
-
-
 def _embedded(
     scores: Float[Tensor, "layer query key"], name: str, tokens: list[str]
 ) -> Float[Tensor, "layer position position"]:
-    """A part's rows at their positions among all, 0 elsewhere; a key of the query's own on the diagonal."""
+    """A part's rows at their positions among all, with a key of the query's own on the diagonal.
+
+    The positions that it does not speak of keep themselves.
+    """
     count, rows = len(tokens), scores.shape[1]
-    out = scores.new_zeros(len(scores), count, count)
+    out = torch.eye(count, dtype=scores.dtype, device=scores.device).repeat(len(scores), 1, 1)
     first = 0 if name == "encoder" else count - rows
     here = slice(first, first + rows)
+    out[:, here] = 0
     if name != "cross":
         out[:, here, here] = scores
         return out

@@ -14,6 +14,9 @@ from torch import Tensor
 _LOG_SAFE = -650.0
 _ROWS = 256  # of a causal product at once
 
+Product = Callable[[Tensor, Tensor], Tensor]
+Residual = float | Float[Tensor, "layer query"]  # one weight for all layers and rows, or one for each
+
 
 def add_residual(
     maps: Float[Tensor, "*axes query key"], weight: float | Float[Tensor, "*rows query"]
@@ -32,9 +35,6 @@ def add_residual(
         diagonal = maps.mul_(1 - weight).diagonal(dim1=-2, dim2=-1)
         diagonal.add_(weight).masked_fill_(empty, 1.0)
     return maps
-
-
-Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def cumulative(

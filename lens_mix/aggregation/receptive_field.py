@@ -23,9 +23,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.aggregation.products import Product, add_residual, compose, cumulative, log_matmul
-
-Residual = float | Float[Tensor, "layer query"]  # one weight for all layers and rows, or one for each
+from lens_mix.aggregation.products import Product, Residual, add_residual, compose, cumulative, log_matmul
+from lens_mix.arguments import one_of
 
 
 def normalise_rollout(
@@ -49,10 +48,9 @@ def normalise_rollout(
             logarithms elsewhere. Another name is a ValueError.
         product: of two maps in float64.
     """
-    if arithmetic not in ("auto", "float64", "log"):
-        raise ValueError(f"arithmetic: expected 'auto', 'float64' or 'log', got {arithmetic!r}")
+    one_of("arithmetic", arithmetic, ("auto", "float64", "log"))
     null = null_maps(visible, residual)
-    stays = residual if isinstance(residual, float | int) else float(residual.max())
+    stays = float(torch.as_tensor(residual).max())
     targets = _even_targets(reachable(visible, stays), residual)
     if arithmetic == "float64" or (arithmetic == "auto" and float64_suffices(null, residual)):
         return _in_float64(cumulative(maps, heads, product), null, targets, product)
@@ -91,10 +89,9 @@ def null_maps(
     visible: Bool[Tensor, "layer query key"], residual: Residual
 ) -> Float[Tensor, "layer query key"]:
     """The null model's layers: even attention with the residual mixed in, float64."""
-    one_weight = not isinstance(residual, Tensor)
-    if one_weight and len(visible) > 1 and bool((visible == visible[:1]).all()):
-        return null_maps(visible[:1], residual).expand(visible.shape)
-    return add_residual(even_attention(visible), residual)
+    alike = not isinstance(residual, Tensor) and bool((visible == visible[:1]).all())
+    different = visible[:1] if alike else visible
+    return add_residual(even_attention(different), residual).expand(visible.shape)
 
 
 def reachable(visible: Bool[Tensor, "layer query key"], residual: float) -> Bool[Tensor, "layer query key"]:
@@ -145,18 +142,15 @@ def float64_suffices(null: Float[Tensor, "layer query key"], residual: Residual)
 
         product of smallest entries > smallest normal number · layers · n² · 1e16 / (1 − w)
     """
-    if isinstance(residual, Tensor):
-        residual = float(residual.max())
-        if residual == 1:
-            return False
-    if residual == 1:
-        return True
+    largest = float(torch.as_tensor(residual, dtype=torch.float64).max())
+    if largest == 1:
+        return not isinstance(residual, Tensor)  # of one weight for all: the identity, layer by layer
     layers, size = null.shape[0], null.shape[-1]
     # One matrix stands for all layers where they share it.
     different = null[:1] if null.stride(0) == 0 else null
     smallest = torch.where(different > 0, different, 1.0).flatten(1).amin(1).log().mean().item() * layers
     needed = math.log(torch.finfo(torch.float64).tiny) + math.log(layers * size**2 * 1e16)
-    return smallest > needed - math.log1p(-residual)
+    return smallest > needed - math.log1p(-largest)
 
 
 def _in_float64(rolled: Tensor, null: Tensor, targets: Iterator[Tensor], product: Product) -> Tensor:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.aggregation.collapse import collapse_notes
-from lens_mix.aggregation.products import add_residual, cumulative, lower_product
+from lens_mix.aggregation.products import Residual, add_residual, cumulative, lower_product
 from lens_mix.aggregation.receptive_field import held_residual, normalise_rollout, reachable
 from lens_mix.arguments import flags, instance, number
 from lens_mix.maps import MixingMap
@@ -68,7 +68,7 @@ def rollout(
         refuse_joint(mixing_map, "receptive_field")
     chosen, weights = _layers_and_weights(mixing_map, residual, total_mixing, from_layer, to_layer, drop_bos)
     one_weight = isinstance(weights, float)
-    largest = weights if isinstance(weights, float) else float(weights.max())
+    largest = float(torch.as_tensor(weights, dtype=torch.float64).max())
     if per_head and not chosen.has_heads:
         raise ValueError(
             f"per_head: expected a map with heads, got scores of shape {tuple(chosen.scores.shape)}"
@@ -82,19 +82,19 @@ def rollout(
     product = lower_product if chosen.causal else torch.matmul
     if receptive_field:
         visible = chosen.visible().to(maps.device)
-        held = isinstance(weights, float) and holds_residual(chosen)
+        held = one_weight and holds_residual(chosen)
         null = held_residual(maps, visible, largest) if held else weights
         scores = normalise_rollout(maps, visible, null, heads, product=product)
     else:
         scores = cumulative(maps, heads, product)
     options: dict[str, object] = {"residual": largest if one_weight else "measured"}
     options |= {"receptive_field": receptive_field, "per_head": per_head, "drop_bos": drop_bos}
+    reached = reached_inputs(chosen.visible(), largest)
     if not per_head and len(chosen.layer_labels) > 1:
-        reached = reached_inputs(chosen.visible(), largest)[-1]
-        notes = (*notes, *collapse_notes(scores[-1], reached, chosen.query_positions))
+        notes = (*notes, *collapse_notes(scores[-1], reached[-1], chosen.query_positions))
     return chosen.replace(
         scores=scores,
-        mask=None if chosen.mask is None else reached_inputs(chosen.visible(), largest),
+        mask=None if chosen.mask is None else reached,
         residual=largest if one_weight else None,
         kind="input",
         provenance={**chosen.provenance, "aggregation": {"name": "rollout", **options}},
@@ -107,7 +107,7 @@ def _layers_and_weights(
     residual: float | Literal["measured"] | None,
     total_mixing: float | None,
     *layers: Any,
-) -> tuple[MixingMap, float | Float[Tensor, "layer query"]]:
+) -> tuple[MixingMap, Residual]:
     """The layers to roll out, and the weight of the residual in all of them, or in each row of each."""
     if isinstance(residual, str) and residual != "measured":
         raise TypeError(f"residual: expected a number from 0 to 1, or 'measured', got {residual!r}")
@@ -123,7 +123,7 @@ def _layers_and_weights(
     return chosen, max(0.0, 1 - total / len(chosen.layer_labels))
 
 
-def _measured_residual(chosen: MixingMap) -> float | Float[Tensor, "layer query"]:
+def _measured_residual(chosen: MixingMap) -> Residual:
     """The residual weights that a map's run has measured, float64; 0 where its diagonal holds the residual.
 
     A map without them that needs them is a ValueError.
@@ -145,7 +145,7 @@ def holds_residual(chosen: MixingMap) -> bool:
 
 
 def mixed_layers(
-    chosen: MixingMap, weight: float | Float[Tensor, "layer query"]
+    chosen: MixingMap, weight: Residual
 ) -> tuple[Float[Tensor, "layer query key"], tuple[str, ...]]:
     """Â_l = (1 − w) A_l + w I of every layer, float64: heads averaged and rows divided by their sum first.
 

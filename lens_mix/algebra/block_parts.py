@@ -46,10 +46,9 @@ class BlockParts:
         if norm is None:
             return self
         scale = norm.scale(self.total())
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         made = {
             name: linear_part(norm, part) / (scale[:, :, None] if name == "keys" else scale)
-            for name, part in fields.items()
+            for name, part in vars(self).items()
         }
         if norm.bias is not None:
             made["biases"] = made["biases"] + norm.bias.to(scale.dtype)
@@ -72,9 +71,8 @@ def block_parts(block: Block) -> BlockParts:
         raise UnsupportedModelError("block_parts: expected self-attention (part='decoder'), got part='cross'")
     anatomy, wide = block.anatomy, torch.promote_types(block.resid_post.dtype, torch.float32)
     path, s = value_path(block), anatomy.residual_multiplier
-    pattern, value, x = (
-        tensor.to(wide) for tensor in (block.recorded("pattern"), block.recorded("value"), block.resid_pre)
-    )
+    pattern, value = block.recorded("pattern").to(wide), block.recorded("value").to(wide)
+    x = block.resid_pre.to(wide)
     keys = value_vectors(pattern, value, path.W_O.to(wide))
     zero = torch.zeros_like(x)
     b_O = zero if path.b_O is None else path.b_O.to(wide).expand_as(x)

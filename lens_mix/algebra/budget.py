@@ -47,11 +47,7 @@ def chunk_size(row: int, device: torch.device, budget: int | None, suitable: int
 def budget_beside(block: Block, fixed: int, least: int, what: str) -> int | None:
     """Bytes that the block's `max_memory` leaves for chunks; None where memory is not bound.
 
-    Args:
-        block: the block.
-        fixed: bytes that don't depend on the size of the chunks.
-        least: bytes that the smallest chunks need; fewer are a ValueError.
-        what: the map, for the error.
+    `fixed` bytes don't depend on the size of the chunks, the smallest need `least`: fewer are a ValueError.
     """
     if block.max_memory is None:
         return None

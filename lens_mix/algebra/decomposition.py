@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lens_mix.algebra.bias_split import HeldNorm, Split
 from lens_mix.algebra.budget import budget_beside
+from lens_mix.algebra.definitions import head_vectors
 from lens_mix.algebra.linear_block import LinearBlock, Slope
 from lens_mix.algebra.vectors import value_path
 
@@ -45,16 +46,10 @@ class Shares:
 
 
 class Decomposition:
-    """One block's step, in chunks of queries.
+    """One block's step, in chunks of queries; a ValueError if the smallest doesn't fit into `max_memory`.
 
-    Args:
-        block: the block.
-        entering: shares of the residual stream entering it; None: every position's whole vector is its own.
-        biases, slope: as in `DecompX`.
-        keeps: whether the shares themselves are kept, beside their lengths.
-
-    Raises:
-        ValueError: the smallest chunk doesn't fit into the block's `max_memory`.
+    `entering`: shares of the residual stream entering it; None: every position's whole vector is its own.
+    `keeps`: whether the shares themselves are kept, beside their lengths.
     """
 
     def __init__(
@@ -64,11 +59,8 @@ class Decomposition:
         self._pairs = _chunk_pairs(block, keeps)
         self._linear = LinearBlock(block, slope, alone=entering is None)
         attended = (block.attended & block.real_queries[:, :, None]).any(0)
-        stops = (
-            torch.arange(1, attended.shape[1] + 1, device=attended.device)
-            if entering is None
-            else entering.stops
-        )
+        own = torch.arange(1, attended.shape[1] + 1, device=attended.device)
+        stops = own if entering is None else entering.stops
         self._stops = torch.maximum((attended * stops).amax(1), stops[block.queries].amax(0))
         self._values = self._key_vectors() if entering is None else self._read_values(entering)
 
@@ -101,9 +93,7 @@ class Decomposition:
     def _key_vectors(self) -> Float[Tensor, "batch key head d_model"]:
         """What each position's whole vector, b_V included, gives to a query by way of each head."""
         value = self._block.recorded("value").to(self._linear.resid_pre.dtype)
-        W_O = value_path(self._block).W_O.to(value.dtype)
-        value = value.repeat_interleave(len(W_O) // value.shape[2], dim=2)
-        return einsum(value, W_O, "batch key head d_head, head d_head d_model -> batch key head d_model")
+        return head_vectors(value, value_path(self._block).W_O.to(value.dtype))
 
     def _read_values(self, entering: Shares) -> Float[Tensor, "batch value_head key source d_head"]:
         """What the entering shares make of the values, without b_V."""
@@ -149,12 +139,7 @@ def carried(
 ) -> Iterator[tuple[Float[Tensor, "batch query source"], Float[Tensor, "batch query source d_model"]]]:
     """After each block the lengths of all shares, and the shares, which the next block overwrites.
 
-    Args:
-        blocks: from the first one up; all but the last with all rows.
-        biases, slope: as in `DecompX`.
-
-    Raises:
-        ValueError: the smallest chunk doesn't fit into a block's `max_memory`.
+    The blocks go from the first one up; all but the last have all rows. Errors as of `Decomposition`.
     """
     entering: Shares | None = None
     for block in blocks:
@@ -180,14 +165,9 @@ def _cut(stops: Int[Tensor, " row"], pairs: int) -> Iterator[tuple[slice, int]]:
 
 
 def _chunk_pairs(block: Block, keeps: bool) -> int:
-    """How many pairs of query and source a chunk may have.
+    """How many pairs of query and source a chunk may have; a ValueError if not one query's fit.
 
-    Args:
-        block: the block.
-        keeps: whether there is a tensor of the shares, and of the values they make.
-
-    Raises:
-        ValueError: `max_memory` doesn't hold one query's.
+    `keeps`: whether there is a tensor of the shares, and of the values they make.
     """
     (batch, queries, d_model), positions = block.resid_pre.shape, block.real.shape[1]
     path, feed_forward, d_mlp = value_path(block), block.anatomy.feed_forward, hidden_width(block)

@@ -236,10 +236,10 @@ def _parallel(vectors: AttentionVectors, shares: FeedForwardShares, norm: Norm |
 def _sequential(
     block: Block, vectors: Vectors, shares: FeedForwardShares, norm: Norm | None
 ) -> FeedForwardMaps:
-    batch, _, queries, keys = vectors.pairs.pattern.shape
+    pairs, (batch, _, queries, keys) = vectors.pairs, vectors.pairs.pattern.shape
     maps = [vectors.scale.new_zeros((batch, keys, queries)) for _ in range(3)]  # keys first, as steps come
-    written_out = vectors.pairs.writes_out
-    steps = _written_out(vectors, shares) if written_out else _ByHead(block, vectors, shares).steps()
+    by_head = None if pairs.writes_out else _ByHead(block, vectors, shares)
+    steps = _written_out(vectors, shares) if by_head is None else by_head.steps()
     for part, rows, residual, output in steps:
         maps[0][:, part, rows] = torch.linalg.vector_norm(output, dim=-1)
         maps[1][:, part, rows] = torch.linalg.vector_norm(residual, dim=-1)
@@ -249,7 +249,7 @@ def _sequential(
     residual = vectors.diagonal + shares.joined(output)
     results = [scores.transpose(1, 2) for scores in maps]
     for result, explicit in zip(results, (output, residual, linear_part(norm, residual)), strict=True):
-        vectors.pairs.put_diagonal(result, torch.linalg.vector_norm(explicit, dim=-1))
+        pairs.put_diagonal(result, torch.linalg.vector_norm(explicit, dim=-1))
     normed = results[1] if norm is None else results[2] / norm.scale(shares.summed)
     return FeedForwardMaps(results[0], results[1], normed)
 
@@ -286,7 +286,7 @@ class _ByHead:
         pairs = batch * queries * keys
         self._W_O = heads.after(vectors.pairs.chain)
         self._W_out = [as_right_factor(neurons, pairs) for neurons in shares.W_out.split(NEURONS)]
-        self._pair_bytes = hidden_bytes(heads, _feed_forward(block), block.resid_pre.shape[1])
+        self._pair_bytes = hidden_bytes(heads, shares.feed_forward, queries)
 
     def steps(self) -> Iterator[_Step]:
         """All pairs, some keys at a time, with the rows from the first to the last that see one of them."""

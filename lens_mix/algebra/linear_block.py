@@ -116,12 +116,9 @@ def decomposed(
 ) -> DecomposedBlock:
     """From the shares of what enters a block to those of its output, for all pairs at once.
 
-    Args:
-        block: the block.
-        rule, slope: as in `DecompX`.
-        shares, state: X and the residual stream, entering at all positions. Without a state, each position's
-            whole vector and value (b_V included) enter, and `shares` says how much of them is each source's;
-            None: all is its own.
+    `shares` and `state` are X and the residual stream, entering at all positions. Without a state, each
+    position's whole vector and value (b_V included) enter, and `shares` says how much of them is each
+    source's; None: all is its own.
     """
     path, linear = value_path(block), LinearBlock(block, slope, alone=state is None)
     x = linear.resid_pre

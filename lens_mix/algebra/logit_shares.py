@@ -64,12 +64,7 @@ def token_directions(
 ) -> Float[Tensor, "batch query d_model"]:
     """Per asked position, the vector whose product with a share of the residual stream is its token's logit.
 
-    Args:
-        last: the last block.
-        token, against: as in `AltiLogit`.
-
-    Raises:
-        ValueError: a number that is not in the vocabulary.
+    `token` and `against` as in `AltiLogit`; a number that is not in the vocabulary is a ValueError.
     """
     head = last.head()
     columns = head.W_U.T[last.rows_of(_tokens(last, head, token))]

@@ -66,11 +66,7 @@ def norms_by_factors(
 ) -> PairNorms:
     """The norms, and what else is cheap while the vectors are at hand.
 
-    Args:
-        pattern: a.
-        heads: u, one vector per key and head.
-        chain: norms that make w of u.
-        own_weights: a_jjh in the vectors' dtype; None where the diagonal is not asked for.
+    `own_weights`: a_jjh in the vectors' dtype; None where the diagonal is not asked for.
     """
     value, (batch, count, queries, keys) = heads.value, pattern.shape
     matrices, exact = heads.after(chain), heads.dtype == torch.float64

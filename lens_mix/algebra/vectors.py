@@ -40,6 +40,7 @@ T = TypeVar("T")
 _WRITTEN_OUT_QUERIES = 2
 
 
+@dataclasses.dataclass(eq=False)
 class Pairs:
     """Σ_h a_ijh w_jh for all pairs, as factors.
 
@@ -47,24 +48,21 @@ class Pairs:
     None for all positions in order; `cross`: keys are another sequence than the rows.
     """
 
-    def __init__(
-        self,
-        pattern: Float[Tensor, "batch head query key"],
-        heads: HeadVectors,
-        queries: Int[Tensor, "batch query"] | None = None,
-        chain: Chain = (),
-        cross: bool = False,
-    ) -> None:
-        self.pattern, self.heads, self.queries, self.chain = pattern, heads, queries, chain
-        self.cross = cross
-        self.writes_out = pattern.shape[2] <= _WRITTEN_OUT_QUERIES
-        self._by_factors: PairNorms | None = None
+    pattern: Float[Tensor, "batch head query key"]
+    heads: HeadVectors
+    queries: Int[Tensor, "batch query"] | None = None
+    chain: Chain = ()
+    cross: bool = False
+    _by_factors: PairNorms | None = dataclasses.field(default=None, init=False)
 
-    def through(self, norm: Norm | None) -> Pairs:
+    @property
+    def writes_out(self) -> bool:
+        """Whether there are so few rows that their pairs are made one by one."""
+        return self.pattern.shape[2] <= _WRITTEN_OUT_QUERIES
+
+    def through(self, norm: Norm) -> Pairs:
         """The same after a norm's linear part."""
-        if norm is None:
-            return self
-        return Pairs(self.pattern, self.heads, self.queries, (*self.chain, norm), self.cross)
+        return dataclasses.replace(self, chain=(*self.chain, norm))
 
     def written_out(self, keys: slice = slice(None)) -> Float[Tensor, "batch query key d_model"]:
         """The vectors of all pairs with these keys."""

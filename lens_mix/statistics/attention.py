@@ -7,6 +7,7 @@ or of many; maps of other methods, and maps without heads (as one head), work al
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -134,35 +135,27 @@ def attention_statistics(
     """
     given_steps = _OFFSETS if offsets is None else several("offsets", offsets, "whole numbers")
     steps = [whole_number("offsets", step) for step in given_steps]
-    given = (
-        _GROUPS if groups is None else instance("groups", groups, Mapping, "a dict of groups by their names")
-    )
-    chosen = {name: reusable(group) for name, group in given.items()}
-    first: MixingMap | None = None
-    for mixing_map in each_map(maps, any_keys=True):
-        if first is None:
-            steps = _steps_between(mixing_map, steps, asked=offsets is not None)
-            every, single = _Totals(steps, list(chosen)), _Totals(steps, list(chosen))
-            first = mixing_map
+    groups = _GROUPS if groups is None else groups
+    instance("groups", groups, Mapping, "a dict of groups by their names")
+    chosen = {name: reusable(group) for name, group in groups.items()}
+    remaining = iter(each_map(maps, any_keys=True))
+    first = next(remaining, None)
+    if first is None:
+        raise ValueError("maps: expected at least one map, got none")
+    if first.key_tokens is not None:
+        if offsets is not None and steps:
+            raise ValueError(
+                "offsets: expected none for maps whose keys are another sequence than their queries, got "
+                f"{steps}; leave them out"
+            )
+        steps = []
+    every, single = _Totals(steps, list(chosen)), _Totals(steps, list(chosen))
+    for mixing_map in itertools.chain([first], remaining):
         mixing_map.require_every_row("means over all queries", "maps")
         belongs = {name: members(mixing_map.key_labels, group) for name, group in chosen.items()}
         every.add(mixing_map, list(range(len(mixing_map.tokens))), belongs)
         single.add(mixing_map, [_query(mixing_map, query)], belongs)
-    if first is None:
-        raise ValueError("maps: expected at least one map, got none")
     return every.means(first.layer_labels, single.means(first.layer_labels, None))
-
-
-def _steps_between(mixing_map: MixingMap, steps: list[int], asked: bool) -> list[int]:
-    """The relative positions to look at; none between two sequences."""
-    if mixing_map.key_tokens is None:
-        return steps
-    if asked and steps:
-        raise ValueError(
-            "offsets: expected none for maps whose keys are another sequence than their queries, got "
-            f"{steps}; leave them out"
-        )
-    return []
 
 
 class _Totals:
@@ -200,15 +193,13 @@ class _Totals:
         self.sums[name] = self.sums.get(name, 0) + (values * counted[:, None]).sum(-1)
         self.counts[name] = self.counts.get(name, 0) + counted.sum(-1, keepdim=True)
 
-    def mean(self, name: str | int) -> Float[Tensor, "layer head"]:
-        return self.sums[name] / self.counts[name].clamp(min=1)
-
     def means(self, layers: list[int], from_query: AttentionStatistics | None) -> AttentionStatistics:
+        means = {name: total / self.counts[name].clamp(min=1) for name, total in self.sums.items()}
         return AttentionStatistics(
-            offsets={offset: self.mean(offset) for offset in self.offsets},
-            groups={name: self.mean(f"group {name}") for name in self.groups},
-            entropy=self.mean("entropy"),
-            evenness=self.mean("evenness"),
+            offsets={offset: means[offset] for offset in self.offsets},
+            groups={name: means[f"group {name}"] for name in self.groups},
+            entropy=means["entropy"],
+            evenness=means["evenness"],
             layers=list(layers),
             prompts=self.prompts,
             queries=self.queries,

@@ -42,9 +42,8 @@ def changes(maps: Mapping[str, MixingMap]) -> pd.DataFrame:
     One row per layer, one column per part. `maps` is what `lens_mix.run(model, prompt, METHODS)` gives.
     Raises ValueError: one is missing.
     """
-    missing = [
-        name for name in METHODS if name not in instance("maps", maps, Mapping, "a dict of MixingMaps")
-    ]
+    instance("maps", maps, Mapping, "a dict of MixingMaps")
+    missing = [name for name in METHODS if name not in maps]
     if missing:
         raise ValueError(f"maps: expected {list(METHODS)}, got none of {missing}")
     several("maps", maps.values(), "MixingMaps", kind=MixingMap)

@@ -75,11 +75,14 @@ def _passes(
     methods: list[Method] = [AttnResLn()]
     if "atb_ff_res_ln" in stages:
         methods.append(AtbFfResLn())
+    begun = False
     try:
         for passed in each_prompt(model, prompts, methods, **options):
+            begun = True
             yield passed, stages
     except UnsupportedModelError:
-        if not fewer or len(methods) == 1:
+        # A model is refused with its first prompt; what is refused later is that prompt.
+        if begun or not fewer or len(methods) == 1:
             raise
         for passed in each_prompt(model, prompts, methods[:1], **options):
             yield passed, ATTENTION_STAGES
