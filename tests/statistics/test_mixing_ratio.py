@@ -70,6 +70,19 @@ def test_several_prompts_are_numbered():
     assert table.groupby("prompt")["position"].max().tolist() == [3, 5]
 
 
+def test_a_refused_prompt_begins_nothing_anew(monkeypatch):
+    """The rows of the prompts before it would be there twice."""
+    run = ratios.each_prompt
+
+    def refused_after_one(model, prompts, methods, **options):
+        yield from run(model, prompts[:1], methods, **options)
+        raise lm.UnsupportedModelError("the second prompt")
+
+    monkeypatch.setattr(ratios, "each_prompt", refused_after_one)
+    with pytest.raises(lm.UnsupportedModelError, match="the second prompt"):
+        ratios.mixing_ratios(hooked_transformer("LN"), [torch.arange(3, 7), torch.arange(3, 9)])
+
+
 @pytest.fixture
 def table():
     rows = []
