@@ -88,12 +88,10 @@ class ContextLength(ExplainsRows):
         options = {}
         if bound.reads_one_position:
             options["positions"] = bound.queries[rows] - first.real[prompt].int().argmax() - starts + prefix
-        output = target_passes.output_of(first, bound.target, (), batch=batch, **options)
-        # Back to where the tokens stand in the whole prompt, as targets count.
-        places = torch.arange(len(whole), device=starts.device) - starts[:, None] + prefix
-        if bound.reads_one_position:
-            output = output.expand(-1, len(whole), -1)
-        elif output.ndim == 3:
+        output = target_passes.output_of(first, bound.target, batch=batch, **options)
+        if not bound.reads_one_position and output.ndim == 3:
+            # Back to where the tokens stand in the whole prompt, as targets count.
+            places = torch.arange(len(whole), device=starts.device) - starts[:, None] + prefix
             output = output[torch.arange(len(starts), device=starts.device)[:, None], places.clamp_min(0)]
         return torch.stack([target_passes.evaluate(bound.functions[row], output) for row in rows.tolist()])
 

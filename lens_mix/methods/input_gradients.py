@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -96,11 +97,7 @@ class InputGradients(ExplainsRows):
         self, bound: RowTargets, rows: Tensor
     ) -> tuple[Float[Tensor, "row key"], Float[Tensor, " row"]]:
         """The scores of some rows, and F at the baseline."""
-        x = bound.first.inputs[bound.prompts[rows]]
-
-        def gradient(at: Tensor) -> Tensor:
-            return bound.gradients(rows, at)[1]
-
+        x, gradient = bound.first.inputs[bound.prompts[rows]], functools.partial(bound.gradients, rows)
         if self.score == "integrated":
             points, weights = quadrature(self.method, self.n_steps)
             baseline = baselines.input_baseline(
