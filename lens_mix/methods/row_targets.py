@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.method import Method
 from lens_mix.methods import target_passes
-from lens_mix.targets import Context, Explained, Target, TargetLike, as_target, describe, predicted
+from lens_mix.methods.target_passes import Explains
+from lens_mix.targets import Context, Explained, Target, TargetLike, as_target, predicted
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -20,22 +20,14 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExplainsRows(Method):
+class ExplainsRows(Explains):
     """Base of the methods whose one map, of the whole model, explains a target over each position."""
 
     residual: ClassVar[float] = 0.0
     kind: ClassVar[Literal["layer", "input"]] = "input"
     whole_model: ClassVar[bool] = True
-    engines: ClassVar[tuple[str, ...]] = ("hooks",)
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="log_probability"))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        as_target(self.target)
-
-    def parameters(self) -> dict[str, object]:
-        return {**super().parameters(), "target": describe(as_target(self.target))}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,16 +5,33 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.targets import Context, Explained, Head, Target, as_target
+from lens_mix.method import Method
+from lens_mix.targets import Context, Explained, Head, Target, TargetLike, as_target, describe, predicted
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class Explains(Method):
+    """Base of the methods that explain a target."""
+
+    engines: ClassVar[tuple[str, ...]] = ("hooks",)
+
+    target: TargetLike = dataclasses.field(default_factory=predicted)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        as_target(self.target)
+
+    def parameters(self) -> dict[str, object]:
+        return {**super().parameters(), "target": describe(as_target(self.target))}
 
 
 @dataclasses.dataclass(frozen=True)
