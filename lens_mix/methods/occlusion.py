@@ -14,8 +14,8 @@ from torch import Tensor
 from lens_mix.arguments import one_of
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_keys, must_fire, zero_values
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.methods.replacements import Copies, check_replacements
-from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows
+from lens_mix.methods.replacements import Copies, TakesReplacements
+from lens_mix.methods.row_targets import RowTargets, bind_rows
 from lens_mix.targets import as_target
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ Measure = Literal["difference", "absolute", "kl"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Occlusion(ExplainsRows):
+class Occlusion(TakesReplacements):
     """What the output at a position loses without a token (Zeiler & Fergus, ECCV 2014; Li et al., 2016).
 
     score[query, key] = F(x) − F(x without key), F the target at the position of the row, in the target's
@@ -76,11 +76,6 @@ class Occlusion(ExplainsRows):
             )
         if self.replacements is not None and self.by != "replace":
             raise ValueError(f"replacements: for by='replace' only, got by={self.by!r}")
-        check_replacements(self)
-
-    def parameters(self) -> dict[str, object]:
-        given = None if self.replacements is None else list(self.replacements)
-        return {**super().parameters(), "replacements": given}
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         first, last = blocks[0], blocks[-1]
@@ -90,7 +85,7 @@ class Occlusion(ExplainsRows):
             )
         bound = bind_rows(blocks, self.target)
         scores = first.zeros(len(bound.functions), first.real_inputs.shape[1])
-        clean = self._log_probabilities(bound) if self.measure == "kl" else bound.clean
+        clean = bound.distributions() if self.measure == "kl" else bound.clean
         copies = Copies.of(first, self, replaced=self.by == "replace")
         for part in first.chunks(len(copies.prompts), logits=not bound.reads_one_position):
             chunk = copies.part(part)
@@ -136,13 +131,9 @@ class Occlusion(ExplainsRows):
         first, pairs = blocks[0], []
         options: dict[str, Any] = {}
         if self.by == "replace":
-            options["batch"] = first.altered_batch(copies.prompts, tokens=copies.replaced(first))
+            options["batch"] = copies.replaced(first)
         elif self.by == "mask" and not self._acts_on(first):
-            if not first.masks_by_input:
-                raise UnsupportedModelError(
-                    "by='mask': this stack takes no mask, and mixes before its pattern shows"
-                )
-            options["batch"] = first.altered_batch(copies.prompts, masked=copies.masked(first))
+            options["batch"] = copies.masked(first)
         else:
             options["rows"] = copies.prompts
             for block in blocks:
@@ -164,14 +155,6 @@ class Occlusion(ExplainsRows):
         except RuntimeError:
             return False
         return True
-
-    @staticmethod
-    def _log_probabilities(bound: RowTargets) -> Float[Tensor, "row d_vocab"]:
-        with torch.no_grad():
-            rows = bound.of_copies(
-                bound.prompts.unique(), (), distributions=True, rows=bound.prompts.unique()
-            )
-            return torch.cat([changed for _, _, changed in rows])
 
 
 def lost_without_key(

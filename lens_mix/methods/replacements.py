@@ -4,58 +4,60 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from lens_mix.arguments import several, whole_number
+from lens_mix.lens.batches import Batch
+from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.methods.row_targets import ExplainsRows
 from lens_mix.targets import Context
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
-def check_replacements(method: Any) -> None:
-    """Refuse options that are none, and keep `replacements` as a tuple, on a frozen method."""
-    whole_number("n_samples", method.n_samples, 1)
-    whole_number("seed", method.seed, 0)
-    if method.replacements is not None:
-        tokens = several("replacements", method.replacements, "tokens", least=1)
-        object.__setattr__(method, "replacements", tuple(tokens))
+class TakesReplacements(ExplainsRows):
+    """Base of the methods that put other tokens in the place of a prompt's; each has these fields itself."""
 
+    replacements: Sequence[str | int] | None
+    n_samples: int
+    seed: int
 
-def stand_ins(
-    first: Block,
-    tokens: Int[Tensor, "place 1"],
-    replacements: Sequence[str | int] | None,
-    n_samples: int,
-    seed: int,
-) -> Int[Tensor, "place sample"]:
-    """For each place, the tokens to put there; for one that stands there already, the next in the vocabulary.
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole_number("n_samples", self.n_samples, 1)
+        whole_number("seed", self.seed, 0)
+        if self.replacements is not None:
+            tokens = several("replacements", self.replacements, "tokens", least=1)
+            object.__setattr__(self, "replacements", tuple(tokens))
 
-    Args:
-        first: a block of the model.
-        tokens: what stands there.
-        replacements: texts of one token, or numbers; None: `n_samples` drawn without special tokens.
-        n_samples, seed: how many are drawn, and from where.
+    def parameters(self) -> dict[str, object]:
+        given = None if self.replacements is None else list(self.replacements)
+        return {**super().parameters(), "replacements": given}
 
-    Raises:
-        TypeError, ValueError: a replacement that is no token of the model.
-    """
-    if replacements is None:
-        special = set(getattr(first.tokenizer, "all_special_ids", ()))
-        usable = torch.tensor([token for token in range(first.d_vocab) if token not in special])
-        generator = torch.Generator().manual_seed(seed)
-        chosen = torch.randperm(len(usable), generator=generator)[:n_samples].to(tokens.device)
-        usable = usable.to(tokens.device)
-        same = usable[chosen] == tokens
-        return usable[torch.where(same, (chosen + 1) % len(usable), chosen)]
-    context = Context(first.tokens[0], torch.empty(1, first.d_vocab), first.tokenizer)
-    given = torch.tensor([context.token_id(token, "replacements") for token in replacements])
-    given = given.to(tokens.device)
-    return torch.where(given == tokens, (given + 1) % first.d_vocab, given)
+    def stand_ins(self, first: Block, tokens: Int[Tensor, " place"]) -> Int[Tensor, "place sample"]:
+        """What to put in the place of tokens; for one that stands there already, the next in the vocabulary.
+
+        Raises:
+            TypeError, ValueError: a replacement that is no token of the model.
+        """
+        tokens = tokens[:, None]
+        if self.replacements is None:
+            special = set(getattr(first.tokenizer, "all_special_ids", ()))
+            usable = torch.tensor([token for token in range(first.d_vocab) if token not in special])
+            generator = torch.Generator().manual_seed(self.seed)
+            chosen = torch.randperm(len(usable), generator=generator)[: self.n_samples].to(tokens.device)
+            usable = usable.to(tokens.device)
+            same = usable[chosen] == tokens
+            return usable[torch.where(same, (chosen + 1) % len(usable), chosen)]
+        context = Context(first.tokens[0], torch.empty(1, first.d_vocab), first.tokenizer)
+        given = torch.tensor([context.token_id(token, "replacements") for token in self.replacements])
+        given = given.to(tokens.device)
+        return torch.where(given == tokens, (given + 1) % first.d_vocab, given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +76,11 @@ class Copies:
     repeats: int
 
     @classmethod
-    def of(cls, first: Block, method: Any, *, replaced: bool) -> Copies:
+    def of(cls, first: Block, method: TakesReplacements, *, replaced: bool) -> Copies:
         """A copy of its prompt for every token; `replaced`: and for every one of the method's stand-ins."""
         prompts, positions = first.real_inputs.nonzero().unbind(-1)
-        tokens = first.input_tokens[prompts, positions][:, None]
-        if replaced:
-            tokens = stand_ins(first, tokens, method.replacements, method.n_samples, method.seed)
+        tokens = first.input_tokens[prompts, positions]
+        tokens = method.stand_ins(first, tokens) if replaced else tokens[:, None]
         repeats = tokens.shape[1]
         prompts, positions = (each.repeat_interleave(repeats) for each in (prompts, positions))
         return cls(prompts, positions, tokens.flatten(), repeats)
@@ -87,14 +88,20 @@ class Copies:
     def part(self, part: slice) -> Copies:
         return Copies(self.prompts[part], self.positions[part], self.tokens[part], self.repeats)
 
-    def replaced(self, first: Block) -> Int[Tensor, "copy input"]:
-        """The tokens of each copy, with its stand-in."""
-        tokens = first.input_tokens[self.prompts].clone()
-        tokens[torch.arange(len(tokens), device=tokens.device), self.positions] = self.tokens
-        return tokens
+    def replaced(self, first: Block) -> Batch:
+        """The copies as a batch, each with its stand-in."""
+        tokens = first.input_tokens[self.prompts].scatter(1, self.positions[:, None], self.tokens[:, None])
+        return first.altered_batch(self.prompts, tokens=tokens)
 
-    def masked(self, first: Block) -> Bool[Tensor, "copy pos"]:
-        """Where in each copy the token is that is taken out."""
+    def masked(self, first: Block) -> Batch:
+        """The copies as a batch, the token that is taken out hidden by the model's own mask.
+
+        Raises:
+            UnsupportedModelError: it takes none that could.
+        """
+        if not first.masks_by_input:
+            raise UnsupportedModelError(
+                "by='mask': this stack takes no mask, and mixes before its pattern shows"
+            )
         masked = torch.zeros_like(first.tokens[self.prompts], dtype=torch.bool)
-        masked[torch.arange(len(masked), device=masked.device), self.positions] = True
-        return masked
+        return first.altered_batch(self.prompts, masked=masked.scatter(1, self.positions[:, None], True))

@@ -139,6 +139,12 @@ class RowTargets:
                     yield row, copies, target_passes.evaluate(self.functions[row], part)
             start = copies.stop
 
+    @torch.no_grad()
+    def distributions(self) -> Float[Tensor, "row d_vocab"]:
+        """Per row, the log probabilities of all tokens in the clean pass."""
+        prompts = self.prompts.unique()
+        return torch.cat([row for _, _, row in self.of_copies(prompts, (), distributions=True, rows=prompts)])
+
     def scattered(self, by_row: Float[Tensor, "row key"], last: Block) -> Float[Tensor, "batch query key"]:
         """Numbers per row as a map with the rows that `last` holds; those of padding are 0."""
         scores = by_row.new_zeros(*last.queries.shape, by_row.shape[-1])
