@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from einops import reduce
@@ -128,18 +128,17 @@ class Occlusion(TakesReplacements):
         self, blocks: Sequence[Block], bound: RowTargets, copies: Copies
     ) -> Iterator[tuple[int, slice, Tensor]]:
         """Per row, the copies of its prompt and what they give there."""
-        first, pairs = blocks[0], []
-        options: dict[str, Any] = {}
+        batch, pairs = None, []
         if self.by == "replace":
-            options["batch"] = copies.replaced(first)
-        elif self.by == "mask" and not self._acts_on(first):
-            options["batch"] = copies.masked(first)
+            batch = copies.replaced(blocks[0])
+        elif self.by == "mask" and not self._acts_on(blocks[0]):
+            batch = copies.masked(blocks[0])
         else:
-            options["rows"] = copies.prompts
             for block in blocks:
                 pairs += self.edits(block.layer, copies.positions, attention=block.attention_template)
         with torch.no_grad(), must_fire(*pairs) as hooks:
-            yield from bound.of_copies(copies.prompts, hooks, distributions=self.measure == "kl", **options)
+            of_predictions = self.measure == "kl"
+            yield from bound.of_copies(copies.prompts, hooks, batch=batch, distributions=of_predictions)
 
     def _acts_on(self, block: Block) -> bool:
         """Whether weights can be shared out anew before they mix; else the model's own mask hides a key.
@@ -147,11 +146,9 @@ class Occlusion(TakesReplacements):
         The mask alone would not do: HookedTransformer counts positions by it, and in float64 rows of Hugging
         Face's that see nothing are NaN, and make the others so.
         """
+        edits = self.edits(block.layer, 0, attention=block.attention_template)
         try:
-            block.replay(
-                torch.zeros(1, dtype=torch.long, device=block.real.device),
-                self.edits(block.layer, 0, attention=block.attention_template),
-            )
+            block.replay(block.real.new_zeros(1, dtype=torch.long), edits)
         except RuntimeError:
             return False
         return True

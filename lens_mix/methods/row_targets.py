@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -15,6 +15,8 @@ from lens_mix.methods.target_passes import Explains
 from lens_mix.targets import Context, Explained, Target, TargetLike, as_target, predicted
 
 if TYPE_CHECKING:
+    from lens_mix.hooks import HookPair
+    from lens_mix.lens.batches import Batch
     from lens_mix.lens.block import Block
     from lens_mix.lens.graph import Graph
 
@@ -111,24 +113,27 @@ class RowTargets:
     def of_copies(
         self,
         prompts: Int[Tensor, " copy"],
-        fwd_hooks: Sequence[Any],
+        fwd_hooks: Sequence[HookPair] = (),
         *,
+        batch: Batch | None = None,
         distributions: bool = False,
-        **options: Any,
     ) -> Iterator[tuple[int, slice, Float[Tensor, " copy *d_vocab"]]]:
         """Per row: which copies are of its prompt, and the target of each.
 
         Args:
             prompts: which prompt each copy is of; those of one prompt stand together.
             fwd_hooks: TransformerLens hooks, which see `[copy, ...]` tensors.
+            batch: the copies, where they are not their prompts again.
             distributions: the log probabilities of all tokens at the row, instead of the target.
-            options: `rows` or `batch`, as in `logits_from`.
         """
+        positions = None
         if self.reads_one_position:
             of_prompt = self.queries.new_zeros(len(self.first.batch))
             of_prompt[self.prompts] = self.queries
-            options["positions"] = of_prompt[prompts]
-        output = target_passes.output_of(self.first, self.target, fwd_hooks, **options)
+            positions = of_prompt[prompts]
+        output = target_passes.output_of(
+            self.first, self.target, fwd_hooks, positions=positions, rows=prompts, batch=batch
+        )
         start = 0
         for prompt, span, part in target_passes.parts(self.first, self.target, output, prompts.tolist()):
             copies = slice(start, start + len(part))
@@ -142,8 +147,8 @@ class RowTargets:
     @torch.no_grad()
     def distributions(self) -> Float[Tensor, "row d_vocab"]:
         """Per row, the log probabilities of all tokens in the clean pass."""
-        prompts = self.prompts.unique()
-        return torch.cat([row for _, _, row in self.of_copies(prompts, (), distributions=True, rows=prompts)])
+        rows = self.of_copies(self.prompts.unique(), distributions=True)
+        return torch.cat([log_probabilities for _, _, log_probabilities in rows])
 
     def scattered(self, by_row: Float[Tensor, "row key"], last: Block) -> Float[Tensor, "batch query key"]:
         """Numbers per row as a map with the rows that `last` holds; those of padding are 0."""
