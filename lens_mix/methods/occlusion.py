@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -15,7 +15,7 @@ from lens_mix.arguments import one_of
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_keys, must_fire, zero_values
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods.replacements import Copies, TakesReplacements
-from lens_mix.methods.row_targets import RowTargets, bind_rows
+from lens_mix.methods.row_targets import bind_rows
 from lens_mix.targets import as_target
 
 if TYPE_CHECKING:
@@ -85,13 +85,17 @@ class Occlusion(TakesReplacements):
             )
         bound = bind_rows(blocks, self.target)
         scores = first.zeros(len(bound.functions), first.real_inputs.shape[1])
-        clean = bound.distributions() if self.measure == "kl" else bound.clean
+        by_kl = self.measure == "kl"
+        clean = bound.distributions() if by_kl else bound.clean
         copies = Copies.of(first, self, replaced=self.by == "replace")
         for part in first.chunks(len(copies.prompts), logits=not bound.reads_one_position):
             chunk = copies.part(part)
-            for row, own, changed in self._changed(blocks, bound, chunk):
-                change = self._change(clean[row], changed)
-                scores[row].index_add_(0, chunk.positions[own], change.to(scores.dtype))
+            batch, pairs = chunk.taken_out(self.by, blocks, self.edits)
+            with torch.no_grad(), must_fire(*pairs) as hooks:
+                changes = bound.of_copies(chunk.prompts, hooks, batch=batch, distributions=by_kl)
+                for row, own, changed in changes:
+                    change = self._change(clean[row], changed)
+                    scores[row].index_add_(0, chunk.positions[own], change.to(scores.dtype))
         if self.by == "mask":
             sees = first.attended.sum(-1)[bound.prompts, bound.queries]
             scores[sees < 2] = 0
@@ -123,35 +127,6 @@ class Occlusion(TakesReplacements):
         if self.measure == "kl":
             return (clean.exp() * (clean - changed)).sum(-1)
         return (clean - changed).abs() if self.measure == "absolute" else clean - changed
-
-    def _changed(
-        self, blocks: Sequence[Block], bound: RowTargets, copies: Copies
-    ) -> Iterator[tuple[int, slice, Tensor]]:
-        """Per row, the copies of its prompt and what they give there."""
-        batch, pairs = None, []
-        if self.by == "replace":
-            batch = copies.replaced(blocks[0])
-        elif self.by == "mask" and not self._acts_on(blocks[0]):
-            batch = copies.masked(blocks[0])
-        else:
-            for block in blocks:
-                pairs += self.edits(block.layer, copies.positions, attention=block.attention_template)
-        with torch.no_grad(), must_fire(*pairs) as hooks:
-            of_predictions = self.measure == "kl"
-            yield from bound.of_copies(copies.prompts, hooks, batch=batch, distributions=of_predictions)
-
-    def _acts_on(self, block: Block) -> bool:
-        """Whether weights can be shared out anew before they mix; else the model's own mask hides a key.
-
-        The mask alone would not do: HookedTransformer counts positions by it, and in float64 rows of Hugging
-        Face's that see nothing are NaN, and make the others so.
-        """
-        edits = self.edits(block.layer, 0, attention=block.attention_template)
-        try:
-            block.replay(block.real.new_zeros(1, dtype=torch.long), edits)
-        except RuntimeError:
-            return False
-        return True
 
 
 def lost_without_key(

@@ -1,9 +1,9 @@
-"""Tokens that stand in the place of others."""
+"""Copies of prompts in which one token is taken out, and tokens that stand in the place of others."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lens_mix.arguments import several, whole_number
+from lens_mix.hooks import HookPair
 from lens_mix.lens.batches import Batch
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods.row_targets import ExplainsRows
@@ -88,20 +89,42 @@ class Copies:
     def part(self, part: slice) -> Copies:
         return Copies(self.prompts[part], self.positions[part], self.tokens[part], self.repeats)
 
-    def replaced(self, first: Block) -> Batch:
-        """The copies as a batch, each with its stand-in."""
-        tokens = first.input_tokens[self.prompts].scatter(1, self.positions[:, None], self.tokens[:, None])
-        return first.altered_batch(self.prompts, tokens=tokens)
+    def taken_out(
+        self, by: str, blocks: Sequence[Block], edits: Callable[..., list[HookPair]]
+    ) -> tuple[Batch | None, list[HookPair]]:
+        """What takes the tokens out of a pass: the copies as another batch, or hooks in the blocks.
 
-    def masked(self, first: Block) -> Batch:
-        """The copies as a batch, the token that is taken out hidden by the model's own mask.
+        Args:
+            by: "replace", "mask" or "values", as `Occlusion.by`; so are `edits`.
+            blocks: of the whole model.
 
         Raises:
-            UnsupportedModelError: it takes none that could.
+            UnsupportedModelError: hooks don't act, and the model's own mask hides nothing.
         """
-        if not first.masks_by_input:
-            raise UnsupportedModelError(
-                "by='mask': this stack takes no mask, and mixes before its pattern shows"
-            )
-        masked = torch.zeros_like(first.tokens[self.prompts], dtype=torch.bool)
-        return first.altered_batch(self.prompts, masked=masked.scatter(1, self.positions[:, None], True))
+        first, place = blocks[0], self.positions[:, None]
+        if by == "replace":
+            tokens = first.input_tokens[self.prompts].scatter(1, place, self.tokens[:, None])
+            return first.altered_batch(self.prompts, tokens=tokens), []
+        if by == "mask" and not _acts_on(first, edits):
+            if not first.masks_by_input:
+                raise UnsupportedModelError(
+                    "by='mask': this stack takes no mask, and mixes before its pattern shows"
+                )
+            masked = torch.zeros_like(first.tokens[self.prompts], dtype=torch.bool).scatter(1, place, True)
+            return first.altered_batch(self.prompts, masked=masked), []
+        layers = [edits(block.layer, self.positions, attention=block.attention_template) for block in blocks]
+        return None, [pair for pairs in layers for pair in pairs]
+
+
+def _acts_on(block: Block, edits: Callable[..., list[HookPair]]) -> bool:
+    """Whether weights can be shared out anew before they mix; else the model's own mask hides a key.
+
+    The mask alone would not do: HookedTransformer counts positions by it, and in float64 rows of Hugging
+    Face's that see nothing are NaN, and make the others so.
+    """
+    pairs = edits(block.layer, 0, attention=block.attention_template)
+    try:
+        block.replay(block.real.new_zeros(1, dtype=torch.long), pairs)
+    except RuntimeError:
+        return False
+    return True
