@@ -14,16 +14,16 @@ from lens_mix.algebra.distances import head_proximities
 from lens_mix.algebra.vectors import attention_vectors, head_vectors
 from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.method import CrossKeys, Method
+from lens_mix.method import CrossKeys
 from lens_mix.methods.part_shares import ends_unknown, proximity, record_shares
-from lens_mix.methods.value_norms import ATTENTION_PARTS, ATTENTION_RECORDS
+from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class InformationFlowRoutes(Method):
+class InformationFlowRoutes(VectorMethod):
     """Importance of the edges of the information-flow graph (Ferrando & Voita, EMNLP 2024, section 2).
 
     A part p of a state s has the proximity max(0, ‖s‖₁ - ‖s - p‖₁), and of all parts' proximities the share
@@ -48,9 +48,6 @@ class InformationFlowRoutes(Method):
     residual: ClassVar[float] = 0.0
     holds_residual: ClassVar[bool] = True
     cross: ClassVar[CrossKeys | None] = "source and residual"
-    engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
-    parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = "ferrando-voita-2024-information"
 
     per_head: bool = False
