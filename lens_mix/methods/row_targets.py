@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -80,9 +80,10 @@ class RowTargets:
         """
         prompts = self.prompts[rows]
         positions = None if self.positions is None else self.positions[rows]
-        options = {"rows": prompts, "resid_pre": resid_pre, "resid_post": resid_post, "gradients": gradients}
+        options: dict[str, Any] = {"positions": positions, "rows": prompts, "gradients": gradients}
+        options |= {"resid_pre": resid_pre, "resid_post": resid_post}
         with torch.set_grad_enabled(gradients):
-            output = target_passes.output_of(self.first, self.target, positions=positions, **options)
+            output = target_passes.output_of(self.first, self.target, **options)
             parts = target_passes.parts(self.first, self.target, output, prompts.tolist())
             own = (part for _, _, of_prompt in parts for part in of_prompt.split(1))
             values = [
