@@ -1,4 +1,4 @@
-"""How far each query's representation is from each key's vector, or from each head's share of it."""
+"""How far vectors are apart: any two, or each query's representation and each key's (or head's) vector."""
 
 from __future__ import annotations
 
@@ -119,3 +119,23 @@ def _nearer(
         near[:, step, rows] = whole[..., rows] - apart
     # A key without weight brings nothing nearer, whatever rounding says.
     return near.clamp_min_(0).masked_fill_(weights == 0, 0)
+
+
+def distance(
+    x: Float[Tensor, "*batch d_model"], y: Float[Tensor, "*batch d_model"], metric: str
+) -> Float[Tensor, "*batch"]:
+    """Distance between vectors, "cosine" or "euclidean", in at least float32.
+
+    The cosine distance is half the squared distance of the unit vectors: 1 - cos cancels below 1e-7 in
+    float32, this keeps its digits down to 1e-14. A zero vector has cosine 0 with any other.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, y = x.to(wide), y.to(wide)
+    if metric == "euclidean":
+        return torch.linalg.vector_norm(x - y, dim=-1)
+    size_x, size_y = torch.linalg.vector_norm(x, dim=-1), torch.linalg.vector_norm(y, dim=-1)
+    tiny = torch.finfo(wide).tiny
+    apart = (x / size_x.clamp_min(tiny)[..., None] - y / size_y.clamp_min(tiny)[..., None]).square().sum(
+        dim=-1
+    ) / 2
+    return torch.where((size_x == 0) != (size_y == 0), torch.ones_like(apart), apart)

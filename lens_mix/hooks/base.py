@@ -170,6 +170,14 @@ class AttentionHook(HookFunction):
         return None
 
 
+class GivenHook(AttentionHook):
+    """An edit by one argument, as it was checked."""
+
+    def __init__(self, layer: int, attention: str, given: Any) -> None:
+        super().__init__(layer, attention)
+        self._given = given
+
+
 def attention_module(layer: int, attention: str) -> str:
     """The name of one attention module, from the template and the number of the layer."""
     if not isinstance(attention, str):

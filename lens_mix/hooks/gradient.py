@@ -43,7 +43,8 @@ def scale_gradient(name: str, factor: float) -> HookPair:
         ```
     """
     instance("name", name, str, "the name of one hook point")
-    return name, _ScaleGradient(name, number("factor", factor))
+    factor = number("factor", factor)
+    return name, _ScaleGradient(name, lambda shown, gradient: gradient * factor)
 
 
 def scale_pattern_gradient(
@@ -80,7 +81,8 @@ def scale_pattern_gradient(
     """
     name = f"{attention_module(layer, attention)}.hook_pattern"
     temperature = number("temperature", temperature, 0, above=True)
-    return name, _ScalePatternGradient(name, number("factor", factor), temperature)
+    change = functools.partial(pattern_gradient, temperature, number("factor", factor))
+    return name, _ScalePatternGradient(name, change)
 
 
 def freeze_scale(norm: str) -> HookPair:
@@ -224,31 +226,25 @@ class GradientCounter:
 
 
 class _ScaleGradient(GradientCounter, HookFunction):
-    def __init__(self, name: str, factor: float) -> None:
+    """Changes the gradient: a function of what is shown and the gradient by it."""
+
+    def __init__(self, name: str, change: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__(name)
-        self._factor = factor
+        self._change = change
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
         if not is_differentiated(tensor):
             return None
         # Followed as it is: where a TransformerBridge leaves attention to transformers, it would discard an
         # edited pattern.
-        self.follow(tensor, functools.partial(self._changed, tensor.detach()))
+        self.follow(tensor, functools.partial(self._change, tensor.detach()))
         # A hook point with a conversion shows a rearranged copy, which only gets a gradient if the pass goes
         # on from it: it does where the hook returns it.
         return tensor if getattr(hook, "hook_conversion", None) is not None else None
 
-    def _changed(self, shown: Tensor, gradient: Tensor) -> Tensor:
-        return gradient * self._factor
-
 
 class _ScalePatternGradient(_ScaleGradient):
-    def __init__(self, name: str, factor: float, temperature: float) -> None:
-        super().__init__(name, factor)
-        self._temperature = temperature
-
-    def _changed(self, shown: Tensor, gradient: Tensor) -> Tensor:
-        return pattern_gradient(self._temperature, self._factor, shown, gradient)
+    """As errors name it."""
 
 
 class _FreezeScale(GradientCounter, HookFunction):

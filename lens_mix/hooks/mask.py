@@ -7,14 +7,13 @@ where a model mixes before its pattern shows, or ignores the edit, that is an er
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.hooks._arguments import Position, as_mask, as_position, position_mask
-from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookPair
+from lens_mix.hooks.base import DEFAULT_ATTENTION, GivenHook, HookPair
 from lens_mix.hooks.mixing import check_mixing, sink
 
 
@@ -83,13 +82,9 @@ def mask_keys(
     return _MaskKeys(layer, attention, as_position(position, positions))._pair()
 
 
-class _MaskAttention(AttentionHook):
+class _MaskAttention(GivenHook):
     points = ("values", "pattern", "mixed")
     argument = "allowed"
-
-    def __init__(self, layer: int, attention: str, chosen: Any) -> None:
-        super().__init__(layer, attention)
-        self._chosen = chosen
 
     def on_pattern(
         self, pattern: Float[Tensor, "batch head query key"], values: Tensor
@@ -113,7 +108,7 @@ class _MaskAttention(AttentionHook):
         self.calls += 1
 
     def _hidden(self, pattern: Tensor, values: Tensor) -> Bool[Tensor, "#batch #head #query key"]:
-        allowed, expected = self._chosen.to(pattern.device), tuple(pattern.shape)
+        allowed, expected = self._given.to(pattern.device), tuple(pattern.shape)
         if allowed.shape[2:] != expected[2:] or any(
             got not in (1, size) for got, size in zip(allowed.shape, expected, strict=True)
         ):
@@ -136,7 +131,7 @@ class _MaskKeys(_MaskAttention):
     argument = "position"
 
     def _hidden(self, pattern: Tensor, values: Tensor) -> Bool[Tensor, "#batch #head #query key"]:
-        return position_mask(self._chosen, values)[:, None, None]
+        return position_mask(self._given, values)[:, None, None]
 
     def _shared_out(self, pattern: Tensor, weights: Tensor, left: Tensor) -> Tensor:
         # Nowhere a division by 0: its gradient would be NaN in rows that are not taken either.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lens_mix.arguments import instance, plain_tensor
 from lens_mix.hooks._arguments import as_heads, as_patterns, check_heads
-from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookPair, attention_module
+from lens_mix.hooks.base import DEFAULT_ATTENTION, GivenHook, HookPair, attention_module
 from lens_mix.hooks.mixing import check_mixing, mix
 
 
@@ -206,44 +206,40 @@ def add_to_pattern(
     return _AddToPattern(layer, attention, "addition", addition)._pair()
 
 
-class _WithArgument(AttentionHook):
-    points: tuple[str, ...] = ("values", "mixed")
-
-    def __init__(self, layer: int, attention: str, argument: Any) -> None:
-        super().__init__(layer, attention)
-        self._argument = argument
-
-
-class _ScalePattern(_WithArgument):
+class _ScalePattern(GivenHook):
     points = ("mixed",)
 
     def __call__(self, tensor: Tensor, hook: Any) -> Tensor:
-        factor = self._argument
+        factor = self._given
         self.calls += 1
         return tensor * (factor.to(tensor) if isinstance(factor, Tensor) else factor)
 
 
-class _ScalePatternPerHead(_WithArgument):
+class _ScalePatternPerHead(GivenHook):
+    points = ("values", "mixed")
+
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
-        n_heads, n_factors = mixed.shape[2], len(self._argument)
+        n_heads, n_factors = mixed.shape[2], len(self._given)
         if n_factors != n_heads:
             raise ValueError(
                 f"factor: expected one number for each of {n_heads} query heads; got {n_factors}"
             )
         self.calls += 1
-        return mixed * self._argument.to(mixed)[:, None]
+        return mixed * self._given.to(mixed)[:, None]
 
 
-class _PruneHeads(_WithArgument):
+class _PruneHeads(GivenHook):
+    points = ("values", "mixed")
+
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
-        check_heads(self._argument, mixed.shape[2])
+        check_heads(self._given, mixed.shape[2])
         edited = mixed.clone()
-        edited[:, :, list(self._argument)] = 0
+        edited[:, :, list(self._given)] = 0
         self.calls += 1
         return edited
 
 
-class _ReplacePattern(AttentionHook):
+class _ReplacePattern(GivenHook):
     points = ("values", "pattern", "mixed")
 
     def __init__(
@@ -254,8 +250,8 @@ class _ReplacePattern(AttentionHook):
         pattern: Tensor,
         edit: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        super().__init__(layer, attention)
-        self._name, self._given, self._edit = argument, as_patterns(argument, pattern), edit
+        super().__init__(layer, attention, as_patterns(argument, pattern))
+        self._name, self._edit = argument, edit
 
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
         batch, query, head = mixed.shape[:3]

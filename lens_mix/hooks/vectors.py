@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lens_mix.hooks._arguments import Chosen, Position, as_heads, as_position, check_heads, position_mask
-from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookPair
+from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, GivenHook, HookPair
 from lens_mix.hooks.mixing import check_mixing, mix
 
 
@@ -90,12 +90,8 @@ class _ZeroQueries(AttentionHook):
         return torch.zeros_like(tensor)
 
 
-class _ZeroValues(AttentionHook):
+class _ZeroValues(GivenHook):
     points: tuple[str, ...] = ("values",)
-
-    def __init__(self, layer: int, attention: str, position: Chosen) -> None:
-        super().__init__(layer, attention)
-        self._position = position
 
     def on_values(self, values: Tensor, n_heads: int | None) -> Tensor | None:
         edited = self._zeroed(values)
@@ -103,7 +99,7 @@ class _ZeroValues(AttentionHook):
         return edited
 
     def _zeroed(self, values: Tensor) -> Tensor:
-        return values.masked_fill(position_mask(self._position, values)[:, :, None, None], 0)
+        return values.masked_fill(position_mask(self._given, values)[:, :, None, None], 0)
 
 
 class _ZeroValuesOfHeads(_ZeroValues):

@@ -13,8 +13,8 @@ from lens_mix.algebra.budget import attention_budget, distance_bytes
 from lens_mix.algebra.distances import distances, lengths
 from lens_mix.algebra.vectors import attention_vectors, head_vectors
 from lens_mix.arguments import one_of
-from lens_mix.method import CrossKeys, Method
-from lens_mix.methods.value_norms import ATTENTION_PARTS, ATTENTION_RECORDS
+from lens_mix.method import CrossKeys
+from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -23,7 +23,7 @@ Distance = Literal["l1", "l2"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Alti(Method):
+class Alti(VectorMethod):
     """ALTI's contributions (Ferrando et al., EMNLP 2022, eq. 9-11).
 
     score[l, i, j] = c_ij / Σ_k c_ik with c_ij = max(0, ‖y_i‖ - ‖y_i - T_ij‖), y_i the true representation
@@ -43,9 +43,6 @@ class Alti(Method):
     residual: ClassVar[float] = 0.0
     holds_residual: ClassVar[bool] = True
     cross: ClassVar[CrossKeys | None] = "source and residual"
-    engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
-    parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = "ferrando-etal-2022-measuring"
 
     distance: Distance = "l1"

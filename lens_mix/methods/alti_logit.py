@@ -15,16 +15,15 @@ from lens_mix.algebra.logit_shares import logit_shares, token_directions
 from lens_mix.arguments import one_of, whole_number
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.proof.record import HEAD
-from lens_mix.method import Method
 from lens_mix.methods.alti import Alti, Distance
-from lens_mix.methods.value_norms import ATTENTION_PARTS, ATTENTION_RECORDS
+from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class AltiLogit(Method):
+class AltiLogit(VectorMethod):
     """ALTI-Logit (Ferrando et al., ACL 2023, eq. 6 and 9): an input map of logits.
 
     score[l, i, s] = Σ_k Δ_ik M_ks, where Δ_ik is what the attention of block l, by way of key k, adds to
@@ -52,9 +51,7 @@ class AltiLogit(Method):
     residual: ClassVar[float] = 0.0
     kind: ClassVar[Literal["layer", "input"]] = "input"
     reads_last_residual: ClassVar[bool] = True
-    engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
-    parts: ClassVar[tuple[str, ...]] = (*ATTENTION_PARTS, HEAD)
+    parts: ClassVar[tuple[str, ...]] = (*VectorMethod.parts, HEAD)
     citation: ClassVar[str] = "ferrando-etal-2023-explaining"
 
     token: int | Literal["predicted", "next"] = "predicted"

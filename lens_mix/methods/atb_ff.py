@@ -12,15 +12,15 @@ from torch import Tensor
 from lens_mix.algebra.feed_forward import Variant, feed_forward_maps, refuses_feed_forward
 from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.method import Method
-from lens_mix.methods.value_norms import ATTENTION_RECORDS
+from lens_mix.lens.proof.record import ALGEBRA_PARTS
+from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class AtbFf(Method):
+class AtbFf(VectorMethod):
     """The feed-forward's output by key, ATBFF (Kobayashi et al., ICLR 2024, section 4).
 
     score[l, i, j] = ‖F^FF_ij‖, F^FF_ij = ((F_ij W_in) ⊙ m_i) W_out, where F_ij is what the feed-forward
@@ -41,8 +41,7 @@ class AtbFf(Method):
 
     name: ClassVar[str] = "atb_ff"
     residual: ClassVar[float] = 0.5
-    engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
+    parts: ClassVar[tuple[str, ...]] = ALGEBRA_PARTS
     citation: ClassVar[str] = "kobayashi-etal-2024-analyzing"
 
     biases: Variant = "on_path"

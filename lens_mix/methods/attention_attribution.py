@@ -13,19 +13,18 @@ from torch import Tensor
 from lens_mix.algebra.quadrature import NestedRules, nested_rules, one_rule, rule_name
 from lens_mix.arguments import number, whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, replace_pattern
-from lens_mix.method import CrossKeys, Method
+from lens_mix.method import CrossKeys
 from lens_mix.methods import target_passes
 from lens_mix.methods.baselines import baseline_of, check_baseline, describe_baseline
 from lens_mix.methods.path_integral import Integral, Path
-from lens_mix.methods.target_passes import BoundTarget
-from lens_mix.targets import TargetLike, as_target, describe, predicted
+from lens_mix.methods.target_passes import BoundTarget, Explains
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionAttribution(Method):
+class AttentionAttribution(Explains):
     """Self-attention attribution (Hao et al., AAAI 2021, eq. 3-4).
 
     Attr_h(A) = (A_h - B_h) ⊙ ∫₀¹ ∂F(B + α (A - B)) / ∂A_h dα, for one layer's pattern A at a time: all heads
@@ -65,11 +64,9 @@ class AttentionAttribution(Method):
     name: ClassVar[str] = "attention_attribution"
     residual: ClassVar[float] = 0.5
     cross: ClassVar[CrossKeys | None] = "source"
-    engines: ClassVar[tuple[str, ...]] = ("hooks",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = "hao-etal-2021-self"
 
-    target: TargetLike = dataclasses.field(default_factory=predicted)
     n_steps: int | None = None
     method: str = "gauss_legendre"
     baseline: Any = "zero"
@@ -80,7 +77,6 @@ class AttentionAttribution(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        as_target(self.target)
         name, size = rule_name(self.method), self.internal_batch_size
         if self.n_steps is None and name != "gauss_legendre":
             raise ValueError(
@@ -95,8 +91,7 @@ class AttentionAttribution(Method):
             number("tolerance", self.tolerance, 0, above=True)
 
     def parameters(self) -> dict[str, object]:
-        target, baseline = describe(as_target(self.target)), describe_baseline(self.baseline)
-        readable = {"target": target, "baseline": baseline, "method": rule_name(self.method)}
+        readable = {"baseline": describe_baseline(self.baseline), "method": rule_name(self.method)}
         return {**super().parameters(), **readable}
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:

@@ -11,15 +11,15 @@ from torch import Tensor
 from lens_mix.algebra.definitions import norms, residual_vectors, through_norm
 from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors
 from lens_mix.lens.anatomy import Norm
-from lens_mix.method import CrossKeys, Method
-from lens_mix.methods.value_norms import ATTENTION_PARTS, ATTENTION_RECORDS
+from lens_mix.method import CrossKeys
+from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class AttnRes(Method):
+class AttnRes(VectorMethod):
     """Attention and residual stream, AttnRes-N (Kobayashi et al., EMNLP 2021, eq. 8).
 
     score[l, i, j] = ‖F_ij‖ with F_ij = Σ_h a_ijh u_jh + δ_ij x_i: what query i got from key j, its own
@@ -32,9 +32,6 @@ class AttnRes(Method):
     residual: ClassVar[float] = 0.0
     holds_residual: ClassVar[bool] = True
     cross: ClassVar[CrossKeys | None] = "source and residual"
-    engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
-    parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = "kobayashi-etal-2021-incorporating"
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:

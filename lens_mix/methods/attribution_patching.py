@@ -13,12 +13,12 @@ from torch import Tensor
 
 from lens_mix.arguments import one_of, whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_attention
-from lens_mix.hooks.mixing import pass_tolerance, sink
+from lens_mix.hooks.mixing import sink
 from lens_mix.lens.changed_backward import Rules
 from lens_mix.lens.graph import Graph, Mixing
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.methods.replacements import check_replacements, stand_ins
-from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows
+from lens_mix.methods.replacements import TakesReplacements
+from lens_mix.methods.row_targets import RowTargets, bind_rows
 from lens_mix.methods.side_by_side import SideBySide
 from lens_mix.targets import describe
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttributionPatching(ExplainsRows):
+class AttributionPatching(TakesReplacements):
     """What replacing a token would do to the output, from about five passes instead of one per token.
 
     score[query, key] adds two estimates of the change of the target F at the query, read at its position:
@@ -83,11 +83,6 @@ class AttributionPatching(ExplainsRows):
         super().__post_init__()
         whole_number("n_exact", self.n_exact, 0)
         one_of("paths", self.paths, ("all", "direct", "between"))
-        check_replacements(self)
-
-    def parameters(self) -> dict[str, object]:
-        given = None if self.replacements is None else list(self.replacements)
-        return {**super().parameters(), "replacements": given}
 
     def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> Rules:
         written = all(anatomy.is_written_down for anatomy in anatomies)
@@ -153,27 +148,10 @@ class AttributionPatching(ExplainsRows):
             chosen = torch.tensor([*sorted(strongest), last])
             mixed = {layer: each.mixed for layer, each in mixing.items()}
             beside = SideBySide(blocks, bound, row, places, chosen, mixed, self.edits)
-            direct[chosen] = self._exact(beside).to(direct.dtype)
+            changes = beside.changes(self.stand_ins(bound.first, beside.tokens[chosen]).T)
+            direct[chosen] = changes.abs().mean(0).to(direct.dtype)
         terms = {"direct": direct, "between": between, "all": direct + between}
         scores[places] = terms[self.paths].to(scores.dtype)
-
-    def _exact(self, beside: SideBySide) -> Float[Tensor, " chosen"]:
-        """The direct term of the chosen tokens."""
-        first, clean = beside.bound.first, beside.bound.clean[beside.row]
-        tokens = beside.tokens[beside.chosen]
-        if first.carries_users_hooks:
-            # A hook that knows positions misses the stand-ins: tokens that stand in for themselves tell.
-            error = float((beside.targets(tokens[None]) - clean).abs().max())
-            accepted = pass_tolerance(first.inputs.dtype)
-            if not error <= accepted * max(1.0, float(clean.abs())):
-                raise UnsupportedModelError(
-                    f"{self.name}: expected the model's hooks to act alike at all positions, as stand-ins "
-                    f"run at others; tokens that stand in for themselves change the target by {error:.1e}"
-                )
-        others = stand_ins(first, tokens[:, None], self.replacements, self.n_samples, self.seed).T
-        # Together they share the tokens; many of them would spend more on attention among each other.
-        parts = others.split(8 if first.max_memory is None else 1)
-        return (torch.cat(list(map(beside.targets, parts))) - clean).abs().mean(0)
 
 
 def hidden_effects(mixing: Mixing) -> Float[Tensor, "query key"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,8 +48,8 @@ def baseline_of(
     if isinstance(baseline, str):
         attended = block.attended[:, None].to(pattern.dtype).expand_as(pattern)
         return attended / attended.sum(-1, keepdim=True).clamp_min(1)
-    function = functools.partial(_of_layer, baseline) if isinstance(baseline, Tensor) else baseline
-    given = function(pattern, block.layer)
+    whole = isinstance(baseline, Tensor)
+    given = _of_layer(baseline, pattern, block.layer) if whole else baseline(pattern, block.layer)
     if not torch.is_tensor(given) or given.shape != pattern.shape:
         got = list(given.shape) if torch.is_tensor(given) else type(given).__name__
         raise ValueError(f"baseline: expected shape {list(pattern.shape)} in layer {block.layer}, got {got}")

@@ -74,10 +74,10 @@ class ChangedGradients(ExplainsRows):
             )
         bound = bind_rows(blocks, self.target)
         chunks = [self._scores(blocks, bound, rows) for rows in bound.chunks(self.internal_batch_size)]
+        scores, sums, constants = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         if self.conserves:
-            sums, constants = (torch.cat([chunk[part] for chunk in chunks]) for part in (1, 2))
             self._report(bound, sums, constants, blocks[-1])
-        return [bound.scattered(torch.cat([chunk[0] for chunk in chunks]), blocks[-1])]
+        return [bound.scattered(scores, blocks[-1])]
 
     def _numbers(self) -> list[int]:
         """After how many blocks relevance is read; 0: at the embeddings."""
@@ -94,30 +94,29 @@ class ChangedGradients(ExplainsRows):
         wide = torch.promote_types(x.dtype, torch.float32)
         ones = torch.ones(len(rows), dtype=wide, device=x.device, requires_grad=True)
         numbers = self._numbers()
-        options: dict[str, Any] = {
-            "after": [number for number in numbers if number],
-            "constants": ones if self.conserves else None,
-            "logits": bound.target.reads == "logits",
-        }
-        changed = bound.first.changed_backward(self, blocks[1:], **options)
+        after = [number for number in numbers if number]
+        constants = ones if self.conserves else None
+        changed = bound.first.changed_backward(
+            self, blocks[1:], after=after, constants=constants, logits=bound.target.reads == "logits"
+        )
         with torch.enable_grad(), changed as streams:
             # Times 0, so that it has a gradient where nothing is constant.
             values = bound.values(rows, resid_pre=x, gradients=True) + 0 * ones
-            states = [x, *(streams[number] for number in options["after"])]
-            *gradients, constants = target_passes.gradients_of(values, [*states, ones])
+            states = [x, *(streams[number] for number in after)]
+            *gradients, constant_shares = target_passes.gradients_of(values, [*states, ones])
         products = [g.to(wide) * state.detach().to(wide) for g, state in zip(gradients, states, strict=True)]
         scores = self._read(products if 0 in numbers else products[1:])
-        return scores, products[0].sum((-2, -1)), constants
+        return scores, products[0].sum((-2, -1)), constant_shares
 
     def _read(self, products: Sequence[Float[Tensor, "row pos d_model"]]) -> Float[Tensor, "row pos"]:
         """Σ_d of each product, or of its absolute values; of several streams the mean of scaled rows."""
         signed = self.readout == "signed_sum"
-        scores = [reduce(p if signed else p.abs(), "row pos d_model -> row pos", "sum") for p in products]
+        axes = "row pos d_model -> row pos"
+        scores = torch.stack([reduce(p if signed else p.abs(), axes, "sum") for p in products])
         if len(scores) == 1:
             return scores[0]
-        sizes = [row.abs().sum(-1, keepdim=True) for row in scores]
-        scaled = [row / torch.where(size > 0, size, 1) for row, size in zip(scores, sizes, strict=True)]
-        return torch.stack(scaled).mean(dim=0)
+        sizes = scores.abs().sum(-1, keepdim=True)
+        return (scores / torch.where(sizes > 0, sizes, 1)).mean(dim=0)
 
     @staticmethod
     def _report(bound: RowTargets, sums: Tensor, constants: Tensor, last: Block) -> None:

@@ -66,10 +66,8 @@ class ContextLength(ExplainsRows):
                 self._values(bound, rows, prompt, prefix, starts[part])
                 for part in first.chunks(len(starts), logits=not bound.reads_one_position)
             ]
-        values = torch.cat(parts, dim=1).to(scores.dtype)
-        for row, query, gained in zip(rows.tolist(), queries.tolist(), gains(values), strict=True):
-            keys = places[starts[:-1]]
-            scores[row, keys] = gained.masked_fill(starts[:-1] >= query, 0)
+        keys, gained = starts[:-1], gains(torch.cat(parts, dim=1).to(scores.dtype))
+        scores[rows[:, None], places[keys]] = gained.masked_fill(keys >= queries[:, None], 0)
 
     def _prefix(self, first: Block, prompt: int) -> int:
         """How many tokens stay before every cut."""
@@ -85,15 +83,13 @@ class ContextLength(ExplainsRows):
         """The target of some rows of a prompt, for contexts that start at `starts`."""
         first, whole = bound.first, bound.first.own_tokens(prompt)
         batch = first.prompts_with(prompt, [torch.cat([whole[:prefix], whole[s:]]) for s in starts.tolist()])
-        options = {}
+        positions = None
         if bound.reads_one_position:
-            options["positions"] = bound.queries[rows] - first.real[prompt].int().argmax() - starts + prefix
-        output = target_passes.output_of(first, bound.target, (), batch=batch, **options)
-        # Back to where the tokens stand in the whole prompt, as targets count.
-        places = torch.arange(len(whole), device=starts.device) - starts[:, None] + prefix
-        if bound.reads_one_position:
-            output = output.expand(-1, len(whole), -1)
-        elif output.ndim == 3:
+            positions = bound.queries[rows] - first.real[prompt].int().argmax() - starts + prefix
+        output = target_passes.output_of(first, bound.target, positions=positions, batch=batch)
+        if positions is None and output.ndim == 3:
+            # Back to where the tokens stand in the whole prompt, as targets count.
+            places = torch.arange(len(whole), device=starts.device) - starts[:, None] + prefix
             output = output[torch.arange(len(starts), device=starts.device)[:, None], places.clamp_min(0)]
         return torch.stack([target_passes.evaluate(bound.functions[row], output) for row in rows.tolist()])
 

@@ -21,14 +21,14 @@ from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE
 from lens_mix.method import Method
-from lens_mix.methods.value_norms import ATTENTION_RECORDS
+from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class DecompX(Method):
+class DecompX(VectorMethod):
     """DecompX (Modarressi et al., ACL 2023): an input map, with nothing left to roll out.
 
     score[l, i, s] = ‖X_is‖ after block l, where X_is is input token s's share of the residual stream at
@@ -55,9 +55,7 @@ class DecompX(Method):
     residual: ClassVar[float] = 0.0
     holds_residual: ClassVar[bool] = True
     kind: ClassVar[Literal["layer", "input"]] = "input"
-    engines: ClassVar[tuple[str, ...]] = ("algebra",)
     parts: ClassVar[tuple[str, ...]] = (*ALGEBRA_PARTS, VALUE)
-    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
     citation: ClassVar[str] = "modarressi-etal-2023-decompx"
 
     biases: Split = "absdot"

@@ -14,15 +14,14 @@ from lens_mix.algebra.definitions import norms, through_norm
 from lens_mix.algebra.feed_forward import without_last_norm
 from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors, head_vectors
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
-from lens_mix.method import Method
-from lens_mix.methods.value_norms import ATTENTION_PARTS, ATTENTION_RECORDS
+from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class GlobEnc(Method):
+class GlobEnc(VectorMethod):
     """GlobEnc's N_Enc (Modarressi et al., NAACL 2022, eq. 9-12).
 
     score[l, i, j] = ‖γ₂ ⊙ (F_ij - mean F_ij) / s₂_i‖: the vectors of `attn_res_ln` through the second norm
@@ -39,9 +38,6 @@ class GlobEnc(Method):
     name: ClassVar[str] = "globenc"
     residual: ClassVar[float] = 0.0
     holds_residual: ClassVar[bool] = True
-    engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
-    parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = "modarressi-etal-2022-globenc"
 
     def refuses(self, anatomy: BlockAnatomy) -> str | None:

@@ -12,17 +12,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, add_to_pattern, must_fire
-from lens_mix.method import CrossKeys, Method
+from lens_mix.method import CrossKeys
 from lens_mix.methods import target_passes
-from lens_mix.methods.target_passes import BoundTarget
-from lens_mix.targets import TargetLike, as_target, describe, predicted
+from lens_mix.methods.target_passes import BoundTarget, Explains
+from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientAttention(Method):
+class GradientAttention(Explains):
     """Attention weighted by its gradient (Chefer et al., ICCV 2021, eq. 5): mean_h (∂F/∂A_h ⊙ A_h)⁺.
 
     F is the target; the gradient is total, through all layers above. One forward and one backward pass
@@ -43,20 +43,12 @@ class GradientAttention(Method):
     name: ClassVar[str] = "gradient_attention"
     residual: ClassVar[float] = 0.5
     cross: ClassVar[CrossKeys | None] = "source"
-    engines: ClassVar[tuple[str, ...]] = ("hooks",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = "chefer-etal-2021-generic"
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))
     per_head: bool = False
     rectify: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        as_target(self.target)
-
-    def parameters(self) -> dict[str, object]:
-        return {**super().parameters(), "target": describe(as_target(self.target))}
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         return self.of_stack([block])[0]

@@ -10,22 +10,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.budget import attention_budget, head_proximity_bytes, route_bytes
-from lens_mix.algebra.distances import head_proximities, lengths
-from lens_mix.algebra.feed_forward import without_last_norm
-from lens_mix.algebra.head_vectors import linear_part
-from lens_mix.algebra.vectors import AttentionVectors, attention_vectors, head_vectors
+from lens_mix.algebra.distances import head_proximities
+from lens_mix.algebra.vectors import attention_vectors, head_vectors
 from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.method import CrossKeys, Method
-from lens_mix.methods.part_shares import record_shares
-from lens_mix.methods.value_norms import ATTENTION_PARTS, ATTENTION_RECORDS
+from lens_mix.method import CrossKeys
+from lens_mix.methods.part_shares import ends_unknown, proximity, record_shares
+from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class InformationFlowRoutes(Method):
+class InformationFlowRoutes(VectorMethod):
     """Importance of the edges of the information-flow graph (Ferrando & Voita, EMNLP 2024, section 2).
 
     A part p of a state s has the proximity max(0, ‖s‖₁ - ‖s - p‖₁), and of all parts' proximities the share
@@ -50,9 +48,6 @@ class InformationFlowRoutes(Method):
     residual: ClassVar[float] = 0.0
     holds_residual: ClassVar[bool] = True
     cross: ClassVar[CrossKeys | None] = "source and residual"
-    engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
-    parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = "ferrando-voita-2024-information"
 
     per_head: bool = False
@@ -63,7 +58,7 @@ class InformationFlowRoutes(Method):
         one_of("biases", self.biases, ("whole", "part"))
 
     def relies_on_feed_forward(self, anatomy: BlockAnatomy) -> bool:
-        return anatomy.feed_forward_residual is not None and not _ends_unknown(anatomy)
+        return anatomy.feed_forward_residual is not None and not ends_unknown(anatomy)
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         heads = head_vectors(block)
@@ -77,38 +72,12 @@ class InformationFlowRoutes(Method):
         if self.biases == "part":
             near["biases_mid"] = proximity(attention.mid - attention.normed.total, attention.mid)
         from_keys = scores.sum(-1).sum(1) if self.per_head else scores.sum(-1)
-        total = _divisor(from_keys + sum(near.values()))
+        total = from_keys + sum(near.values())
+        total = torch.where(total > 0, total, 1)
         scores.div_(total[:, None, :, None] if self.per_head else total[..., None])
         shares = {name: value / total for name, value in near.items()}
-        record_shares(block, shares | self._after_feed_forward(block, attention))
+        record_shares(block, attention, shares)
         return _with_own(block, scores, shares["resid_pre"])
-
-    def _after_feed_forward(
-        self, block: Block, attention: AttentionVectors
-    ) -> dict[str, Float[Tensor, "batch query"]]:
-        """Importance of the parts of the block's output; none where they can't be told."""
-        anatomy, mid = block.anatomy, attention.mid
-        if _ends_unknown(anatomy):
-            return {}
-        whole, norm, residual = block.resid_post.to(mid.dtype), anatomy.feed_forward_residual, mid
-        added = torch.zeros_like(mid) if anatomy.feed_forward_kind == "none" else whole - mid
-        if norm is not None and anatomy.feed_forward is not None:
-            output = anatomy.feed_forward(anatomy.feed_forward_in(attention.resid_pre, mid))
-            summed = without_last_norm(anatomy).after_feed_forward(mid, output)
-            residual, added = (linear_part(norm, part) / norm.scale(summed) for part in (mid, summed - mid))
-        parts = {"resid_mid": residual, "mlp_out": added}
-        if self.biases == "part" and norm is not None:
-            parts["biases_post"] = whole - residual - added
-        near = {name: proximity(part, whole) for name, part in parts.items()}
-        total = _divisor(sum(near.values(), torch.zeros_like(whole[..., 0])))
-        return {name: value / total for name, value in near.items()}
-
-
-def proximity(
-    part: Float[Tensor, "*batch d_model"], whole: Float[Tensor, "*batch d_model"]
-) -> Float[Tensor, "*batch"]:
-    """max(0, ‖whole‖₁ - ‖whole - part‖₁)."""
-    return (lengths(whole, 1) - lengths(whole - part, 1)).clamp_min(0)
 
 
 def importance(
@@ -116,17 +85,8 @@ def importance(
 ) -> Float[Tensor, "batch query part"]:
     """The definition: each part's proximity, divided by the sum over parts; of heads' parts `head_parts`."""
     near = (whole.abs().sum(-1)[..., None] - (whole[:, :, None] - parts).abs().sum(-1)).clamp_min(0)
-    return near / _divisor(near.sum(-1, keepdim=True))
-
-
-def _ends_unknown(anatomy: BlockAnatomy) -> bool:
-    """Whether the feed-forward's share of the block's output can't be told."""
-    unbuilt = anatomy.feed_forward is None and anatomy.feed_forward_kind != "none"
-    return anatomy.cross or (anatomy.feed_forward_residual is not None and unbuilt)
-
-
-def _divisor(total: Tensor) -> Tensor:
-    return torch.where(total > 0, total, torch.ones_like(total))
+    total = near.sum(-1, keepdim=True)
+    return near / torch.where(total > 0, total, 1)
 
 
 def _with_own(

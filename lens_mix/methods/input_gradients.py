@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -96,16 +97,11 @@ class InputGradients(ExplainsRows):
         self, bound: RowTargets, rows: Tensor
     ) -> tuple[Float[Tensor, "row key"], Float[Tensor, " row"]]:
         """The scores of some rows, and F at the baseline."""
-        x = bound.first.inputs[bound.prompts[rows]]
-
-        def gradient(at: Tensor) -> Tensor:
-            return bound.gradients(rows, at)[1]
-
+        prompts, gradient = bound.prompts[rows], functools.partial(bound.gradients, rows)
+        x = bound.first.inputs[prompts]
         if self.score == "integrated":
             points, weights = quadrature(self.method, self.n_steps)
-            baseline = baselines.input_baseline(
-                self.baseline, x, bound.first.real_inputs[bound.prompts[rows]]
-            )
+            baseline = baselines.input_baseline(self.baseline, x, bound.first.real_inputs[prompts])
             start = bound.values(rows, resid_pre=baseline)
             return integrated_gradients(gradient, x, baseline, points, weights), start
         score = gradient_norm if self.score == "norm" else gradient_times_input

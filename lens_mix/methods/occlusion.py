@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from einops import reduce
@@ -14,8 +14,8 @@ from torch import Tensor
 from lens_mix.arguments import one_of
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_keys, must_fire, zero_values
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.methods.replacements import Copies, check_replacements
-from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows
+from lens_mix.methods.replacements import Copies, TakesReplacements
+from lens_mix.methods.row_targets import bind_rows
 from lens_mix.targets import as_target
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ Measure = Literal["difference", "absolute", "kl"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Occlusion(ExplainsRows):
+class Occlusion(TakesReplacements):
     """What the output at a position loses without a token (Zeiler & Fergus, ECCV 2014; Li et al., 2016).
 
     score[query, key] = F(x) − F(x without key), F the target at the position of the row, in the target's
@@ -76,11 +76,6 @@ class Occlusion(ExplainsRows):
             )
         if self.replacements is not None and self.by != "replace":
             raise ValueError(f"replacements: for by='replace' only, got by={self.by!r}")
-        check_replacements(self)
-
-    def parameters(self) -> dict[str, object]:
-        given = None if self.replacements is None else list(self.replacements)
-        return {**super().parameters(), "replacements": given}
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         first, last = blocks[0], blocks[-1]
@@ -90,13 +85,17 @@ class Occlusion(ExplainsRows):
             )
         bound = bind_rows(blocks, self.target)
         scores = first.zeros(len(bound.functions), first.real_inputs.shape[1])
-        clean = self._log_probabilities(bound) if self.measure == "kl" else bound.clean
+        by_kl = self.measure == "kl"
+        clean = bound.distributions() if by_kl else bound.clean
         copies = Copies.of(first, self, replaced=self.by == "replace")
         for part in first.chunks(len(copies.prompts), logits=not bound.reads_one_position):
             chunk = copies.part(part)
-            for row, own, changed in self._changed(blocks, bound, chunk):
-                change = self._change(clean[row], changed)
-                scores[row].index_add_(0, chunk.positions[own], change.to(scores.dtype))
+            batch, pairs = chunk.taken_out(self.by, blocks, self.edits)
+            with torch.no_grad(), must_fire(*pairs) as hooks:
+                changes = bound.of_copies(chunk.prompts, hooks, batch=batch, distributions=by_kl)
+                for row, own, changed in changes:
+                    change = self._change(clean[row], changed)
+                    scores[row].index_add_(0, chunk.positions[own], change.to(scores.dtype))
         if self.by == "mask":
             sees = first.attended.sum(-1)[bound.prompts, bound.queries]
             scores[sees < 2] = 0
@@ -128,50 +127,6 @@ class Occlusion(ExplainsRows):
         if self.measure == "kl":
             return (clean.exp() * (clean - changed)).sum(-1)
         return (clean - changed).abs() if self.measure == "absolute" else clean - changed
-
-    def _changed(
-        self, blocks: Sequence[Block], bound: RowTargets, copies: Copies
-    ) -> Iterator[tuple[int, slice, Tensor]]:
-        """Per row, the copies of its prompt and what they give there."""
-        first, pairs = blocks[0], []
-        options: dict[str, Any] = {}
-        if self.by == "replace":
-            options["batch"] = first.altered_batch(copies.prompts, tokens=copies.replaced(first))
-        elif self.by == "mask" and not self._acts_on(first):
-            if not first.masks_by_input:
-                raise UnsupportedModelError(
-                    "by='mask': this stack takes no mask, and mixes before its pattern shows"
-                )
-            options["batch"] = first.altered_batch(copies.prompts, masked=copies.masked(first))
-        else:
-            options["rows"] = copies.prompts
-            for block in blocks:
-                pairs += self.edits(block.layer, copies.positions, attention=block.attention_template)
-        with torch.no_grad(), must_fire(*pairs) as hooks:
-            yield from bound.of_copies(copies.prompts, hooks, distributions=self.measure == "kl", **options)
-
-    def _acts_on(self, block: Block) -> bool:
-        """Whether weights can be shared out anew before they mix; else the model's own mask hides a key.
-
-        The mask alone would not do: HookedTransformer counts positions by it, and in float64 rows of Hugging
-        Face's that see nothing are NaN, and make the others so.
-        """
-        try:
-            block.replay(
-                torch.zeros(1, dtype=torch.long, device=block.real.device),
-                self.edits(block.layer, 0, attention=block.attention_template),
-            )
-        except RuntimeError:
-            return False
-        return True
-
-    @staticmethod
-    def _log_probabilities(bound: RowTargets) -> Float[Tensor, "row d_vocab"]:
-        with torch.no_grad():
-            rows = bound.of_copies(
-                bound.prompts.unique(), (), distributions=True, rows=bound.prompts.unique()
-            )
-            return torch.cat([changed for _, _, changed in rows])
 
 
 def lost_without_key(

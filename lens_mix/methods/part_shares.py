@@ -9,7 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.algebra.distances import lengths
+from lens_mix.algebra.feed_forward import without_last_norm
+from lens_mix.algebra.head_vectors import linear_part
+from lens_mix.algebra.vectors import AttentionVectors
 from lens_mix.arguments import instance
+from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.maps import MixingMap
 
 if TYPE_CHECKING:
@@ -81,8 +86,14 @@ def _held(mixing_map: MixingMap, chosen: Sequence[dict[str, Any]], name: str) ->
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def record_shares(block: Block, shares: dict[str, Float[Tensor, "batch query"]]) -> None:
-    """Put each prompt's shares on record by the positions of its rows, padding cut away."""
+def record_shares(
+    block: Block, attention: AttentionVectors, shares: dict[str, Float[Tensor, "batch query"]]
+) -> None:
+    """Put each prompt's shares on record by the positions of its rows, padding cut away.
+
+    `shares` are those after the attention branch; those of the block's output are added.
+    """
+    shares = shares | _after_feed_forward(block, attention, "biases_mid" in shares)
     for index, real in enumerate(block.real):
         is_real, place = real.tolist(), (real.cumsum(0) - 1).tolist()
         # A prompt with fewer rows than another repeats its last one.
@@ -90,3 +101,37 @@ def record_shares(block: Block, shares: dict[str, Float[Tensor, "batch query"]])
         values = {name: share[index, list(rows.values())].tolist() for name, share in shares.items()}
         entry = {"layer": block.layer, "tokens": sum(is_real), "queries": list(rows)}
         block.detail(index, "parts", {**entry, "parallel": block.anatomy.parallel, **values})
+
+
+def _after_feed_forward(
+    block: Block, attention: AttentionVectors, biases: bool
+) -> dict[str, Float[Tensor, "batch query"]]:
+    """Importance of the parts of the block's output; none where they can't be told."""
+    anatomy, mid = block.anatomy, attention.mid
+    if ends_unknown(anatomy):
+        return {}
+    whole, norm, residual = block.resid_post.to(mid.dtype), anatomy.feed_forward_residual, mid
+    added = torch.zeros_like(mid) if anatomy.feed_forward_kind == "none" else whole - mid
+    if norm is not None and anatomy.feed_forward is not None:
+        output = anatomy.feed_forward(anatomy.feed_forward_in(attention.resid_pre, mid))
+        summed = without_last_norm(anatomy).after_feed_forward(mid, output)
+        residual, added = (linear_part(norm, part) / norm.scale(summed) for part in (mid, summed - mid))
+    parts = {"resid_mid": residual, "mlp_out": added}
+    if biases and norm is not None:
+        parts["biases_post"] = whole - residual - added
+    near = {name: proximity(part, whole) for name, part in parts.items()}
+    total = sum(near.values(), torch.zeros_like(whole[..., 0]))
+    return {name: value / torch.where(total > 0, total, 1) for name, value in near.items()}
+
+
+def ends_unknown(anatomy: BlockAnatomy) -> bool:
+    """Whether the feed-forward's share of the block's output can't be told."""
+    unbuilt = anatomy.feed_forward is None and anatomy.feed_forward_kind != "none"
+    return anatomy.cross or (anatomy.feed_forward_residual is not None and unbuilt)
+
+
+def proximity(
+    part: Float[Tensor, "*batch d_model"], whole: Float[Tensor, "*batch d_model"]
+) -> Float[Tensor, "*batch"]:
+    """max(0, ‖whole‖₁ - ‖whole - part‖₁)."""
+    return (lengths(whole, 1) - lengths(whole - part, 1)).clamp_min(0)

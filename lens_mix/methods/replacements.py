@@ -1,61 +1,64 @@
-"""Tokens that stand in the place of others."""
+"""Copies of prompts in which one token is taken out, and tokens that stand in the place of others."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from lens_mix.arguments import several, whole_number
+from lens_mix.hooks import HookPair
+from lens_mix.lens.batches import Batch
+from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.methods.row_targets import ExplainsRows
 from lens_mix.targets import Context
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
-def check_replacements(method: Any) -> None:
-    """Refuse options that are none, and keep `replacements` as a tuple, on a frozen method."""
-    whole_number("n_samples", method.n_samples, 1)
-    whole_number("seed", method.seed, 0)
-    if method.replacements is not None:
-        tokens = several("replacements", method.replacements, "tokens", least=1)
-        object.__setattr__(method, "replacements", tuple(tokens))
+class TakesReplacements(ExplainsRows):
+    """Base of the methods that put other tokens in the place of a prompt's; each has these fields itself."""
 
+    replacements: Sequence[str | int] | None
+    n_samples: int
+    seed: int
 
-def stand_ins(
-    first: Block,
-    tokens: Int[Tensor, "place 1"],
-    replacements: Sequence[str | int] | None,
-    n_samples: int,
-    seed: int,
-) -> Int[Tensor, "place sample"]:
-    """For each place, the tokens to put there; for one that stands there already, the next in the vocabulary.
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole_number("n_samples", self.n_samples, 1)
+        whole_number("seed", self.seed, 0)
+        if self.replacements is not None:
+            tokens = several("replacements", self.replacements, "tokens", least=1)
+            object.__setattr__(self, "replacements", tuple(tokens))
 
-    Args:
-        first: a block of the model.
-        tokens: what stands there.
-        replacements: texts of one token, or numbers; None: `n_samples` drawn without special tokens.
-        n_samples, seed: how many are drawn, and from where.
+    def parameters(self) -> dict[str, object]:
+        given = None if self.replacements is None else list(self.replacements)
+        return {**super().parameters(), "replacements": given}
 
-    Raises:
-        TypeError, ValueError: a replacement that is no token of the model.
-    """
-    if replacements is None:
-        special = set(getattr(first.tokenizer, "all_special_ids", ()))
-        usable = torch.tensor([token for token in range(first.d_vocab) if token not in special])
-        generator = torch.Generator().manual_seed(seed)
-        chosen = torch.randperm(len(usable), generator=generator)[:n_samples].to(tokens.device)
-        usable = usable.to(tokens.device)
-        same = usable[chosen] == tokens
-        return usable[torch.where(same, (chosen + 1) % len(usable), chosen)]
-    context = Context(first.tokens[0], torch.empty(1, first.d_vocab), first.tokenizer)
-    given = torch.tensor([context.token_id(token, "replacements") for token in replacements])
-    given = given.to(tokens.device)
-    return torch.where(given == tokens, (given + 1) % first.d_vocab, given)
+    def stand_ins(self, first: Block, tokens: Int[Tensor, " place"]) -> Int[Tensor, "place sample"]:
+        """What to put in the place of tokens; for one that stands there already, the next in the vocabulary.
+
+        Raises:
+            TypeError, ValueError: a replacement that is no token of the model.
+        """
+        tokens = tokens[:, None]
+        if self.replacements is None:
+            special = set(getattr(first.tokenizer, "all_special_ids", ()))
+            usable = torch.tensor([token for token in range(first.d_vocab) if token not in special])
+            generator = torch.Generator().manual_seed(self.seed)
+            chosen = torch.randperm(len(usable), generator=generator)[: self.n_samples].to(tokens.device)
+            usable = usable.to(tokens.device)
+            same = usable[chosen] == tokens
+            return usable[torch.where(same, (chosen + 1) % len(usable), chosen)]
+        context = Context(first.tokens[0], torch.empty(1, first.d_vocab), first.tokenizer)
+        given = torch.tensor([context.token_id(token, "replacements") for token in self.replacements])
+        given = given.to(tokens.device)
+        return torch.where(given == tokens, (given + 1) % first.d_vocab, given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +77,11 @@ class Copies:
     repeats: int
 
     @classmethod
-    def of(cls, first: Block, method: Any, *, replaced: bool) -> Copies:
+    def of(cls, first: Block, method: TakesReplacements, *, replaced: bool) -> Copies:
         """A copy of its prompt for every token; `replaced`: and for every one of the method's stand-ins."""
         prompts, positions = first.real_inputs.nonzero().unbind(-1)
-        tokens = first.input_tokens[prompts, positions][:, None]
-        if replaced:
-            tokens = stand_ins(first, tokens, method.replacements, method.n_samples, method.seed)
+        tokens = first.input_tokens[prompts, positions]
+        tokens = method.stand_ins(first, tokens) if replaced else tokens[:, None]
         repeats = tokens.shape[1]
         prompts, positions = (each.repeat_interleave(repeats) for each in (prompts, positions))
         return cls(prompts, positions, tokens.flatten(), repeats)
@@ -87,14 +89,42 @@ class Copies:
     def part(self, part: slice) -> Copies:
         return Copies(self.prompts[part], self.positions[part], self.tokens[part], self.repeats)
 
-    def replaced(self, first: Block) -> Int[Tensor, "copy input"]:
-        """The tokens of each copy, with its stand-in."""
-        tokens = first.input_tokens[self.prompts].clone()
-        tokens[torch.arange(len(tokens), device=tokens.device), self.positions] = self.tokens
-        return tokens
+    def taken_out(
+        self, by: str, blocks: Sequence[Block], edits: Callable[..., list[HookPair]]
+    ) -> tuple[Batch | None, list[HookPair]]:
+        """What takes the tokens out of a pass: the copies as another batch, or hooks in the blocks.
 
-    def masked(self, first: Block) -> Bool[Tensor, "copy pos"]:
-        """Where in each copy the token is that is taken out."""
-        masked = torch.zeros_like(first.tokens[self.prompts], dtype=torch.bool)
-        masked[torch.arange(len(masked), device=masked.device), self.positions] = True
-        return masked
+        Args:
+            by: "replace", "mask" or "values", as `Occlusion.by`; so are `edits`.
+            blocks: of the whole model.
+
+        Raises:
+            UnsupportedModelError: hooks don't act, and the model's own mask hides nothing.
+        """
+        first, place = blocks[0], self.positions[:, None]
+        if by == "replace":
+            tokens = first.input_tokens[self.prompts].scatter(1, place, self.tokens[:, None])
+            return first.altered_batch(self.prompts, tokens=tokens), []
+        if by == "mask" and not _acts_on(first, edits):
+            if not first.masks_by_input:
+                raise UnsupportedModelError(
+                    "by='mask': this stack takes no mask, and mixes before its pattern shows"
+                )
+            masked = torch.zeros_like(first.tokens[self.prompts], dtype=torch.bool).scatter(1, place, True)
+            return first.altered_batch(self.prompts, masked=masked), []
+        layers = [edits(block.layer, self.positions, attention=block.attention_template) for block in blocks]
+        return None, [pair for pairs in layers for pair in pairs]
+
+
+def _acts_on(block: Block, edits: Callable[..., list[HookPair]]) -> bool:
+    """Whether weights can be shared out anew before they mix; else the model's own mask hides a key.
+
+    The mask alone would not do: HookedTransformer counts positions by it, and in float64 rows of Hugging
+    Face's that see nothing are NaN, and make the others so.
+    """
+    pairs = edits(block.layer, 0, attention=block.attention_template)
+    try:
+        block.replay(block.real.new_zeros(1, dtype=torch.long), pairs)
+    except RuntimeError:
+        return False
+    return True

@@ -10,15 +10,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.vectors import attention_vectors
-from lens_mix.method import Method
-from lens_mix.methods.value_norms import ATTENTION_PARTS, ATTENTION_RECORDS
+from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class ResidualShares(Method):
+class ResidualShares(VectorMethod):
     """The residual stream's share in its sum with the attention branch, by proximity.
 
     With x the residual stream, a what the attention branch adds and y = x + a: p(x) / (p(x) + p(a)) with
@@ -29,9 +28,6 @@ class ResidualShares(Method):
 
     name: ClassVar[str] = "residual_shares"
     residual: ClassVar[float] = 0.0
-    engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
-    parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = "ferrando-etal-2022-measuring"
 
     def engine_for(self, asked: str) -> str:

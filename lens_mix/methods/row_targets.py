@@ -10,32 +10,26 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.method import Method
 from lens_mix.methods import target_passes
-from lens_mix.targets import Context, Explained, Target, TargetLike, as_target, describe, predicted
+from lens_mix.methods.target_passes import Explains
+from lens_mix.targets import Context, Explained, Target, TargetLike, as_target, predicted
 
 if TYPE_CHECKING:
+    from lens_mix.hooks import HookPair
+    from lens_mix.lens.batches import Batch
     from lens_mix.lens.block import Block
     from lens_mix.lens.graph import Graph
 
 
 @dataclasses.dataclass(frozen=True)
-class ExplainsRows(Method):
+class ExplainsRows(Explains):
     """Base of the methods whose one map, of the whole model, explains a target over each position."""
 
     residual: ClassVar[float] = 0.0
     kind: ClassVar[Literal["layer", "input"]] = "input"
     whole_model: ClassVar[bool] = True
-    engines: ClassVar[tuple[str, ...]] = ("hooks",)
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="log_probability"))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        as_target(self.target)
-
-    def parameters(self) -> dict[str, object]:
-        return {**super().parameters(), "target": describe(as_target(self.target))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +65,6 @@ class RowTargets:
     def values(
         self,
         rows: Int[Tensor, " chunk"],
-        fwd_hooks: Sequence[Any] = (),
         *,
         resid_pre: Float[Tensor, "chunk pos d_model"] | None = None,
         resid_post: Float[Tensor, "chunk pos d_model"] | None = None,
@@ -81,22 +74,21 @@ class RowTargets:
 
         Args:
             rows: numbers of rows, repeats allowed; those of one prompt stand together.
-            fwd_hooks: TransformerLens hooks, which see `[chunk, ...]` tensors.
             resid_pre: what enters the first block; the clean pass's by default.
             resid_post: what leaves the last block: none is run.
             gradients: build the graph.
         """
         prompts = self.prompts[rows]
-        narrow = {} if self.positions is None else {"positions": self.positions[rows]}
-        options = {"rows": prompts, "gradients": gradients, **narrow}
+        positions = None if self.positions is None else self.positions[rows]
+        options: dict[str, Any] = {"positions": positions, "rows": prompts, "gradients": gradients}
         options |= {"resid_pre": resid_pre, "resid_post": resid_post}
         with torch.set_grad_enabled(gradients):
-            output = target_passes.output_of(self.first, self.target, fwd_hooks, **options)
-            if narrow:
-                output = output.expand(-1, self.first.logits_real.shape[1], -1)
+            output = target_passes.output_of(self.first, self.target, **options)
+            parts = target_passes.parts(self.first, self.target, output, prompts.tolist())
+            own = (part for _, _, of_prompt in parts for part in of_prompt.split(1))
             values = [
                 target_passes.evaluate(self.functions[row], part)
-                for row, part in zip(rows.tolist(), self._own_parts(output, prompts), strict=True)
+                for row, part in zip(rows.tolist(), own, strict=True)
             ]
             return torch.cat(values)
 
@@ -107,15 +99,11 @@ class RowTargets:
             return self.values(index, resid_post=graph.resid_post, gradients=True)
 
     def gradients(
-        self,
-        rows: Int[Tensor, " chunk"],
-        resid_pre: Float[Tensor, "chunk pos d_model"],
-        fwd_hooks: Sequence[Any] = (),
-    ) -> tuple[Float[Tensor, " chunk"], Float[Tensor, "chunk pos d_model"]]:
-        """The target of some rows and its gradient by what enters the first block."""
+        self, rows: Int[Tensor, " chunk"], resid_pre: Float[Tensor, "chunk pos d_model"]
+    ) -> Float[Tensor, "chunk pos d_model"]:
+        """The gradient of some rows' target by what enters the first block."""
         leaf = resid_pre.detach().requires_grad_(True)
-        values = self.values(rows, fwd_hooks, resid_pre=leaf, gradients=True)
-        return values.detach(), target_passes.gradients_of(values, [leaf])[0]
+        return target_passes.gradients_of(self.values(rows, resid_pre=leaf, gradients=True), [leaf])[0]
 
     @property
     def reads_one_position(self) -> bool:
@@ -126,36 +114,42 @@ class RowTargets:
     def of_copies(
         self,
         prompts: Int[Tensor, " copy"],
-        fwd_hooks: Sequence[Any],
+        fwd_hooks: Sequence[HookPair] = (),
         *,
+        batch: Batch | None = None,
         distributions: bool = False,
-        **options: Any,
     ) -> Iterator[tuple[int, slice, Float[Tensor, " copy *d_vocab"]]]:
         """Per row: which copies are of its prompt, and the target of each.
 
         Args:
             prompts: which prompt each copy is of; those of one prompt stand together.
             fwd_hooks: TransformerLens hooks, which see `[copy, ...]` tensors.
+            batch: the copies, where they are not their prompts again.
             distributions: the log probabilities of all tokens at the row, instead of the target.
-            options: `rows` or `batch`, as in `logits_from`.
         """
-        rows_of = [(self.prompts == prompt).nonzero()[:, 0] for prompt in range(len(self.first.batch))]
+        positions = None
         if self.reads_one_position:
-            of_prompt = torch.zeros(len(rows_of), dtype=torch.long, device=prompts.device)
+            of_prompt = self.queries.new_zeros(len(self.first.batch))
             of_prompt[self.prompts] = self.queries
-            options["positions"] = of_prompt[prompts]
-        output = target_passes.output_of(self.first, self.target, fwd_hooks, **options)
-        if self.reads_one_position:
-            output = output.expand(-1, self.first.logits_real.shape[1], -1)
+            positions = of_prompt[prompts]
+        output = target_passes.output_of(
+            self.first, self.target, fwd_hooks, positions=positions, rows=prompts, batch=batch
+        )
         start = 0
         for prompt, span, part in target_passes.parts(self.first, self.target, output, prompts.tolist()):
             copies = slice(start, start + len(part))
-            for row in rows_of[prompt].tolist():
+            for row in (self.prompts == prompt).nonzero()[:, 0].tolist():
                 if distributions:
                     yield row, copies, _log_probabilities(part, int(self.queries[row]) - span.start)
                 else:
                     yield row, copies, target_passes.evaluate(self.functions[row], part)
             start = copies.stop
+
+    @torch.no_grad()
+    def distributions(self) -> Float[Tensor, "row d_vocab"]:
+        """Per row, the log probabilities of all tokens in the clean pass."""
+        rows = self.of_copies(self.prompts.unique(), distributions=True)
+        return torch.cat([log_probabilities for _, _, log_probabilities in rows])
 
     def scattered(self, by_row: Float[Tensor, "row key"], last: Block) -> Float[Tensor, "batch query key"]:
         """Numbers per row as a map with the rows that `last` holds; those of padding are 0."""
@@ -163,12 +157,8 @@ class RowTargets:
         scores[self.prompts, self.columns] = by_row
         return scores
 
-    def _own_parts(self, output: Tensor, prompts: Int[Tensor, " chunk"]) -> Iterator[Tensor]:
-        """Each row's output at its prompt's own positions, [1 ...]."""
-        for _, _, part in target_passes.parts(self.first, self.target, output, prompts.tolist()):
-            yield from part.split(1)
 
-
+@torch.no_grad()
 def bind_rows(blocks: Sequence[Block], target: TargetLike) -> RowTargets:
     """Bind a target to the rows that the last of a model's blocks holds.
 
@@ -178,29 +168,24 @@ def bind_rows(blocks: Sequence[Block], target: TargetLike) -> RowTargets:
     Raises:
         TypeError, ValueError: the target does not fit a prompt or the rows. RuntimeError: inference mode.
     """
-    first, last = blocks[0], blocks[-1]
-    target_passes.refuse_inference_mode()
-    read = as_target(target)
-    functions, values, prompts, columns, positions = [], [], [], [], []
-    with torch.no_grad():
-        output = target_passes.output_of(last, read, ())
-        for prompt, span, part in target_passes.parts(last, read, output, range(len(output))):
-            context = target_passes.context_of(last, read, prompt, span, part)
-            last.explain(prompt, read.reads_position(context))
-            prompt_columns = last.real_queries[prompt].nonzero()[:, 0].tolist()
-            places = [int(last.queries[prompt, column]) - span.start for column in prompt_columns]
-            for place in places:
-                placed = _at(read, place, context, len(set(places)))
-                functions.append(placed.of_prompt(context))
-                values.append(target_passes.evaluate(functions[-1], part))
-                where = placed.reads_position(context)
-                positions += [] if where is None else [where + span.start]
-            prompts += [prompt] * len(prompt_columns)
-            columns += prompt_columns
-    narrow = torch.tensor(positions, device=output.device) if len(positions) == len(functions) else None
-    of_prompt, of_column = (torch.tensor(each, device=output.device) for each in (prompts, columns))
+    first, last, read = blocks[0], blocks[-1], as_target(target)
+    functions, clean, prompts, columns, positions = [], [], [], [], []
+    for prompt, start, context in target_passes.contexts(last, read):
+        prompt_columns = last.real_queries[prompt].nonzero()[:, 0].tolist()
+        places = [int(last.queries[prompt, column]) - start for column in prompt_columns]
+        for place in places:
+            placed = _at(read, place, context, len(set(places)))
+            functions.append(placed.of_prompt(context))
+            clean.append(target_passes.evaluate(functions[-1], context.output))
+            where = placed.reads_position(context)
+            positions += [] if where is None else [where + start]
+        prompts += [prompt] * len(prompt_columns)
+        columns += prompt_columns
+    device = context.output.device
+    narrow = torch.tensor(positions, device=device) if len(positions) == len(functions) else None
+    of_prompt, of_column = (torch.tensor(each, device=device) for each in (prompts, columns))
     queries = last.queries[of_prompt, of_column]
-    return RowTargets(first, read, tuple(functions), of_prompt, of_column, queries, torch.cat(values), narrow)
+    return RowTargets(first, read, tuple(functions), of_prompt, of_column, queries, torch.cat(clean), narrow)
 
 
 def _log_probabilities(

@@ -94,6 +94,27 @@ class SideBySide:
         """The tokens up to the query."""
         return self.bound.first.tokens[self.bound.prompts[self.row], self.places]
 
+    def changes(self, others: Int[Tensor, "set chosen"]) -> Float[Tensor, "set chosen"]:
+        """What `targets` of all sets differ by from the clean target.
+
+        Raises:
+            UnsupportedModelError: as `targets`, and where hooks of the user's act on some positions alone.
+            ValueError: as `targets`.
+        """
+        first, clean = self.bound.first, self.bound.clean[self.row]
+        if first.carries_users_hooks:
+            # A hook that knows positions misses the stand-ins: tokens that stand in for themselves tell.
+            error = float((self.targets(self.tokens[self.chosen][None]) - clean).abs().max())
+            if not error <= pass_tolerance(first.inputs.dtype) * max(1.0, float(clean.abs())):
+                raise UnsupportedModelError(
+                    "attribution_patching: expected the model's hooks to act alike at all positions, as "
+                    "stand-ins run at others; tokens that stand in for themselves change the target by "
+                    f"{error:.1e}"
+                )
+        # Together they share the tokens; many of them would spend more on attention among each other.
+        parts = others.split(8 if first.max_memory is None else 1)
+        return torch.cat(list(map(self.targets, parts))) - clean
+
     def targets(self, others: Int[Tensor, "set chosen"]) -> Float[Tensor, "set chosen"]:
         """The target when the query's token sees others in the place of the chosen ones, one at a time.
 

@@ -5,16 +5,33 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lens_mix.targets import Context, Explained, Head, Target, as_target
+from lens_mix.method import Method
+from lens_mix.targets import Context, Explained, Head, Target, TargetLike, as_target, describe, predicted
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class Explains(Method):
+    """Base of the methods that explain a target."""
+
+    engines: ClassVar[tuple[str, ...]] = ("hooks",)
+
+    target: TargetLike = dataclasses.field(default_factory=predicted)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        as_target(self.target)
+
+    def parameters(self) -> dict[str, object]:
+        return {**super().parameters(), "target": describe(as_target(self.target))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,33 +61,41 @@ class BoundTarget:
         return getattr(self.target, "of", None) == "probability"
 
 
+@torch.no_grad()
 def bind(block: Block, target: object) -> BoundTarget:
     """Bind a target to the prompts of a clean pass, running the model from `block` on (any block will do).
 
     Raises TypeError, ValueError: the target does not fit a prompt; RuntimeError: inference mode is on.
     """
-    refuse_inference_mode()
-    read = as_target(target)
-    with torch.no_grad():
-        output = output_of(block, read, ())
-        functions, clean, places = [], [], []
-        for prompt, span, part in parts(block, read, output, range(len(output))):
-            context = context_of(block, read, prompt, span, part)
-            functions.append(read.of_prompt(context))
-            clean.append(evaluate(functions[-1], part))
-            place = read.reads_position(context)
-            block.explain(prompt, place)
-            places += [] if place is None else [place + span.start]
-    positions = torch.tensor(places, device=output.device) if len(places) == len(functions) else None
+    read, functions, clean, places = as_target(target), [], [], []
+    for _, start, context in contexts(block, read):
+        functions.append(read.of_prompt(context))
+        clean.append(evaluate(functions[-1], context.output))
+        place = read.reads_position(context)
+        places += [] if place is None else [place + start]
+    device = context.output.device
+    positions = torch.tensor(places, device=device) if len(places) == len(functions) else None
     return BoundTarget(read, tuple(functions), torch.cat(clean), positions)
 
 
-def context_of(block: Block, target: Target, prompt: int, span: slice, output: Tensor) -> Context:
-    """What a target may know of one prompt, whose own positions are `span`."""
-    tokens = block.logits_tokens if target.reads == "logits" else block.tokens
-    given = {} if target.reads == "logits" else block.batch.inputs
-    inputs = {name: value[prompt, span] for name, value in given.items()}
-    return Context(tokens[prompt, span], output, block.tokenizer, inputs)
+def contexts(block: Block, target: Target) -> Iterator[tuple[int, int, Context]]:
+    """Each prompt, its first position, and what a target may know of it, with the output of the clean pass.
+
+    To be called without gradients. The position that the target reads goes into the prompt's record.
+    """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "attribution needs gradients: expected to be outside torch.inference_mode, got it switched on "
+            "(torch.no_grad is fine)"
+        )
+    of_logits = target.reads == "logits"
+    tokens, given = (block.logits_tokens, {}) if of_logits else (block.tokens, block.batch.inputs)
+    output = output_of(block, target)
+    for prompt, span, part in parts(block, target, output, range(len(output))):
+        inputs = {name: value[prompt, span] for name, value in given.items()}
+        context = Context(tokens[prompt, span], part, block.tokenizer, inputs)
+        block.explain(prompt, target.reads_position(context))
+        yield prompt, span.start, context
 
 
 def values(
@@ -81,14 +106,11 @@ def values(
     `rows` tells which prompt each row is (the rows of one prompt have to stand together); the hooks see
     `[row, ...]` tensors. `gradients`: build the graph.
     """
+    positions = None if bound.positions is None else bound.positions[rows.to(bound.positions.device)]
     with torch.set_grad_enabled(gradients):
-        if bound.positions is None:
-            output = output_of(block, bound.target, fwd_hooks, rows=rows, gradients=gradients)
-        else:
-            positions = bound.positions[rows.to(bound.positions.device)]
-            output = block.logits(fwd_hooks, rows=rows, gradients=gradients, positions=positions)
-            # The row that is read stands at every position, as a view: targets index as in the whole.
-            output = output.expand(-1, block.logits_real.shape[1], -1)
+        output = output_of(
+            block, bound.target, fwd_hooks, positions=positions, rows=rows, gradients=gradients
+        )
         by_prompt = parts(block, bound.target, output, rows.tolist())
         return torch.cat([evaluate(bound.functions[prompt], part) for prompt, _, part in by_prompt])
 
@@ -121,19 +143,19 @@ def evaluate(function: Explained, output: Float[Tensor, " copy *axes"]) -> Float
     return values
 
 
-def refuse_inference_mode() -> None:
-    """Raises RuntimeError: inside torch.inference_mode nothing can be differentiated."""
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "attribution needs gradients: expected to be outside torch.inference_mode, got it switched on "
-            "(torch.no_grad is fine)"
-        )
-
-
-def output_of(block: Block, target: Target, fwd_hooks: Sequence[Any], **options: Any) -> Tensor:
-    """What the target reads; `options` as of `Block.logits`."""
+def output_of(
+    block: Block,
+    target: Target,
+    fwd_hooks: Sequence[Any] = (),
+    *,
+    positions: Int[Tensor, " row"] | None = None,
+    **options: Any,
+) -> Tensor:
+    """What the target reads; `positions` of the logits, one per row, and `options` as of `Block.logits`."""
     if target.reads == "logits":
-        return block.logits(fwd_hooks, **options)
+        logits = block.logits(fwd_hooks, positions=positions, **options)
+        # The row that is read stands at every position, as a view: targets index as in the whole.
+        return logits if positions is None else logits.expand(-1, block.logits_real.shape[1], -1)
     after = isinstance(target, Head) and target.after_final_norm
     return block.last_residual(fwd_hooks, after_final_norm=after, **options)
 

@@ -16,13 +16,19 @@ from lens_mix.method import CrossKeys, Method
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-# What the vectors before the feed-forward are made of; a mixture's experts need no proof for them.
-ATTENTION_PARTS = ("projection", "residual")
-ATTENTION_RECORDS = frozenset({"pattern", "value", "z"})
+
+@dataclasses.dataclass(frozen=True)
+class VectorMethod(Method):
+    """Base of the methods on the vectors that keys send, which algebra makes of values and weights."""
+
+    engines: ClassVar[tuple[str, ...]] = ("algebra",)
+    records: ClassVar[frozenset[str]] = frozenset({"pattern", "value", "z"})
+    # What the vectors before the feed-forward are made of; a mixture's experts need no proof for them.
+    parts: ClassVar[tuple[str, ...]] = ("projection", "residual")
 
 
 @dataclasses.dataclass(frozen=True)
-class ValueNorms(Method):
+class ValueNorms(VectorMethod):
     """Norms of the value-weighted vectors, AttnN (Kobayashi et al., EMNLP 2020, eq. 3).
 
     score[l, i, j] = ‖Σ_h a_ijh u_jh‖ with u_jh = v_jh W_O^h, b_V in and b_O out: what the attention of
@@ -41,9 +47,6 @@ class ValueNorms(Method):
     name: ClassVar[str] = "value_norm"
     residual: ClassVar[float] = 0.5
     cross: ClassVar[CrossKeys | None] = "source"
-    engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = ATTENTION_RECORDS
-    parts: ClassVar[tuple[str, ...]] = ATTENTION_PARTS
     citation: ClassVar[str] = "kobayashi-etal-2020-attention"
 
     per_head: bool = False

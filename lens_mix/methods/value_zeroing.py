@@ -11,6 +11,7 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.algebra.distances import distance
 from lens_mix.algebra.value_zeroing import value_zeroing_maps
 from lens_mix.algebra.value_zeroing_pairs import find_sources
 from lens_mix.arguments import groups_of_positions, heads_by_layer, number, one_of
@@ -79,13 +80,11 @@ class ValueZeroing(Method):
             object.__setattr__(self, "spans", groups_of_positions("spans", self.spans))
 
     def check(self, n_heads: int, n_layers: int) -> None:
-        by_layer = self.heads if isinstance(self.heads, Mapping) else {None: self.heads}
-        for layer, heads in by_layer.items():
-            if layer is not None and not 0 <= layer < n_layers:
+        for layer in self.named_layers():
+            if layer >= n_layers:
                 raise ValueError(f"heads: expected layers 0..{n_layers - 1}, got layer {layer}")
-            if heads is None:
-                continue
-            outside = [head for head in heads if not 0 <= head < n_heads]
+        for layer in range(n_layers):
+            outside = [head for head in self._heads(layer) or () if head >= n_heads]
             if outside:
                 raise ValueError(f"heads: expected query heads 0..{n_heads - 1}, got {outside}")
 
@@ -95,7 +94,7 @@ class ValueZeroing(Method):
     def key_groups(self, positions: int) -> list[list[int]] | None:
         if self.spans is None:
             return None
-        outside = [p for span in self.spans for p in span if not 0 <= p < positions]
+        outside = [p for span in self.spans for p in span if p >= positions]
         if outside:
             raise ValueError(f"spans: expected positions 0..{positions - 1}, got {outside}")
         return [list(span) for span in self.spans]
@@ -110,15 +109,17 @@ class ValueZeroing(Method):
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         heads = self._heads(block.layer)
+        chosen = list(range(block.n_heads)) if heads is None else list(heads)
+        groups = [[head] for head in chosen] if self.per_head else [chosen]
         if block.engine == "algebra":
-            scores = self._by_algebra(block, heads)
+            norm = block.final_norm() if self._after_final_norm(block) else None
+            scores = value_zeroing_maps(block, groups, self.spans, self.metric, norm)
+            scores = scores if self.per_head else scores[:, 0]
         elif self.per_head:
-            scores = torch.stack([self._map(block, [head]) for head in heads or range(block.n_heads)], dim=1)
+            scores = torch.stack([self._map(block, group) for group in groups], dim=1)
         else:
             scores = self._map(block, heads)
-        if self.threshold is not None:
-            scores = torch.where(scores < self.threshold, torch.zeros_like(scores), scores)
-        return scores
+        return scores if self.threshold is None else scores.masked_fill(scores < self.threshold, 0)
 
     def edits(
         self,
@@ -140,15 +141,6 @@ class ValueZeroing(Method):
         """
         heads = self._heads(layer) if heads is None else heads
         return [zero_values(layer, position, heads=heads, attention=attention)]
-
-    def _by_algebra(
-        self, block: Block, heads: Sequence[int] | None
-    ) -> Float[Tensor, "batch *head query key"]:
-        chosen = list(range(block.n_heads)) if heads is None else list(heads)
-        groups = [[head] for head in chosen] if self.per_head else [chosen]
-        norm = block.final_norm() if self._after_final_norm(block) else None
-        scores = value_zeroing_maps(block, groups, self.spans, self.metric, norm)
-        return scores if self.per_head else scores[:, 0]
 
     def _heads(self, layer: int) -> Sequence[int] | None:
         return self.heads.get(layer) if isinstance(self.heads, Mapping) else self.heads
@@ -194,23 +186,3 @@ def value_zeroing(
     axes = "batch position value_head d_head, key position -> key batch position value_head d_head"
     columns = [distance(output(value), output(zeroed), metric) for zeroed in einsum(value, others, axes)]
     return rearrange(columns, "key batch query -> batch query key")
-
-
-def distance(
-    x: Float[Tensor, "*batch d_model"], y: Float[Tensor, "*batch d_model"], metric: Metric
-) -> Float[Tensor, "*batch"]:
-    """Distance between vectors, in at least float32.
-
-    The cosine distance is half the squared distance of the unit vectors: 1 - cos cancels below 1e-7 in
-    float32, this keeps its digits down to 1e-14. A zero vector has cosine 0 with any other.
-    """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x, y = x.to(wide), y.to(wide)
-    if metric == "euclidean":
-        return torch.linalg.vector_norm(x - y, dim=-1)
-    size_x, size_y = torch.linalg.vector_norm(x, dim=-1), torch.linalg.vector_norm(y, dim=-1)
-    tiny = torch.finfo(wide).tiny
-    apart = (x / size_x.clamp_min(tiny)[..., None] - y / size_y.clamp_min(tiny)[..., None]).square().sum(
-        dim=-1
-    ) / 2
-    return torch.where((size_x == 0) != (size_y == 0), torch.ones_like(apart), apart)

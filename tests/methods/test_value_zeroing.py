@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.algebra.distances import distance
 from lens_mix.hooks import must_fire, record
 from lens_mix.hooks.mixing import mix
-from lens_mix.methods.value_zeroing import distance, value_zeroing
+from lens_mix.methods.value_zeroing import value_zeroing
 from tests.matrix import build_or_skip, zeroed
 from tests.norm_cases import CASES, blocks_of
 from tests.reference_models import inseq_gpt2, official_bert, reference
