@@ -61,6 +61,8 @@ class ContextLength(ExplainsRows):
         queries = bound.queries[rows] - places[0]
         prefix = self._prefix(first, prompt)
         starts = torch.arange(prefix, int(queries.max()) + 1, device=places.device)
+        if len(starts) < 2:
+            return  # nothing that could be cut stands before these rows
         with torch.no_grad():
             parts = [
                 self._values(bound, rows, prompt, prefix, starts[part])

@@ -41,6 +41,13 @@ def test_a_row_sums_to_what_the_context_is_worth():
     torch.testing.assert_close(row.sum(), whole[answer] - alone[answer], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("query", [0, 1])
+def test_rows_with_nothing_to_cut_before_them(query):
+    model = build_or_skip(bridge, "gpt2", torch.float64)
+    row = lm.run(model, prompt_of(model).flatten(), lm.ContextLength(keep_first=True), queries=[query])
+    assert not row.scores.any()
+
+
 def test_encoders_are_refused():
     model = build_or_skip(bridge, "bert", torch.float64)
     with pytest.raises(lm.UnsupportedModelError, match="expected a causal model"):
