@@ -67,8 +67,8 @@ class RouteStack:
 
     def into(self, node: Node, threshold: float) -> Iterator[tuple[Node, dict[str, Any]]]:
         """The edges into a node that are above the threshold."""
-        (level, position), (layer, kind, place) = node, self.place(node)
-        shares, entering = self.shares, self.first_level + len(self.node_kinds) * layer
+        (level, position), (layer, kind, place), shares = node, self.place(node), self.shares
+        entering = self.first_level + len(self.node_kinds) * layer
         if kind == "resid_mid":
             yield from self._received(self.attention, (entering, self.first_position), node, threshold)
         elif kind == "resid_mid_cross" and self.cross is not None:
@@ -87,8 +87,7 @@ class RouteStack:
         """The edges of an attention branch: from its keys, `first` the first of them, and the residual's."""
         layer, _, place = self.place(node)
         heads, share = received[0][layer, :, place], float(received[1][layer, place])
-        own_node = (node[0] - 1, node[1])
-        weights = torch.where(heads > threshold, heads, 0.0)
+        own_node, weights = (node[0] - 1, node[1]), torch.where(heads > threshold, heads, 0.0)
         keys = {(first[0], first[1] + key): of_key for key, of_key in enumerate(weights.T)}
         for source in dict.fromkeys([*keys, own_node]):
             of_key = keys.get(source, weights.new_zeros(len(weights)))

@@ -12,7 +12,7 @@ from lens_mix.statistics.token_kinds import token_kind
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import mixing_ratio, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
-from tests.tiny_models import available, bridge, hooked_transformer
+from tests.tiny_models import available, bridge, gpt2_like, hooked_transformer
 
 NAMES = {
     "attn_w": "attn_w",
@@ -80,7 +80,7 @@ def test_a_refused_prompt_begins_nothing_anew(monkeypatch):
 
     monkeypatch.setattr(ratios, "each_prompt", refused_after_one)
     with pytest.raises(lm.UnsupportedModelError, match="the second prompt"):
-        ratios.mixing_ratios(hooked_transformer("LN"), [torch.arange(3, 7), torch.arange(3, 9)])
+        ratios.mixing_ratios(gpt2_like(), [torch.arange(3, 7), torch.arange(3, 9)])
 
 
 @pytest.fixture
