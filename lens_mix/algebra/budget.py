@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-
-from lens_mix.algebra.large_product import copy_bytes
+from torch import Tensor
 
 if TYPE_CHECKING:
     from lens_mix.algebra.head_vectors import HeadVectors
@@ -122,6 +121,11 @@ def second_norm_bytes(block: Block, heads: HeadVectors) -> int:
     batch, queries, d_model = block.resid_pre.shape
     hidden = 0 if feed_forward is None else 5 * feed_forward.W_in.shape[1]
     return batch * queries * (6 * d_model + hidden) * heads.dtype.itemsize
+
+
+def copy_bytes(matrix: Tensor, itemsize: int) -> int:
+    """What `as_right_factor` takes at most, with so many bytes per number."""
+    return 0 if matrix.is_contiguous() else matrix.numel() * itemsize
 
 
 def feed_forward_bytes(block: Block, heads: HeadVectors, feed_forward: FeedForward, folds: bool) -> int:

@@ -42,16 +42,6 @@ def as_right_factor(matrix: Float[Tensor, "inner column"], rows: int) -> Float[T
     return matrix.contiguous() if rows >= COPY_EARNED_BY and by_onednn(matrix) else matrix
 
 
-def copy_bytes(matrix: Tensor, itemsize: int) -> int:
-    """What `as_right_factor` takes at most, with so many bytes per number."""
-    return 0 if matrix.is_contiguous() else matrix.numel() * itemsize
-
-
-def decide(device: torch.device) -> None:
-    """Measure before anything counts memory or operations as its own."""
-    by_onednn(torch.empty(0, dtype=torch.float32, device=device))
-
-
 def by_onednn(x: Tensor) -> bool:
     """Whether oneDNN makes the large products of such tensors."""
     usable = x.dtype == torch.float32 and x.device.type == "cpu" and torch.backends.mkldnn.enabled

@@ -16,8 +16,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from lens_mix.algebra.budget import budget_beside
-from lens_mix.algebra.large_product import copy_bytes
+from lens_mix.algebra.budget import budget_beside, copy_bytes
 from lens_mix.algebra.vectors import value_path
 
 if TYPE_CHECKING:
