@@ -89,9 +89,12 @@ def residuals_at(
         options: `stack`, `prepend_bos`, … as in `lm.run`.
 
     Raises:
+        TypeError: `queries` among the options.
         ValueError: no prompts; another number of positions; a position that a prompt does not have.
         UnsupportedModelError: the model can't be trusted.
     """
+    if "queries" in options:
+        raise TypeError("queries: expected the rows as `positions`, got queries too; leave them out")
     prompts = several("prompts", prompts, "several prompts", least=1)
     given = several("positions", positions, "a position for each prompt", alone=True)
     places = given * len(prompts) if len(given) == 1 else given

@@ -211,7 +211,7 @@ def test_residuals_are_those_of_the_hooks():
         residuals_at(model, prompts, [0, 1])
     with pytest.raises(ValueError, match="prompts: expected at least one"):
         residuals_at(model, [])
-    with pytest.raises(TypeError, match="queries"):
+    with pytest.raises(TypeError, match="queries: expected the rows as `positions`"):
         residuals_at(model, prompts, queries=[1])
 
 
