@@ -1,8 +1,6 @@
 """A large matrix product on a CPU, by the faster of the two libraries that PyTorch carries.
 
-PyTorch gives float32 products to MKL, which on some processors that Intel has not made uses half of the
-vector unit (AMD Zen 5: 98 GFLOP/s, where oneDNN reaches 213). Which is faster is measured, once per process
-and number of threads.
+MKL, which PyTorch takes, may use half of a vector unit: 98 GFLOP/s on AMD Zen 5, where oneDNN reaches 213.
 """
 
 from __future__ import annotations
@@ -14,13 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# Multiplications below which a call's own cost decides.
-LEAST = 2**24
-# A copy of a matrix costs about as much as oneDNN saves for so many rows (measured: 270 to 700).
-COPY_EARNED_BY = 512
-# oneDNN must be so many times as fast: it allocates its result, and near a tie the choice, and with it the
-# last digits, would vary from process to process.
-_GAIN = 1.25
+LEAST = 2**24  # multiplications below which a call's own cost decides
+COPY_EARNED_BY = 512  # rows for which oneDNN saves what a copy of a matrix costs (measured: 270 to 700)
+_GAIN = 1.25  # oneDNN must be so many times as fast: near a tie last digits would vary by process
 
 
 def add_product(
@@ -29,8 +23,7 @@ def add_product(
     matrix: Float[Tensor, "inner column"],
     factor: float = 1.0,
 ) -> None:
-    """Add factor · x @ matrix, without gradients."""
-    # For a matrix that is not contiguous oneDNN would take a hundred times as long.
+    """Add factor · x @ matrix, without gradients; a matrix with gaps costs oneDNN a hundred times as long."""
     if x.shape[0] * matrix.numel() >= LEAST and matrix.is_contiguous() and by_onednn(x):
         into.add_(product_by_onednn(x, matrix), alpha=factor)
     else:
@@ -48,16 +41,14 @@ def by_onednn(x: Tensor) -> bool:
     return bool(usable) and _onednn_is_faster(torch.get_num_threads())
 
 
-def product_by_onednn(
-    x: Float[Tensor, "row inner"], matrix: Float[Tensor, "inner column"]
-) -> Float[Tensor, "row column"]:
-    """x @ matrix, without gradients; the operation that compiled models use."""
+def product_by_onednn(x: Float[Tensor, "row inner"], matrix: Float[Tensor, "inner column"]) -> Tensor:
+    """x @ matrix, without gradients, by the operation of compiled models."""
     return torch.ops.mkldnn._linear_pointwise(x, matrix.T, None, "none", [], "")
 
 
 @functools.lru_cache
 def _onednn_is_faster(threads: int) -> bool:
-    """Whether it is with so many threads as there are, by a margin, and gives the same numbers."""
+    """Whether it is, by a margin, and gives the same numbers; measured once per number of threads."""
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
         x = torch.linspace(0, 1, 384**2, device="cpu", dtype=torch.float32).view(384, 384)
         try:
