@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from lens_mix.arguments import shown
 from lens_mix.hooks.record import ATTENTION_ROLES
-from lens_mix.lens.proof.record import ALGEBRA_PARTS, HEAD, VALUE
+from lens_mix.lens.proof_record import ALGEBRA_PARTS, HEAD, VALUE
 from lens_mix.method import Method
 from lens_mix.methods import METHODS
 

@@ -32,7 +32,7 @@ from lens_mix.lens.proof.check import another_pass, edits, refuted_here, unmixed
 from lens_mix.lens.proof.engines import choose_engine, needs_head, refused_outright
 from lens_mix.lens.proof.proofs import proof_of
 from lens_mix.lens.proof.prove import padding_leaks
-from lens_mix.lens.proof.record import VALUE, Proof
+from lens_mix.lens.proof_record import VALUE, Proof
 from lens_mix.lens.rows import Rows, Selection, read_selection
 from lens_mix.lens.state import reading
 from lens_mix.lens.users_hooks import carries_users_hooks, named_users_hooks

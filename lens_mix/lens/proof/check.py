@@ -17,8 +17,8 @@ from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.batches import pad
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
-from lens_mix.lens.proof.record import Proof
 from lens_mix.lens.proof.sketch import random_vectors, sketched_error
+from lens_mix.lens.proof_record import Proof
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import rows_at, spread
 from lens_mix.lens.users_hooks import carries_users_hooks

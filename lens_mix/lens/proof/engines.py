@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from typing import ClassVar, Protocol, runtime_checkable
 
 from lens_mix.arguments import one_of
+from lens_mix.lens import known_faults
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
-from lens_mix.lens.proof import known_faults
-from lens_mix.lens.proof.record import ALGEBRA_PARTS, HEAD, Proof
+from lens_mix.lens.proof_record import ALGEBRA_PARTS, HEAD, Proof
 
 
 @runtime_checkable

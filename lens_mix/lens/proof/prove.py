@@ -39,7 +39,7 @@ from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import pad_token, wrapped_config
 from lens_mix.lens.proof.next_norms import next_norm_refusals
 from lens_mix.lens.proof.reasons import explained
-from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE, PartError, Proof
+from lens_mix.lens.proof_record import ALGEBRA_PARTS, VALUE, PartError, Proof
 from lens_mix.lens.replay import BlockCall, captured_calls, first_tensor, relative_error
 
 SHORTEST, LONGEST = 8, 16  # tokens of a proof's prompt
