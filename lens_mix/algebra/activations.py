@@ -34,7 +34,7 @@ _STEEPNESS = {"quick_gelu": 1.702}  # how much faster than SiLU an activation tu
 IN_CACHE = 8192  # paths that are integrated at once
 # Below this, the difference quotient has lost more digits than the derivative at the middle leaves out.
 _CLOSE = 1e-5
-# With a kink at 0, in themselves or their derivative, which quadrature is slow to integrate over.
+# Integrals of the activations with a kink at 0 (ReLU's is in its slope), where quadrature converges slowly.
 _PRIMITIVES: dict[str, Activation] = {
     "relu": lambda x: x.clamp_min(0).square() / 2,
     "relu_squared": lambda x: x.clamp_min(0).pow(3) / 3,

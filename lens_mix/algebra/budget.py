@@ -73,7 +73,7 @@ def attention_budget(
     pairs = 3 * queries * keys * size
     if pattern.dtype != heads.dtype or not block.every_query:
         pairs += heads.heads * queries * keys * size  # the pattern is copied
-    # W_O after norms is a copy, and made through another.
+    # W_O after norms is a copy, and there is a second one while it is made.
     fixed = batch * (states * size + pairs) + heads.copied + 2 * heads.matrices.nbytes
     one_key = max(factor_bytes(heads, queries), 2 * queries * written_out_bytes(heads))
     return budget_beside(block, fixed + beside, max(batch * one_key, least), what)

@@ -314,7 +314,7 @@ class _ByHead:
         width = self._shares.W_out.shape[0] * len(self._multipliers)
         size = chunk_size(row, heads.value.device, heads.budget, _PAIRS * self._pair_bytes)
         at_once = size
-        # Under a bound, what is made once per key is in the bytes of its pairs already (`hidden_bytes`).
+        # Under a memory bound both are alike: `hidden_bytes` counts what is made once per key, too.
         if heads.budget is None:
             row = batch * heads.heads * width * heads.dtype.itemsize
             at_once = chunk_size(row, heads.value.device, None)

@@ -1,8 +1,8 @@
 """Which pairs of a zeroed key and a query there are, and in which chunks they are computed.
 
-A zeroed value reaches only the queries that give its key weight, so a causal map costs its triangle. The
-pairs of neighbouring keys make a rectangle as long as few pairs without weight come into it; rectangles are
-gathered into chunks for the one large product. How large all these are, the memory bound decides too.
+A zeroed value reaches only the queries that give its key weight, so a causal map costs its triangle.
+Neighbouring keys share a rectangle while few of its pairs (`Sizes.spare`) have no weight. Several rectangles
+form one chunk, the pairs of one product with W_out. `max_memory` can shrink both.
 """
 
 from __future__ import annotations

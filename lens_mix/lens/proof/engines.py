@@ -43,7 +43,7 @@ def refusal(proof: Proof, engine: str, method: HasEngines | None = None) -> str 
         reason = proof.failure(parts) or _refused_block(proof, method)
         return proof.head_refusal if reason is None and HEAD in parts else reason
     if getattr(method, "whole_model", False):
-        # A map of the whole model may change what it differentiates, in blocks that it knows.
+        # Its backward pass may follow changed rules, which the method may not have for every kind of block.
         return _refused_block(proof, method)
     if hasattr(method, "target") and proof.head_factors:
         # The hooks that put a pattern in compute z anew, so that the factor would be lost.
