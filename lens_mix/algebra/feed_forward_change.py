@@ -36,19 +36,19 @@ class Neurons(NamedTuple):
     activation: str
     # Per matrix the clean pre-activations, which changes are added to; zeros where SiLU gates the layer: its
     # change has a formula of its own (see the module's docstring).
-    start: list[Float[Tensor, "row column"]]
+    start: list[Float[Tensor, "row neuron"]]
     # Minus the hidden layer (no b_hidden), to be added to the changed one; where SiLU gates it g, u, SiLU(g)
     # and SiLU(g) - g / 2.
-    clean: list[Float[Tensor, "row column"]]
-    bases: list[list[Float[Tensor, "row column"]]]  # per input and matrix
+    clean: list[Float[Tensor, "row neuron"]]
+    bases: list[list[Float[Tensor, "row neuron"]]]  # per input and matrix
 
     def change(
         self,
         rows: slice,
         factors: Sequence[Float[Tensor, "#key #row 1"]],
         weights: Float[Tensor, "key row rank"],
-        vectors: Sequence[Float[Tensor, "key rank column"]],
-        out: Float[Tensor, "key row column"],
+        vectors: Sequence[Float[Tensor, "key rank neuron"]],
+        out: Float[Tensor, "key row neuron"],
     ) -> None:
         """The change of these neurons in the hidden layer, into `out`.
 

@@ -98,7 +98,7 @@ class _Maps:
         matrices = [] if feed_forward is None else [x.to(wide) for x in feed_forward.input_matrices]
         product = folded(anatomy, path, None, wide, block.max_memory is None, matrices)
         self._folded = () if product is None else product
-        parts = () if feed_forward is None else feed_forward.W_out.to(narrow).split(sizes.columns)
+        parts = () if feed_forward is None else feed_forward.W_out.to(narrow).split(sizes.neurons)
         self._W_out = [as_right_factor(neurons, pairs) for neurons in parts]
         self._clean = CleanBlock(anatomy, pre, out, post, final, list(map(len, parts)))
 
@@ -190,7 +190,7 @@ class _Values(NamedTuple):
     factors: Float[Tensor, "source span head"]  # 0 where a span is filled up or nothing is sent
     pattern: Float[Tensor, "batch head query key"]
     head_vectors: Float[Tensor, "source rank d_model"]  # v W_O, spans before heads
-    hidden_vectors: Sequence[Sequence[Float[Tensor, "source rank column"]]]  # per part of neurons and matrix
+    hidden_vectors: Sequence[Sequence[Float[Tensor, "source rank neuron"]]]  # per part of neurons and matrix
 
     def weights(self, rectangle: Rectangle) -> Float[Tensor, "key row rank"]:
         """Factors of the values in each pair's change."""
