@@ -102,7 +102,7 @@ class Block:
         self.explained: list[int | None] = [None for _ in batch.prompts]
 
     def detail(self, index: int, name: str, value: Any) -> None:
-        """Put a fact about one prompt's layer map into its record (`provenance["details"][name]`)."""
+        """Put a detail of one prompt's layer map into its record (`provenance["details"][name]`)."""
         self.details[index][name] = value
 
     def warn(self, index: int, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What the runner writes into a map besides its scores: provenance, a method's own facts, warnings."""
+"""What the runner writes into a map besides its scores: provenance, a method's details, warnings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HEADS = {
 
 
 def details(blocks: list[Block], index: int) -> dict[str, Any]:
-    """Facts that a method told about its layers: name -> one value per layer."""
+    """What methods put down about their layers: name -> one value per layer."""
     names = dict.fromkeys(name for block in blocks for name in block.details[index])
     if not names:
         return {}
