@@ -32,9 +32,9 @@ Activation = Callable[[Tensor], Tensor]
 _LONGEST_INTERVAL = 16.0  # longer paths are cut into intervals of this length
 _STEEPNESS = {"quick_gelu": 1.702}  # how much faster than SiLU an activation turns
 IN_CACHE = 8192  # paths that are integrated at once
-# Below this, the difference quotient has lost more digits than the derivative at the middle leaves out.
+# Where two ends are this close, their difference quotient is further off than the derivative between them.
 _CLOSE = 1e-5
-# Integrals of the activations with a kink at 0 (ReLU's is in its slope), where quadrature converges slowly.
+# Integrals of the activations with a kink at 0, in themselves or their slope: quadrature converges slowly.
 _PRIMITIVES: dict[str, Activation] = {
     "relu": lambda x: x.clamp_min(0).square() / 2,
     "relu_squared": lambda x: x.clamp_min(0).pow(3) / 3,

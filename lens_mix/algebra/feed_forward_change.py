@@ -37,8 +37,7 @@ class Neurons(NamedTuple):
     # Per matrix the clean pre-activations, which changes are added to; zeros where SiLU gates the layer: its
     # change has a formula of its own (see the module's docstring).
     start: list[Float[Tensor, "row neuron"]]
-    # Minus the hidden layer (no b_hidden), to be added to the changed one; where SiLU gates it g, u, SiLU(g)
-    # and SiLU(g) - g / 2.
+    # Minus the hidden layer (no b_hidden), to subtract it; where SiLU gates: g, u, SiLU(g), SiLU(g) - g / 2.
     clean: list[Float[Tensor, "row neuron"]]
     bases: list[list[Float[Tensor, "row neuron"]]]  # per input and matrix
 

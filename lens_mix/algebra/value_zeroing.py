@@ -135,7 +135,7 @@ class _Maps:
             # one product with all of them takes four times as long.
             out = self._workspace.like(name, by_head, (*by_head.shape[:2], matrix.shape[2]), matrix.dtype)
             of_heads = torch.bmm(by_head, matrix, out=out).unflatten(1, positions.shape)
-            # Sources first again, then spans before heads: no copy where each key is zeroed alone.
+            # To [source, span · head, width]; a view, no copy, where each key is zeroed alone.
             return of_heads.permute(1, 2, 0, 3).flatten(1, 2)
 
         wide = [matrix[group].split(list(map(len, self._W_out)), dim=-1) for matrix in self._folded]
