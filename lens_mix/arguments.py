@@ -188,9 +188,9 @@ def file_path(name: str, path: Any, write: bool = False) -> str:
         raise ValueError(
             f"{name}: expected the path of a file, got {'the folder ' if folder else ''}{place!r}"
         )
-    needed, what = (os.path.dirname(place) or ".", "a folder") if write else (place, "a file")
-    if not os.path.exists(needed):
-        raise FileNotFoundError(f"{name}: expected {what} that is there, got {needed}")
+    required, what = (os.path.dirname(place) or ".", "a folder") if write else (place, "a file")
+    if not os.path.exists(required):
+        raise FileNotFoundError(f"{name}: expected {what} that is there, got {required}")
     return place
 
 

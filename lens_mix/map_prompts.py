@@ -24,7 +24,7 @@ from lens_mix.methods.residual_shares import ResidualShares
 from lens_mix.session import Passed, Session
 from lens_mix.targets import as_target
 
-# The label under which a session's methods hold what measures the residual; no name of a method's.
+# The label of the method that measures the residual among a session's methods; no method has it as its name.
 _MEASURED = "measured residual"
 
 T = TypeVar("T")

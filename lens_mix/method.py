@@ -13,7 +13,7 @@ from lens_mix.arguments import flags
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, record_attention
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import Rules
-from lens_mix.lens.proof.record import ALGEBRA_PARTS
+from lens_mix.lens.proof_record import ALGEBRA_PARTS
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block

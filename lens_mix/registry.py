@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from lens_mix.arguments import shown
 from lens_mix.hooks.record import ATTENTION_ROLES
-from lens_mix.lens.proof.record import ALGEBRA_PARTS, HEAD, VALUE
+from lens_mix.lens.proof_record import ALGEBRA_PARTS, HEAD, VALUE
 from lens_mix.method import Method
 from lens_mix.methods import METHODS
 
@@ -30,7 +30,7 @@ _ALLOWED = {
     "records": tuple(ATTENTION_ROLES),
     "parts": (*ALGEBRA_PARTS, VALUE, HEAD),
 }
-_NEEDED = {
+_REQUIRED = {
     "name": ("its name in strings", '"largest_weight"'),
     "residual": ("what rollout mixes in of the identity, 0 to 1", "0.5"),
     "engines": ("the ways it can be computed", '("recorded",)'),
@@ -112,7 +112,7 @@ def check_attributes(method: object) -> type[Method]:
     if not isinstance(method, type) or not issubclass(method, Method) or method is Method:
         raise TypeError(f"method: expected a class derived from lens_mix.Method, got {shown(method)}")
     where = method.__name__
-    for name, (what, example) in _NEEDED.items():
+    for name, (what, example) in _REQUIRED.items():
         if not hasattr(method, name):
             raise ValueError(
                 f"{where}: expected a class attribute `{name}`, {what}, got none; write "

@@ -32,7 +32,7 @@ from lens_mix.lens.proof.check import another_pass, edits, refuted_here, unmixed
 from lens_mix.lens.proof.engines import choose_engine, needs_head, refused_outright
 from lens_mix.lens.proof.proofs import proof_of
 from lens_mix.lens.proof.prove import padding_leaks
-from lens_mix.lens.proof.record import VALUE, Proof
+from lens_mix.lens.proof_record import VALUE, Proof
 from lens_mix.lens.rows import Rows, Selection, read_selection
 from lens_mix.lens.state import reading
 from lens_mix.lens.users_hooks import carries_users_hooks, named_users_hooks
@@ -98,9 +98,9 @@ class Session:
 
     def read(self, prompt: Any, **options: Any) -> Prompt:
         """One prompt as the user gave it (`lens_mix.lens.prompts.read_prompt`)."""
-        needed = self.lens.stack.name if self.lens.stack.reads_target else None
+        stack = self.lens.stack.name if self.lens.stack.reads_target else None
         with reading(self.lens.model):
-            return read_prompt(self.lens.model, self.lens.model_class, prompt, target_for=needed, **options)
+            return read_prompt(self.lens.model, self.lens.model_class, prompt, target_for=stack, **options)
 
     def batches(self, prompts: list[Prompt], side: PaddingSide = "right") -> list[list[Prompt]]:
         """The prompts as one batch; one by one where lengths differ and the model does not mask padding.
@@ -331,5 +331,5 @@ class Passed:
     def key_tokens(self, index: int) -> list[str] | None:
         """The keys' tokens: the source's, or source and target; None where they are the queries' own."""
         stack, keys = self.session.lens.stack, self.session.key_tokens(self.clean.batch.prompts[index])
-        own = not stack.is_cross and stack.source is None
-        return None if own else token_strings(self.session.lens.model, keys)
+        keys_are_queries = not stack.is_cross and stack.source is None
+        return None if keys_are_queries else token_strings(self.session.lens.model, keys)

@@ -104,10 +104,19 @@ _MUTATORS = frozenset(
 )
 
 
+_CACHES = frozenset({"cache", "lru_cache"})
+
+
 def module_level_stores(tree: ast.Module) -> list[str]:
-    """Names assigned at module level that the file's own code changes later: what outlives a call."""
-    names = {name for statement in tree.body for name in _assigned(statement)}
-    changed = {name for name, value in _assignments(tree.body) if _is_weak(value)}
+    """Names assigned at module level that the file's own code changes later: what outlives a call.
+
+    Functions that keep their results are among them, and instances of the file's classes that change.
+    """
+    assigned = dict(_assignments(tree.body))
+    cached = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _is_cached(node)}
+    changing = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and _changes_itself(node)}
+    stores = changing | _CACHES
+    changed = {name for name, value in assigned.items() if _is_weak(value) or _called(value) in stores}
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)):
         for node in ast.walk(function):
             if isinstance(node, ast.Global):
@@ -120,11 +129,7 @@ def module_level_stores(tree: ast.Module) -> list[str]:
                 and node.func.attr in _MUTATORS
             ):
                 changed |= {ast.unparse(node.func.value)}
-    return sorted(names & changed)
-
-
-def _assigned(statement: ast.stmt) -> list[str]:
-    return [name for name, _ in _assignments([statement])]
+    return sorted((assigned.keys() & changed) | cached)
 
 
 def _assignments(statements: list[ast.stmt]) -> Iterator[tuple[str, ast.expr | None]]:
@@ -139,4 +144,23 @@ def _assignments(statements: list[ast.stmt]) -> Iterator[tuple[str, ast.expr | N
 
 def _is_weak(value: ast.expr | None) -> bool:
     """A weak store is there to be filled, by whoever."""
-    return isinstance(value, ast.Call) and "Weak" in ast.unparse(value.func)
+    return "Weak" in _called(value)
+
+
+def _called(value: ast.expr | None) -> str:
+    """The last name of what is called: "cache" of `functools.cache(f)`; "" where nothing is."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Call):  # lru_cache(maxsize=8)(f)
+        value = value.func
+    return ast.unparse(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
+
+
+def _is_cached(function: ast.FunctionDef) -> bool:
+    names = {_called(each) or ast.unparse(each).split(".")[-1] for each in function.decorator_list}
+    return bool(names & _CACHES)
+
+
+def _changes_itself(node: ast.ClassDef) -> bool:
+    """Whether a method other than `__init__` assigns to an attribute."""
+    methods = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name != "__init__"]
+    parts = (part for method in methods for part in ast.walk(method))
+    return any(isinstance(part, ast.Attribute) and not isinstance(part.ctx, ast.Load) for part in parts)

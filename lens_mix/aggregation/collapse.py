@@ -27,7 +27,7 @@ def collapse_notes(
     scores = rows.masked_fill(~visible, 0)
     totals = scores.sum(-1)
     on_one = enough & (totals > 0) & (scores.amax(-1) >= _ON_ONE * totals)
-    steps = [row[seen].diff() for row, seen in zip(rows, visible, strict=True)]
+    steps = [row[keys].diff() for row, keys in zip(rows, visible, strict=True)]
     monotonic = torch.stack([(step > 0).all() | (step < 0).all() for step in steps])
     ordered = enough & ~on_one & monotonic
     notes = []

@@ -56,39 +56,39 @@ def proven(capacities: Float[np.ndarray, "layer query key"]) -> Bool[np.ndarray,
     if layers < 3 or causal or np.abs(capacities.sum(-1) - 1).max() > 1e-12:
         return shown
     # Per level what each query has sent there, from the queries down.
-    sent = list(itertools.accumulate(capacities[::-1], np.matmul, initial=np.eye(size)))[::-1]
+    masses = list(itertools.accumulate(capacities[::-1], np.matmul, initial=np.eye(size)))[::-1]
     enters = capacities[0].sum(0)
-    needed = capacities[0] * np.minimum(1, enters) / np.where(enters > 0, enters, 1)
+    demand = capacities[0] * np.minimum(1, enters) / np.where(enters > 0, enters, 1)
     possible = np.ones(size, dtype=bool)
     for bottom in range(1, layers - 1):
-        shown = shown | (_served(capacities, sent, needed, bottom) & possible)
+        shown = shown | (_served(capacities, masses, demand, bottom) & possible)
         if shown.all() or not possible.any():
             break
-        needed, met = _requests(capacities[bottom], sent[bottom + 1].mean(0), needed)
+        demand, met = _requests(capacities[bottom], masses[bottom + 1].mean(0), demand)
         possible &= met
     return shown
 
 
 def _served(
     capacities: Float[np.ndarray, "layer query key"],
-    sent: list[Float[np.ndarray, "query node"]],
-    needed: Float[np.ndarray, "node key"],
+    masses: list[Float[np.ndarray, "query node"]],
+    demand: Float[np.ndarray, "node key"],
     bottom: int,
 ) -> Bool[np.ndarray, "query key"]:
-    """Pairs for which some middle part that ends at level `bottom` carries what is needed there."""
-    size = len(needed)
+    """Pairs for which some middle part that ends at level `bottom` carries the demand there."""
+    size = len(demand)
     shown = np.zeros((size, size), dtype=bool)
     products = [np.eye(size)]
     for top in range(bottom + 1, len(capacities)):
         products.append(capacities[top - 1] @ products[-1])
         reached = products[-1].min(0)
-        if (needed[reached <= 0] > 0).any():
+        if (demand[reached <= 0] > 0).any():
             continue
-        request = needed / np.where(reached > 0, reached, 1)[:, None]
+        request = demand / np.where(reached > 0, reached, 1)[:, None]
         load = np.zeros((size, size))
         for layer in range(bottom + 1, top + 1):
             asked = (products[layer - 1 - bottom] @ request).max(0)
-            load = np.maximum(load, sent[layer].max(1)[:, None] * asked)
+            load = np.maximum(load, masses[layer].max(1)[:, None] * asked)
         shown |= load <= 1
         if shown.all():
             break
@@ -98,20 +98,20 @@ def _served(
 def _requests(
     matrix: Float[np.ndarray, "above node"],
     mass: Float[np.ndarray, " above"],
-    needed: Float[np.ndarray, "node key"],
+    demand: Float[np.ndarray, "node key"],
 ) -> tuple[Float[np.ndarray, "above key"], Bool[np.ndarray, " key"]]:
     """What the level above must pass on, and the keys for which its edges can carry it."""
-    asked = np.zeros_like(needed)
-    met = np.zeros(needed.shape[1], dtype=bool)
+    asked = np.zeros_like(demand)
+    met = np.zeros(demand.shape[1], dtype=bool)
     for power in _POWERS:
         weights = mass**power
         total = weights @ matrix
         strongest = np.where(matrix > 0, weights[:, None], 0).max(0)
-        carried = (needed * strongest[:, None] <= total[:, None]) & ((total > 0)[:, None] | (needed == 0))
+        carried = (demand * strongest[:, None] <= total[:, None]) & ((total > 0)[:, None] | (demand == 0))
         good = ~met & carried.all(0)
         if good.any():
             shares = weights[:, None] * matrix / np.where(total > 0, total, 1)
-            asked[:, good] = shares @ needed[:, good]
+            asked[:, good] = shares @ demand[:, good]
             met |= good
         if met.all():
             break

@@ -149,8 +149,8 @@ def float64_suffices(null: Float[Tensor, "layer query key"], residual: Residual)
     # One matrix stands for all layers where they share it.
     different = null[:1] if null.stride(0) == 0 else null
     smallest = torch.where(different > 0, different, 1.0).flatten(1).amin(1).log().mean().item() * layers
-    needed = math.log(torch.finfo(torch.float64).tiny) + math.log(layers * size**2 * 1e16)
-    return smallest > needed - math.log1p(-largest)
+    bound = math.log(torch.finfo(torch.float64).tiny) + math.log(layers * size**2 * 1e16)
+    return smallest > bound - math.log1p(-largest)
 
 
 def _in_float64(rolled: Tensor, null: Tensor, targets: Iterator[Tensor], product: Product) -> Tensor:

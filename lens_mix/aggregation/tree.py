@@ -122,8 +122,8 @@ def _grow(
     edges: list[_Edge] = []
     inside = {root}
     for layer in range(top, -1, -1):
-        wanted = (shares[layer] > threshold) & ordinary[:, None]
-        candidates = [_Edge(layer, query, key) for query, key in wanted.nonzero().tolist()]
+        above_threshold = (shares[layer] > threshold) & ordinary[:, None]
+        candidates = [_Edge(layer, query, key) for query, key in above_threshold.nonzero().tolist()]
         if order == "score":
             candidates.sort(key=lambda edge: -shares[edge.layer, edge.query, edge.key].item())
         # Only the root is in the tree above the top layer. Where both are one set, parents grow as well.

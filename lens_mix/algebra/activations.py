@@ -29,12 +29,12 @@ from lens_mix.lens.anatomy import ACTIVATIONS
 
 Activation = Callable[[Tensor], Tensor]
 
-_PIECE = 16.0  # longer paths are cut into pieces of this length
+_LONGEST_INTERVAL = 16.0  # longer paths are cut into intervals of this length
 _STEEPNESS = {"quick_gelu": 1.702}  # how much faster than SiLU an activation turns
 IN_CACHE = 8192  # paths that are integrated at once
-# Below this, the difference quotient has lost more digits than the derivative at the middle leaves out.
+# Where two ends are this close, their difference quotient is further off than the derivative between them.
 _CLOSE = 1e-5
-# With a kink at 0, in themselves or their derivative, which quadrature is slow to integrate over.
+# Integrals of the activations with a kink at 0, in themselves or their slope: quadrature converges slowly.
 _PRIMITIVES: dict[str, Activation] = {
     "relu": lambda x: x.clamp_min(0).square() / 2,
     "relu_squared": lambda x: x.clamp_min(0).pow(3) / 3,
@@ -71,7 +71,7 @@ def gated_multipliers(
 
     def by_quadrature(near: Tensor) -> Tensor:
         at, gate, up, change = a[near], (end - a)[near], b[near], (up_end - b)[near]
-        # Paths of next to no length: one piece, and the fewest points.
+        # Paths of next to no length: one interval, and the fewest points.
         return _integral(
             lambda t: derivative(function, at + t * gate) * (up + t * change), 1, _points(_CLOSE)
         )
@@ -101,9 +101,9 @@ def mean_on_path(
 def _mean(activation: str, start: Float[Tensor, " path"], end: Float[Tensor, " path"]) -> Tensor:
     function, change = ACTIVATIONS[activation], end - start
     longest = float(change.abs().max())
-    pieces = max(1, math.ceil(longest / _PIECE))
-    points = _points(longest / pieces * _STEEPNESS.get(activation, 1.0))
-    return _integral(lambda t: function(torch.add(start, change, alpha=t)), pieces, points)
+    intervals = max(1, math.ceil(longest / _LONGEST_INTERVAL))
+    points = _points(longest / intervals * _STEEPNESS.get(activation, 1.0))
+    return _integral(lambda t: function(torch.add(start, change, alpha=t)), intervals, points)
 
 
 def _points(length: float) -> int:
@@ -121,11 +121,11 @@ def derivative(function: Activation, x: Float[Tensor, "*batch"]) -> Float[Tensor
         return torch.autograd.grad(function(leaf).sum(), leaf)[0]
 
 
-def _integral(integrand: Callable[[float], Tensor], pieces: int, points: int) -> Tensor:
+def _integral(integrand: Callable[[float], Tensor], intervals: int, points: int) -> Tensor:
     nodes, weights = _nodes(points)
     # The rule's points lie in -1..1.
-    places = ((np.arange(pieces)[:, None] + (nodes + 1) / 2) / pieces).flatten().tolist()
-    shares = np.tile(weights / 2 / pieces, pieces).tolist()
+    places = ((np.arange(intervals)[:, None] + (nodes + 1) / 2) / intervals).flatten().tolist()
+    shares = np.tile(weights / 2 / intervals, intervals).tolist()
     total = integrand(places[0]) * shares[0]
     for place, share in zip(places[1:], shares[1:], strict=True):
         total.add_(integrand(place), alpha=share)

@@ -73,7 +73,7 @@ def attention_budget(
     pairs = 3 * queries * keys * size
     if pattern.dtype != heads.dtype or not block.every_query:
         pairs += heads.heads * queries * keys * size  # the pattern is copied
-    # W_O after norms is a copy, and made through another.
+    # W_O after norms is a copy, and there is a second one while it is made.
     fixed = batch * (states * size + pairs) + heads.copied + 2 * heads.matrices.nbytes
     one_key = max(factor_bytes(heads, queries), 2 * queries * written_out_bytes(heads))
     return budget_beside(block, fixed + beside, max(batch * one_key, least), what)
@@ -128,7 +128,7 @@ def copy_bytes(matrix: Tensor, itemsize: int) -> int:
     return 0 if matrix.is_contiguous() else matrix.numel() * itemsize
 
 
-def feed_forward_bytes(block: Block, heads: HeadVectors, feed_forward: FeedForward, folds: bool) -> int:
+def feed_forward_bytes(block: Block, heads: HeadVectors, feed_forward: FeedForward, is_folded: bool) -> int:
     """A feed-forward's states, copies of its weights, and the maps behind it."""
     batch, queries, d_model = block.resid_pre.shape
     size, d_mlp = heads.dtype.itemsize, feed_forward.W_in.shape[1]
@@ -137,7 +137,7 @@ def feed_forward_bytes(block: Block, heads: HeadVectors, feed_forward: FeedForwa
     weights = copy_bytes(feed_forward.W_out, size)
     if feed_forward.W_in.dtype != heads.dtype:
         weights += 2 * (matrices + 1) * d_model * d_mlp * size
-    if folds:
+    if is_folded:
         weights += heads.heads * heads.d_head * (4 * d_model + matrices * d_mlp) * size
     return states + weights + distance_bytes(block, heads)
 

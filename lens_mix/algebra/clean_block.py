@@ -88,22 +88,22 @@ class CleanBlock:
         total = resid_pre + (out * self.multiplier).to(resid_pre.dtype)
         mid = total if residual is None else residual(total)
         read = anatomy.feed_forward_in(resid_pre, mid)
-        self._branch, self._input = NormChange(branch, attention_out) if branch else None, None
-        norms = [self._branch, NormChange(residual, total) if residual else None]
-        # None in a parallel block: its feed-forward reads what enters the block, where nothing changes.
+        # That of a parallel block reads what enters the block, where nothing changes.
+        reached = None if anatomy.parallel else feed_forward
+        reads = None if reached is None else anatomy.feed_forward_input
+        self._branch = NormChange(branch, attention_out) if branch else None
+        on_residual = NormChange(residual, total) if residual else None
+        self._input = NormChange(reads, mid) if reads else None
+        self._norms = [norm for norm in (self._branch, on_residual, self._input) if norm is not None]
         self.neurons: Sequence[Neurons] = ()
-        if feed_forward is not None and not anatomy.parallel:
-            reads = anatomy.feed_forward_input
-            self._input = NormChange(reads, mid) if reads else None
-            norms.append(self._input)
-            folded = [norm for norm in norms if norm is not None]
-            chains = (tuple(later.norm for later in folded[place:]) for place in range(len(folded)))
-            inputs = [through(chain, norm.clean) for chain, norm in zip(chains, folded, strict=True)]
-            last = norms[-1] or norms[-2]  # what W_in reads is its output, if there is one; no branch norm's
+        if reached is not None:
+            chains = (tuple(later.norm for later in self._norms[place:]) for place in range(len(self._norms)))
+            inputs = [through(chain, norm.clean) for chain, norm in zip(chains, self._norms, strict=True)]
+            # The norm whose output W_in reads, never the branch's; None where W_in reads the residual stream.
+            last = self._input or on_residual
             inputs = [x.to(attention_out.dtype) for x in (inputs if last else [*inputs, read])]
             shift, dtype = last.norm.bias if last else None, resid_pre.dtype
-            self.neurons = neurons_of(feed_forward, inputs, shift, dtype, widths)
-        self._norms = [norm for norm in norms if norm is not None]
+            self.neurons = neurons_of(reached, inputs, shift, dtype, widths)
         self.added = self._total = None
         branch, residual = anatomy.feed_forward_branch, anatomy.feed_forward_residual
         if feed_forward is not None and (branch or residual):

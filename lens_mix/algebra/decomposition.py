@@ -59,8 +59,8 @@ class Decomposition:
         self._pairs = _chunk_pairs(block, keeps)
         self._linear = LinearBlock(block, slope, alone=entering is None)
         attended = (block.attended & block.real_queries[:, :, None]).any(0)
-        own = torch.arange(1, attended.shape[1] + 1, device=attended.device)
-        stops = own if entering is None else entering.stops
+        ends = torch.arange(1, attended.shape[1] + 1, device=attended.device)
+        stops = ends if entering is None else entering.stops
         self._stops = torch.maximum((attended * stops).amax(1), stops[block.queries].amax(0))
         self._values = self._key_vectors() if entering is None else self._read_values(entering)
 
@@ -81,7 +81,7 @@ class Decomposition:
         block = self._block
         out, padding = block.zeros(*block.queries.shape, block.real.shape[1]), ~block.real_queries
         # A chunk reads the entering shares of its own rows only, so its result may take their place.
-        for rows, stop in _cut(self._stops, self._pairs):
+        for rows, stop in _chunks(self._stops, self._pairs):
             attention = self._attention(rows, stop)
             shares = self._linear.shares(self._residual(rows, stop), attention, self._rule, rows).output
             shares.masked_fill_(padding[:, rows, None, None], 0)
@@ -102,7 +102,7 @@ class Decomposition:
         out = vectors.new_zeros(len(vectors), len(W_V), *vectors.shape[1:3], W_V.shape[2])
         norm = HeldNorm(self._block.anatomy.attention_input, entering.state)
         axes = "batch key source (head d_head) -> batch head key source d_head"
-        for keys, stop in _cut(entering.stops, self._pairs):
+        for keys, stop in _chunks(entering.stops, self._pairs):
             read = norm.shares(vectors[:, keys, :stop], self._rule, keys)
             out[:, :, keys, :stop] = rearrange(read @ of_heads, axes, head=len(W_V))
         return out
@@ -153,7 +153,7 @@ def hidden_width(block: Block) -> int:
     return block.resid_pre.shape[-1] if feed_forward is None else len(feed_forward.W_out)
 
 
-def _cut(stops: Int[Tensor, " row"], pairs: int) -> Iterator[tuple[slice, int]]:
+def _chunks(stops: Int[Tensor, " row"], pairs: int) -> Iterator[tuple[slice, int]]:
     """Chunks of at most as many pairs of row and source (or one row), each with its largest stop."""
     start, stop = 0, 0
     for row, reached in enumerate(stops.tolist()):

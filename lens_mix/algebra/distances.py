@@ -12,8 +12,8 @@ from lens_mix.algebra.budget import chunk_size, chunks, head_proximity_bytes, ve
 from lens_mix.algebra.pair_norms import by_key
 from lens_mix.algebra.vectors import Pairs, Vectors
 
-# The differences of one step, which are written once and read twice, in a processor's caches.
-_STEP_BYTES = 1 << 20
+# The differences of one chunk, which are written once and read twice, in a processor's caches.
+_CHUNK_BYTES = 1 << 20
 
 
 def lengths(vectors: Float[Tensor, "*batch d_model"], order: int) -> Float[Tensor, "*batch"]:
@@ -54,7 +54,7 @@ def _apart_by_key(
     pairs, heads, (batch, _, queries, keys) = vectors.pairs, vectors.pairs.heads, vectors.pairs.pattern.shape
     row = batch * (vector_bytes(heads) + queries * heads.heads * heads.dtype.itemsize)
     size = chunk_size(row, reduced.device, heads.budget)
-    matrices, memory, ranges = heads.after(pairs.chain), torch.empty_like(reduced), pairs.ranges()
+    matrices, workspace, ranges = heads.after(pairs.chain), torch.empty_like(reduced), pairs.ranges()
     for chunk in chunks(0, keys, size):
         head_vectors, pattern = heads.times(matrices, chunk).unbind(1), pairs.pattern[..., chunk]
         shape = (batch, pattern.shape[-1], heads.heads, queries)
@@ -64,7 +64,7 @@ def _apart_by_key(
             first, stop = ranges[key]
             if stop:
                 rows = slice(first, stop)
-                apart = torch.bmm(a[:, rows], w, out=memory[:, rows])
+                apart = torch.bmm(a[:, rows], w, out=workspace[:, rows])
                 yield key, rows, apart.sub_(reduced[:, rows])
 
 
@@ -106,17 +106,17 @@ def _nearer(
     heads, (batch, count, *_), ranges = pairs.heads, pairs.pattern.shape, pairs.ranges()
     weights = pairs.pattern[..., keys].permute(0, 3, 1, 2).flatten(1, 2).to(heads.dtype)
     near, whole = torch.zeros_like(weights), lengths(reduced, 1)[:, None]
-    size = chunk_size(reduced.nbytes, reduced.device, budget, _STEP_BYTES)
-    for step in chunks(0, weights.shape[1], size):
-        ends = [ranges[keys.start + source // count] for source in range(step.start, step.stop)]
+    size = chunk_size(reduced.nbytes, reduced.device, budget, _CHUNK_BYTES)
+    for chunk in chunks(0, weights.shape[1], size):
+        ends = [ranges[keys.start + source // count] for source in range(chunk.start, chunk.stop)]
         if not any(stop for _, stop in ends):
             continue
         rows = slice(min(first for first, stop in ends if stop), max(stop for _, stop in ends))
-        shape = (batch, step.stop - step.start, rows.stop - rows.start, heads.d_model)
+        shape = (batch, chunk.stop - chunk.start, rows.stop - rows.start, heads.d_model)
         apart = heads.workspace.like("apart", reduced, shape, heads.dtype)
-        torch.mul(weights[:, step, rows, None], head_vectors[:, step, None], out=apart)
+        torch.mul(weights[:, chunk, rows, None], head_vectors[:, chunk, None], out=apart)
         apart = apart.sub_(reduced[:, None, rows]).abs_().sum(-1)
-        near[:, step, rows] = whole[..., rows] - apart
+        near[:, chunk, rows] = whole[..., rows] - apart
     # A key without weight brings nothing nearer, whatever rounding says.
     return near.clamp_min_(0).masked_fill_(weights == 0, 0)
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 Variant = Literal["on_path", "fixed"]
 
-_PAIRS = 1400  # pairs of one step: enough rows for a product at full speed
+_PAIRS = 1400  # pairs of one chunk: enough rows for a product at full speed
 
 
 # ------------------------------------------------------------------ the feed-forward as a linear map
@@ -209,8 +209,8 @@ def _maps(block: Block, biases: Variant, reading: Norm | None) -> FeedForwardMap
     heads, anatomy = head_vectors(block), block.anatomy
     feed_forward = _feed_forward(block)
     # Folded even where the product can't be kept.
-    folds = pays(heads.value.shape[:2].numel(), heads.heads, heads.d_head)
-    beside, least = feed_forward_bytes(block, heads, feed_forward, folds), 0
+    is_folded = pays(heads.value.shape[:2].numel(), heads.heads, heads.d_head)
+    beside, least = feed_forward_bytes(block, heads, feed_forward, is_folded), 0
     if not anatomy.parallel:  # of a parallel block no pair goes through the feed-forward
         batch, queries = block.resid_pre.shape[:2]
         least = batch * queries * hidden_bytes(heads, feed_forward, queries)
@@ -237,14 +237,14 @@ def _sequential(
     block: Block, vectors: Vectors, shares: FeedForwardShares, norm: Norm | None
 ) -> FeedForwardMaps:
     pairs, (batch, _, queries, keys) = vectors.pairs, vectors.pairs.pattern.shape
-    maps = [vectors.scale.new_zeros((batch, keys, queries)) for _ in range(3)]  # keys first, as steps come
+    maps = [vectors.scale.new_zeros((batch, keys, queries)) for _ in range(3)]  # keys first, as chunks come
     by_head = None if pairs.writes_out else _ByHead(block, vectors, shares)
-    steps = _written_out(vectors, shares) if by_head is None else by_head.steps()
-    for part, rows, residual, output in steps:
-        maps[0][:, part, rows] = torch.linalg.vector_norm(output, dim=-1)
-        maps[1][:, part, rows] = torch.linalg.vector_norm(residual, dim=-1)
+    pair_chunks = _written_out(vectors, shares) if by_head is None else by_head.chunks()
+    for chunk, rows, residual, output in pair_chunks:
+        maps[0][:, chunk, rows] = torch.linalg.vector_norm(output, dim=-1)
+        maps[1][:, chunk, rows] = torch.linalg.vector_norm(residual, dim=-1)
         if norm is not None:
-            maps[2][:, part, rows] = torch.linalg.vector_norm(linear_part(norm, residual), dim=-1)
+            maps[2][:, chunk, rows] = torch.linalg.vector_norm(linear_part(norm, residual), dim=-1)
     output = shares.share(vectors.diagonal)
     residual = vectors.diagonal + shares.joined(output)
     results = [scores.transpose(1, 2) for scores in maps]
@@ -255,10 +255,10 @@ def _sequential(
 
 
 # Keys, rows, the pairs' vectors with what the feed-forward adds to them, and its output alone.
-_Step = tuple[slice, slice, Float[Tensor, "batch key row d_model"], Float[Tensor, "batch key row d_model"]]
+_Chunk = tuple[slice, slice, Float[Tensor, "batch key row d_model"], Float[Tensor, "batch key row d_model"]]
 
 
-def _written_out(vectors: Vectors, shares: FeedForwardShares) -> Iterator[_Step]:
+def _written_out(vectors: Vectors, shares: FeedForwardShares) -> Iterator[_Chunk]:
     """By the definition: every pair's vector through W_in and W_out."""
     width = 3 * sum(m.shape[-1] for _, m in shares.multipliers)
     for chunk, pairs in vectors.pairs.written_out_chunks(more=width * vectors.scale.dtype.itemsize):
@@ -288,33 +288,33 @@ class _ByHead:
         self._W_out = [as_right_factor(neurons, pairs) for neurons in shares.W_out.split(NEURONS)]
         self._pair_bytes = hidden_bytes(heads, shares.feed_forward, queries)
 
-    def steps(self) -> Iterator[_Step]:
+    def chunks(self) -> Iterator[_Chunk]:
         """All pairs, some keys at a time, with the rows from the first to the last that see one of them."""
         pairs, heads, (batch, _, queries, keys) = self._pairs, self._pairs.heads, self._pairs.pattern.shape
         ranges = pairs.ranges()
-        for chunk, parts in self._chunks(batch, queries, keys):
-            sent_vectors, hidden = heads.times(self._W_O, chunk), self._hidden_by_head(chunk)
-            for part in parts:
-                attended = [ranges[key] for key in range(part.start, part.stop) if ranges[key][1]]
+        for large_chunk, key_chunks in self._key_chunks(batch, queries, keys):
+            key_vectors, hidden = heads.times(self._W_O, large_chunk), self._hidden_by_head(large_chunk)
+            for chunk in key_chunks:
+                attended = [ranges[key] for key in range(chunk.start, chunk.stop) if ranges[key][1]]
                 if attended:
                     rows = slice(min(first for first, _ in attended), max(stop for _, stop in attended))
-                    here = slice(part.start - chunk.start, part.stop - chunk.start)
-                    pattern = pairs.pattern[:, :, rows, part]
+                    here = slice(chunk.start - large_chunk.start, chunk.stop - large_chunk.start)
+                    pattern = pairs.pattern[:, :, rows, chunk]
                     shape = (batch, pattern.shape[3], heads.heads, pattern.shape[2])
                     weights = by_key(pattern, heads.value.new_empty(shape)).mT
                     output = self._output(rows, weights, [vectors[:, here] for vectors in hidden])
                     # Pairs in the order batch, query, key, as everywhere else.
                     joined = self._shares.joined(output.transpose(1, 2), rows).transpose(1, 2)
-                    residual = (weights @ sent_vectors[:, here]).mul_(self._scale[:, None, rows]).add_(joined)
-                    yield part, rows, residual, output
+                    residual = (weights @ key_vectors[:, here]).mul_(self._scale[:, None, rows]).add_(joined)
+                    yield chunk, rows, residual, output
 
-    def _chunks(self, batch: int, queries: int, keys: int) -> Iterator[tuple[slice, Iterator[slice]]]:
-        """Keys that W_in is applied to at once, and in how many steps their pairs go through W_out."""
+    def _key_chunks(self, batch: int, queries: int, keys: int) -> Iterator[tuple[slice, Iterator[slice]]]:
+        """Chunks of keys that W_in is applied to, each with the smaller ones whose pairs go through W_out."""
         heads, row = self._pairs.heads, batch * queries * self._pair_bytes
         width = self._shares.W_out.shape[0] * len(self._multipliers)
         size = chunk_size(row, heads.value.device, heads.budget, _PAIRS * self._pair_bytes)
         at_once = size
-        # Under a bound, what is made once per key is in the bytes of its pairs already (`hidden_bytes`).
+        # Under a memory bound both are alike: `hidden_bytes` counts what is made once per key, too.
         if heads.budget is None:
             row = batch * heads.heads * width * heads.dtype.itemsize
             at_once = chunk_size(row, heads.value.device, None)
@@ -325,7 +325,7 @@ class _ByHead:
         """W_in (W_gate and W_in) applied once per key and head."""
         heads = self._pairs.heads
         if self._folded is not None:
-            return [heads.times(folds, keys, f"hidden {i}") for i, folds in enumerate(self._folded)]
+            return [heads.times(matrices, keys, f"hidden {i}") for i, matrices in enumerate(self._folded)]
         vectors = heads.times(heads.after(self._pairs.chain), keys)
         read = linear_part(self._shares.anatomy.feed_forward_input, vectors)
         return [read @ W for W, _ in self._shares.multipliers]
@@ -337,14 +337,14 @@ class _ByHead:
         hidden: list[Float[Tensor, "batch key head d_mlp"]],
     ) -> Float[Tensor, "batch key row d_model"]:
         """Σ_h a_ijh (w_jh W_in) ⊙ m_i through W_out, some neurons at a time, as the caches like."""
-        memory, heads = self._pairs.heads.workspace, weights.flatten(0, 1)
+        workspace, heads = self._pairs.heads.workspace, weights.flatten(0, 1)
         output, last = weights.new_zeros((*weights.shape[:-1], self._shares.W_out.shape[1])), 0
         for W_out in self._W_out:
             neurons = slice(last, last := last + len(W_out))
             mixed: Tensor | None = None
             for number, (vectors, m) in enumerate(zip(hidden, self._multipliers, strict=True)):
                 shape = (*weights.shape[:-1], neurons.stop - neurons.start)
-                out = memory.like(f"mixed {number}", weights, shape, weights.dtype)
+                out = workspace.like(f"mixed {number}", weights, shape, weights.dtype)
                 torch.bmm(heads, vectors[..., neurons].flatten(0, 1), out=out.flatten(0, 1))
                 of_rows = m[:, None, rows, neurons]
                 mixed = out.mul_(of_rows) if mixed is None else mixed.addcmul_(out, of_rows)

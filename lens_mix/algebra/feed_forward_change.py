@@ -34,40 +34,41 @@ class Neurons(NamedTuple):
     """Some neurons of the clean rows, each tensor in memory of its own: wide strides cost cache misses."""
 
     activation: str
-    # What changes are added to, per matrix: pre-activations, or zeros where the layer is gated by SiLU, whose
-    # change is carried: made from the changes of g and u, not as a difference of two layers.
-    start: list[Float[Tensor, "row column"]]
-    # Minus what W_out reads (no b_hidden); where it is carried g, u, SiLU(g) and SiLU(g) - g / 2.
-    clean: list[Float[Tensor, "row column"]]
-    bases: list[list[Float[Tensor, "row column"]]]  # per input and matrix
+    # Per matrix the clean pre-activations, which changes are added to; zeros where SiLU gates the layer: its
+    # change has a formula of its own (see the module's docstring).
+    start: list[Float[Tensor, "row neuron"]]
+    # Minus the hidden layer (no b_hidden), to subtract it; where SiLU gates: g, u, SiLU(g), SiLU(g) - g / 2.
+    clean: list[Float[Tensor, "row neuron"]]
+    bases: list[list[Float[Tensor, "row neuron"]]]  # per input and matrix
 
     def change(
         self,
         rows: slice,
         factors: Sequence[Float[Tensor, "#key #row 1"]],
         weights: Float[Tensor, "key row rank"],
-        vectors: Sequence[Float[Tensor, "key rank column"]],
-        out: Float[Tensor, "key row column"],
+        vectors: Sequence[Float[Tensor, "key rank neuron"]],
+        out: Float[Tensor, "key row neuron"],
     ) -> None:
         """The change of these neurons in the hidden layer, into `out`.
 
         The pre-activations change by Σ factor · base, over the norms' outputs, and by Σ weights · vectors;
         `vectors` has one tensor per matrix.
         """
-        now, carried = [], len(self.clean) == 4
+        now, gated_by_silu = [], len(self.clean) == 4
         for number, start in enumerate(self.start):
             # The first ones are made where they go: one tensor less in the caches.
             in_place = number == 0 and start.dtype == out.dtype
             pre = out if in_place else torch.empty_like(out, dtype=start.dtype)
             # Of the gate half the change is enough, as t = tanh(c / 2).
-            changed, part = start[rows], 0.5 if carried and number == 0 else 1.0
-            # Where no norm stands last, what is read comes after the norms' outputs and has no factor.
+            changed, part = start[rows], 0.5 if gated_by_silu and number == 0 else 1.0
+            # `bases` may have one entry more than `factors`: without a last norm, the clean input itself, and
+            # no change multiplies that.
             for bases, factor in zip(self.bases, factors, strict=False):
                 changed = torch.addcmul(changed, bases[number][rows], factor, value=part, out=pre)
             pre = torch.baddbmm(changed, weights, vectors[number], alpha=part, out=pre)
             now.append(pre.to(out.dtype))
-        if carried:
-            _carry_silu([x[rows] for x in self.clean], now, out)
+        if gated_by_silu:
+            _silu_change([x[rows] for x in self.clean], now, out)
         else:
             _hidden(self.activation, now, self.clean[0][rows], out)
 
@@ -122,7 +123,7 @@ def _hidden(name: str, pre: Sequence[Tensor], plus: Tensor, out: Tensor) -> Tens
     return torch.add(plus, ACTIVATIONS[name](pre[0]), out=out)
 
 
-def _carry_silu(clean: Sequence[Tensor], changes: Sequence[Tensor], out: Tensor) -> None:
+def _silu_change(clean: Sequence[Tensor], changes: Sequence[Tensor], out: Tensor) -> None:
     """The change of a layer gated by SiLU, into `out`, from half the gate's change (which may be `out`)."""
     (clean_gate, clean_up, activated, turned), (half, up) = clean, changes
     sigma, tanh = torch.add(clean_gate, half, alpha=2).sigmoid_(), half.tanh()

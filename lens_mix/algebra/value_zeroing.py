@@ -98,7 +98,7 @@ class _Maps:
         matrices = [] if feed_forward is None else [x.to(wide) for x in feed_forward.input_matrices]
         product = folded(anatomy, path, None, wide, block.max_memory is None, matrices)
         self._folded = () if product is None else product
-        parts = () if feed_forward is None else feed_forward.W_out.to(narrow).split(sizes.columns)
+        parts = () if feed_forward is None else feed_forward.W_out.to(narrow).split(sizes.neurons)
         self._W_out = [as_right_factor(neurons, pairs) for neurons in parts]
         self._clean = CleanBlock(anatomy, pre, out, post, final, list(map(len, parts)))
 
@@ -131,11 +131,11 @@ class _Maps:
         by_head = values.permute(2, 0, 1, 3).flatten(1, 2)
 
         def through(name: str, matrix: Tensor) -> Float[Tensor, "source rank width"]:
-            # In memory that was there before: new memory made a map of GPT-2 5 to 9 % slower. One product of
-            # all neurons takes four times as long as these.
+            # Into the workspace: new memory made a map of GPT-2 5 to 9 % slower. Some neurons at a time, as
+            # one product with all of them takes four times as long.
             out = self._workspace.like(name, by_head, (*by_head.shape[:2], matrix.shape[2]), matrix.dtype)
             of_heads = torch.bmm(by_head, matrix, out=out).unflatten(1, positions.shape)
-            # Sources first again, then spans before heads: no copy where each key is zeroed alone.
+            # To [source, span · head, width]; a view, no copy, where each key is zeroed alone.
             return of_heads.permute(1, 2, 0, 3).flatten(1, 2)
 
         wide = [matrix[group].split(list(map(len, self._W_out)), dim=-1) for matrix in self._folded]
@@ -190,7 +190,7 @@ class _Values(NamedTuple):
     factors: Float[Tensor, "source span head"]  # 0 where a span is filled up or nothing is sent
     pattern: Float[Tensor, "batch head query key"]
     head_vectors: Float[Tensor, "source rank d_model"]  # v W_O, spans before heads
-    hidden_vectors: Sequence[Sequence[Float[Tensor, "source rank column"]]]  # per part of neurons and matrix
+    hidden_vectors: Sequence[Sequence[Float[Tensor, "source rank neuron"]]]  # per part of neurons and matrix
 
     def weights(self, rectangle: Rectangle) -> Float[Tensor, "key row rank"]:
         """Factors of the values in each pair's change."""

@@ -1,8 +1,8 @@
 """Which pairs of a zeroed key and a query there are, and in which chunks they are computed.
 
-A zeroed value reaches only the queries that give its key weight, so a causal map costs its triangle. The
-pairs of neighbouring keys make a rectangle as long as few pairs without weight come into it; rectangles are
-gathered into chunks for the one large product. How large all these are, the memory bound decides too.
+A zeroed value reaches only the queries that give its key weight, so a causal map costs its triangle.
+Neighbouring keys share a rectangle while few of its pairs (`Sizes.spare`) have no weight. Several rectangles
+form one chunk, the pairs of one product with W_out. `max_memory` can shrink both.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Sizes(NamedTuple):
 
     rectangle: int  # pairs whose vectors fit a processor's cache
     chunk: int  # pairs of one product with W_out
-    columns: int  # neurons between the two matrices
+    neurons: int  # neurons between the two matrices
     keys: int  # zeroed keys whose vectors are held at once
     positions: int  # positions of all prompts that are held at once
     spare: float  # pairs without weight that a rectangle may have, as a share of the others
 
 
-CPU = Sizes(rectangle=512, chunk=2304, columns=768, keys=128, positions=2048, spare=0.05)
-GPU = Sizes(rectangle=16384, chunk=16384, columns=4096, keys=1024, positions=16384, spare=0.25)
+CPU = Sizes(rectangle=512, chunk=2304, neurons=768, keys=128, positions=2048, spare=0.05)
+GPU = Sizes(rectangle=16384, chunk=16384, neurons=4096, keys=1024, positions=16384, spare=0.25)
 
 
 class Source(NamedTuple):
@@ -122,13 +122,13 @@ def _rectangles(sources: Sequence[Source], sizes: Sizes) -> Iterator[Rectangle]:
 def fitting(block: Block, span: int, dtypes: Sequence[torch.dtype]) -> Sizes:
     """The device's sizes, made smaller where `max_memory` asks for it; ValueError where none fits."""
     sizes = CPU if block.resid_pre.device.type == "cpu" else GPU
-    length, needed = block.attended.shape[2], functools.partial(_bytes, block, span, dtypes)
+    length, bytes_with = block.attended.shape[2], functools.partial(_bytes, block, span, dtypes)
     # A prompt is never cut: all its positions are held at once.
-    smallest = Sizes(rectangle=8, chunk=8, columns=64, keys=1, positions=length, spare=sizes.spare)
+    smallest = Sizes(rectangle=8, chunk=8, neurons=64, keys=1, positions=length, spare=sizes.spare)
     budget = budget_beside(
-        block, 0, needed(smallest), "value zeroing by algebra; engine='hooks' may need less"
+        block, 0, bytes_with(smallest), "value zeroing by algebra; engine='hooks' may need less"
     )
-    while budget is not None and needed(sizes) > budget:
+    while budget is not None and bytes_with(sizes) > budget:
         halves = (max(least, size // 2) for least, size in zip(smallest[:-1], sizes[:-1], strict=True))
         sizes = Sizes(*halves, spare=sizes.spare)  # type: ignore[misc]
     return sizes
@@ -146,7 +146,7 @@ def _bytes(block: Block, span: int, dtypes: Sequence[torch.dtype], sizes: Sizes)
         W_out = copy_bytes(anatomy.feed_forward.W_out, narrow) + (stored != narrow) * d_model * d_mlp * narrow
     prompts = min(batch, max(1, sizes.positions // length))
     rows, inner, hidden, rank = prompts * queries, heads * d_head, matrices * d_mlp, span * heads
-    columns = min(sizes.columns, d_mlp)
+    neurons = min(sizes.neurons, d_mlp)
 
     # Of the clean rows; up to three norms have bases.
     clean = rows * d_model * (12 * narrow + 4 * wide) + prompts * (length + queries) * inner * 4 * wide
@@ -156,6 +156,6 @@ def _bytes(block: Block, span: int, dtypes: Sequence[torch.dtype], sizes: Sizes)
     weights += inner * hidden * wide * max(1, matrices)  # folded
     # Spans are gathered once more.
     values = sizes.keys * rank * min(span, 2) * (d_model + hidden + 3 * d_head) * wide
-    chunk = (3 * d_model + columns) * narrow + (rank * (1 + d_head) + d_model + 5) * wide
-    rectangle = 4 * (d_model + rank + columns) * wide
+    chunk = (3 * d_model + neurons) * narrow + (rank * (1 + d_head) + d_model + 5) * wide
+    rectangle = 4 * (d_model + rank + neurons) * wide
     return clean + weights + values + max(sizes.chunk, sizes.rectangle) * chunk + sizes.rectangle * rectangle

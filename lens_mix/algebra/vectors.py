@@ -82,7 +82,7 @@ class Pairs:
     def norms(self) -> Float[Tensor, "batch query key"]:
         """Euclidean norms of all pairs."""
         if not self.writes_out:
-            # The factors go key by key: the diagonal falls off where row i is position i, not elsewhere.
+            # The loop over keys gives the diagonal for free, but only where row i is position i.
             weights = self._diagonal_weights() if self.queries is None and not self.cross else None
             self._by_factors = norms_by_factors(self.pattern, self.heads, self.chain, weights)
             return self._by_factors.pairs

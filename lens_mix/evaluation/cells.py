@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Operator = Literal["zero", "mean"]
 
-# MIB's steps from 1 % on, and even ones above a tenth: there, unlike edges, cells bring the target back.
+# MIB's fractions from 1 % on, then steps of 0.1: with cells, unlike edges, the target recovers there.
 _FRACTIONS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 

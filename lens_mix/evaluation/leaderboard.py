@@ -26,7 +26,7 @@ from lens_mix.evaluation.controls import control_maps, control_rows, randomised
 from lens_mix.evaluation.finished import FinishedCases
 from lens_mix.evaluation.tasks import Case, Task
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.proof.support import model_name
+from lens_mix.lens.provenance import model_name
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
 from lens_mix.runner import MethodLike, read_methods, run

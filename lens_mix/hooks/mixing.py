@@ -25,9 +25,9 @@ def pass_tolerance(dtype: torch.dtype) -> float:
 
 def sink(pattern: Float[Tensor, "*axes query key"]) -> Float[Tensor, "*axes query 1"]:
     """The weight that each row gives to no key, in at least float32: an attention sink's (gpt-oss), or 0."""
-    # Rounding takes up to half an epsilon of each weight, and so of a row, or a whole one where the row was
-    # shared out anew before. The tolerance of a half dtype is wide enough to hide a sink; where a sink of a
-    # float64 model is smaller than 1e-6, transformers' float32 softmax may have made it.
+    # As each weight is rounded, a row's sum is off by up to half an epsilon, by a whole one where the row was
+    # normalised once more. The tolerance of a half dtype would hide a sink. What a row of a float64 model
+    # lacks, up to 1e-6, may come from transformers' float32 softmax.
     rounding = min(tolerance(pattern.dtype), max(1e-4, 2 * torch.finfo(pattern.dtype).eps))
     wide = torch.promote_types(pattern.dtype, torch.float32)
     lacking = 1 - pattern.sum(-1, keepdim=True, dtype=wide)

@@ -23,7 +23,7 @@ from lens_mix.lens.graph import Graph
 from lens_mix.lens.head import Head
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import pad_token, vocabulary
-from lens_mix.lens.proof.record import Proof
+from lens_mix.lens.proof_record import Proof
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import rows_at
 from lens_mix.lens.users_hooks import carries_users_hooks
@@ -102,7 +102,7 @@ class Block:
         self.explained: list[int | None] = [None for _ in batch.prompts]
 
     def detail(self, index: int, name: str, value: Any) -> None:
-        """Put a fact about one prompt's layer map into its record (`provenance["details"][name]`)."""
+        """Put a detail of one prompt's layer map into its record (`provenance["details"][name]`)."""
         self.details[index][name] = value
 
     def warn(self, index: int, text: str) -> None:

@@ -139,11 +139,11 @@ class ChangedRules:
     def _block(self, stack: Stack, layer: int, anatomy: BlockAnatomy) -> None:
         """One block's patterns, values, feed-forward, and the constants that it adds."""
         block, module = stack.template.format(layer=layer), stack.blocks[layer]
-        own, cross = stack.attention_template.format(layer=layer), f"{block}.cross_attn"
+        attention, cross = stack.attention_template.format(layer=layer), f"{block}.cross_attn"
         self._attention(layer, stack.attention_template)
         if self._constants is not None and anatomy.value_path is not None:
-            self._constant(f"{own}.hook_v", anatomy.value_path.b_V)
-            self._output(module, own, "o", anatomy.value_path.b_O)
+            self._constant(f"{attention}.hook_v", anatomy.value_path.b_V)
+            self._output(module, attention, "o", anatomy.value_path.b_O)
         if anatomy.cross:
             # The encoder's outputs are constants, unless gradients go down through it.
             joint = self._lens.stack.source is not None
@@ -166,13 +166,13 @@ class ChangedRules:
         if lens.stack.source is not None:
             below = Lens(lens.model, lens.stack.source.name)
             final, blocks = final | {id(below.final_norm())}, [*below.stack.blocks, *blocks]
-        own = {id(module) for block in blocks for module in block.children()} | final
+        required = {id(module) for block in blocks for module in block.children()} | final
         for module in lens.modules:
             if "Norm" not in type(module).__name__ or id(module) in inner:
                 continue
             norm = read_norm(module, lens.model.cfg)
             if norm is not None:
-                self._module(module, _LinearNorm(norm, self._constants), required=id(module) in own)
+                self._module(module, _LinearNorm(norm, self._constants), required=id(module) in required)
 
     def _module(self, module: nn.Module, rule: _Constant | _LinearNorm, required: bool = True) -> None:
         """A rule on what a module of torch puts out."""
@@ -211,8 +211,8 @@ class ChangedRules:
         if self._lens.model_class is ModelClass.BRIDGE:
             self._constant(f"{module}.{matrix}.hook_out", bias)
         elif self._constants is not None and bias is not None:
-            found = block.get_submodule(module.rpartition(".")[2])
-            self._module(found, _Constant(bias, self._constants, module))
+            submodule = block.get_submodule(module.rpartition(".")[2])
+            self._module(submodule, _Constant(bias, self._constants, module))
 
 
 # ------------------------------------------------------------------ rules that hang on modules of torch

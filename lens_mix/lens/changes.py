@@ -21,8 +21,8 @@ Undo = Callable[[], object]
 Change = Callable[[], Undo]
 
 
-# Modules in which Ctrl-C waits too: those whose context managers lens_mix enters while a model is open, which
-# would be left by halves; and that of a WeakSet's callbacks, whose exceptions Python drops.
+# Ctrl-C also waits inside these modules: an interrupt would leave a context manager half exited, and Python
+# swallows exceptions raised in callbacks of a WeakSet.
 _UNINTERRUPTED = frozenset({"contextlib", "tqdm.std", "_weakrefset"})
 
 

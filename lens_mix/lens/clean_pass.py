@@ -176,7 +176,7 @@ def clean_pass(
         except (RuntimeError, IndexError) as problem:
             _explain(lens, batch, problem)
             raise
-    # Of a pass with a graph too what is recorded counts as numbers.
+    # Recorded tensors are detached, even when the pass keeps its graph.
     recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
     _require_complete(clean, required, layers, last)
     return clean

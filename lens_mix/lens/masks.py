@@ -165,14 +165,14 @@ def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
     batch, length = clean.real.shape
     places = torch.arange(length, device=clean.real.device)
     positions = places.expand(batch, length) if clean.rows is None else clean.rows.positions
-    wanted = clean.real_rows[:, :, None] & clean.real_keys[:, None, :]
+    real_pairs = clean.real_rows[:, :, None] & clean.real_keys[:, None, :]
     # On cross-attention a key's place says nothing of a query's: there is no triangle.
     cross = clean.lens.stack.is_cross
-    triangle = torch.ones_like(wanted) if cross else places <= positions[:, :, None]
+    triangle = torch.ones_like(real_pairs) if cross else places <= positions[:, :, None]
     layers = {}
     for layer, attended in clean.attended.items():
-        seen = attended & wanted
-        if not (seen.equal(wanted) or seen.equal(wanted & triangle)):
+        attended_pairs = attended & real_pairs
+        if not (attended_pairs.equal(real_pairs) or attended_pairs.equal(real_pairs & triangle)):
             attended = attended | rows_at(_attended_without_queries(clean, layer), positions)
         layers[layer] = attended
     # Hugging Face makes some patterns and norms in float32 in any model (GPT-Neo, GPT-J).

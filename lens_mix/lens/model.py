@@ -14,6 +14,7 @@ from transformer_lens.hook_points import HookPoint
 from lens_mix.arguments import whole_number
 from lens_mix.hooks import AttentionHook, HookName, HookPair
 from lens_mix.hooks.mixing import tolerance
+from lens_mix.lens import known_faults
 from lens_mix.lens.batches import Batch
 from lens_mix.lens.changes import Changes, hooked
 from lens_mix.lens.model_classes import (
@@ -24,7 +25,6 @@ from lens_mix.lens.model_classes import (
     transformer_lens_version,
 )
 from lens_mix.lens.prompts import is_encoder_decoder, wrapped_config
-from lens_mix.lens.proof import known_faults
 from lens_mix.lens.stacks import Stack, stacks_of
 from lens_mix.lens.state import all_modules, evaluation_mode
 

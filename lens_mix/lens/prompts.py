@@ -22,9 +22,10 @@ _NOT_FOR_MODELS = {"offset_mapping", "special_tokens_mask", "length", "overflow_
 _EXTENSIBLE_POSITIONS = {"alibi", "relative_positional_bias", "none"}
 
 
-def is_encoder_decoder(model: TransformerLensModel, kind: ModelClass) -> bool:
+def is_encoder_decoder(model: TransformerLensModel, model_class: ModelClass) -> bool:
     """Whether the model takes a pair of source and target."""
-    return kind is ModelClass.HOOKED_ENCODER_DECODER or bool(wrapped_config(model, "is_encoder_decoder"))
+    is_hooked = model_class is ModelClass.HOOKED_ENCODER_DECODER
+    return is_hooked or bool(wrapped_config(model, "is_encoder_decoder"))
 
 
 def wrapped_config(model: TransformerLensModel, name: str) -> Any:
@@ -34,7 +35,7 @@ def wrapped_config(model: TransformerLensModel, name: str) -> Any:
 
 def read_prompt(
     model: TransformerLensModel,
-    kind: ModelClass,
+    model_class: ModelClass,
     prompt: object,
     *,
     prepend_bos: bool | None = None,
@@ -60,7 +61,7 @@ def read_prompt(
     """
     text = _as_text(prompt)
     given = dict(inputs or {})
-    if _is_pair_of_strings(prompt) and _joins_pairs(model, kind):
+    if _is_pair_of_strings(prompt) and _joins_pairs(model, model_class):
         if prepend_bos is not None:
             raise ValueError("prepend_bos: expected None for a pair, which the tokenizer joins")
         first, second = cast(Sequence[str], prompt)
@@ -70,7 +71,7 @@ def read_prompt(
     if isinstance(prompt, Mapping):
         prompt, attention_mask, given = of_encoding(prompt, attention_mask, given)
     target = given.pop("decoder_input_ids", None)
-    encoder_decoder = is_encoder_decoder(model, kind)
+    encoder_decoder = is_encoder_decoder(model, model_class)
     if prepend_bos is not None:
         flags(prepend_bos=prepend_bos)
     if isinstance(prompt, (tuple, list)) and len(prompt) == 2 and not all(map(_is_number, prompt)):
@@ -88,14 +89,14 @@ def read_prompt(
             f"target: expected a pair (source, target) for part={target_for!r}, got the source alone; the "
             'target is a string, or the decoder\'s tokens from the start token on ("" for that alone)'
         )
-    padded = _tokens(model, kind, prompt, prepend_bos, "prompt")
+    padded = _tokens(model, model_class, prompt, prepend_bos, "prompt")
     real = _real_positions(attention_mask, padded)
     tokens = _checked_tokens(model, padded[real], "prompt")
     extra = {name: _like_tokens(value, padded, name)[real] for name, value in given.items()}
-    if isinstance(prompt, str) and kind is ModelClass.HOOKED_ENCODER and "token_type_ids" not in extra:
+    if isinstance(prompt, str) and model_class is ModelClass.HOOKED_ENCODER and "token_type_ids" not in extra:
         extra["token_type_ids"] = model.to_tokens(prompt)[1][0].to(tokens.device)
     if encoder_decoder:
-        target = _checked_tokens(model, _target_tokens(model, kind, target), "target")
+        target = _checked_tokens(model, _target_tokens(model, model_class, target), "target")
     elif target is not None:
         raise ValueError(f"decoder_input_ids: {type(model).__name__} has no decoder side")
     return Prompt(tokens, target, extra, text)
@@ -111,12 +112,12 @@ def _is_pair_of_strings(prompt: object) -> bool:
     return isinstance(prompt, (tuple, list)) and len(prompt) == 2 and all(isinstance(p, str) for p in prompt)
 
 
-def _joins_pairs(model: TransformerLensModel, kind: ModelClass) -> bool:
+def _joins_pairs(model: TransformerLensModel, model_class: ModelClass) -> bool:
     """Whether the model reads two texts as one, its tokenizer putting a separator between them."""
     tokenizer: Any = getattr(model, "tokenizer", None)
-    if is_encoder_decoder(model, kind) or getattr(tokenizer, "sep_token_id", None) is None:
+    if is_encoder_decoder(model, model_class) or getattr(tokenizer, "sep_token_id", None) is None:
         return False
-    decoder = kind is ModelClass.HOOKED_TRANSFORMER or bool(wrapped_config(model, "is_decoder"))
+    decoder = model_class is ModelClass.HOOKED_TRANSFORMER or bool(wrapped_config(model, "is_decoder"))
     return not decoder and tokenizer.num_special_tokens_to_add(pair=True) > 1
 
 
@@ -174,10 +175,10 @@ def _is_number(token: object) -> bool:
 
 
 def _tokens(
-    model: TransformerLensModel, kind: ModelClass, prompt: object, prepend_bos: bool | None, name: str
+    model: TransformerLensModel, model_class: ModelClass, prompt: object, prepend_bos: bool | None, name: str
 ) -> Int[Tensor, " pos"]:
     if isinstance(prompt, str):
-        return _tokenize(model, kind, prompt, prepend_bos)
+        return _tokenize(model, model_class, prompt, prepend_bos)
     if isinstance(prompt, (list, tuple)):
         if not all(map(_is_number, prompt)):
             raise TypeError(
@@ -205,13 +206,14 @@ def _tokens(
 
 
 def _tokenize(
-    model: TransformerLensModel, kind: ModelClass, text: str, prepend_bos: bool | None
+    model: TransformerLensModel, model_class: ModelClass, text: str, prepend_bos: bool | None
 ) -> Int[Tensor, " pos"]:
     _require_tokenizer(model, "prompt")
-    if kind in (ModelClass.HOOKED_ENCODER, ModelClass.HOOKED_ENCODER_DECODER):
+    if model_class in (ModelClass.HOOKED_ENCODER, ModelClass.HOOKED_ENCODER_DECODER):
         if prepend_bos is not None:
             raise ValueError(
-                f"prepend_bos: {kind.value} adds its own special tokens; expected None, got {prepend_bos}"
+                f"prepend_bos: {model_class.value} adds its own special tokens; expected None, got "
+                f"{prepend_bos}"
             )
         # By default a long prompt would be cut without a word. These classes return masks besides.
         tokens = model.to_tokens(text, truncate=False)[0]
@@ -230,11 +232,11 @@ def _require_tokenizer(model: TransformerLensModel, name: str) -> None:
 
 
 def _target_tokens(
-    model: TransformerLensModel, kind: ModelClass, target: object
+    model: TransformerLensModel, model_class: ModelClass, target: object
 ) -> Int[Tensor, " target_pos"]:
     """The decoder's input: the start token and the target's tokens; given tokens are used as they are."""
     if target is not None and not isinstance(target, str):
-        return _tokens(model, kind, target, None, "target")
+        return _tokens(model, model_class, target, None, "target")
     config = getattr(getattr(model, "original_model", None), "config", model.cfg)
     start = getattr(config, "decoder_start_token_id", None)
     if start is None:

@@ -1,4 +1,4 @@
-"""What the runner writes into a map besides its scores: provenance, a method's own facts, warnings."""
+"""What the runner writes into a map besides its scores: provenance, a method's details, warnings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import Tensor
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.block import Block
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import transformer_lens_version
+from lens_mix.lens.model_classes import TransformerLensModel, transformer_lens_version
 from lens_mix.lens.precision import switched_off
 from lens_mix.lens.prompts import wrapped_config
-from lens_mix.lens.proof.support import model_name
 from lens_mix.version import __version__
 
 # Heads that TransformerBridge has no place for.
@@ -26,7 +25,7 @@ _HEADS = {
 
 
 def details(blocks: list[Block], index: int) -> dict[str, Any]:
-    """Facts that a method told about its layers: name -> one value per layer."""
+    """What methods put down about their layers: name -> one value per layer."""
     names = dict.fromkeys(name for block in blocks for name in block.details[index])
     if not names:
         return {}
@@ -76,6 +75,12 @@ def of_run(lens: Lens, prepend_bos: bool | None) -> dict[str, Any]:
         "prepend_bos": prepend_bos,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def model_name(model: TransformerLensModel) -> str:
+    """What the model calls itself."""
+    name = getattr(getattr(model, "cfg", None), "model_name", None)
+    return str(name or wrapped_config(model, "_name_or_path") or type(model).__name__)
 
 
 def of_prompt(prompt: Prompt) -> dict[str, Any]:

@@ -84,10 +84,10 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
     Raises:
         UnsupportedModelError: a stack has no blocks, or none of them an attention module.
     """
-    kind = model_class_of(model)
-    if kind is ModelClass.HOOKED_ENCODER_DECODER:
+    model_class = model_class_of(model)
+    if model_class is ModelClass.HOOKED_ENCODER_DECODER:
         layout = [("encoder", "encoder", "attn"), ("decoder", "decoder", "attn")]
-    elif kind is ModelClass.BRIDGE and _modules(model, "encoder_blocks"):
+    elif model_class is ModelClass.BRIDGE and _modules(model, "encoder_blocks"):
         # The Bridge calls a decoder's own attention otherwise than every other one.
         layout = [("encoder", "encoder_blocks", "attn"), ("decoder", "decoder_blocks", "self_attn")]
     else:

@@ -144,8 +144,8 @@ def rows_of_words(
     merged is a ValueError.
     """
     place_of = {position: place for place, position in enumerate(queries)}
-    needed = {"first": slice(0, 1), "last": slice(-1, None)}.get(how, slice(None))
-    numbers = [i for i, word in enumerate(groups) if all(position in place_of for position in word[needed])]
+    span = {"first": slice(0, 1), "last": slice(-1, None)}.get(how, slice(None))
+    numbers = [i for i, word in enumerate(groups) if all(position in place_of for position in word[span])]
     if not numbers:
         raise ValueError(
             f"queries: expected all rows of a word to be held, got the rows {shortened(queries)}; ask for "

@@ -12,7 +12,7 @@ from torch import Tensor
 from lens_mix.algebra.feed_forward import Variant, feed_forward_maps, refuses_feed_forward
 from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.proof.record import ALGEBRA_PARTS
+from lens_mix.lens.proof_record import ALGEBRA_PARTS
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:

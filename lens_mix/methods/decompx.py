@@ -19,7 +19,7 @@ from lens_mix.algebra.feed_forward import refuses_feed_forward
 from lens_mix.algebra.linear_block import SLOPES, DecomposedBlock, Slope, decomposed
 from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
-from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE
+from lens_mix.lens.proof_record import ALGEBRA_PARTS, VALUE
 from lens_mix.method import Method
 from lens_mix.methods.value_norms import VectorMethod
 

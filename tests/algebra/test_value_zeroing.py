@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "threshold": {"threshold": 1e-2},
 }
 # Small enough that a map of nine positions takes several of each.
-SMALL = Sizes(rectangle=6, chunk=9, columns=32, keys=4, positions=9, spare=0.1)
+SMALL = Sizes(rectangle=6, chunk=9, neurons=32, keys=4, positions=9, spare=0.1)
 WHOLE = GPU._replace(spare=10.0)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.lens.proof.engines import needs_head, refusal
-from lens_mix.lens.proof.record import HEAD, HEAD_UNPROVEN, Proof
+from lens_mix.lens.proof_record import HEAD, HEAD_UNPROVEN, Proof
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import available, bridge, hooked_transformer
 

@@ -17,8 +17,8 @@ from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.batches import pad
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
-from lens_mix.lens.proof.record import Proof
 from lens_mix.lens.proof.sketch import random_vectors, sketched_error
+from lens_mix.lens.proof_record import Proof
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import rows_at, spread
 from lens_mix.lens.users_hooks import carries_users_hooks
@@ -35,15 +35,15 @@ def refuted_here(
 
     Rows of every prompt are rebuilt from the recorded patterns and values: a few, or all asked ones where the
     feed-forward is relied on or the user's hooks are on the model, since a change may act on any one
-    position. Blocks whose feed-forward can't be written down are left out. Where it is relied on what values
-    are, those of every key are compared along random vectors.
+    position. Blocks whose feed-forward can't be written down are left out. Values are compared at every key,
+    along random vectors.
 
     Args:
         clean: the clean pass; it recorded "pattern" and "value" in these layers.
         proof: the proof that is to be relied on.
         layers: the blocks that will be relied on.
-        values: whether it will be relied on that values are N(x) W_V + b_V.
-        whole: those of them whose feed-forward will be relied on.
+        values: whether to compare values with N(x) W_V + b_V, too.
+        whole: the layers whose rows are all rebuilt, because a method computes their feed-forward.
     """
     lens = clean.lens
     sampled, every = _rows(clean, _SAMPLED_ROWS), _rows(clean, None)

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from typing import ClassVar, Protocol, runtime_checkable
 
 from lens_mix.arguments import one_of
+from lens_mix.lens import known_faults
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
-from lens_mix.lens.proof import known_faults
-from lens_mix.lens.proof.record import ALGEBRA_PARTS, HEAD, Proof
+from lens_mix.lens.proof_record import ALGEBRA_PARTS, HEAD, Proof
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ def refusal(proof: Proof, engine: str, method: HasEngines | None = None) -> str 
         reason = proof.failure(parts) or _refused_block(proof, method)
         return proof.head_refusal if reason is None and HEAD in parts else reason
     if getattr(method, "whole_model", False):
-        # A map of the whole model may change what it differentiates, in blocks that it knows.
+        # Its backward pass may follow changed rules, which the method may not have for every kind of block.
         return _refused_block(proof, method)
     if hasattr(method, "target") and proof.head_factors:
         # The hooks that put a pattern in compute z anew, so that the factor would be lost.

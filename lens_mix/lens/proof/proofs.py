@@ -12,7 +12,7 @@ from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.proof.prove import masks_padding, prove, short_batch
-from lens_mix.lens.proof.record import HEAD_UNPROVEN, Proof
+from lens_mix.lens.proof_record import HEAD_UNPROVEN, Proof
 
 _proofs: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Proof]]] = weakref.WeakKeyDictionary()
 

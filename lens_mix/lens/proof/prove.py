@@ -39,7 +39,7 @@ from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import pad_token, wrapped_config
 from lens_mix.lens.proof.next_norms import next_norm_refusals
 from lens_mix.lens.proof.reasons import explained
-from lens_mix.lens.proof.record import ALGEBRA_PARTS, VALUE, PartError, Proof
+from lens_mix.lens.proof_record import ALGEBRA_PARTS, VALUE, PartError, Proof
 from lens_mix.lens.replay import BlockCall, captured_calls, first_tensor, relative_error
 
 SHORTEST, LONGEST = 8, 16  # tokens of a proof's prompt
@@ -164,7 +164,7 @@ def _output_points(lens: Lens, layer: int) -> dict[str, list[str]]:
     known = lens.hook_points
     block = lens.where(layer)
     attention = lens.stack.attention_template.format(layer=layer)
-    wanted = {
+    points = {
         # Right after the matrix, as BLOOM's `attn.hook_out` has the residual stream in it. With
         # use_attn_result the matrix is never called, and the attention's own output stands in.
         "attention_out": (f"{attention}.o.hook_out", f"{attention}.hook_out"),
@@ -173,15 +173,15 @@ def _output_points(lens: Lens, layer: int) -> dict[str, list[str]]:
         "feed_forward_out": (f"{block}.mlp.out.hook_out", f"{block}.mlp.hook_out"),
     }
     if lens.stack.is_cross:
-        wanted |= {"before": tuple(names_before_cross(lens, [layer])), "cross_out": ()}
-    return {role: [name for name in options if name in known] for role, options in wanted.items()}
+        points |= {"before": tuple(names_before_cross(lens, [layer])), "cross_out": ()}
+    return {role: [name for name in options if name in known] for role, options in points.items()}
 
 
 def _output_modules(lens: Lens) -> dict[tuple[int, str], Any]:
     if lens.model_class is ModelClass.BRIDGE:
         return {}
-    own, cross = ("before", "attention_out") if lens.stack.is_cross else ("attention_out", "cross_out")
-    roles = {"attn": own, "cross_attn": cross, "mlp": "feed_forward_out"}
+    attention, cross = ("before", "attention_out") if lens.stack.is_cross else ("attention_out", "cross_out")
+    roles = {"attn": attention, "cross_attn": cross, "mlp": "feed_forward_out"}
     return {
         (layer, role): getattr(block, name)
         for layer, block in enumerate(lens.stack.blocks)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from lens_mix.lens.proof.record import PartError
+from lens_mix.lens.proof_record import PartError
 
 _KNOWN_CHILDREN = ("ln", "attn", "self_attn", "cross_attn", "mlp", "hook", "_")
 _BEFORE = "before the output matrix"

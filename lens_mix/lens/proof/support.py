@@ -11,10 +11,11 @@ import torch
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.parts import one_part
-from lens_mix.lens.prompts import device_of, read_prompt, wrapped_config
+from lens_mix.lens.prompts import device_of, read_prompt
 from lens_mix.lens.proof.engines import HasEngines, choose_engine, needs_head, refused_outright
 from lens_mix.lens.proof.proofs import proof_of
-from lens_mix.lens.proof.record import PartError, Proof
+from lens_mix.lens.proof_record import PartError, Proof
+from lens_mix.lens.provenance import model_name
 from lens_mix.lens.replay import is_out_of_memory
 
 
@@ -174,12 +175,6 @@ def _norm_refusal(method: HasEngines, proof: Proof) -> str | None:
     return next(
         (why for layer, why in reasons if layer in proof.anatomy and asks(proof.anatomy[layer])), None
     )
-
-
-def model_name(model: TransformerLensModel) -> str:
-    """What the model calls itself."""
-    name = getattr(getattr(model, "cfg", None), "model_name", None)
-    return str(name or wrapped_config(model, "_name_or_path") or type(model).__name__)
 
 
 def any_tokens(model: TransformerLensModel) -> torch.Tensor:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.lens import proof_record
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.proof import prove as proofs
-from lens_mix.lens.proof import record as proof_record
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import bridge, hooked_encoder, hooked_transformer, llama_like
 

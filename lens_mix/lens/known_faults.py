@@ -13,21 +13,21 @@ from lens_mix.lens.model_classes import ModelClass, TransformerLensModel
 
 
 def known_fault(
-    model: TransformerLensModel, kind: ModelClass, stack: str, version: tuple[int, int]
+    model: TransformerLensModel, model_class: ModelClass, stack: str, version: tuple[int, int]
 ) -> str | None:
     """Why this model's maps would be wrong; None when nothing is known against it."""
-    if kind is ModelClass.HOOKED_ENCODER_DECODER and stack != "encoder" and version[0] < 3:
+    if model_class is ModelClass.HOOKED_ENCODER_DECODER and stack != "encoder" and version[0] < 3:
         return (
             "the decoder's self-attention of HookedEncoderDecoder is not causal in TransformerLens 2.x "
             "(positions see later ones, logits differ from Hugging Face's by .5); "
             "expected TransformerLens >= 3"
         )
-    return _bridge_fault(model, version) if kind is ModelClass.BRIDGE else None
+    return _bridge_fault(model, version) if model_class is ModelClass.BRIDGE else None
 
 
-def wrong_logits(kind: ModelClass, version: tuple[int, int]) -> str | None:
+def wrong_logits(model_class: ModelClass, version: tuple[int, int]) -> str | None:
     """Why a target on this model's logits would read wrong numbers, whatever stack is mapped."""
-    if kind is ModelClass.HOOKED_ENCODER_DECODER and version[0] < 3:
+    if model_class is ModelClass.HOOKED_ENCODER_DECODER and version[0] < 3:
         return (
             "the decoder's self-attention is not causal in TransformerLens 2.x, so the logits that a "
             "target reads are wrong; expected TransformerLens >= 3"

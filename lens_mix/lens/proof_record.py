@@ -11,8 +11,8 @@ from torch import Tensor
 from lens_mix.lens.anatomy import BlockAnatomy
 
 _HOOK_PARTS = ("mixing", "zero_value")
-# Not "value", that values are made of the block's input as read: maps take the values that the pass recorded,
-# edited by hooks or not. A method that goes on from there to the block's input names VALUE too (DecompX).
+# Without VALUE (values are N(x) W_V + b_V): maps take the values that the pass recorded, which hooks may have
+# edited. A method that follows values back to the block's input names VALUE too (DecompX).
 ALGEBRA_PARTS = ("projection", "feed_forward", "residual", "block")
 VALUE = "value"
 HEAD = "head"
