@@ -140,8 +140,8 @@ def removal_curves(
         orders = {name: falling(row[places], seed).tolist() for name, row in named.items()}
         paths = {name: _prefixes(order) for name, order in orders.items()}
         every = (1 << len(places)) - 1
-        wanted = {one for path in paths.values() for taken in path for one in (taken, every ^ taken)}
-        value_of(sorted(wanted))  # those of all rows at once: full batches, and each set once
+        sets = {one for path in paths.values() for taken in path for one in (taken, every ^ taken)}
+        value_of(sorted(sets))  # those of all rows at once: full batches, and each set once
         lower, upper, true = _bounds(value_of, len(places), paths.values(), passes.clean, exact, beam)
     curves = {}
     for name, path in paths.items():

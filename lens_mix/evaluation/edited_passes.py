@@ -111,8 +111,8 @@ class EditedPasses:
                 # The row that is read stands at every position, as a view: targets index as in the whole.
                 output = output.expand(-1, self.first_block.logits_real.shape[1], -1)
             # All are copies of one prompt: one part, without padding.
-            ((_, _, own),) = target_passes.parts(self.first_block, target, output, [0] * copies)
-            return target_passes.evaluate(self.bound.functions[0], own)
+            ((_, _, part),) = target_passes.parts(self.first_block, target, output, [0] * copies)
+            return target_passes.evaluate(self.bound.functions[0], part)
 
     def _rows(self, copies: int) -> Int[Tensor, " copy"]:
         return torch.zeros(copies, dtype=torch.long, device=self.passed.clean.real.device)

@@ -151,13 +151,13 @@ def matched(row: Float[Tensor, " key"], mean: float) -> Float[Tensor, " key"]:
     return (row * factor).clamp(0, 1)
 
 
-def _mean_target(passes: EditedPasses, places: list[int], kept: Bool[Tensor, "copy key d_model"]) -> float:
+def _mean_target(passes: EditedPasses, places: list[int], masks: Bool[Tensor, "copy key d_model"]) -> float:
     """The target over copies of the prompt of whose input only some coordinates are kept."""
     values = []
-    for masks in kept.split(passes.at_once):
-        resid = passes.first_block.whole_resid_pre.repeat(len(masks), 1, 1)
-        resid[:, places] *= masks.to(resid)
-        values.append(passes.values(len(masks), resid_pre=resid))
+    for chunk in masks.split(passes.at_once):
+        resid = passes.first_block.whole_resid_pre.repeat(len(chunk), 1, 1)
+        resid[:, places] *= chunk.to(resid)
+        values.append(passes.values(len(chunk), resid_pre=resid))
     return float(torch.cat(values).mean())
 
 

@@ -145,9 +145,9 @@ def insert_trigger(trigger: Trigger, example: Example, special: Collection[int] 
     """
     instance("trigger", trigger, Trigger, "a Trigger")
     segments = _segments(instance("example", example, Example, "an Example"), _special(special))
-    needed = max((piece.segment for piece in trigger.pieces), default=-1)
-    if needed >= len(segments):
-        raise ValueError(f"example: expected at least {needed + 1} segments, got {len(segments)}")
+    last_segment = max((piece.segment for piece in trigger.pieces), default=-1)
+    if last_segment >= len(segments):
+        raise ValueError(f"example: expected at least {last_segment + 1} segments, got {len(segments)}")
     tokens = list(example.tokens)
     moved: list[Span] = []
     shift = 0
