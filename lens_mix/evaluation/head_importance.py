@@ -19,6 +19,10 @@ from lens_mix.arguments import flags, instance, number, one_of, pairs, real_tens
 from lens_mix.hooks import must_fire, prune_heads
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.parts import one_part
+from lens_mix.lens.prompts import read_prompt
+from lens_mix.lens.proof.proofs import proof_of
+from lens_mix.lens.proof.support import any_tokens
 from lens_mix.methods import AttentionAttribution, AttentionWeights, GradientAttention, Method
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike
@@ -182,6 +186,7 @@ def pruned(model: TransformerLensModel, heads: Iterable[Head], *, stack: str | N
     """
     lens = Lens(model, stack)
     by_layer: dict[int, list[int]] = collections.defaultdict(list)
+        UnsupportedModelError: hooks on values and patterns can't be trusted on this model.
     for layer, head in pairs("heads", heads, "(layer, head) pairs"):
         layer = whole_number("heads", layer, 0, lens.n_layers - 1, "layers")
         if layer not in lens.stack.attention_layers:
@@ -191,6 +196,9 @@ def pruned(model: TransformerLensModel, heads: Iterable[Head], *, stack: str | N
     template = lens.stack.attention_template
     pruning = [prune_heads(layer, chosen, attention=template) for layer, chosen in by_layer.items()]
     # In the precision that the user runs the model in, with and without the heads.
+    reason = proof_of(lens, read_prompt(model, lens.model_class, any_tokens(model))).hooks_refusal
+    if reason is not None:
+        raise UnsupportedModelError(f"pruned can't run on this model: {reason}")
     with lens.evaluation_mode(precise=False), must_fire(*pruning) as hooks, lens.hooked(hooks):
         yield model
 

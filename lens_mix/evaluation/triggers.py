@@ -246,10 +246,10 @@ def predict_by_token(
 
     def predict(examples: Sequence[Example]) -> list[Hashable]:
         classes: list[Hashable] = []
-        with lens.evaluation_mode():
-            for example in examples:
-                logits = model(torch.tensor([example.tokens], device=device_of(model)))[0, position]
-                classes.append(max(tokens, key=lambda label: float(logits[tokens[label]].max())))
+        lens = Lens(model)  # of this call: modules may have come and gone since
+        for example in examples:
+            logits = lens.logits(list(example.tokens))[position]
+            classes.append(max(tokens, key=lambda label: float(logits[tokens[label]].max())))
         return classes
 
     return predict

@@ -48,8 +48,8 @@ def word_tokenizer(words):
     )
 
 
-class CopyingModel:
-    """Says what stood after the last two words when they came before: finds every planted fact."""
+def copying_model(words):
+    """Says what stood after the last two words when they came before: finds every planted fact.
 
     def __init__(self, words, knows=True):
         self.tokenizer, self.knows = word_tokenizer(words), knows
@@ -299,7 +299,7 @@ def test_planted_facts():
     words |= {f"{word}." for word in answers} | {f"{name}'s" for name in plausibility._NAMES}
     words |= {text.split("{1}")[0].split()[-1] for text in texts}
     # one word and its full stop are two tokens, as with real tokenizers
-    model = CopyingModel(sorted(word for word in words if word not in {f"{answer}." for answer in answers}))
+    model = copying_model(sorted(word for word in words if word not in {f"{answer}." for answer in answers}))
     model.tokenizer.backend_tokenizer.pre_tokenizer = _full_stops_apart()
     cases = planted_facts(model, 10, sentences=4, seed=3)
     assert len(cases) == 10
@@ -319,3 +319,6 @@ def _full_stops_apart():
     return pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(r"\.$"), "isolated")]
     )
+    in_training = planted_facts(model.train(), 10, sentences=4, seed=3)
+    assert [case.relevant for case in in_training] == [case.relevant for case in cases]
+    assert model.training
