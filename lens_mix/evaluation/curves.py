@@ -120,7 +120,7 @@ def removal_curves(
         exact: most positions for exact bounds.
         beam: width of the search; 0: no bounds, normalised values are NaN.
         seed: ties of a row are broken at random, alike for every row.
-        options: stack, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
+        options: part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
 
     Returns:
         `RemovalCurves`; a dict of them by name for rows by name. With one position, or where removing changes

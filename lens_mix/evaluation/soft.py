@@ -94,7 +94,7 @@ def soft_faithfulness(
         target: a probability (`lm.targets.predicted()`, the default, or `.probability(...)`).
         positions: which positions are masked; None: all that the target's position can see. The rest stay.
         seed: of the draws.
-        options: stack, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
+        options: part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
 
     Returns:
         `SoftFaithfulness`; a dict of them by name for rows by name.
