@@ -16,6 +16,7 @@ from lens_mix.evaluation import (
     Removals,
     ReplaceTokens,
     blimp_cases,
+    leaderboard,
     planted_facts,
     plausibility,
     randomised,
@@ -177,6 +178,24 @@ def test_a_part_of_an_encoder_decoder_is_scored():
     expected = lm.evaluation.keep_cells(model, pair, m, part="decoder")
     record = next(record for record in board.records if record["method"] == "attention")
     assert record["closeness"] == pytest.approx(-expected.distance)
+
+
+def test_of_an_input_map_only_the_row_that_is_scored_is_made(model, monkeypatch):
+    (prompt,), asked = prompts(model, 1), []
+
+    def run(model, prompt, method, **options):
+        asked.append((method.name, options.get("queries")))
+        return lm.run(model, prompt, method, **options)
+
+    monkeypatch.setattr(leaderboard, "run", run)
+    task = Importance([prompt], OCCLUSION)
+    board = lm.evaluate(model, task, ["decompx", "alti_logit", "attention"], ["mean"])
+    assert asked == [("decompx", [-1]), ("alti_logit", [-1]), ("attention", None)]
+    whole = lm.run(model, prompt, ["decompx", "alti_logit"])
+    rows = {"decompx": whole["decompx"].scores[-1, -1], "alti_logit": whole["alti_logit"].scores.sum(0)[-1]}
+    for name, score in task.scores(model, task.cases(model)[0], rows).items():
+        (record,) = [record for record in board.records if record["method"] == name]
+        assert {metric: record[metric] for metric in task.metrics} == pytest.approx(score)
 
 
 def test_resumes_where_it_stopped(model, tmp_path):
