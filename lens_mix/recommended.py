@@ -57,7 +57,8 @@ def input_map(
         target: what is explained, read at each row's position; None: the log probability of what the model
             itself predicts there (of `decompx`: nothing, it speaks of the position's representation).
         options: as in `lm.run` (`part`, `max_memory`, `prepend_bos`, `attention_mask`, model inputs).
-            part="decoder" leaves the source out.
+            part="decoder" leaves the source out. `layers`: of `decompx` a map for each, None for the last,
+            which the figures are of; the other recipes have one map, which counts as the last layer's.
 
     Returns:
         A map [1, query, key], 0 or more, in the target's unit (`decompx`: lengths of vectors). `method` and
@@ -83,8 +84,9 @@ def input_map(
         if isinstance(method, DecompX) and not _sees_both_ways(model, prompt, options):
             continue
         try:
-            last = {"layers": [-1]} if isinstance(method, DecompX) else {}
-            mixing_map = run(model, prompt, method, queries=queries, **last, **options)
+            last = isinstance(method, DecompX) and options.get("layers") is None
+            only = {"layers": [-1]} if last else {}
+            mixing_map = run(model, prompt, method, queries=queries, **options | only)
         except UnsupportedModelError as problem:
             reasons.append(str(problem))
             continue

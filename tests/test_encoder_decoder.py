@@ -365,6 +365,43 @@ def test_mixing_ratios_and_scales_of_edits_refuse_it_in_words():
     assert len(pairs) == 2 * 5 * 7
 
 
+def test_what_judges_maps_takes_the_part_by_either_name():
+    model = any_pair_model()
+    pair = source, target = torch.arange(3, 10), torch.arange(20, 24)
+    m, row, scales = lm.run(model, pair, "attention", part="decoder"), torch.arange(4.0), lm.evaluation
+    example, decoder = scales.Example(tuple(source.tolist()), "x"), {"decoder_input_ids": target}
+
+    def metric(model):
+        return float(model(source[None], decoder_input=target[None])[0, -1, 7].detach())
+
+    def pruned(**options):
+        with scales.pruned(model, [(0, 1)], **options):
+            return metric(model)
+
+    def randomised(**options):
+        with scales.randomised(model, **options):
+            return metric(model)
+
+    whole, none = metric(model), {"random": 1, "fractions": [0.5]}
+    calls = [
+        lambda **options: scales.keep_cells(model, pair, m, **options),
+        lambda **options: scales.removal_curves(model, pair, row, **options),
+        lambda **options: scales.soft_faithfulness(model, pair, row, **options),
+        lambda **options: scales.head_importance(model, [pair], **options).scores.tolist(),
+        lambda **options: scales.ablation_importance(model, metric, **options).scores.tolist(),
+        lambda **options: scales.pruning_curves(model, metric, {}, **none, **options),
+        lambda **options: scales.extract_triggers(model, [example], least=0.0, **decoder, **options),
+        pruned,
+        randomised,
+    ]
+    for call in calls:
+        found = call(part="decoder")
+        assert found == call(stack="decoder")
+        assert found not in (call(part="encoder") if call in (pruned, randomised) else None, whole)
+        with pytest.raises(ValueError, match="part: expected part= alone"):
+            call(part="decoder", stack="encoder")
+
+
 # ------------------------------------------------------------------ errors
 
 

@@ -57,6 +57,18 @@ def test_encoders_get_decompx_and_gradients_where_a_target_is_asked(name):
     assert (asked.method, asked.parameters["activations"]) == ("gim", "ratio")
 
 
+def test_layers_are_those_of_decompx():
+    model = build_or_skip(bridge, "bert", torch.float64)
+    prompt = tokens(model, 1, 7, 1)[0]
+    expected = lm.run(model, prompt, "decompx", queries=[-1])
+    for layers, labels in ((None, [1]), (-1, [1]), ([0, -1], [0, 1])):
+        found = lm.input_map(model, prompt, layers=layers)
+        assert (found.method, found.layer_labels) == ("decompx", labels)
+        torch.testing.assert_close(found.scores, expected.scores[labels])
+    with pytest.raises(ValueError, match="attribution_patching gives one map, of the whole model"):
+        lm.input_map(model, prompt, layers=[0])
+
+
 def test_feed_forwards_that_are_not_written_down():
     model = build_or_skip(bridge, "gpt_oss", torch.float64)
     found = lm.input_map(model, tokens(model, 1, 7, 1)[0])

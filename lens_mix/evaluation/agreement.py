@@ -94,13 +94,13 @@ def average_precision(row: Float[Tensor, " key"], relevant: Bool[Tensor, " key"]
     Raises:
         TypeError, ValueError: as `spearman`; `relevant` is no boolean per key.
     """
-    scores, wanted = _scores_and_relevant(row, relevant)
-    if not wanted.any():
+    scores, marks = _scores_and_relevant(row, relevant)
+    if not marks.any():
         return math.nan
     _, group = np.unique(-scores, return_inverse=True)  # numbered from the highest score
-    hits = np.bincount(group, wanted)
+    hits = np.bincount(group, marks)
     precision = hits.cumsum() / np.bincount(group).cumsum()
-    return float((hits * precision).sum() / wanted.sum())
+    return float((hits * precision).sum() / marks.sum())
 
 
 def reciprocal_rank(row: Float[Tensor, " key"], relevant: Bool[Tensor, " key"]) -> float:
@@ -113,12 +113,12 @@ def reciprocal_rank(row: Float[Tensor, " key"], relevant: Bool[Tensor, " key"]) 
     Raises:
         TypeError, ValueError: as `average_precision`.
     """
-    scores, wanted = _scores_and_relevant(row, relevant)
-    if not wanted.any():
+    scores, marks = _scores_and_relevant(row, relevant)
+    if not marks.any():
         return math.nan
-    best = scores[wanted].max()
+    best = scores[marks].max()
     ties = scores == best
-    above, tied, right = (int(keys.sum()) for keys in (scores > best, ties, wanted & ties))
+    above, tied, right = (int(keys.sum()) for keys in (scores > best, ties, marks & ties))
     orders = math.comb(tied, right)
     # The first relevant one of the tied keys stands at place p where the others are all behind it.
     return sum(
@@ -136,9 +136,9 @@ def mass_accuracy(row: Float[Tensor, " key"], relevant: Bool[Tensor, " key"]) ->
     Raises:
         TypeError, ValueError: as `average_precision`.
     """
-    scores, wanted = _scores_and_relevant(row, relevant)
+    scores, marks = _scores_and_relevant(row, relevant)
     mass = scores.clip(0)
-    return float(mass[wanted].sum() / mass.sum()) if wanted.any() and mass.sum() > 0 else math.nan
+    return float(mass[marks].sum() / mass.sum()) if marks.any() and mass.sum() > 0 else math.nan
 
 
 # ------------------------------------------------------------------ intervals
@@ -242,13 +242,13 @@ def _series(name: str, values: Any) -> np.ndarray:
 
 def _scores_and_relevant(row: Any, relevant: Any) -> tuple[np.ndarray, np.ndarray]:
     (scores,) = _rows(row=row)
-    wanted = real_tensor("relevant", relevant)
-    if wanted.dtype != torch.bool or tuple(wanted.shape) != scores.shape:
+    marks = real_tensor("relevant", relevant)
+    if marks.dtype != torch.bool or tuple(marks.shape) != scores.shape:
         raise ValueError(
-            f"relevant: expected one boolean per key, [{len(scores)}], got {wanted.dtype} of shape "
-            f"{list(wanted.shape)}"
+            f"relevant: expected one boolean per key, [{len(scores)}], got {marks.dtype} of shape "
+            f"{list(marks.shape)}"
         )
-    return scores, wanted.cpu().numpy()
+    return scores, marks.cpu().numpy()
 
 
 def _in_top(scores: np.ndarray, k: int) -> np.ndarray:

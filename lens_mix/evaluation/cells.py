@@ -138,7 +138,7 @@ def keep_cells(
         keep_diagonal: cells (q, q) are always kept and not ranked, since maps that hold the residual put it
             there and the others don't; False: they are ranked like any.
         seed: ties are broken at random, alike for every map.
-        options: stack, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
+        options: part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
 
     Returns:
         `CellFaithfulness`; a dict of them by name for maps by name.

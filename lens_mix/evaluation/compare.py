@@ -60,7 +60,7 @@ def compare(
         visible[..., 0] &= not drop_first
         for layer, label in enumerate(of_one.layer_labels):
             both = zip(visible[layer], of_one.scores[layer], of_other.scores[layer], strict=True)
-            pairs = [(_by_size(x[seen]), _by_size(y.to(x.device)[seen])) for seen, x, y in both]
+            pairs = [(_by_size(x[keys]), _by_size(y.to(x.device)[keys])) for keys, x, y in both]
             if queries is None:
                 # Where no more than k keys are seen, the top k are the same whatever the maps say.
                 pairs = [pair for pair in pairs if len(pair[0]) > k] or pairs

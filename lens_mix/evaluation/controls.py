@@ -13,6 +13,7 @@ from torch import Tensor
 from lens_mix.arguments import whole_number
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.lens.parts import one_part
 from lens_mix.maps import MixingMap
 
 
@@ -37,7 +38,9 @@ def control_maps(like: MixingMap, seed: int) -> dict[str, MixingMap]:
 
 
 @contextlib.contextmanager
-def randomised(model: TransformerLensModel, *, seed: int = 0, stack: str | None = None) -> Iterator[Any]:
+def randomised(
+    model: TransformerLensModel, *, seed: int = 0, part: str | None = None, stack: str | None = None
+) -> Iterator[Any]:
     """The model with its blocks' matrices shuffled, inside a `with` block (Adebayo et al., NeurIPS 2018).
 
     Each weight matrix keeps its numbers, in another order; vectors (biases, the norms' weights), embeddings
@@ -46,10 +49,10 @@ def randomised(model: TransformerLensModel, *, seed: int = 0, stack: str | None 
 
     Args:
         seed: of the order.
-        stack: as in `lm.run`.
+        part, stack: as in `lm.run`.
     """
     generator = torch.Generator().manual_seed(whole_number("seed", seed, 0))
-    lens = Lens(model, stack)
+    lens = Lens(model, one_part(part, stack))
     matrices = {
         id(parameter): parameter
         for block in lens.stack.blocks

@@ -120,7 +120,7 @@ def removal_curves(
         exact: most positions for exact bounds.
         beam: width of the search; 0: no bounds, normalised values are NaN.
         seed: ties of a row are broken at random, alike for every row.
-        options: stack, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
+        options: part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
 
     Returns:
         `RemovalCurves`; a dict of them by name for rows by name. With one position, or where removing changes
@@ -140,8 +140,8 @@ def removal_curves(
         orders = {name: falling(row[places], seed).tolist() for name, row in named.items()}
         paths = {name: _prefixes(order) for name, order in orders.items()}
         every = (1 << len(places)) - 1
-        wanted = {one for path in paths.values() for taken in path for one in (taken, every ^ taken)}
-        value_of(sorted(wanted))  # those of all rows at once: full batches, and each set once
+        sets = {one for path in paths.values() for taken in path for one in (taken, every ^ taken)}
+        value_of(sorted(sets))  # those of all rows at once: full batches, and each set once
         lower, upper, true = _bounds(value_of, len(places), paths.values(), passes.clean, exact, beam)
     curves = {}
     for name, path in paths.items():

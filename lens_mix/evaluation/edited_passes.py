@@ -18,6 +18,7 @@ from lens_mix.lens.batches import Batch
 from lens_mix.lens.block import Block
 from lens_mix.lens.copies import copies_within
 from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.lens.parts import one_part
 from lens_mix.lens.rows import Selection, read_selection
 from lens_mix.method import Method
 from lens_mix.methods import target_passes
@@ -111,8 +112,8 @@ class EditedPasses:
                 # The row that is read stands at every position, as a view: targets index as in the whole.
                 output = output.expand(-1, self.first_block.logits_real.shape[1], -1)
             # All are copies of one prompt: one part, without padding.
-            ((_, _, own),) = target_passes.parts(self.first_block, target, output, [0] * copies)
-            return target_passes.evaluate(self.bound.functions[0], own)
+            ((_, _, part),) = target_passes.parts(self.first_block, target, output, [0] * copies)
+            return target_passes.evaluate(self.bound.functions[0], part)
 
     def _rows(self, copies: int) -> Int[Tensor, " copy"]:
         return torch.zeros(copies, dtype=torch.long, device=self.passed.clean.real.device)
@@ -124,6 +125,7 @@ def edited_passes(
     prompt: Any,
     target: TargetLike | None,
     *,
+    part: str | None = None,
     stack: str | None = None,
     max_memory: int | None = None,
     prepend_bos: bool | None = None,
@@ -135,14 +137,15 @@ def edited_passes(
     Args:
         target: what is measured (`lens_mix.targets`, or any callable logits -> [copy]); None: the log
             probability of what the model predicts last.
-        model, prompt, stack, max_memory, prepend_bos, attention_mask, inputs: as in `lm.run`.
+        model, prompt, part, stack, max_memory, prepend_bos, attention_mask, inputs: as in `lm.run`.
 
     Raises:
         TypeError, ValueError: bad input, as in `lm.run`; a target that does not fit.
         UnsupportedModelError: hooks on values and patterns can't be trusted on this model.
     """
     target = targets.predicted(of="log_probability") if target is None else target
-    session = Session(model, {"edits": _Edits(targets.as_target(target))}, stack=stack, max_memory=max_memory)
+    edits, part = {"edits": _Edits(targets.as_target(target))}, one_part(part, stack)
+    session = Session(model, edits, stack=part, max_memory=max_memory)
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
     with session.passed([read]) as passed:
         first = passed.blocks("edits")[0]

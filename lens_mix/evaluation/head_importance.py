@@ -19,6 +19,10 @@ from lens_mix.arguments import flags, instance, number, one_of, pairs, real_tens
 from lens_mix.hooks import must_fire, prune_heads
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.parts import one_part
+from lens_mix.lens.prompts import read_prompt
+from lens_mix.lens.proof.proofs import proof_of
+from lens_mix.lens.proof.support import any_tokens
 from lens_mix.methods import AttentionAttribution, AttentionWeights, GradientAttention, Method
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike
@@ -110,6 +114,7 @@ def head_importance(
     targets: TargetLike | Sequence[TargetLike] | None = None,
     statistic: Literal["max", "mean"] = "max",
     method: AttentionAttribution | None = None,
+    part: str | None = None,
     stack: str | None = None,
     progress: bool = False,
     **options: Any,
@@ -131,7 +136,7 @@ def head_importance(
         statistic: "max" over the entries of a head's map, or their "mean" over visible keys. (The mean of
             attention says nothing: rows sum to 1, so that every head has the same.)
         method: the attribution to use ("attribution" only); its target is replaced by `targets`, if given.
-        stack, options: as in `lm.run`.
+        part, stack, options: as in `lm.run`.
 
     Raises:
         ValueError: no prompts; an unknown option; another number of targets than of prompts.
@@ -143,14 +148,14 @@ def head_importance(
         raise ValueError(f"method: applies to by='attribution' only, got by={by!r}")
     prompts = several("prompts", prompts, "several prompts", least=1)
     by_prompt = one_target_each("prompts", prompts, targets)
-    every_block_has_heads(model, stack, "head_importance")
+    part = every_block_has_heads(model, one_part(part, stack), "head_importance").stack.name
     if "layers" in options:
         raise ValueError("layers: expected none, as importances have a row for every layer; cut the scores")
     one_of("statistic", statistic, ("max", "mean"))
     values = []
     warned: collections.Counter[str] = collections.Counter()
     for prompt, target in zip(tqdm(prompts, disable=not progress, desc=by), by_prompt, strict=True):
-        mixing = run(model, prompt, method_for(by, target, method), stack=stack, **options)
+        mixing = run(model, prompt, method_for(by, target, method), part=part, **options)
         scores = mixing.scores.to("cpu", torch.float64)
         warned.update(note.split(":")[0] for note in mixing.notes if "completeness" in note)  # by layer
         if by == "attention":
@@ -169,18 +174,21 @@ def head_importance(
 
 
 @contextlib.contextmanager
-def pruned(model: TransformerLensModel, heads: Iterable[Head], *, stack: str | None = None) -> Iterator[Any]:
+def pruned(
+    model: TransformerLensModel, heads: Iterable[Head], *, part: str | None = None, stack: str | None = None
+) -> Iterator[Any]:
     """The model without some heads, inside a `with` block: their patterns count as zero.
 
     Args:
         heads: (layer, head) pairs.
-        stack: as in `lm.run`.
+        part, stack: as in `lm.run`.
 
     Raises:
         ValueError: a layer or head that the model does not have.
         RuntimeError: at the end, when nothing ran the model inside.
+        UnsupportedModelError: hooks on values and patterns can't be trusted on this model.
     """
-    lens = Lens(model, stack)
+    lens = Lens(model, one_part(part, stack))
     by_layer: dict[int, list[int]] = collections.defaultdict(list)
     for layer, head in pairs("heads", heads, "(layer, head) pairs"):
         layer = whole_number("heads", layer, 0, lens.n_layers - 1, "layers")
@@ -188,6 +196,9 @@ def pruned(model: TransformerLensModel, heads: Iterable[Head], *, stack: str | N
             gaps = lens.stack.gaps
             raise ValueError(f"heads: expected heads of blocks that have some, got layer {layer} ({gaps})")
         by_layer[layer].append(whole_number("heads", head, 0, lens.n_heads - 1, "heads"))
+    reason = proof_of(lens, read_prompt(model, lens.model_class, any_tokens(model))).hooks_refusal
+    if reason is not None:
+        raise UnsupportedModelError(f"pruned can't run on this model: {reason}")
     template = lens.stack.attention_template
     pruning = [prune_heads(layer, chosen, attention=template) for layer, chosen in by_layer.items()]
     # In the precision that the user runs the model in, with and without the heads.
@@ -199,6 +210,7 @@ def ablation_importance(
     model: TransformerLensModel,
     metric: Metric,
     *,
+    part: str | None = None,
     stack: str | None = None,
     examples: int = 0,
     progress: bool = False,
@@ -208,6 +220,7 @@ def ablation_importance(
     Args:
         metric: a function of the model, larger is better, that runs it on data of its own; it is called
             1 + layers x heads times.
+        part, stack: as in `lm.run`.
         examples: how many examples the metric is over, for the record.
 
     Raises:
@@ -216,19 +229,19 @@ def ablation_importance(
     """
     flags(progress=progress)
     examples = whole_number("examples", examples, 0)
-    lens = every_block_has_heads(model, stack, "ablation_importance")
+    lens = every_block_has_heads(model, one_part(part, stack), "ablation_importance")
     whole = measured(metric, model)
     scores = torch.zeros(lens.n_layers, lens.n_heads, dtype=torch.float64)
     places = list(itertools.product(range(lens.n_layers), range(lens.n_heads)))
     for place in tqdm(places, disable=not progress, desc="ablation"):
-        with pruned(model, [place], stack=stack):
+        with pruned(model, [place], part=lens.stack.name):
             scores[place] = whole - measured(metric, model)
     return HeadImportance(scores, "ablation", examples)
 
 
-def every_block_has_heads(model: TransformerLensModel, stack: str | None, what: str) -> Lens:
+def every_block_has_heads(model: TransformerLensModel, part: str | None, what: str) -> Lens:
     """The face of a model whose heads are a table, layer x head; a hybrid is refused."""
-    lens = Lens(model, stack)
+    lens = Lens(model, part)
     if lens.stack.gaps is not None:
         raise UnsupportedModelError(
             f"{what}: expected heads in every block, got {lens.stack.gaps} (lm.run maps "

@@ -35,8 +35,8 @@ class RankedCells:
     def of(cls, mixing: MixingMap, visible: Visible, keep_diagonal: bool, seed: int) -> RankedCells:
         scores = mixing.scores if mixing.has_heads else mixing.scores[:, None]
         always = torch.eye(scores.shape[-1], dtype=torch.bool) & keep_diagonal
-        seen = torch.stack([visible[layer] for layer in mixing.layer_labels])[:, None]
-        places = (seen & ~always).expand_as(scores).flatten().nonzero()[:, 0]
+        cells = torch.stack([visible[layer] for layer in mixing.layer_labels])[:, None]
+        places = (cells & ~always).expand_as(scores).flatten().nonzero()[:, 0]
         ranks = torch.full((scores.numel(),), len(places))
         ranks[places[falling(scores.cpu().flatten()[places], seed)]] = torch.arange(len(places))
         ranks = ranks.view(scores.shape).masked_fill(always, -1)

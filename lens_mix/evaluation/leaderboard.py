@@ -212,7 +212,8 @@ class _Evaluation:
 
     def _map(self, case: Case, method: Method) -> MixingMap:
         """A layer map comes with measured shares of the residual, for rollouts, where they can be had."""
-        asked: dict[str, Any] = {"queries": [case.query]} if method.whole_model else {}
+        # Of an input map its row is all that is scored; rows of layer maps are aggregated.
+        asked: dict[str, Any] = {"queries": [case.query]} if method.kind == "input" else {}
         if not self.task.layer_maps:
             with contextlib.suppress(UnsupportedModelError):
                 return run(self.model, case.prompt, method, residual_shares=True, **asked, **self.options)

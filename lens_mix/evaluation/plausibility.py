@@ -7,11 +7,10 @@ import os
 import random
 from typing import Any
 
-import torch
-
 from lens_mix import targets
 from lens_mix.arguments import whole_number
 from lens_mix.evaluation.tasks import Case
+from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel
 
 # Where the word that decides stands in the context (the prefix) of BLiMP's minimal pairs.
@@ -122,7 +121,7 @@ def planted_facts(
     Raises:
         ValueError: the model finds none of the answers.
     """
-    draw, cases = random.Random(whole_number("seed", seed, 0)), []
+    lens, draw, cases = Lens(model), random.Random(whole_number("seed", seed, 0)), []
     for _ in range(whole_number("count", count, 1)):
         template, words = draw.choice(_FACTS)
         name, word = draw.choice(_NAMES), draw.choice(words)
@@ -135,8 +134,7 @@ def planted_facts(
         position = len(model.to_tokens(before)[0])
         answer = model.tokenizer(word, add_special_tokens=False)["input_ids"]
         # The word has to stand where it is thought to: tokens may be cut otherwise in the whole prompt.
-        with torch.no_grad():
-            right = int(tokens[position]) == answer[0] == int(model(tokens[None])[0, -1].argmax())
+        right = int(tokens[position]) == answer[0] == int(lens.logits(tokens)[-1].argmax())
         cases += [Case(tokens, -1, (position,))] if right else []
     if not cases:
         raise ValueError("model: expected one that finds planted facts, got none of its answers right")

@@ -86,7 +86,7 @@ def residuals_at(
     Args:
         positions: one for all prompts, or one each; negative from the end.
         layers: as in `lm.run`; None: all.
-        options: `stack`, `prepend_bos`, … as in `lm.run`.
+        options: `part`, `prepend_bos`, … as in `lm.run`.
 
     Raises:
         TypeError: `queries` among the options.

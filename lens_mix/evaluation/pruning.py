@@ -23,6 +23,7 @@ from lens_mix.evaluation.head_importance import (
 )
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.lens.parts import one_part
 
 if TYPE_CHECKING:
     import pandas
@@ -85,6 +86,7 @@ def pruning_curves(
     remove: Literal["least", "most"] = "least",
     random: int = 3,
     seed: int = 0,
+    part: str | None = None,
     stack: str | None = None,
     progress: bool = False,
 ) -> PruningCurves:
@@ -98,13 +100,14 @@ def pruning_curves(
         remove: the "least" important heads first (the paper), or the "most".
         random: how many random orders to average under the name "random"; 0 for none.
         seed: of the random orders.
+        part, stack: as in `lm.run`.
 
     Raises:
         ValueError: no ranking; scores of another shape than [layer, head]; shares that do not ascend in 0..1.
         RuntimeError: the metric does not run the model.
         UnsupportedModelError: a hybrid, some of whose blocks have no heads.
     """
-    lens = every_block_has_heads(model, stack, "pruning_curves")
+    lens = every_block_has_heads(model, one_part(part, stack), "pruning_curves")
     total = lens.n_layers * lens.n_heads
     given = several("fractions", fractions, "ascending shares from 0 to 1", least=1)
     fractions = [number("fractions", fraction, 0, 1) for fraction in given]
@@ -120,7 +123,7 @@ def pruning_curves(
     every_order = [order for draws in orders.values() for order in draws]
     distinct = dict.fromkeys(frozenset(order[:count]) for count in removed for order in every_order)
     for heads in tqdm(distinct, disable=not progress, desc="pruning"):
-        with pruned(model, sorted(heads), stack=stack):
+        with pruned(model, sorted(heads), part=lens.stack.name):
             results[heads] = measured(metric, model)
     # ranking -> per share -> per draw
     values = {

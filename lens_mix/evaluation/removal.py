@@ -199,8 +199,8 @@ def _filled(
     values = []
     for chunk in removed.split(passes.at_once):
         tokens = passes.first_block.tokens.repeat(len(chunk), 1)
-        own = tokens[:, : passes.length]
-        own[:] = torch.where(chunk.to(own.device), fill.to(own.device), own)
+        prompt = tokens[:, : passes.length]
+        prompt[:] = torch.where(chunk.to(prompt.device), fill.to(prompt.device), prompt)
         values.append(passes.values(len(chunk), batch=passes.batch(len(chunk), tokens)))
     return torch.cat(values)
 

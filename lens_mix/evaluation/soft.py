@@ -94,7 +94,7 @@ def soft_faithfulness(
         target: a probability (`lm.targets.predicted()`, the default, or `.probability(...)`).
         positions: which positions are masked; None: all that the target's position can see. The rest stay.
         seed: of the draws.
-        options: stack, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
+        options: part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
 
     Returns:
         `SoftFaithfulness`; a dict of them by name for rows by name.
@@ -151,13 +151,13 @@ def matched(row: Float[Tensor, " key"], mean: float) -> Float[Tensor, " key"]:
     return (row * factor).clamp(0, 1)
 
 
-def _mean_target(passes: EditedPasses, places: list[int], kept: Bool[Tensor, "copy key d_model"]) -> float:
+def _mean_target(passes: EditedPasses, places: list[int], masks: Bool[Tensor, "copy key d_model"]) -> float:
     """The target over copies of the prompt of whose input only some coordinates are kept."""
     values = []
-    for masks in kept.split(passes.at_once):
-        resid = passes.first_block.whole_resid_pre.repeat(len(masks), 1, 1)
-        resid[:, places] *= masks.to(resid)
-        values.append(passes.values(len(masks), resid_pre=resid))
+    for chunk in masks.split(passes.at_once):
+        resid = passes.first_block.whole_resid_pre.repeat(len(chunk), 1, 1)
+        resid[:, places] *= chunk.to(resid)
+        values.append(passes.values(len(chunk), resid_pre=resid))
     return float(torch.cat(values).mean())
 
 

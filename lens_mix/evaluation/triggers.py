@@ -15,6 +15,7 @@ from lens_mix.arguments import flags, instance, number, pairs, several, whole_nu
 from lens_mix.evaluation.head_importance import method_for, one_target_each
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
+from lens_mix.lens.parts import one_part
 from lens_mix.lens.prompts import device_of, read_prompt, token_strings
 from lens_mix.maps import MixingMap
 from lens_mix.methods import AttentionAttribution
@@ -100,6 +101,7 @@ def extract_triggers(
     special: Collection[int] = (),
     least: float = 0.02,
     second: float = 0.2,
+    part: str | None = None,
     stack: str | None = None,
     progress: bool = False,
     **options: Any,
@@ -116,7 +118,7 @@ def extract_triggers(
         method: the attribution to use; None: the default one (probability of what the model predicts).
         special: token numbers that are never part of a trigger and end a segment ([CLS], [SEP], BOS).
         least, second: thresholds, as above; the entries are in the target's unit.
-        stack, options: as in `lm.run`.
+        part, stack, options: as in `lm.run`.
 
     Raises:
         ValueError: no examples; another number of targets than of examples.
@@ -125,12 +127,13 @@ def extract_triggers(
     least, second = number("least", least), number("second", second)
     examples, special = _examples(examples), _special(special)
     by_example = one_target_each("examples", examples, targets)
+    part = Lens(model, one_part(part, stack)).stack.name  # one of them: "all" is refused
     triggers = []
     bar = tqdm(examples, disable=not progress, desc="triggers")
     for example, target in zip(bar, by_example, strict=True):
         tokens = torch.tensor(example.tokens, device=device_of(model))
         attribution = method_for("attribution", target, method)
-        mixing = run(model, tokens, attribution, stack=stack, **options)
+        mixing = run(model, tokens, attribution, part=part, **options)
         trigger = _trigger(model, mixing, example, special, second)
         if trigger.pieces and sum(trigger.strength) >= least:
             triggers.append(trigger)
@@ -145,9 +148,9 @@ def insert_trigger(trigger: Trigger, example: Example, special: Collection[int] 
     """
     instance("trigger", trigger, Trigger, "a Trigger")
     segments = _segments(instance("example", example, Example, "an Example"), _special(special))
-    needed = max((piece.segment for piece in trigger.pieces), default=-1)
-    if needed >= len(segments):
-        raise ValueError(f"example: expected at least {needed + 1} segments, got {len(segments)}")
+    last_segment = max((piece.segment for piece in trigger.pieces), default=-1)
+    if last_segment >= len(segments):
+        raise ValueError(f"example: expected at least {last_segment + 1} segments, got {len(segments)}")
     tokens = list(example.tokens)
     moved: list[Span] = []
     shift = 0
@@ -246,10 +249,10 @@ def predict_by_token(
 
     def predict(examples: Sequence[Example]) -> list[Hashable]:
         classes: list[Hashable] = []
-        with lens.evaluation_mode():
-            for example in examples:
-                logits = model(torch.tensor([example.tokens], device=device_of(model)))[0, position]
-                classes.append(max(tokens, key=lambda label: float(logits[tokens[label]].max())))
+        lens = Lens(model)  # of this call: modules may have come and gone since
+        for example in examples:
+            logits = lens.logits(list(example.tokens))[position]
+            classes.append(max(tokens, key=lambda label: float(logits[tokens[label]].max())))
         return classes
 
     return predict

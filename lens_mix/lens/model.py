@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
@@ -15,7 +16,7 @@ from lens_mix.arguments import whole_number
 from lens_mix.hooks import AttentionHook, HookName, HookPair
 from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens import known_faults
-from lens_mix.lens.batches import Batch
+from lens_mix.lens.batches import Batch, pad
 from lens_mix.lens.changes import Changes, hooked
 from lens_mix.lens.model_classes import (
     ModelClass,
@@ -24,7 +25,7 @@ from lens_mix.lens.model_classes import (
     model_class_of,
     transformer_lens_version,
 )
-from lens_mix.lens.prompts import is_encoder_decoder, wrapped_config
+from lens_mix.lens.prompts import is_encoder_decoder, pad_token, read_prompt, wrapped_config
 from lens_mix.lens.stacks import Stack, stacks_of
 from lens_mix.lens.state import all_modules, evaluation_mode
 
@@ -199,6 +200,15 @@ class Lens:
         inputs["attention_mask"] = None if packs and bool(batch.real.all()) else mask
         # use_cache=False: a block that is run again must not find the keys of its first run.
         return self.model(batch.tokens, use_cache=False, **inputs, **options)
+
+    def logits(self, prompt: Any) -> Float[Tensor, "pos d_vocab"]:
+        """The logits of one prompt, from a pass as maps are made of."""
+        wrong = known_faults.wrong_logits(self.model_class, transformer_lens_version())
+        if wrong is not None:
+            raise UnsupportedModelError(wrong)
+        read = read_prompt(self.model, self.model_class, prompt)
+        with self.evaluation_mode():
+            return self.forward(pad([read], pad_token(self.model), "right"))[0]
 
     def takes_input(self, name: str) -> bool:
         """Whether the forward pass takes a further input of that name."""

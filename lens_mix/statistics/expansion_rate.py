@@ -8,10 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import ValuePath
-from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.parts import one_part
 from lens_mix.lens.precision import in_full_precision
 from lens_mix.lens.proof.support import check
+from lens_mix.lens.proof_record import VALUE
 
 
 @in_full_precision
@@ -30,12 +31,20 @@ def expansion_rates(
         stack: an older name of `part`.
 
     Returns:
-        Columns layer, head (a number, or "all"), rate. Raises ValueError: a block without such matrices.
+        Columns layer, head (a number, or "all"), rate. Raises ValueError: a block without such matrices;
+        UnsupportedModelError: values or outputs are not what these give (under an adapter, or a hook).
     """
+    part = one_part(part, stack)
+    proof = check(model, part=part).proof
     rows: list[tuple[int, int | str, float]] = []
-    for layer, anatomy in check(model, part=one_part(part, stack)).proof.anatomy.items():
+    for layer, anatomy in proof.anatomy.items():
         if anatomy.value_path is None:
             raise ValueError(f"block {layer}: expected value and output matrices, found none")
+        # Values of cross-attention are made of the encoder's outputs, and are not rebuilt.
+        parts = ("projection",) if part == "cross" else (VALUE, "projection")
+        reason = proof.hooks_refusal or proof.failure(parts)
+        if reason is not None:
+            raise UnsupportedModelError(f"expansion_rates can't run on this model: {reason}")
         heads, together = path_rates(anatomy.value_path)
         rows += [(layer, head, rate) for head, rate in enumerate(heads.tolist())]
         rows.append((layer, "all", together))

@@ -51,11 +51,11 @@ def mixing_ratios(
         UnsupportedModelError: a stage that the model's blocks can't be followed to.
     """
     expected = f"some of {list(STAGES)}"
-    wanted = tuple(STAGES if stages is None else several("stages", stages, expected, least=1))
-    for stage in wanted:
+    names = tuple(STAGES if stages is None else several("stages", stages, expected, least=1))
+    for stage in names:
         one_of("stages", stage, STAGES)
     rows = []
-    for number, (passed, followed) in enumerate(_passes(model, prompts, wanted, stages is None, options)):
+    for number, (passed, followed) in enumerate(_passes(model, prompts, names, stages is None, options)):
         places = [(row, passed.tokens[row], int(passed.token_ids[row])) for row in passed.queries]
         for block in passed.blocks:
             with torch.no_grad():

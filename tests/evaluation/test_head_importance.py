@@ -107,6 +107,18 @@ def test_ablation_is_the_difference_of_the_metric():
         ablation_importance(model, lambda pruned: 1.0)
 
 
+def test_heads_whose_patterns_do_not_mix_the_values_are_not_pruned():
+    """A hook that overwrites z: without the refusal nothing would change, and every head count as idle."""
+    model = gpt2_like(torch.float64)
+    (prompt,) = prompts(model, 1)
+    z = torch.ones((), dtype=torch.float64)
+    with (
+        model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", lambda mixed, hook: z.expand_as(mixed))]),
+        pytest.raises(lm.UnsupportedModelError, match="pruned can't run on this model: block 1: mixing"),
+    ):
+        ablation_importance(model, lambda pruned: float(pruned(prompt[None])[0, -1, 7].detach()))
+
+
 def test_encoder_decoder_stack():
     if available(bridge, "bart"):
         model = bridge("bart", torch.float64)

@@ -14,7 +14,9 @@ from lens_mix.evaluation import (
     Cues,
     Importance,
     Removals,
+    ReplaceTokens,
     blimp_cases,
+    leaderboard,
     planted_facts,
     plausibility,
     randomised,
@@ -24,6 +26,7 @@ from lens_mix.evaluation.candidates import aggregations_by_name, candidate_rows
 from lens_mix.evaluation.controls import control_rows
 from lens_mix.evaluation.leaderboard import Leaderboard
 from tests import tiny_models
+from tests.matrix import build_or_skip
 from tests.random_maps import map_of, random_attention
 from tests.tiny_models import gpt2_like
 
@@ -48,20 +51,27 @@ def word_tokenizer(words):
     )
 
 
-class CopyingModel:
-    """Says what stood after the last two words when they came before: finds every planted fact."""
+def copying_model(words):
+    """Says what stood after the last two words when they came before: finds every planted fact.
 
-    def __init__(self, words, knows=True):
-        self.tokenizer, self.knows = word_tokenizer(words), knows
+    In evaluation mode: in training, as with dropout, it knows nothing.
+    """
+    tokenizer = word_tokenizer(words)
+    if tiny_models.available(tiny_models.bridge, "gpt2"):
+        sizes = {"vocab_size": len(tokenizer), "n_positions": 128}
+        model = tiny_models.bridge("gpt2", tokenizer=tokenizer, **sizes)
+    else:
+        sizes = {"d_vocab": len(tokenizer), "n_ctx": 128}
+        model = tiny_models.hooked_transformer("LN", tokenizer=tokenizer, **sizes)
 
-    def to_tokens(self, text):
-        return torch.tensor([[1, *self.tokenizer(text, add_special_tokens=False)["input_ids"]]])
-
-    def __call__(self, tokens):
-        ids, logits = tokens[0].tolist(), torch.zeros(1, tokens.shape[1], len(self.tokenizer))
+    def forward(tokens, **options):
+        ids, logits = tokens[0].tolist(), torch.zeros(1, tokens.shape[1], len(tokenizer))
         places = [i for i in range(2, len(ids)) if ids[i - 2 : i] == ids[-2:]]
-        logits[0, -1, ids[places[0]] if self.knows and places else 0] = 1
+        logits[0, -1, ids[places[0]] if model.knows and places and not model.training else 0] = 1
         return logits
+
+    model.forward, model.knows = forward, True
+    return model
 
 
 def prompts(model, count=4):
@@ -155,6 +165,37 @@ def test_removals_and_cells_are_those_of_their_own_functions(model):
     assert (raw["closeness"], raw["area"]) == pytest.approx((-kept.distance, kept.area))
     assert "no cells" in board.refused["input_gradients"]
     assert {"random", "position"} < set(board.to_dataframe()["method"])
+
+
+def test_a_part_of_an_encoder_decoder_is_scored():
+    model = build_or_skip(tiny_models.bridge, "bart", torch.float64)
+    pair = torch.arange(3, 9), torch.arange(20, 25)
+    for task in (Importance([pair], OCCLUSION), Removals([pair], ReplaceTokens(8)), Cells([pair])):
+        board = lm.evaluate(model, task, "attention", ["mean"], part="decoder")
+        older = lm.evaluate(model, task, "attention", ["mean"], stack="decoder")
+        assert board.records == older.records
+    m = lm.run(model, pair, "attention", part="decoder")
+    expected = lm.evaluation.keep_cells(model, pair, m, part="decoder")
+    record = next(record for record in board.records if record["method"] == "attention")
+    assert record["closeness"] == pytest.approx(-expected.distance)
+
+
+def test_of_an_input_map_only_the_row_that_is_scored_is_made(model, monkeypatch):
+    (prompt,), asked = prompts(model, 1), []
+
+    def run(model, prompt, method, **options):
+        asked.append((method.name, options.get("queries")))
+        return lm.run(model, prompt, method, **options)
+
+    monkeypatch.setattr(leaderboard, "run", run)
+    task = Importance([prompt], OCCLUSION)
+    board = lm.evaluate(model, task, ["decompx", "alti_logit", "attention"], ["mean"])
+    assert asked == [("decompx", [-1]), ("alti_logit", [-1]), ("attention", None)]
+    whole = lm.run(model, prompt, ["decompx", "alti_logit"])
+    rows = {"decompx": whole["decompx"].scores[-1, -1], "alti_logit": whole["alti_logit"].scores.sum(0)[-1]}
+    for name, score in task.scores(model, task.cases(model)[0], rows).items():
+        (record,) = [record for record in board.records if record["method"] == name]
+        assert {metric: record[metric] for metric in task.metrics} == pytest.approx(score)
 
 
 def test_resumes_where_it_stopped(model, tmp_path):
@@ -299,7 +340,7 @@ def test_planted_facts():
     words |= {f"{word}." for word in answers} | {f"{name}'s" for name in plausibility._NAMES}
     words |= {text.split("{1}")[0].split()[-1] for text in texts}
     # one word and its full stop are two tokens, as with real tokenizers
-    model = CopyingModel(sorted(word for word in words if word not in {f"{answer}." for answer in answers}))
+    model = copying_model(sorted(word for word in words if word not in {f"{answer}." for answer in answers}))
     model.tokenizer.backend_tokenizer.pre_tokenizer = _full_stops_apart()
     cases = planted_facts(model, 10, sentences=4, seed=3)
     assert len(cases) == 10
@@ -308,6 +349,9 @@ def test_planted_facts():
         assert model.tokenizer.decode(case.prompt[position]) in answers
         # the words before the answer are the prompt's last
         assert case.prompt[position - 2 : position].tolist() == case.prompt[-2:].tolist()
+    in_training = planted_facts(model.train(), 10, sentences=4, seed=3)
+    assert [case.relevant for case in in_training] == [case.relevant for case in cases]
+    assert model.training
     model.knows = False
     with pytest.raises(ValueError, match="finds planted facts"):
         planted_facts(model, 2)

@@ -14,6 +14,8 @@ from lens_mix.evaluation import (
 )
 from lens_mix.evaluation.triggers import Piece
 from tests import tiny_models
+from tests.matrix import build_or_skip
+from tests.tiny_models import bridge
 
 CLS, SEP = 1, 2
 
@@ -135,6 +137,18 @@ def test_predict_by_token(model):
     best, worst = int(logits.argmax()), int(logits.argmin())
     assert predict_by_token(model, {"yes": best, "no": worst})([example]) == ["yes"]
     assert predict_by_token(model, {"no": worst, "yes": [worst, best]})([example]) == ["yes"]
+
+
+def test_predictions_of_an_encoder_decoder_are_what_a_target_reads():
+    """The decoder's start token alone, as where triggers are extracted: not the source as its own target."""
+    model = build_or_skip(bridge, "bart", torch.float64)
+    source = tiny_models.tokens(model, 1)[0]
+    choices = {token: token for token in range(3, 50)}
+    with torch.no_grad():
+        logits = model(source[None], decoder_input=torch.tensor([[2]]))[0, -1]
+    assert predict_by_token(model, choices)([Example(tuple(source.tolist()), "x")]) == [
+        max(choices, key=lambda token: float(logits[token]))
+    ]
 
 
 def test_example_from_text(model):

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+import lens_mix as lm
 from lens_mix.lens.anatomy import ValuePath
 from lens_mix.statistics.expansion_rate import expansion_rates, path_rates
+from tests.matrix import build_or_skip
 from tests.tiny_models import available, bridge, hooked_transformer
 
 
@@ -50,3 +52,17 @@ def test_tables_have_every_head_and_their_sum():
     assert table["head"].tolist() == [0, 1, 2, 3, "all"] * 2
     assert (table["rate"] > 0).all()
     assert path_rates(path(2, biases=False))[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("hook", "part"), [("v.hook_out", "value"), ("o.hook_out", "projection")], ids=["values", "outputs"]
+)
+def test_matrices_that_are_not_what_the_model_applies_have_no_rates(hook, part):
+    model = build_or_skip(bridge, "llama")
+    expected = expansion_rates(model)
+    with (
+        model.hooks(fwd_hooks=[(f"blocks.1.attn.{hook}", lambda out, hook: out * 1.5)]),
+        pytest.raises(lm.UnsupportedModelError, match=f"expansion_rates .* block 1: {part} is not proven"),
+    ):
+        expansion_rates(model)
+    assert expansion_rates(model).equals(expected)
