@@ -186,6 +186,7 @@ class _Evaluation:
             "methods": parameters,
             "aggregations": list(self.aggregations),
             "randomised_model": self.randomised_model,
+            "options": {name: value for name, value in self.options.items() if name != "max_memory"},
         }
         return json.loads(json.dumps(header, default=str))  # as it comes back from a file
 
@@ -193,7 +194,7 @@ class _Evaluation:
         """The records of one case."""
         candidates = self._candidates(case, "")
         if self.randomised_model:
-            with randomised(self.model):
+            with randomised(self.model, **{k: v for k, v in self.options.items() if k in ("part", "stack")}):
                 candidates |= self._candidates(case, ", randomised model")
         if candidates:
             like = next(iter(candidates.values()))

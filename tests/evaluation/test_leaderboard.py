@@ -178,6 +178,14 @@ def test_a_part_of_an_encoder_decoder_is_scored():
     expected = lm.evaluation.keep_cells(model, pair, m, part="decoder")
     record = next(record for record in board.records if record["method"] == "attention")
     assert record["closeness"] == pytest.approx(-expected.distance)
+    # The control shuffles the part whose maps are scored: decoder maps of its own weights, and no other's.
+    board = lm.evaluate(model, Cells([pair]), "attention", part="decoder", randomised_model=True)
+    with lm.evaluation.randomised(model, part="decoder"):
+        shuffled = lm.run(model, pair, "attention", part="decoder")
+    expected = lm.evaluation.keep_cells(model, pair, shuffled, part="decoder")
+    name = "attention, randomised model"
+    record = next(record for record in board.records if record["method"] == name)
+    assert record["closeness"] == pytest.approx(-expected.distance)
 
 
 def test_of_an_input_map_only_the_row_that_is_scored_is_made(model, monkeypatch):
@@ -212,6 +220,8 @@ def test_resumes_where_it_stopped(model, tmp_path):
     assert finished["records"] == [record for record in whole.records if record["case"] == 0]
     with pytest.raises(ValueError, match="differs in methods"):
         lm.evaluate(model, task, "alti", ["mean"], resume=path)
+    with pytest.raises(ValueError, match="differs in options"):
+        lm.evaluate(model, task, "attention", ["mean"], resume=path, prepend_bos=False)
 
 
 def test_what_a_model_cannot_run_is_named(model):
