@@ -7,6 +7,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.methods import METHODS, Method
+from lens_mix.session import Session
 from tests.matrix import build_or_skip, cases, prompt_of
 from tests.tiny_models import bridge, gpt2_like, hooked_transformer, tokens
 
@@ -16,8 +17,10 @@ CASES = {case.label: case for case in cases(cross=True)}
 
 def supported(model, stack):
     """The methods that run on a model: those that make their rows alone, all of layers, of all of it."""
-    names = [name for name, engine, _ in lm.support(model, stack=stack) if engine is not None]
-    alone = [name for name in names if METHODS[name].kind == "layer" and METHODS[name].engines[0] != "hooks"]
+    engines = {name: engine for name, engine, _ in lm.support(model, stack=stack) if engine is not None}
+    names = list(engines)
+    layerwise = [name for name in names if METHODS[name].kind == "layer"]
+    alone = [name for name in layerwise if METHODS[name]().takes_rows(engines[name])]
     whole = [name for name in names if METHODS[name].whole_model]
     return alone, [name for name in names if name not in whole], whole
 
@@ -56,6 +59,29 @@ def test_rows_and_layers_equal_the_cut_of_the_whole_map(label):
         parts = lm.run(model, prompt, names, stack=case.stack, queries=queries, layers=layers)
         for name in names:
             assert_cut(parts[name], whole[name], queries, layers, exactness)
+
+
+def test_the_asked_rows_alone_are_kept_where_passes_need_whole_patterns():
+    model = gpt2_like()
+    methods = [lm.ValueZeroing(), lm.GradientAttention(), lm.AttentionAttribution(per_head=True)]
+    session = Session(model, {method.name: method for method in methods}, queries=[-1, 0])
+    with session.passed([session.read(tokens(model, 1, 6)[0])]) as passed:
+        patterns = [kept for name, kept in passed.clean.recorded.items() if name.endswith("hook_pattern")]
+        assert [pattern.shape[2] for pattern in patterns] == [2, 2]
+        for method in methods:
+            for scores in method.of_stack(passed.blocks(method.name)):
+                assert scores.shape[-2:] == (2, 6)
+                assert scores.untyped_storage().nbytes() == scores.numel() * scores.element_size()
+
+
+@pytest.mark.parametrize("baseline", ["uniform", lambda pattern, layer: 0.5 * pattern])
+def test_rows_of_a_path_from_a_baseline_are_the_cut_of_the_whole(baseline):
+    model = gpt2_like(torch.float64)
+    method, prompt = lm.AttentionAttribution(baseline=baseline, per_head=True), tokens(model, 1, 6)
+    whole, part = lm.run(model, prompt, method), lm.run(model, prompt, method, queries=[4, 1])
+    torch.testing.assert_close(part.scores, whole.scores[:, :, [4, 1]], atol=1e-12, rtol=0)
+    for name, found in part.provenance["details"].items():
+        assert found == pytest.approx(whole.provenance["details"][name], abs=1e-12)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

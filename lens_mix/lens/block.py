@@ -275,6 +275,15 @@ class Block:
         """The asked rows of what the clean pass kept: of all positions, or of these rows already."""
         return tensor if self._clean.rows is not None else self.rows_of(tensor, axis)
 
+    def with_every_query(self) -> Block:
+        """This block with all rows, and the same record; of what the method records, the pattern alone."""
+        if self.every_query:
+            return self
+        clean = self._clean if self._clean.rows is None else self._clean.with_whole_pattern(self.layer)
+        whole = Block(clean, self.layer, self._proof, self.engine, self.max_memory)
+        whole.details, whole.warnings, whole.explained = self.details, self.warnings, self.explained
+        return whole
+
     @property
     def cache(self) -> dict[Any, Any]:
         """What the methods of one run share about this block; emptied when the next one is mapped."""
