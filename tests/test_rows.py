@@ -7,6 +7,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.methods import METHODS, Method
+from lens_mix.methods.attn_res import attn_res
 from lens_mix.session import Session
 from tests.matrix import build_or_skip, cases, prompt_of
 from tests.tiny_models import bridge, gpt2_like, hooked_transformer, tokens
@@ -160,9 +161,23 @@ def test_a_user_can_put_a_methods_hooks_on_a_run_of_their_own():
     with torch.no_grad():
         model.run_with_hooks(prompt, fwd_hooks=lm.AttnRes().hooks(0, store))
     roles = {name.rsplit("hook_", 1)[1]: tensor.shape for name, tensor in store.items()}
-    assert sorted(roles) == ["pattern", "v", "z"]
+    assert sorted(roles) == ["pattern", "resid_pre", "v", "z"]
     store.clear()
     with torch.no_grad():
         model.run_with_hooks(prompt, fwd_hooks=lm.AttnRes().hooks(1, store, queries=torch.tensor([[-1, 2]])))
     assert store["blocks.1.attn.hook_pattern"].shape[2] == 2
     assert store["blocks.1.attn.hook_v"].shape[1] == 6
+    assert store["blocks.1.hook_resid_pre"].shape[1] == 2
+
+
+@pytest.mark.parametrize(("factory", "name"), [(bridge, "gpt2"), (hooked_transformer, "LN")])
+def test_the_formula_on_what_a_methods_hooks_record_is_its_map(factory, name):
+    model = build_or_skip(factory, name, torch.float64)
+    prompt, store, layer = tokens(model, 1, 6), {}, 1
+    with torch.no_grad():
+        model.run_with_hooks(prompt, fwd_hooks=lm.AttnRes().hooks(layer, store))
+    pattern, value, resid_pre = (
+        store[f"blocks.{layer}.{it}"] for it in ("attn.hook_pattern", "attn.hook_v", "hook_resid_pre")
+    )
+    scores = attn_res(pattern, value, model.W_O[layer], resid_pre)
+    torch.testing.assert_close(scores[0], lm.run(model, prompt, "attn_res").scores[layer], atol=1e-10, rtol=0)

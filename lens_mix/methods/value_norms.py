@@ -22,7 +22,7 @@ class VectorMethod(Method):
     """Base of the methods on the vectors that keys send, which algebra makes of values and weights."""
 
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = frozenset({"pattern", "value", "z"})
+    records: ClassVar[frozenset[str]] = frozenset({"pattern", "value", "z", "resid_pre"})
     # What the vectors before the feed-forward are made of; a mixture's experts need no proof for them.
     parts: ClassVar[tuple[str, ...]] = ("projection", "residual")
 
