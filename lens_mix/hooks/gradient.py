@@ -196,6 +196,12 @@ def with_gradient_of(linear: Tensor, output: Tensor) -> Tensor:
     return output.detach() + (linear - linear.detach()).to(output.dtype)
 
 
+def beside(constants: Float[Tensor, " row"], like: Tensor) -> Tensor:
+    """Numbers of rows, to be multiplied with a tensor whose first axis is the rows, or their positions."""
+    each = constants.repeat_interleave(len(like) // len(constants)).to(like.dtype)
+    return each.reshape(-1, *[1] * (like.ndim - 1))
+
+
 def is_differentiated(tensor: Tensor) -> bool:
     """Whether a gradient may come back to the tensor."""
     return torch.is_grad_enabled() and tensor.requires_grad
@@ -295,3 +301,20 @@ class _Factor(GradientCounter, HookFunction):
     def __call__(self, tensor: Tensor, hook: Any) -> None:
         if is_differentiated(tensor):
             self._post.factors[self.name.rpartition(".")[2]] = self.follow(tensor)
+
+
+class Constant(GradientCounter, HookFunction):
+    """A bias (None: all that is shown) times the leaf, per row, that stands for what comes from no token."""
+
+    def __init__(self, bias: Tensor | None, constants: Float[Tensor, " row"], name: str) -> None:
+        super().__init__(name)
+        self._bias, self._constants = bias, constants
+
+    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+        if not torch.is_grad_enabled():
+            return None
+        bias = tensor.detach() if self._bias is None else self._bias.to(tensor.dtype)
+        if self._bias is not None and bias.ndim == 2 and tensor.ndim == 3:
+            bias = bias.flatten()
+        added = beside(self._constants, tensor) * bias
+        return self.follow(tensor + (added - added.detach()))
