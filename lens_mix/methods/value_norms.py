@@ -67,5 +67,5 @@ def value_norms(
     value: Float[Tensor, "batch key value_head d_head"],
     W_O: Float[Tensor, "head d_head d_model"],
 ) -> Float[Tensor, "batch query key"]:
-    """The definition: ‖Σ_h a_ijh v_jh W_O^h‖."""
+    """The definition: ‖Σ_h a_ijh v_jh W_O^h‖; `per_head` has the norms of `definitions.head_parts`."""
     return norms(value_vectors(pattern, value, W_O))
