@@ -175,10 +175,10 @@ def pattern_gradient(
     to_no_key = sink(pattern)
     all_weights = torch.cat([weights, to_no_key], dim=-1)
     tempered = (all_weights.log() / temperature).softmax(-1).nan_to_num(0)[..., :-1]
-    wanted = tempered * (given - (tempered * given).sum(-1, keepdim=True))
-    changed = torch.where(weights > 0, wanted / weights, 0)
-    # With a sink the wanted numbers don't sum to 0, and the softmax's own Σ P g' has to be made up for.
-    changed = changed + torch.where(to_no_key > 0, wanted.sum(-1, keepdim=True) / to_no_key, 0)
+    by_scores = tempered * (given - (tempered * given).sum(-1, keepdim=True))
+    changed = torch.where(weights > 0, by_scores / weights, 0)
+    # With a sink these numbers don't sum to 0, and the softmax's own Σ P g' has to be made up for.
+    changed = changed + torch.where(to_no_key > 0, by_scores.sum(-1, keepdim=True) / to_no_key, 0)
     return (factor * changed).to(gradient.dtype)
 
 
