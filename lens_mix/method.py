@@ -41,7 +41,7 @@ class Method:
             and `RESIDUAL_KEY` after them; None: it is not defined there.
         joint: whether it maps the source and the target of an encoder-decoder at once (`Block.is_joint`).
         places_tokens: whether it runs tokens at positions of its own, which the model has to take.
-        records: what the clean pass must record of each attention module ("pattern", "value", "z").
+        records: what the method reads of a layer of the clean pass ("pattern", "value", "z", "resid_pre").
         parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof`).
         reads_last_residual: whether the clean pass has to run to the last block, whatever layers are asked.
         citation: the key of the paper in `references.bib`.
@@ -75,6 +75,8 @@ class Method:
         attention: str = DEFAULT_ATTENTION,
     ) -> list[HookPair]:
         """What the method puts on one layer of a clean pass: the runner's pairs, and good in a run of yours.
+
+        But for "resid_pre", which the runner has without a hook.
 
         Args:
             layer: which block.

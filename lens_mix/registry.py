@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from lens_mix.arguments import shown
-from lens_mix.hooks.record import ATTENTION_ROLES
+from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
 from lens_mix.lens.proof_record import ALGEBRA_PARTS, HEAD, VALUE
 from lens_mix.method import Method
 from lens_mix.methods import METHODS
@@ -27,7 +27,7 @@ GROUP = "lens_mix.methods"
 _ALLOWED = {
     "engines": ("recorded", "hooks", "algebra"),
     "kind": ("layer", "input"),
-    "records": tuple(ATTENTION_ROLES),
+    "records": (*ATTENTION_ROLES, RESID_PRE),
     "parts": (*ALGEBRA_PARTS, VALUE, HEAD),
 }
 _REQUIRED = {

@@ -19,6 +19,7 @@ from torch import Tensor
 from lens_mix.algebra.large_product import by_onednn
 from lens_mix.arguments import whole_number
 from lens_mix.hooks import record_all, record_attention
+from lens_mix.hooks.record import RESID_PRE
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.block import Block
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
@@ -245,8 +246,10 @@ class Session:
         fwd_hooks = record_all(store, required)
         for method in self.methods.values():
             for layer in self.layers_of(method):
-                fwd_hooks += method.hooks(layer, store, queries=positions, attention=template)
-                required += [lens.stack.hook_name(role, layer) for role in method.records]
+                pairs = method.hooks(layer, store, queries=positions, attention=template)
+                # What enters a block is read from its call, which every class shows.
+                fwd_hooks += [pair for pair in pairs if pair[0] != f"{lens.where(layer)}.hook_resid_pre"]
+                required += [lens.stack.hook_name(role, layer) for role in method.records - {RESID_PRE}]
             checked -= method.records  # recorded already
         for layer in layers:
             fwd_hooks += record_attention(

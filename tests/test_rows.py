@@ -7,6 +7,8 @@ import torch
 
 import lens_mix as lm
 from lens_mix.methods import METHODS, Method
+from lens_mix.methods.attn_res import attn_res
+from lens_mix.session import Session
 from tests.matrix import build_or_skip, cases, prompt_of
 from tests.tiny_models import bridge, gpt2_like, hooked_transformer, tokens
 
@@ -16,8 +18,10 @@ CASES = {case.label: case for case in cases(cross=True)}
 
 def supported(model, stack):
     """The methods that run on a model: those that make their rows alone, all of layers, of all of it."""
-    names = [name for name, engine, _ in lm.support(model, stack=stack) if engine is not None]
-    alone = [name for name in names if METHODS[name].kind == "layer" and METHODS[name].engines[0] != "hooks"]
+    engines = {name: engine for name, engine, _ in lm.support(model, stack=stack) if engine is not None}
+    names = list(engines)
+    layerwise = [name for name in names if METHODS[name].kind == "layer"]
+    alone = [name for name in layerwise if METHODS[name]().takes_rows(engines[name])]
     whole = [name for name in names if METHODS[name].whole_model]
     return alone, [name for name in names if name not in whole], whole
 
@@ -56,6 +60,29 @@ def test_rows_and_layers_equal_the_cut_of_the_whole_map(label):
         parts = lm.run(model, prompt, names, stack=case.stack, queries=queries, layers=layers)
         for name in names:
             assert_cut(parts[name], whole[name], queries, layers, exactness)
+
+
+def test_the_asked_rows_alone_are_kept_where_passes_need_whole_patterns():
+    model = gpt2_like()
+    methods = [lm.ValueZeroing(), lm.GradientAttention(), lm.AttentionAttribution(per_head=True)]
+    session = Session(model, {method.name: method for method in methods}, queries=[-1, 0])
+    with session.passed([session.read(tokens(model, 1, 6)[0])]) as passed:
+        patterns = [kept for name, kept in passed.clean.recorded.items() if name.endswith("hook_pattern")]
+        assert [pattern.shape[2] for pattern in patterns] == [2, 2]
+        for method in methods:
+            for scores in method.of_stack(passed.blocks(method.name)):
+                assert scores.shape[-2:] == (2, 6)
+                assert scores.untyped_storage().nbytes() == scores.numel() * scores.element_size()
+
+
+@pytest.mark.parametrize("baseline", ["uniform", lambda pattern, layer: 0.5 * pattern])
+def test_rows_of_a_path_from_a_baseline_are_the_cut_of_the_whole(baseline):
+    model = gpt2_like(torch.float64)
+    method, prompt = lm.AttentionAttribution(baseline=baseline, per_head=True), tokens(model, 1, 6)
+    whole, part = lm.run(model, prompt, method), lm.run(model, prompt, method, queries=[4, 1])
+    torch.testing.assert_close(part.scores, whole.scores[:, :, [4, 1]], atol=1e-12, rtol=0)
+    for name, found in part.provenance["details"].items():
+        assert found == pytest.approx(whole.provenance["details"][name], abs=1e-12)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -134,9 +161,23 @@ def test_a_user_can_put_a_methods_hooks_on_a_run_of_their_own():
     with torch.no_grad():
         model.run_with_hooks(prompt, fwd_hooks=lm.AttnRes().hooks(0, store))
     roles = {name.rsplit("hook_", 1)[1]: tensor.shape for name, tensor in store.items()}
-    assert sorted(roles) == ["pattern", "v", "z"]
+    assert sorted(roles) == ["pattern", "resid_pre", "v", "z"]
     store.clear()
     with torch.no_grad():
         model.run_with_hooks(prompt, fwd_hooks=lm.AttnRes().hooks(1, store, queries=torch.tensor([[-1, 2]])))
     assert store["blocks.1.attn.hook_pattern"].shape[2] == 2
     assert store["blocks.1.attn.hook_v"].shape[1] == 6
+    assert store["blocks.1.hook_resid_pre"].shape[1] == 2
+
+
+@pytest.mark.parametrize(("factory", "name"), [(bridge, "gpt2"), (hooked_transformer, "LN")])
+def test_the_formula_on_what_a_methods_hooks_record_is_its_map(factory, name):
+    model = build_or_skip(factory, name, torch.float64)
+    prompt, store, layer = tokens(model, 1, 6), {}, 1
+    with torch.no_grad():
+        model.run_with_hooks(prompt, fwd_hooks=lm.AttnRes().hooks(layer, store))
+    pattern, value, resid_pre = (
+        store[f"blocks.{layer}.{it}"] for it in ("attn.hook_pattern", "attn.hook_v", "hook_resid_pre")
+    )
+    scores = attn_res(pattern, value, model.W_O[layer], resid_pre)
+    torch.testing.assert_close(scores[0], lm.run(model, prompt, "attn_res").scores[layer], atol=1e-10, rtol=0)

@@ -175,10 +175,10 @@ def pattern_gradient(
     to_no_key = sink(pattern)
     all_weights = torch.cat([weights, to_no_key], dim=-1)
     tempered = (all_weights.log() / temperature).softmax(-1).nan_to_num(0)[..., :-1]
-    wanted = tempered * (given - (tempered * given).sum(-1, keepdim=True))
-    changed = torch.where(weights > 0, wanted / weights, 0)
-    # With a sink the wanted numbers don't sum to 0, and the softmax's own Σ P g' has to be made up for.
-    changed = changed + torch.where(to_no_key > 0, wanted.sum(-1, keepdim=True) / to_no_key, 0)
+    by_scores = tempered * (given - (tempered * given).sum(-1, keepdim=True))
+    changed = torch.where(weights > 0, by_scores / weights, 0)
+    # With a sink these numbers don't sum to 0, and the softmax's own Σ P g' has to be made up for.
+    changed = changed + torch.where(to_no_key > 0, by_scores.sum(-1, keepdim=True) / to_no_key, 0)
     return (factor * changed).to(gradient.dtype)
 
 
@@ -194,6 +194,12 @@ def activation_ratio(
 def with_gradient_of(linear: Tensor, output: Tensor) -> Tensor:
     """The output as it is, with the gradient of something else."""
     return output.detach() + (linear - linear.detach()).to(output.dtype)
+
+
+def beside(constants: Float[Tensor, " row"], like: Tensor) -> Tensor:
+    """Numbers of rows, to be multiplied with a tensor whose first axis is the rows, or their positions."""
+    each = constants.repeat_interleave(len(like) // len(constants)).to(like.dtype)
+    return each.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def is_differentiated(tensor: Tensor) -> bool:
@@ -295,3 +301,20 @@ class _Factor(GradientCounter, HookFunction):
     def __call__(self, tensor: Tensor, hook: Any) -> None:
         if is_differentiated(tensor):
             self._post.factors[self.name.rpartition(".")[2]] = self.follow(tensor)
+
+
+class Constant(GradientCounter, HookFunction):
+    """A bias (None: all that is shown) times the leaf, per row, that stands for what comes from no token."""
+
+    def __init__(self, bias: Tensor | None, constants: Float[Tensor, " row"], name: str) -> None:
+        super().__init__(name)
+        self._bias, self._constants = bias, constants
+
+    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+        if not torch.is_grad_enabled():
+            return None
+        bias = tensor.detach() if self._bias is None else self._bias.to(tensor.dtype)
+        if self._bias is not None and bias.ndim == 2 and tensor.ndim == 3:
+            bias = bias.flatten()
+        added = beside(self._constants, tensor) * bias
+        return self.follow(tensor + (added - added.detach()))

@@ -16,8 +16,10 @@ from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookFunction, 
 
 # role -> TransformerLens's hook point inside the attention module
 ATTENTION_ROLES = {"query": "hook_q", "value": "hook_v", "pattern": "hook_pattern", "z": "hook_z"}
+# The role, outside of it, of the residual stream that enters the block.
+RESID_PRE = "resid_pre"
 # Where these tensors have the axis of the query positions; values stand for keys.
-_QUERY_AXIS = {"query": 1, "pattern": 2, "z": 1}
+_QUERY_AXIS = {"query": 1, "pattern": 2, "z": 1, RESID_PRE: 1}
 
 
 def record(
@@ -94,12 +96,12 @@ def record_attention(
     queries: Int[Tensor, "batch query"] | None = None,
     attention: str = DEFAULT_ATTENTION,
 ) -> list[HookPair]:
-    """`record` for tensors of one attention module by what they are: one pair per role.
+    """`record` for what one layer's attention reads and makes, by what it is: one pair per role.
 
     Args:
         layer, attention: as in `zero_values`.
         store: the dict to fill, by TransformerLens's names.
-        roles: some of "query", "value", "pattern", "z".
+        roles: some of "query", "value", "pattern", "z" and "resid_pre", the stream that enters the block.
         queries: positions of the rows to keep of each prompt; values are kept for all positions. None: all.
 
     Raises:
@@ -122,12 +124,13 @@ def record_attention(
         )
         if not whole:
             raise TypeError(f"queries: expected an integer tensor [batch query]; got {shown(queries)}")
-    for role in several("roles", roles, f"some of {sorted(ATTENTION_ROLES)}"):
-        one_of("roles", role, ATTENTION_ROLES)
+    points, module = {**ATTENTION_ROLES, RESID_PRE: "hook_resid_pre"}, attention_module(layer, attention)
+    for role in several("roles", roles, f"some of {sorted(points)}"):
+        one_of("roles", role, points)
         select = None
         if queries is not None and role in _QUERY_AXIS:
             select = functools.partial(_rows, queries=queries, axis=_QUERY_AXIS[role])
-        name = f"{attention_module(layer, attention)}.{ATTENTION_ROLES[role]}"
+        name = f"{module.rpartition('.')[0] if role == RESID_PRE else module}.{points[role]}"
         pairs.append(record(store, name, select=select))
     return pairs
 

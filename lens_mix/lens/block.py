@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair, record
-from lens_mix.hooks.record import ATTENTION_ROLES
+from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, read_norm
 from lens_mix.lens.batches import Batch, Prompt, pad
 from lens_mix.lens.changed_backward import BackwardRules, Rules, changed_backward
@@ -256,10 +256,12 @@ class Block:
         return self.rows_of(self._clean.calls[self._lens.n_layers - 1].resid_post)
 
     def recorded(self, role: str) -> Tensor:
-        """What the method records: "pattern" and "z" at the asked rows, "value" of every key.
+        """What the method records: "value" of every key, all else at the asked rows.
 
         Where a hook of the user's scales z, "pattern" is times its factors.
         """
+        if role == RESID_PRE:
+            return self.resid_pre
         name = self._lens.stack.hook_name(role, self.layer) if role in ATTENTION_ROLES else ""
         if name not in self._clean.recorded:
             raise ValueError(
@@ -274,6 +276,15 @@ class Block:
     def _of_recorded_rows(self, tensor: Tensor, axis: int = 1) -> Tensor:
         """The asked rows of what the clean pass kept: of all positions, or of these rows already."""
         return tensor if self._clean.rows is not None else self.rows_of(tensor, axis)
+
+    def with_every_query(self) -> Block:
+        """This block with all rows, and the same record; of what the method records, the pattern alone."""
+        if self.every_query:
+            return self
+        clean = self._clean if self._clean.rows is None else self._clean.with_whole_pattern(self.layer)
+        whole = Block(clean, self.layer, self._proof, self.engine, self.max_memory)
+        whole.details, whole.warnings, whole.explained = self.details, self.warnings, self.explained
+        return whole
 
     @property
     def cache(self) -> dict[Any, Any]:

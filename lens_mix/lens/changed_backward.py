@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookFunction, HookName, HookPair, hold_activation_ratio, scale_pattern_gradient
-from lens_mix.hooks.gradient import GradientCounter, is_differentiated, with_gradient_of
+from lens_mix.hooks.gradient import Constant, GradientCounter, beside, is_differentiated, with_gradient_of
 from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, FeedForward, Norm, read_norm, read_value_path
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook
@@ -125,7 +125,7 @@ class ChangedRules:
                 self._block(lens.stack.source, layer, anatomy)
         self._norms(logits)
         if logits and constants is not None and (b_U := read_b_U(lens.model)) is not None:
-            self._module(lens.model.unembed, _Constant(b_U, constants, "unembed"))
+            self._module(lens.model.unembed, Constant(b_U, constants, "unembed"))
 
     def require_gradients(self) -> None:
         """After the backward pass. Raises UnsupportedModelError: a rule that no gradient went through."""
@@ -151,7 +151,7 @@ class ChangedRules:
             if self._constants is not None and anatomy.value_path is not None:
                 path = read_value_path(module.get_submodule("cross_attn"))
                 if not joint:
-                    self._point(f"{cross}.hook_v", _Constant(None, self._constants, cross))
+                    self._point(f"{cross}.hook_v", Constant(None, self._constants, cross))
                 elif path is not None:
                     self._constant(f"{cross}.hook_v", path.b_V)
                 self._output(module, cross, "o", None if path is None else path.b_O)
@@ -174,9 +174,10 @@ class ChangedRules:
             if norm is not None:
                 self._module(module, _LinearNorm(norm, self._constants), required=id(module) in required)
 
-    def _module(self, module: nn.Module, rule: _Constant | _LinearNorm, required: bool = True) -> None:
+    def _module(self, module: nn.Module, rule: Constant | _LinearNorm, required: bool = True) -> None:
         """A rule on what a module of torch puts out."""
-        self.changes.append(forward_hook(module, rule.on_module, with_kwargs=True))
+        acts = functools.partial(_on_module, rule) if isinstance(rule, Constant) else rule.on_module
+        self.changes.append(forward_hook(module, acts, with_kwargs=True))
         self._required += [rule] * required
 
     def _point(self, name: HookName, rule: HookFunction, required: bool = True) -> None:
@@ -204,7 +205,7 @@ class ChangedRules:
 
     def _constant(self, name: str, bias: Tensor | None) -> None:
         if self._constants is not None and bias is not None:
-            self._point(name, _Constant(bias, self._constants, name))
+            self._point(name, Constant(bias, self._constants, name))
 
     def _output(self, block: nn.Module, module: str, matrix: str, bias: Tensor | None) -> None:
         """The bias of the last matrix; the hooked classes show what it gives as the module's output alone."""
@@ -212,7 +213,7 @@ class ChangedRules:
             self._constant(f"{module}.{matrix}.hook_out", bias)
         elif self._constants is not None and bias is not None:
             submodule = block.get_submodule(module.rpartition(".")[2])
-            self._module(submodule, _Constant(bias, self._constants, module))
+            self._module(submodule, Constant(bias, self._constants, module))
 
 
 # ------------------------------------------------------------------ rules that hang on modules of torch
@@ -236,7 +237,7 @@ class _LinearNorm(GradientCounter):
         self._refuse_unlike(self._norm(wide.detach()), output)
         linear = self._norm.linearised(wide)
         if self._constants is not None and self._norm.bias is not None:
-            linear = linear + _ones(self._constants, output) * self._norm.bias.to(wide.dtype)
+            linear = linear + beside(self._constants, output) * self._norm.bias.to(wide.dtype)
         return self.follow(with_gradient_of(linear, output))
 
     def _refuse_unlike(self, rebuilt: Tensor, output: Tensor) -> None:
@@ -249,28 +250,7 @@ class _LinearNorm(GradientCounter):
             )
 
 
-class _Constant(GradientCounter, HookFunction):
-    """A bias (None: all that is shown) times the leaf that stands for what comes from no token."""
-
-    def __init__(self, bias: Tensor | None, constants: Tensor, name: str) -> None:
-        super().__init__(name)
-        self._bias, self._constants = bias, constants
-
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
-        if not torch.is_grad_enabled():
-            return None
-        bias = tensor.detach() if self._bias is None else self._bias.to(tensor.dtype)
-        if self._bias is not None and bias.ndim == 2 and tensor.ndim == 3:
-            bias = bias.flatten()
-        added = _ones(self._constants, tensor) * bias
-        return self.follow(tensor + (added - added.detach()))
-
-    def on_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        changed = self(first_tensor(output), None)
-        return None if changed is None else with_first(output, changed)
-
-
-def _ones(constants: Float[Tensor, " row"], like: Tensor) -> Tensor:
-    """The leaf beside a tensor whose first axis is the rows, or the rows' positions."""
-    each = constants.repeat_interleave(len(like) // len(constants)).to(like.dtype)
-    return each.reshape(-1, *[1] * (like.ndim - 1))
+def _on_module(rule: Constant, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """A hook at what a module of torch puts out."""
+    changed = rule(first_tensor(output), None)
+    return None if changed is None else with_first(output, changed)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lens_mix.hooks import HookPair, watch_pattern
+from lens_mix.hooks import HookPair, record_attention, watch_pattern
 from lens_mix.lens.batches import Batch
 from lens_mix.lens.changes import Changes, forward_hook
 from lens_mix.lens.graph import Graph
@@ -120,6 +120,15 @@ class CleanPass:
         call = self.calls[layer]
         with self.lens.evaluation_mode(), self.lens.hooked(fwd_hooks):
             return self.lens.stack.blocks[layer](*call.args, **call.kwargs)
+
+    def with_whole_pattern(self, layer: int) -> CleanPass:
+        """This pass with one layer's pattern alone recorded, at all rows: the block runs again for it."""
+        whole = dataclasses.replace(self, recorded={}, attended={}, rows=None, cache={})
+        template = self.lens.stack.attention_template
+        pairs = record_attention(layer, whole.recorded, ["pattern"], attention=template)
+        pairs.append(watch_pattern(layer, _watch_keys(layer, whole), attention=template))
+        whole.repeated(layer, pairs)
+        return whole
 
 
 def clean_pass(

@@ -107,7 +107,11 @@ def atb_ff(
     m: Float[Tensor, "batch query d_mlp"],
     W_out: Float[Tensor, "d_mlp d_model"],
 ) -> Float[Tensor, "batch query key d_model"]:
-    """The definition: F^FF_ij = ((F_ij W_in) ⊙ m_i) W_out; a gated one adds the same of W_gate and m_gate."""
+    """The definition: F^FF_ij = ((F_ij W_in) ⊙ m_i) W_out, on a path from zero m_i = ∫₀¹ act'(α p_i) dα.
+
+    p_i is what the activation reads, biases in. A gated feed-forward adds the same of W_gate: with p the gate
+    and u_i what it multiplies, m_gate_i = ∫₀¹ act'(α p_i) α u_i dα, and m_i = ∫₀¹ act(α p_i) dα.
+    """
     hidden = einsum(vectors, W_in, "batch query key d_model, d_model d_mlp -> batch query key d_mlp")
     shares = einsum(hidden, m, "batch query key d_mlp, batch query d_mlp -> batch query key d_mlp")
     return einsum(shares, W_out, "batch query key d_mlp, d_mlp d_model -> batch query key d_model")

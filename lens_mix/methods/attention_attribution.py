@@ -119,15 +119,17 @@ class AttentionAttribution(Explains):
         return nested_rules(self.max_steps) if self.n_steps is None else one_rule(self.method, self.n_steps)
 
     def _layer(self, block: Block, bound: BoundTarget) -> Float[Tensor, "batch *head query key"]:
-        pattern = block.recorded("pattern")
-        baseline = baseline_of(self.baseline, block, pattern)
-        path = Path(block, bound, pattern, baseline, self.edits, self.internal_batch_size)
+        # The points of the path move the whole pattern, and its error counts all rows.
+        whole = block.with_every_query()
+        pattern = whole.recorded("pattern")
+        baseline = baseline_of(self.baseline, whole, pattern)
+        path = Path(whole, bound, pattern, baseline, self.edits, self.internal_batch_size)
         integral = Integral(path, self._rules())
         integral.refine(self.tolerance)
         for prompt in range(len(pattern)):
             integral.report(prompt, self.tolerance, self.max_steps if self.n_steps is None else None)
         scores = torch.stack([integral.scores(prompt) for prompt in range(len(pattern))])
-        return scores if self.per_head else scores.sum(dim=1)
+        return block.rows_of(scores if self.per_head else scores.sum(dim=1), axis=-2)
 
 
 def integrated_gradients(

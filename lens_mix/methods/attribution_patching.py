@@ -162,10 +162,10 @@ def hidden_effects(mixing: Mixing) -> Float[Tensor, "query key"]:
     wide = torch.promote_types(mixing.mixed.dtype, torch.float32)
     pattern, values, gradient = (each.to(wide) for each in (mixing.pattern, mixing.values, mixing.gradient))
     values = values.repeat_interleave(pattern.shape[0] // values.shape[1], dim=1)
-    sent = pattern * einsum(gradient, values, "query head d_head, key head d_head -> head query key")
+    attributions = pattern * einsum(gradient, values, "query head d_head, key head d_head -> head query key")
     # Sums over the other keys: 1 - p has no digits left where one key has nearly all of the weight.
-    left = (_of_others(pattern) + sink(mixing.pattern)).clamp_min(torch.finfo(sent.dtype).tiny)
-    return (_of_others(sent) / left - sent.sum(-1, keepdim=True)).sum(0)
+    left = (_of_others(pattern) + sink(mixing.pattern)).clamp_min(torch.finfo(attributions.dtype).tiny)
+    return (_of_others(attributions) / left - attributions.sum(-1, keepdim=True)).sum(0)
 
 
 def _of_others(x: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:

@@ -22,8 +22,8 @@ from lens_mix.targets import TargetLike, predicted
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-# A larger gap than this share of what is added up is noted.
-_LARGE_GAP = 0.01
+# Conservation fails, and a note says so, where the gap is a larger share than this of what is added up.
+_CONSERVATION_TOLERANCE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class ChangedGradients(ExplainsRows):
             of_prompt = bound.prompts == prompt
             last.detail(prompt, "conservation_gap", gaps[of_prompt].tolist())
             last.detail(prompt, "constant_share", constants[of_prompt].tolist())
-            large = (gaps.abs() > _LARGE_GAP * sizes)[of_prompt]
+            large = (gaps.abs() > _CONSERVATION_TOLERANCE * sizes)[of_prompt]
             if bool(large.any()):
                 worst = float(gaps[of_prompt].abs().max())
                 last.warn(

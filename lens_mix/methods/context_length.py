@@ -64,11 +64,11 @@ class ContextLength(ExplainsRows):
         if len(starts) < 2:
             return  # nothing that could be cut stands before these rows
         with torch.no_grad():
-            parts = [
-                self._values(bound, rows, prompt, prefix, starts[part])
-                for part in first.chunks(len(starts), logits=not bound.reads_one_position)
+            values = [
+                self._values(bound, rows, prompt, prefix, starts[chunk])
+                for chunk in first.chunks(len(starts), logits=not bound.reads_one_position)
             ]
-        keys, gained = starts[:-1], gains(torch.cat(parts, dim=1).to(scores.dtype))
+        keys, gained = starts[:-1], gains(torch.cat(values, dim=1).to(scores.dtype))
         scores[rows[:, None], places[keys]] = gained.masked_fill(keys >= queries[:, None], 0)
 
     def _prefix(self, first: Block, prompt: int) -> int:

@@ -11,7 +11,7 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.activations import plain_multiplier
+from lens_mix.algebra.activations import gated_multipliers, plain_multiplier
 from lens_mix.algebra.bias_split import SPLITS, Split, split_bias, through_linear
 from lens_mix.algebra.decomposition import Decomposition, carried
 from lens_mix.algebra.definitions import through_norm, value_vectors
@@ -121,13 +121,14 @@ def decompx(
         mid_is       = LN(X_is + attention_is)
         output_is    = LN(mid_is + ((LN(mid_is) W_in) ⊙ m_i) W_out)      m = act(p) / p, p the sum over s
 
+    A gated feed-forward has the same of W_gate besides, each with the m of its integrated gradients.
     After each term its bias is handed out, so that the shares add up to the true state: a norm is held linear
     at the scale of their sum.
 
     Args:
         vectors: X.
         pattern: a.
-        anatomy: of a block with a plain feed-forward, no norm or multiplier on a branch.
+        anatomy: of a block with a plain or gated feed-forward, no norm or multiplier on a branch.
         rule: how a bias is handed out; not "drop".
         alone: whether each position is its own only source, as in the first block; b_V is then the key's.
 
@@ -135,8 +136,8 @@ def decompx(
         ValueError: another feed-forward.
     """
     path, feed_forward = anatomy.value_path, anatomy.feed_forward
-    if path is None or feed_forward is None or feed_forward.W_gate is not None:
-        raise ValueError(f"anatomy: expected a plain feed-forward, got {anatomy.feed_forward_kind!r}")
+    if path is None or feed_forward is None:
+        raise ValueError(f"feed-forward: expected a plain or gated one, got {anatomy.feed_forward_kind!r}")
 
     def normed(norm: Norm | None, shares: Tensor) -> Tensor:
         out = through_norm(norm, shares, shares.sum(2))
@@ -154,7 +155,11 @@ def decompx(
     mid = normed(anatomy.attention_residual, split_bias(vectors + attention, bias, rule))
     read = normed(anatomy.feed_forward_input, vectors if anatomy.parallel else mid)
     hidden = through_linear(feed_forward.W_in, feed_forward.b_in, read, rule)
-    m = plain_multiplier(feed_forward.activation, hidden.sum(2), None)
-    hidden = einsum(hidden, m, "batch query source d_mlp, batch query d_mlp -> batch query source d_mlp")
+    if feed_forward.W_gate is None:
+        hidden = hidden * plain_multiplier(feed_forward.activation, hidden.sum(2), None)[:, :, None]
+    else:
+        gate = through_linear(feed_forward.W_gate, feed_forward.b_gate, read, rule)
+        m_gate, m_up = gated_multipliers(feed_forward.activation, gate.sum(2), None, hidden.sum(2), None)
+        hidden = gate * m_gate[:, :, None] + hidden * m_up[:, :, None]
     added = through_linear(feed_forward.W_out, feed_forward.b_out, hidden, rule)
     return normed(anatomy.feed_forward_residual, mid + added)

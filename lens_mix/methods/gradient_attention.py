@@ -86,17 +86,27 @@ class GradientAttention(Explains):
     def _gradients(
         self, blocks: Sequence[Block], lowest: Block, bound: BoundTarget, rows: Tensor
     ) -> Float[Tensor, "row layer head query key"]:
-        """The total derivative of the target by each block's pattern, of all blocks in one backward pass."""
+        """The total derivative of the target by each block's asked rows, of all in one backward pass."""
         leaves = [torch.zeros_like(block.recorded("pattern")[rows]).requires_grad_(True) for block in blocks]
+        additions = [_among_all(block, leaf, rows) for block, leaf in zip(blocks, leaves, strict=True)]
         pairs = [
             pair
-            for block, leaf in zip(blocks, leaves, strict=True)
-            for pair in self.edits(block.layer, leaf, attention=block.attention_template)
+            for block, addition in zip(blocks, additions, strict=True)
+            for pair in self.edits(block.layer, addition, attention=block.attention_template)
         ]
         with must_fire(*pairs) as hooks:
             value = target_passes.values(lowest, bound, hooks, rows, gradients=True)
         gradients = target_passes.gradients_of(value, leaves)
         return torch.stack(gradients, dim=1).to(torch.promote_types(gradients[0].dtype, torch.float32))
+
+
+def _among_all(block: Block, leaf: Float[Tensor, "row head query key"], rows: Tensor) -> Tensor:
+    """A leaf of the asked rows as an addition to the whole pattern: 0 in all other rows."""
+    if block.every_query:
+        return leaf
+    index = block.queries[rows][:, None, :, None].expand_as(leaf)
+    with torch.enable_grad():
+        return leaf.new_zeros(*leaf.shape[:2], block.real.shape[1], leaf.shape[3]).scatter(2, index, leaf)
 
 
 def weighted_by_gradient(

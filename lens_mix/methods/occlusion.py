@@ -88,14 +88,14 @@ class Occlusion(TakesReplacements):
         by_kl = self.measure == "kl"
         clean = bound.distributions() if by_kl else bound.clean
         copies = Copies.of(first, self, replaced=self.by == "replace")
-        for part in first.chunks(len(copies.prompts), logits=not bound.reads_one_position):
-            chunk = copies.part(part)
-            batch, pairs = chunk.taken_out(self.by, blocks, self.edits)
+        for chunk in first.chunks(len(copies.prompts), logits=not bound.reads_one_position):
+            of_chunk = copies.chunk(chunk)
+            batch, pairs = of_chunk.taken_out(self.by, blocks, self.edits)
             with torch.no_grad(), must_fire(*pairs) as hooks:
-                changes = bound.of_copies(chunk.prompts, hooks, batch=batch, distributions=by_kl)
-                for row, own, changed in changes:
+                changes = bound.of_copies(of_chunk.prompts, hooks, batch=batch, distributions=by_kl)
+                for row, of_prompt, changed in changes:
                     change = self._change(clean[row], changed)
-                    scores[row].index_add_(0, chunk.positions[own], change.to(scores.dtype))
+                    scores[row].index_add_(0, of_chunk.positions[of_prompt], change.to(scores.dtype))
         if self.by == "mask":
             sees = first.attended.sum(-1)[bound.prompts, bound.queries]
             scores[sees < 2] = 0

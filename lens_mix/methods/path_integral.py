@@ -96,8 +96,8 @@ class Integral:
             weights = torch.nn.functional.pad(weights, (1, 0))
         rows = torch.tensor(prompts, device=self._sums.device).repeat_interleave(len(points))
         alphas, weights = points.repeat(len(prompts)), weights.repeat(1, len(prompts)).to(self._sums)
-        for part in self.path.chunks(len(rows)):
-            self._add(rows[part], alphas[part], weights[:, part])
+        for chunk in self.path.chunks(len(rows)):
+            self._add(rows[chunk], alphas[chunk], weights[:, chunk])
         for prompt in prompts:
             self.rule[prompt] = rule
 

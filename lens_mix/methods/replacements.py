@@ -86,8 +86,8 @@ class Copies:
         prompts, positions = (each.repeat_interleave(repeats) for each in (prompts, positions))
         return cls(prompts, positions, tokens.flatten(), repeats)
 
-    def part(self, part: slice) -> Copies:
-        return Copies(self.prompts[part], self.positions[part], self.tokens[part], self.repeats)
+    def chunk(self, chunk: slice) -> Copies:
+        return Copies(self.prompts[chunk], self.positions[chunk], self.tokens[chunk], self.repeats)
 
     def taken_out(
         self, by: str, blocks: Sequence[Block], edits: Callable[..., list[HookPair]]

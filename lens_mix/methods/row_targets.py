@@ -85,10 +85,10 @@ class RowTargets:
         with torch.set_grad_enabled(gradients):
             output = target_passes.output_of(self.first, self.target, **options)
             parts = target_passes.parts(self.first, self.target, output, prompts.tolist())
-            own = (part for _, _, of_prompt in parts for part in of_prompt.split(1))
+            outputs = (of_row for _, _, of_prompt in parts for of_row in of_prompt.split(1))
             values = [
-                target_passes.evaluate(self.functions[row], part)
-                for row, part in zip(rows.tolist(), own, strict=True)
+                target_passes.evaluate(self.functions[row], of_row)
+                for row, of_row in zip(rows.tolist(), outputs, strict=True)
             ]
             return torch.cat(values)
 

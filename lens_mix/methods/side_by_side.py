@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where what stands: the tokens, then a stand-in s_j for each chosen token j, and again for each set of
-    stand-ins, then the copies of the last token, one per stand-in but the last token's, and one control.
+    """One sequence: the prompt; for each set one stand-in per chosen token; copies of the last token, each
+    seeing one stand-in instead of its token; one copy that sees the prompt itself, as a check (the control).
 
-    A stand-in s_j sees the tokens before j and itself; its copy of the last token sees s_j and not j. The
-    control is a copy that sees the tokens: it has to come out as the last token, from the farthest place.
+    A stand-in s_j sees the tokens before j and itself; its copy of the last token sees s_j and not j. That of
+    the last token has no copy. The control has to come out as the last token, from the farthest place.
 
     Attributes:
         tokens: the indices of the tokens.
@@ -146,11 +146,11 @@ class SideBySide:
         return values.unflatten(0, (-1, len(self.chosen)))
 
 
-def _check_control(found: Float[Tensor, " index *axes"], clean: Float[Tensor, "pos head d_head"]) -> None:
+def _check_control(mixed: Float[Tensor, " index *axes"], clean: Float[Tensor, "pos head d_head"]) -> None:
     """The tokens, and the control after them, have to mix what the tokens of the clean pass do."""
     expected = torch.cat([clean, clean[-1:]]).flatten(1)
-    error = relative_error(found.flatten(1).to(expected.dtype), expected)
-    if not error <= pass_tolerance(found.dtype):
+    error = relative_error(mixed.flatten(1).to(expected.dtype), expected)
+    if not error <= pass_tolerance(mixed.dtype):
         raise UnsupportedModelError(
             "attribution_patching: expected attention to read tokens and their positions alone, so that a "
             "prompt can be run beside its stand-ins; got other mixed values for the same tokens (a sliding "

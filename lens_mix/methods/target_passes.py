@@ -33,6 +33,9 @@ class Explains(Method):
     def parameters(self) -> dict[str, object]:
         return {**super().parameters(), "target": describe(as_target(self.target))}
 
+    def takes_rows(self, engine: str) -> bool:
+        return True
+
 
 @dataclasses.dataclass(frozen=True)
 class BoundTarget:

@@ -22,7 +22,7 @@ class VectorMethod(Method):
     """Base of the methods on the vectors that keys send, which algebra makes of values and weights."""
 
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
-    records: ClassVar[frozenset[str]] = frozenset({"pattern", "value", "z"})
+    records: ClassVar[frozenset[str]] = frozenset({"pattern", "value", "z", "resid_pre"})
     # What the vectors before the feed-forward are made of; a mixture's experts need no proof for them.
     parts: ClassVar[tuple[str, ...]] = ("projection", "residual")
 
@@ -67,5 +67,5 @@ def value_norms(
     value: Float[Tensor, "batch key value_head d_head"],
     W_O: Float[Tensor, "head d_head d_model"],
 ) -> Float[Tensor, "batch query key"]:
-    """The definition: ‖Σ_h a_ijh v_jh W_O^h‖."""
+    """The definition: ‖Σ_h a_ijh v_jh W_O^h‖; `per_head` has the norms of `definitions.head_parts`."""
     return norms(value_vectors(pattern, value, W_O))

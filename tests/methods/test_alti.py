@@ -7,9 +7,9 @@ import torch
 
 import lens_mix as lm
 from lens_mix.algebra.distances import distances, lengths
-from lens_mix.algebra.logit_shares import logit_shares, through_head
+from lens_mix.algebra.logit_shares import logit_shares, through_head, token_directions
 from lens_mix.algebra.vectors import attention_vectors
-from lens_mix.methods.alti import alti
+from lens_mix.methods.alti import alti, shares
 from lens_mix.methods.alti_logit import alti_logit
 from lens_mix.statistics.passes import prompt_blocks
 from tests.matrix import build_or_skip
@@ -123,8 +123,9 @@ def test_equals_the_definition_written_out(case, distance):
         definition = written_out(block)
         nearer = alti(definition.normed, definition.mid, order)
         assert largest(lm.Alti(distance, normalize=False)(block), nearer) < 1e-10
-        shares = lm.Alti(distance)(block)
-        assert largest(shares.sum(-1), (nearer.sum(-1) > 0).double()) < 1e-12
+        rows = lm.Alti(distance)(block)
+        assert largest(rows, shares(nearer)) < 1e-8
+        assert largest(rows.sum(-1), (nearer.sum(-1) > 0).double()) < 1e-12
 
 
 @CASES
@@ -137,6 +138,21 @@ def test_alti_logit_equals_the_definition_written_out(case):
     for block, scores in zip(blocks, found, strict=True):
         assert largest(logit_shares(block, directions) @ below, scores) < 1e-9
         below = lm.Alti()(block) @ below
+
+
+@CASES
+def test_the_methods_logits_are_those_of_the_definition(case):
+    method = lm.AltiLogit(token=5, against=7)
+    blocks = blocks_of(case, method)
+    try:
+        directions = token_directions(blocks[-1], method.token, method.against)
+    except lm.UnsupportedModelError as reason:
+        pytest.skip(f"refused: {reason}")
+    definitions = [written_out(block) for block in blocks]
+    maps = [shares(alti(definition.normed, definition.mid)) for definition in definitions]
+    expected = alti_logit([definition.branch for definition in definitions], directions, maps)
+    for found, scores in zip(method.of_stack(blocks), expected, strict=True):
+        assert largest(found, scores) < 1e-9
 
 
 @pytest.mark.parametrize("order", [1, 2])

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.algebra.activations import gated_multipliers, mean_on_path, plain_multiplier
+from lens_mix.algebra.activations import derivative, gated_multipliers, mean_on_path, plain_multiplier
 from lens_mix.algebra.definitions import through_norm
-from lens_mix.algebra.feed_forward import feed_forward_maps, feed_forward_shares
-from lens_mix.algebra.vectors import attention_vectors
+from lens_mix.algebra.feed_forward import feed_forward_maps
 from lens_mix.lens.anatomy import ACTIVATIONS
 from lens_mix.methods.atb_ff import atb_ff
 from tests.norm_cases import CASES, blocks_of, largest, read_by_a_norm, written_out
@@ -58,16 +57,26 @@ def test_equals_the_vectors_written_out(case, biases):
 
 @CASES
 def test_equals_the_definition_written_out(case):
-    """The same from the closed form of the integrals; the second opinion above integrates numerically."""
+    """With the formula's integrals taken numerically, from the anatomy's weights alone."""
+    places, weights = map(torch.as_tensor, np.polynomial.legendre.leggauss(64))
+    path = list(zip((places + 1) / 2, weights / 2, strict=True))
     for block in blocks_of(case, lm.AtbFf()):
-        if block.anatomy.parallel:
+        anatomy, feed_forward, definition = block.anatomy, block.anatomy.feed_forward, written_out(block)
+        if anatomy.parallel:
             continue
-        definition, shares = (
-            written_out(block),
-            feed_forward_shares(block, attention_vectors(block), "on_path"),
-        )
-        read = through_norm(block.anatomy.feed_forward_input, definition.normed, definition.mid)
-        output = sum(atb_ff(read, W, m, shares.W_out) for W, m in shares.multipliers)
+        norm, act = anatomy.feed_forward_input, ACTIVATIONS[feed_forward.activation]
+        vectors = through_norm(norm, definition.normed, definition.mid)
+        read = definition.mid if norm is None else norm(definition.mid)
+        p = read @ feed_forward.W_in + (0 if feed_forward.b_in is None else feed_forward.b_in)
+        if feed_forward.W_gate is None:
+            m = sum(weight * derivative(act, point * p) for point, weight in path)
+            output = atb_ff(vectors, feed_forward.W_in, m, feed_forward.W_out)
+        else:
+            u, p = p, read @ feed_forward.W_gate + (0 if feed_forward.b_gate is None else feed_forward.b_gate)
+            m = sum(weight * act(point * p) for point, weight in path)
+            m_gate = sum(weight * derivative(act, point * p) * point * u for point, weight in path)
+            output = atb_ff(vectors, feed_forward.W_in, m, feed_forward.W_out)
+            output = output + atb_ff(vectors, feed_forward.W_gate, m_gate, feed_forward.W_out)
         assert largest(lm.AtbFf()(block), output.norm(dim=-1)) < 1e-10
 
 

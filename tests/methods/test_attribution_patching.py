@@ -12,7 +12,9 @@ from lens_mix.hooks import must_fire, record_mixing, zero_values
 from lens_mix.lens.graph import Mixing
 from lens_mix.lens.model import Lens
 from lens_mix.methods.attribution_patching import hidden_effects, hidden_key_effects
+from lens_mix.methods.row_targets import bind_rows
 from lens_mix.methods.side_by_side import Layout
+from lens_mix.statistics.passes import prompt_blocks
 from tests.matrix import build_or_skip, cases, prompt_of, slow, wide_cases
 from tests.tiny_models import bridge, hooked_transformer, tokens, wrapped_model
 
@@ -239,6 +241,24 @@ def test_effects_are_the_formula_on_what_hooks_record(name, bound):
         found, expected = hidden_effects(whole), hidden_key_effects(whole.pattern, shared, whole.gradient)
         torch.testing.assert_close(found.tril(-1), expected.tril(-1), atol=bound, rtol=0)
         assert float(found.tril(-1).abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_terms_to_first_order_are_the_formula_on_the_gradients_of_the_rules(name):
+    model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 10)
+    method, last = lm.AttributionPatching(), len(prompt) - 1
+    blocks = prompt_blocks(model, prompt, method).blocks
+    graph = blocks[0].graph(0, method.clean_rules([block.anatomy for block in blocks]))
+    value = bind_rows(blocks, method.target).value_in(graph, last)
+    effects = torch.zeros(len(prompt), len(prompt), dtype=torch.float64)
+    for whole in graph.mixing(value).values():
+        mixing = whole.at(torch.arange(len(prompt)))
+        values = mixing.values.repeat_interleave(len(mixing.pattern) // mixing.values.shape[1], dim=1)
+        effects += hidden_key_effects(mixing.pattern, values, mixing.gradient).tril(-1)
+    between = last_row(model, prompt, paths="between")
+    torch.testing.assert_close(between, effects[:-1].square().sum(0).sqrt(), atol=1e-6, rtol=0)
+    direct = last_row(model, prompt, paths="direct", n_exact=0)
+    torch.testing.assert_close(direct[:-1], effects[-1, :-1].abs(), atol=1e-6, rtol=0)
 
 
 def test_one_token():

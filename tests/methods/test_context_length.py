@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.methods.context_length import gains
 from tests.matrix import build_or_skip, prompt_of
 from tests.methods.test_occlusion import at_tokens, log_probabilities
 from tests.tiny_models import bridge
@@ -22,9 +23,9 @@ def test_against_the_wrapped_model(name, kept):
         cut = log_probabilities(model, torch.cat([tokens[:kept], tokens[start:]]))[kept:]
         values[start:, start] = at_tokens(cut, predicted[start:])
     expected = torch.zeros(count, count, dtype=torch.float64)
-    for query in range(count):
-        for key in range(kept, query):
-            expected[query, key] = values[query, key] - values[query, key + 1]
+    expected[:, kept:-1] = gains(values)[:, kept:]
+    expected = expected.tril(-1)
+    assert expected[-1, 2] == values[-1, 2] - values[-1, 3]
     m = lm.run(model, tokens, lm.ContextLength(keep_first=bool(kept)))
     torch.testing.assert_close(m.scores[0], expected, atol=1e-6, rtol=0)
     rows = lm.run(model, tokens, lm.ContextLength(keep_first=bool(kept)), queries=[-1], max_memory=10**6)

@@ -7,7 +7,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.algebra.quadrature import quadrature
-from lens_mix.methods.input_gradients import integrated_gradients
+from lens_mix.methods.input_gradients import gradient_norm, gradient_times_input, integrated_gradients
 from tests import reference_models
 from tests.hugging_face_oracle import Reference
 from tests.matrix import REFUSED, build_or_skip, cases, prompt_of
@@ -188,6 +188,30 @@ def test_the_plain_formula_on_a_polynomial():
     points, weights = quadrature("gauss_legendre", 3)
     found = integrated_gradients(lambda at: 3 * at.square(), x, start, points, weights)
     torch.testing.assert_close(found, (x.pow(3) - start.pow(3)).sum(-1), atol=1e-12, rtol=0)
+
+
+def test_the_formulas_on_a_run_of_your_own():
+    model = gpt2_like(torch.float64)
+    ids = tokens(model, 1)
+    name = next(name for name in ("blocks.0.hook_resid_pre", "blocks.0.hook_in") if name in model.hook_dict)
+    logits, cache = model.run_with_cache(ids)
+    x, token = cache[name].detach(), int(logits[0, -1].argmax())
+
+    def gradient(at):
+        leaf = at.detach().requires_grad_(True)
+        logits = model.run_with_hooks(ids, fwd_hooks=[(name, lambda x, hook: leaf)])
+        return torch.autograd.grad(logits[0, -1, token], leaf)[0]
+
+    path = x.mean(1, keepdim=True).expand_as(x), *quadrature("gauss_legendre", 6)
+    expected = {
+        "norm": gradient_norm(gradient, x),
+        "times_input": gradient_times_input(gradient, x),
+        "integrated": integrated_gradients(gradient, x, *path),
+    }
+    for score, scores in expected.items():
+        method = lm.InputGradients(score=score, baseline="mean", n_steps=6)
+        found = lm.run(model, ids, method, queries=[-1]).scores[0]
+        torch.testing.assert_close(found, scores, atol=1e-10, rtol=0)
 
 
 def test_rows_are_the_cut_of_the_whole_and_causal():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.algebra.definitions import head_parts
 from lens_mix.algebra.head_vectors import HeadVectors, linear_part
 from lens_mix.algebra.pair_norms import by_key, factor_norms, gram, qr_factor
 from lens_mix.algebra.vectors import Pairs, attention_vectors
@@ -39,6 +40,8 @@ def test_equals_the_vectors_written_out(case):
     for block in blocks_of(case, lm.ValueNorms()):
         found = lm.ValueNorms()(block)
         assert largest(found, value_norms(*heads_of(block))) < 1e-10
+        by_head = head_parts(*heads_of(block)).norm(dim=-1).transpose(1, 2)
+        assert largest(lm.ValueNorms(per_head=True)(block), by_head) < 1e-10
         assert largest(attention_vectors(block).pairs.written_out(), written_out(block).attention) < 1e-10
         # A second opinion, from the model's weights and its input alone.
         assert largest(found[0], norms(oracle(block, feed_forward=False).attention)) < 1e-10
