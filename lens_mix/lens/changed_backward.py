@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookFunction, HookName, HookPair, hold_activation_ratio, scale_pattern_gradient
+from lens_mix.hooks.base import HookPointLike
 from lens_mix.hooks.gradient import GradientCounter, is_differentiated, with_gradient_of
 from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, FeedForward, Norm, read_norm, read_value_path
@@ -256,7 +257,7 @@ class _Constant(GradientCounter, HookFunction):
         super().__init__(name)
         self._bias, self._constants = bias, constants
 
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+    def __call__(self, tensor: Tensor, hook: HookPointLike | None) -> Tensor | None:
         if not torch.is_grad_enabled():
             return None
         bias = tensor.detach() if self._bias is None else self._bias.to(tensor.dtype)
