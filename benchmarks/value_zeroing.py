@@ -11,8 +11,8 @@ Compared, in turns, medians of one run:
 - naive: a plain loop over layers and positions, one block call each (transformers, no library between)
 - naive in TransformerLens: the same loop over the wrapped model's blocks, with its hooks
 - batched: the same with as many copies at once as suits the caches
-- one product: pairs × d_mlp × d_model, the floor of any exact way that applies the last matrix per pair
-- two products: with the first matrix applied per pair too (both first ones of a gated feed-forward)
+- one product: pairs × d_mlp × d_model, the floor of any exact way that applies W_out per pair
+- two products: with W_in applied per pair too (and W_gate, where there is one)
 - inseq: one forward pass per position (benchmarks/peers), where its environment is there
 """
 

@@ -34,6 +34,10 @@ def run(
     model: TransformerLensModel, prompt: Any, methods: Any, *, part: Literal["all"], **options: Any
 ) -> dict[str, Any]: ...
 @overload
+def run(
+    model: TransformerLensModel, prompt: Any, methods: Any, *, stack: Literal["all"], **options: Any
+) -> dict[str, Any]: ...
+@overload
 def run(model: TransformerLensModel, prompt: Any, methods: MethodLike, **options: Any) -> MixingMap: ...
 @overload
 def run(
@@ -105,6 +109,10 @@ def run(
 @overload
 def run_many(
     model: TransformerLensModel, prompts: Iterable[Any], methods: Any, *, part: Literal["all"], **options: Any
+) -> Iterator[dict[str, Any]]: ...
+@overload
+def run_many(
+    model: TransformerLensModel, prompts: Any, methods: Any, *, stack: Literal["all"], **options: Any
 ) -> Iterator[dict[str, Any]]: ...
 @overload
 def run_many(

@@ -51,7 +51,6 @@ __all__ = [
 Measure = Literal["probability", "log_probability", "logit"]
 Reads = Literal["logits", "last_residual"]
 Explained = Callable[[Tensor], Tensor]
-TargetLike = Any  # a Target, or any callable logits -> [copy]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +109,9 @@ class Target:
     def reads_position(self, context: Context) -> int | None:
         """The only position of [copy pos d_vocab] that it reads, from 0; None: several, or not known."""
         return None
+
+
+TargetLike = Target | Explained  # of other callables: logits -> [copy]
 
 
 @dataclasses.dataclass(frozen=True)

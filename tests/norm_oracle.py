@@ -116,7 +116,7 @@ def _attention(anatomy: Any, x: Tensor, pattern: Tensor) -> Tensor:
 
 
 def _feed_forward(feed_forward: Any, reading: Tensor, biases: str) -> Tensor:
-    """Shares of the output: integrated gradients of the hidden layer, then the second matrix."""
+    """Shares of the output: integrated gradients of the hidden layer, then W_out."""
     activation = ACTIVATIONS[feed_forward.activation]
     matrices = [(feed_forward.W_in, feed_forward.b_in)]
     if feed_forward.W_gate is not None:

@@ -33,6 +33,19 @@ def map_of(scores: Tensor | None = None, **fields: Any) -> MixingMap:
     return MixingMap(scores=scores, **{"tokens": tokens, "method": "attention", "causal": True, **fields})
 
 
+def random_map(
+    size: int = 6,
+    layers: int = 2,
+    heads: int | None = None,
+    *,
+    causal: bool = True,
+    seed: int = 0,
+    **fields: Any,
+) -> MixingMap:
+    """A map of `random_attention`."""
+    return map_of(random_attention(layers, heads, size, causal=causal, seed=seed), causal=causal, **fields)
+
+
 def reference_arrays(name: str) -> dict[str, Tensor]:
     """The arrays of tests/reference/`name` as tensors; the README there says where they are from."""
     with np.load(REFERENCE / name) as file:

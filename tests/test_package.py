@@ -6,11 +6,17 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
 import lens_mix as lm
-from tests.source_tree import ROOT
+from tests.source_tree import ROOT, trees
+
+# Imported by another name than the distribution has.
+DISTRIBUTIONS = {"lazy_loader": "lazy-loader", "transformer_lens": "transformer-lens"}
+# Extras that serve the scripts and tests beside the library.
+BESIDE = {"demos", "dev"}
 
 
 def test_every_public_name_is_there_and_documented():
@@ -73,3 +79,16 @@ def test_importing_lens_mix_leaves_large_modules_out():
     new = set(modules.split(","))
     assert "lens_mix" in new
     assert not {"matplotlib", "scipy", "networkx", "pandas", "xarray"} & new
+
+
+def test_what_is_imported_is_declared():
+    """Imports within functions and for type checkers too; nothing is declared that no file imports."""
+    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    imported = {module.split(".")[0] for module in modules} - {"lens_mix", *sys.stdlib_module_names}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    requirements = [*project["dependencies"], *(r for name in extras.keys() - BESIDE for r in extras[name])]
+    declared = {re.split(r"[\[<>=~! ]", requirement)[0] for requirement in requirements}
+    assert {DISTRIBUTIONS.get(name, name) for name in imported} == declared

@@ -9,17 +9,10 @@ import lens_mix as lm
 from lens_mix.lens import model as lens_model
 from lens_mix.session import Session
 from lens_mix.statistics import cancel_effect, mixing_ratio
-from tests.tiny_models import Unavailable, bridge, hooked_transformer, tokens
+from tests.tiny_models import gpt2_like, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NOT_ITS_PARTS = "expected its parts to give its output on this prompt"
-
-
-def any_decoder():
-    try:
-        return bridge("gpt2")
-    except Unavailable:
-        return hooked_transformer("LN")
 
 
 def triple_from(start):
@@ -45,7 +38,7 @@ def triple_from(start):
     ids=["run", "last row", "run_many", "mixing ratios", "weights and norms"],
 )
 def test_a_hook_beyond_the_proofs_prompt_is_refused_whoever_reads(read):
-    model = any_decoder()
+    model = gpt2_like()
     prompt = tokens(model, 1, 28)[0]
     read(model, prompt)
     with (
@@ -57,7 +50,7 @@ def test_a_hook_beyond_the_proofs_prompt_is_refused_whoever_reads(read):
 
 def test_a_row_that_a_hook_leaves_alone_is_mapped():
     """Rows that were not asked for are no concern of the map: later ones change nothing here."""
-    model = any_decoder()
+    model = gpt2_like()
     prompt = tokens(model, 1, 28)[0]
     clean = lm.run(model, prompt, "attn_res", queries=[5])
     with model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", triple_from(20))]):
@@ -66,7 +59,7 @@ def test_a_row_that_a_hook_leaves_alone_is_mapped():
 
 def test_values_that_an_edit_changed_are_noted_in_every_key():
     """The last row alone, and a value far from the rows that are rebuilt: norms are of the edited one."""
-    model = any_decoder()
+    model = gpt2_like()
     prompt = tokens(model, 1, 28)[0]
 
     def edit(value, hook):
@@ -84,7 +77,7 @@ def test_values_that_an_edit_changed_are_noted_in_every_key():
 
 
 def test_the_model_is_gone_through_once_per_batch(monkeypatch):
-    model = any_decoder()
+    model = gpt2_like()
     prompt = tokens(model, 1, 6)
     lm.run(model, prompt, "attn_res")
     walks = []
@@ -95,7 +88,7 @@ def test_the_model_is_gone_through_once_per_batch(monkeypatch):
 
 
 def test_what_blocks_share_goes_with_them():
-    model = any_decoder()
+    model = gpt2_like()
     session = Session(model, {"attn_res": lm.AttnRes()})
     with session.passed([session.read(tokens(model, 1, 6))]) as passed:
         first, second = passed.blocks("attn_res")
@@ -107,7 +100,7 @@ def test_what_blocks_share_goes_with_them():
 
 
 def test_prompts_of_one_length_need_no_proof_about_padding():
-    model = any_decoder()
+    model = gpt2_like()
     session = Session(model, {"attention": lm.AttentionWeights()})
     alike = [session.read(tokens(model, 1, 6, seed=seed)) for seed in (1, 2)]
     assert session.batches(alike) == [alike]

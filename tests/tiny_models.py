@@ -523,18 +523,22 @@ def hooked_transformer(
     return _classic("HookedTransformer", {**_entry(_CLASSIC, name), **config}, dtype, seed, tokenizer)
 
 
+def bridge_or_hooked(
+    name: str, hooked: str, dtype: torch.dtype = torch.float32, seed: int = 0, tokenizer: Any = None
+) -> Any:
+    """`bridge(name)`, or `hooked_transformer(hooked)` where this TransformerLens has no such bridge."""
+    build, name = (bridge, name) if available(bridge, name) else (hooked_transformer, hooked)
+    return build(name, dtype, seed, tokenizer)
+
+
 def gpt2_like(dtype: torch.dtype = torch.float32, seed: int = 0, tokenizer: Any = None) -> Any:
     """A decoder with learned positions, LayerNorm and biases, of a class that this TransformerLens has."""
-    if available(bridge, "gpt2"):
-        return bridge("gpt2", dtype, seed, tokenizer)
-    return hooked_transformer("LN", dtype, seed, tokenizer)
+    return bridge_or_hooked("gpt2", "LN", dtype, seed, tokenizer)
 
 
 def llama_like(dtype: torch.dtype = torch.float32, seed: int = 0, tokenizer: Any = None) -> Any:
     """A decoder with rotary positions and grouped values, of a class that this TransformerLens has."""
-    if available(bridge, "llama"):
-        return bridge("llama", dtype, seed, tokenizer)
-    return hooked_transformer("grouped", dtype, seed, tokenizer)
+    return bridge_or_hooked("llama", "grouped", dtype, seed, tokenizer)
 
 
 def hooked_encoder(

@@ -39,7 +39,7 @@ class _Edits(Method):
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
 
     # A method with a target is refused where logits, or z under hooks of the user's, can't be trusted.
-    target: TargetLike = None
+    target: TargetLike | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -277,7 +277,7 @@ def one_target_each(
     name: str, items: Sequence[Any], targets: TargetLike | Sequence[TargetLike] | None
 ) -> list[TargetLike | None]:
     """A target for each of the prompts or examples (`name`, for errors), of which there must be one."""
-    each = list(targets) if isinstance(targets, (list, tuple)) else [targets] * len(items)
+    each: list[Any] = list(targets) if isinstance(targets, (list, tuple)) else [targets] * len(items)
     if len(each) != len(items):
         raise ValueError(f"targets: expected one, or one for each of {len(items)} {name}, got {len(each)}")
     return each

@@ -1,7 +1,7 @@
 """Reusable hooks for TransformerLens models: each function returns one pair for `fwd_hooks=[...]`.
 
-They need nothing else of lens_mix and work alike on HookedTransformer, HookedEncoder, HookedEncoderDecoder
-and TransformerBridge:
+They work alike on HookedTransformer, HookedEncoder, HookedEncoderDecoder and TransformerBridge, and need of
+lens_mix only `lens_mix.arguments`, which checks what they are given:
 
     model.run_with_hooks(tokens, fwd_hooks=[zero_values(3, position=5), prune_heads(7, [1, 2])])
     with model.hooks(fwd_hooks=[scale_pattern(0, 0.5)]):

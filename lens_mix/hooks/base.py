@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from jaxtyping import Float
 from torch import Tensor
@@ -28,6 +28,12 @@ _SUFFIXES = {
 }
 
 
+class HookPointLike(Protocol):
+    """What hooks read of the point that calls them."""
+
+    name: str
+
+
 class HookFunction(abc.ABC):
     """A hook for a forward pass, called by TransformerLens as `function(tensor, hook=hook_point)`.
 
@@ -37,7 +43,7 @@ class HookFunction(abc.ABC):
     calls: int = 0
 
     @abc.abstractmethod
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+    def __call__(self, tensor: Tensor, hook: HookPointLike) -> Tensor | None:
         """The edited tensor; None where nothing is changed."""
 
 
@@ -114,7 +120,7 @@ class AttentionHook(HookFunction):
         # a name, where one is enough: TransformerLens refuses a name that the model does not have
         return (next(iter(self._roles)) if len(self.points) == 1 else self.matches), self
 
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+    def __call__(self, tensor: Tensor, hook: HookPointLike) -> Tensor | None:
         point = self._roles.get(hook.name)
         if point is None:
             raise ValueError(f"hook: expected one of {', '.join(self._roles)}; got {hook.name}")
@@ -137,7 +143,7 @@ class AttentionHook(HookFunction):
         edited = self.on_mixed(_split_heads(tensor, values), values, pattern)
         return None if edited is None else edited.to(tensor.dtype).reshape(tensor.shape)
 
-    def _call_values(self, tensor: Tensor, hook: Any, n_heads: int | None) -> Tensor | None:
+    def _call_values(self, tensor: Tensor, hook: HookPointLike, n_heads: int | None) -> Tensor | None:
         values = _positions_first(tensor, hook)
         edited = self.on_values(values, n_heads)
         if "mixed" in self.points:
@@ -194,12 +200,12 @@ def attention_module(layer: int, attention: str) -> str:
         ) from error
 
 
-def _heads_come_first(hook: Any) -> bool:
+def _heads_come_first(hook: HookPointLike) -> bool:
     # latent attention (DeepSeek) shows [batch head position d_head], and says so
     return getattr(hook, "pos_dim", None) == 2 and getattr(hook, "hook_conversion", None) is None
 
 
-def _positions_first(tensor: Tensor, hook: Any) -> Float[Tensor, "batch position head d_head"]:
+def _positions_first(tensor: Tensor, hook: HookPointLike) -> Float[Tensor, "batch position head d_head"]:
     """Queries or values as [batch position head d_head], whatever the hook point shows."""
     if tensor.ndim != 4:
         raise ValueError(

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.arguments import flags, instance, number
-from lens_mix.hooks.base import DEFAULT_ATTENTION, HookFunction, HookPair, attention_module
+from lens_mix.hooks.base import DEFAULT_ATTENTION, HookFunction, HookPair, HookPointLike, attention_module
 from lens_mix.hooks.mixing import sink, tolerance
 
 
@@ -238,7 +237,7 @@ class _ScaleGradient(GradientCounter, HookFunction):
         super().__init__(name)
         self._change = change
 
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+    def __call__(self, tensor: Tensor, hook: HookPointLike) -> Tensor | None:
         if not is_differentiated(tensor):
             return None
         # Followed as it is: where a TransformerBridge leaves attention to transformers, it would discard an
@@ -254,7 +253,7 @@ class _ScalePatternGradient(_ScaleGradient):
 
 
 class _FreezeScale(GradientCounter, HookFunction):
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+    def __call__(self, tensor: Tensor, hook: HookPointLike) -> Tensor | None:
         # Another tensor, of the same numbers: a TransformerBridge goes on from its own norm otherwise.
         return self.follow(tensor.view_as(tensor), torch.zeros_like) if is_differentiated(tensor) else None
 
@@ -266,7 +265,7 @@ class _HoldActivationRatio(GradientCounter, HookFunction):
         # What `_Factor` saw on the way here in this pass: by the name of its hook point.
         self.factors: dict[str, Tensor] = {}
 
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+    def __call__(self, tensor: Tensor, hook: HookPointLike) -> Tensor | None:
         z, up = (self.factors.pop(point, None) for point in ("hook_pre", "hook_pre_linear"))
         if not is_differentiated(tensor):
             return None
@@ -298,7 +297,7 @@ class _Factor(GradientCounter, HookFunction):
         super().__init__(name)
         self._post = post
 
-    def __call__(self, tensor: Tensor, hook: Any) -> None:
+    def __call__(self, tensor: Tensor, hook: HookPointLike) -> None:
         if is_differentiated(tensor):
             self._post.factors[self.name.rpartition(".")[2]] = self.follow(tensor)
 
@@ -310,7 +309,7 @@ class Constant(GradientCounter, HookFunction):
         super().__init__(name)
         self._bias, self._constants = bias, constants
 
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+    def __call__(self, tensor: Tensor, hook: HookPointLike | None) -> Tensor | None:
         if not torch.is_grad_enabled():
             return None
         bias = tensor.detach() if self._bias is None else self._bias.to(tensor.dtype)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lens_mix.arguments import instance, plain_tensor
 from lens_mix.hooks._arguments import as_heads, as_patterns, check_heads
-from lens_mix.hooks.base import DEFAULT_ATTENTION, GivenHook, HookPair, attention_module
+from lens_mix.hooks.base import DEFAULT_ATTENTION, GivenHook, HookPair, HookPointLike, attention_module
 from lens_mix.hooks.mixing import check_mixing, mix
 
 
@@ -209,7 +209,7 @@ def add_to_pattern(
 class _ScalePattern(GivenHook):
     points = ("mixed",)
 
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor:
+    def __call__(self, tensor: Tensor, hook: HookPointLike) -> Tensor:
         factor = self._given
         self.calls += 1
         return tensor * (factor.to(tensor) if isinstance(factor, Tensor) else factor)

@@ -12,7 +12,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.arguments import flags, instance, one_of, several, shown
-from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookFunction, HookPair, attention_module
+from lens_mix.hooks.base import (
+    DEFAULT_ATTENTION,
+    AttentionHook,
+    HookFunction,
+    HookPair,
+    HookPointLike,
+    attention_module,
+)
 
 # role -> TransformerLens's hook point inside the attention module
 ATTENTION_ROLES = {"query": "hook_q", "value": "hook_v", "pattern": "hook_pattern", "z": "hook_z"}
@@ -222,7 +229,7 @@ class _Record(HookFunction):
     def __repr__(self) -> str:
         return f"record({self.name})"
 
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor | None:
+    def __call__(self, tensor: Tensor, hook: HookPointLike) -> Tensor | None:
         kept = self._checked("a tensor to record", tensor)
         kept = kept.detach() if self.detach else kept
         if self.select is not None:
@@ -271,6 +278,6 @@ class _Watch(HookFunction):
     def __repr__(self) -> str:
         return f"watch({self.name})"
 
-    def __call__(self, tensor: Tensor, hook: Any) -> None:
+    def __call__(self, tensor: Tensor, hook: HookPointLike) -> None:
         self.watch(tensor.detach())
         self.calls += 1

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lens_mix.hooks._arguments import Chosen, Position, as_heads, as_position, check_heads, position_mask
-from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, GivenHook, HookPair
+from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, GivenHook, HookPair, HookPointLike
 from lens_mix.hooks.mixing import check_mixing, mix
 
 
@@ -85,7 +84,7 @@ def zero_queries(layer: int, *, attention: str = DEFAULT_ATTENTION) -> HookPair:
 class _ZeroQueries(AttentionHook):
     points = ("queries",)
 
-    def __call__(self, tensor: Tensor, hook: Any) -> Tensor:
+    def __call__(self, tensor: Tensor, hook: HookPointLike) -> Tensor:
         self.calls += 1
         return torch.zeros_like(tensor)
 

@@ -65,7 +65,7 @@ class BoundTarget:
 
 
 @torch.no_grad()
-def bind(block: Block, target: object) -> BoundTarget:
+def bind(block: Block, target: TargetLike) -> BoundTarget:
     """Bind a target to the prompts of a clean pass, running the model from `block` on (any block will do).
 
     Raises TypeError, ValueError: the target does not fit a prompt; RuntimeError: inference mode is on.

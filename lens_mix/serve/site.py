@@ -60,7 +60,7 @@ class Site(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.limits = limits or Limits()
         self.desk: Desk[Answer] = Desk(self.limits.waiting, self.limits.seconds)
-        self.model: Any = None
+        self.model: TransformerLensModel  # that of `serve`
         self.form = ""
 
     @property

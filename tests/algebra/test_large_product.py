@@ -10,7 +10,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.algebra import large_product
-from tests.tiny_models import available, bridge, hooked_transformer, tokens
+from tests.tiny_models import bridge_or_hooked, tokens
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"),
@@ -44,9 +44,8 @@ def unmeasured() -> Iterator[None]:
 
 
 def a_model(dtype: torch.dtype, name: str = "gpt2") -> Any:
-    """A tiny model; the second matrix of Llama's is a transposed view."""
-    classic = {"gpt2": "LN", "llama": "gated"}[name]
-    return bridge(name, dtype) if available(bridge, name) else hooked_transformer(classic, dtype)
+    """A tiny model; W_out of Llama's is a transposed view."""
+    return bridge_or_hooked(name, {"gpt2": "LN", "llama": "gated"}[name], dtype)
 
 
 @needs_onednn

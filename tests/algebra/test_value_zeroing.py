@@ -17,7 +17,7 @@ from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.lens.model_classes import UnsupportedModelError
 from tests import kept_products
 from tests.matrix import Case, cases, slow
-from tests.tiny_models import available, bridge, hooked_transformer, is_encoder_decoder, tokens
+from tests.tiny_models import available, bridge, gpt2_like, is_encoder_decoder, tokens
 
 # Whose feed-forward or decoder block has no formula here.
 BY_HOOKS = ("mixtral", "gpt_oss", "mixture", "decoder")
@@ -36,13 +36,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # Small enough that a map of nine positions takes several of each.
 SMALL = Sizes(rectangle=6, chunk=9, neurons=32, keys=4, positions=9, spare=0.1)
 WHOLE = GPU._replace(spare=10.0)
-
-
-def a_model(dtype: torch.dtype = torch.float64, name: str = "gpt2", classic: str = "LN") -> Any:
-    """A tiny model of the installed TransformerLens."""
-    if available(bridge, name):
-        return bridge(name, dtype)
-    return hooked_transformer(classic, dtype)
 
 
 def prompt_of(model: Any, length: int = 9, seed: int = 1) -> Any:
@@ -110,7 +103,7 @@ def test_rows_are_the_cut_of_the_whole_map(case: Case) -> None:
 
 @pytest.mark.parametrize("queries", [None, [-1], [0, 2]])
 def test_rows_of_a_padded_batch(queries: list[int] | None) -> None:
-    model = a_model()
+    model = gpt2_like(torch.float64)
     prompts = [prompt_of(model, length, seed) for length, seed in ((9, 1), (4, 2), (3, 3), (6, 4))]
     together = lm.run_many(model, prompts, "value_zeroing", engine="algebra", queries=queries)
     for prompt, found in zip(prompts, together, strict=True):
@@ -185,11 +178,11 @@ def test_float32_adds_little_to_what_the_clean_pass_lost(name: str, monkeypatch:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_accumulates_in_float32(dtype: torch.dtype) -> None:
-    model = a_model(dtype)
+    model = gpt2_like(dtype)
     prompt = prompt_of(model)
     scores = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
     assert scores.dtype == torch.float32
-    wide = a_model(torch.float32)
+    wide = gpt2_like(torch.float32)
     exact = lm.run(wide, prompt, "value_zeroing", engine="hooks").scores
     torch.testing.assert_close(scores, exact, rtol=0.3, atol=0.02)
     assert torch.isfinite(scores).all()
@@ -197,7 +190,7 @@ def test_half_precision_accumulates_in_float32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padded_batch_is_each_prompt_alone(side: str) -> None:
-    model = a_model()
+    model = gpt2_like(torch.float64)
     prompts = [prompt_of(model, length, seed) for length, seed in ((9, 1), (4, 2), (1, 3), (6, 4))]
     together = lm.run_many(model, prompts, "value_zeroing", engine="algebra", padding_side=side)
     for prompt, found in zip(prompts, together, strict=True):
@@ -283,7 +276,7 @@ def test_what_sends_nothing_has_no_effect(silent: list[str]) -> None:
 
     By hooks as exact as a processor's products of one prompt and of several copies are alike.
     """
-    model = a_model(torch.float32)
+    model = gpt2_like(torch.float32)
     prompt, method = prompt_of(model), lm.ValueZeroing(heads=[1])
     assert float(lm.run(model, prompt, method, engine="algebra").scores.abs().max()) > 1e-5
     for block in model.blocks:
@@ -310,7 +303,7 @@ class _Looks(TorchDispatchMode):
 
 
 def test_no_look_at_the_numbers_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = a_model(torch.float32)
+    model = gpt2_like(torch.float32)
     prompt = prompt_of(model, 30)
 
     def looks() -> int:
@@ -325,7 +318,7 @@ def test_no_look_at_the_numbers_per_chunk(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_weights_edited_through_data_are_seen() -> None:
-    model = a_model()
+    model = gpt2_like(torch.float64)
     prompt = prompt_of(model)
     before = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
     # All matrices but the embeddings of 50 tokens and 32 positions.
@@ -339,7 +332,7 @@ def test_weights_edited_through_data_are_seen() -> None:
 
 
 def test_folded_matrices_are_kept_only_up_to_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = a_model()
+    model = gpt2_like(torch.float64)
     prompt = prompt_of(model)
     kept_products.forget()
     first = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
@@ -352,7 +345,7 @@ def test_folded_matrices_are_kept_only_up_to_their_bound(monkeypatch: pytest.Mon
 
 
 def test_threshold_counts_small_scores_as_zero() -> None:
-    model = a_model()
+    model = gpt2_like(torch.float64)
     prompt = prompt_of(model)
     plain = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
     cut = lm.run(model, prompt, lm.ValueZeroing(threshold=1e-2), engine="algebra").scores
@@ -361,7 +354,7 @@ def test_threshold_counts_small_scores_as_zero() -> None:
 
 
 def test_the_model_is_as_before() -> None:
-    model = a_model(torch.float32)
+    model = gpt2_like(torch.float32)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     lm.run(model, prompt_of(model), "value_zeroing", engine="algebra")
     for name, value in model.state_dict().items():

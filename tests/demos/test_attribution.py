@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from tests.tiny_models import available, bridge, hooked_transformer, toy_tokenizer
+from tests.tiny_models import bridge_or_hooked, toy_tokenizer
 
 pytest.importorskip("matplotlib")
 DEMOS = Path(__file__).parents[2] / "demos"
@@ -29,12 +29,7 @@ def demo(monkeypatch, tmp_path):
 
 @pytest.fixture
 def model():
-    tokenizer = toy_tokenizer()
-    return (
-        bridge("llama", tokenizer=tokenizer)
-        if available(bridge, "llama")
-        else hooked_transformer("rotary", tokenizer=tokenizer)
-    )
+    return bridge_or_hooked("llama", "rotary", tokenizer=toy_tokenizer())
 
 
 def toy_pairs(demo, task="anaphor", count=4):

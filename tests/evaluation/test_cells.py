@@ -12,21 +12,18 @@ from lens_mix.hooks import must_fire, record_all, replace_pattern
 from tests import tiny_models
 from tests.hugging_face_oracle import Reference, edited_weights
 from tests.matrix import build_or_skip, cases, prompt_of
+from tests.random_maps import map_of
 from tests.tiny_models import bridge, gpt2_like, llama_like, toy_tokenizer, wrapped_model
 
 HALF = (0.0, 0.5, 1.0)
+PROMPT_LENGTH = 6
 
 
-@pytest.fixture(scope="module")
-def prompt(model):
-    return tiny_models.tokens(model, 1, 6)[0]
-
-
-def random_map(length: int, layers: int = 2, heads: int | None = None, seed: int = 0) -> lm.MixingMap:
-    generator = torch.Generator().manual_seed(seed)
+def uniform_map(length: int, layers: int = 2, heads: int | None = None, seed: int = 0) -> lm.MixingMap:
+    """All cells are drawn alike; attention's are larger in short rows."""
     shape = (layers, length, length) if heads is None else (layers, heads, length, length)
-    scores = torch.rand(shape, generator=generator, dtype=torch.float64).tril()
-    return lm.MixingMap(scores=scores, tokens=[str(i) for i in range(length)], causal=True)
+    generator = torch.Generator().manual_seed(seed)
+    return map_of(torch.rand(shape, generator=generator, dtype=torch.float64).tril())
 
 
 def kept_by_hand(scores: torch.Tensor, count: int, keep_diagonal: bool = True) -> torch.Tensor:
@@ -64,7 +61,7 @@ def log_probability(logits: torch.Tensor, token: int) -> float:
 @pytest.mark.parametrize("keep_diagonal", [True, False])
 def test_cells_are_removed_as_by_hand(model, prompt, operator, heads, keep_diagonal):
     """One `replace_pattern` per layer and share, from the clean patterns."""
-    mixing, store = random_map(6, heads=heads), {}
+    mixing, store = uniform_map(6, heads=heads), {}
     names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(2)]
     with torch.no_grad(), model.hooks(fwd_hooks=record_all(store, names)):
         clean = model(prompt[None])
@@ -94,7 +91,7 @@ def test_cells_are_removed_as_in_the_hugging_face_model(operator):
     with torch.no_grad():
         weights = reference.attention()
         token = int(reference_model(prompt).logits[0, -1].argmax())
-    mixing = random_map(6)
+    mixing = uniform_map(6)
     found = keep_cells(model, prompt, mixing, operator=operator, fractions=[0.2, 0.6])
     for share, value in zip(found.shares, found.values, strict=True):
         kept = kept_by_hand(mixing.scores, round(share * 30))
@@ -116,16 +113,16 @@ def test_every_model_gives_its_own_target_with_all_cells(case):
     model = case.build()
     if case.refusal is not None:
         with pytest.raises(lm.UnsupportedModelError, match=case.refusal):
-            keep_cells(model, torch.tensor([3, 4, 5]), random_map(3), stack=case.stack)
+            keep_cells(model, torch.tensor([3, 4, 5]), uniform_map(3), stack=case.stack)
         return
     prompt = prompt_of(model)
     if case.wrong_logits:
         with pytest.raises(lm.UnsupportedModelError, match="logits that a target reads are wrong"):
-            keep_cells(model, prompt, random_map(prompt[0].shape[1]), stack=case.stack)
+            keep_cells(model, prompt, uniform_map(prompt[0].shape[1]), stack=case.stack)
         return
     lens = lm.Lens(model, case.stack)
     length = (prompt if not isinstance(prompt, tuple) else prompt[case.stack == "decoder"]).shape[1]
-    mixing = random_map(length, heads=lens.n_heads)
+    mixing = uniform_map(length, heads=lens.n_heads)
     options = {"fractions": [0.5], "stack": case.stack, "target": lm.targets.logit(7)}
     found = keep_cells(model, prompt, mixing, keep_diagonal=False, **options)
     everything = [(layer, head) for layer in range(lens.n_layers) for head in range(lens.n_heads)]
@@ -167,7 +164,7 @@ def test_pooling_averages_the_target_first():
 
 
 def test_maps_share_ties_and_passes(model, prompt):
-    maps = {"a": random_map(6), "b": random_map(6, heads=4, seed=1)}
+    maps = {"a": uniform_map(6), "b": uniform_map(6, heads=4, seed=1)}
     together = keep_cells(model, prompt, maps)
     assert list(together) == ["a", "b"]
     for name, mixing in maps.items():
@@ -175,7 +172,7 @@ def test_maps_share_ties_and_passes(model, prompt):
         # A processor may round its products otherwise where other maps' cells stand beside them.
         assert together[name].values == pytest.approx(alone.values, abs=1e-12)
     # Scores that differ only in scale are one order; ties are broken alike.
-    constant = random_map(6).replace(scores=torch.ones(2, 6, 6).tril())
+    constant = uniform_map(6).replace(scores=torch.ones(2, 6, 6).tril())
     again = pytest.approx(keep_cells(model, prompt, constant).values, abs=1e-12)
     assert keep_cells(model, prompt, constant).values == again
     other = keep_cells(model, prompt, constant, seed=1)
@@ -184,28 +181,28 @@ def test_maps_share_ties_and_passes(model, prompt):
 
 def test_what_a_map_says_of_hidden_keys_is_nothing(model, prompt):
     """Cells are the model's: a map by hand may have scores above the diagonal."""
-    scores = random_map(6).scores
+    scores = uniform_map(6).scores
     loud = lm.MixingMap(scores=scores + 9 * torch.ones(6, 6).triu(1), tokens=list("abcdef"))
-    expected = pytest.approx(keep_cells(model, prompt, random_map(6)).values, abs=1e-12)
+    expected = pytest.approx(keep_cells(model, prompt, uniform_map(6)).values, abs=1e-12)
     assert keep_cells(model, prompt, loud).values == expected
 
 
 def test_layers_that_a_map_does_not_hold_stay(model, prompt):
-    upper = random_map(6).select_layers([1])
+    upper = uniform_map(6).select_layers([1])
     found = keep_cells(model, prompt, upper, fractions=[])
-    both = keep_cells(model, prompt, random_map(6), fractions=[])
+    both = keep_cells(model, prompt, uniform_map(6), fractions=[])
     assert found.cells == 15
     assert found.values[1] == pytest.approx(both.values[1], abs=1e-12)
     assert found.values[0] != pytest.approx(both.values[0], abs=1e-4)
 
 
 def test_little_memory_gives_the_same(model, prompt):
-    expected = keep_cells(model, prompt, random_map(6))
+    expected = keep_cells(model, prompt, uniform_map(6))
     with torch.no_grad():
-        found = keep_cells(model, prompt, random_map(6), max_memory=400_000)
+        found = keep_cells(model, prompt, uniform_map(6), max_memory=400_000)
     assert found.values == pytest.approx(expected.values, abs=1e-9)
     with pytest.raises(ValueError, match="max_memory: expected at least"):
-        keep_cells(model, prompt, random_map(6), max_memory=10)
+        keep_cells(model, prompt, uniform_map(6), max_memory=10)
 
 
 def test_one_token_has_no_cells(model):
@@ -222,7 +219,7 @@ def test_one_token_has_no_cells(model):
 def test_head_of_ones_own(model, prompt):
     """A target on the last residual: the model's head is not asked."""
     target = lm.targets.head(lambda resid: resid[:, -1].sum(-1))
-    found = keep_cells(model, prompt, random_map(6), target=target, fractions=[])
+    found = keep_cells(model, prompt, uniform_map(6), target=target, fractions=[])
     with torch.no_grad():
         _, cache = model.run_with_cache(prompt[None])
     expected = cache["blocks.1.hook_resid_post"][0, -1].sum()
@@ -247,7 +244,7 @@ def test_a_permuted_map_scores_as_random():
         mixing = lm.run(model, prompt, "value_zeroing")
         maps = {
             "permuted": shuffled(mixing, generator),
-            "random": random_map(len(prompt), seed=number),
+            "random": uniform_map(len(prompt), seed=number),
         }
         found = keep_cells(model, prompt, maps)
         permuted.append(found["permuted"].distance)
@@ -263,7 +260,7 @@ def test_a_map_of_the_cells_effects_beats_random(operator):
     knowing, random = [], []
     for number in range(6):
         prompt = tiny_models.tokens(model, 1, 5, seed=number)[0]
-        maps = {"knowing": cells_by_effect(model, prompt, operator), "random": random_map(5, seed=number)}
+        maps = {"knowing": cells_by_effect(model, prompt, operator), "random": uniform_map(5, seed=number)}
         found = keep_cells(model, prompt, maps, operator=operator)
         knowing.append(found["knowing"].distance)
         random.append(found["random"].distance)
@@ -272,7 +269,7 @@ def test_a_map_of_the_cells_effects_beats_random(operator):
 
 def cells_by_effect(model, prompt, operator: str) -> lm.MixingMap:
     """How much the target changes when one cell alone is removed: what a layer map should say."""
-    mixing, length = random_map(len(prompt)), len(prompt)
+    mixing, length = uniform_map(len(prompt)), len(prompt)
     places = torch.ones(2, length, length).tril(-1).nonzero().tolist()
     maps = {}
     for place in places:
@@ -289,7 +286,7 @@ def cells_by_effect(model, prompt, operator: str) -> lm.MixingMap:
 
 def test_the_model_stays_as_it_was(model, prompt):
     before = model(prompt[None])
-    keep_cells(model, prompt, random_map(6))
+    keep_cells(model, prompt, uniform_map(6))
     assert model(prompt[None]).equal(before)
 
 
@@ -303,9 +300,9 @@ def test_strings_are_read_as_lm_run_reads_them():
 
 
 def test_refusals(model, prompt):
-    good = random_map(6)
+    good = uniform_map(6)
     with pytest.raises(ValueError, match=r"maps\['map'\]: expected 6 positions and layers of 2"):
-        keep_cells(model, prompt, random_map(5))
+        keep_cells(model, prompt, uniform_map(5))
     with pytest.raises(ValueError, match=r"maps\['map'\]: expected a map of single layers"):
         keep_cells(model, prompt, lm.rollout(good, residual=0.5))
     with pytest.raises(ValueError, match=r"maps\['map'\]: expected the rows of all 6 positions"):
@@ -326,4 +323,4 @@ def test_a_pruned_head_is_refused(model, prompt):
         lm.evaluation.pruned(model, [(0, 1)]),
         pytest.raises(lm.UnsupportedModelError, match="scaled by a hook"),
     ):
-        keep_cells(model, prompt, random_map(6))
+        keep_cells(model, prompt, uniform_map(6))

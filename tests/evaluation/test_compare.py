@@ -7,11 +7,7 @@ import torch
 from scipy.stats import spearmanr
 
 import lens_mix as lm
-from tests.random_maps import map_of, random_attention
-
-
-def random_map(**options):
-    return map_of(random_attention(**options))
+from tests.random_maps import random_map
 
 
 def two_rows(first, second, **changes):

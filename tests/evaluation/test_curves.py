@@ -13,11 +13,7 @@ from tests import tiny_models
 from tests.tiny_models import llama_like
 
 FILL = 9
-
-
-@pytest.fixture(scope="module")
-def prompt(model):
-    return tiny_models.tokens(model, 1, 5)[0]
+PROMPT_LENGTH = 5
 
 
 def value_without(model, prompt: torch.Tensor, removed) -> float:

@@ -15,11 +15,7 @@ from tests.matrix import build_or_skip, cases, prompt_of
 from tests.tiny_models import bridge, hooked_transformer, wrapped_model
 
 LOGIT = lm.targets.logit(7)
-
-
-@pytest.fixture(scope="module")
-def prompt(model):
-    return tiny_models.tokens(model, 1, 6)[0]
+PROMPT_LENGTH = 6
 
 
 def sets(length: int, *removed: list[int]) -> torch.Tensor:

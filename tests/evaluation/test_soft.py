@@ -12,10 +12,7 @@ from tests import tiny_models
 from tests.matrix import cases, prompt_of
 from tests.tiny_models import llama_like
 
-
-@pytest.fixture(scope="module")
-def prompt(model):
-    return tiny_models.tokens(model, 1, 5)[0]
+PROMPT_LENGTH = 5
 
 
 def row(*scores: float) -> torch.Tensor:

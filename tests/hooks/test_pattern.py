@@ -31,7 +31,7 @@ from tests.hooks.cases import (
     output_by_hand,
     run,
 )
-from tests.tiny_models import available, bridge, hooked_transformer, inputs, tokens
+from tests.tiny_models import available, bridge, inputs, llama_like, tokens
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
 # bridges that compute nothing in float32 after the last pattern: a difference quotient keeps its digits
@@ -314,8 +314,7 @@ def test_the_kernel_that_shows_no_pattern_is_edited_alike(name: str | None) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_dtype_stays(dtype: torch.dtype) -> None:
-    build, name = (bridge, "llama") if available(bridge, "llama") else (hooked_transformer, "grouped")
-    model = build(name, dtype)
+    model = llama_like(dtype)
     pattern = torch.full((4, 7, 7), 1 / 7, dtype=torch.float64)
     for hook in (
         replace_pattern(0, pattern),

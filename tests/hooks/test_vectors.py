@@ -29,6 +29,7 @@ from tests.tiny_models import (
     hooked_encoder_decoder,
     hooked_transformer,
     inputs,
+    llama_like,
     tokens,
     toy_tokenizer,
 )
@@ -214,14 +215,13 @@ def test_nothing_stays_on_the_model(case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [None, [1]], ids=["all heads", "chosen heads"])
 def test_the_dtype_stays(dtype: torch.dtype, heads: list[int] | None) -> None:
-    build, name = (bridge, "llama") if available(bridge, "llama") else (hooked_transformer, "grouped")
-    model = build(name, dtype)
+    model = llama_like(dtype)
     store: dict[str, torch.Tensor] = {}
     hooks = [zero_values(0, 1, heads=heads), record(store, "blocks.0.attn.hook_z")]
     logits = model.run_with_hooks(tokens(model), fwd_hooks=hooks)
     assert store["blocks.0.attn.hook_z"].dtype == dtype
     assert logits.isfinite().all()
-    exact = build(name, torch.float64)
+    exact = llama_like(torch.float64)
     expected = exact.run_with_hooks(tokens(model), fwd_hooks=[zero_values(0, 1, heads=heads)])
     bound = 1e-4 if dtype == torch.float32 else 0.5
     torch.testing.assert_close(logits.double(), expected, rtol=0.0, atol=bound)

@@ -92,7 +92,7 @@ def test_next_norm_is_the_one_that_reads_the_output(case):
 
 
 @pytest.mark.parametrize("count", [3, 20])
-def test_folding_the_first_matrix_changes_nothing(monkeypatch, count):
+def test_folding_W_in_changes_nothing(monkeypatch, count):
     from lens_mix.algebra import feed_forward, weight_cache
     from tests import kept_products
 

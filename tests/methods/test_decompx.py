@@ -12,11 +12,11 @@ from lens_mix.methods.decompx import decompx
 from lens_mix.methods.decompx_logits import input_shares_of_logits, logit_shares
 from lens_mix.session import Session
 from lens_mix.statistics.passes import prompt_blocks
-from tests.matrix import prompt_of, slow
+from tests.matrix import build_or_skip, prompt_of, slow
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import norms, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_gpt2, reference_inputs
-from tests.tiny_models import available, bridge, gpt2_like, hooked_transformer, tokens
+from tests.tiny_models import available, bridge, gpt2_like, tokens
 
 STAGES = {"attention": "attention", "mid": "LN1", "feed_forward": "FFN", "output": "encoder"}
 # Key in the reference -> what it was made with.
@@ -180,12 +180,7 @@ def test_rows_of_padded_prompts_are_those_of_each_prompt_alone(name, side):
 def test_logits_read_backwards_are_those_of_the_shares(name, chunk, monkeypatch):
     if chunk is not None:
         monkeypatch.setattr("lens_mix.methods.decompx_logits._at_once", lambda block: chunk)
-    if available(bridge, name, torch.float64):
-        model = bridge(name, torch.float64)
-    elif name == "gpt2":
-        model = hooked_transformer("LN", torch.float64)
-    else:
-        pytest.skip("no such bridge")
+    model = gpt2_like(torch.float64) if name == "gpt2" else build_or_skip(bridge, name, torch.float64)
     wanted = torch.tensor([3, 17, 4])
     slopes = ("zero_origin",) if name in ("llama", "gemma", "olmo2", "mistral", "granite") else SLOPES
     blocks = prompt_blocks(model, prompt_of(model), lm.DecompX()).blocks

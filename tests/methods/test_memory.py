@@ -10,12 +10,12 @@ import torch
 import lens_mix as lm
 from benchmarks.common import PeakMemory
 from lens_mix.methods.value_zeroing import ValueZeroing
-from tests.matrix import slow
-from tests.tiny_models import available, bridge, hooked_transformer, tokens
+from tests.matrix import build_or_skip, slow
+from tests.tiny_models import available, bridge, gpt2_like, hooked_transformer, tokens
 
 LENGTH = 30
-# So wide that copies of the weights are most of what is counted, the heads so small that W_O and the first
-# matrix are folded for WIDE_LENGTH positions.
+# So wide that copies of the weights are most of what is counted, the heads so small that W_O and W_in are
+# folded for WIDE_LENGTH positions.
 WIDE: dict[str, dict[str, int]] = {
     "gpt2": {"n_embd": 1024, "n_head": 64, "n_layer": 1},
     "llama": {
@@ -39,21 +39,15 @@ WIDE_LENGTH = 18
 
 
 def model_of(name: str) -> Any:
-    """A tiny model; llama and gemma2 only where there are bridges."""
-    if available(bridge, name):
-        return bridge(name)
-    if name == "gpt2":
-        return hooked_transformer("LN")
-    pytest.skip("no such bridge")
+    """A tiny model; all but gpt2 only where there are bridges."""
+    return gpt2_like() if name == "gpt2" else build_or_skip(bridge, name)
 
 
 def wide_model_of(name: str) -> Any:
     """A model of `WIDE` in bfloat16, whose every matrix is copied for the computation."""
-    if available(bridge, name):
-        return bridge(name, torch.bfloat16, **WIDE[name])
-    if name == "gpt2":
+    if name == "gpt2" and not available(bridge, name):
         return hooked_transformer("LN", torch.bfloat16, **WIDE_CLASSIC)
-    pytest.skip("no such bridge")
+    return build_or_skip(bridge, name, torch.bfloat16, **WIDE[name])
 
 
 def peak_of(

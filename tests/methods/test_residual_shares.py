@@ -5,7 +5,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.methods.residual_shares import residual_shares
-from tests.tiny_models import available, bridge, hooked_transformer, tokens, wrapped_model
+from tests.tiny_models import available, bridge, bridge_or_hooked, tokens, wrapped_model
 
 # the module that reads the sum of residual stream and attention, in the wrapped model
 READS_THE_SUM = {
@@ -62,7 +62,7 @@ def test_equal_the_wrapped_models_own_tensors(name):
 
 @pytest.fixture
 def model():
-    return bridge("llama", DOUBLE) if available(bridge, "llama") else hooked_transformer("RMS", DOUBLE)
+    return bridge_or_hooked("llama", "RMS", DOUBLE)
 
 
 def test_padding_changes_nothing(model):

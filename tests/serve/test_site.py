@@ -289,6 +289,7 @@ def test_nobody_waits_for_ever(model, monkeypatch):
     monkeypatch.setattr(site, "page_of", page_of)
     monkeypatch.setattr(site, "_GRACE_SECONDS", 0.0)
     visited = Visited(model, seconds=0.1, waiting=2)
+    visited.site.model = model
     with visited.site:
         answer = visited.site.answer(TEXT, ["alti"])
         assert answer.status == 504

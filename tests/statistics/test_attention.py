@@ -1,5 +1,6 @@
 """Where heads look, on maps whose answer is known."""
 
+import functools
 import math
 
 import pytest
@@ -7,15 +8,9 @@ import torch
 
 import lens_mix as lm
 from lens_mix.statistics.attention import attention_statistics
+from tests.random_maps import random_map
 
-
-def random_map(layers=2, heads=3, size=6, causal=False, seed=0, **fields):
-    generator = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(layers, heads, size, size, generator=generator, dtype=torch.float64)
-    if causal:
-        logits = logits.masked_fill(~torch.ones(size, size, dtype=torch.bool).tril(), -torch.inf)
-    tokens = fields.pop("tokens", [f" t{position}" for position in range(size)])
-    return lm.MixingMap(logits.softmax(-1), tokens, "attention", causal=causal, **fields)
+random_heads = functools.partial(random_map, heads=3, causal=False)
 
 
 def shifted(size, offset):
@@ -51,7 +46,7 @@ def test_offsets_of_designed_heads():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_offsets_against_a_loop(causal):
-    mixing_map = random_map(causal=causal)
+    mixing_map = random_heads(causal=causal)
     found = attention_statistics(mixing_map, offsets=[-5, -1, 0, 2])
     for offset in (-5, -1, 0, 2):
         for layer in range(2):
@@ -126,7 +121,7 @@ def test_evenness_is_measured_against_the_keys_that_could_be_seen():
     [(None, False, 0), (None, True, 5), ("first", True, 0), ("last", False, 5), (-2, True, 4)],
 )
 def test_attention_from_one_query(query, causal, place):
-    mixing_map = random_map(causal=causal)
+    mixing_map = random_heads(causal=causal)
     found = attention_statistics(mixing_map, query=query).from_query
     row = mixing_map.scores[:, :, place]
     assert torch.allclose(found.entropy, torch.special.entr(row).sum(-1))
@@ -140,7 +135,7 @@ def test_attention_from_one_query(query, causal, place):
 
 
 def test_every_query_of_every_prompt_counts_once():
-    short, long = random_map(size=4, seed=1), random_map(size=9, seed=2)
+    short, long = random_heads(size=4, seed=1), random_heads(size=9, seed=2)
     both = attention_statistics(iter([short, long]))
     alone = attention_statistics(short), attention_statistics(long)
     assert (both.prompts, both.queries) == (2, 13)
@@ -151,13 +146,13 @@ def test_every_query_of_every_prompt_counts_once():
 
 
 def test_a_map_without_heads_is_one_head():
-    mixing_map = random_map()
+    mixing_map = random_heads()
     merged = attention_statistics(mixing_map.merge_heads())
     assert merged.entropy.shape == (2, 1)
 
 
 def test_a_table_of_all_heads():
-    table = attention_statistics(random_map(layers=2, heads=3)).to_dataframe()
+    table = attention_statistics(random_heads(layers=2, heads=3)).to_dataframe()
     assert len(table) == 6
     assert list(table.columns[:2]) == ["layer", "head"]
     assert {"offset_-1", "first", "separators", "entropy", "evenness", "query_entropy"} <= set(table.columns)
@@ -165,7 +160,7 @@ def test_a_table_of_all_heads():
 
 
 def test_half_precision():
-    mixing_map = random_map()
+    mixing_map = random_heads()
     half = mixing_map.replace(scores=mixing_map.scores.to(torch.bfloat16))
     assert torch.allclose(
         attention_statistics(half).entropy, attention_statistics(mixing_map).entropy, atol=0.02
@@ -183,9 +178,9 @@ def test_wrong_questions_are_refused():
     with pytest.raises(TypeError, match="maps: expected MixingMaps, got Tensor"):
         attention_statistics([torch.ones(2, 2)])
     with pytest.raises(ValueError, match="same layers and heads in all"):
-        attention_statistics([random_map(heads=2), random_map(heads=3)])
+        attention_statistics([random_heads(heads=2), random_heads(heads=3)])
     with pytest.raises(ValueError, match="same layers and heads in all"):
-        attention_statistics([random_map(), random_map(layers=2).replace(layers=[1, 2])])
+        attention_statistics([random_heads(), random_heads(layers=2).replace(layers=[1, 2])])
     with pytest.raises(TypeError, match="offsets: expected a whole number"):
         attention_statistics(designed(), offsets=[0.5])
     with pytest.raises(TypeError, match=r"groups: expected tokens, a function or positions, got 1\.5"):

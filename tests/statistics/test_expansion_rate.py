@@ -7,7 +7,7 @@ import lens_mix as lm
 from lens_mix.lens.anatomy import ValuePath
 from lens_mix.statistics.expansion_rate import expansion_rates, path_rates
 from tests.matrix import build_or_skip
-from tests.tiny_models import available, bridge, hooked_transformer
+from tests.tiny_models import bridge, llama_like
 
 
 def path(groups=2, biases=True):
@@ -47,8 +47,7 @@ def test_is_how_much_random_vectors_grow():
 
 
 def test_tables_have_every_head_and_their_sum():
-    factory = bridge if available(bridge, "llama") else hooked_transformer
-    table = expansion_rates(factory("llama" if factory is bridge else "grouped"))
+    table = expansion_rates(llama_like())
     assert table["head"].tolist() == [0, 1, 2, 3, "all"] * 2
     assert (table["rate"] > 0).all()
     assert path_rates(path(2, biases=False))[1] > 0

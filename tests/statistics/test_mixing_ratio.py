@@ -12,7 +12,7 @@ from lens_mix.statistics.token_kinds import token_kind
 from tests.norm_cases import CASES, blocks_of, largest
 from tests.norm_oracle import mixing_ratio, oracle
 from tests.norm_reference import BERT_CLASSES, reference, reference_bert, reference_inputs
-from tests.tiny_models import available, bridge, gpt2_like, hooked_transformer
+from tests.tiny_models import available, bridge, gpt2_like
 
 NAMES = {
     "attn_w": "attn_w",
@@ -64,8 +64,7 @@ def test_models_without_a_plain_feed_forward_have_the_stages_before_it():
 
 
 def test_several_prompts_are_numbered():
-    factory = bridge if available(bridge, "gpt2") else hooked_transformer
-    model = factory("gpt2" if factory is bridge else "LN")
+    model = gpt2_like()
     table = ratios.mixing_ratios(model, [torch.arange(3, 7), torch.arange(3, 9)], ["attn_w"])
     assert table.groupby("prompt")["position"].max().tolist() == [3, 5]
 

@@ -1,0 +1,9 @@
+import pytest
+
+from tests import tiny_models
+
+
+@pytest.fixture(scope="module")
+def prompt(model, request):
+    """The shared decoder's tokens, as many as the file's PROMPT_LENGTH says."""
+    return tiny_models.tokens(model, 1, request.module.PROMPT_LENGTH)[0]
