@@ -73,10 +73,7 @@ def align(
 
 
 def align_words(
-    scores: Float[Tensor, "query key"],
-    source_words: Words,
-    target_rows: Words,
-    null_keys: Sequence[int] = (),
+    scores: Float[Tensor, "query key"], source_words: Words, target_rows: Words, null_keys: Sequence[int] = ()
 ) -> list[int | None]:
     """The source word of each target word, whose rows are given; None where a null key wins.
 

@@ -23,8 +23,7 @@ from lens_mix.hooks.base import (
 
 # role -> TransformerLens's hook point inside the attention module
 ATTENTION_ROLES = {"query": "hook_q", "value": "hook_v", "pattern": "hook_pattern", "z": "hook_z"}
-# The role, outside of it, of the residual stream that enters the block.
-RESID_PRE = "resid_pre"
+RESID_PRE = "resid_pre"  # outside of it: the residual stream that enters the block
 # Where these tensors have the axis of the query positions; values stand for keys.
 _QUERY_AXIS = {"query": 1, "pattern": 2, "z": 1, RESID_PRE: 1}
 

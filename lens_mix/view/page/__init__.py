@@ -70,10 +70,7 @@ class Page:
 
 
 def page(
-    maps: Maps,
-    path: str | os.PathLike[str] | None = None,
-    *,
-    trees: Graphs | Sequence[Graphs] | None = None,
+    maps: Maps, path: str | os.PathLike[str] | None = None, *, trees: Graphs | Sequence[Graphs] | None = None
 ) -> Page:
     """One HTML file in which maps can be looked through: text, grid, flow, methods side by side, and trees.
 
