@@ -18,7 +18,7 @@ WORKERS ?= 2
 export PYTHONDONTWRITEBYTECODE =
 # One thread each: the tests' tensors are too small to gain from more.
 RUN_TESTS = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(CASES) $(PYTEST)
-# Checking every shape takes as long as the tests; on one release it finds what there is to find.
+# On one release the shape checks find what there is to find.
 UNCHECKED = JAXTYPING_DISABLE=1
 # Nor is anything found twice by the tests marked `once` (tests/conftest.py); CASES= runs these too.
 test-tl3 test-tl2: CASES = -m "not slow and not once"

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, TypeCheckError, config, jaxtyped
 from torch import Tensor
 
-import lens_mix as lm
+from lens_mix.algebra.distances import distance
 from tests.shape_checks import shapes
 from tests.source_tree import trees
 
@@ -51,6 +51,14 @@ def test_what_is_no_shape_is_left_to_mypy():
     Pair("two", torch.ones(2, 3), torch.ones(2, 3))
 
 
+def test_a_function_without_a_shape_stays_as_it_is():
+    def plain(times: int) -> int:
+        return times
+
+    assert checked(plain) is plain
+    assert checked(total.__wrapped__) is not total.__wrapped__
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -75,7 +83,7 @@ def test_a_functions_own_words_come_first():
 def test_the_library_is_checked(request):
     if not request.config.getoption("--jaxtyping-packages"):
         pytest.skip("run without --jaxtyping-packages")
-    assert hasattr(lm.run, "__wrapped__")
+    assert hasattr(distance, "__wrapped__")
 
 
 def unquoted_shapes(tree: ast.AST) -> list[str]:
