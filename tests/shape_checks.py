@@ -2,7 +2,8 @@
 
 pyproject.toml names it (`--jaxtyping-packages=lens_mix,tests.shape_checks.shapes`); mypy checks the other
 annotations, without running anything. jaxtyping would put a layer on every function; those without a shape
-are left as they are (`only_with_shapes`), as most calls are theirs: the suite took a third more time.
+are left as they are (`only_with_shapes`), as most calls are theirs: test_rows, test_decompx and Value
+Zeroing's tests took 97 s with all layers, 62 s with these, and 59 s with none.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def each_alone(label):
     return prompts, methods, [lm.run(model, prompt, methods, stack=case.stack) for prompt in prompts]
 
 
-# Padding is the model's class's matter: one decoder of each wiring of norms, and an encoder, in `make test`.
+# Each class pads in its own way; these three are bridges of decoders, as others in `make test` are.
 _PADDED_LATER = {"bridge gpt_neox", "bridge mixtral", "bridge bloom"}
 
 

@@ -26,6 +26,7 @@ from lens_mix.evaluation.controls import control_maps, control_rows, randomised
 from lens_mix.evaluation.finished import FinishedCases
 from lens_mix.evaluation.tasks import Case, Task
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.parts import one_part
 from lens_mix.lens.provenance import model_name
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
@@ -194,7 +195,7 @@ class _Evaluation:
         """The records of one case."""
         candidates = self._candidates(case, "")
         if self.randomised_model:
-            with randomised(self.model, **{k: v for k, v in self.options.items() if k in ("part", "stack")}):
+            with randomised(self.model, part=one_part(self.options.get("part"), self.options.get("stack"))):
                 candidates |= self._candidates(case, ", randomised model")
         if candidates:
             like = next(iter(candidates.values()))
