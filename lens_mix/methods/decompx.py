@@ -140,8 +140,7 @@ def decompx(
         raise ValueError(f"feed-forward: expected a plain or gated one, got {anatomy.feed_forward_kind!r}")
 
     def normed(norm: Norm | None, shares: Tensor) -> Tensor:
-        out = through_norm(norm, shares, shares.sum(2))
-        return out if norm is None else split_bias(out, norm.bias, rule)
+        return split_bias(through_norm(norm, shares, shares.sum(2)), norm.bias if norm else None, rule)
 
     read = normed(anatomy.attention_input, vectors)
     axes = "batch key source d_model, head d_model d_head -> source batch key head d_head"
@@ -161,5 +160,6 @@ def decompx(
         gate = through_linear(feed_forward.W_gate, feed_forward.b_gate, read, rule)
         m_gate, m_up = gated_multipliers(feed_forward.activation, gate.sum(2), None, hidden.sum(2), None)
         hidden = gate * m_gate[:, :, None] + hidden * m_up[:, :, None]
+    hidden = split_bias(hidden, feed_forward.b_hidden, rule)
     added = through_linear(feed_forward.W_out, feed_forward.b_out, hidden, rule)
     return normed(anatomy.feed_forward_residual, mid + added)
