@@ -22,7 +22,7 @@ from lens_mix.lens.proof_record import ALGEBRA_PARTS, HEAD, VALUE
 from lens_mix.method import Method
 from lens_mix.methods import METHODS
 
-GROUP = "lens_mix.methods"
+_GROUP = "lens_mix.methods"
 # The values that class attributes of a method may have, one or several.
 _ALLOWED = {
     "engines": ("recorded", "hooks", "algebra"),
@@ -76,7 +76,7 @@ def all_methods() -> dict[str, type[Method]]:
 def _plugins() -> dict[str, type[Method]]:
     """Those of installed packages; one that can't be loaded is left out, with a warning."""
     methods: dict[str, type[Method]] = {}
-    for entry in importlib.metadata.entry_points(group=GROUP):
+    for entry in importlib.metadata.entry_points(group=_GROUP):
         try:
             method = entry.load()
             check_class(method)

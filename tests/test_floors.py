@@ -56,7 +56,7 @@ DRAWING_FUNCTIONS = {"show"}
 
 # What is filled at module level, cached functions too: each one with the reason why it may outlive a call.
 STORES = {
-    "aggregation.flow.even_flow": "flows of even attention: two numbers per length and shares, 4,096 of them",
+    "aggregation.flow._even_flow": "flows of even attention: two numbers per length and shares, 4,096",
     "aggregation.flow_rows._network": "what a worker process was started with",
     "algebra.activations._nodes": "Gauss-Legendre points and weights, per number of points",
     "algebra.large_product._onednn_is_faster": "a measurement of this processor, per number of threads",
@@ -71,7 +71,7 @@ STORES = {
     "registry._plugins": "methods of installed packages, which are loaded, and warned of, once",
     "registry._registered": "methods that the user registered, for names to work in every later call",
     "view.canvas._has_a_glyph": "which characters the installed fonts have",
-    "view.canvas.families": "the fonts that are installed",
+    "view.canvas._families": "the fonts that are installed",
 }
 
 

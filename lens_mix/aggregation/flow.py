@@ -170,7 +170,7 @@ def _normalise_by_null(
     for place, level in enumerate(levels):
         for number, query in enumerate(queries):
             keys = reached[level - 1, query]
-            to_itself, to_another = even_flow(by_layer[:level], max(1, int(keys.sum())))
+            to_itself, to_another = _even_flow(by_layer[:level], max(1, int(keys.sum())))
             target[place, number, keys] = to_another
             target[place, number, query] = to_itself if keys[query] else 0.0
     weighted = torch.where(null > 0, flows * target / null, 0.0)
@@ -179,7 +179,7 @@ def _normalise_by_null(
 
 
 @functools.lru_cache(maxsize=4096)
-def even_flow(weights: tuple[float, ...], size: int) -> tuple[float, float]:
+def _even_flow(weights: tuple[float, ...], size: int) -> tuple[float, float]:
     """Flow of even attention over `size` tokens that all see each other: to oneself, and to another."""
     by_row = torch.tensor(weights, dtype=torch.float64)[:, None].expand(-1, size)
     even = null_maps(torch.ones(len(weights), size, size, dtype=torch.bool), by_row).numpy()

@@ -19,7 +19,7 @@ Solver = Literal["scipy", "networkx"]
 # scipy's solver adds up flows in 32-bit whole numbers: the largest possible flow must stay below 2^31.
 _WHOLE = 2**30
 # Edges that are handed to the solver in one call, which alone costs as much as a few thousand edges.
-BATCH = 20_000
+_BATCH = 20_000
 
 
 class Wiring(NamedTuple):
@@ -94,7 +94,7 @@ class LayeredFlow:
             elif not self.causal or key < query:
                 parts[number] = self._part(level, query, key)
                 edges += len(parts[number].wiring.targets)
-            if parts and (edges > BATCH or number == len(pairs) - 1):
+            if parts and (edges > _BATCH or number == len(pairs) - 1):
                 values[list(parts)] = self._solve(level, list(parts.values()))
                 parts, edges = {}, 0
         return values

@@ -52,13 +52,13 @@ def normalise_rollout(
     null = null_maps(visible, residual)
     stays = float(torch.as_tensor(residual).max())
     targets = _even_targets(reachable(visible, stays), residual)
-    if arithmetic == "float64" or (arithmetic == "auto" and float64_suffices(null, residual)):
+    if arithmetic == "float64" or (arithmetic == "auto" and _float64_suffices(null, residual)):
         return _in_float64(cumulative(maps, heads, product), null, targets, product)
     rolled = cumulative(maps.log(), None if heads is None else heads.log(), log_matmul)
     return _in_logarithms(rolled, null.log(), targets)
 
 
-def even_attention(visible: Bool[Tensor, "*axes query key"]) -> Float[Tensor, "*axes query key"]:
+def _even_attention(visible: Bool[Tensor, "*axes query key"]) -> Float[Tensor, "*axes query key"]:
     """Attention spread evenly over the visible keys, float64; a row that sees nothing is all zero."""
     weights = visible.to(torch.float64)
     return weights / weights.sum(-1, keepdim=True).clamp(min=1)
@@ -77,7 +77,7 @@ def held_residual(
         maps: rows sum to 1 or are all zero; `least` mixed in already.
         least: what was mixed in, below which no layer can be.
     """
-    even = even_attention(visible).diagonal(dim1=-2, dim2=-1)
+    even = _even_attention(visible).diagonal(dim1=-2, dim2=-1)
     diagonal = maps.diagonal(dim1=-2, dim2=-1)
     counts = (even > 0) & (even < 1) & maps.any(-1)
     weights = torch.where(counts, (diagonal - even) / (1 - even).clamp(min=0.5), 0.0)
@@ -91,7 +91,7 @@ def null_maps(
     """The null model's layers: even attention with the residual mixed in, float64."""
     alike = not isinstance(residual, Tensor) and bool((visible == visible[:1]).all())
     different = visible[:1] if alike else visible
-    return add_residual(even_attention(different), residual).expand(visible.shape)
+    return add_residual(_even_attention(different), residual).expand(visible.shape)
 
 
 def reachable(visible: Bool[Tensor, "layer query key"], residual: float) -> Bool[Tensor, "layer query key"]:
@@ -124,7 +124,7 @@ def _even_targets(
     moved = -torch.expm1(weights.expand(reached.shape[:2]).log().cumsum(0))
     for place, keys in enumerate(reached):
         if place == 0 or not torch.equal(keys, reached[place - 1]):
-            even = even_attention(keys)
+            even = _even_attention(keys)
             if bool((weights > 0).any()):
                 even = torch.where(keys.any(-1, keepdim=True), even, identity)
         target = moved[place, :, None] * even
@@ -132,7 +132,7 @@ def _even_targets(
         yield target
 
 
-def float64_suffices(null: Float[Tensor, "layer query key"], residual: Residual) -> bool:
+def _float64_suffices(null: Float[Tensor, "layer query key"], residual: Residual) -> bool:
     """Whether R · B0 / R0 can be computed in float64 without loss.
 
     Every entry of R0 that is not zero is at least the product over layers of the null model's smallest entry

@@ -189,11 +189,11 @@ def tree_text(tree: networkx.DiGraph) -> str:
     # The same text whatever the terminal.
     console = rich.console.Console(width=200, color_system=None, legacy_windows=False)
     with console.capture() as written:
-        console.print(tree_rich(tree))
+        console.print(_tree_rich(tree))
     return written.get().rstrip("\n")
 
 
-def tree_rich(tree: networkx.DiGraph) -> rich.tree.Tree:
+def _tree_rich(tree: networkx.DiGraph) -> rich.tree.Tree:
     """The tree as a `rich.tree.Tree`, to print in a terminal; another graph is a ValueError."""
     import rich.text
     import rich.tree

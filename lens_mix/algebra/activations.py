@@ -31,7 +31,7 @@ Activation = Callable[[Tensor], Tensor]
 
 _LONGEST_INTERVAL = 16.0  # longer paths are cut into intervals of this length
 _STEEPNESS = {"quick_gelu": 1.702}  # how much faster than SiLU an activation turns
-IN_CACHE = 8192  # paths that are integrated at once
+_IN_CACHE = 8192  # paths that are integrated at once
 # Where two ends are this close, their difference quotient is further off than the derivative between them.
 _CLOSE = 1e-5
 # Integrals of the activations with a kink at 0, in themselves or their slope: quadrature converges slowly.
@@ -66,7 +66,7 @@ def gated_multipliers(
     function = ACTIVATIONS[activation]
     a = torch.zeros_like(end) if start is None else start
     b = torch.zeros_like(up_end) if up_start is None else up_start
-    m_up = mean_on_path(activation, a, end)
+    m_up = _mean_on_path(activation, a, end)
     change = function(end) * up_end - function(a) * b - (up_end - b) * m_up
 
     def by_quadrature(near: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def gated_multipliers(
     return _ratio(change, end - a, by_quadrature, _CLOSE), m_up
 
 
-def mean_on_path(
+def _mean_on_path(
     activation: str, start: Float[Tensor, "*batch"], end: Float[Tensor, "*batch"]
 ) -> Float[Tensor, "*batch"]:
     """∫ g(start + t (end - start)) dt over t in 0..1."""
@@ -88,7 +88,7 @@ def mean_on_path(
         ends, starts = end[near].flatten(), start[near].flatten()
         out = torch.empty_like(ends)
         # On a processor some at a time: what stays in its caches, and few long paths make few others wait.
-        for chunk in chunks(0, len(ends), IN_CACHE if end.device.type == "cpu" else len(ends)):
+        for chunk in chunks(0, len(ends), _IN_CACHE if end.device.type == "cpu" else len(ends)):
             out[chunk] = _mean(activation, starts[chunk], ends[chunk])
         return out.view(end[near].shape)
 

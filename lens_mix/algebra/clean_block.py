@@ -21,10 +21,10 @@ from lens_mix.algebra.head_vectors import through
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
 
 # C c, 1/s' and s/s' - 1.
-Changed = tuple[Float[Tensor, "key row d_model"], Float[Tensor, "key row 1"], Float[Tensor, "key row 1"]]
+_Changed = tuple[Float[Tensor, "key row d_model"], Float[Tensor, "key row 1"], Float[Tensor, "key row 1"]]
 
 
-class NormChange:
+class _NormChange:
     """A norm at the clean vectors x that it reads; `clean` is n."""
 
     def __init__(self, norm: Norm, clean: Float[Tensor, "row d_model"]) -> None:
@@ -35,7 +35,7 @@ class NormChange:
         self._size = self._square.sqrt()
         self.clean: Float[Tensor, "row d_model"] = centred / self._size
 
-    def sizes(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> Changed:
+    def sizes(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> _Changed:
         """What changes of some rows' inputs do to the sizes."""
         centred, size = self._centre(change), self._size[rows]
         square_change = products(centred, self.clean[rows])[..., None].mul_(2 * size)
@@ -48,7 +48,7 @@ class NormChange:
         factor = square_change.neg_().div_((size + changed).mul_(changed))
         return centred, changed.reciprocal_(), factor
 
-    def output(self, rows: slice, changed: Changed) -> Float[Tensor, "key row d_model"]:
+    def output(self, rows: slice, changed: _Changed) -> Float[Tensor, "key row d_model"]:
         """The change of some rows' outputs."""
         centred, inverse, factor = changed
         out = torch.addcmul(centred * inverse, self.clean[rows], factor)
@@ -91,9 +91,9 @@ class CleanBlock:
         # That of a parallel block reads what enters the block, where nothing changes.
         reached = None if anatomy.parallel else feed_forward
         reads = None if reached is None else anatomy.feed_forward_input
-        self._branch = NormChange(branch, attention_out) if branch else None
-        on_residual = NormChange(residual, total) if residual else None
-        self._input = NormChange(reads, mid) if reads else None
+        self._branch = _NormChange(branch, attention_out) if branch else None
+        on_residual = _NormChange(residual, total) if residual else None
+        self._input = _NormChange(reads, mid) if reads else None
         self._norms = [norm for norm in (self._branch, on_residual, self._input) if norm is not None]
         self.neurons: Sequence[Neurons] = ()
         if reached is not None:
@@ -108,10 +108,10 @@ class CleanBlock:
         branch, residual = anatomy.feed_forward_branch, anatomy.feed_forward_residual
         if feed_forward is not None and (branch or residual):
             added = feed_forward(read)
-            self.added = NormChange(branch, added) if branch and self.neurons else None
+            self.added = _NormChange(branch, added) if branch and self.neurons else None
             added = added if branch is None else branch(added)
-            self._total = NormChange(residual, mid + added * self.multiplier) if residual else None
-        self._final = NormChange(final, resid_post) if final else None
+            self._total = _NormChange(residual, mid + added * self.multiplier) if residual else None
+        self._final = _NormChange(final, resid_post) if final else None
         compared = resid_post if final is None else final(resid_post)
         self._size = torch.linalg.vector_norm(compared, dim=-1)
         self.direction = compared / self._size.clamp_min(torch.finfo(compared.dtype).tiny)[:, None]

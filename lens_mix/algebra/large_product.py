@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-LEAST = 2**24  # multiplications below which a call's own cost decides
-COPY_EARNED_BY = 512  # rows for which oneDNN saves what a copy of a matrix costs (measured: 270 to 700)
+_LEAST = 2**24  # multiplications below which a call's own cost decides
+_COPY_EARNED_BY = 512  # rows for which oneDNN saves what a copy of a matrix costs (measured: 270 to 700)
 _GAIN = 1.25  # oneDNN must be so many times as fast: near a tie last digits would vary by process
 
 
@@ -24,7 +24,7 @@ def add_product(
     factor: float = 1.0,
 ) -> None:
     """Add factor · x @ matrix, without gradients; a matrix with gaps costs oneDNN a hundred times as long."""
-    if x.shape[0] * matrix.numel() >= LEAST and matrix.is_contiguous() and by_onednn(x):
+    if x.shape[0] * matrix.numel() >= _LEAST and matrix.is_contiguous() and by_onednn(x):
         into.add_(product_by_onednn(x, matrix), alpha=factor)
     else:
         into.addmm_(x, matrix, alpha=factor)
@@ -32,7 +32,7 @@ def add_product(
 
 def as_right_factor(matrix: Float[Tensor, "inner column"], rows: int) -> Float[Tensor, "inner column"]:
     """A matrix for products of so many rows in all: a copy, where that lets oneDNN make them."""
-    return matrix.contiguous() if rows >= COPY_EARNED_BY and by_onednn(matrix) else matrix
+    return matrix.contiguous() if rows >= _COPY_EARNED_BY and by_onednn(matrix) else matrix
 
 
 def by_onednn(x: Tensor) -> bool:

@@ -34,24 +34,24 @@ def by_key(
     return out
 
 
-def qr_factor(vectors: Float[Tensor, "*batch head d_model"]) -> Float[Tensor, "*batch rank head"]:
+def _qr_factor(vectors: Float[Tensor, "*batch head d_model"]) -> Float[Tensor, "*batch rank head"]:
     """R with ‖R a‖ = ‖Σ_h a_h vector_h‖ for any a, in float64: 2e-13 even where the heads cancel."""
     return torch.linalg.qr(vectors.double().mT, mode="r").R
 
 
-def gram(vectors: Float[Tensor, "*batch head d_model"]) -> Float[Tensor, "*batch head head_"]:
+def _gram(vectors: Float[Tensor, "*batch head d_model"]) -> Float[Tensor, "*batch head head_"]:
     """All scalar products of the vectors, accumulated in float64 (6e-8 for float32 vectors)."""
     wide = vectors.double()
     return wide @ wide.mT
 
 
-def factor_norms(
+def _factor_norms(
     factors: Float[Tensor, "row rank head"],
     weights: Float[Tensor, "row head query"],
     exact: bool,
     out: Float[Tensor, "row rank query"] | None = None,
 ) -> Float[Tensor, "row query"]:
-    """‖Σ_h weights_h vector_h‖ in float64 from `qr_factor` (`exact`) or `gram`; `out` is for the products."""
+    """‖Σ_h weights_h vector_h‖ in float64 from `_qr_factor` (`exact`) or `_gram`; `out` for the products."""
     product = torch.bmm(factors, weights, out=out)
     if exact:
         return torch.linalg.vector_norm(product, dim=-2)
@@ -83,10 +83,10 @@ def norms_by_factors(
             diagonal[:, chunk] = (own_weights[:, chunk, None] @ vectors)[:, :, 0]
         weights = by_key(pattern[..., chunk], workspace("weights", rows, count, queries))
         wide = workspace("wide", rows, count, heads.d_model).copy_(vectors)
-        factors = qr_factor(wide) if exact else gram(wide)
+        factors = _qr_factor(wide) if exact else _gram(wide)
         squares = factors.square().sum(-2) if exact else factors.diagonal(dim1=-2, dim2=-1)
         head_norms[:, chunk] = squares.sqrt()
         products = workspace("products", rows, factors.shape[2], queries).flatten(0, 1)
-        sizes = factor_norms(factors.flatten(0, 1), weights.flatten(0, 1), exact, products)
+        sizes = _factor_norms(factors.flatten(0, 1), weights.flatten(0, 1), exact, products)
         norms[:, chunk] = sizes.unflatten(0, (batch, rows))
     return PairNorms(norms.transpose(1, 2), head_norms, diagonal)

@@ -3,7 +3,7 @@
 Without key j's values the attention's output at query i changes by c_ij = -Σ_h a_ijh v_jh W_O^h, as the
 pattern stays. That change is carried through the block's parts; outputs are never subtracted:
 
-    norm          a change to a change (`NormChange`)
+    norm          a change to a change (`_NormChange`)
     W_in          folded with W_O and the norms' linear parts, applied once per key and head
     activation    per pair (`Neurons.change`)
     W_out         per pair: the one large product that is left

@@ -38,8 +38,8 @@ class Sizes(NamedTuple):
     spare: float  # pairs without weight that a rectangle may have, as a share of the others
 
 
-CPU = Sizes(rectangle=512, chunk=2304, neurons=768, keys=128, positions=2048, spare=0.05)
-GPU = Sizes(rectangle=16384, chunk=16384, neurons=4096, keys=1024, positions=16384, spare=0.25)
+_CPU = Sizes(rectangle=512, chunk=2304, neurons=768, keys=128, positions=2048, spare=0.05)
+_GPU = Sizes(rectangle=16384, chunk=16384, neurons=4096, keys=1024, positions=16384, spare=0.25)
 
 
 class Source(NamedTuple):
@@ -121,7 +121,7 @@ def _rectangles(sources: Sequence[Source], sizes: Sizes) -> Iterator[Rectangle]:
 
 def fitting(block: Block, span: int, dtypes: Sequence[torch.dtype]) -> Sizes:
     """The device's sizes, made smaller where `max_memory` asks for it; ValueError where none fits."""
-    sizes = CPU if block.resid_pre.device.type == "cpu" else GPU
+    sizes = _CPU if block.resid_pre.device.type == "cpu" else _GPU
     length, bytes_with = block.attended.shape[2], functools.partial(_bytes, block, span, dtypes)
     # A prompt is never cut: all its positions are held at once.
     smallest = Sizes(rectangle=8, chunk=8, neurons=64, keys=1, positions=length, spare=sizes.spare)

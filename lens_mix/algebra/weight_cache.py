@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-KEPT_BYTES = 2 << 30  # bytes of products that are kept in all
+_KEPT_BYTES = 2 << 30  # bytes of products that are kept in all
 
 
 class _Entry(NamedTuple):
@@ -48,7 +48,7 @@ def fits(weight: Tensor, kind: str, size: int) -> bool:
             for other, entry in entries.items()
             if not (name is weight and other == kind)
         )
-    return size + others <= KEPT_BYTES
+    return size + others <= _KEPT_BYTES
 
 
 def keep(weight: Tensor, kind: str, probes: Sequence[Tensor], product: Any) -> None:

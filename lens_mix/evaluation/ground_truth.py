@@ -65,7 +65,7 @@ def roc_area(scores: Float[Tensor, "*shape"], truth: Bool[Tensor, "*shape"]) -> 
     return float((ranks[right].sum() - positive * (positive + 1) / 2) / (positive * negative))
 
 
-def layer_area(mixing_map: MixingMap, routes: Routes) -> float:
+def _layer_area(mixing_map: MixingMap, routes: Routes) -> float:
     """`roc_area` of layer maps, over what the rows on the way to the answer could see but themselves."""
     visible = mixing_map.visible().cpu()
     others = ~torch.eye(visible.shape[-1], dtype=torch.bool)
@@ -73,7 +73,7 @@ def layer_area(mixing_map: MixingMap, routes: Routes) -> float:
     return roc_area(_with_ties(mixing_map.merge_heads().scores.cpu())[cells], routes.layers[cells])
 
 
-def input_area(mixing_map: MixingMap, routes: Routes) -> float:
+def _input_area(mixing_map: MixingMap, routes: Routes) -> float:
     """`roc_area` of an input map's last layer, in the answers' rows, over the keys that they could see."""
     rows = list(routes.queries)
     cells = mixing_map.visible()[-1].cpu()[rows]
@@ -136,8 +136,8 @@ def score_constructed(
         for built in chosen:
             model, prompts = built.model(), built.prompts(seed, count)
             controls = [(_later_is_more(built, len(prompt)), built.routes(prompt)) for prompt in prompts]
-            rows.append(_row(built, "position", "layers", list(itertools.starmap(layer_area, controls))))
-            rows.append(_row(built, "position", "input", list(itertools.starmap(input_area, controls))))
+            rows.append(_row(built, "position", "layers", list(itertools.starmap(_layer_area, controls))))
+            rows.append(_row(built, "position", "input", list(itertools.starmap(_input_area, controls))))
             for label, method in labelled.items():
                 areas, note = _areas(built, model, prompts, method, aggregations)
                 rows += [_row(built, label, name, values, note) for name, values in areas.items()]
@@ -166,10 +166,10 @@ def _areas(
             mixing_map = mixing_map.select_layers(mixing_map.layer_labels[-1:]).replace(scores=summed)
         mixing_map = mixing_map.replace(scores=mixing_map.scores.abs())
         if method.kind == "layer":
-            areas = {"layers": layer_area(mixing_map, routes)}
-            areas |= {name: input_area(way(mixing_map), routes) for name, way in ways.items()}
+            areas = {"layers": _layer_area(mixing_map, routes)}
+            areas |= {name: _input_area(way(mixing_map), routes) for name, way in ways.items()}
         else:
-            areas = {"input": input_area(mixing_map, routes)}
+            areas = {"input": _input_area(mixing_map, routes)}
         by_prompt.append(areas)
     return {name: [areas[name] for areas in by_prompt] for name in by_prompt[0]}, ""
 

@@ -119,7 +119,7 @@ def soft_faithfulness(
         erased = _mean_target(passes, places, torch.zeros_like(uniform[:1], dtype=torch.bool))
         faithfulness = {}
         for name, row in named.items():
-            keep, lose = matched(row[places], retained), matched(row[places], 1 - retained)
+            keep, lose = _matched(row[places], retained), _matched(row[places], 1 - retained)
             with_only = _mean_target(passes, places, uniform < keep[:, None])
             without = _mean_target(passes, places, uniform < (1 - lose)[:, None])
             scores = _scores(passes.clean, erased, without, with_only)
@@ -129,7 +129,7 @@ def soft_faithfulness(
     return faithfulness["row"] if single else faithfulness
 
 
-def matched(row: Float[Tensor, " key"], mean: float) -> Float[Tensor, " key"]:
+def _matched(row: Float[Tensor, " key"], mean: float) -> Float[Tensor, " key"]:
     """Probabilities that follow a row's positive scores, with a given mean: min(1, factor × score).
 
     Scores of 0 or less get 0, unless all others are at 1 and the mean asks for more: then they share it

@@ -80,7 +80,7 @@ def scale_pattern_gradient(
     """
     name = f"{attention_module(layer, attention)}.hook_pattern"
     temperature = number("temperature", temperature, 0, above=True)
-    change = functools.partial(pattern_gradient, temperature, number("factor", factor))
+    change = functools.partial(_pattern_gradient, temperature, number("factor", factor))
     return name, _ScalePatternGradient(name, change)
 
 
@@ -154,7 +154,7 @@ def hold_activation_ratio(
 # ------------------------------------------------------------------ what they compute
 
 
-def pattern_gradient(
+def _pattern_gradient(
     temperature: float,
     factor: float,
     pattern: Float[Tensor, "batch head query key"],
@@ -181,7 +181,7 @@ def pattern_gradient(
     return (factor * changed).to(gradient.dtype)
 
 
-def activation_ratio(
+def _activation_ratio(
     act: Callable[[Tensor], Tensor], z: Float[Tensor, "*batch d_mlp"]
 ) -> Float[Tensor, "*batch d_mlp"]:
     """act(z) / z; next to 0 the mean slope there."""
@@ -273,7 +273,7 @@ class _HoldActivationRatio(GradientCounter, HookFunction):
             raise ValueError(f"mlp: expected hook_pre to fire before {self.name} in each pass, it did not")
         product = self._act(z.detach()) if up is None else self._act(z.detach()) * up.detach()
         self._refuse_unlike(product, tensor.detach())
-        linear = activation_ratio(self._act, z.detach()) * z
+        linear = _activation_ratio(self._act, z.detach()) * z
         if up is not None:
             linear = (linear * up.detach() + linear.detach() * up) / 2
         return self.follow(with_gradient_of(linear, tensor))

@@ -45,14 +45,14 @@ def expansion_rates(
         reason = proof.hooks_refusal or proof.failure(parts)
         if reason is not None:
             raise UnsupportedModelError(f"expansion_rates can't run on this model: {reason}")
-        heads, together = path_rates(anatomy.value_path)
+        heads, together = _path_rates(anatomy.value_path)
         rows += [(layer, head, rate) for head, rate in enumerate(heads.tolist())]
         rows.append((layer, "all", together))
     return pd.DataFrame(rows, columns=["layer", "head", "rate"])
 
 
 @in_full_precision
-def path_rates(path: ValuePath) -> tuple[Float[Tensor, " head"], float]:
+def _path_rates(path: ValuePath) -> tuple[Float[Tensor, " head"], float]:
     """Expansion rate per head, and of the sum of all heads with b_O, in float64."""
     W_O = path.W_O.double()
     group = len(W_O) // len(path.W_V)

@@ -23,8 +23,8 @@ from lens_mix.statistics.passes import PromptBlocks, each_prompt
 from lens_mix.statistics.ranks import spearman
 from lens_mix.statistics.token_kinds import TokenKind, token_kind
 
-ATTENTION_STAGES = ("attn_w", "attn_n", "attn_res_w", "attn_res", "attn_res_ln")
-STAGES = (*ATTENTION_STAGES, "atb_ff_res_ln")
+_ATTENTION_STAGES = ("attn_w", "attn_n", "attn_res_w", "attn_res", "attn_res_ln")
+_STAGES = (*_ATTENTION_STAGES, "atb_ff_res_ln")
 
 
 @in_full_precision
@@ -50,10 +50,10 @@ def mixing_ratios(
         ValueError: an unknown stage.
         UnsupportedModelError: a stage that the model's blocks can't be followed to.
     """
-    expected = f"some of {list(STAGES)}"
-    names = tuple(STAGES if stages is None else several("stages", stages, expected, least=1))
+    expected = f"some of {list(_STAGES)}"
+    names = tuple(_STAGES if stages is None else several("stages", stages, expected, least=1))
     for stage in names:
-        one_of("stages", stage, STAGES)
+        one_of("stages", stage, _STAGES)
     rows = []
     for number, (passed, followed) in enumerate(_passes(model, prompts, names, stages is None, options)):
         places = [(row, passed.tokens[row], int(passed.token_ids[row])) for row in passed.queries]
@@ -85,12 +85,12 @@ def _passes(
         if begun or not fewer or len(methods) == 1:
             raise
         for passed in each_prompt(model, prompts, methods[:1], **options):
-            yield passed, ATTENTION_STAGES
+            yield passed, _ATTENTION_STAGES
 
 
 @in_full_precision
 def block_mixing_ratios(
-    block: Block, stages: Sequence[str] = ATTENTION_STAGES
+    block: Block, stages: Sequence[str] = _ATTENTION_STAGES
 ) -> dict[str, Float[Tensor, "batch query"]]:
     """The mixing ratios of one block by stage; no pair of positions is formed.
 
@@ -136,7 +136,7 @@ def by_layer(table: pd.DataFrame) -> pd.DataFrame:
     """Mean of a table of `mixing_ratios`, a row per layer, a column per stage; a last row "mean" over all."""
     check_columns("table", table, ("layer", "stage", "ratio"))
     out = table.pivot_table(index="layer", columns="stage", values="ratio", aggfunc="mean", sort=True)
-    out = out[[stage for stage in STAGES if stage in out.columns]]
+    out = out[[stage for stage in _STAGES if stage in out.columns]]
     return pd.concat([out, out.mean().to_frame("mean").T])
 
 
@@ -145,7 +145,7 @@ def by_kind(table: pd.DataFrame, kind: TokenKind = token_kind) -> pd.DataFrame:
     check_columns("table", table, ("layer", "stage", "ratio", "token"))
     token_kinds = table["token"].map(kind).rename("kind")
     out = table.groupby([token_kinds, "stage"])["ratio"].mean().unstack("stage")
-    out = out[[stage for stage in STAGES if stage in out.columns]]
+    out = out[[stage for stage in _STAGES if stage in out.columns]]
     one = table[(table["layer"] == table["layer"].min()) & (table["stage"] == table["stage"].iloc[0])]
     return out.assign(tokens=one["token"].map(kind).value_counts())
 
@@ -166,7 +166,7 @@ def by_rank(
     groups = ranked.groupby(["layer", "stage"])[["rank", "ratio"]]
     out = groups.apply(lambda part: spearman(part["rank"].to_numpy(), part["ratio"].to_numpy()))
     out = out.unstack("stage")
-    return out[[stage for stage in STAGES if stage in out.columns]]
+    return out[[stage for stage in _STAGES if stage in out.columns]]
 
 
 def counted_ranks(table: pd.DataFrame) -> dict[str, float]:

@@ -25,7 +25,7 @@ _HIDDEN = "#e9e9e9"
 _LINE = "#cccccc"
 _LEADER = 5.0  # how long, in points, the line from a column to its label is
 # Fonts of other scripts and of signs, as systems have them; matplotlib draws no colour emoji.
-OTHER_FONTS = (
+_OTHER_FONTS = (
     *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans JP", "Noto Sans KR"),
     *("Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback", "IPAexGothic"),
     *("PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic"),
@@ -50,7 +50,7 @@ class Picture(Figure):
     def draw(self, renderer: Any) -> None:
         """Drawn with a font for every character, or the character's number where no font has it."""
         for text in self.findobj(Text):
-            text.set_fontfamily(families())
+            text.set_fontfamily(_families())
             if not (shown := text.get_text()).isascii() and shown != (legible := _readable(shown)):
                 text.set_text(legible)
         super().draw(renderer)
@@ -98,15 +98,15 @@ def colours(signed: bool) -> Colormap:
 
 
 @functools.cache
-def families() -> list[str]:
+def _families() -> list[str]:
     """matplotlib's own font, then those that are installed of the ones with other scripts and signs."""
     installed = {font.name for font in font_manager.fontManager.ttflist}
-    return ["DejaVu Sans", *(name for name in OTHER_FONTS if name in installed)]
+    return ["DejaVu Sans", *(name for name in _OTHER_FONTS if name in installed)]
 
 
 @functools.cache
 def _has_a_glyph(character: str) -> bool:
-    files = (font_manager.findfont(name, fallback_to_default=False) for name in families())
+    files = (font_manager.findfont(name, fallback_to_default=False) for name in _families())
     return any(font_manager.get_font(file).get_char_index(ord(character)) for file in files)
 
 
@@ -117,7 +117,7 @@ def _readable(text: str) -> str:
 
 def longest(labels: Iterable[str], points: float) -> float:
     """The length in inches of the longest label."""
-    font = font_manager.FontProperties(family=families())
+    font = font_manager.FontProperties(family=_families())
     # A `$` would be read as the start of a formula; an S is as wide.
     paths = (
         TextPath((0, 0), _readable(label.replace("$", "S")), size=points, prop=font)

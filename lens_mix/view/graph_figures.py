@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import networkx
     from matplotlib.figure import Figure
 
-STAYS = "#c9c9c9"
-MOVES = "#2c5f8a"
-TARGET = "#c1442e"
+_STAYS = "#c9c9c9"
+_MOVES = "#2c5f8a"
+_TARGET = "#c1442e"
 _ALL_TOKENS = 48  # more tokens than these are not all drawn: only those that some node stands for
 THINNEST, THICKEST = 0.4, 5.0
 
@@ -63,8 +63,8 @@ def _legend(graph: networkx.DiGraph, name: str, widths: dict[Any, float]) -> lis
     from matplotlib.lines import Line2D
 
     lines = {
-        "stays at its position": (STAYS, any(start[1] == end[1] for start, end in widths)),
-        "comes from another position": (MOVES, any(start[1] != end[1] for start, end in widths)),
+        "stays at its position": (_STAYS, any(start[1] == end[1] for start, end in widths)),
+        "comes from another position": (_MOVES, any(start[1] != end[1] for start, end in widths)),
     }
     handles = [Line2D([], [], color=hue, lw=2, label=text) for text, (hue, there) in lines.items() if there]
     if widths:
@@ -72,7 +72,7 @@ def _legend(graph: networkx.DiGraph, name: str, widths: dict[Any, float]) -> lis
         handles.append(Line2D([], [], color=INK, lw=THICKEST, alpha=0.4, label=text))
     dot: Any = {"marker": "o", "lw": 0, "markersize": 4}
     if graph.graph.get("target", graph.graph.get("root")) in graph:
-        handles.append(Line2D([], [], color=TARGET, label="what is explained", **dot))
+        handles.append(Line2D([], [], color=_TARGET, label="what is explained", **dot))
     if any("share" in values for _, values in graph.nodes(data=True)):
         handles.append(Line2D([], [], color=INK, label="size: the position's share in its layer", **dot))
     if "threshold" in graph.graph:
@@ -151,7 +151,7 @@ def _draw_edges(axes: Any, frame: _Frame, widths: dict[Any, float]) -> None:
     ordered = sorted(widths, key=lambda edge: widths[edge])  # the widest are drawn last, on top
     shares = [widths[edge] / widest for edge in ordered]
     places = [[frame.place(start), frame.place(end)] for start, end in ordered]
-    hues = [STAYS if start[1] == end[1] else MOVES for start, end in ordered]
+    hues = [_STAYS if start[1] == end[1] else _MOVES for start, end in ordered]
     colours = [to_rgba(hue, 0.35 + 0.65 * share) for hue, share in zip(hues, shares, strict=True)]
     thick = [THINNEST + (THICKEST - THINNEST) * share for share in shares]
     axes.add_collection(LineCollection(places, linewidths=thick, colors=colours, capstyle="round", zorder=1))
@@ -162,7 +162,7 @@ def _draw_nodes(axes: Any, frame: _Frame, graph: networkx.DiGraph) -> None:
     nodes = list(graph.nodes(data=True))
     across, up = zip(*(frame.place(node) for node, _ in nodes), strict=True)
     sizes = [4 + 40 * float(values.get("share", 0.0)) for _, values in nodes]
-    colours = [TARGET if node == target else INK for node, _ in nodes]
+    colours = [_TARGET if node == target else INK for node, _ in nodes]
     axes.scatter(across, up, s=sizes, c=colours, linewidths=0, zorder=2)
 
 

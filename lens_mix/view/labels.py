@@ -31,7 +31,7 @@ def visible_token(token: str, longest: int = 16) -> str:
     return (shown if len(shown) <= longest else shown[: longest - 1] + "…") or "∅"
 
 
-def shown_positions(count: int, limit: int) -> list[int]:
+def _shown_positions(count: int, limit: int) -> list[int]:
     """At most `limit` of `count` positions, evenly spaced; the first and, with room for two, the last are in.
 
     Both are 1 or more.
@@ -59,7 +59,7 @@ def label_places(count: int, limit: int, strongest: Sequence[int] = ()) -> list[
         places[left] = end = max(min(places[left], end), 0.0)
         end -= gap
     placed = list(zip(chosen, places, strict=True))
-    rest = [(p, float(p)) for p in shown_positions(count, limit) if all(abs(p - at) >= gap for at in places)]
+    rest = [(p, float(p)) for p in _shown_positions(count, limit) if all(abs(p - at) >= gap for at in places)]
     return sorted([*placed, *rest], key=lambda each: each[1])
 
 

@@ -7,7 +7,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.aggregation import flow, rollout
-from lens_mix.aggregation.flow import even_flow
+from lens_mix.aggregation.flow import _even_flow
 from lens_mix.maps import MixingMap
 from tests.matrix import slow
 from tests.random_maps import REFERENCE, map_of, random_attention, reference_arrays
@@ -275,12 +275,12 @@ def test_the_sum_of_a_row_is_kept():
 
 
 def test_flow_of_even_attention_over_tokens_that_see_each_other():
-    assert even_flow((0.5,), 4) == pytest.approx((0.625, 0.125))
-    assert even_flow((0.5, 0.5), 4) == pytest.approx((1.0, 0.5))
-    assert even_flow((0.5,) * 12, 4) == pytest.approx((1.0, 1.0))
-    assert even_flow((0.5,) * 3, 1) == pytest.approx((1.0, 0.0))
+    assert _even_flow((0.5,), 4) == pytest.approx((0.625, 0.125))
+    assert _even_flow((0.5, 0.5), 4) == pytest.approx((1.0, 0.5))
+    assert _even_flow((0.5,) * 12, 4) == pytest.approx((1.0, 1.0))
+    assert _even_flow((0.5,) * 3, 1) == pytest.approx((1.0, 0.0))
     # The top layer keeps all: what the layer below gives, min(0.8 + 0.05, 1) and 0.05.
-    assert even_flow((0.8, 1.0), 4) == pytest.approx((0.85, 0.05))
+    assert _even_flow((0.8, 1.0), 4) == pytest.approx((0.85, 0.05))
 
 
 def test_the_null_model_of_a_map_that_holds_the_residual_keeps_as_much_of_it():

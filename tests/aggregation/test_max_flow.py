@@ -143,7 +143,7 @@ def test_nothing_flows_from_later_tokens(residual):
 def test_pairs_solved_together_are_as_pairs_solved_alone(monkeypatch):
     capacities = stack(6, 9, causal=True, density=0.6)
     together = every(capacities)
-    monkeypatch.setattr(max_flow, "BATCH", 0)
+    monkeypatch.setattr(max_flow, "_BATCH", 0)
     np.testing.assert_array_equal(every(capacities), together)
 
 

@@ -87,7 +87,7 @@ def test_equals_the_candidate_with_residual(stack):
     mixing_map = make(maps, causal=True)
     assert np.abs(rollout(mixing_map).scores[-1].numpy() - plain).max() < 1e-12
     assert np.abs(normalised(mixing_map)[-1].numpy() - expected).max() < 1e-10
-    even = receptive_field.even_attention(triangle(size)).expand(layers, size, size)
+    even = receptive_field._even_attention(triangle(size)).expand(layers, size, size)
     assert np.abs(rollout(make(even, causal=True)).scores[-1].numpy() - null).max() < 1e-12
     assert np.abs(normalised(make(even, causal=True))[-1].numpy() - target).max() < 1e-12
     # The candidate without residual is another number, so the comparison can fail.
@@ -167,19 +167,19 @@ def test_bidirectional_maps_with_an_empty_row_are_unchanged():
 @pytest.mark.parametrize("name", MASKS)
 def test_even_attention_without_residual_comes_out_even(name):
     masks = MASKS[name].expand(4, 7, 7)
-    result = normalised(make(receptive_field.even_attention(masks), mask=masks), 0.0)
+    result = normalised(make(receptive_field._even_attention(masks), mask=masks), 0.0)
     for place in range(4):
         reached = masks[0].double()
         for mask in masks[1 : place + 1]:
             reached = mask.double() @ reached
-        even = receptive_field.even_attention(reached > 0)
+        even = receptive_field._even_attention(reached > 0)
         # Where a position can reach nothing, or only through positions that see nothing, mass is lost.
         mass = result[place].sum(-1, keepdim=True)
         assert torch.allclose(result[place], even * mass, rtol=0, atol=1e-14)
 
 
 def test_even_attention_with_residual_is_even_but_for_the_diagonal():
-    result = normalised(make(receptive_field.even_attention(triangle(8).expand(12, 8, 8)), causal=True))
+    result = normalised(make(receptive_field._even_attention(triangle(8).expand(12, 8, 8)), causal=True))
     for place, rows in enumerate(result):
         share = 0.5 ** (place + 1)
         for query, row in enumerate(rows):
@@ -330,7 +330,7 @@ def test_it_finds_a_planted_key(weight):
 def test_both_ways_agree_at_depth_48_and_96_tokens(weight):
     masks = triangle(96).expand(48, 96, 96)
     maps = receptive_field.add_residual(attention(triangle(96), layers=48), weight)
-    assert receptive_field.float64_suffices(receptive_field.null_maps(masks, weight), weight)
+    assert receptive_field._float64_suffices(receptive_field.null_maps(masks, weight), weight)
     numbers = receptive_field.normalise_rollout(maps, masks, weight, arithmetic="float64")
     logs = receptive_field.normalise_rollout(maps, masks, weight, arithmetic="log")
     assert torch.equal(receptive_field.normalise_rollout(maps, masks, weight), numbers)
@@ -355,11 +355,11 @@ def test_logarithms_where_float64_fails():
     """400 layers of even attention: the last of 64 keys gets 64^−400 of the plain rollout."""
     masks = triangle(64).expand(400, 64, 64)
     null = receptive_field.null_maps(masks, 0.0)
-    assert not receptive_field.float64_suffices(null, 0.0)
+    assert not receptive_field._float64_suffices(null, 0.0)
     broken = receptive_field.normalise_rollout(null, masks, 0.0, arithmetic="float64")[-1]
-    assert not torch.allclose(broken, receptive_field.even_attention(triangle(64)))
+    assert not torch.allclose(broken, receptive_field._even_attention(triangle(64)))
     result = receptive_field.normalise_rollout(null, masks, 0.0)[-1]
-    assert torch.allclose(result, receptive_field.even_attention(triangle(64)), rtol=1e-9, atol=0)
+    assert torch.allclose(result, receptive_field._even_attention(triangle(64)), rtol=1e-9, atol=0)
 
 
 @settings(deadline=None, max_examples=60)
@@ -370,7 +370,7 @@ def test_the_bound_holds(name, layers, weight):
     masks = mask[torch.arange(layers) % len(mask)] if mask.ndim == 3 else mask.expand(layers, 7, 7)
     null = receptive_field.null_maps(masks, weight)
     smallest = math.exp(-700)
-    if receptive_field.float64_suffices(null, weight):
+    if receptive_field._float64_suffices(null, weight):
         rolled = receptive_field.cumulative(null)
         positive = [null[0] > 0]
         for layer in null[1:]:
@@ -435,7 +435,7 @@ WEIGHTS_BY_LAYER = [0.3, 0.9, 0.5, 0.0]
 
 def test_even_attention_that_holds_the_residual_comes_out_even():
     """As with the same weights mixed in by the rollout."""
-    even = receptive_field.even_attention(triangle(7)).expand(4, 7, 7)
+    even = receptive_field._even_attention(triangle(7)).expand(4, 7, 7)
     result = rollout(holding(even, WEIGHTS_BY_LAYER), receptive_field=True).scores
     share = 1.0
     for weight, rows in zip(WEIGHTS_BY_LAYER, result, strict=True):
@@ -453,7 +453,7 @@ def test_bidirectional_maps_that_hold_the_residual_are_unchanged():
 
 def test_what_is_mixed_in_counts_too():
     """A weight on top of what the map holds; no layer can hold less."""
-    even = receptive_field.even_attention(triangle(7)).expand(4, 7, 7)
+    even = receptive_field._even_attention(triangle(7)).expand(4, 7, 7)
     held = receptive_field.held_residual(
         receptive_field.add_residual(holding(even, WEIGHTS_BY_LAYER).scores.clone(), 0.2),
         triangle(7).expand(4, 7, 7),
@@ -501,7 +501,7 @@ def test_measured_shares_that_are_all_alike_are_a_residual():
 
 def test_even_attention_with_measured_shares_comes_out_even_but_for_the_diagonal():
     shares = torch.rand(5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    even = receptive_field.even_attention(triangle(7)).expand(5, 7, 7)
+    even = receptive_field._even_attention(triangle(7)).expand(5, 7, 7)
     measured = make(even, causal=True).replace(residual_shares=shares)
     result = rollout(measured, residual="measured", receptive_field=True).scores
     stayed = shares.cumprod(0)
@@ -517,5 +517,5 @@ def test_measured_shares_in_logarithms_agree():
     logs = receptive_field.normalise_rollout(maps.clone(), masks, shares, arithmetic="log")
     assert torch.allclose(numbers, logs, rtol=1e-10)
     shares[2, 3] = 1.0
-    assert not receptive_field.float64_suffices(receptive_field.null_maps(masks, shares), shares)
+    assert not receptive_field._float64_suffices(receptive_field.null_maps(masks, shares), shares)
     assert torch.isfinite(receptive_field.normalise_rollout(maps, masks, shares)).all()

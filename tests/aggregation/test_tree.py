@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lens_mix as lm
-from lens_mix.aggregation.tree import tree_rich
+from lens_mix.aggregation.tree import _tree_rich
 from tests.reference_models import REFERENCE
 
 RELEASED = {"special": [0], "top_layer": -2, "order": "position", "within_layer": True}
@@ -157,7 +157,7 @@ def test_text():
         "    └── '[bold]' @0  layer 0, 0.5",
     ]
     with pytest.raises(ValueError, match="expected a graph of attribution_tree"):
-        tree_rich(nx.DiGraph())
+        _tree_rich(nx.DiGraph())
 
 
 @pytest.mark.parametrize(

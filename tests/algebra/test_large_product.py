@@ -30,8 +30,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(large_product, "_onednn_is_faster", lambda threads: True)
     monkeypatch.setattr(large_product, "product_by_onednn", watched)
-    monkeypatch.setattr(large_product, "LEAST", 1)
-    monkeypatch.setattr(large_product, "COPY_EARNED_BY", 1)
+    monkeypatch.setattr(large_product, "_LEAST", 1)
+    monkeypatch.setattr(large_product, "_COPY_EARNED_BY", 1)
     return found
 
 
@@ -130,6 +130,6 @@ def test_other_numbers_are_not_believed(unmeasured: None, monkeypatch: pytest.Mo
 def test_few_rows_do_not_earn_a_copy(calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     view = torch.randn(6, 4).T
     assert large_product.as_right_factor(view, rows=1).is_contiguous()
-    monkeypatch.setattr(large_product, "COPY_EARNED_BY", 2)
+    monkeypatch.setattr(large_product, "_COPY_EARNED_BY", 2)
     assert large_product.as_right_factor(view, rows=1) is view
     assert large_product.as_right_factor(view.double(), rows=2).stride() == view.stride()

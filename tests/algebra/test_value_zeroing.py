@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lens_mix as lm
 from lens_mix.algebra import value_zeroing, value_zeroing_pairs, weight_cache
-from lens_mix.algebra.clean_block import CleanBlock, NormChange
+from lens_mix.algebra.clean_block import CleanBlock, _NormChange
 from lens_mix.algebra.feed_forward_change import neurons_of
-from lens_mix.algebra.value_zeroing_pairs import CPU, GPU, Sizes, chunks, find_sources
+from lens_mix.algebra.value_zeroing_pairs import _CPU, _GPU, Sizes, chunks, find_sources
 from lens_mix.lens.anatomy import BlockAnatomy, FeedForward, Norm
 from lens_mix.lens.model_classes import UnsupportedModelError
 from tests import kept_products
@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # Small enough that a map of nine positions takes several of each.
 SMALL = Sizes(rectangle=6, chunk=9, neurons=32, keys=4, positions=9, spare=0.1)
-WHOLE = GPU._replace(spare=10.0)
+WHOLE = _GPU._replace(spare=10.0)
 
 
 def prompt_of(model: Any, length: int = 9, seed: int = 1) -> Any:
@@ -123,7 +123,7 @@ def test_what_is_done_at_once_makes_no_difference(
         pytest.skip("no such bridge")
     model = bridge(name, torch.float64)
     whole = lm.run(model, prompt_of(model), lm.ValueZeroing(**OPTIONS[options]), engine="algebra")
-    monkeypatch.setattr(value_zeroing_pairs, "CPU", sizes)
+    monkeypatch.setattr(value_zeroing_pairs, "_CPU", sizes)
     cut = lm.run(model, prompt_of(model), lm.ValueZeroing(**OPTIONS[options]), engine="algebra")
     torch.testing.assert_close(cut.scores, whole.scores, rtol=0, atol=1e-11)
 
@@ -205,13 +205,13 @@ def test_only_pairs_with_weight_are_computed(window: int | None) -> None:
     seen = seen if window is None else seen.triu(1 - window)
     sources = find_sources(seen, torch.ones(1, 40, dtype=torch.bool), None)
     times = torch.zeros(40, 40)
-    for chunk in chunks(sources, CPU):
+    for chunk in chunks(sources, _CPU):
         for rectangle in chunk:
             columns = [source.column for source in sources[rectangle.sources]]
             times[rectangle.rows, columns[0] : columns[-1] + 1] += 1
     assert bool((times[seen[0]] == 1).all())
     assert int(times.max()) == 1
-    assert int(times.sum()) <= (1 + CPU.spare) * int(seen.sum())
+    assert int(times.sum()) <= (1 + _CPU.spare) * int(seen.sum())
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
@@ -220,7 +220,7 @@ def test_a_norms_change_keeps_its_digits(kind: Any) -> None:
     clean = torch.randn(5, 64, generator=generator)
     change = 1e-6 * torch.randn(3, 5, 64, generator=generator)
     norm = Norm(kind, torch.randn(64, generator=generator), torch.randn(64, generator=generator), 1e-6)
-    of_clean = NormChange(norm, clean)
+    of_clean = _NormChange(norm, clean)
     found = of_clean.output(slice(0, 5), of_clean.sizes(slice(0, 5), change))
     wide = Norm(kind, norm.weight.double(), norm.bias.double(), 1e-6)
     exact = wide(clean.double() + change.double()) - wide(clean.double())
@@ -313,7 +313,7 @@ def test_no_look_at_the_numbers_per_chunk(monkeypatch: pytest.MonkeyPatch) -> No
 
     looks()
     whole = looks()
-    monkeypatch.setattr(value_zeroing_pairs, "CPU", SMALL)
+    monkeypatch.setattr(value_zeroing_pairs, "_CPU", SMALL)
     assert looks() == whole
 
 
@@ -338,7 +338,7 @@ def test_folded_matrices_are_kept_only_up_to_their_bound(monkeypatch: pytest.Mon
     first = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
     assert kept_products.number("folded torch.float64") == model.cfg.n_layers
     kept_products.forget()
-    monkeypatch.setattr(weight_cache, "KEPT_BYTES", 0)
+    monkeypatch.setattr(weight_cache, "_KEPT_BYTES", 0)
     anew = lm.run(model, prompt, "value_zeroing", engine="algebra").scores
     assert kept_products.number("folded torch.float64") == 0
     torch.testing.assert_close(anew, first, rtol=0, atol=1e-12)

@@ -172,13 +172,13 @@ def test_the_examples_of_the_scales_run(model: Any) -> None:
 
 def test_the_page_gives_the_scores_of_the_readmes_table() -> None:
     """Of methods with a score of their own; several in one row share the best of them."""
-    from lens_mix.view.page import SCORES
+    from lens_mix.view.page import _SCORES
 
     rows = [line.split("|") for line in README.splitlines() if line.startswith("| `")]
     alone = {names[0]: row[4].strip() for row in rows if len(names := re.findall(r"`(\w+)`", row[1])) == 1}
     scored = {name: float(score.replace("−", "-")) for name, score in alone.items() if score != "–"}
     assert len(scored) > 10
-    assert {name: SCORES.get(name) for name in scored} == scored
+    assert {name: _SCORES.get(name) for name in scored} == scored
 
 
 def test_the_readmes_table_is_the_list_of_methods() -> None:

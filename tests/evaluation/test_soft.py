@@ -7,7 +7,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.evaluation import bootstrap, soft_faithfulness
-from lens_mix.evaluation.soft import _scores, matched
+from lens_mix.evaluation.soft import _matched, _scores
 from tests import tiny_models
 from tests.matrix import cases, prompt_of
 from tests.tiny_models import llama_like
@@ -23,14 +23,14 @@ def row(*scores: float) -> torch.Tensor:
 
 
 def test_matched_by_hand():
-    assert matched(row(1, 2, 3, 4), 0.25).tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert _matched(row(1, 2, 3, 4), 0.25).tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
     # The highest is full at 1: the others share what is left by their scores.
-    assert matched(row(1, 2, 3, 94), 0.5).tolist() == pytest.approx([1 / 6, 2 / 6, 3 / 6, 1])
+    assert _matched(row(1, 2, 3, 94), 0.5).tolist() == pytest.approx([1 / 6, 2 / 6, 3 / 6, 1])
     # More is asked for than the positive scores can hold: the others share the rest alike.
-    assert matched(row(5, 0, -3, 1), 0.75).tolist() == pytest.approx([1, 0.5, 0.5, 1])
-    assert matched(row(2, 2), 0.3).tolist() == pytest.approx([0.3, 0.3])
-    assert matched(row(0, 0, 0), 0.4).tolist() == pytest.approx([0.4] * 3)
-    assert matched(row(7), 0.4).tolist() == pytest.approx([0.4])
+    assert _matched(row(5, 0, -3, 1), 0.75).tolist() == pytest.approx([1, 0.5, 0.5, 1])
+    assert _matched(row(2, 2), 0.3).tolist() == pytest.approx([0.3, 0.3])
+    assert _matched(row(0, 0, 0), 0.4).tolist() == pytest.approx([0.4] * 3)
+    assert _matched(row(7), 0.4).tolist() == pytest.approx([0.4])
 
 
 @pytest.mark.parametrize("mean", [0.01, 0.3, 0.5, 0.9, 0.999])
@@ -38,13 +38,13 @@ def test_matched_by_hand():
 def test_every_row_keeps_as_much(mean, seed):
     drawn = torch.randn(12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).exp() ** 3
     for scores in (drawn, drawn * 1e6, drawn - drawn.median(), drawn.round()):
-        kept = matched(scores, mean)
+        kept = _matched(scores, mean)
         assert float(kept.mean()) == pytest.approx(mean)
         assert bool(((kept >= 0) & (kept <= 1)).all())
         # No position with a lower score keeps more.
         order = scores.argsort()
         assert bool((kept[order].diff() >= -1e-12).all())
-    assert matched(drawn, mean).tolist() == pytest.approx(matched(drawn * 1e6, mean).tolist())
+    assert _matched(drawn, mean).tolist() == pytest.approx(_matched(drawn * 1e6, mean).tolist())
 
 
 # ------------------------------------------------------------------ the measure

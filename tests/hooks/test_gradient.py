@@ -15,7 +15,7 @@ from lens_mix.hooks import (
     scale_gradient,
     scale_pattern_gradient,
 )
-from lens_mix.hooks.gradient import activation_ratio, pattern_gradient
+from lens_mix.hooks.gradient import _activation_ratio, _pattern_gradient
 from lens_mix.lens.anatomy import ACTIVATIONS
 from tests.matrix import build_or_skip
 from tests.tiny_models import available, bridge, gpt2_like, hooked_encoder, hooked_transformer, tokens
@@ -90,7 +90,7 @@ def by_the_scores(scores, hidden, sink, temperature, factor):
         masked = torch.cat([masked, torch.full_like(masked[..., :1], 0.4)], dim=-1)
     whole = masked.softmax(-1)
     pattern = whole[..., : scores.shape[-1]]
-    pattern.register_hook(lambda g: pattern_gradient(temperature, factor, pattern.detach(), g))
+    pattern.register_hook(lambda g: _pattern_gradient(temperature, factor, pattern.detach(), g))
     pattern.backward(given)
     tempered = (masked.detach() / temperature).softmax(-1)[..., : scores.shape[-1]]
     return leaf.grad, factor * tempered * (given - (tempered * given).sum(-1, keepdim=True))
@@ -112,7 +112,7 @@ def test_weights_that_underflow_and_empty_rows_are_finite():
     hidden = torch.zeros(1, 4, dtype=torch.bool)
     found, wanted = by_the_scores(scores, hidden, False, 2.0, 1.0)
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-4)
-    empty = pattern_gradient(2.0, 1.0, torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
+    empty = _pattern_gradient(2.0, 1.0, torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
     assert float(empty.abs().max()) == 0
 
 
@@ -120,8 +120,8 @@ def test_weights_that_underflow_and_empty_rows_are_finite():
 def test_the_ratio_is_that_of_act_and_z(activation):
     act = ACTIVATIONS[activation]
     z = torch.tensor([-30.0, -2.0, -0.3, 1e-7, 0.8, 25.0], dtype=torch.float64)
-    torch.testing.assert_close(activation_ratio(act, z) * z, act(z), atol=1e-14, rtol=1e-12)
-    assert bool(torch.isfinite(activation_ratio(act, torch.zeros(2, dtype=torch.float64))).all())
+    torch.testing.assert_close(_activation_ratio(act, z) * z, act(z), atol=1e-14, rtol=1e-12)
+    assert bool(torch.isfinite(_activation_ratio(act, torch.zeros(2, dtype=torch.float64))).all())
 
 
 @models

@@ -18,7 +18,7 @@ from lens_mix.hooks import (
     scale_pattern,
     zero_values,
 )
-from lens_mix.hooks.gradient import pattern_gradient
+from lens_mix.hooks.gradient import _pattern_gradient
 from lens_mix.hooks.mixing import mix, sink
 from lens_mix.lens.graph import Mixing
 from lens_mix.methods.attribution_patching import hidden_effects
@@ -80,7 +80,7 @@ def uses(pattern: Float[Tensor, "1 1 query key"]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     values, gradient, given = torch.randn(3, 1, 3, 1, 3, generator=generator).bfloat16().to(pattern.dtype)
     hidden = hidden_effects(Mixing(pattern, values, mix(pattern, values), gradient).at(torch.arange(3)))
-    back = pattern_gradient(2.0, 1.0, pattern, given[:, None, :, 0])
+    back = _pattern_gradient(2.0, 1.0, pattern, given[:, None, :, 0])
     function: Any = mask_attention(0, torch.tensor([[True, False, True]]).expand(3, 3))[1]
     return [hidden, back, function.on_pattern(pattern, values)]
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.algebra.activations import derivative, gated_multipliers, mean_on_path, plain_multiplier
+from lens_mix.algebra.activations import _mean_on_path, derivative, gated_multipliers, plain_multiplier
 from lens_mix.algebra.definitions import through_norm
 from lens_mix.algebra.feed_forward import feed_forward_maps
 from lens_mix.lens.anatomy import ACTIVATIONS
@@ -111,7 +111,7 @@ def test_folding_W_in_changes_nothing(monkeypatch, count):
         patch.setattr(feed_forward, "folded", lambda *arguments, **options: None)
         assert largest(plain.scores, lm.run(model, tokens, "atb_ff").scores) < 1e-12
     kept_products.forget()
-    monkeypatch.setattr(weight_cache, "KEPT_BYTES", 0)
+    monkeypatch.setattr(weight_cache, "_KEPT_BYTES", 0)
     assert largest(plain.scores, lm.run(model, tokens, "atb_ff").scores) < 1e-12
     again = lm.run(model, tokens, "value_zeroing", engine="algebra")
     assert largest(zeroing.scores, again.scores) < 1e-12
@@ -143,10 +143,10 @@ def test_paths_are_integrated_some_at_a_time(monkeypatch):
     # One long path among short ones, and one of no length.
     end[1, 7], end[2, 9] = 60.0, start[2, 9]
     for activation in ("silu", "relu"):
-        whole = mean_on_path(activation, start, end)
+        whole = _mean_on_path(activation, start, end)
         with monkeypatch.context() as patch:
-            patch.setattr(activations, "IN_CACHE", 4)
-            assert largest(whole, mean_on_path(activation, start, end)) < 1e-10
+            patch.setattr(activations, "_IN_CACHE", 4)
+            assert largest(whole, _mean_on_path(activation, start, end)) < 1e-10
 
 
 @pytest.mark.parametrize("length", [1e-3, 0.5, 2.0, 8.0, 15.0, 33.0])
@@ -159,7 +159,7 @@ def test_means_on_paths_are_good_to_the_last_digits(activation, length):
     nodes = (torch.arange(pieces)[:, None] + (torch.as_tensor(places) + 1) / 2).flatten() / pieces * length
     values = ACTIVATIONS[activation](start[:, None] + nodes)
     expected = (values.unflatten(-1, (pieces, 10)) @ torch.as_tensor(weights)).sum(-1) / 2 / pieces
-    assert largest(mean_on_path(activation, start, start + length), expected) < 1e-12
+    assert largest(_mean_on_path(activation, start, start + length), expected) < 1e-12
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -195,7 +195,7 @@ def test_gated_multipliers_are_complete_and_integrated_well(activation, fixed):
     # A fine midpoint rule, apart from the library's nodes and pieces.
     t = ((torch.arange(40000, dtype=torch.float64) + 0.5) / 40000)[:, None]
     known = function(a + t * (end - a)).mean(0)
-    assert largest(mean_on_path(activation, a, end), known) < 1e-6
+    assert largest(_mean_on_path(activation, a, end), known) < 1e-6
     assert largest(up, known) < 1e-6
 
 

@@ -6,7 +6,7 @@ import torch
 import lens_mix as lm
 from lens_mix.algebra.definitions import head_parts
 from lens_mix.algebra.head_vectors import HeadVectors, linear_part
-from lens_mix.algebra.pair_norms import by_key, factor_norms, gram, qr_factor
+from lens_mix.algebra.pair_norms import _factor_norms, _gram, _qr_factor, by_key
 from lens_mix.algebra.vectors import Pairs, attention_vectors
 from lens_mix.lens.anatomy import Norm, ValuePath
 from lens_mix.methods.value_norms import value_norms
@@ -72,12 +72,12 @@ def test_heads_that_cancel_keep_their_digits():
 def test_factors_are_the_vectors_products():
     generator = torch.Generator().manual_seed(1)
     vectors = torch.randn(4, 3, 16, dtype=torch.float64, generator=generator)
-    factor = qr_factor(vectors)
-    assert largest(factor.transpose(-1, -2) @ factor, gram(vectors)) < 1e-12
+    factor = _qr_factor(vectors)
+    assert largest(factor.transpose(-1, -2) @ factor, _gram(vectors)) < 1e-12
     weights = torch.randn(4, 3, 5, dtype=torch.float64, generator=generator)
     sizes = (weights.mT @ vectors).norm(dim=-1)
-    assert largest(factor_norms(factor, weights, exact=True), sizes) < 1e-12
-    assert largest(factor_norms(gram(vectors), weights, exact=False), sizes) < 1e-12
+    assert largest(_factor_norms(factor, weights, exact=True), sizes) < 1e-12
+    assert largest(_factor_norms(_gram(vectors), weights, exact=False), sizes) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -31,7 +31,7 @@ def test_equals_norm_analysis(class_name, row):
     inputs = reference_inputs(row)
     table = ratios.mixing_ratios(reference_bert(class_name), inputs.pop("prompt"), **inputs)
     known, size = reference("norm_analysis_tiny_f64"), 9 - 3 * row
-    assert set(table["stage"]) == set(ratios.STAGES)
+    assert set(table["stage"]) == set(ratios._STAGES)
     for (layer, stage), part in table.groupby(["layer", "stage"]):
         assert part["position"].tolist() == list(range(size))
         if stage in NAMES:
@@ -58,7 +58,7 @@ def test_models_without_a_plain_feed_forward_have_the_stages_before_it():
     if not available(bridge, "mixtral"):
         pytest.skip("no TransformerBridge in this TransformerLens")
     table = ratios.mixing_ratios(bridge("mixtral"), torch.arange(3, 9))
-    assert set(table["stage"]) == set(ratios.ATTENTION_STAGES)
+    assert set(table["stage"]) == set(ratios._ATTENTION_STAGES)
     with pytest.raises(lm.UnsupportedModelError, match="mixture feed-forward"):
         ratios.mixing_ratios(bridge("mixtral"), torch.arange(3, 9), ["atb_ff_res_ln"])
 

@@ -188,9 +188,9 @@ def test_a_graph_says_what_its_looks_mean_and_what_was_pruned() -> None:
 
 
 def test_no_character_becomes_a_box(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr(canvas, "OTHER_FONTS", ())
+    monkeypatch.setattr(canvas, "_OTHER_FONTS", ())
     tokens = ["<s>", "我", "喜欢", "日本", "\U0001f680", "été"]
-    canvas.families.cache_clear(), canvas._has_a_glyph.cache_clear()
+    canvas._families.cache_clear(), canvas._has_a_glyph.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for figure in (
@@ -203,15 +203,15 @@ def test_no_character_becomes_a_box(monkeypatch: pytest.MonkeyPatch, tmp_path: A
             )
             assert {"<s>", "U+6211", "U+559CU+6B22", "U+1F680", "été"} <= set(labels)
     monkeypatch.undo()
-    canvas.families.cache_clear(), canvas._has_a_glyph.cache_clear()
+    canvas._families.cache_clear(), canvas._has_a_glyph.cache_clear()
 
 
 def test_fonts_that_are_installed_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canvas, "OTHER_FONTS", ("No Such Font", "DejaVu Serif"))
-    canvas.families.cache_clear()
-    assert canvas.families() == ["DejaVu Sans", "DejaVu Serif"]
+    monkeypatch.setattr(canvas, "_OTHER_FONTS", ("No Such Font", "DejaVu Serif"))
+    canvas._families.cache_clear()
+    assert canvas._families() == ["DejaVu Sans", "DejaVu Serif"]
     figure = map_of().show()
     figure.canvas.draw()
     assert heat_maps(figure)[0].get_xticklabels()[0].get_fontfamily() == ["DejaVu Sans", "DejaVu Serif"]
     monkeypatch.undo()
-    canvas.families.cache_clear()
+    canvas._families.cache_clear()

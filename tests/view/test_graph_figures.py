@@ -9,7 +9,7 @@ from matplotlib.colors import to_hex
 
 import lens_mix as lm
 from lens_mix.graphs import information_flow_graph, layered_graph
-from lens_mix.view.graph_figures import MOVES, STAYS, TARGET, THICKEST, information_flow
+from lens_mix.view.graph_figures import _MOVES, _STAYS, _TARGET, THICKEST, information_flow
 
 
 def make(layers=3, size=5, tokens=None):
@@ -47,12 +47,12 @@ def test_wider_edges_carry_more_and_colours_tell_staying_from_moving():
     assert max(widths) == THICKEST
     assert np.allclose(np.diff(widths) * shares[-1], np.diff(shares) * (THICKEST - 0.4))
     for line, colour in zip(lines.get_segments(), lines.get_colors(), strict=True):
-        assert to_hex(colour) == (STAYS if line[0][0] == line[1][0] else MOVES)
+        assert to_hex(colour) == (_STAYS if line[0][0] == line[1][0] else _MOVES)
     colours = {
         tuple(place): to_hex(colour)
         for place, colour in zip(dots.get_offsets(), dots.get_facecolors(), strict=True)
     }
-    assert [place for place, colour in colours.items() if colour == TARGET] == [(4, 3)]
+    assert [place for place, colour in colours.items() if colour == _TARGET] == [(4, 3)]
 
 
 def test_an_attribution_tree_is_drawn_as_it_comes():

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from lens_mix.view.labels import labels_that_fit, shown_positions, visible_token
+from lens_mix.view.labels import _shown_positions, labels_that_fit, visible_token
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_token_is_one_line_of_visible_characters(token: str, shown: str) -> No
 @pytest.mark.parametrize("count", [1, 2, 7, 10, 36, 100])
 @pytest.mark.parametrize("room", [1, 2, 3, 9, 10, 50])
 def test_shown_positions_fit_and_keep_their_distance(count: int, room: int) -> None:
-    positions = shown_positions(count, room)
+    positions = _shown_positions(count, room)
     assert len(positions) <= room
     assert positions[0] == 0
     assert positions == sorted(set(positions))
@@ -42,7 +42,7 @@ def test_shown_positions_fit_and_keep_their_distance(count: int, room: int) -> N
 
 
 def test_all_positions_are_shown_where_there_is_room() -> None:
-    assert shown_positions(5, 5) == [0, 1, 2, 3, 4]
+    assert _shown_positions(5, 5) == [0, 1, 2, 3, 4]
 
 
 def test_room_grows_with_space_and_is_never_nothing() -> None:

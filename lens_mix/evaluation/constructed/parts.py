@@ -25,7 +25,7 @@ TOKEN, PLACE = slice(0, TOKENS), slice(TOKENS, TOKENS + CONTEXT)
 _D_MODEL = 4 * TOKENS + CONTEXT
 
 
-def scratch(part: int) -> slice:
+def _scratch(part: int) -> slice:
     """Where a scratch part stands in the stream; -1: the token itself."""
     start = PLACE.stop + part * TOKENS
     return slice(start, start + TOKENS) if part >= 0 else TOKEN
@@ -59,8 +59,8 @@ class Head:
         """Query, key, value and output."""
         query, key = self.look
         value, output = torch.zeros(_D_MODEL, TOKENS), torch.zeros(TOKENS, _D_MODEL)
-        value[scratch(self.source)] = _one_hot(self.moved)
-        output[:, scratch(self.target)] = self.scale * _one_hot(WORDS)
+        value[_scratch(self.source)] = _one_hot(self.moved)
+        output[:, _scratch(self.target)] = self.scale * _one_hot(WORDS)
         return query * math.sqrt(TOKENS), key, value, output  # attention divides by √d_head
 
 
@@ -92,7 +92,7 @@ def look_for(tokens: Iterable[int]) -> Look:
 def look_for_copies(part: int) -> Look:
     """Look at the positions in whose scratch part the query's own token was written."""
     query, key = torch.zeros(2, _D_MODEL, TOKENS)
-    query[TOKEN], key[scratch(part)] = _SHARP * _one_hot(WORDS), _one_hot(WORDS)
+    query[TOKEN], key[_scratch(part)] = _SHARP * _one_hot(WORDS), _one_hot(WORDS)
     return query, key
 
 
@@ -117,8 +117,8 @@ def assemble(
     reading, writing = torch.zeros(len(jobs), _D_MODEL, TOKENS), torch.zeros(len(jobs), TOKENS, _D_MODEL)
     for layer, job in enumerate(jobs):
         if job is not None:
-            reading[layer, scratch(job[0])] = _one_hot(WORDS)
-            writing[layer, :, scratch(job[1])] = job[2] * _one_hot(WORDS)
+            reading[layer, _scratch(job[0])] = _one_hot(WORDS)
+            writing[layer, :, _scratch(job[1])] = job[2] * _one_hot(WORDS)
 
     by_head = [head.weights() for heads in layers for head in heads]
     query, key, value, output = (
@@ -138,7 +138,7 @@ def assemble(
         key=readable(key),
         value=readable(value),
         output=written(output),
-        unembedding=readable(torch.stack([eye[scratch(part)] for part in read]).sum(0).T @ _one_hot(WORDS)),
+        unembedding=readable(torch.stack([eye[_scratch(part)] for part in read]).sum(0).T @ _one_hot(WORDS)),
         mlp_in=readable(reading) if jobs else None,
         mlp_out=written(writing) if jobs else None,
         norm=norm,

@@ -45,7 +45,7 @@ from lens_mix.lens.replay import BlockCall, captured_calls, first_tensor, relati
 SHORTEST, LONGEST = 8, 16  # tokens of a proof's prompt
 
 
-def proof_prompt(prompt: Prompt, n_ctx: int) -> Prompt:
+def _proof_prompt(prompt: Prompt, n_ctx: int) -> Prompt:
     """The first tokens of a prompt, repeated where it is short: enough to tell readings apart."""
     positions = torch.arange(min(max(len(prompt.tokens), SHORTEST), LONGEST, n_ctx)) % len(prompt.tokens)
     target = prompt.target
@@ -93,8 +93,8 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
 
 
 def short_batch(lens: Lens, prompt: Prompt) -> Batch:
-    """What a proof runs on: `proof_prompt` as a batch of one."""
-    short = proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
+    """What a proof runs on: `_proof_prompt` as a batch of one."""
+    short = _proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
     return pad([short], pad_token(lens.model), "right")
 
 
@@ -366,7 +366,7 @@ def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bo
     """
     if lens.stack.gaps is not None or not lens.bears_a_mask:
         return False  # prompts run one by one
-    short = proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
+    short = _proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
     half = max(1, len(short.tokens) // 2)
     shorter = Prompt(short.tokens[:half], short.target, {name: v[:half] for name, v in short.inputs.items()})
     batch = pad([short, shorter], pad_token(lens.model), side)

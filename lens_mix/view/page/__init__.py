@@ -28,7 +28,7 @@ _SCRIPTS = ("numbers.js", "maps.js", "graphs.js", "export.js", "page.js")
 
 # What the leaderboard says of a method: the best partial correlation of its input maps with importance by
 # replacement, SmolLM2-135M, 40 prompts (docs/leaderboard.md).
-SCORES = {
+_SCORES = {
     **{"attention": 0.18, "value_zeroing": 0.33, "value_norm": 0.27, "attn_res": 0.25, "attn_res_ln": 0.25},
     **{"atb_ff_res_ln": 0.29, "globenc": 0.28, "alti": 0.32, "alti_logit": 0.17, "decompx": 0.42},
     **{"gradient_attention": 0.30, "information_flow_routes": 0.36, "input_gradients": 0.28},
@@ -95,7 +95,7 @@ def page(
     prompts = [_labelled(one) for one in _by_prompt(maps)]
     data = {
         "version": __version__,
-        "scores": SCORES,
+        "scores": _SCORES,
         "prompts": [[pack(m, label) for label, m in labelled.items()] for labelled in prompts],
         "trees": trees_of(prompts, trees),
     }

@@ -16,7 +16,7 @@ from lens_mix.view.page.data import plain
 
 Graphs: TypeAlias = nx.DiGraph | Mapping[str, nx.DiGraph]
 # Of a larger graph the page holds so many edges, the largest: more can neither be drawn nor read.
-MOST_EDGES = 4_000
+_MOST_EDGES = 4_000
 _OPTIONS = ("threshold", "cost", "order", "within_layer", "by", "edges_before")
 
 
@@ -60,7 +60,7 @@ def _packed(graph: nx.DiGraph, name: str) -> dict[str, Any]:
     instance("trees", graph, nx.DiGraph, "a networkx graph, as attribution_tree returns it")
     edges = [(start, end, _weighed(values, start, end)) for start, end, values in graph.edges(data=True)]
     edges.sort(key=lambda edge: -abs(edge[2]["weight"]))
-    strongest = edges[:MOST_EDGES]
+    strongest = edges[:_MOST_EDGES]
     root = graph.graph.get("root", graph.graph.get("target"))
     roots = [root] if root is not None else list(graph.graph.get("targets", ()))
     used = dict.fromkeys(node for start, end, _ in strongest for node in (start, end))

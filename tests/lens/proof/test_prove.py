@@ -318,10 +318,10 @@ def test_tolerance_follows_the_dtype(dtype):
 
 
 def test_short_prompts_are_proven_on_longer_ones():
-    short = proofs.proof_prompt(Prompt(torch.tensor([5, 6, 7])), 32)
+    short = proofs._proof_prompt(Prompt(torch.tensor([5, 6, 7])), 32)
     assert short.tokens.tolist() == [5, 6, 7, 5, 6, 7, 5, 6]
-    assert len(proofs.proof_prompt(Prompt(torch.arange(30)), 32).tokens) == 16
-    assert len(proofs.proof_prompt(Prompt(torch.tensor([5])), 4).tokens) == 4
+    assert len(proofs._proof_prompt(Prompt(torch.arange(30)), 32).tokens) == 16
+    assert len(proofs._proof_prompt(Prompt(torch.tensor([5])), 4).tokens) == 4
 
 
 def test_a_prompt_of_one_token():

@@ -407,7 +407,7 @@ def test_the_leaderboards_score_is_a_methods_best_and_no_given_rollouts(opened, 
     rolled = lm.rollout(maps["alti"])
     browser = opened({"alti": maps["alti"], "rollout": rolled}, "view=methods&map=0&query=5")
     said = [all_of(browser, f"tr[data-map={name}] td")[-1].text for name in ("alti", "rollout")]
-    assert said == [f"{lm.view.page.SCORES['alti']:.2f}", "–"]
+    assert said == [f"{lm.view.page._SCORES['alti']:.2f}", "–"]
 
 
 def test_keys_move_through_tokens_layers_heads_and_views(opened, maps):
