@@ -30,6 +30,7 @@ ONCE = (
     TESTS / "test_package.py",
     TESTS / "maps",
     TESTS / "algebra" / "test_budget.py",
+    TESTS / "algebra" / "test_folded_weights.py",
     TESTS / "graphs",
     TESTS / "evaluation",
     TESTS / "benchmarks",

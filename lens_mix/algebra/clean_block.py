@@ -30,6 +30,8 @@ class _NormChange:
     def __init__(self, norm: Norm, clean: Float[Tensor, "row d_model"]) -> None:
         self.norm = norm
         self._weight = None if norm.weight is None else norm.weight.to(clean.dtype)
+        # The mean is taken off as a projection: in other axes it is no mean.
+        self.mean: Float[Tensor, " d_model"] = torch.full_like(clean[0], clean.shape[1] ** -0.5)
         centred = self._centre(clean)
         self._square = centred.square().mean(-1, keepdim=True) + norm.eps
         self._size = self._square.sqrt()
@@ -55,7 +57,8 @@ class _NormChange:
         return out if self._weight is None else out.mul_(self._weight)
 
     def _centre(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        return x - x.mean(-1, keepdim=True) if self.norm.kind == "layer" else x
+        is_rms = self.norm.kind == "rms"
+        return x if is_rms else torch.addcmul(x, (x @ self.mean)[..., None], self.mean, value=-1)
 
 
 def products(
@@ -69,7 +72,7 @@ class CleanBlock:
     """What a block computed for its clean rows, as far as changes need it; neurons in parts of `widths`.
 
     `attention_out` is taken before any norm, and the pre-activations have its dtype; `final` is the model's
-    final norm, where the change after it is wanted.
+    final norm, where the change after it is wanted. With `axes`, changes are given in these.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class CleanBlock:
         resid_post: Float[Tensor, "row d_model"],
         final: Norm | None,
         widths: Sequence[int],
+        axes: Float[Tensor, "d_model axis"] | None = None,
     ) -> None:
         self.multiplier = anatomy.residual_multiplier
         branch, residual = anatomy.attention_branch, anatomy.attention_residual
@@ -115,6 +119,10 @@ class CleanBlock:
         compared = resid_post if final is None else final(resid_post)
         self._size = torch.linalg.vector_norm(compared, dim=-1)
         self.direction = compared / self._size.clamp_min(torch.finfo(compared.dtype).tiny)[:, None]
+        if axes is not None:
+            self.direction = self.direction @ axes
+            for norm in self._norms:
+                norm.clean, norm.mean = norm.clean @ axes, norm.mean @ axes
 
     def to_pre_activations(
         self, rows: slice, change: Float[Tensor, "key row d_model"]

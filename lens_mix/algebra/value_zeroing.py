@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.clean_block import CleanBlock
-from lens_mix.algebra.folded_weights import folded
+from lens_mix.algebra.folded_weights import folded, in_steps, rotated
 from lens_mix.algebra.large_product import add_product, as_right_factor
 from lens_mix.algebra.value_zeroing_pairs import (
     Groups,
@@ -98,9 +98,14 @@ class _Maps:
         matrices = [] if feed_forward is None else [x.to(wide) for x in feed_forward.input_matrices]
         product = folded(anatomy, path, None, wide, block.max_memory is None, matrices)
         self._folded = () if product is None else product
-        parts = () if feed_forward is None else feed_forward.W_out.to(narrow).split(sizes.neurons)
-        self._W_out = [as_right_factor(neurons, pairs) for neurons in parts]
-        self._clean = CleanBlock(anatomy, pre, out, post, final, list(map(len, parts)))
+        W_out = None if feed_forward is None else feed_forward.W_out.to(narrow)
+        may_rotate = block.max_memory is None and final is None
+        in_axes = rotated(anatomy, path, narrow, pairs) if may_rotate else None
+        axes, self._W_O, W_out = in_axes or (None, self._W_O, W_out)
+        parts = [] if W_out is None else list(in_steps(W_out, sizes.neurons, in_axes is not None))
+        self._W_out = [[as_right_factor(neurons, pairs) for neurons in part] for part in parts]
+        self._widths = [sum(map(len, part)) for part in parts]
+        self._clean = CleanBlock(anatomy, pre, out, post, final, self._widths, axes)
 
     def _place_sources(self, multiplier: float) -> None:
         """Each source's prompt and positions, and each value's factor, on the maps' device."""
@@ -138,7 +143,7 @@ class _Maps:
             # To [source, span · head, width]; a view, no copy, where each key is zeroed alone.
             return of_heads.permute(1, 2, 0, 3).flatten(1, 2)
 
-        wide = [matrix[group].split(list(map(len, self._W_out)), dim=-1) for matrix in self._folded]
+        wide = [matrix[group].split(self._widths, dim=-1) for matrix in self._folded]
         parts = enumerate(zip(*wide, strict=True))
         hidden = [[through(f"{part}, {n}", x) for n, x in enumerate(parted)] for part, parted in parts]
         head_vectors, pattern = through("head vectors", self._W_O[group]), self._pattern[:, group]
@@ -169,11 +174,13 @@ class _Maps:
             moved.append(weights.any(-1))  # elsewhere no effect, not even a rounding error
             entered.append((rows, scales, weights * scale, rectangle.sources))
         factor = clean.multiplier if added is mid else 1.0  # else `CleanBlock.distance` multiplies
-        for neurons, W_out, vectors in zip(clean.neurons, self._W_out, values.hidden_vectors, strict=True):
-            hidden = self._workspace.like("hidden", mid, (len(mid), len(W_out)), mid.dtype)
+        for neurons, steps, vectors in zip(clean.neurons, self._W_out, values.hidden_vectors, strict=True):
+            widths = list(map(len, steps))
+            hidden = self._workspace.like("hidden", mid, (len(mid), sum(widths)), mid.dtype)
             for (rows, scales, weights, sources), out in zip(entered, rectangles(hidden), strict=True):
                 neurons.change(rows, scales, weights, [x[sources] for x in vectors], out)
-            add_product(added, hidden, W_out, factor)
+            for part, W_out in zip(hidden.split(widths, dim=1), steps, strict=True):
+                add_product(added[:, : W_out.shape[1]], part, W_out, factor)
         for rectangle, moves, out, more in zip(chunk, moved, rectangles(mid), rectangles(added), strict=True):
             distance = clean.distance(rectangle.lines(self._pattern.shape[2]), out, more, metric)
             columns = slice(rectangle.column, rectangle.column + rectangle.shape[0])
