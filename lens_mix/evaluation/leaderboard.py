@@ -149,6 +149,8 @@ def evaluate(
     """
     flags(randomised_model=randomised_model, progress=progress)
     instance("task", task, Task, "a task of lens_mix.evaluation")
+    if one_part(options.get("part"), options.get("stack")) == "all":
+        raise ValueError("part: expected one part, whose maps are scored, got 'all'; evaluate each by itself")
     chosen, by_name = read_methods(methods)[0], aggregations_by_name(aggregations)
     evaluation = _Evaluation(model, task, chosen, by_name, randomised_model, options)
     cases = task.cases(model)
