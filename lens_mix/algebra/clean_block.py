@@ -72,7 +72,8 @@ class CleanBlock:
     """What a block computed for its clean rows, as far as changes need it; neurons in parts of `widths`.
 
     `attention_out` is taken before any norm, and the pre-activations have its dtype; `final` is the model's
-    final norm, where the change after it is wanted. With `axes`, changes are given in these.
+    final norm, where the change after it is wanted. With `axes`, changes are given in these: there must be no
+    norm then but the one before the feed-forward (`folded_weights.rotated`).
     """
 
     def __init__(

@@ -196,7 +196,7 @@ class _Values(NamedTuple):
     positions: Int[Tensor, "source span"]  # a short span is filled up
     factors: Float[Tensor, "source span head"]  # 0 where a span is filled up or nothing is sent
     pattern: Float[Tensor, "batch head query key"]
-    head_vectors: Float[Tensor, "source rank d_model"]  # v W_O, spans before heads
+    head_vectors: Float[Tensor, "source rank d_model"]  # v W_O, maybe in other axes; spans before heads
     hidden_vectors: Sequence[Sequence[Float[Tensor, "source rank neuron"]]]  # per part of neurons and matrix
 
     def weights(self, rectangle: Rectangle) -> Float[Tensor, "key row rank"]:

@@ -1,4 +1,4 @@
-"""Products of a model's weights, kept between runs: in one store, up to one bound.
+"""Products of a model's weights, kept between runs: in one store, each kind up to one bound.
 
 They go with the weights that they are made of. An edit through `.data` leaves no trace that could be asked:
 whoever keeps a product says by probes (`sketch`) what the weights were, and asks again before it is used.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_KEPT_BYTES = 2 << 30  # bytes of products that are kept in all
+_KEPT_BYTES = 2 << 30  # bytes of products of one kind that are kept
 
 
 class _Entry(NamedTuple):
@@ -40,13 +40,12 @@ def recall(weight: Tensor, kind: str, probes: Sequence[Tensor]) -> Any | None:
 
 
 def fits(weight: Tensor, kind: str, size: int) -> bool:
-    """Whether a product of `size` bytes may be kept."""
+    """Whether a product of `size` bytes may be kept, beside others of its kind."""
     with _lock:
         others = sum(
-            entry.product.nbytes
+            entries[kind].product.nbytes
             for name, entries in _store.items()
-            for other, entry in entries.items()
-            if not (name is weight and other == kind)
+            if kind in entries and name is not weight
         )
     return size + others <= _KEPT_BYTES
 

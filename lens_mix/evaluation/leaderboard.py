@@ -25,6 +25,7 @@ from lens_mix.evaluation.candidates import (
 from lens_mix.evaluation.controls import control_maps, control_rows, randomised
 from lens_mix.evaluation.finished import FinishedCases
 from lens_mix.evaluation.tasks import Case, Task
+from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.parts import one_part
 from lens_mix.lens.provenance import model_name
@@ -150,7 +151,7 @@ def evaluate(
     flags(randomised_model=randomised_model, progress=progress)
     instance("task", task, Task, "a task of lens_mix.evaluation")
     if one_part(options.get("part"), options.get("stack")) == "all":
-        raise ValueError("part: expected one part, whose maps are scored, got 'all'; evaluate each by itself")
+        Lens(model, "all")  # raises, and names the parts
     chosen, by_name = read_methods(methods)[0], aggregations_by_name(aggregations)
     evaluation = _Evaluation(model, task, chosen, by_name, randomised_model, options)
     cases = task.cases(model)

@@ -149,3 +149,28 @@ def test_a_feed_forward_narrower_than_the_residual_stream(monkeypatch: pytest.Mo
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     exact = lm.run(model, prompt, "value_zeroing", engine="hooks").scores
     torch.testing.assert_close(other[0], exact, rtol=0, atol=1e-10)
+
+
+def test_products_of_one_kind_do_not_crowd_out_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound of its own for each: a rotated layer must not cost the next layer its folded matrices."""
+    model = gpt2_like(torch.float64)
+    prompt = tokens(model, 1, 9, 1)[0]
+    lm.run(model, prompt, "value_zeroing", engine="algebra")
+    folded = [entries["folded torch.float64"].product.nbytes for entries in weight_cache._store.values()]
+    kept_products.forget()
+    monkeypatch.setattr(folded_weights, "_PAIRS_PER_AXIS", 0)
+    monkeypatch.setattr(weight_cache, "_KEPT_BYTES", sum(folded))
+    lm.run(model, prompt, "value_zeroing", engine="algebra")
+    assert kept_products.number("folded torch.float64") == model.cfg.n_layers
+    assert 0 < kept_products.number(KIND) <= model.cfg.n_layers
+
+
+def test_weights_that_are_not_on_the_default_device() -> None:
+    model = gpt2_like(torch.float64)
+    anatomy = prompt_blocks(model, tokens(model, 1, 4, 1)[0], lm.ValueZeroing()).blocks[0].anatomy
+    expected = folded_weights.rotated(anatomy, anatomy.value_path, torch.float64, 10**9)
+    kept_products.forget()
+    with torch.device("meta"):
+        found = folded_weights.rotated(anatomy, anatomy.value_path, torch.float64, 10**9)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)

@@ -44,7 +44,7 @@ def test_another_thread_may_keep_meanwhile(empty: None, same_weight: bool) -> No
     other = weight if same_weight else torch.zeros(2)
     product = KeptMeanwhile(other, "meanwhile")
     weight_cache.keep(weight, "first", [], product)
-    assert weight_cache.fits(torch.zeros(1), "mine", 1)
+    assert weight_cache.fits(torch.zeros(1), "first", 1)
     for thread in product.threads:
         thread.join()
     assert kept_products.number("meanwhile") == 1

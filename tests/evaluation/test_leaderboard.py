@@ -174,7 +174,7 @@ def test_a_part_of_an_encoder_decoder_is_scored():
         board = lm.evaluate(model, task, "attention", ["mean"], part="decoder")
         older = lm.evaluate(model, task, "attention", ["mean"], stack="decoder")
         assert board.records == older.records
-    with pytest.raises(ValueError, match=r"part: expected one part.*'all'; evaluate each"):
+    with pytest.raises(ValueError, match=r"part \(stack\): expected one of .*'decoder'.*got 'all'"):
         lm.evaluate(model, Cells([pair]), "attention", part="all")
     m = lm.run(model, pair, "attention", part="decoder")
     expected = lm.evaluation.keep_cells(model, pair, m, part="decoder")
