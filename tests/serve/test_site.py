@@ -118,7 +118,8 @@ def fetched(request):
 
 @pytest.fixture
 def visited(model):
-    made = Visited(model)
+    # As many may wait as are sent at once, however late the work begins.
+    made = Visited(model, waiting=8)
     with made.site:
         yield made
     made.pool.shutdown()
