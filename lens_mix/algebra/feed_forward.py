@@ -30,7 +30,7 @@ from lens_mix.algebra.budget import (
     feed_forward_bytes,
     hidden_bytes,
 )
-from lens_mix.algebra.folded_weights import folded, pays
+from lens_mix.algebra.folded_weights import folded, in_steps, pays, rotated
 from lens_mix.algebra.head_vectors import linear_part
 from lens_mix.algebra.large_product import add_product, as_right_factor
 from lens_mix.algebra.pair_norms import by_key
@@ -238,7 +238,7 @@ def _sequential(
 ) -> FeedForwardMaps:
     pairs, (batch, _, queries, keys) = vectors.pairs, vectors.pairs.pattern.shape
     maps = [vectors.scale.new_zeros((batch, keys, queries)) for _ in range(3)]  # keys first, as chunks come
-    by_head = None if pairs.writes_out else _ByHead(block, vectors, shares)
+    by_head = None if pairs.writes_out else _ByHead(block, vectors, shares, norm)
     pair_chunks = _written_out(vectors, shares) if by_head is None else by_head.chunks()
     for chunk, rows, residual, output in pair_chunks:
         maps[0][:, chunk, rows] = torch.linalg.vector_norm(output, dim=-1)
@@ -271,10 +271,11 @@ def _written_out(vectors: Vectors, shares: FeedForwardShares) -> Iterator[_Chunk
 class _ByHead:
     """W_in applied once per key and head; for each pair, H vectors of the hidden layer are mixed.
 
-    `vectors` are what the feed-forward reads, before its norm.
+    `vectors` are what the feed-forward reads, before its norm. Where no norm follows, the pairs' vectors that
+    come out may be in other axes: their lengths are what is asked for.
     """
 
-    def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares) -> None:
+    def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares, norm: Norm | None) -> None:
         self._pairs, self._scale, self._shares = vectors.pairs, vectors.scale, shares
         # What scales a row's vectors goes into its multipliers: once per row and neuron, not per pair.
         self._multipliers = [m * (vectors.scale / shares.input_scale) for _, m in shares.multipliers]
@@ -284,8 +285,11 @@ class _ByHead:
         self._folded = folded(block.anatomy, path, vectors_in_all, heads.dtype, keep, matrices)
         batch, _, queries, keys = vectors.pairs.pattern.shape
         pairs = batch * queries * keys
-        self._W_O = heads.after(vectors.pairs.chain)
-        self._W_out = [as_right_factor(neurons, pairs) for neurons in shares.W_out.split(NEURONS)]
+        # Where there are axes the chain is empty.
+        in_axes = rotated(block.anatomy, path, heads.dtype, pairs) if keep and norm is None else None
+        _, self._W_O, W_out = in_axes or (None, heads.after(vectors.pairs.chain), shares.W_out)
+        parts = in_steps(W_out, NEURONS, in_axes is not None)
+        self._W_out = [[as_right_factor(neurons, pairs) for neurons in part] for part in parts]
         self._pair_bytes = hidden_bytes(heads, shares.feed_forward, queries)
 
     def chunks(self) -> Iterator[_Chunk]:
@@ -339,8 +343,9 @@ class _ByHead:
         """Σ_h a_ijh (w_jh W_in) ⊙ m_i through W_out, some neurons at a time, as the caches like."""
         workspace, heads = self._pairs.heads.workspace, weights.flatten(0, 1)
         output, last = weights.new_zeros((*weights.shape[:-1], self._shares.W_out.shape[1])), 0
-        for W_out in self._W_out:
-            neurons = slice(last, last := last + len(W_out))
+        for steps in self._W_out:
+            widths = list(map(len, steps))
+            neurons = slice(last, last := last + sum(widths))
             mixed: Tensor | None = None
             for number, (vectors, m) in enumerate(zip(hidden, self._multipliers, strict=True)):
                 shape = (*weights.shape[:-1], neurons.stop - neurons.start)
@@ -348,6 +353,7 @@ class _ByHead:
                 torch.bmm(heads, vectors[..., neurons].flatten(0, 1), out=out.flatten(0, 1))
                 of_rows = m[:, None, rows, neurons]
                 mixed = out.mul_(of_rows) if mixed is None else mixed.addcmul_(out, of_rows)
-            if mixed is not None:
-                add_product(output.flatten(0, 2), mixed.flatten(0, 2), W_out)
+            of_steps = () if mixed is None else mixed.flatten(0, 2).split(widths, dim=1)
+            for part, W_out in zip(of_steps, steps, strict=True):
+                add_product(output.flatten(0, 2)[:, : W_out.shape[1]], part, W_out)
         return output

@@ -20,6 +20,9 @@ METHODS = {
     "euclidean": lm.ValueZeroing(metric="euclidean", per_head=True),
     "spans": lm.ValueZeroing(spans=[(0, 1), (3,), (5, 2, 6)], heads=[1, 2]),
     "after the final norm": lm.ValueZeroing(last_layer="after_final_norm"),
+    "feed-forward": lm.AtbFf(),
+    "with the residual stream": lm.AtbFfRes(),
+    "and the last norm": lm.AtbFfResLn(),
 }
 
 
