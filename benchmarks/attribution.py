@@ -159,30 +159,35 @@ def against_captum(layers: int, positions: int, repeats: int, steps: int = 8) ->
     }
 
 
-def against_eight_points(name: str, layers: int, positions: int, repeats: int) -> dict[str, Any]:
-    """The points that each layer needs, the default, beside eight Gauss-Legendre points in every layer."""
+def against_eight_points(
+    name: str, layers: int, positions: int, repeats: int, tolerance: float | None
+) -> dict[str, Any]:
+    """The points that each layer needs for a tolerance, beside eight Gauss-Legendre points in every layer."""
     model = common.smollm2() if name == "SmolLM2-135M" else common.MODELS[name](layers=layers)
     tokens = common.random_tokens(model, positions)
     found: dict[str, lm.MixingMap] = {}
 
-    def run(**options: Any) -> None:
+    def run(way: str, **options: Any) -> None:
         method = lm.AttentionAttribution(target=lm.targets.predicted(of="probability"), **options)
-        found["fixed" if options else "by layer"] = lm.run(model, tokens, method)
+        found[way] = lm.run(model, tokens, method)
 
-    seconds = common.interleaved({"by layer": run, "fixed": lambda: run(n_steps=8)}, repeats)
-    tolerance = lm.AttentionAttribution().tolerance
+    ways = {
+        "by layer": lambda: run("by layer", tolerance=tolerance),
+        "fixed": lambda: run("fixed", n_steps=8),
+    }
+    seconds = common.interleaved(ways, repeats)
     gaps = {key: torch.tensor(each.provenance["details"]["completeness_gap"]) for key, each in found.items()}
     noted = [note for note in found["by layer"].notes if "tolerance" in note or "degenerate" in note]
     return {
         "model": name,
         "layers": len(gaps["fixed"]),
         "tokens": positions,
+        "tolerance": "1 % of the scores" if tolerance is None else str(tolerance),
         "by layer ÷ eight points": seconds["by layer"] / seconds["fixed"],
         "points": str(found["by layer"].provenance["details"]["steps"]),
         "largest gap": float(gaps["by layer"].abs().max()),
         "largest gap, eight points": float(gaps["fixed"].abs().max()),
         "layers with a note": len(noted),
-        "tolerance": tolerance,
     }
 
 

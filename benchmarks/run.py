@@ -14,6 +14,7 @@ at the next.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -122,8 +123,9 @@ def captum(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def eight_points(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Attribution with the points that each layer needs beside eight in every layer."""
-    for name in options.models:
-        yield attribution.against_eight_points(name, 12 if options.full else 3, 64, options.repeats)
+    layers = 12 if options.full else 3
+    for name, tolerance in itertools.product(options.models, (None, 0.01)):
+        yield attribution.against_eight_points(name, layers, 64, options.repeats, tolerance)
 
 
 def plain_loop(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
