@@ -383,8 +383,8 @@ def describe(target: Target) -> dict[str, Any]:
 
 def from_record(record: Mapping[str, Any]) -> Target:
     """The target that `describe` described. ValueError: one that holds a function, which no record keeps."""
-    kinds = (_Token, _LogitDifference, _Class, _MaskedToken, _Loss)
-    known = {kind.__name__.lstrip("_"): kind for kind in kinds}
+    classes = (_Token, _LogitDifference, _Class, _MaskedToken, _Loss)
+    known = {each.__name__.lstrip("_"): each for each in classes}
     fields = dict(record)
     name = fields.pop("target", None)
     if name not in known:

@@ -53,7 +53,7 @@ def label_places(count: int, limit: int, strongest: Sequence[int] = ()) -> list[
         return [(position, float(position)) for position in range(count)]
     gap = count / limit
     chosen = sorted(strongest[: max(1, limit // 2)])
-    places = list(itertools.accumulate(map(float, chosen), lambda left, own: max(own, left + gap)))
+    places = list(itertools.accumulate(map(float, chosen), lambda left, place: max(place, left + gap)))
     end = count - 1.0
     for left in reversed(range(len(places))):
         places[left] = end = max(min(places[left], end), 0.0)
