@@ -353,7 +353,7 @@ class _ByHead:
                 torch.bmm(heads, vectors[..., neurons].flatten(0, 1), out=out.flatten(0, 1))
                 of_rows = m[:, None, rows, neurons]
                 mixed = out.mul_(of_rows) if mixed is None else mixed.addcmul_(out, of_rows)
-            of_steps = () if mixed is None else mixed.flatten(0, 2).split(widths, dim=1)
-            for part, W_out in zip(of_steps, steps, strict=True):
-                add_product(output.flatten(0, 2)[:, : W_out.shape[1]], part, W_out)
+            if mixed is not None:
+                for part, W_out in zip(mixed.flatten(0, 2).split(widths, dim=1), steps, strict=True):
+                    add_product(output.flatten(0, 2)[:, : W_out.shape[1]], part, W_out)
         return output

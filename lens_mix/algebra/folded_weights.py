@@ -89,7 +89,7 @@ def rotated(
 
     With W_out[:d_model]ᵀ = Q R, neuron r writes, in the axes Q, to the first r + 1 of them. Distances are the
     same in any axes, and so is what the feed-forward's input norm divides by; where another norm reads what
-    is rotated there are none. Worth 8 to 14 % of Value Zeroing and of `atb_ff*` at 128 and 256 positions.
+    is rotated there are none. Without them Value Zeroing and `atb_ff*` take 1.08 to 1.14 times as long.
     """
     feed_forward, norm = anatomy.feed_forward, anatomy.attention_branch or anatomy.attention_residual
     norm = norm or anatomy.feed_forward_branch or anatomy.feed_forward_residual

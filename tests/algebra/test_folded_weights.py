@@ -23,6 +23,7 @@ METHODS = {
     "feed-forward": lm.AtbFf(),
     "with the residual stream": lm.AtbFfRes(),
     "and the last norm": lm.AtbFfResLn(),
+    "and the next norm": lm.AtbFfResLn(next_norm=True),
 }
 
 
@@ -64,17 +65,25 @@ def test_maps_do_not_depend_on_the_axes(case: Case, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * max(1.0, float(expected.max())))
 
 
+@pytest.mark.parametrize("method", ["value_zeroing", "atb_ff", "atb_ff_res_ln"])
 @pytest.mark.parametrize(
     ("name", "layers"), [("gpt2", 2), ("llama", 2), ("bert", 0), ("gemma2", 0), ("olmo2", 0), ("gpt_neox", 0)]
 )
-def test_where_it_is_done(name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_is_done(name: str, layers: int, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pre-norm blocks whose branches follow each other."""
     if not available(bridge, name):
         pytest.skip("no such bridge")
     monkeypatch.setattr(folded_weights, "_PAIRS_PER_AXIS", 0)
     model = bridge(name, torch.float64)
-    lm.run(model, tokens(model, 1, 9, 1)[0], "value_zeroing", engine="algebra")
+    lm.run(model, tokens(model, 1, 9, 1)[0], method, engine="algebra")
     assert kept_products.number(KIND) == (layers and model.cfg.n_layers)
+
+
+def test_not_where_another_norm_reads_what_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folded_weights, "_PAIRS_PER_AXIS", 0)
+    model = gpt2_like(torch.float64)
+    lm.run(model, tokens(model, 1, 9, 1)[0], lm.AtbFfResLn(next_norm=True))
+    assert kept_products.number(KIND) == 0
 
 
 def test_few_pairs_do_not_pay_for_it() -> None:
