@@ -85,20 +85,6 @@ def _below(module: str) -> str:
     return module.removeprefix("lens_mix").removeprefix(".")
 
 
-def functions_in(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    """File, name and body of each function with three statements or more; all variables are called `_`."""
-    for path in sorted(folder.rglob("*.py")):
-        for function in ast.walk(ast.parse(path.read_text())):
-            if isinstance(function, ast.FunctionDef):
-                body = function.body[ast.get_docstring(function) is not None :]
-                nodes = [node for statement in body for node in ast.walk(statement)]
-                if sum(isinstance(node, ast.stmt) for node in nodes) >= 3:
-                    for name in nodes:
-                        if isinstance(name, ast.Name):
-                            name.id = "_"
-                    yield path, function.name, ast.unparse(body)
-
-
 _MUTATORS = frozenset(
     "add append appendleft clear discard extend insert pop popitem remove setdefault update".split()
 )
