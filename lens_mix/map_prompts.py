@@ -17,6 +17,7 @@ from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.lens import provenance
 from lens_mix.lens.batches import PaddingSide, Prompt
 from lens_mix.lens.block import Block
+from lens_mix.lens.effort import Effort
 from lens_mix.lens.masks import AllowedKeys, PromptMask
 from lens_mix.maps import MixingMap
 from lens_mix.method import RESIDUAL_KEY, Method
@@ -77,6 +78,8 @@ def _map_blocks(passed: Passed, blocks: _ByLayer[Block], progress: bool) -> _ByL
     """Block by block, all methods; then those that carry something from block to block."""
     methods = passed.session.methods
     maps: _ByLayer[Tensor] = {label: {} for label in methods}
+    for label, method in methods.items():
+        _announce(label, method, list(blocks[label].values()), passed.session.effort)
     with tqdm(total=sum(map(len, blocks.values())), disable=not progress, leave=False) as bar:
         for layer in passed.clean.calls:
             for label, method in methods.items():
@@ -98,6 +101,15 @@ def _map_blocks(passed: Passed, blocks: _ByLayer[Block], progress: bool) -> _ByL
                 passed.clean.cache.clear()
                 bar.update(len(stacked))
     return maps
+
+
+def _announce(label: str, method: Method, blocks: Sequence[Block], effort: Effort) -> None:
+    """Say beforehand which prompts need many passes, and put it into their maps' notes."""
+    passes = method.passes(blocks)
+    for index, sentence in enumerate(passes.sentences(label) if passes else ()):
+        if sentence is not None:
+            blocks[-1].warnings[index].append(sentence)
+            effort.announce(label, sentence)
 
 
 def _checked_shape(scores: Tensor, method: Method, block: Block) -> Tensor:

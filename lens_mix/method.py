@@ -13,6 +13,7 @@ from lens_mix.arguments import flags
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, record_attention
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import Rules
+from lens_mix.lens.effort import Passes
 from lens_mix.lens.proof_record import ALGEBRA_PARTS
 
 if TYPE_CHECKING:
@@ -111,6 +112,13 @@ class Method:
         map for all blocks.
         """
         return [self(block) for block in blocks]
+
+    def passes(self, blocks: Sequence[Block]) -> Passes | None:
+        """Return about how many forward passes the maps of these blocks take, to be said beforehand.
+
+        None for methods that take a few whatever the prompt is.
+        """
+        return None
 
     @property
     def carries(self) -> bool:

@@ -55,7 +55,7 @@ def run(
     engine: str = "auto",
     max_memory: int | None = None,
     residual_shares: bool = False,
-    progress: bool = False,
+    progress: bool | None = False,
     prepend_bos: bool | None = None,
     attention_mask: Tensor | None = None,
     **inputs: Any,
@@ -79,7 +79,8 @@ def run(
         max_memory: bytes for the temporary tensors of one step.
         residual_shares: measure how much of each row is its own residual stream, for `lm.rollout(m,
             residual="measured")`; maps that hold the residual need none, and cross-attention has none.
-        progress: show a bar over the blocks.
+        progress: True: show bars over the blocks and over a method's passes; False: warn before a method that
+            takes more than about 20 forward passes; None: neither.
         prepend_bos: as in TransformerLens; strings only.
         attention_mask: [pos] or [1, pos], 0 for padding, which is cut away.
         inputs: further model inputs by name (`token_type_ids=`, `decoder_input_ids=`).
@@ -93,16 +94,16 @@ def run(
         TypeError, ValueError: bad input, naming what was expected and what was got.
         UnsupportedModelError: the model or the method on it can't be trusted, with the reason.
     """
-    flags(progress=progress, residual_shares=residual_shares)
+    flags(residual_shares=residual_shares, **({} if progress is None else {"progress": progress}))
     part = one_part(part, stack)
     asked: dict[str, Any] = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
     if part == "all":
         options = asked | {"progress": progress, "prepend_bos": prepend_bos, "attention_mask": attention_mask}
         options |= {"residual_shares": residual_shares, **inputs}
         return {each: run(model, prompt, methods, part=each, **options) for each in parts_of(model)}
-    session, single = _session(model, methods, part, residual_shares, asked)
+    session, single = _session(model, methods, part, residual_shares, asked | {"progress": progress})
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
-    maps = map_prompts(session, [read], prepend_bos=prepend_bos, progress=progress)[0]
+    maps = map_prompts(session, [read], prepend_bos=prepend_bos, progress=bool(progress))[0]
     return next(iter(maps.values())) if single else maps
 
 
@@ -135,7 +136,7 @@ def run_many(
     engine: str = "auto",
     max_memory: int | None = None,
     residual_shares: bool = False,
-    progress: bool = False,
+    progress: bool | None = False,
     prepend_bos: bool | None = None,
     attention_mask: Tensor | None = None,
     padding_side: PaddingSide = "right",
@@ -152,7 +153,7 @@ def run_many(
         prompts: what `run` takes, several of it; one padded tensor [batch, pos] with `attention_mask`; what a
             tokenizer returns for several prompts with `padding=True`.
         batch_size: prompts per clean pass.
-        progress: show a bar over the prompts.
+        progress: as in `run`, with a bar over the prompts.
         attention_mask: [batch, pos] for a padded tensor of prompts.
         padding_side: where the runner pads; "right" is right for every model.
         inputs: further model inputs by name, one row per prompt.
@@ -169,14 +170,14 @@ def run_many(
         raise TypeError(f"prompts: expected several prompts, got {shown(prompts)}; use run for one prompt")
     batch_size = whole_number("batch_size", batch_size, 1)
     one_of("padding_side", padding_side, ("left", "right"))
-    flags(progress=progress, residual_shares=residual_shares)
+    flags(residual_shares=residual_shares, **({} if progress is None else {"progress": progress}))
     part = one_part(part, stack)
     asked: dict[str, Any] = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
     if part == "all":
         options = asked | {"progress": progress, "prepend_bos": prepend_bos, "attention_mask": attention_mask}
         options |= {"residual_shares": residual_shares, "padding_side": padding_side, **inputs}
         return _all_parts(model, prompts, methods, {**options, "batch_size": batch_size})
-    session, single = _session(model, methods, part, residual_shares, asked)
+    session, single = _session(model, methods, part, residual_shares, asked | {"progress": progress})
     if padding_side == "left":
         _refuse_left_padding(session.lens)
 
@@ -284,7 +285,7 @@ def support(model: TransformerLensModel, *, part: str | None = None, stack: str 
         if engine is not None and methods[name].places_tokens:
             # Only a run tells whether it can run.
             try:
-                run(model, any_tokens(model), name, stack=stack, queries=[-1])
+                run(model, any_tokens(model), name, stack=stack, queries=[-1], progress=None)
             except UnsupportedModelError as problem:
                 engine, reason = None, str(problem)
         rows.append((name, engine, reason))

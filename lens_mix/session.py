@@ -24,6 +24,7 @@ from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.block import Block
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.cross import names_before_cross, streams_before_cross
+from lens_mix.lens.effort import Effort
 from lens_mix.lens.graph import Graph
 from lens_mix.lens.masks import AllowedKeys, allowed_keys
 from lens_mix.lens.model import Lens
@@ -51,6 +52,7 @@ class Session:
         max_memory: bytes for the temporaries of one step; None: no bound.
         queries: the rows that are asked for; None: all.
         layers: the layers that are asked for; None: all that have attention.
+        progress: True: bars over the passes; False: a warning before many of them; None: neither.
 
     Raises:
         TypeError, ValueError: an option that is none, or that this model can't have.
@@ -67,7 +69,9 @@ class Session:
         max_memory: int | None = None,
         queries: Selection | None = None,
         layers: Selection | None = None,
+        progress: bool | None = None,
     ) -> None:
+        self.effort = Effort(progress)
         lens = Lens(model, stack)
         if max_memory is not None:
             max_memory = whole_number("max_memory", max_memory, 1, what="a number of bytes")
@@ -313,7 +317,8 @@ class Passed:
         for layer in layers:
             # Below the last layer of an input map all rows are read.
             queries = None if method.kind == "input" and layer != layers[-1] else rows
-            block = Block(self.clean, layer, self.proof, engine, self.session.max_memory, queries)
+            memory, effort = self.session.max_memory, self.session.effort
+            block = Block(self.clean, layer, self.proof, engine, memory, queries, effort)
             for index, edit in itertools.product(range(len(self.clean.batch)), self.edits.get(layer, ())):
                 block.warn(index, edit)
             blocks.append(block)

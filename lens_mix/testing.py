@@ -44,7 +44,7 @@ def check_method(method: Method | type[Method], model: TransformerLensModel | No
     models = _models() if model is None else iter([("your model", model)])
     for name, each in models:
         try:
-            whole = run(each, _PROMPT, made)
+            whole = run(each, _PROMPT, made, progress=None)
         except UnsupportedModelError as problem:
             # Weight on a hidden key is the method's fault, not the model's.
             assert "mask hides" not in str(problem), f"{made.name} on {name}: {problem}"
@@ -60,24 +60,26 @@ def check_method(method: Method | type[Method], model: TransformerLensModel | No
 
 def _promises(model: TransformerLensModel, method: Method, whole: MixingMap) -> Iterator[tuple[str, bool]]:
     """What is promised in words, and whether it was kept."""
-    again = run(model, _PROMPT, method)
+    again = run(model, _PROMPT, method, progress=None)
     yield "expected the same map twice (draw from a generator with a seed)", _alike(whole, again)
-    rows = run(model, _PROMPT, method, queries=[-1, 2])
+    rows = run(model, _PROMPT, method, queries=[-1, 2], progress=None)
     yield (
         "expected queries=[-1, 2] to give these rows of the whole map (see block.queries and takes_rows)",
         _alike(whole.select_queries([-1, 2]), rows),
     )
     if len(whole) > 1:
-        first = run(model, _PROMPT, method, layers=whole.layer_labels[:1])
+        first = run(model, _PROMPT, method, layers=whole.layer_labels[:1], progress=None)
         yield "expected layers=[0] to give this layer of the whole map", _alike(whole[[0]], first)
-    shorter = run(model, _PROMPT[:4], method)
-    for padded, alone in zip(run_many(model, [_PROMPT, _PROMPT[:4]], method), (whole, shorter), strict=True):
+    shorter = run(model, _PROMPT[:4], method, progress=None)
+    for padded, alone in zip(
+        run_many(model, [_PROMPT, _PROMPT[:4]], method, progress=None), (whole, shorter), strict=True
+    ):
         yield (
             "expected a padded batch to give what its prompts give alone (see block.real)",
             _alike(alone, padded),
         )
     for engine in set(method.engines) - {"recorded", whole.provenance["engine"]}:
-        other = run(model, _PROMPT, method, engine=engine)
+        other = run(model, _PROMPT, method, engine=engine, progress=None)
         yield (
             f"expected engine={engine!r} to give the map of {whole.provenance['engine']!r}",
             _alike(whole, other),

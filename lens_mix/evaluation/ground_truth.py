@@ -158,7 +158,7 @@ def _areas(
     for prompt in prompts:
         routes = built.routes(prompt)
         try:
-            mixing_map = run(model, prompt, _explaining(method, routes.queries[0]))
+            mixing_map = run(model, prompt, _explaining(method, routes.queries[0]), progress=None)
         except UnsupportedModelError as problem:
             return {"layers" if method.kind == "layer" else "input": []}, str(problem)
         if isinstance(method, AltiLogit):  # its layers are shares of one logit

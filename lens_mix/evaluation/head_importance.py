@@ -155,7 +155,7 @@ def head_importance(
     values = []
     warned: collections.Counter[str] = collections.Counter()
     for prompt, target in zip(tqdm(prompts, disable=not progress, desc=by), by_prompt, strict=True):
-        mixing = run(model, prompt, method_for(by, target, method), part=part, **options)
+        mixing = run(model, prompt, method_for(by, target, method), part=part, progress=None, **options)
         scores = mixing.scores.to("cpu", torch.float64)
         warned.update(note.split(":")[0] for note in mixing.notes if "completeness" in note)  # by layer
         if by == "attention":

@@ -219,6 +219,7 @@ class _Evaluation:
         """A layer map comes with measured shares of the residual, for rollouts, where they can be had."""
         # Of an input map its row is all that is scored; rows of layer maps are aggregated.
         asked: dict[str, Any] = {"queries": [case.query]} if method.kind == "input" else {}
+        asked["progress"] = None
         if not self.task.layer_maps:
             with contextlib.suppress(UnsupportedModelError):
                 return run(self.model, case.prompt, method, residual_shares=True, **asked, **self.options)

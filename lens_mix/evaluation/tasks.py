@@ -130,7 +130,7 @@ class Importance(RowTask):
         return [Case(prompt, whole_number("query", self.query)) for prompt in self.prompts]
 
     def truth(self, model: TransformerLensModel, case: Case, **options: Any) -> Float[Tensor, " key"]:
-        mixing_map = run(model, case.prompt, self.occlusion, queries=[case.query], **options)
+        mixing_map = run(model, case.prompt, self.occlusion, queries=[case.query], progress=None, **options)
         row = mixing_map.scores[0, 0].double()
         hidden = ~mixing_map.visible()[0, 0].to(row.device)
         hidden[[position for position in self.leave_out if -len(row) <= position < len(row)]] = True

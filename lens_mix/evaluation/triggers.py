@@ -133,7 +133,7 @@ def extract_triggers(
     for example, target in zip(bar, by_example, strict=True):
         tokens = torch.tensor(example.tokens, device=device_of(model))
         attribution = method_for("attribution", target, method)
-        mixing = run(model, tokens, attribution, part=part, **options)
+        mixing = run(model, tokens, attribution, part=part, progress=None, **options)
         trigger = _trigger(model, mixing, example, special, second)
         if trigger.pieces and sum(trigger.strength) >= least:
             triggers.append(trigger)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,6 +19,7 @@ from lens_mix.lens.changed_backward import BackwardRules, Rules, changed_backwar
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.continuation import head_from, last_residual_from, logits_from
 from lens_mix.lens.copies import copies_within
+from lens_mix.lens.effort import Effort
 from lens_mix.lens.graph import Graph
 from lens_mix.lens.head import Head
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
@@ -27,6 +28,8 @@ from lens_mix.lens.proof_record import Proof
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import rows_at
 from lens_mix.lens.users_hooks import carries_users_hooks
+
+T = TypeVar("T")
 
 
 class Block:
@@ -39,11 +42,13 @@ class Block:
         engine: how the method is to be computed.
         max_memory: bytes for the temporaries of one step; None: no bound.
         queries: positions of the asked rows; None: all. A prompt with fewer than another repeats its last.
+        effort: what the run says about its passes; None: nothing.
 
     Attributes:
         layer, engine, max_memory: as given.
         anatomy: what the block is made of.
         n_heads: number of query heads.
+        n_layers: number of the stack's blocks.
         attention_template: the attention module's name template, for `lens_mix.hooks` (`attention=`).
         is_last: whether this is the stack's last block.
         is_cross: whether its attention is the cross-attention: keys are the encoder's outputs.
@@ -71,12 +76,15 @@ class Block:
         engine: str,
         max_memory: int | None,
         queries: Int[Tensor, "batch query"] | None = None,
+        effort: Effort | None = None,
     ) -> None:
+        self._effort = effort or Effort()
         self._lens, self._clean, self._queries, self._proof = clean.lens, clean, queries, proof
         self.layer, self.engine, self.max_memory = layer, engine, max_memory
         self.anatomy: BlockAnatomy = proof.anatomy[layer]
         lens, stack, batch = clean.lens, clean.lens.stack, clean.batch
         self.n_heads: int = lens.n_heads
+        self.n_layers: int = lens.n_layers
         self.attention_template: str = stack.attention_template
         self.is_last: bool = layer == lens.n_layers - 1
         self.is_cross: bool = stack.is_cross
@@ -282,7 +290,7 @@ class Block:
         if self.every_query:
             return self
         clean = self._clean if self._clean.rows is None else self._clean.with_whole_pattern(self.layer)
-        whole = Block(clean, self.layer, self._proof, self.engine, self.max_memory)
+        whole = Block(clean, self.layer, self._proof, self.engine, self.max_memory, effort=self._effort)
         whole.details, whole.warnings, whole.explained = self.details, self.warnings, self.explained
         return whole
 
@@ -412,16 +420,22 @@ class Block:
         return made
 
     def chunks(self, copies: int, *, logits: bool = False) -> Iterator[slice]:
-        """Slices over `copies` copies of a prompt, as many at a time as the memory bound allows.
+        """Yield slices over `copies` copies of a prompt, as many at a time as the memory bound allows.
 
         Args:
             copies: how many there are.
             logits: whether the logits of all positions are made too.
         """
         outputs = self.logits_tokens.shape[1] if logits else 0
-        step = copies_within(self._lens, self.max_memory, self.real_inputs.shape[1], logits=outputs)
-        for start in range(0, copies, step):
+        fitting = copies_within(self._lens, self.max_memory, self.real_inputs.shape[1], logits=outputs)
+        step = self._effort.at_once(fitting, copies)
+        starts = range(0, copies, step)
+        for start in self.with_bar(starts, len(starts), "chunks"):
             yield slice(start, min(start + step, copies))
+
+    def with_bar(self, chunks: Iterable[T], total: int, unit: str) -> Iterator[T]:
+        """Yield the chunks of a method's work and show how many are done, if the user asked for a bar."""
+        return self._effort.bar(chunks, total, unit)
 
     @property
     def carries_users_hooks(self) -> bool:
@@ -446,7 +460,7 @@ class Block:
         source, places = self._lens.stack.source, self.real_inputs.shape[1]
         blocks = self._lens.n_layers - self.layer + (0 if source is None else len(source))
         fitting = copies_within(self._lens, self.max_memory, places, blocks=blocks, logits=outputs)
-        return max(1, min(copies, fitting))
+        return max(1, min(copies, self._effort.at_once(fitting, copies)))
 
     def zeros(self, *shape: int) -> Float[Tensor, ...]:
         """A result tensor on the block's device, at least float32."""

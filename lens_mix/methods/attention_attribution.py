@@ -13,6 +13,7 @@ from torch import Tensor
 from lens_mix.algebra.quadrature import NestedRules, nested_rules, one_rule, rule_name
 from lens_mix.arguments import number, whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, replace_pattern
+from lens_mix.lens.effort import GRADIENT_PASS, Passes
 from lens_mix.method import CrossKeys
 from lens_mix.methods import target_passes
 from lens_mix.methods.baselines import baseline_of, check_baseline, describe_baseline
@@ -94,12 +95,21 @@ class AttentionAttribution(Explains):
         readable = {"baseline": describe_baseline(self.baseline), "method": rule_name(self.method)}
         return {**super().parameters(), **readable}
 
+    def passes(self, blocks: Sequence[Block]) -> Passes:
+        steps = self.n_steps or nested_rules(self.max_steps).counts[1] + 1
+        # A layer's points run the blocks from there on.
+        above = sum(block.n_layers - block.layer for block in blocks) / blocks[-1].n_layers
+        counts = [steps * GRADIENT_PASS * above] * len(blocks[-1].batch)
+        reason = f"{steps} {'points' if self.n_steps else 'or more points'} for each layer"
+        return Passes(counts, reason, "fewer layers=[...] or a smaller n_steps take fewer")
+
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         return self.of_stack([block])[0]
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
         bound = target_passes.bind(blocks[-1], self.target)
-        return [self._layer(block, bound) for block in blocks]
+        layers = blocks[-1].with_bar(blocks, len(blocks), "layers")
+        return [self._layer(block, bound) for block in layers]
 
     def edits(
         self, layer: int, pattern: Float[Tensor, "row head query key"], *, attention: str = DEFAULT_ATTENTION

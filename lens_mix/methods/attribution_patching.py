@@ -15,10 +15,11 @@ from lens_mix.arguments import one_of, whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_attention
 from lens_mix.hooks.mixing import sink
 from lens_mix.lens.changed_backward import Rules
+from lens_mix.lens.effort import GRADIENT_PASS, Passes
 from lens_mix.lens.graph import Graph, Mixing
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods.replacements import TakesReplacements
-from lens_mix.methods.row_targets import RowTargets, bind_rows
+from lens_mix.methods.row_targets import RowTargets, bind_rows, row_passes
 from lens_mix.methods.side_by_side import SideBySide
 from lens_mix.targets import describe
 
@@ -107,6 +108,13 @@ class AttributionPatching(TakesReplacements):
         """
         return [mask_attention(layer, allowed, attention=attention)]
 
+    def passes(self, blocks: Sequence[Block]) -> Passes:
+        positions = blocks[0].real.shape[1]
+        beside = 0 if self.paths == "between" else 1 + 2 * min(self.n_exact + 1, positions) / positions
+        stand_ins = self.n_samples if self.replacements is None else len(self.replacements)
+        reason = f"a backward pass and a pass beside {stand_ins} stand-ins for each row"
+        return row_passes(blocks, GRADIENT_PASS + stand_ins * beside, reason, "fewer stand-ins take fewer")
+
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         first, bound = blocks[0], bind_rows(blocks, self.target)
         if bound.positions is None:
@@ -123,7 +131,8 @@ class AttributionPatching(TakesReplacements):
                     f"{sorted(first.batch.prompts[prompt].inputs)} besides"
                 )
             graph = first.graph(prompt, rules)
-            for row in (bound.prompts == prompt).nonzero()[:, 0].tolist():
+            rows_of_prompt = (bound.prompts == prompt).nonzero()[:, 0].tolist()
+            for row in first.with_bar(rows_of_prompt, len(rows_of_prompt), "rows"):
                 self._fill(rows[row], blocks, bound, row, graph)
         return [bound.scattered(rows, blocks[-1])]
 

@@ -15,8 +15,9 @@ from lens_mix.arguments import one_of, several, whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import Activations
+from lens_mix.lens.effort import GRADIENT_PASS, Passes
 from lens_mix.methods import target_passes
-from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows
+from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows, row_passes
 from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ class ChangedGradients(ExplainsRows):
             return None
         kind = anatomy.feed_forward_kind
         return f"activations='ratio' needs a feed-forward that is written down, got {kind!r}"
+
+    def passes(self, blocks: Sequence[Block]) -> Passes:
+        return row_passes(blocks, GRADIENT_PASS, "a backward pass for each row")
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         if blocks[0].is_joint and self._numbers() != [0]:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lens_mix.lens.effort import Passes
 from lens_mix.methods import target_passes
 from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows
 
@@ -46,6 +47,10 @@ class ContextLength(ExplainsRows):
         super().__post_init__()
         if self.keep_first not in (None, True, False):
             raise TypeError(f"keep_first: expected True, False or None, got {self.keep_first!r}")
+
+    def passes(self, blocks: Sequence[Block]) -> Passes:
+        counts = blocks[0].real.sum(dim=1).tolist()
+        return Passes(counts, "one for each token at most", "lm.input_map takes about five")
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         bound = bind_rows(blocks, self.target)

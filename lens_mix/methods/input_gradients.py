@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lens_mix.algebra.quadrature import quadrature, rule_name
 from lens_mix.arguments import one_of, whole_number
+from lens_mix.lens.effort import GRADIENT_PASS, Passes
 from lens_mix.methods import baselines
-from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows
+from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows, row_passes
 from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
@@ -84,6 +85,12 @@ class InputGradients(ExplainsRows):
     def parameters(self) -> dict[str, object]:
         readable = {"baseline": baselines.describe_baseline(self.baseline), "method": rule_name(self.method)}
         return {**super().parameters(), **readable}
+
+    def passes(self, blocks: Sequence[Block]) -> Passes:
+        if self.score != "integrated":
+            return row_passes(blocks, GRADIENT_PASS, "a backward pass for each row")
+        reason, cheaper = f"{self.n_steps} backward passes for each row", "a smaller n_steps takes fewer"
+        return row_passes(blocks, self.n_steps * GRADIENT_PASS, reason, cheaper)
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         bound, last = bind_rows(blocks, self.target), blocks[-1]

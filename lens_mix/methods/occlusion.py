@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lens_mix.arguments import one_of
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_keys, must_fire, zero_values
+from lens_mix.lens.effort import Passes
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods.replacements import Copies, TakesReplacements
 from lens_mix.methods.row_targets import bind_rows
@@ -76,6 +77,13 @@ class Occlusion(TakesReplacements):
             )
         if self.replacements is not None and self.by != "replace":
             raise ValueError(f"replacements: for by='replace' only, got by={self.by!r}")
+
+    def passes(self, blocks: Sequence[Block]) -> Passes:
+        stand_ins = self.n_samples if self.replacements is None else len(self.replacements)
+        each = stand_ins if self.by == "replace" else 1
+        counts = (each * blocks[0].real_inputs.sum(dim=1)).tolist()
+        fewer = "fewer stand-ins (n_samples) take fewer, and " if each > 1 else ""
+        return Passes(counts, f"{each} for each token", f"{fewer}lm.input_map takes about five")
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         first, last = blocks[0], blocks[-1]

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lens_mix.lens.effort import Passes
 from lens_mix.methods import target_passes
 from lens_mix.methods.target_passes import Explains
 from lens_mix.targets import Context, Explained, Target, TargetLike, as_target, predicted
@@ -60,7 +61,8 @@ class RowTargets:
         """The rows' numbers, as many at a time as memory allows with gradients, `largest` at most."""
         numbers = torch.arange(len(self.functions), device=self.prompts.device)
         step = self.first.gradient_rows(len(numbers), logits=self.target.reads == "logits")
-        yield from numbers.split(step if largest is None else min(step, largest))
+        chunks = numbers.split(step if largest is None else min(step, largest))
+        yield from self.first.with_bar(chunks, len(chunks), "chunks")
 
     def values(
         self,
@@ -186,6 +188,23 @@ def bind_rows(blocks: Sequence[Block], target: TargetLike) -> RowTargets:
     of_prompt, of_column = (torch.tensor(each, device=device) for each in (prompts, columns))
     queries = last.queries[of_prompt, of_column]
     return RowTargets(first, read, tuple(functions), of_prompt, of_column, queries, torch.cat(clean), narrow)
+
+
+def row_passes(
+    blocks: Sequence[Block], each: float, reason: str, cheaper: str = "lm.input_map takes about five"
+) -> Passes:
+    """Return about how many forward passes the asked rows take.
+
+    Args:
+        blocks: of the whole model.
+        each: forward passes of one row.
+        reason: what they are for.
+        cheaper: what to ask for where there is one row only; else asking for fewer rows is cheaper.
+    """
+    rows = blocks[-1].real_queries.sum(dim=1)
+    if int(rows.max()) > 1:
+        cheaper = "queries=[-1] makes the last row alone"
+    return Passes((each * rows).tolist(), reason, cheaper)
 
 
 def _log_probabilities(

@@ -17,6 +17,7 @@ from lens_mix.algebra.value_zeroing_pairs import find_sources
 from lens_mix.arguments import groups_of_positions, heads_by_layer, number, one_of
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, must_fire, zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.effort import Passes
 from lens_mix.method import CrossKeys, Method
 
 if TYPE_CHECKING:
@@ -106,6 +107,16 @@ class ValueZeroing(Method):
                 "changes too; only running the block again tells how"
             )
         return None
+
+    def passes(self, blocks: Sequence[Block]) -> Passes | None:
+        if blocks[-1].engine == "algebra":
+            return None
+        heads = [len(self._heads(block.layer) or range(block.n_heads)) for block in blocks]
+        replays = sum(heads if self.per_head else [1] * len(heads)) / blocks[-1].n_layers
+        keys = blocks[-1].real_keys.sum(dim=1).tolist()
+        counts = [replays * (count if self.spans is None else len(self.spans)) for count in keys]
+        reason = "each block is run again without each token's values, as no closed form applies"
+        return Passes(counts, reason, "layers=[-1] maps the last layer alone")
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         heads = self._heads(block.layer)

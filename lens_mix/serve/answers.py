@@ -51,7 +51,7 @@ def page_of(model: TransformerLensModel, text: str, asked: Sequence[str], tokens
         count = len(Session(model, {}).read(text).tokens)
         if count > tokens:
             return refusal(413, f"The sentence has {count} tokens, and this server takes {tokens} at most.")
-        maps = runner.run(model, text, methods) if methods else {}
+        maps = runner.run(model, text, methods, progress=None) if methods else {}
         if INPUT_MAP in asked:
             maps[INPUT_MAP] = input_map(model, text)
     except (ValueError, UnsupportedModelError) as problem:

@@ -1,0 +1,135 @@
+"""A run that needs many forward passes says so before it makes them."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+
+import pytest
+import torch
+
+import lens_mix as lm
+from lens_mix.lens.effort import Passes
+from tests.shared_models import decoder
+
+# 24 tokens: all rows, or all tokens, need more passes than a run makes without a word.
+PROMPT = torch.tensor([1, *range(4, 27)])
+EXPENSIVE = [
+    lm.Gim(),
+    lm.FrozenGradients(),
+    lm.InputGradients(),
+    lm.InputGradients(score="integrated", n_steps=4),
+    lm.AttributionPatching(),
+    lm.Occlusion(),
+    lm.Occlusion(by="values"),
+    lm.ContextLength(),
+    lm.AttentionAttribution(n_steps=20),
+]
+# Read off one pass, in closed form, or with one backward pass.
+CHEAP = ["attention", "value_norm", "value_zeroing", "attn_res_ln", "alti", "decompx", "gradient_attention"]
+
+
+def run_or_skip(model, method, **options):
+    try:
+        return lm.run(model, PROMPT, method, **options)
+    except lm.UnsupportedModelError as problem:
+        pytest.skip(str(problem))
+
+
+def sentences(mixing_map):
+    return [note for note in mixing_map.notes if "forward passes" in note]
+
+
+@pytest.mark.parametrize("method", EXPENSIVE, ids=repr)
+def test_many_passes_are_announced_before_they_are_made(model, method, monkeypatch):
+    found = run_or_skip(model, method, progress=None)
+
+    class Reached(Exception):
+        pass
+
+    def stop(*_):
+        raise Reached
+
+    monkeypatch.setattr(type(method), "of_stack", stop)
+    with pytest.warns(UserWarning, match="forward passes") as warned, pytest.raises(Reached):
+        lm.run(model, PROMPT, method)
+    assert warned[0].filename == __file__, "the warning names the user's line"
+    assert sentences(found)[0] in str(warned[0].message)
+
+
+@pytest.mark.parametrize("method", EXPENSIVE, ids=repr)
+def test_the_announced_number_is_about_right(method, monkeypatch):
+    """Counted as the positions that go through the blocks; a backward pass counts nothing here."""
+    model = decoder()
+    (sentence,) = sentences(run_or_skip(model, method, progress=None))
+    stated = float(re.search(r"about ([\d,]+)", sentence)[1].replace(",", ""))
+    block = type(next(module for name, module in model.named_modules() if name.endswith("blocks.0")))
+    forward, counted = block.forward, []
+
+    @functools.wraps(forward)
+    def counting(self, *args, **kwargs):
+        stream = args[0] if args else next(v for v in kwargs.values() if torch.is_tensor(v))
+        counted.append(stream.shape[0] * stream.shape[1])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(block, "forward", counting)
+    lm.run(model, PROMPT, method, progress=None)
+    forwards = sum(counted) / len(PROMPT) / model.cfg.n_layers
+    assert forwards / 2 < stated < forwards * 3, (stated, forwards)
+
+
+def test_one_row_and_cheap_methods_say_nothing(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = lm.run(model, PROMPT, CHEAP)
+        found["gim"] = lm.run(model, PROMPT, "gim", queries=[-1])
+    assert not any(sentences(each) for each in found.values())
+
+
+def test_a_bar_or_none_instead_of_the_warning(model, capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shown = lm.run(model, PROMPT, lm.Gim(internal_batch_size=6), progress=True)
+        bars = capsys.readouterr().err
+        silent = lm.run(model, PROMPT, lm.Gim(internal_batch_size=6), progress=None)
+    assert "/4 " in bars  # 24 rows, six at a time
+    assert "queries=[-1]" in sentences(shown)[0]
+    assert sentences(shown) == sentences(silent)
+
+
+def test_a_bar_moves(model, capsys):
+    whole = lm.run(model, PROMPT, "gim", progress=None)
+    capsys.readouterr()
+    found = lm.run(model, PROMPT, "gim", progress=True)
+    assert "/3 " in capsys.readouterr().err  # eight rows at a time, where all would fit
+    torch.testing.assert_close(found.scores, whole.scores)
+
+
+def test_a_stream_warns_once(model):
+    prompts = [PROMPT, PROMPT[:23], PROMPT[:22]]
+    with pytest.warns(UserWarning, match="forward passes") as warned:
+        maps = list(lm.run_many(model, prompts, "gim", batch_size=1))
+    assert len(warned) == 1
+    assert all(map(sentences, maps))
+
+
+def test_the_scales_are_silent(model):
+    task = lm.evaluation.Importance([PROMPT, PROMPT[:20]])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*forward passes.*")
+        lm.evaluate(model, task, ["attention", "gim"])
+
+
+@pytest.mark.parametrize("value", [0, "yes", 1.0])
+def test_progress_takes_true_false_or_none(model, value):
+    with pytest.raises(TypeError, match="progress"):
+        lm.run(model, PROMPT, "attention", progress=value)
+
+
+def test_sentences():
+    passes = Passes([20, 21, 12_000.4], "a reason", "do this")
+    few, many, most = passes.sentences("gim")
+    assert few is None
+    assert many == "gim takes about 21 forward passes (a reason); do this"
+    assert "about 12,000 forward passes" in most
