@@ -23,6 +23,7 @@ DEFAULT_ATTENTION = "blocks.{layer}.attn"
 _SUFFIXES = {
     "queries": ("hook_q", "q.hook_out"),
     "values": ("hook_v", "v.hook_out"),
+    "scores": ("hook_attn_scores",),
     "pattern": ("hook_pattern",),
     "mixed": ("hook_z", "o.hook_in"),
 }
@@ -85,10 +86,11 @@ def must_fire(*pairs: HookPair) -> Iterator[list[HookPair]]:
 class AttentionHook(HookFunction):
     """Edits inside one attention module, spread over the hook points one pass goes through.
 
-    A pass visits queries, values, pattern, and the mixed values (`hook_z`), in this order. What is kept on
-    the way is dropped at the last of them, so that one hook serves many passes.
+    A pass visits queries, values, scores, pattern, and the mixed values (`hook_z`), in this order. What is
+    kept on the way is dropped at the last of them, so that one hook serves many passes.
 
-    Subclasses name the points they need in `points` and implement `on_values`, `on_pattern` and `on_mixed`.
+    Subclasses name the points they need in `points` and implement `on_values`, `on_scores`, `on_pattern` and
+    `on_mixed`.
     The pair for `fwd_hooks=` is `(hook.matches, hook)`.
     """
 
@@ -127,10 +129,14 @@ class AttentionHook(HookFunction):
         if point == "queries":
             self._n_heads = _positions_first(tensor, hook).shape[2]
             return None
-        if point == "pattern":
-            # models that leave attention to transformers show their pattern after the mixing, or never
-            self._pattern = None if self._values is None else tensor
-            return None if self._values is None else self.on_pattern(tensor, self._values)
+        if point in ("scores", "pattern"):
+            # models that leave attention to transformers show both after the mixing, or never
+            if self._values is None:
+                return None
+            if point == "scores":
+                return self.on_scores(tensor, self._values)
+            self._pattern = tensor
+            return self.on_pattern(tensor, self._values)
         n_heads, values, pattern = self._n_heads, self._values, self._pattern
         self._n_heads = self._values = self._pattern = None
         if point == "values":
@@ -156,6 +162,14 @@ class AttentionHook(HookFunction):
         self, values: Float[Tensor, "batch key value_head d_head"], n_heads: int | None
     ) -> Tensor | None:
         """Edit the values (one per value head), or return None; `n_heads` is None if queries did not fire."""
+        return None
+
+    def on_scores(
+        self,
+        scores: Float[Tensor, "batch head query key"],
+        values: Float[Tensor, "batch key value_head d_head"],
+    ) -> Tensor | None:
+        """Edit the scores before their softmax, or return None; some models show none before they mix."""
         return None
 
     def on_pattern(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lens_mix.hooks._arguments import Position, as_mask, as_position, position_mask
 from lens_mix.hooks.base import DEFAULT_ATTENTION, GivenHook, HookPair
-from lens_mix.hooks.mixing import check_mixing, sink
+from lens_mix.hooks.mixing import check_mixing, sink, visible
 
 
 def mask_attention(
@@ -24,8 +24,8 @@ def mask_attention(
 
     What scores of -inf before the softmax do (Geva et al., EMNLP 2023, arXiv 2304.14767): p_ik / Σ_j p_ij
     over the allowed keys j, with the pattern of the running pass, whose own mask stays. What a row gives to
-    no key (an attention sink's) counts as a key that stays; below 1e-4 (bfloat16: 1.6e-2) it is taken for
-    rounding.
+    no key (an attention sink's) counts as a key that stays. If no row of a head gives 1e-6 to it (float16:
+    2e-3, bfloat16: 1.6e-2), it is taken for rounding.
 
     Args:
         layer, attention: as in `zero_values`.
@@ -83,15 +83,23 @@ def mask_keys(
 
 
 class _MaskAttention(GivenHook):
-    points = ("values", "pattern", "mixed")
+    points = ("values", "scores", "pattern", "mixed")
     argument = "allowed"
+    _scores: Tensor | None = None  # of this pass
+
+    def on_scores(self, scores: Float[Tensor, "batch head query key"], values: Tensor) -> None:
+        self._scores = scores
 
     def on_pattern(
         self, pattern: Float[Tensor, "batch head query key"], values: Tensor
     ) -> Float[Tensor, "batch head query key"]:
-        weights, to_no_key = pattern.masked_fill(self._hidden(pattern, values), 0), sink(pattern)
+        scores, self._scores = self._scores, None
+        hidden = self._hidden(pattern, values)
+        weights, to_no_key = pattern.masked_fill(hidden, 0), sink(pattern, scores)
         # Summed, not 1 minus what is hidden, which has few digits left beside a sink.
         left = weights.sum(-1, keepdim=True, dtype=to_no_key.dtype) + to_no_key
+        if scores is not None:
+            weights, left = _from_scores(weights, left, scores, hidden)
         self._edited = self._shared_out(pattern, weights, left).to(pattern.dtype)
         return self._edited
 
@@ -136,3 +144,16 @@ class _MaskKeys(_MaskAttention):
     def _shared_out(self, pattern: Tensor, weights: Tensor, left: Tensor) -> Tensor:
         # Nowhere a division by 0: its gradient would be NaN in rows that are not taken either.
         return torch.where(left > 0, weights / torch.where(left > 0, left, 1), pattern)
+
+
+def _from_scores(
+    weights: Tensor, left: Tensor, scores: Tensor, hidden: Bool[Tensor, "#batch #head #query key"]
+) -> tuple[Tensor, Tensor]:
+    """The same, also where rounding has left a row no weight although it sees another key (float16)."""
+    if not bool((left <= 0).any()):
+        return weights, left
+    seen = visible(scores) & ~hidden
+    rounded = (left <= 0) & seen.any(-1, keepdim=True)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    others = torch.where(rounded, scores.masked_fill(~seen, -torch.inf), 0).softmax(-1, dtype=wide)
+    return torch.where(rounded, others, weights.to(wide)), torch.where(rounded, 1, left)

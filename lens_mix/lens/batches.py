@@ -39,6 +39,8 @@ class Batch:
         tokens, real: padded tokens and which of them are the prompts' own.
         target, target_real: the same for the decoder's side; None without a decoder.
         inputs: further model inputs, padded with zeros.
+        hidden: keys of the mapped stack that no query sees, as if masked; positions are counted as if they
+            were seen. None: none.
     """
 
     prompts: tuple[Prompt, ...]
@@ -47,6 +49,7 @@ class Batch:
     target: Int[Tensor, "batch target_pos"] | None
     target_real: Bool[Tensor, "batch target_pos"] | None
     inputs: Mapping[str, Tensor]
+    hidden: Bool[Tensor, "batch key"] | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -57,7 +60,8 @@ class Batch:
         target = None if self.target is None else self.target[rows]
         target_real = None if self.target_real is None else self.target_real[rows]
         inputs = {name: value[rows] for name, value in self.inputs.items()}
-        return Batch(prompts, self.tokens[rows], self.real[rows], target, target_real, inputs)
+        hidden = None if self.hidden is None else self.hidden[rows]
+        return Batch(prompts, self.tokens[rows], self.real[rows], target, target_real, inputs, hidden)
 
     def real_positions(self, stack: str) -> Bool[Tensor, "batch pos"]:
         """Which positions of the given stack's queries are the prompts' own."""

@@ -22,7 +22,8 @@ from lens_mix.lens.copies import copies_within
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.graph import Graph
 from lens_mix.lens.head import Head
-from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
+from lens_mix.lens.hidden_keys import takes_masks
+from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import pad_token, vocabulary
 from lens_mix.lens.proof_record import Proof
 from lens_mix.lens.replay import relative_error
@@ -157,7 +158,8 @@ class Block:
         Args:
             rows: which prompt each copy is of.
             tokens: the tokens that the mapped stack reads; of the joint part `input_tokens`.
-            masked: which of them are hidden, besides padding. Where the model takes positions, they stay.
+            masked: which of them no query of the mapped stack sees, besides padding; the positions of all
+                tokens stay those of the clean pass, whatever the model counts them by.
         """
         batch, decoder = self.batch.select(rows), self._lens.stack.reads_target
         if tokens is not None and self.is_joint:
@@ -167,17 +169,7 @@ class Block:
             batch = dataclasses.replace(batch, target=tokens)
         elif tokens is not None:
             batch = dataclasses.replace(batch, tokens=tokens)
-        if masked is None:
-            return batch
-        inputs, left = dict(batch.inputs), self.real[rows] & ~masked
-        if decoder:
-            return dataclasses.replace(batch, inputs={**inputs, "decoder_attention_mask": left.long()})
-        if self._lens.takes_input("position_ids") and "position_ids" not in inputs:
-            # Given, so that they stay as without the mask: counted from the prompt's first token.
-            places = torch.arange(masked.shape[1], device=masked.device)
-            first = batch.real.int().argmax(dim=1, keepdim=True)
-            inputs["position_ids"] = (places - first).clamp_min(0)
-        return dataclasses.replace(batch, real=left, inputs=inputs)
+        return batch if masked is None else dataclasses.replace(batch, hidden=masked)
 
     def prompts_with(self, prompt: int, tokens: Sequence[Int[Tensor, " pos"]]) -> Batch:
         """One prompt with other tokens for the mapped stack, several times, filled up on the right.
@@ -210,13 +202,8 @@ class Block:
 
     @property
     def masks_by_input(self) -> bool:
-        """Whether a mask with holes can be given to the model, the other tokens staying where they are.
-
-        HookedTransformer counts positions by the mask, so that they would move up.
-        """
-        if self._lens.stack.reads_target:
-            return self._lens.takes_input("decoder_attention_mask")
-        return self._lens.model_class in (ModelClass.BRIDGE, ModelClass.HOOKED_ENCODER)
+        """Whether every attention of the mapped stack takes a mask, in which keys can be hidden."""
+        return takes_masks(self._lens.stack)
 
     @property
     def d_vocab(self) -> int:

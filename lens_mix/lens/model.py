@@ -18,6 +18,7 @@ from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens import known_faults
 from lens_mix.lens.batches import Batch, pad
 from lens_mix.lens.changes import Changes, hooked
+from lens_mix.lens.hidden_keys import HiddenKeys
 from lens_mix.lens.model_classes import (
     ModelClass,
     TransformerLensModel,
@@ -166,13 +167,22 @@ class Lens:
         return [self.hook_points[name]]
 
     def forward(self, batch: Batch, *, as_given: bool = False, **options: Any) -> Any:
-        """The model's forward pass over a batch, with its masks and inputs.
+        """The model's forward pass over a batch, with its masks, hidden keys and inputs.
 
         `as_given`, for a batch without padding: the user's pass, without what the lens adds to a Bridge's.
 
         Raises:
             ValueError: inputs that the model does not take; it would swallow them without a word.
+            UnsupportedModelError: keys can't be hidden in the stack's attention.
         """
+        if batch.hidden is None:
+            return self._forward(batch, as_given, options)
+        layers = self.stack.attention_layers
+        hiding = [HiddenKeys(self.stack, layer, batch.hidden, self.dtype) for layer in layers]
+        with self.hooked([each.watch for each in hiding]), Changes([each.change for each in hiding]):
+            return self._forward(batch, as_given, options)
+
+    def _forward(self, batch: Batch, as_given: bool, options: Mapping[str, Any]) -> Any:
         taken = self._further_inputs()
         unknown = sorted(set(batch.inputs) - set(taken))
         if unknown:

@@ -105,12 +105,9 @@ class Occlusion(TakesReplacements):
                     change = self._change(clean[row], changed)
                     scores[row].index_add_(0, of_chunk.positions[of_prompt], change.to(scores.dtype))
         if self.by == "mask":
-            sees = first.attended.sum(-1)[bound.prompts, bound.queries]
-            scores[sees < 2] = 0
-            if bool((sees > 1).any()) and not bool(scores.any()):
-                raise UnsupportedModelError(
-                    "by='mask': the attention mask has no effect on this model's output"
-                )
+            # In any layer: a window or a chunk may leave a row more to see further up.
+            attended = torch.stack([block.with_every_query().attended for block in blocks]).any(0)
+            scores[attended.sum(-1)[bound.prompts, bound.queries] < 2] = 0
         return [bound.scattered(scores / copies.repeats, last)]
 
     def edits(
@@ -122,7 +119,7 @@ class Occlusion(TakesReplacements):
             column = target(model(tokens)) - target(model.run_with_hooks(tokens, fwd_hooks=hooks))
 
         None for "replace", which changes the tokens. Where a model mixes before its pattern shows, the hooks
-        of "mask" raise in the pass; the method then hides the token by the model's attention mask.
+        of "mask" raise in the pass; the method then hides the token in the mask that every attention gets.
 
         Args as in `lens_mix.hooks.zero_values`.
         """

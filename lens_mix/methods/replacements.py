@@ -13,7 +13,6 @@ from torch import Tensor
 from lens_mix.arguments import several, whole_number
 from lens_mix.hooks import HookPair
 from lens_mix.lens.batches import Batch
-from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods.row_targets import ExplainsRows
 from lens_mix.targets import Context
 
@@ -99,17 +98,13 @@ class Copies:
             blocks: of the whole model.
 
         Raises:
-            UnsupportedModelError: hooks don't act, and the model's own mask hides nothing.
+            UnsupportedModelError: hooks don't act; in the pass: no key can be hidden in its attention.
         """
         first, place = blocks[0], self.positions[:, None]
         if by == "replace":
             tokens = first.input_tokens[self.prompts].scatter(1, place, self.tokens[:, None])
             return first.altered_batch(self.prompts, tokens=tokens), []
         if by == "mask" and not _acts_on(first, edits):
-            if not first.masks_by_input:
-                raise UnsupportedModelError(
-                    "by='mask': this stack takes no mask, and mixes before its pattern shows"
-                )
             masked = torch.zeros_like(first.tokens[self.prompts], dtype=torch.bool).scatter(1, place, True)
             return first.altered_batch(self.prompts, masked=masked), []
         layers = [edits(block.layer, self.positions, attention=block.attention_template) for block in blocks]
@@ -117,11 +112,7 @@ class Copies:
 
 
 def _acts_on(block: Block, edits: Callable[..., list[HookPair]]) -> bool:
-    """Whether weights can be shared out anew before they mix; else the model's own mask hides a key.
-
-    The mask alone would not do: HookedTransformer counts positions by it, and in float64 rows of Hugging
-    Face's that see nothing are NaN, and make the others so.
-    """
+    """Whether weights can be shared out anew before they mix; else the attention's own mask hides a key."""
     pairs = edits(block.layer, 0, attention=block.attention_template)
     try:
         block.replay(block.real.new_zeros(1, dtype=torch.long), pairs)
