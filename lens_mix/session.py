@@ -108,10 +108,14 @@ class Session:
             return read_prompt(self.lens.model, self.lens.model_class, prompt, target_for=stack, **options)
 
     def batches(self, prompts: list[Prompt], side: PaddingSide = "right") -> list[list[Prompt]]:
-        """The prompts as one batch; one by one where lengths differ and the model does not mask padding.
+        """The prompts as one batch; one by one where lengths differ and the model does not mask padding, or
+        where its angles depend on the longest of them.
 
         Nor is padding masked where the user gives positions: a mask changes what these mean.
         """
+        reach = [self._reach(prompt) for prompt in prompts]
+        if self.lens.angles_differ(min(map(min, reach)), max(map(max, reach))):
+            return [[prompt] for prompt in prompts]
         lengths = {len(self.mapped_tokens(prompt)) for prompt in prompts}
         lengths |= {len(prompt.tokens) for prompt in prompts}
         alike = len(lengths) == 1 or len(prompts) == 1
@@ -119,6 +123,12 @@ class Session:
         if alike or (not given and proof_of(self.lens, prompts[0], padding=side).masks_padding[side]):
             return [prompts]
         return [[prompt] for prompt in prompts]
+
+    def _reach(self, prompt: Prompt) -> list[int]:
+        """The largest position of each side of a prompt, and one."""
+        positions = prompt.inputs.get("position_ids")
+        source = len(prompt.tokens) if positions is None else int(positions.max()) + 1
+        return [source] if prompt.target is None else [source, len(prompt.target)]
 
     def mapped_tokens(self, prompt: Prompt) -> Int[Tensor, " pos"]:
         """The tokens that the mapped stack reads."""

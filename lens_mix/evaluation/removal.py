@@ -125,7 +125,7 @@ class Drop(Removal):
                 "SampleTokens or ZeroValues"
             )
         values = []
-        for chunk in removed.split(passes.at_once):
+        for chunk in removed.split(_at_once(passes, removed)):
             batch = passes.batch(len(chunk))
             hidden = _padded(chunk, batch.real)
             stays = batch.real & ~hidden
@@ -179,6 +179,13 @@ def as_removal(removal: Any) -> Removal:
     expected = f"removal: expected one of {sorted(_NAMED)} or a Removal (ReplaceTokens(' the'), say)"
     error = ValueError if isinstance(removal, str) else TypeError
     raise error(f"{expected}, got {removal!r}")
+
+
+def _at_once(passes: EditedPasses, dropped: Bool[Tensor, "copy pos"]) -> int:
+    """How many copies run together: a model's angles may depend on the longest of what is left."""
+    left = (~dropped).sum(-1)
+    differ = passes.first_block.angles_differ(int(left.min()), int(left.max()))
+    return 1 if differ else passes.at_once
 
 
 def _note_leak(

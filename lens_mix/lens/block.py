@@ -190,6 +190,10 @@ class Block:
         batch = pad(altered, pad_token(self._lens.model), "right")
         return dataclasses.replace(batch, real=torch.ones_like(batch.real))
 
+    def angles_differ(self, shorter: int, longer: int) -> bool:
+        """Whether prompts of two lengths get other rotary angles in one batch than alone (long RoPE)."""
+        return self._lens.angles_differ(shorter, longer)
+
     def placed_batch(self, tokens: Int[Tensor, "copy pos"], positions: Int[Tensor, "copy pos"]) -> Batch:
         """Tokens at positions that are given, which may repeat; for models that take `position_ids`."""
         prompts = tuple(Prompt(row) for row in tokens)

@@ -16,6 +16,7 @@ from lens_mix.arguments import whole_number
 from lens_mix.hooks import AttentionHook, HookName, HookPair
 from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens import known_faults
+from lens_mix.lens.angles import angles_differ, forget_longer_passes, rotary_modules
 from lens_mix.lens.batches import Batch, pad
 from lens_mix.lens.changes import Changes, hooked
 from lens_mix.lens.hidden_keys import HiddenKeys
@@ -92,6 +93,23 @@ class Lens:
     def device(self) -> torch.device:
         """Where the model's first parameter lives."""
         return next(iter(self.model.parameters())).device
+
+    @functools.cached_property
+    def rotary_modules(self) -> list[nn.Module]:
+        """The modules that compute rotary angles by frequencies that they keep."""
+        return rotary_modules(self.modules)
+
+    def angles_differ(self, shorter: int, longer: int) -> bool:
+        """Whether prompts of two lengths, and those between, get other angles in one batch than alone.
+
+        A length is the largest position and one. It matters for long RoPE and dynamic NTK.
+        """
+        # The first position has angles of 0 in any case.
+        shorter, longer = max(shorter, 2), max(longer, 2)
+        if shorter == longer or not self.rotary_modules:
+            return False
+        with self.evaluation_mode():
+            return any(angles_differ(module, shorter, longer) for module in self.rotary_modules)
 
     @property
     def tolerance(self) -> float:
@@ -175,6 +193,7 @@ class Lens:
             ValueError: inputs that the model does not take; it would swallow them without a word.
             UnsupportedModelError: keys can't be hidden in the stack's attention.
         """
+        forget_longer_passes(self.rotary_modules)
         if batch.hidden is None:
             return self._forward(batch, as_given, options)
         layers = self.stack.attention_layers

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lens_mix.lens.angles import kept_angles
 from lens_mix.lens.changes import Change, Changes, Undo, let_interrupt_through, replaced_attributes
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.precision import full_precision
@@ -34,7 +35,8 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
 def evaluation_mode(
     model: nn.Module, modules: Sequence[nn.Module], gradients: bool = False, *, precise: bool = True
 ) -> Changes:
-    """Evaluation mode, eager attention, no gradients, full precision inside; all as before on the way out.
+    """Evaluation mode, eager attention, no gradients, full precision inside; all as before on the way out,
+    and what rotary modules remember of the passes.
 
     Other threads wait until the model is closed again. Eager attention is needed where TransformerBridge
     delegates attention to Hugging Face: with the default (sdpa) kernel `hook_pattern` never fires there.
@@ -71,6 +73,7 @@ def _evaluation_mode(
     if model not in _evaluated_models:
         yield functools.partial(_mark_evaluated, model)
         yield replaced_attributes([(module, False) for module in modules if module.training], "training")
+        yield kept_angles(modules)
         configs = [c for c in _huggingface_configs(modules) if c._attn_implementation != "eager"]
         yield replaced_attributes([(config, "eager") for config in configs], "_attn_implementation")
     if gradients:

@@ -25,7 +25,8 @@ class ContextLength(ExplainsRows):
     score[query, key] = F(key..query) − F(key+1..query): what the target F at the position of the row gains
     when the context, cut from the left, takes in one token more. Signed, in the target's unit; a row sums to
     F(whole prompt) − F(the query alone), and its own key has 0. One map [1, query, key]; a forward pass per
-    token serves all rows.
+    token serves all rows. Tokens after the query stay; they count only where a model's rotary angles depend
+    on how long the prompt is (long RoPE, dynamic NTK).
 
     Args:
         target: what is explained (`lens_mix.targets`, or any callable logits -> [copy]), read at the row's
@@ -69,9 +70,12 @@ class ContextLength(ExplainsRows):
         if len(starts) < 2:
             return  # nothing that could be cut stands before these rows
         with torch.no_grad():
+            chunks = first.chunks(len(starts), logits=not bound.reads_one_position)
+            lengths = prefix + len(places) - starts
             values = [
-                self._values(bound, rows, prompt, prefix, starts[chunk])
-                for chunk in first.chunks(len(starts), logits=not bound.reads_one_position)
+                self._values(bound, rows, prompt, prefix, some)
+                for chunk in chunks
+                for some in starts[chunk].split(_at_once(first, lengths[chunk]))
             ]
         keys, gained = starts[:-1], gains(torch.cat(values, dim=1).to(scores.dtype))
         scores[rows[:, None], places[keys]] = gained.masked_fill(keys >= queries[:, None], 0)
@@ -99,6 +103,11 @@ class ContextLength(ExplainsRows):
             places = torch.arange(len(whole), device=starts.device) - starts[:, None] + prefix
             output = output[torch.arange(len(starts), device=starts.device)[:, None], places.clamp_min(0)]
         return torch.stack([target_passes.evaluate(bound.functions[row], output) for row in rows.tolist()])
+
+
+def _at_once(first: Block, lengths: Int[Tensor, " start"]) -> int:
+    """How many contexts of these lengths run in one batch: a model's angles may depend on the longest one."""
+    return 1 if first.angles_differ(int(lengths.min()), int(lengths.max())) else len(lengths)
 
 
 def gains(values: Float[Tensor, "row start"]) -> Float[Tensor, "row key"]:

@@ -60,9 +60,15 @@ class Layout:
         read = torch.cat([copies, replaced[:, -1:]], dim=1)
         return cls(torch.cat([torch.arange(count), control]), replaced, read, positions, allowed)
 
+    def reaching(self, last: int) -> Layout:
+        """The same with one index more, at the position of the prompt's last token, which nothing sees."""
+        positions = torch.cat([self.positions, torch.tensor([last])])
+        allowed = torch.block_diag(self.allowed, torch.ones(1, 1, dtype=torch.bool))
+        return dataclasses.replace(self, positions=positions, allowed=allowed)
+
     def filled(self, tokens: Int[Tensor, " pos"], others: Int[Tensor, "set chosen"]) -> Int[Tensor, " index"]:
         """The tokens of the pass."""
-        filled = tokens[self.positions.to(tokens.device)]
+        filled = tokens[self.positions.clamp_max(len(tokens) - 1).to(tokens.device)]
         filled[self.replaced.to(tokens.device)] = others
         return filled
 
@@ -123,6 +129,11 @@ class SideBySide:
             ValueError: the pass is beyond the memory bound.
         """
         first, layout = self.bound.first, Layout.of(len(self.places), self.chosen, len(others))
+        prompt = int(self.bound.prompts[self.row])
+        whole = int(first.real[prompt].sum())
+        if first.angles_differ(len(self.places), whole):
+            # A model whose angles depend on the largest position gets that of the clean pass.
+            layout = layout.reaching(whole - 1)
         first.check_memory(len(layout.positions))
         recorded: dict[str, Tensor] = {}
         pairs, controls, queries = [], [], layout.tokens[None].to(self.places.device)
@@ -140,7 +151,6 @@ class SideBySide:
             raise UnsupportedModelError(f"attribution_patching: {problem}") from problem
         for block, (name, _) in zip(self.blocks, controls, strict=True):
             _check_control(recorded[str(name)][0], self.mixed[block.layer])
-        prompt = int(self.bound.prompts[self.row])
         as_prompt = logits[:, None].expand(-1, int(first.real[prompt].sum()), -1)
         values = target_passes.evaluate(self.bound.functions[self.row], as_prompt)
         return values.unflatten(0, (-1, len(self.chosen)))

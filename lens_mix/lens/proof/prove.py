@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lens_mix.hooks import record, record_all, zero_values
-from lens_mix.hooks.mixing import mix
+from lens_mix.hooks.mixing import mix, pass_tolerance
 from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.changes import Changes
@@ -353,11 +353,10 @@ def _without_effect(out: Any, expected: Tensor, recorded: _Recorded) -> bool:
 
 
 def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bool:
-    """Whether padded keys stay out of every pattern when a shorter prompt is padded.
+    """Whether a shorter prompt that is padded comes out as alone, and no pattern has weight on its padding.
 
     Padding can also make NaN: in float64, a row that sees nothing but padding does in transformers itself
-    (padding on the left, or a sliding window). What blocks without attention make of it is not looked at,
-    nor what a mask does that is more than one of padding.
+    (padding on the left, or a sliding window).
 
     Args:
         lens: the face of the model.
@@ -372,7 +371,13 @@ def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bo
     batch = pad([short, shorter], pad_token(lens.model), side)
     try:
         # A HookedTransformer with attention_dir="bidirectional" ignores its mask.
-        return not padding_leaks(clean_pass(lens, batch))
+        together = clean_pass(lens, batch)
+        if padding_leaks(together):
+            return False
+        alone = clean_pass(lens, pad([shorter], pad_token(lens.model), side), watched=())
+        last = lens.n_layers - 1
+        padded, plain = (each.calls[last].resid_post[-1][each.real[-1]] for each in (together, alone))
+        return relative_error(padded, plain) <= pass_tolerance(lens.dtype)
     except ValueError:  # outputs that are not finite
         return False
 

@@ -1,0 +1,117 @@
+"""Rotary angles that depend on the longest position of a pass (long RoPE, dynamic NTK), and what they leave.
+
+Transformers recomputes such angles in the forward pass, for all prompts of a batch together. Those of dynamic
+NTK also depend on the passes before: the module keeps the frequencies of the longest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lens_mix.lens.changes import Change, Undo
+
+# Names of buffers, after a prefix where kinds of layers have angles of their own.
+_FREQUENCIES, _ORIGINAL = "inv_freq", "original_inv_freq"
+
+
+def rotary_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that keep frequencies of rotary angles."""
+    return [module for module in modules if any(name.endswith(_FREQUENCIES) for name in module._buffers)]
+
+
+def angles_differ(module: nn.Module, shorter: int, longer: int) -> bool:
+    """Whether a rotary module gives a pass over more positions other angles for the first ones.
+
+    If the module takes other arguments than those of transformers, its own name for its kind decides.
+    """
+    kinds = _kinds(module)
+    try:
+        return any(_differ(module, shorter, longer, [name] if name else []) for name in kinds)
+    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError):
+        return any(_is_dynamic(kind) or kind == "longrope" for kind in kinds.values())
+
+
+def _kinds(module: nn.Module) -> Mapping[str, object]:
+    """What transformers calls the kinds of angles, by the kind of layer; "" if all layers have the same."""
+    kinds = getattr(module, "rope_type", None)
+    return kinds if isinstance(kinds, dict) else {"": kinds}
+
+
+def _differ(module: nn.Module, shorter: int, longer: int, given: Sequence[str]) -> bool:
+    frequencies = next(tensor for name, tensor in _tensors(module) if name.endswith(_FREQUENCIES))
+    x, angles = frequencies.new_zeros(1, 1, 1), []
+    for length in (shorter, longer):
+        forget_longer_passes([module])
+        out = module.forward(x, torch.arange(length, device=x.device)[None], *given)
+        angles.append([each[:, :shorter] for each in ([out] if torch.is_tensor(out) else out)])
+    return any(not torch.equal(*each) for each in zip(*angles, strict=True))
+
+
+def forget_longer_passes(modules: Sequence[nn.Module]) -> None:
+    """Give dynamic angles back the frequencies that they start with."""
+    for module in modules:
+        tensors = dict(_tensors(module))
+        for layers, kind in _kinds(module).items():
+            prefix = f"{layers}_" if layers else ""
+            if _is_dynamic(kind) and f"{prefix}{_ORIGINAL}" in tensors:
+                device = tensors[f"{prefix}{_FREQUENCIES}"].device
+                # A copy: transformers may write into the buffer.
+                module._buffers[f"{prefix}{_FREQUENCIES}"] = tensors[f"{prefix}{_ORIGINAL}"].to(
+                    device, copy=True
+                )
+                setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a module keeps, as buffers or not, besides its parameters."""
+    for name, value in {**vars(module), **module._buffers}.items():
+        if torch.is_tensor(value):
+            yield name, value
+
+
+def _is_dynamic(kind: object) -> bool:
+    return isinstance(kind, str) and "dynamic" in kind
+
+
+def kept_angles(modules: Sequence[nn.Module]) -> Change:
+    """What rotary modules keep from one pass to the next is as before afterwards."""
+    rotary = rotary_modules(modules)
+
+    def keep() -> Undo:
+        before = [_State(module) for module in rotary]
+
+        def put_back() -> None:
+            for state in before:
+                state.put_back()
+
+        return put_back
+
+    return keep
+
+
+class _State:
+    """A module's own tensors and numbers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._buffers = module, dict(module._buffers)
+        self._values = {name: None if b is None else b.clone() for name, b in self._buffers.items()}
+        self._attributes = {name: value for name, value in vars(module).items() if self._is_own(name)}
+
+    @staticmethod
+    def _is_own(name: str) -> bool:
+        return not name.startswith("_") and name != "training"
+
+    def put_back(self) -> None:
+        module = self._module
+        for name in [name for name in vars(module) if self._is_own(name) and name not in self._attributes]:
+            del vars(module)[name]
+        vars(module).update(self._attributes)
+        module._buffers.clear()
+        module._buffers.update(self._buffers)
+        for name, value in self._values.items():
+            buffer = self._buffers[name]
+            if buffer is not None and value is not None and not torch.equal(buffer, value):
+                buffer.copy_(value)
