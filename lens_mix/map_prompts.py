@@ -173,7 +173,10 @@ class _Record:
         if groups is not None:
             spelled = tokens if key_tokens is None else key_tokens
             key_tokens = ["".join(spelled[p] for p in group) for group in groups]
+        sink = method.has_unit_rows and provenance.has_sink(scores, clean.lens.dtype)
         read = provenance.of_prompt(prompt) | {"engine": self._passed.engines[label]}
+        if sink:
+            read["sink"] = True
         if joint:
             read["joint"] = {"source": len(prompt.tokens), "target": len(tokens)}
         return MixingMap(
@@ -193,6 +196,7 @@ class _Record:
             notes=(
                 *filter(None, (stack.gaps, self._head)),
                 *provenance.notes(scores, layers, queries),
+                *((provenance.SINK,) if sink else ()),
                 *(text for block in blocks for text in block.warnings[index]),
             ),
         )

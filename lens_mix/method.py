@@ -35,6 +35,7 @@ class Method:
         engines: the ways it can be computed, fastest first. "recorded" reads the clean pass,
             "hooks" intervenes and runs blocks again, "algebra" needs a proven anatomy.
         holds_residual: whether the map's diagonal holds the residual stream.
+        has_unit_rows: whether scores are weights out of 1, so that what a row lacks went to a sink.
         kind: "layer" for maps of one block, "input" for maps from the stack down to the tokens.
         whole_model: whether there is one map of all blocks together, which counts as the last layer's.
         causal_only: whether it speaks of causal models only.
@@ -52,6 +53,7 @@ class Method:
     residual: ClassVar[float]
     engines: ClassVar[tuple[str, ...]]
     holds_residual: ClassVar[bool] = False
+    has_unit_rows: ClassVar[bool] = False
     kind: ClassVar[Literal["layer", "input"]] = "layer"
     whole_model: ClassVar[bool] = False
     causal_only: ClassVar[bool] = False

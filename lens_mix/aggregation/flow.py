@@ -18,6 +18,7 @@ from lens_mix.aggregation.collapse import collapse_notes
 from lens_mix.aggregation.flow_bounds import first_layer_bound
 from lens_mix.aggregation.flow_rows import all_flows
 from lens_mix.aggregation.max_flow import Solver
+from lens_mix.aggregation.products import Residual
 from lens_mix.aggregation.receptive_field import held_residual, null_maps
 from lens_mix.aggregation.rollout import (
     holds_residual,
@@ -53,9 +54,9 @@ def flow(
 ) -> MixingMap:
     """Input maps from layer maps, by maximum flow (section 3.2 of the paper).
 
-    Heads are averaged, rows divided by their sum, and the residual mixed in, Â_l = (1 − w) A_l + w I, as in
-    `rollout`. Each Â_l[query, key] is the capacity of an edge from (l, query) down to (l − 1, key); the score
-    is the largest flow from a query to an input. Works on the maps of any method.
+    Heads are averaged and the residual is mixed in, Â_l = ((1 − w) A_l + w I) / rowsum, as in `rollout`. Each
+    Â_l[query, key] is the capacity of an edge from (l, query) down to (l − 1, key); the score is the largest
+    flow from a query to an input. Works on the maps of any method.
 
     `provenance["aggregation"]["first_layer_share"]` says for each layer of the result which share of the
     pairs equals what the first layer alone allows (None for depths 1 and 2); a note says so where it is half
@@ -81,7 +82,9 @@ def flow(
         TypeError, ValueError: as `rollout`; no such query; an unknown solver; fewer than 1 process.
     """
     flags(normalize=normalize, receptive_field=receptive_field, drop_bos=drop_bos, progress=progress)
-    stack, visible, weight = capacity_stack(mixing_map, residual, to_layer=layer, drop_bos=drop_bos)
+    stack, visible, weight, row_weights = capacity_stack(
+        mixing_map, residual, to_layer=layer, drop_bos=drop_bos
+    )
     one_of("solver", solver, ("scipy", "networkx"))
     if receptive_field:
         refuse_joint(stack, "receptive_field")
@@ -95,6 +98,8 @@ def flow(
     scores = torch.from_numpy(flows)
     if receptive_field:
         null = torch.full(stack.scores.shape[:-1], weight, dtype=torch.float64)
+        if isinstance(row_weights, Tensor):
+            null = row_weights.cpu().mean(-1, keepdim=True).expand(null.shape)
         if holds_residual(stack):
             null = held_residual(stack.scores.cpu(), visible.cpu(), weight)
         scores = _normalise_by_null(scores, visible.cpu(), null, levels, chosen, work)
@@ -120,11 +125,15 @@ def flow(
 
 
 class Stack(NamedTuple):
-    """The capacities Â_l (float64, `[layer, query, key]`), what attention could see, and the weight w."""
+    """The capacities Â_l (float64, `[layer, query, key]`), what attention could see, and the weight w.
+
+    `weights` is w in Â_l, one weight per row where rows gave some of their weight to a sink.
+    """
 
     capacities: MixingMap
     visible: Bool[Tensor, "layer query key"]
     residual: float
+    weights: Residual
 
 
 def capacity_stack(
@@ -132,12 +141,12 @@ def capacity_stack(
 ) -> Stack:
     """Rollout's Â_l of the layers up to `to_layer`. Args and errors: as `flow`."""
     chosen, weight = layers_to_mix(mixing_map, "flow", residual, None, to_layer, drop_bos, "layer")
-    maps, notes = mixed_layers(chosen, weight)
+    maps, notes, weights = mixed_layers(chosen, weight)
     visible = chosen.visible()
     identity = torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
     # A mask that hides the diagonal says what attention could see; the residual passes all the same.
     mask = chosen.mask if weight == 0 or chosen.mask is None else visible | identity
-    return Stack(chosen.replace(scores=maps, mask=mask, notes=notes), visible, weight)
+    return Stack(chosen.replace(scores=maps, mask=mask, notes=notes), visible, weight, weights)
 
 
 def _bound_share(

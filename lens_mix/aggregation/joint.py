@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -29,8 +30,8 @@ def joint(
 ) -> MixingMap:
     """One stack of layer maps over source and target tokens, for `rollout`, `flow` and graphs.
 
-    With C the rows of a part's layer, heads averaged and divided by their sum, and w its residual weight, the
-    layers are, from below (source positions first, then the target's):
+    With C the rows of a part's layer, heads averaged, and w its residual weight, the layers are, from below
+    (source positions first, then the target's), each row divided by its sum as in `rollout`:
 
         encoder layer         [[(1 - w) C + w I, 0], [0, I]]
         decoder self-attn.    [[I, 0], [0, (1 - w) C + w I]]
@@ -70,8 +71,9 @@ def joint(
     mixed, masks, notes = {}, {}, []
     for name, part in parts.items():
         scores = _embedded(to_float64(part.merge_heads().scores), name, tokens)
-        square = MixingMap(scores=scores, tokens=tokens, layers=part.layers, notes=part.notes)
-        mixed[name], made = mixed_layers(square, weights[name])
+        read: dict[str, Any] = {"method": part.method, "provenance": part.provenance, "notes": part.notes}
+        square = MixingMap(scores=scores, tokens=tokens, layers=part.layers, **read)
+        mixed[name], made, _ = mixed_layers(square, weights[name])
         visible = _embedded(part.visible().to(mixed[name].device, mixed[name].dtype), name, tokens) > 0
         # Itself every position sees: the residual passes.
         masks[name] = visible | torch.eye(len(tokens), dtype=torch.bool, device=visible.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -32,16 +32,23 @@ def rollout(
 ) -> MixingMap:
     """Input maps from layer maps, by multiplying the layers (section 3.1 of the paper).
 
-    Heads are averaged, rows divided by their sum, and the residual mixed in, Â_l = (1 − w) A_l + w I; then
-    J_0 = Â_0 and J_l = Â_l J_{l−1}. The arithmetic is float64, and so is the result (on the CPU where the
-    device has no float64). An all-zero row has no shares: with w > 0 the position keeps itself; with w = 0
-    it stays zero, and rows above that used it sum to less than 1. A note names it.
+    Heads are averaged, the residual is mixed in, Â_l = ((1 − w) A_l + w I) / rowsum, and the layers are
+    multiplied: J_0 = Â_0 and J_l = Â_l J_{l−1}. With w = 0.5 this is the paper's (A + I) / rowsum. The
+    arithmetic is float64, and so is the result (on the CPU where the device has no float64).
+
+    The rows of A_l are divided by their sum first, because the scores of most methods have units of their
+    own. The exception is a map of attention weights from a model with an attention sink that is not a token
+    (gpt-oss): there a row sums to less than 1, the rest went to the sink, and the row is taken as it is, so
+    that the residual counts for more. Such a map has `provenance["sink"]` and a note. What `drop` (or
+    `drop_bos` here) leaves of a row is divided by its sum in every map. An all-zero row has no shares: with
+    w > 0 the position keeps itself; with w = 0 the row stays zero, rows above that used it sum to less than
+    1, and a note names it.
 
     Args:
         mixing_map: layer maps `[layer, query, key]` or `[layer, head, query, key]`, none below 0.
-        residual: the weight w, 0 to 1. None: what the method calls for, 0.5 for attention (equal to the
-            paper's (A + I) / rowsum) and 0 where the map already holds the residual. "measured": each row's
-            own, of `lm.run(..., residual_shares=True)`; 0 for maps whose diagonal holds the residual already.
+        residual: the weight w, 0 to 1. None: what the method calls for, 0.5 for attention and 0 where the map
+            already holds the residual. "measured": each row's own share of the whole row, of `lm.run(...,
+            residual_shares=True)`, whatever the row sums to; 0 for maps whose diagonal holds the residual.
         total_mixing: in place of `residual`, how much is mixed over all layers together: w = 1 − total / L
             with L the number of layers, at least 0. With w fixed, deep stacks mix more the deeper they are,
             until nothing is left of the tokens; 1.5 and 5 did well (docs/input_map.md).
@@ -73,17 +80,16 @@ def rollout(
         raise ValueError(
             f"per_head: expected a map with heads, got scores of shape {tuple(chosen.scores.shape)}"
         )
-    maps, notes = mixed_layers(chosen, weights)
+    maps, notes, row_weights = mixed_layers(chosen, weights)
     heads = None
     if per_head:
-        separate = chosen.replace(scores=to_float64(chosen.scores)).normalized()
-        heads = add_residual(separate.scores, weights[:, None] if isinstance(weights, Tensor) else weights)
-        notes = (*notes, *(note for note in separate.notes if note not in notes))
+        heads, separate_notes = _mixed_heads(chosen, weights)
+        notes = (*notes, *(note for note in separate_notes if note not in notes))
     product = lower_product if chosen.causal else torch.matmul
     if receptive_field:
         visible = chosen.visible().to(maps.device)
         held = one_weight and holds_residual(chosen)
-        null = held_residual(maps, visible, largest) if held else weights
+        null = held_residual(maps, visible, largest) if held else row_weights
         scores = normalise_rollout(maps, visible, null, heads, product=product)
     else:
         scores = cumulative(maps, heads, product)
@@ -144,25 +150,61 @@ def holds_residual(chosen: MixingMap) -> bool:
     return chosen.residual == 0 and (method is None or method.holds_residual)
 
 
-def mixed_layers(
-    chosen: MixingMap, weight: Residual
-) -> tuple[Float[Tensor, "layer query key"], tuple[str, ...]]:
-    """Â_l = (1 − w) A_l + w I of every layer, float64: heads averaged and rows divided by their sum first.
+class MixedLayers(NamedTuple):
+    """Â_l of every layer (float64), the notes of the map with those about its rows, and the weights in Â_l.
 
-    Also the notes of `chosen`, with one more where rows are all zero. Scores below 0 are a ValueError.
+    `weights` is what was asked for, or one weight per row where rows gave some of their weight to a sink.
+    """
+
+    maps: Float[Tensor, "layer query key"]
+    notes: tuple[str, ...]
+    weights: Residual
+
+
+def mixed_layers(chosen: MixingMap, weight: Residual) -> MixedLayers:
+    """Return Â_l = ((1 − w) A_l + w I) / rowsum of every layer, heads averaged first; as in `rollout`.
+
+    A weight per row (measured) is the residual's share of the whole row. Scores below 0 are a ValueError.
     """
     # One layer at a time, because a pass over a whole stack costs as much as a tenth of its rollout.
     shape = chosen.scores.shape
     maps = to_float64(chosen.scores.new_empty(shape[0], *shape[-2:]))
-    empty = torch.empty(maps.shape[:-1], dtype=torch.bool, device=maps.device)
+    sums = maps.new_empty(maps.shape[:-1])
+    weights: list[float | Tensor] = []
     for place, scores in enumerate(chosen.scores):
         maps[place] = to_float64(scores).mean(0) if chosen.has_heads else scores
         refuse_negative(maps[place])
         totals = maps[place].sum(-1, keepdim=True)
-        empty[place] = (totals == 0).squeeze(-1)
+        sums[place] = totals[:, 0]
         maps[place].div_(totals.masked_fill(totals == 0, 1))
-        add_residual(maps[place], weight if isinstance(weight, float) else weight[place])
-    return maps, with_empty_rows(chosen.notes, empty, chosen.layer_labels, chosen.query_positions)
+        weights.append(_weight_of_rows(chosen, weight, sums[place], place))
+        add_residual(maps[place], weights[-1])
+    notes = with_empty_rows(chosen.notes, sums == 0, chosen.layer_labels, chosen.query_positions)
+    if any(isinstance(each, Tensor) for each in weights):
+        weight = torch.stack([torch.as_tensor(each).to(sums).expand_as(sums[0]) for each in weights])
+    return MixedLayers(maps, notes, weight)
+
+
+def _weight_of_rows(
+    chosen: MixingMap, weight: Residual, sums: Float[Tensor, "*head query"], layer: int
+) -> float | Float[Tensor, "*rows query"]:
+    """Return the residual's share of rows that summed to `sums` before they were divided by it."""
+    if isinstance(weight, Tensor):
+        return weight[layer]
+    if weight == 0 or not chosen.provenance.get("sink"):
+        return weight
+    return weight / ((1 - weight) * sums.clamp(max=1) + weight)
+
+
+def _mixed_heads(
+    chosen: MixingMap, weight: Residual
+) -> tuple[Float[Tensor, "layer head query key"], tuple[str, ...]]:
+    """Return Â_l of every head, each with its own row sums, and the notes about its rows."""
+    whole = chosen.replace(scores=to_float64(chosen.scores))
+    separate = whole.normalized()
+    for place, scores in enumerate(separate.scores):
+        add_residual(scores, _weight_of_rows(chosen, weight, whole.scores[place].sum(-1), place))
+    return separate.scores, separate.notes
 
 
 def residual_weight(mixing_map: MixingMap, residual: float | None) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.batches import Prompt
@@ -53,6 +54,24 @@ def notes(scores: Tensor, layers: Sequence[int], queries: Sequence[int] | None) 
         more = " ..." if len(rows) > 5 else ""
         texts.append(f"{len(rows)} all-zero rows: nothing measurable reached {axes} = {shown}{more}")
     return tuple(texts)
+
+
+# The note of a map with `provenance["sink"]`.
+SINK = (
+    "some rows sum to less than 1: the rest of their weight went to no key, but to an attention sink that is "
+    "not a token (or a hook on the model scales the pattern)"
+)
+
+
+def has_sink(scores: Float[Tensor, "layer *head query key"], dtype: torch.dtype) -> bool:
+    """Return whether rows of attention weights sum to less than 1 by more than rounding in the model's dtype.
+
+    A row that is all zero saw nothing, and does not count.
+    """
+    sums = scores.sum(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    # A row is off by half an epsilon where each weight was rounded, and by less in a softmax in float32.
+    rounding = max(1e-5, 2 * torch.finfo(dtype).eps)
+    return bool(((sums > 0) & (sums < 1 - rounding)).any())
 
 
 def of_run(lens: Lens, prepend_bos: bool | None) -> dict[str, Any]:

@@ -65,7 +65,8 @@ class MixingMap:
         residual: the residual weight, 0 to 1, that rollout uses when asked with None.
         kind: "layer" (each map speaks of one block) or "input" (of the stack down to the input).
         layers: labels of the layers; default 0, 1, 2, ….
-        provenance: where the map came from, JSON-able (model name, dtype, engine, …).
+        provenance: where the map came from, JSON-able (model name, dtype, engine, …). `sink`: True of weights
+            whose rows sum to less than 1 because the rest went to an attention sink that is not a token.
         notes: warnings about this map.
         queries: positions of the rows of `scores` and `mask` among `tokens`, each once, in any order;
             None: all positions in order (a list that says so becomes None).
@@ -319,7 +320,8 @@ class MixingMap:
             raise ValueError(f"weights: expected None but for how='mean' on a map with heads, got {given}")
         if not self.has_heads:
             return self
-        return self.replace(scores=arithmetic.merge_heads(self.scores, how, weights))
+        provenance = self.provenance if how == "mean" else self._without_sink()
+        return self.replace(scores=arithmetic.merge_heads(self.scores, how, weights), provenance=provenance)
 
     def drop(self, tokens: Dropped, axis: Literal["both", "query", "key"] = "both") -> MixingMap:
         """The map without some tokens; not renormalised.
@@ -355,6 +357,7 @@ class MixingMap:
             mask=None if mask is None else mask[..., rows, :][..., keys],
             key_tokens=key_tokens,
             causal=causal,
+            provenance=self.provenance if len(keys) == len(self.key_labels) else self._without_sink(),
             residual_shares=None if self.residual_shares is None else self.residual_shares[:, rows],
             default_query=None if self.default_query is None else place_after.get(self.default_query),
         )
@@ -402,6 +405,8 @@ class MixingMap:
             mask = words.merge_axis(words.merge_axis(mask, key_words, -1, torch.any), rows, -2, torch.any)
         meant = [number for number, word in enumerate(query_words) if self.default_query in word]
         scores = words.merge_axis(arithmetic.at_least_float32(self.scores), key_words, -1, reduce_keys)
+        sums_stay = keys == "sum" and queries in ("mean", "first", "last")
+        provenance = self.provenance if sums_stay else self._without_sink()
         return self.replace(
             scores=words.merge_axis(scores, rows, -2, reduce_queries),
             tokens=names,
@@ -410,10 +415,14 @@ class MixingMap:
             causal=causal,
             mask=mask,
             residual_shares=None,
-            provenance={**self.provenance, "merged_words": {"keys": keys, "queries": queries}},
+            provenance={**provenance, "merged_words": {"keys": keys, "queries": queries}},
             default_query=meant[0] if meant else None,
             notes=(*self.notes, *left_out),
         )
+
+    def _without_sink(self) -> dict[str, Any]:
+        """Return the provenance of a map whose rows no longer lack just what went to an attention sink."""
+        return {name: value for name, value in self.provenance.items() if name != "sink"}
 
     # ------------------------------------------------------------------ reading it
 

@@ -22,7 +22,7 @@ class AttentionWeights(Method):
     """Attention weights as a mixing map (Clark et al., BlackboxNLP 2019).
 
     Shape [layer, query, key], the mean over heads, or [layer, head, query, key] with `per_head`; in 0..1,
-    rows sum to 1 (less on models with attention sinks that are no token).
+    rows sum to 1 (less on models with attention sinks that are no token; a note says so).
 
     The weights say where a query looked, not how much came of it: a key with a small value vector can
     take most of the weight (Kobayashi et al., EMNLP 2020).
@@ -33,6 +33,7 @@ class AttentionWeights(Method):
 
     name: ClassVar[str] = "attention"
     residual: ClassVar[float] = 0.5
+    has_unit_rows: ClassVar[bool] = True
     cross: ClassVar[CrossKeys | None] = "source"
     engines: ClassVar[tuple[str, ...]] = ("recorded",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
@@ -58,6 +59,7 @@ class AttnResWeights(Method):
     name: ClassVar[str] = "attn_res_w"
     residual: ClassVar[float] = 0.0
     holds_residual: ClassVar[bool] = True
+    has_unit_rows: ClassVar[bool] = True
     engines: ClassVar[tuple[str, ...]] = ("recorded",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = "kobayashi-etal-2021-incorporating"

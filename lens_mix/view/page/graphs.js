@@ -13,7 +13,7 @@ async function flowView(view) {
     exported = () => ({ rows: [] });
     return;
   }
-  const top = placeOf(m), stay = m.residual || 0;
+  const top = placeOf(m), residual = m.residual || 0;
   let weight = new Float64Array(count);
   weight[state.query] = 1;
   const edges = [], nodes = [{ level: top + 1, token: state.query, weight: 1 }];
@@ -22,6 +22,8 @@ async function flowView(view) {
     for (let query = 0; query < count; query++) {
       if (!weight[query]) continue;
       const row = scores.slice(query * count, (query + 1) * count), total = size(row) || 1;
+      // What a row gave to an attention sink makes the residual count for more, as in rollout.
+      const stay = m.provenance.sink && residual ? residual / ((1 - residual) * Math.min(1, size(row)) + residual) : residual;
       for (let key = 0; key < count; key++) {
         const mixed = Number.isNaN(row[key]) ? 0 : weight[query] * (1 - stay) * row[key] / total;
         const all = mixed + (key === query ? weight[query] * stay : 0);
@@ -67,7 +69,7 @@ async function flowView(view) {
     token === state.query ? "chosen" : weight[token] ? "" : "faint", () => set({ query: token })));
   const detail = make("p", { class: "caption", text: "Click an edge for its heads." });
   view.append(make("p", { class: "caption", "data-share": bottom, text: `Where ${named(m.tokens, state.query)} has its information from, `
-    + `layer ${m.names[top]} at the top down to the first. Width: share of what reached it${stay ? `, with a residual weight of ${stay}` : ""}; `
+    + `layer ${m.names[top]} at the top down to the first. Width: share of what reached it${residual ? `, with a residual weight of ${residual}${m.provenance.sink ? " (more where a row gave weight to an attention sink)" : ""}` : ""}; `
     + `grey stays at its position. Edges below ${state.threshold} are left out: ${(100 * bottom).toFixed(1)} % of it is shown at the bottom.`
     + (m.feed_forward ? " Orange squares: what the feed-forward put into a position; area: its share of what left the layer there, times what "
       + "reached the chosen token. It reads no other position, so it takes nothing from the edges." : "") }), scrolling(svg, x(state.query)), detail);

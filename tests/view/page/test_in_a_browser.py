@@ -141,6 +141,12 @@ def maps():
     }
 
 
+@pytest.fixture(scope="module")
+def sink():
+    """Attention weights of which a third went to a sink."""
+    return map_of(random_attention(heads=2) * 2 / 3, provenance={"sink": True})
+
+
 def test_text_shows_what_the_clicked_token_took(opened, maps):
     browser = opened(maps, "view=text&layer=2")
     rows = all_of(browser, ".row")
@@ -240,10 +246,11 @@ def test_the_grid_names_every_cell_and_enlarges_what_is_clicked(opened, maps):
         doing(browser, box.click)
 
 
-def test_flow_is_a_rollout_without_small_edges(opened, maps):
-    for number, name in enumerate(("attention", "alti")):
-        browser = opened(maps, f"view=flow&map={number}&threshold=0.000001&query=5")
-        expected = lm.rollout(maps[name]).scores[-1, -1]
+def test_flow_is_a_rollout_without_small_edges(opened, maps, sink):
+    cases = ((maps, 0, maps["attention"]), (maps, 1, maps["alti"]), ({"attention": sink}, 0, sink))
+    for shown, number, m in cases:
+        browser = opened(shown, f"view=flow&map={number}&threshold=0.000001&query=5")
+        expected = lm.rollout(m).scores[-1, -1]
         bottom = {}
         for edge in all_of(browser, "line.edge[data-layer='0']"):
             key = round((float(edge.get_attribute("x1")) - 50 - 32) / 64)
