@@ -38,6 +38,8 @@ class Method:
         has_unit_rows: whether scores are weights out of 1, so that what a row lacks went to a sink.
         kind: "layer" for maps of one block, "input" for maps from the stack down to the tokens.
         whole_model: whether there is one map of all blocks together, which counts as the last layer's.
+        is_additive: whether layer l of an input map is what block l adds, so that the sum over layers is the
+            whole; otherwise it is what reached the output of block l.
         causal_only: whether it speaks of causal models only.
         cross: which keys its map has on cross-attention (`Block.is_cross`): the source's positions, or these
             and `RESIDUAL_KEY` after them; None: it is not defined there.
@@ -56,6 +58,7 @@ class Method:
     has_unit_rows: ClassVar[bool] = False
     kind: ClassVar[Literal["layer", "input"]] = "layer"
     whole_model: ClassVar[bool] = False
+    is_additive: ClassVar[bool] = False
     causal_only: ClassVar[bool] = False
     cross: ClassVar[CrossKeys | None] = None
     joint: ClassVar[bool] = False

@@ -50,6 +50,7 @@ class AltiLogit(VectorMethod):
     name: ClassVar[str] = "alti_logit"
     residual: ClassVar[float] = 0.0
     kind: ClassVar[Literal["layer", "input"]] = "input"
+    is_additive: ClassVar[bool] = True
     reads_last_residual: ClassVar[bool] = True
     parts: ClassVar[tuple[str, ...]] = (*VectorMethod.parts, HEAD)
     citation: ClassVar[str] = "ferrando-etal-2023-explaining"
@@ -105,7 +106,8 @@ def alti_logit(
         directions: d, from `through_head`.
         maps: the blocks' ALTI maps; M is the product of those below block l, the identity below the first.
     """
-    scores, below = [], torch.eye(maps[0].shape[-1], dtype=directions.dtype).expand_as(maps[0])
+    identity = torch.eye(maps[0].shape[-1], dtype=directions.dtype, device=directions.device)
+    scores, below = [], identity.expand_as(maps[0])
     for branch, alti in zip(vectors, maps, strict=True):
         added = einsum(branch, directions, "batch query key d_model, batch query d_model -> batch query key")
         scores.append(einsum(added, below, "batch query key, batch key token -> batch query token"))

@@ -37,7 +37,9 @@ class Drawn:
         shown = shown if queries is None else shown.select_queries(queries)
         visible = shown.visible()
         if not diagonal and shown.key_tokens is None:
-            query_positions = torch.tensor(shown.query_positions, device=visible.device)[:, None]
+            query_positions = torch.tensor(shown.query_positions, device=visible.device, dtype=torch.long)[
+                :, None
+            ]
             visible = visible & (torch.arange(visible.shape[-1], device=visible.device) != query_positions)
         places = as_positions(slice(None) if keys is None else keys, visible.shape[-1], "keys")
         return Drawn(

@@ -29,6 +29,7 @@ from lens_mix.view.bars import BarFrame, draw_bars, largest
 from lens_mix.view.drawn import Drawn, sum_of_known
 from lens_mix.view.heat_maps import Grid, default_title, draw_grid, subtitle
 from lens_mix.view.labels import FONT, INK, NAME_FONT, labels_that_fit, visible_token
+from lens_mix.view.layers import layer_names
 from lens_mix.view.lazy import need_canvas
 
 if TYPE_CHECKING:
@@ -105,8 +106,7 @@ def layer_maps(
 
 def _panels(shown: MixingMap, drawn: Drawn) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
     """The names of the heat maps, and their scores with which of them are visible."""
-    before = "" if shown.kind == "layer" else "up to "
-    names = [f"{before}layer {label}" for label in shown.layer_labels]
+    names = layer_names(shown)
     if drawn.scores.ndim == 3:
         return names, list(zip(drawn.scores, drawn.visible, strict=True))
     heads = range(drawn.scores.shape[1])
@@ -160,7 +160,9 @@ def query_maps(
     drawn = {name: _of_row(each, normalize, words, diagonal, keys) for name, each in rows.items()}
     if title is None:
         title = f"what position {position}, “{visible_token(first.tokens[position])}”, used"
-    labels = [str(label) for label in first.layer_labels]
+    # A map of the whole model has a row, but no layer.
+    named = zip(layer_names(first), map(str, first.layer_labels), strict=True)
+    labels = [label if name.endswith(label) else name for name, label in named]
     columns_of = next(iter(drawn.values()))
     unit = SHARE if normalize else RAW
     grid = Grid(list(drawn), columns, labels, columns_of.keys, title, subtitle(first, unit))
@@ -274,7 +276,7 @@ def _row_of_map(
         raise ValueError(f"query: expected a position that {name!r} has, got {query}")
     place = row.row_index(position)
     scores = row.merge_heads().scores[row.layer_index(layer), place].detach().to("cpu", torch.float64)
-    return torch.cat([torch.full((left_out,), torch.nan, dtype=torch.float64), scores])
+    return torch.cat([torch.full((left_out,), torch.nan, dtype=torch.float64, device="cpu"), scores])
 
 
 def _checked_options(

@@ -13,11 +13,13 @@ import pandas as pd
 import pytest
 import torch
 
+import lens_mix as lm
 from lens_mix.maps import MixingMap
 from lens_mix.view import layer_maps, query_maps, token_bars
 from lens_mix.view.figures import _in_lines
 from lens_mix.view.leaderboard_figure import leaderboard_figure
 from tests.random_maps import map_of, random_attention
+from tests.tiny_models import llama_like, tokens
 
 TOKENS = ["<bos>", "The", " cat", "\n", " $at$"]
 SHOWN = ["<bos>", "The", "·cat", "⏎", "·$at$"]
@@ -120,6 +122,40 @@ class TestLayerMaps:
         figure = layer_maps(raw_map(kind="input", provenance={"aggregation": {"name": "rollout"}}))
         assert heat_maps(figure)[1].get_title() == "up to layer 1"
         assert "attention, rollout" in written(figure)
+
+    def test_layers_of_input_maps_are_named_for_what_they_are(self) -> None:
+        """Of a model: layers that add up, layers that reach up to one, the whole model, a mean of layers."""
+        model = llama_like()
+        prompt = tokens(model, 1, 7, 1)[0]
+        maps = lm.run(model, prompt, ["alti_logit", "decompx", "attention"])
+        both = {"up to layer 0", "up to layer 1"}
+        plain = maps["attention"]
+        for m, expected in (
+            (maps["alti_logit"], {"added by layer 0", "added by layer 1"}),
+            (maps["alti_logit"].layer(-1), {"added by layer 1"}),
+            (maps["alti_logit"] - maps["alti_logit"], {"added by layer 0", "added by layer 1"}),
+            (maps["decompx"], both),
+            (plain, {"layer 0", "layer 1"}),
+            (lm.rollout(plain), both),
+            (lm.flow(plain), both),
+            (lm.flow(plain, layer=-1), {"up to layer 1"}),
+            (lm.layer_mean(plain), {"mean of the layers"}),
+            (lm.input_map(model, prompt), {"whole model"}),
+            (lm.run(model, prompt, "gim") - lm.run(model, prompt, "gim"), {"whole model"}),
+            (lm.run(model, prompt, "occlusion"), {"whole model"}),
+        ):
+            assert {axes.get_title() for axes in heat_maps(layer_maps(m))} == expected
+
+    def test_a_record_that_a_user_wrote_names_no_layers(self) -> None:
+        for record in ({"aggregation": "mine"}, {"difference": 3}, {"aggregation": {"name": "layer_mean"}}):
+            figure = layer_maps(raw_map(kind="input", provenance=record))
+            assert heat_maps(figure)[1].get_title() == "up to layer 1"
+
+    def test_a_map_of_the_whole_model_has_no_layer_beside_its_row(self) -> None:
+        one = raw_map(kind="input", method="gim").layer(-1)
+        assert tick_labels(heat_maps(query_maps({"gim": one}))[0].yaxis) == ["whole model"]
+        rolled = raw_map(kind="input")
+        assert tick_labels(heat_maps(query_maps({"rolled": rolled}))[0].yaxis) == ["0", "1", "2"]
 
     def test_scores_below_zero_get_a_scale_with_zero_in_the_middle(self) -> None:
         scores = torch.tensor([[[0.5, -2.0], [1.0, 0.0]]])

@@ -17,6 +17,7 @@ from lens_mix.aggregation import residual_weight
 from lens_mix.maps import MixingMap
 from lens_mix.maps.words import is_special, word_groups
 from lens_mix.methods.part_shares import part_shares
+from lens_mix.view.layers import layer_names
 
 _MOST_FLOAT16 = 400_000  # up to so many numbers are kept as float16 (three digits), more as one byte each
 _STEPS = {"uint8": 255, "int8": 127}
@@ -47,6 +48,7 @@ def pack(mixing_map: MixingMap, label: str) -> dict[str, Any]:
         "residual": _residual(mixing_map),
         "heads": scores.shape[1] if mixing_map.has_heads else 0,
         "names": mixing_map.layer_labels,
+        "layer_names": layer_names(mixing_map),
         "signed": bool((scores < 0).any()),
         "code": code,
         "words": _starts(mixing_map.tokens),

@@ -48,7 +48,7 @@ async function textView(view) {
     if (!state.first && units[0].length > 1) units = [[0], units[0].slice(1), ...units.slice(1)];
     const values = row && inUnit(summed(row, units));
     const title = make("h3", {}, make("b", { text: m.label }),
-      ` · ${m.kind === "input" ? "down to the input" : `layer ${m.names[place]}`}`
+      ` · ${m.layer_names[place]}${m.kind === "input" ? ", down to the input" : ""}`
       + (m.heads ? ` · ${head < 0 ? "mean of heads" : `head ${head}`}` : "") + ` · ${unit()}`
       + (row ? ` · strongest ${shown(strongest(values))}` : ""));
     const note = !row ? "this row is not held" : of.length < whole.length ? `row of ${named(m.tokens, state.query)} alone: the other `

@@ -10,6 +10,7 @@ import lens_mix as lm
 from lens_mix.graphs import information_flow_graph, information_flow_routes, layered_graph
 from lens_mix.view.page import trees
 from tests.random_maps import map_of, random_attention
+from tests.tiny_models import llama_like, tokens
 from tests.view.page.routes import routes_map
 from tests.view.page.test_page import data_of
 from tests.view.page.tokens import NASTY
@@ -55,6 +56,29 @@ def test_maps_that_have_a_tree_bring_it(heads):
     assert_same(packed[1], information_flow_routes(maps["routes"], maps["routes"].meant_query))
     top = packed[1]["nodes"][packed[1]["roots"][0]]
     assert (top["level"], top["position"]) == (9, 5)
+
+
+@pytest.mark.parametrize("position", [2, 4, 5])
+def test_a_tree_starts_at_the_explained_position(position):
+    """Not at the token with the largest sum, as `attribution_tree` does that knows of no position."""
+    scores = attribution().scores.clone()
+    scores[:, :, 3] += 0.3 * (scores[:, :, 3] > 0)
+    m = attribution().replace(scores=scores, default_query=position)
+    assert lm.attribution_tree(m).graph["root"][1] == 3
+    ((packed,),) = data_of(lm.page(m))["trees"]
+    assert_same(packed, lm.attribution_tree(m, root=position))
+    top = packed["nodes"][packed["roots"][0]]
+    assert (top["level"], top["position"]) == (4, position)
+
+
+def test_a_tree_of_a_run_starts_at_the_explained_position():
+    model = llama_like()
+    prompt = tokens(model, 1, 7, 1)[0]
+    target = lm.targets.predicted(position=3)
+    m = lm.run(model, prompt, lm.AttentionAttribution(target, n_steps=2))
+    assert m.default_query == 3
+    ((packed,),) = data_of(lm.page(m))["trees"]
+    assert packed["nodes"][packed["roots"][0]]["position"] == 3
 
 
 def test_maps_that_can_have_none():

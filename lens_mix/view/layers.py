@@ -1,0 +1,36 @@
+"""What each layer of a map says something about, as titles of its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lens_mix.maps import MixingMap
+from lens_mix.registry import all_methods
+
+
+def layer_names(mixing_map: MixingMap) -> list[str]:
+    """Return a name per layer: of a layer map the layer, of an input map how far it reaches.
+
+    Input maps reach "up to layer 3" (rollout, flow, `decompx`), are what was "added by layer 3"
+    (`alti_logit`), or are of the "whole model" (`gim`, `occlusion`, ...) or the "mean of the layers".
+    """
+    labels = mixing_map.layer_labels
+    if mixing_map.kind == "layer":
+        return [f"layer {label}" for label in labels]
+    # The first map of a difference says it for both, which have the same layers.
+    record = _mapping(_mapping(mixing_map.provenance, "difference"), "of") or mixing_map.provenance
+    aggregation = _mapping(record, "aggregation")
+    method = None if aggregation else all_methods().get(mixing_map.method.split(" - ")[0])
+    if len(labels) == 1 and aggregation.get("name") == "layer_mean":
+        return ["mean of the layers"]
+    if len(labels) == 1 and method is not None and method.whole_model:
+        return ["whole model"]
+    reaches = "added by" if method is not None and method.is_additive else "up to"
+    return [f"{reaches} layer {label}" for label in labels]
+
+
+def _mapping(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the entry of a record that a user may have written; an empty one if it is not a mapping."""
+    entry = record.get(name)
+    return entry if isinstance(entry, Mapping) else {}
