@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lens_mix.arguments import instance
+from lens_mix.arguments import as_model_input, instance
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
@@ -54,10 +54,10 @@ def run_again(
         "layers": None if whole else mixing_map.layer_labels,
         "stack": record.get("stack"),
     }
-    asked |= {name: torch.tensor(values) for name, values in record.get("inputs", {}).items()}
-    prompt: Any = torch.tensor(record["token_ids"])
+    asked |= {name: as_model_input(values) for name, values in record.get("inputs", {}).items()}
+    prompt: Any = torch.tensor(record["token_ids"], dtype=torch.long, device="cpu")
     if "target_token_ids" in record:
-        prompt = (prompt, torch.tensor(record["target_token_ids"]))
+        prompt = (prompt, torch.tensor(record["target_token_ids"], dtype=torch.long, device="cpu"))
     again = _method(mixing_map) if method is None else method
     if record.get("engine") in again.engines and len(again.engines) > 1:
         asked["engine"] = record["engine"]

@@ -36,7 +36,7 @@ def read_head(model: PreTrainedModel) -> tuple[Logits, bool]:
     base, config = model.base_model, model.config
     # Of some models' heads the padding token says where the prompt ends.
     ids = [token for token in range(config.vocab_size) if token != config.pad_token_id][-4:]
-    tokens = torch.tensor([ids], device=next(iter(model.parameters())).device)
+    tokens = torch.tensor([ids], device=next(iter(model.parameters())).device, dtype=torch.long)
     hidden = last_hidden(model, tokens)
     with torch.no_grad():
         logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits

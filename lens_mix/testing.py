@@ -20,7 +20,7 @@ from lens_mix.runner import run, run_many
 __all__ = ["check_method"]
 
 _VOCABULARY = 20
-_PROMPT = torch.tensor([3, 7, 1, 12, 5, 9])
+_PROMPT = torch.tensor([3, 7, 1, 12, 5, 9], dtype=torch.long, device="cpu")
 
 
 def check_method(method: Method | type[Method], model: TransformerLensModel | None = None) -> None:
@@ -114,7 +114,7 @@ def _weights(norm: Norm, causal: bool, d_mlp: int = 16) -> Weights:
     d_model, heads = 12, 3
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator) / 2
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") / 2
 
     return Weights(
         embedding=drawn(_VOCABULARY, d_model),

@@ -97,7 +97,7 @@ def flow(
     shares = [_bound_share(capacities, level, chosen, row) for level, row in zip(levels, flows, strict=True)]
     scores = torch.from_numpy(flows)
     if receptive_field:
-        null = torch.full(stack.scores.shape[:-1], weight, dtype=torch.float64)
+        null = torch.full(stack.scores.shape[:-1], weight, dtype=torch.float64, device="cpu")
         if isinstance(row_weights, Tensor):
             null = row_weights.cpu().mean(-1, keepdim=True).expand(null.shape)
         if holds_residual(stack):
@@ -190,8 +190,8 @@ def _normalise_by_null(
 @functools.lru_cache(maxsize=4096)
 def _even_flow(weights: tuple[float, ...], size: int) -> tuple[float, float]:
     """Flow of even attention over `size` tokens that all see each other: to oneself, and to another."""
-    by_row = torch.tensor(weights, dtype=torch.float64)[:, None].expand(-1, size)
-    even = null_maps(torch.ones(len(weights), size, size, dtype=torch.bool), by_row).numpy()
+    by_row = torch.tensor(weights, dtype=torch.float64, device="cpu")[:, None].expand(-1, size)
+    even = null_maps(torch.ones(len(weights), size, size, dtype=torch.bool, device="cpu"), by_row).numpy()
     row = all_flows(even, [len(weights)], [0], keys=range(min(size, 2)))[0, 0]
     return float(row[0]), float(row[1]) if size > 1 else 0.0
 

@@ -50,7 +50,7 @@ def normalise_rollout(
     """
     one_of("arithmetic", arithmetic, ("auto", "float64", "log"))
     null = null_maps(visible, residual)
-    stays = float(torch.as_tensor(residual).max())
+    stays = float(torch.as_tensor(residual, dtype=torch.float64, device="cpu").max())
     targets = _even_targets(reachable(visible, stays), residual)
     if arithmetic == "float64" or (arithmetic == "auto" and _float64_suffices(null, residual)):
         return _in_float64(cumulative(maps, heads, product), null, targets, product)
@@ -142,7 +142,7 @@ def _float64_suffices(null: Float[Tensor, "layer query key"], residual: Residual
 
         product of smallest entries > smallest normal number · layers · n² · 1e16 / (1 − w)
     """
-    largest = float(torch.as_tensor(residual, dtype=torch.float64).max())
+    largest = float(torch.as_tensor(residual, dtype=torch.float64, device="cpu").max())
     if largest == 1:
         return not isinstance(residual, Tensor)  # of one weight for all: the identity, layer by layer
     layers, size = null.shape[0], null.shape[-1]

@@ -75,7 +75,7 @@ def rollout(
         refuse_joint(mixing_map, "receptive_field")
     chosen, weights = _layers_and_weights(mixing_map, residual, total_mixing, from_layer, to_layer, drop_bos)
     one_weight = isinstance(weights, float)
-    largest = float(torch.as_tensor(weights, dtype=torch.float64).max())
+    largest = float(torch.as_tensor(weights, dtype=torch.float64, device="cpu").max())
     if per_head and not chosen.has_heads:
         raise ValueError(
             f"per_head: expected a map with heads, got scores of shape {tuple(chosen.scores.shape)}"
@@ -181,7 +181,12 @@ def mixed_layers(chosen: MixingMap, weight: Residual) -> MixedLayers:
         add_residual(maps[place], weights[-1])
     notes = with_empty_rows(chosen.notes, sums == 0, chosen.layer_labels, chosen.query_positions)
     if any(isinstance(each, Tensor) for each in weights):
-        weight = torch.stack([torch.as_tensor(each).to(sums).expand_as(sums[0]) for each in weights])
+        weight = torch.stack(
+            [
+                torch.as_tensor(each, dtype=sums.dtype, device=sums.device).expand_as(sums[0])
+                for each in weights
+            ]
+        )
     return MixedLayers(maps, notes, weight)
 
 

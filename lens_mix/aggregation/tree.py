@@ -71,7 +71,7 @@ def attribution_tree(
     flags(within_layer=within_layer)
     scores = to_float64(mixing_map.scores)
     scores = scores.sum(1) if mixing_map.has_heads else scores
-    ordinary = torch.zeros(len(mixing_map.tokens), dtype=torch.bool)
+    ordinary = torch.zeros(len(mixing_map.tokens), dtype=torch.bool, device="cpu")
     ordinary[kept_positions(mixing_map.tokens, special, "special")] = True
     top = len(scores) - 1 if top_layer is None else mixing_map.layer_index(top_layer, "top_layer")
     start = _strongest(scores, ordinary) if root is None else query_position(mixing_map.tokens, root, "root")

@@ -75,7 +75,9 @@ def token_directions(
 
 def _tokens(last: Block, head: Head, token: int | str) -> Int[Tensor, "batch pos"]:
     if isinstance(token, int):
-        return torch.full(last.real.shape, _checked(token, head, "token"), device=last.real.device)
+        return torch.full(
+            last.real.shape, _checked(token, head, "token"), device=last.real.device, dtype=torch.long
+        )
     logits = last.logits()
     likeliest, tokens = logits.topk(2)
     # Sums of rounded numbers: in bfloat16 the two likeliest tokens often have the same logit.

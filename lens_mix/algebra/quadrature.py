@@ -46,11 +46,11 @@ def quadrature(method: str, n_steps: int) -> tuple[Float[Tensor, " point"], Floa
         nodes, masses = legendre.leggauss(n_steps)
         return torch.from_numpy((nodes + 1) / 2), torch.from_numpy(masses / 2)
     intervals = n_steps - 1 if name == "trapezoid" else n_steps
-    weights = torch.full((n_steps,), 1 / intervals, dtype=torch.float64)
+    weights = torch.full((n_steps,), 1 / intervals, dtype=torch.float64, device="cpu")
     if name == "trapezoid":
         weights[[0, -1]] /= 2
     shift = {"riemann_middle": 0.5, "riemann_right": 1.0}.get(name, 0.0)
-    return (torch.arange(n_steps, dtype=torch.float64) + shift) / intervals, weights
+    return (torch.arange(n_steps, dtype=torch.float64, device="cpu") + shift) / intervals, weights
 
 
 @dataclasses.dataclass(frozen=True)

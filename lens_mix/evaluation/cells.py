@@ -199,7 +199,9 @@ def pool_cells(curves: Sequence[CellFaithfulness]) -> CellFaithfulness:
 
 def _area(values: Sequence[float], shares: Sequence[float]) -> float:
     """∫ over the shares, by trapezoids."""
-    return float(torch.trapezoid(*(torch.tensor(one, dtype=torch.float64) for one in (values, shares))))
+    return float(
+        torch.trapezoid(*(torch.tensor(one, dtype=torch.float64, device="cpu") for one in (values, shares)))
+    )
 
 
 # ------------------------------------------------------------------ ranks and passes

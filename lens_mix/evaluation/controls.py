@@ -21,8 +21,8 @@ def control_rows(keys: int, seed: int, axes: Sequence[int] = ()) -> dict[str, Fl
     """Rows that know nothing of the prompt: "random", and "position" (later tokens matter more)."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        "random": torch.rand(*axes, keys, generator=generator, dtype=torch.float64),
-        "position": torch.arange(1, keys + 1, dtype=torch.float64).expand(*axes, keys),
+        "random": torch.rand(*axes, keys, generator=generator, dtype=torch.float64, device="cpu"),
+        "position": torch.arange(1, keys + 1, dtype=torch.float64, device="cpu").expand(*axes, keys),
     }
 
 
@@ -64,7 +64,7 @@ def randomised(
     try:
         with torch.no_grad():
             for parameter, weights in before:
-                order = torch.randperm(weights.numel(), generator=generator).to(weights.device)
+                order = torch.randperm(weights.numel(), generator=generator, device="cpu").to(weights.device)
                 parameter.copy_(weights.flatten()[order].reshape(weights.shape))
         yield model
     finally:

@@ -161,7 +161,7 @@ class _Values:
     def __call__(self, sets: _Bits) -> list[float]:
         new = [taken for taken in dict.fromkeys(sets) if taken not in self._known]
         if new:
-            removed = torch.zeros(len(new), self._passes.length, dtype=torch.bool)
+            removed = torch.zeros(len(new), self._passes.length, dtype=torch.bool, device="cpu")
             for row, taken in enumerate(new):
                 removed[row, [place for bit, place in enumerate(self._places) if taken >> bit & 1]] = True
             values = self._removal.values(self._passes, removed)

@@ -180,5 +180,5 @@ def read_rows(rows: Any, length: int) -> tuple[dict[str, Float[Tensor, " key"]],
 def falling(scores: Float[Tensor, " place"], seed: int) -> Int[Tensor, " place"]:
     """Places by falling score; ties at random, alike for every row of as many scores."""
     # Shuffled first, then sorted stably: ties stay as they were drawn.
-    shuffled = torch.randperm(len(scores), generator=torch.Generator().manual_seed(seed))
+    shuffled = torch.randperm(len(scores), generator=torch.Generator().manual_seed(seed), device="cpu")
     return shuffled[scores[shuffled].argsort(descending=True, stable=True)]

@@ -68,7 +68,7 @@ def roc_area(scores: Float[Tensor, "*shape"], truth: Bool[Tensor, "*shape"]) -> 
 def _layer_area(mixing_map: MixingMap, routes: Routes) -> float:
     """`roc_area` of layer maps, over what the rows on the way to the answer could see but themselves."""
     visible = mixing_map.visible().cpu()
-    others = ~torch.eye(visible.shape[-1], dtype=torch.bool)
+    others = ~torch.eye(visible.shape[-1], dtype=torch.bool, device="cpu")
     cells = visible & others & routes.rows()[:, :, None]
     return roc_area(_with_ties(mixing_map.merge_heads().scores.cpu())[cells], routes.layers[cells])
 
@@ -186,7 +186,9 @@ def _explaining(method: Method, answer: int) -> Method:
 def _later_is_more(built: ConstructedModel, length: int) -> MixingMap:
     """The control, as a map."""
     weights = built.weights()
-    scores = torch.arange(float(length)).expand(len(weights.query), length, length)
+    scores = torch.arange(length, dtype=torch.float32, device="cpu").expand(
+        len(weights.query), length, length
+    )
     scores = scores.tril() if weights.causal else scores.clone()
     return MixingMap(scores=scores, tokens=["?"] * length, method="position", causal=weights.causal)
 

@@ -231,7 +231,7 @@ def ablation_importance(
     examples = whole_number("examples", examples, 0)
     lens = every_block_has_heads(model, one_part(part, stack), "ablation_importance")
     whole = measured(metric, model)
-    scores = torch.zeros(lens.n_layers, lens.n_heads, dtype=torch.float64)
+    scores = torch.zeros(lens.n_layers, lens.n_heads, dtype=torch.float64, device="cpu")
     places = list(itertools.product(range(lens.n_layers), range(lens.n_heads)))
     for place in tqdm(places, disable=not progress, desc="ablation"):
         with pruned(model, [place], part=lens.stack.name):

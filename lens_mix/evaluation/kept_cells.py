@@ -34,17 +34,19 @@ class RankedCells:
     @classmethod
     def of(cls, mixing: MixingMap, visible: Visible, keep_diagonal: bool, seed: int) -> RankedCells:
         scores = mixing.scores if mixing.has_heads else mixing.scores[:, None]
-        always = torch.eye(scores.shape[-1], dtype=torch.bool) & keep_diagonal
+        always = torch.eye(scores.shape[-1], dtype=torch.bool, device="cpu") & keep_diagonal
         cells = torch.stack([visible[layer] for layer in mixing.layer_labels])[:, None]
         places = (cells & ~always).expand_as(scores).flatten().nonzero()[:, 0]
-        ranks = torch.full((scores.numel(),), len(places))
-        ranks[places[falling(scores.cpu().flatten()[places], seed)]] = torch.arange(len(places))
+        ranks = torch.full((scores.numel(),), len(places), dtype=torch.long, device="cpu")
+        ranks[places[falling(scores.cpu().flatten()[places], seed)]] = torch.arange(len(places), device="cpu")
         ranks = ranks.view(scores.shape).masked_fill(always, -1)
         return cls(dict(zip(mixing.layer_labels, ranks, strict=True)), len(places))
 
     def kept(self, layer: int, count: int) -> Bool[Tensor, "#head #query #key"]:
         """Which cells of a layer are among the first so many; all, where the map does not hold it."""
-        return self.ranks[layer] < count if layer in self.ranks else torch.ones(1, 1, 1, dtype=torch.bool)
+        if layer in self.ranks:
+            return self.ranks[layer] < count
+        return torch.ones(1, 1, 1, dtype=torch.bool, device="cpu")
 
 
 def kept_pattern(

@@ -144,7 +144,7 @@ def probe_layers(
     labels, type_numbers = _numbered("values", values, count), _numbered("types", types, count)
     held_out, penalty = number("held_out", held_out, 0, 1), number("penalty", penalty, 0, above=True)
     draw = torch.Generator("cpu").manual_seed(whole_number("seed", seed))
-    order = torch.randperm(count, generator=draw)
+    order = torch.randperm(count, generator=draw, device="cpu")
     measured, fitted = order.tensor_split([round(held_out * count)])
     if len(measured) == 0 or len(labels[fitted].unique()) < 2:
         raise ValueError(
@@ -152,7 +152,7 @@ def probe_layers(
             f"prompt or more beside them, got held_out={held_out:g} of {count}"
         )
     # One draw per type: values in the order of the prompts, shuffled, are as frequent as in the task.
-    control = labels[torch.randint(count, (count,), generator=draw)][type_numbers]
+    control = labels[torch.randint(count, (count,), generator=draw, device="cpu")][type_numbers]
     classes = int(labels.max()) + 1
     right, evidence, by_chance = [], [], []
     for layer in states:
@@ -198,7 +198,7 @@ def probing_agreement(probing: Probing, mixed: Float[Tensor, "layer prompt"]) ->
     return ProbingAgreement(
         spearman(mean, probing.accuracy.numpy()),
         spearman(mean, probing.selectivity.numpy()),
-        torch.tensor([spearman(*pair) for pair in pairs], dtype=torch.float64),
+        torch.tensor([spearman(*pair) for pair in pairs], dtype=torch.float64, device="cpu"),
     )
 
 
@@ -211,7 +211,7 @@ def _numbered(name: str, values: Sequence[Hashable], count: int) -> Int[Tensor, 
     if len(listed) != count:
         raise ValueError(f"{name}: expected one for each of {count} prompts, got {len(listed)}")
     numbers = {value: place for place, value in enumerate(dict.fromkeys(listed))}
-    return torch.tensor([numbers[value] for value in listed])
+    return torch.tensor([numbers[value] for value in listed], dtype=torch.long, device="cpu")
 
 
 class _Probe(NamedTuple):

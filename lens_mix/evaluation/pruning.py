@@ -52,8 +52,9 @@ class PruningCurves:
 
     def area(self) -> dict[str, float]:
         """Area under each curve, over the shares: the mean metric on the way."""
+        shares = torch.tensor(self.fractions, dtype=torch.float64, device="cpu")
         return {
-            name: float(torch.trapezoid(torch.tensor(values), torch.tensor(self.fractions)))
+            name: float(torch.trapezoid(shares.new_tensor(values), shares))
             for name, values in self.values.items()
         }
 

@@ -63,10 +63,13 @@ class ReplaceTokens(_OtherTokens):
         object.__setattr__(self, "tokens", tuple(checked))
 
     def _fills(self, passes: EditedPasses) -> Int[Tensor, "fill pos"]:
-        logits = torch.empty(1, 1, _vocabulary(passes), device="meta")  # of which the width is read
+        # Only the width is read.
+        logits = torch.empty(1, 1, _vocabulary(passes), dtype=torch.float32, device="meta")
         context = Context(passes.passed.token_ids(0), logits, passes.first_block.tokenizer)
         listed = several("tokens", self.tokens, "tokens")
-        tokens = torch.tensor([context.token_id(token, "tokens") for token in listed])
+        tokens = torch.tensor(
+            [context.token_id(token, "tokens") for token in listed], dtype=torch.long, device="cpu"
+        )
         return tokens[:, None].expand(-1, passes.length)
 
 
@@ -96,12 +99,16 @@ class SampleTokens(_OtherTokens):
         tokens, size = passes.passed.token_ids(0).cpu(), _vocabulary(passes)
         if self.among is None:
             special = getattr(passes.first_block.tokenizer, "all_special_ids", [])
-            pool = torch.arange(size)
-            pool = pool[~torch.isin(pool, torch.tensor(special, dtype=torch.long))]
+            pool = torch.arange(size, device="cpu")
+            pool = pool[~torch.isin(pool, torch.tensor(special, dtype=torch.long, device="cpu"))]
         else:
-            pool = torch.tensor([whole_number("among", token, 0, size - 1) for token in self.among]).unique()
+            pool = torch.tensor(
+                [whole_number("among", token, 0, size - 1) for token in self.among],
+                dtype=torch.long,
+                device="cpu",
+            ).unique()
         generator = torch.Generator().manual_seed(self.seed)
-        drawn = torch.randint(len(pool), (self.samples, len(tokens)), generator=generator)
+        drawn = torch.randint(len(pool), (self.samples, len(tokens)), generator=generator, device="cpu")
         # In place of a position's own token the next one of the pool.
         return pool[(drawn + (pool[drawn] == tokens).long()) % len(pool)]
 

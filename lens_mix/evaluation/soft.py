@@ -114,7 +114,9 @@ def soft_faithfulness(
         named, single = read_rows(rows, passes.length)
         places = passes.positions(positions)
         shape = (samples, len(places), passes.first_block.whole_resid_pre.shape[-1])
-        uniform = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        uniform = torch.rand(
+            shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu"
+        )
         # No draw decides: one will do.
         erased = _mean_target(passes, places, torch.zeros_like(uniform[:1], dtype=torch.bool))
         faithfulness = {}

@@ -138,7 +138,7 @@ class Importance(RowTask):
 
     def score(self, row: Float[Tensor, " key"], truth: Float[Tensor, " key"], query: int) -> dict[str, float]:
         scored = ~truth.isnan()
-        positions = torch.arange(len(truth), dtype=torch.float64)
+        positions = torch.arange(len(truth), dtype=torch.float64, device="cpu")
         others = scored & (positions != query % len(truth))
         ours, theirs = row.abs(), truth.abs()
         beyond = partial_spearman(ours[scored], theirs[scored], positions[scored])
@@ -182,7 +182,7 @@ class Cues(RowTask):
 
     def truth(self, model: TransformerLensModel, case: Case, **options: Any) -> Float[Tensor, " key"]:
         visible = run(model, case.prompt, "attention", queries=[case.query], layers=[-1], **options).visible()
-        relevant = torch.zeros(visible.shape[-1], dtype=torch.float64)
+        relevant = torch.zeros(visible.shape[-1], dtype=torch.float64, device="cpu")
         relevant[list(case.relevant)] = 1
         hidden = ~visible[0, 0].cpu()
         hidden[[position for position in self.leave_out if -len(relevant) <= position < len(relevant)]] = True

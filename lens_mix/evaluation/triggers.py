@@ -131,7 +131,7 @@ def extract_triggers(
     triggers = []
     bar = tqdm(examples, disable=not progress, desc="triggers")
     for example, target in zip(bar, by_example, strict=True):
-        tokens = torch.tensor(example.tokens, device=device_of(model))
+        tokens = torch.tensor(example.tokens, device=device_of(model), dtype=torch.long)
         attribution = method_for("attribution", target, method)
         mixing = run(model, tokens, attribution, part=part, progress=None, **options)
         trigger = _trigger(model, mixing, example, special, second)
@@ -272,7 +272,7 @@ def _trigger(
     strength = (best.values[0].item(), best.values[1].item() if count > 1 else 0.0)
     pairs = [divmod(index, count) for index in best.indices[:2].tolist()]
     both = strength[0] <= 0 or strength[1] / strength[0] >= second
-    texts = token_strings(model, torch.tensor(example.tokens))
+    texts = token_strings(model, torch.tensor(example.tokens, dtype=torch.long, device="cpu"))
     pieces = [
         Piece(example.tokens[position], texts[position], index, (position - start + 1) / (stop - start))
         for position in sorted({position for pair in (pairs if both else pairs[:1]) for position in pair})

@@ -105,7 +105,8 @@ def position_mask(
             "(for several positions in every row use positions=)"
         )
     argument = "positions" if isinstance(chosen, tuple) else "position"
-    columns = torch.as_tensor(range(length)[chosen] if isinstance(chosen, slice) else chosen).reshape(-1)
+    places = range(length)[chosen] if isinstance(chosen, slice) else chosen
+    columns = torch.as_tensor(places, dtype=torch.long, device=values.device).reshape(-1)
     for position in (int(columns.min()), int(columns.max())):
         if not -length <= position < length:
             raise ValueError(
@@ -114,5 +115,5 @@ def position_mask(
             )
     in_each_row = isinstance(chosen, Tensor)
     mask = torch.zeros(batch if in_each_row else 1, length, dtype=torch.bool, device=values.device)
-    mask[torch.arange(batch) if in_each_row else 0, columns.long()] = True
+    mask[torch.arange(batch, device=values.device) if in_each_row else 0, columns] = True
     return mask

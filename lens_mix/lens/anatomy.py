@@ -262,7 +262,7 @@ def _measured(module: nn.Module, stored: Norm, width: int) -> Norm:
     Its name says little (T5LayerNorm does not centre), nor does its weight: Gemma and Nemotron add 1 to it.
     `forward` is asked itself, so that no hook sees the vectors.
     """
-    like = next(module.parameters(), torch.zeros(width)).detach()
+    like = next(module.parameters(), torch.zeros(width, dtype=torch.float32, device="cpu")).detach()
     # So small that eps shows beside it.
     wide, small = torch.promote_types(like.dtype, torch.float32), 2.0**-10
     # Of mean 0, without a 0, and exact in every dtype, as is what is made of it here.

@@ -406,7 +406,7 @@ class Block:
         if left is not None and left.rules == rules:
             return left
         made = Graph(self._lens, list(self._proof.anatomy.values()), rules)
-        alone = self.batch.select(torch.tensor([prompt], device=self.tokens.device))
+        alone = self.batch.select(torch.tensor([prompt], device=self.tokens.device, dtype=torch.long))
         clean_pass(self._lens, alone, watched=(), graph=made)
         return made
 

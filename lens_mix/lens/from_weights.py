@@ -63,7 +63,8 @@ def model_from_weights(weights: Weights) -> TransformerLensModel:
         "device": "cpu",
     }
     # Building announces the device, and draws weights that are overwritten.
-    with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    with quiet, torch.random.fork_rng(devices=[]), torch.device("cpu"):
         if transformer_lens_version()[0] < 4:
             import transformer_lens as library
 
@@ -75,6 +76,8 @@ def model_from_weights(weights: Weights) -> TransformerLensModel:
 
             model = TransformerBridge.boot_native(TransformerBridgeConfig(**options))
             named = _names_of_native(weights)
+        # torch's modules take the default dtype, which is the user's.
+        model = model.to(torch.float32)
     for name, parameter in model.named_parameters():
         plain = name.replace("._original_component", "")
         if plain in named and named[plain].shape != parameter.shape:

@@ -41,7 +41,7 @@ class AllowedKeys:
         All layers from the first on have to be here, with all their rows.
         """
         first = self.by_layer[0]
-        identity = torch.eye(first.shape[-1], device=first.device)
+        identity = torch.eye(first.shape[-1], device=first.device, dtype=torch.float32)
         reached, layers = identity, {}
         for layer in sorted(self.by_layer):
             # Floats: torch has no product of booleans.

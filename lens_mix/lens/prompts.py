@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix.arguments import flags, plain_tensor, shown, whole_number
+from lens_mix.arguments import as_model_input, flags, plain_tensor, shown, whole_number
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import ModelClass, TransformerLensModel
 
@@ -154,7 +154,7 @@ def of_encoding(
     taken = {name: value for name, value in encoding.items() if name not in {*_NOT_FOR_MODELS, *given}}
     try:
         tensors = {
-            name: value if torch.is_tensor(value) else torch.tensor(value) for name, value in taken.items()
+            name: value if torch.is_tensor(value) else as_model_input(value) for name, value in taken.items()
         }
     except (TypeError, ValueError) as problem:
         raise ValueError(
@@ -187,7 +187,7 @@ def _tokens(
             )
         # Whether the vocabulary has them is asked later; here they have to fit.
         prompt = torch.tensor(
-            [whole_number(name, one, -(2**63), 2**63 - 1) for one in prompt], dtype=torch.long
+            [whole_number(name, one, -(2**63), 2**63 - 1) for one in prompt], dtype=torch.long, device="cpu"
         )
     if not torch.is_tensor(prompt):
         raise TypeError(f"{name}: expected a string or a tensor of tokens, got {type(prompt).__name__}")

@@ -174,7 +174,7 @@ class BlockReplay:
     def _error(self, expansion: _Expansion) -> float:
         batch = self.call.resid_pre.shape[0]
         # Another number of prompts, in another order, one of them twice: a wrong axis shows.
-        rows = torch.tensor([batch - 1, 0, batch - 1], device=self.call.resid_pre.device)
+        rows = torch.tensor([batch - 1, 0, batch - 1], device=self.call.resid_pre.device, dtype=torch.long)
         clean = self.call.resid_post.index_select(0, rows)
         return relative_error(self._run(rows, expansion), clean, self.real.index_select(0, rows))
 

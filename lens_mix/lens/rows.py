@@ -93,7 +93,7 @@ def spread(real: Sequence[Tensor] | Tensor, count: int) -> Int[Tensor, "batch pl
     """
     chosen = []
     for positions in real:
-        steps = torch.linspace(0, len(positions) - 1, count, device=positions.device)
+        steps = torch.linspace(0, len(positions) - 1, count, device=positions.device, dtype=torch.float32)
         # With one place, the last position: in a causal model it reads the whole prompt.
         chosen.append(positions[steps.round().long()] if count > 1 else positions[-1:])
     return torch.stack(chosen)

@@ -164,7 +164,7 @@ def _as_plain(value: Any, name: str, depth: int = 0) -> Any:
 def later_keys(mixing_map: MixingMap) -> Bool[Tensor, "query key"]:
     """Which keys stand after the position of each row."""
     device = mixing_map.scores.device
-    rows = torch.tensor(mixing_map.query_positions, device=device)
+    rows = torch.tensor(mixing_map.query_positions, device=device, dtype=torch.long)
     return torch.arange(mixing_map.scores.shape[-1], device=device) > rows[:, None]
 
 

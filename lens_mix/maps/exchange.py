@@ -75,7 +75,7 @@ def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch
 
     place, expected = file_path("path", path), f"path: expected a map that MixingMap.save wrote ({_FORMAT!r})"
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, device=device, dtype=torch.float32)
     except (RuntimeError, TypeError, AssertionError) as problem:
         raise ValueError(
             f"device: expected one that this torch can use, got {shown(device)}: {problem}"

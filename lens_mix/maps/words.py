@@ -166,5 +166,5 @@ def reduction(name: str, argument: str) -> Reduction:
 
 def merge_axis(scores: Tensor, groups: Sequence[Sequence[int]], axis: int, reduce: Reduction) -> Tensor:
     """Merge the positions of each group along one axis."""
-    indices = [torch.tensor(list(group), device=scores.device) for group in groups]
+    indices = [torch.tensor(list(group), device=scores.device, dtype=torch.long) for group in groups]
     return torch.stack([reduce(scores.index_select(axis, index), axis) for index in indices], dim=axis)

@@ -154,7 +154,7 @@ class AttributionPatching(TakesReplacements):
         if self.paths != "between":
             last = len(places) - 1
             strongest = direct[:last].topk(min(self.n_exact, last)).indices.tolist()
-            chosen = torch.tensor([*sorted(strongest), last])
+            chosen = torch.tensor([*sorted(strongest), last], dtype=torch.long, device="cpu")
             mixed = {layer: each.mixed for layer, each in mixing.items()}
             beside = SideBySide(blocks, bound, row, places, chosen, mixed, self.edits)
             changes = beside.changes(self.stand_ins(bound.first, beside.tokens[chosen]).T)

@@ -83,7 +83,7 @@ def _held(mixing_map: MixingMap, chosen: Sequence[dict[str, Any]], name: str) ->
     """One of the shares, at the rows that the map holds."""
     queries = mixing_map.query_positions
     rows = [[entry[name][entry["queries"].index(query)] for query in queries] for entry in chosen]
-    return torch.tensor(rows, dtype=torch.float64)
+    return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
 def record_shares(

@@ -94,7 +94,8 @@ class Integral:
         if start == 0 and points[0] != 0:
             points = torch.cat([points.new_zeros(1), points])
             weights = torch.nn.functional.pad(weights, (1, 0))
-        rows = torch.tensor(prompts, device=self._sums.device).repeat_interleave(len(points))
+        rows = torch.tensor(prompts, device=self._sums.device, dtype=torch.long)
+        rows = rows.repeat_interleave(len(points))
         alphas, weights = points.repeat(len(prompts)), weights.repeat(1, len(prompts)).to(self._sums)
         for chunk in self.path.chunks(len(rows)):
             self._add(rows[chunk], alphas[chunk], weights[:, chunk])
@@ -156,7 +157,7 @@ class Integral:
 
     def visible(self, prompt: int) -> float:
         """The share of Σ|A g| that the signed sum keeps, at the median of the points."""
-        return torch.tensor(self._shares[prompt]).median().item()
+        return torch.tensor(self._shares[prompt], dtype=torch.float64, device="cpu").median().item()
 
     def is_degenerate(self, prompt: int) -> bool:
         """Whether F does not see the scale of the pattern on most of the path."""

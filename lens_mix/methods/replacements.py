@@ -48,15 +48,18 @@ class TakesReplacements(ExplainsRows):
         tokens = tokens[:, None]
         if self.replacements is None:
             special = set(getattr(first.tokenizer, "all_special_ids", ()))
-            usable = torch.tensor([token for token in range(first.d_vocab) if token not in special])
+            listed = [token for token in range(first.d_vocab) if token not in special]
+            usable = torch.tensor(listed, dtype=torch.long, device=tokens.device)
             generator = torch.Generator().manual_seed(self.seed)
-            chosen = torch.randperm(len(usable), generator=generator)[: self.n_samples].to(tokens.device)
-            usable = usable.to(tokens.device)
+            chosen = torch.randperm(len(usable), generator=generator, device="cpu")[: self.n_samples]
+            chosen = chosen.to(tokens.device)
             same = usable[chosen] == tokens
             return usable[torch.where(same, (chosen + 1) % len(usable), chosen)]
-        context = Context(first.tokens[0], torch.empty(1, first.d_vocab), first.tokenizer)
-        given = torch.tensor([context.token_id(token, "replacements") for token in self.replacements])
-        given = given.to(tokens.device)
+        # Only the width is read.
+        logits = torch.empty(1, first.d_vocab, dtype=torch.float32, device="meta")
+        context = Context(first.tokens[0], logits, first.tokenizer)
+        listed = [context.token_id(token, "replacements") for token in self.replacements]
+        given = torch.tensor(listed, dtype=torch.long, device=tokens.device)
         return torch.where(given == tokens, (given + 1) % first.d_vocab, given)
 
 

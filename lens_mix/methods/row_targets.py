@@ -96,7 +96,7 @@ class RowTargets:
 
     def value_in(self, graph: Graph, row: int) -> Float[Tensor, " 1"]:
         """The target of one row, in the graph of its prompt."""
-        index = torch.tensor([row], device=self.prompts.device)
+        index = torch.tensor([row], device=self.prompts.device, dtype=torch.long)
         with graph.built():
             return self.values(index, resid_post=graph.resid_post, gradients=True)
 
@@ -184,8 +184,10 @@ def bind_rows(blocks: Sequence[Block], target: TargetLike) -> RowTargets:
         prompts += [prompt] * len(prompt_columns)
         columns += prompt_columns
     device = context.output.device
-    narrow = torch.tensor(positions, device=device) if len(positions) == len(functions) else None
-    of_prompt, of_column = (torch.tensor(each, device=device) for each in (prompts, columns))
+    all_positions, of_prompt, of_column = (
+        torch.tensor(each, dtype=torch.long, device=device) for each in (positions, prompts, columns)
+    )
+    narrow = all_positions if len(positions) == len(functions) else None
     queries = last.queries[of_prompt, of_column]
     return RowTargets(first, read, tuple(functions), of_prompt, of_column, queries, torch.cat(clean), narrow)
 

@@ -47,18 +47,20 @@ class Layout:
     def of(cls, count: int, chosen: Int[Tensor, " chosen"], sets: int) -> Layout:
         """The layout of a prompt of `count` tokens; the last of the chosen positions is its last."""
         last, places = count - 1, chosen[:-1]
-        replaced = count + torch.arange(sets * len(chosen)).unflatten(0, (sets, -1))
-        copies = count + replaced.numel() + torch.arange(sets * len(places)).reshape(sets, -1)
-        control = torch.tensor([count + replaced.numel() + copies.numel()])
-        of_last = torch.full((copies.numel() + 1,), last)
-        positions = torch.cat([torch.arange(count), chosen.repeat(sets), of_last])
-        allowed = torch.eye(len(positions), dtype=torch.bool)
+        replaced = count + torch.arange(sets * len(chosen), device="cpu").unflatten(0, (sets, -1))
+        copies = count + replaced.numel() + torch.arange(sets * len(places), device="cpu").reshape(sets, -1)
+        control = torch.tensor([count + replaced.numel() + copies.numel()], dtype=torch.long, device="cpu")
+        of_last = torch.full((copies.numel() + 1,), last, dtype=torch.long, device="cpu")
+        positions = torch.cat([torch.arange(count, device="cpu"), chosen.repeat(sets), of_last])
+        allowed = torch.eye(len(positions), dtype=torch.bool, device="cpu")
         # Each sees the tokens before its own position; of its own, only itself.
-        allowed[:, :count] |= torch.arange(count) < positions[:, None]
+        allowed[:, :count] |= torch.arange(count, device="cpu") < positions[:, None]
         allowed[copies, places] = False
         allowed[copies, replaced[:, :-1]] = True
         read = torch.cat([copies, replaced[:, -1:]], dim=1)
-        return cls(torch.cat([torch.arange(count), control]), replaced, read, positions, allowed)
+        return cls(
+            torch.cat([torch.arange(count, device="cpu"), control]), replaced, read, positions, allowed
+        )
 
     def reaching(self, last: int) -> Layout:
         """The same with one index more, at the position of the prompt's last token, which nothing sees."""

@@ -77,7 +77,9 @@ def bind(block: Block, target: TargetLike) -> BoundTarget:
         place = read.reads_position(context)
         places += [] if place is None else [place + start]
     device = context.output.device
-    positions = torch.tensor(places, device=device) if len(places) == len(functions) else None
+    positions = (
+        torch.tensor(places, device=device, dtype=torch.long) if len(places) == len(functions) else None
+    )
     return BoundTarget(read, tuple(functions), torch.cat(clean), positions)
 
 

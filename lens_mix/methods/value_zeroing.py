@@ -164,7 +164,7 @@ class ValueZeroing(Method):
         for is_zeroed, copy in zip(zeroed, copies, strict=True):
             is_zeroed[copy.keys] = True
         places = [(copy.prompt, copy.column) for copy in copies]
-        rows, keys = torch.tensor(places, device=real.device).unbind(1)
+        rows, keys = torch.tensor(places, device=real.device, dtype=torch.long).unbind(1)
         scores = block.zeros(*block.real.shape, real.shape[1] if self.spans is None else len(self.spans))
         clean = self._compared(block, block.resid_post)
         for chunk in block.chunks(len(copies)):

@@ -172,12 +172,12 @@ class _Totals:
         visible = mixing_map.visible().cpu()[:, queries]
         self.prompts += 1
         self.queries += len(queries)
-        everywhere = torch.ones(visible.shape[:2], dtype=torch.bool)
+        everywhere = torch.ones(visible.shape[:2], dtype=torch.bool, device="cpu")
         for offset in self.offsets:
-            keys = torch.tensor(queries) + offset
+            keys = torch.tensor(queries, dtype=torch.long, device="cpu") + offset
             # Keys outside are read at an end, and not counted.
             inside = (keys >= 0) & (keys < weights.shape[-1])
-            places, keys = torch.arange(len(queries)), keys.clamp(0, weights.shape[-1] - 1)
+            places, keys = torch.arange(len(queries), device="cpu"), keys.clamp(0, weights.shape[-1] - 1)
             self._count(offset, weights[:, :, places, keys], visible[:, places, keys] & inside)
         for name in self.groups:
             self._count(f"group {name}", weights[..., belongs[name]].sum(-1), everywhere)

@@ -32,8 +32,8 @@ def change(before: MixingMap, after: MixingMap) -> Float[Tensor, " layer"]:
     _check_pair(before, after)
     before.require_every_row("the order of all pairs", "before")
     layers = zip(before.scores.cpu(), after.scores.cpu(), before.visible().cpu(), strict=True)
-    values = [1 - spearman(x[pairs].numpy(), y[pairs].numpy()) for x, y, pairs in layers]
-    return torch.tensor(values, dtype=torch.float64)
+    values = [1 - spearman(x[pairs].double().numpy(), y[pairs].double().numpy()) for x, y, pairs in layers]
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def changes(maps: Mapping[str, MixingMap]) -> pd.DataFrame:

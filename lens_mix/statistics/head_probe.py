@@ -120,10 +120,12 @@ def _answers(
     mixing_map: MixingMap, pairs: list[tuple[int, int]], ignore: TokenGroup | None
 ) -> tuple[Float[Tensor, "layer head"], float]:
     """Right answers per head, and how many targets could be seen (mean over layers)."""
-    starts, ends = (torch.tensor(side) for side in zip(*pairs, strict=True))
-    places = torch.tensor([mixing_map.row_index(start, "relations") for start, _ in pairs])
+    starts, ends = (torch.tensor(side, dtype=torch.long, device="cpu") for side in zip(*pairs, strict=True))
+    places = torch.tensor(
+        [mixing_map.row_index(start, "relations") for start, _ in pairs], dtype=torch.long, device="cpu"
+    )
     rows = with_heads(mixing_map)[:, :, places]
-    rows[:, :, torch.arange(len(starts)), starts] = 0.0  # the query itself is no answer
+    rows[:, :, torch.arange(len(starts), device="cpu"), starts] = 0.0  # the query itself is no answer
     if ignore is not None:
         rows[..., members(mixing_map.tokens, ignore)] = 0.0
     best, answer = rows.max(-1)

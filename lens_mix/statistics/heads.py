@@ -78,8 +78,8 @@ def members(tokens: Sequence[str], group: TokenGroup) -> Bool[Tensor, " key"]:
     """Which tokens belong to a group; none may."""
     items = reusable(group)
     if callable(items):
-        return torch.tensor([bool(items(token)) for token in tokens])
+        return torch.tensor([bool(items(token)) for token in tokens], dtype=torch.bool, device="cpu")
     count = len(tokens)
     # what an item may call a token by: its position from either end, or the token itself
     names = ({place, place - count, token} for place, token in enumerate(tokens))
-    return torch.tensor([not each.isdisjoint(items) for each in names])
+    return torch.tensor([not each.isdisjoint(items) for each in names], dtype=torch.bool, device="cpu")

@@ -134,7 +134,7 @@ def _matched(tokens: list[int]) -> tuple[list[Cell], list[int]]:
 
 
 def _pick(generator: torch.Generator, choices: Sequence[int]) -> int:
-    return choices[int(torch.randint(len(choices), (), generator=generator))]
+    return choices[int(torch.randint(len(choices), (), generator=generator, device="cpu"))]
 
 
 def _distinct(generator: torch.Generator, choices: Sequence[int] = WORDS) -> list[int]:

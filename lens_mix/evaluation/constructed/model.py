@@ -21,8 +21,9 @@ Spare = Callable[[list[int], int], list[int]]
 
 def draw(generator: torch.Generator, choices: Sequence[int], minimum: int, maximum: int) -> list[int]:
     """Different ones, from `minimum` to `maximum` of them."""
-    count = int(torch.randint(minimum, maximum + 1, (), generator=generator))
-    return [choices[int(at)] for at in torch.randperm(len(choices), generator=generator)[:count]]
+    count = int(torch.randint(minimum, maximum + 1, (), generator=generator, device="cpu"))
+    places = torch.randperm(len(choices), generator=generator, device="cpu")[:count]
+    return [choices[place] for place in places.tolist()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Routes:
 
     def rows(self) -> Bool[Tensor, "layer query"]:
         """The rows through which something can come to the answer: by staying, or by a true cell above."""
-        rows = torch.zeros(self.layers.shape[:2], dtype=torch.bool)
-        here = torch.zeros(self.layers.shape[1], dtype=torch.bool)
+        rows = torch.zeros(self.layers.shape[:2], dtype=torch.bool, device="cpu")
+        here = torch.zeros(self.layers.shape[1], dtype=torch.bool, device="cpu")
         here[list(self.queries)] = True
         for layer in reversed(range(len(rows))):
             rows[layer] = here
@@ -83,12 +84,17 @@ class ConstructedModel:
             TypeError, ValueError: a seed or a count that is no whole number; fewer than one prompt.
         """
         generator = torch.Generator().manual_seed(whole_number("seed", seed))
-        return [torch.tensor(self.sample(generator)) for _ in range(whole_number("count", count, 1))]
+        return [
+            torch.tensor(self.sample(generator), dtype=torch.long, device="cpu")
+            for _ in range(whole_number("count", count, 1))
+        ]
 
     def routes(self, prompt: Int[Tensor, " pos"]) -> Routes:
         """The truth about one of `prompts`."""
         cells, sources, answer = self.trace(prompt.tolist())
-        layers = torch.zeros(len(self.weights().query), len(prompt), len(prompt), dtype=torch.bool)
+        layers = torch.zeros(
+            len(self.weights().query), len(prompt), len(prompt), dtype=torch.bool, device="cpu"
+        )
         for cell in cells:
             layers[cell] = True
         inputs = torch.zeros_like(layers[0])

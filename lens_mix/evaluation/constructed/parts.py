@@ -31,9 +31,17 @@ def _scratch(part: int) -> slice:
     return slice(start, start + TOKENS) if part >= 0 else TOKEN
 
 
+def _zeros(*shape: int) -> Float[Tensor, "*shape"]:
+    return torch.zeros(shape, dtype=torch.float32, device="cpu")
+
+
+def _eye(size: int) -> Float[Tensor, "size size"]:
+    return torch.eye(size, dtype=torch.float32, device="cpu")
+
+
 def _one_hot(tokens: Iterable[int]) -> Float[Tensor, "token token"]:
     """The identity on some tokens, 0 on all others."""
-    diagonal = torch.zeros(TOKENS)
+    diagonal = _zeros(TOKENS)
     diagonal[list(tokens)] = 1.0
     return torch.diag(diagonal)
 
@@ -58,7 +66,7 @@ class Head:
     def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Query, key, value and output."""
         query, key = self.look
-        value, output = torch.zeros(_D_MODEL, TOKENS), torch.zeros(TOKENS, _D_MODEL)
+        value, output = _zeros(_D_MODEL, TOKENS), _zeros(TOKENS, _D_MODEL)
         value[_scratch(self.source)] = _one_hot(self.moved)
         output[:, _scratch(self.target)] = self.scale * _one_hot(WORDS)
         return query * math.sqrt(TOKENS), key, value, output  # attention divides by √d_head
@@ -71,10 +79,10 @@ def look_back(offset: int, first: float = 0.0) -> Look:
         offset: how far.
         first: the share of attention that goes to the first position all the same.
     """
-    query, key = torch.zeros(2, _D_MODEL, TOKENS)
-    back = torch.arange(CONTEXT).sub(offset).clamp(min=0)
-    query[PLACE, :CONTEXT] = _SHARP * torch.eye(CONTEXT)[back]
-    key[PLACE, :CONTEXT] = torch.eye(CONTEXT)
+    query, key = _zeros(2, _D_MODEL, TOKENS)
+    back = torch.arange(CONTEXT, device="cpu").sub(offset).clamp(min=0)
+    query[PLACE, :CONTEXT] = _SHARP * _eye(CONTEXT)[back]
+    key[PLACE, :CONTEXT] = _eye(CONTEXT)
     if first:
         query[PLACE, CONTEXT] = _SHARP + math.log(first / (1 - first))
         key[PLACE.start, CONTEXT] = 1.0
@@ -83,7 +91,7 @@ def look_back(offset: int, first: float = 0.0) -> Look:
 
 def look_for(tokens: Iterable[int]) -> Look:
     """Look, from everywhere, at the positions where one of these tokens stands."""
-    query, key = torch.zeros(2, _D_MODEL, TOKENS)
+    query, key = _zeros(2, _D_MODEL, TOKENS)
     query[PLACE, 0] = _SHARP
     key[TOKEN, 0] = _one_hot(tokens).diagonal()
     return query, key
@@ -91,7 +99,7 @@ def look_for(tokens: Iterable[int]) -> Look:
 
 def look_for_copies(part: int) -> Look:
     """Look at the positions in whose scratch part the query's own token was written."""
-    query, key = torch.zeros(2, _D_MODEL, TOKENS)
+    query, key = _zeros(2, _D_MODEL, TOKENS)
     query[TOKEN], key[_scratch(part)] = _SHARP * _one_hot(WORDS), _one_hot(WORDS)
     return query, key
 
@@ -112,9 +120,9 @@ def assemble(
             sign: its mean is 0, LayerNorm takes nothing away, and what either norm does is a positive factor
             per position. That changes how long a vector is, and no zero.
     """
-    eye = torch.eye(_D_MODEL)
+    eye = _eye(_D_MODEL)
     jobs = feed_forward or ()
-    reading, writing = torch.zeros(len(jobs), _D_MODEL, TOKENS), torch.zeros(len(jobs), TOKENS, _D_MODEL)
+    reading, writing = _zeros(len(jobs), _D_MODEL, TOKENS), _zeros(len(jobs), TOKENS, _D_MODEL)
     for layer, job in enumerate(jobs):
         if job is not None:
             reading[layer, _scratch(job[0])] = _one_hot(WORDS)

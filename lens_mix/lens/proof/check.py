@@ -156,4 +156,4 @@ def _output_error(
         rebuilt = anatomy.after(rows_at(entering, positions).to(wide), attention_out)
         errors.append(relative_error(rebuilt, rows_at(left, positions)))
     # Python's own max may lose a NaN.
-    return float(torch.tensor(errors).max())
+    return float(torch.tensor(errors, dtype=torch.float64, device="cpu").max())

@@ -47,7 +47,8 @@ SHORTEST, LONGEST = 8, 16  # tokens of a proof's prompt
 
 def _proof_prompt(prompt: Prompt, n_ctx: int) -> Prompt:
     """The first tokens of a prompt, repeated where it is short: enough to tell readings apart."""
-    positions = torch.arange(min(max(len(prompt.tokens), SHORTEST), LONGEST, n_ctx)) % len(prompt.tokens)
+    count = min(max(len(prompt.tokens), SHORTEST), LONGEST, n_ctx)
+    positions = torch.arange(count, device="cpu") % len(prompt.tokens)
     target = prompt.target
     if target is not None:
         # A start token alone would make every pattern 1; the source's tokens stand in for a target.
