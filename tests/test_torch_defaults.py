@@ -158,7 +158,7 @@ def test_a_float64_model(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_encoder_decoder(dtype):
-    model = build_or_skip(bridge, "t5", torch.float32)
+    model = build_or_skip(bridge, "bart", torch.float32)
     pair = (torch.arange(3, 9), torch.arange(3, 8))
 
     def made():

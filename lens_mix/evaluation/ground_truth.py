@@ -196,7 +196,7 @@ def _later_is_more(built: ConstructedModel, length: int) -> MixingMap:
 def _row(
     built: ConstructedModel, method: str, aggregation: str, areas: list[float], note: str = ""
 ) -> dict[str, Any]:
-    """The mean, and a percentile bootstrap of it over the prompts."""
+    """The mean, and its bootstrap interval over the prompts."""
     over_prompts = bootstrap(areas)
     figures = {"area": over_prompts.mean, "low": over_prompts.low, "high": over_prompts.high}
     named = {"model": built.name, "method": method, "aggregation": aggregation}

@@ -260,4 +260,6 @@ def _summary(metric: str, scores: pandas.Series, base: pandas.Series | None) -> 
 
 
 def _interval(row: Any, name: str) -> str:
-    return f"{row[name]:.2f} [{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]"
+    # Adding 0 makes 0 of -0.
+    mean, low, high = (round(row[column], 2) + 0.0 for column in (name, f"{name}_low", f"{name}_high"))
+    return f"{mean:.2f} [{low:.2f}, {high:.2f}]"

@@ -309,7 +309,12 @@ def test_tables_and_pictures():
     assert table.loc[0, ["score_gain", "score_gain_low", "score_gain_high"]].tolist() == pytest.approx(
         [0.3] * 3
     )
-    assert "| mine | - | 0.50 [0.40, 0.60] | 3 |" in board.to_markdown()
+    over_cases = bootstrap([0.4, 0.5, 0.6])
+    found = table.loc[0, ["score_low", "score_high"]].tolist()
+    assert found == pytest.approx([over_cases.low, over_cases.high])
+    assert found[0] < 0.4
+    assert found[1] > 0.6
+    assert "| mine | - | 0.50 [0.00, 1.00] | 3 |" in board.to_markdown()
     figure = board.show()
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["position", "mine"]
     with pytest.raises(ValueError, match="against: expected"):
