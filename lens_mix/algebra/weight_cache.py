@@ -6,13 +6,14 @@ whoever keeps a product says by probes (`sketch`) what the weights were, and ask
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from lens_mix.lens.changes import changing
 
 _KEPT_BYTES = 2 << 30  # bytes of products of one kind that are kept
 
@@ -24,8 +25,6 @@ class _Entry(NamedTuple):
 
 # By a weight as the proof has read it (a new proof reads anew), then by kind of product.
 _store: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-# Going through the store is no single step: a product that another thread keeps meanwhile would break it.
-_lock = threading.Lock()
 
 
 def recall(weight: Tensor, kind: str, probes: Sequence[Tensor]) -> Any | None:
@@ -41,7 +40,8 @@ def recall(weight: Tensor, kind: str, probes: Sequence[Tensor]) -> Any | None:
 
 def fits(weight: Tensor, kind: str, size: int) -> bool:
     """Whether a product of `size` bytes may be kept, beside others of its kind."""
-    with _lock:
+    # Going through the store is no single step: a product that another thread keeps meanwhile would break it.
+    with changing:
         others = sum(
             entries[kind].product.nbytes
             for name, entries in _store.items()
@@ -52,5 +52,5 @@ def fits(weight: Tensor, kind: str, size: int) -> bool:
 
 def keep(weight: Tensor, kind: str, probes: Sequence[Tensor], product: Any) -> None:
     """Keep a product, which has `nbytes`, in the place of an older one of its kind."""
-    with _lock:
+    with changing:
         _store.setdefault(weight, {})[kind] = _Entry(probes, product)

@@ -1,29 +1,37 @@
 """Changes to the user's model, and how they are taken back.
 
-Whatever lens_mix changes about a model it changes by `Changes`. Ctrl-C waits while this file is at work, or
-what it calls, so that it finds a model as it was or one that will be put right.
+Whatever lens_mix changes about a model it changes by `Changes`. Handlers of signals wait while this file is
+at work, or what it calls, so that they find a model as it was or one that will be put right. A process that
+is forked while another thread has changed a model takes these changes back: it does not have that thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import signal
+import functools
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType
 from typing import Any
 
 from torch import nn
+from tqdm.auto import tqdm
+from tqdm.std import TqdmDefaultWriteLock
 from transformer_lens.hook_points import HookPoint
+
+from lens_mix.lens import signals
 
 # What takes a change back, and what makes one.
 Undo = Callable[[], object]
 Change = Callable[[], Undo]
 
+# Held while a change is made or taken back, and while a process is forked: the child finds each change made
+# or not made, never half of it.
+changing = threading.RLock()
 
-# Ctrl-C also waits inside these modules: an interrupt would leave a context manager half exited, and Python
-# swallows exceptions raised in callbacks of a WeakSet.
-_UNINTERRUPTED = frozenset({"contextlib", "tqdm.std", "_weakrefset"})
+# Whose changes are on a model at this moment, in the order in which they began.
+_open_changes: list[Changes] = []
 
 
 class Changes:
@@ -34,80 +42,88 @@ class Changes:
 
     Args:
         changes: called on the way in, one after another.
+        lock: called before them; may wait, and returns what gives the lock back.
     """
 
-    def __init__(self, changes: Iterable[Change]) -> None:
-        self._changes, self._undoing = changes, contextlib.ExitStack()
+    def __init__(self, changes: Iterable[Change], lock: Change | None = None) -> None:
+        self._changes, self._lock = changes, lock
+        self._signals, self._leaving = signals.HeldSignals(), contextlib.ExitStack()
+        self.thread, self._undoing = threading.get_ident(), contextlib.ExitStack()
 
     def __enter__(self) -> None:
+        self.thread = threading.get_ident()
         try:
-            self._undoing.callback(_hold_interrupts())
+            self._leaving.callback(self._signals.release)
+            self._signals.hold()
+            if self._lock is not None:
+                self._leaving.callback(self._lock())
+            _open_changes.append(self)
+            self._leaving.callback(self.take_back)
             for change in self._changes:
-                self._undoing.callback(change())
-            let_interrupt_through()
+                with changing:
+                    self._undoing.callback(change())
+            signals.deliver()
         except BaseException:
-            self._undoing.close()
+            self._leaving.close()
             raise
 
     def __exit__(self, *problem: object) -> None:
-        self._undoing.close()
-        let_interrupt_through()
+        try:
+            self._signals.hold()  # handlers that were installed inside
+        finally:
+            self._leaving.close()
+
+    def take_back(self) -> None:
+        """Take the changes back; the lock stays taken."""
+        with changing:
+            _open_changes.remove(self)
+            self._undoing.close()
+
+    def release_signals(self) -> None:
+        """Put the handlers of signals back."""
+        self._signals.release()
 
 
-# ------------------------------------------------------------------ Ctrl-C
+# ------------------------------------------------------------------ forked processes
 
 
-class _Interrupts:
-    """The handler of Ctrl-C while a model is open: what comes at a bad moment waits."""
-
-    def __init__(self, before: Callable[[int, FrameType | None], Any]) -> None:
-        self._before, self._waiting = before, False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._waiting = _is_bad_moment(frame)
-        if not self._waiting:
-            self._before(number, frame)
-
-    def let_through(self) -> None:
-        """Hand on what waits."""
-        if self._waiting:
-            self._waiting = False
-            self._before(signal.SIGINT, None)
-
-    def leave(self) -> None:
-        """Put the handler back that was there before, unless somebody has put another one there meanwhile."""
-        if threading.current_thread() is threading.main_thread():
-            is_here = signal.getsignal(signal.SIGINT) is self
-            if is_here:
-                signal.signal(signal.SIGINT, self._before)
-            self.let_through()
+def _repair_child() -> None:
+    """Take back, in a child process, the changes of threads that only its parent has; free their locks."""
+    changing.release()
+    signals.forget()
+    lost = [changes for changes in reversed(_open_changes) if changes.thread != threading.get_ident()]
+    if lost:
+        # In a thread of its own: this thread's gradient mode and autocast stay as they are.
+        repair = threading.Thread(target=_take_back_all, args=[lost])
+        repair.start()
+        repair.join()
+        for changes in lost:
+            changes.release_signals()
+    _free_locks()
 
 
-def _is_bad_moment(frame: FrameType | None) -> bool:
-    """Whether this file is at work, or a module in which Ctrl-C waits."""
-    if frame is not None and frame.f_globals.get("__name__") in _UNINTERRUPTED:
-        return True
-    while frame is not None and frame.f_globals is not globals():
-        frame = frame.f_back
-    return frame is not None
+def _take_back_all(lost: Sequence[Changes]) -> None:
+    with contextlib.ExitStack() as stack:
+        for changes in reversed(lost):
+            stack.callback(changes.take_back)
 
 
-def _hold_interrupts() -> Undo:
-    before = signal.getsignal(signal.SIGINT)
-    # Signals are handled in the main thread alone.
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or isinstance(before, _Interrupts) or not callable(before):
-        return lambda: None
-    interrupts = _Interrupts(before)
-    signal.signal(signal.SIGINT, interrupts)
-    return interrupts.leave
+def _free_locks() -> None:
+    """Free locks of other libraries that a lost thread may have had: of tqdm and of cached properties."""
+    TqdmDefaultWriteLock.th_lock = threading.RLock()
+    for bar in tqdm.__mro__:
+        if isinstance(vars(bar).get("_lock"), TqdmDefaultWriteLock):
+            bar._lock = TqdmDefaultWriteLock()
+    if sys.version_info < (3, 12):
+        modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "lens_mix"]
+        things = [thing for module in modules for thing in vars(module).values()]
+        for kind in {thing for thing in things if isinstance(thing, type)}:
+            for attribute in vars(kind).values():
+                if isinstance(attribute, functools.cached_property):
+                    attribute.lock = threading.RLock()  # type: ignore[attr-defined]
 
 
-def let_interrupt_through() -> None:
-    """Hand on a Ctrl-C that waits, in the main thread."""
-    handler = signal.getsignal(signal.SIGINT)
-    if isinstance(handler, _Interrupts) and threading.current_thread() is threading.main_thread():
-        handler.let_through()
+os.register_at_fork(before=changing.acquire, after_in_parent=changing.release, after_in_child=_repair_child)
 
 
 # ------------------------------------------------------------------ attributes and hooks

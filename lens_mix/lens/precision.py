@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 import torch
 
-from lens_mix.lens.changes import Change, Changes, Undo, replaced_attributes
+from lens_mix.lens.changes import Change, Changes, Undo, changing, replaced_attributes
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -70,18 +69,18 @@ class _Float32Products:
     """
 
     def __init__(self) -> None:
-        self._lock, self._inside = threading.Lock(), 0
+        self._inside = 0
         self._before: list[Undo] = []
 
     def make_full(self) -> Undo:
-        with self._lock:
+        with changing:
             if self._inside == 0:
                 self._before = [make_full() for make_full in _reduced()]
             self._inside += 1
         return self._leave
 
     def _leave(self) -> None:
-        with self._lock:
+        with changing:
             self._inside -= 1
             if self._inside == 0:
                 for put_back in self._before:
@@ -89,7 +88,7 @@ class _Float32Products:
 
     def are_reduced(self) -> bool:
         """Whether they are for the user."""
-        with self._lock:
+        with changing:
             return bool(self._before if self._inside else _reduced())
 
 

@@ -6,6 +6,7 @@ One thread at a time has a model open; the others wait.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -14,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lens_mix.lens import signals
 from lens_mix.lens.angles import kept_angles
-from lens_mix.lens.changes import Change, Changes, Undo, let_interrupt_through, replaced_attributes
+from lens_mix.lens.changes import Change, Changes, Undo, replaced_attributes
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.precision import full_precision
 
-_WAIT_SECONDS = 0.1  # how often a thread that waits for a model looks whether Ctrl-C came
+_WAIT_SECONDS = 0.1  # how often a thread that waits for a model looks whether a signal came
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
@@ -47,14 +49,14 @@ def evaluation_mode(
         gradients: leave gradients on, for leaves that a hook puts in; parameters build no graph.
         precise: autocast and reduced float32 products off (`full_precision`).
     """
-    return Changes(_evaluation_mode(model, modules, gradients, precise))
+    return Changes(_evaluation_mode(model, modules, gradients, precise), functools.partial(_lock, model))
 
 
 def reading(model: TransformerLensModel) -> Changes:
     """Strings are read inside: TransformerLens gives the model and its tokenizer other defaults meanwhile."""
     owners = ((model.cfg, "default_prepend_bos"), (getattr(model, "tokenizer", None), "padding_side"))
     defaults = [functools.partial(_keep, owner, name) for owner, name in owners if hasattr(owner, name)]
-    return Changes([functools.partial(_lock, model), *defaults])
+    return Changes(defaults, functools.partial(_lock, model))
 
 
 # Models that are in evaluation mode already, so that nesting costs nothing.
@@ -67,7 +69,6 @@ _locks: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
 def _evaluation_mode(
     model: nn.Module, modules: Sequence[nn.Module], gradients: bool, precise: bool
 ) -> Iterator[Change]:
-    yield functools.partial(_lock, model)
     if precise:
         yield from full_precision()
     if model not in _evaluated_models:
@@ -85,13 +86,29 @@ def _evaluation_mode(
 
 
 def _lock(model: object) -> Undo:
-    wrapped = getattr(model, "original_model", None)
     # One step, so that two threads get the same lock.
-    lock = _locks.setdefault(wrapped if isinstance(wrapped, nn.Module) else model, threading.RLock())
-    # Waiting without an end, the main thread could not be interrupted: `Changes` holds Ctrl-C back.
+    lock = _locks.setdefault(_locked_module(model), threading.RLock())
+    # Waiting without an end, the main thread could not be interrupted: `Changes` holds signals back.
     while not lock.acquire(timeout=_WAIT_SECONDS):
-        let_interrupt_through()
+        signals.deliver()
     return lock.release
+
+
+def _locked_module(model: object) -> object:
+    wrapped = getattr(model, "original_model", None)
+    return wrapped if isinstance(wrapped, nn.Module) else model
+
+
+def _drop_lost_locks() -> None:
+    """Forget, in a forked process, the locks that threads have which only its parent has."""
+    for model, lock in list(_locks.items()):
+        if lock.acquire(blocking=False):
+            lock.release()
+        else:
+            del _locks[model]
+
+
+os.register_at_fork(after_in_child=_drop_lost_locks)
 
 
 def _mark_evaluated(model: nn.Module) -> Undo:

@@ -1,18 +1,20 @@
-"""Ctrl-C at many moments of a call: what it leaves behind on the model, and what the call gives afterwards.
+"""Signals at many moments of a call: what they leave on the model, and what the call returns afterwards.
 
     python -m tests.lens.interrupts 1000 "bridge gpt2,bridge llama" run pruned
 
-interrupts so often in each of two ways. `tests/lens/test_interrupts.py` does it in a process of its own: a
+interrupts so often in each of three ways. `tests/lens/test_interrupts.py` does it in a process of its own: a
 signal may come after the call, and what checks shapes in the tests wraps every function in one of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -27,6 +29,16 @@ from tests.matrix import cases
 
 LABELS = ("bridge gpt2", "bridge llama", "HookedTransformer LN")
 Call = Callable[[Any, torch.Tensor], Any]
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGHUP)
+
+
+class Came(Exception):
+    """What every handler raises, as that of a test's timeout does."""
+
+
+def raise_came(number: int, frame: FrameType | None) -> None:
+    """A handler that raises."""
+    raise Came(signal.Signals(number).name)
 
 
 def _pruned(model: Any, tokens: torch.Tensor) -> Any:
@@ -81,7 +93,7 @@ class Patient:
         modules = all_modules(self.model)
         found: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
         found += [torch.is_autocast_enabled("cpu"), torch.get_float32_matmul_precision()]
-        found += [signal.getsignal(signal.SIGINT)]
+        found += [signal.getsignal(number) for number in SIGNALS]
         for module in modules:
             found += [tuple(module._forward_hooks), tuple(module._forward_pre_hooks)]
             found += [list(map(id, getattr(module, "fwd_hooks", [])))]
@@ -105,7 +117,7 @@ class Patient:
 
 
 class Moments:
-    """Calls the handler of Ctrl-C when Python would: as a function begins, or a function in C ends."""
+    """Calls one signal's handler when Python would: as a function begins, or a function in C ends."""
 
     def __init__(self, moment: int | None) -> None:
         self.moment, self.seen, self.came = moment, 0, False
@@ -117,9 +129,10 @@ class Moments:
         self.seen += 1
         if self.seen == self.moment:
             self.came = True
-            handler = signal.getsignal(signal.SIGINT)
+            number = SIGNALS[self.moment % len(SIGNALS)]
+            handler = signal.getsignal(number)
             assert callable(handler)
-            handler(signal.SIGINT, frame)
+            handler(number, frame)
 
 
 def profiled(call: Call, patient: Patient, moment: int | None) -> Moments:
@@ -128,7 +141,7 @@ def profiled(call: Call, patient: Patient, moment: int | None) -> Moments:
     try:
         sys.setprofile(moments)
         call(patient.model, patient.tokens)
-    except KeyboardInterrupt:
+    except Came:
         pass
     finally:
         sys.setprofile(None)
@@ -148,20 +161,25 @@ def interrupted_everywhere(name: str, label: str, count: int) -> tuple[int, list
     return came, left
 
 
-def interrupted_by_signals(name: str, label: str, count: int, seed: int = 0) -> int:
-    """After how many of so many real signals, at random times within the call, something was left."""
-    patient, call, draw = Patient(label), CALLS[name], random.Random(seed)
+def usual_seconds(call: Call, patient: Patient) -> float:
+    """How long the call takes when nothing comes."""
     start = time.perf_counter()
     for _ in range(5):
         call(patient.model, patient.tokens)
-    usual = (time.perf_counter() - start) / 5
+    return (time.perf_counter() - start) / 5
+
+
+def interrupted_by_signals(name: str, label: str, count: int, seed: int = 0) -> int:
+    """After how many of so many real signals, at random times within the call, something was left."""
+    patient, call, draw = Patient(label), CALLS[name], random.Random(seed)
+    usual = usual_seconds(call, patient)
     came = left = 0
     while came < count:
         inside = True
 
-        def send(after: float = draw.uniform(0, usual)) -> None:
+        def send(after: float = draw.uniform(0, usual), number: int = draw.choice(SIGNALS)) -> None:
             time.sleep(after)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
 
         sender = threading.Thread(target=send)
         try:
@@ -169,8 +187,8 @@ def interrupted_by_signals(name: str, label: str, count: int, seed: int = 0) -> 
             call(patient.model, patient.tokens)
             inside = False
             sender.join()
-            time.sleep(1)
-        except KeyboardInterrupt:
+            time.sleep(0.01)
+        except Came:
             pass
         sender.join()
         came += inside
@@ -180,19 +198,56 @@ def interrupted_by_signals(name: str, label: str, count: int, seed: int = 0) -> 
     return left
 
 
+def interrupted_by_timers(name: str, label: str, count: int, seed: int = 0) -> int:
+    """After how many of so many calls something was left when a timer interrupts each several times.
+
+    The second exception comes while the first one is on its way out.
+    """
+    patient, call, draw = Patient(label), CALLS[name], random.Random(seed)
+    usual = usual_seconds(call, patient)
+    came = left = rings = 0
+
+    def timed() -> None:
+        signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, usual))
+        call(patient.model, patient.tokens)
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        nonlocal rings
+        is_inside = frame is not None and any(
+            f.f_code is timed.__code__ for f, _ in traceback.walk_stack(frame)
+        )
+        rings += is_inside
+        if is_inside and rings < 3:
+            signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 1e-3))
+        if is_inside:
+            raise Came
+
+    before = signal.signal(signal.SIGALRM, ring)
+    patient.before = patient.state()
+    while came < count:
+        rings = 0
+        with contextlib.suppress(Came):
+            timed()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        came += rings > 0
+        if not patient.is_well():
+            left += 1
+            patient = Patient(label)
+    signal.signal(signal.SIGALRM, before)
+    return left
+
+
 if __name__ == "__main__":
     import warnings
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    # A shell's background processes start with Ctrl-C ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in SIGNALS:
+        signal.signal(number, raise_came)
     many, labels, names = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:] or list(CALLS)
     for name in names:
         for label in labels:
             came, left = interrupted_everywhere(name, label, many)
             print(f"{name}, {label}: moments {came}, left {left}", flush=True)
-            print(
-                f"{name}, {label}: signals {many}, left {interrupted_by_signals(name, label, many)}",
-                flush=True,
-            )
+            for way, interrupt in (("signals", interrupted_by_signals), ("timers", interrupted_by_timers)):
+                print(f"{name}, {label}: {way} {many}, left {interrupt(name, label, many)}", flush=True)

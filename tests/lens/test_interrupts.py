@@ -1,16 +1,20 @@
-"""Ctrl-C leaves nothing behind, whenever it comes (tests/lens/interrupts.py)."""
+"""Handlers of signals that raise leave nothing behind, whenever they come (tests/lens/interrupts.py)."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
 
 from lens_mix.lens.changes import Changes
-from tests.lens.interrupts import CALLS, LABELS
+from lens_mix.lens.signals import HeldSignals
+from tests.lens.interrupts import CALLS, LABELS, SIGNALS, Came, raise_came
 from tests.matrix import cases, slow
 from tests.source_tree import ROOT
 
@@ -30,13 +34,15 @@ HERE = [case.label for case in cases() if case.label in LABELS and builds(case)]
 
 
 # A thousand of each, as was measured once, takes a quarter of an hour.
-@pytest.mark.parametrize("count", [slow(100)])
-def test_nothing_is_left(count):
+@pytest.mark.parametrize(("count", "names"), [(20, ["run"]), slow(100, [*CALLS])])
+def test_nothing_is_left(count, names):
     labels = HERE[:1] if count < 1000 else HERE
     command = [sys.executable, "-W", "ignore", "-m", "tests.lens.interrupts", str(count), ",".join(labels)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=7200, check=True)
+    done = subprocess.run(
+        [*command, *names], cwd=ROOT, capture_output=True, text=True, timeout=7200, check=True
+    )
     lines = done.stdout.splitlines()
-    assert len(lines) == 2 * len(CALLS) * len(labels)
+    assert len(lines) == 3 * len(names) * len(labels)
     for line in lines:
         called, _, found = line.partition(": ")
         way, left = found.split(", left ")
@@ -85,3 +91,152 @@ def test_a_handler_put_there_inside_stays(usual_handler):
     with Changes([]):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+# ------------------------------------------------------------------ every signal
+
+
+@pytest.fixture
+def raising_handlers():
+    """Every signal has a handler that raises."""
+    before = {number: signal.signal(number, raise_came) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_every_handler_waits_until_the_changes_are_taken_back(raising_handlers, number):
+    done = []
+
+    def change():
+        signal.raise_signal(number)
+        done.append("made")
+        return take_back
+
+    def take_back():
+        signal.raise_signal(number)
+        done.append("taken back")
+
+    with pytest.raises(Came, match=number.name), Changes([change]):
+        done.append("inside")
+    assert done == ["made", "taken back"]
+    assert all(signal.getsignal(number) is raise_came for number in SIGNALS)
+
+
+def test_of_several_that_wait_none_is_lost(raising_handlers):
+    came = []
+
+    def note(number, frame):
+        came.append((number, frame is not None))
+        raise Came
+
+    for number in SIGNALS:
+        signal.signal(number, note)
+
+    def change():
+        for number in SIGNALS:
+            signal.raise_signal(number)
+        return lambda: None
+
+    with pytest.raises(Came), Changes([change]):
+        pass
+    assert sorted(came) == sorted((number, True) for number in SIGNALS)
+    assert all(signal.getsignal(number) is note for number in SIGNALS)
+
+
+def test_a_handler_that_is_called_late_may_be_interrupted(raising_handlers):
+    """As one that opens a debugger, say."""
+    done = []
+
+    def handler(number, frame):
+        signal.raise_signal(signal.SIGINT)
+        done.append("not reached")
+
+    signal.signal(signal.SIGUSR1, handler)
+
+    def change():
+        signal.raise_signal(signal.SIGUSR1)
+        return lambda: None
+
+    with pytest.raises(Came, match="SIGINT"), Changes([change]):
+        pass
+    assert not done
+
+
+def test_a_handler_that_is_installed_inside_waits_too(raising_handlers):
+    done = []
+
+    def take_back():
+        signal.raise_signal(signal.SIGUSR2)
+        done.append("taken back")
+
+    before = signal.getsignal(signal.SIGUSR2)
+    try:
+        with pytest.raises(Came, match="SIGUSR2"), Changes([lambda: take_back]):
+            signal.signal(signal.SIGUSR2, raise_came)
+        assert done == ["taken back"]
+        assert signal.getsignal(signal.SIGUSR2) is raise_came
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_the_handler_that_somebody_read_inside_and_puts_back_later(raising_handlers):
+    with Changes([]):
+        read = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
+    signal.signal(signal.SIGALRM, read)
+    with pytest.raises(Came, match="SIGALRM"):
+        signal.raise_signal(signal.SIGALRM)
+    with Changes([]):
+        pass
+    assert signal.getsignal(signal.SIGALRM) is raise_came
+
+
+def test_handlers_that_are_not_written_in_python_stay(raising_handlers):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with Changes([]):
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGALRM) is not raise_came
+
+
+def test_off_the_main_thread_no_handler_is_touched(raising_handlers):
+    found = []
+
+    def enter():
+        with Changes([]):
+            found.extend(signal.getsignal(number) is raise_came for number in SIGNALS)
+
+    other = threading.Thread(target=enter)
+    other.start()
+    other.join()
+    assert found == [True] * len(SIGNALS)
+
+
+def test_what_a_raising_handler_left_over_is_put_back_next_time(raising_handlers):
+    held = HeldSignals()
+    held.hold()
+    for one in held._held:
+        one.is_left_over = True
+    assert signal.getsignal(signal.SIGALRM) is not raise_came
+    with Changes([]):
+        pass
+    assert all(signal.getsignal(number) is raise_came for number in SIGNALS)
+
+
+def test_signals_of_asyncio_arrive():
+    async def wait_for_a_signal():
+        loop, came = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_signal_handler(signal.SIGUSR1, came.set)
+
+        def change():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            return lambda: None
+
+        with Changes([change]):
+            pass
+        await asyncio.wait_for(came.wait(), 10)
+
+    asyncio.run(wait_for_a_signal())

@@ -1,0 +1,125 @@
+"""Signals while a model is being changed: their handlers wait, so that none of them can raise halfway.
+
+Python calls a handler between any two steps of the main thread. One that raises (Ctrl-C, the timeout of a
+test, a scheduler's SIGTERM) would leave a hook on the model, or its lock taken, if it came while these are
+put on or taken off.
+"""
+
+from __future__ import annotations
+
+import _signal  # `signal.getsignal` takes forty times as long
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+_Handler = Callable[[int, FrameType | None], Any]
+
+# No handler runs while a function of these modules is being executed, or anything that it calls.
+_CHANGING = frozenset({"lens_mix.lens.changes", __name__})
+# Nor between two steps of these: an exception there would leave a context manager half exited, and Python
+# swallows those that are raised in callbacks of a WeakSet.
+_UNINTERRUPTED = frozenset({"contextlib", "tqdm.std", "_weakrefset"})
+
+_NUMBERS = tuple(map(int, signal.valid_signals()))
+
+# The handlers of signals that came at a bad moment, by the signals' numbers.
+_waiting: dict[int, _Handler] = {}
+
+
+class HeldSignals:
+    """The handlers that wait for one `Changes`: all that are written in Python and no other holds back."""
+
+    def __init__(self) -> None:
+        self._held: list[_Held] = []
+
+    def hold(self) -> None:
+        """Hold back the handlers that are installed now; nothing off the main thread, which none reaches."""
+        if not _is_main_thread():
+            return
+        for number in _NUMBERS:
+            handler = _signal.getsignal(number)
+            if isinstance(handler, _Held):
+                if handler.is_left_over:
+                    handler.is_left_over = False
+                    self._held.append(handler)
+            elif callable(handler):
+                held = _Held(number, handler)
+                # Before it is installed, as another signal's handler may raise from within `signal.signal`.
+                self._held.append(held)
+                signal.signal(number, held)
+
+    def release(self) -> None:
+        """Call the handlers that wait, and put all back, unless somebody has installed others meanwhile."""
+        try:
+            deliver()
+        finally:
+            for held in self._held:
+                held.is_left_over = True
+            self._put_back()
+            deliver()
+
+    def _put_back(self) -> None:
+        try:
+            while self._held:
+                held = self._held[-1]
+                if _signal.getsignal(held.number) is held:
+                    signal.signal(held.number, held.handler)
+                self._held.pop()
+        except BaseException:
+            # One that is back already has raised. If it does so again, the next `hold` finds the others.
+            self._put_back()
+            raise
+
+
+class _Held:
+    """Takes the place of one signal's handler; what comes at a bad moment waits.
+
+    Attributes:
+        number, handler: of the signal, and what it calls otherwise.
+        is_left_over: whether whoever installed this is done with it.
+    """
+
+    def __init__(self, number: int, handler: _Handler) -> None:
+        self.number, self.handler = number, handler
+        self.is_left_over = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if _is_bad_moment(frame):
+            _waiting[number] = self.handler
+        else:
+            _waiting.pop(number, None)
+            self.handler(number, frame)
+
+
+def deliver() -> None:
+    """Call the handlers of the signals that wait, in the main thread."""
+    if not _waiting or not _is_main_thread():
+        return
+    number, handler = _waiting.popitem()
+    try:
+        handler(number, sys._getframe())
+    finally:
+        deliver()
+
+
+def forget() -> None:
+    """Drop what waits: a child process gets none of its parent's signals."""
+    _waiting.clear()
+
+
+def _is_bad_moment(frame: FrameType | None) -> bool:
+    """Whether a change is being made or taken back, or a module at work in which signals wait."""
+    if frame is not None and frame.f_globals.get("__name__") in _UNINTERRUPTED:
+        return True
+    inner = None
+    while frame is not None and frame.f_globals.get("__name__") not in _CHANGING:
+        inner, frame = frame, frame.f_back
+    # A handler that was delivered may be interrupted by the next one, as any handler.
+    return frame is not None and not (inner is not None and frame.f_code is deliver.__code__)
+
+
+def _is_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
