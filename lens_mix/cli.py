@@ -125,15 +125,18 @@ def evaluate(
         task = evaluation.Cues(evaluation.blimp_cases(loaded, blimp))
     else:
         task = evaluation.Cues(evaluation.planted_facts(loaded, planted), leave_out=(0,))
-    board = evaluation.evaluate(
-        loaded,
-        task,
-        methods.split(","),
-        aggregations.split(","),
-        randomised_model=randomised_model,
-        resume=resume,
-        progress=True,
-    )
+    try:
+        board = evaluation.evaluate(
+            loaded,
+            task,
+            methods.split(","),
+            aggregations.split(","),
+            randomised_model=randomised_model,
+            resume=resume,
+            progress=True,
+        )
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem)) from problem
     typer.echo(board.to_markdown("position"))
     for method, reason in board.refused.items():
         typer.echo(f"{method}: {reason}", err=True)

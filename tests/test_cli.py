@@ -47,6 +47,17 @@ def test_evaluate(folder, tmp_path):
     assert "| attention | mean |" in (tmp_path / "board.md").read_text()
 
 
+def test_a_file_of_another_evaluation_is_refused_in_one_sentence(folder, tmp_path):
+    prompts, path = tmp_path / "prompts.txt", tmp_path / "r.jsonl"
+    prompts.write_text("She left the country with her\n")
+    options = ["--prompts", prompts, "--aggregations", "mean", "--resume", path, "--methods"]
+    assert called("evaluate", folder, *options, "attention").exit_code == 0
+    found = called("evaluate", folder, *options, "value_zeroing")
+    assert found.exit_code == 2
+    assert "Traceback" not in found.output
+    assert "resume" in found.output
+
+
 def test_map_writes_a_page(folder, tmp_path):
     found = called("map", "My grandmother was born in", "--model", folder, "--out", tmp_path / "page.html")
     assert found.exit_code == 0, found.output

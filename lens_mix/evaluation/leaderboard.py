@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tqdm.auto import tqdm
 
 from lens_mix.arguments import flags, instance, one_of
@@ -24,6 +21,7 @@ from lens_mix.evaluation.candidates import (
 )
 from lens_mix.evaluation.controls import control_maps, control_rows, randomised
 from lens_mix.evaluation.finished import FinishedCases
+from lens_mix.evaluation.identity import digest_of, identity, identity_of_model
 from lens_mix.evaluation.tasks import Case, Task
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
@@ -141,12 +139,17 @@ def evaluate(
             functions MixingMap -> MixingMap by name. Maps of the whole model are taken as they are ("-").
         randomised_model: score every method on a copy of the model's shuffled weights too, as a control: the
             rows "<method>, randomised model".
-        resume: a file of finished cases (JSON, one per line), which is filled, and read when it is there.
+        resume: a file of finished cases (JSON, one per line), which is filled, and read when it is there. Its
+            first line says which evaluation it is of: the model's weights, dtype, settings, tokenizer and
+            hooks, versions, the task with its prompts, methods, aggregations and options. If one of these is
+            another now, nothing is read. Cases whose lines are broken are computed again.
         progress: show a bar over the cases.
         options: as in `lm.run`.
 
     Raises:
-        TypeError, ValueError: as `lm.run`; a file that belongs to another evaluation.
+        TypeError, ValueError: as `lm.run`; a file that belongs to another evaluation, or to none; for
+            `resume`, weights that are not in memory, and functions and objects that can't be told from
+            others in another process.
     """
     flags(randomised_model=randomised_model, progress=progress)
     instance("task", task, Task, "a task of lens_mix.evaluation")
@@ -155,7 +158,9 @@ def evaluate(
     chosen, by_name = read_methods(methods)[0], aggregations_by_name(aggregations)
     evaluation = _Evaluation(model, task, chosen, by_name, randomised_model, options)
     cases = task.cases(model)
-    finished = FinishedCases(resume, evaluation.header(cases))
+    # The header reads all weights, which only a file needs.
+    header = {} if resume is None else evaluation.header(cases)
+    finished = FinishedCases(resume, header, len(cases), task.metrics)
     for number, case in enumerate(tqdm(cases, disable=not progress, desc=task.name)):
         if number not in finished.records:
             finished.add(number, evaluation.scores(number, case))
@@ -179,20 +184,19 @@ class _Evaluation:
 
     def header(self, cases: Sequence[Case]) -> dict[str, Any]:
         """What a file of finished cases must agree on."""
-        prompts = [case.prompt.tolist() if torch.is_tensor(case.prompt) else case.prompt for case in cases]
-        # A digest, as prompts may be long.
-        digest = hashlib.sha256(json.dumps(prompts, default=str).encode()).hexdigest()[:16]
-        parameters = {label: method.parameters() for label, method in self.methods.items()}
-        header = {
-            "model": model_name(self.model),
-            "task": self.task.describe(),
-            "cases": digest,
-            "methods": parameters,
-            "aggregations": list(self.aggregations),
+        # Memory bounds change no number.
+        options = {name: value for name, value in self.options.items() if name != "max_memory"}
+        return {
+            **identity_of_model(self.model),
+            "task": identity(self.task.describe()),
+            # Digests, as prompts may be long.
+            "cases": digest_of(cases),
+            "scores": digest_of(self.task),
+            "methods": {label: identity(method) for label, method in self.methods.items()},
+            "aggregations": {name: identity(function) for name, function in self.aggregations.items()},
             "randomised_model": self.randomised_model,
-            "options": {name: value for name, value in self.options.items() if name != "max_memory"},
+            "options": {name: identity(value) for name, value in options.items() if value is not None},
         }
-        return json.loads(json.dumps(header, default=str))  # as it comes back from a file
 
     def scores(self, number: int, case: Case) -> list[dict[str, Any]]:
         """The records of one case."""

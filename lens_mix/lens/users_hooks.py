@@ -57,6 +57,19 @@ def carries_users_hooks(modules: Sequence[nn.Module]) -> bool:
     return _hooks_everywhere() or any(map(_is_users, classes)) or any(map(_users_functions, modules))
 
 
+def users_functions(modules: Sequence[nn.Module]) -> list[Any]:
+    """The functions that the user has put on a model: hooks, and a `forward` of a module or of its class."""
+    functions: list[Any] = [*everywhere._global_forward_pre_hooks.values()]
+    functions += everywhere._global_forward_hooks.values()
+    kinds: dict[type[nn.Module], None] = dict.fromkeys(map(type, modules))
+    functions += [kind.forward for kind in kinds if _is_users(kind)]
+    for module in modules:
+        found = _users_functions(module)
+        # TransformerLens 2 does not keep the functions that its hooks wrap, but its wrappers hold them.
+        functions += [*module._forward_hooks.values()] if None in found else found
+    return functions
+
+
 def _is_users(kind: type[nn.Module]) -> bool:
     functions: list[Any] = [kind.forward, kind.__call__]
     for function in functions:

@@ -1,0 +1,273 @@
+"""What tells one evaluation from another: models, methods, functions and options, as plain text.
+
+Two things that have the same identity give the same numbers. What has none that would be the same in another
+process (an open file, an object written in C) is refused.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import dis
+import enum
+import functools
+import hashlib
+import json
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+
+from lens_mix.lens.model_classes import TransformerLensModel, transformer_lens_version
+from lens_mix.lens.provenance import model_name
+from lens_mix.lens.state import all_modules
+from lens_mix.lens.users_hooks import users_functions
+from lens_mix.version import __version__
+
+# Their versions are compared, so that their functions and classes are told by name.
+_VERSIONS = {
+    "lens_mix": __version__,
+    "transformer_lens": ".".join(map(str, transformer_lens_version())),
+    "torch": str(torch.__version__),
+    "transformers": transformers.__version__,
+}
+# Settings that say where a model is and what it is called, and those that lens_mix sets itself.
+_NO_SETTINGS = frozenset({"training", "device", "n_devices", "model_name", "tokenizer_name", "dtype", "seed"})
+# The special methods that a class has because somebody wrote them.
+_WRITTEN = ("__call__", "__post_init__")
+
+
+def identity_of_model(model: TransformerLensModel) -> dict[str, Any]:
+    """What a model's numbers depend on: weights, settings, tokenizer, hooks of the user's, versions.
+
+    Raises:
+        ValueError: weights that are not in memory, or a hook that can't be told from others.
+    """
+    module: nn.Module = model  # type: ignore[assignment]
+    modules = all_modules(module)
+    floating = [p.dtype for p in module.parameters() if p.dtype.is_floating_point]
+    return {
+        "model": model_name(model),
+        "dtype": sorted({str(dtype).removeprefix("torch.") for dtype in floating}),
+        "weights": _digest_of_weights(modules),
+        "settings": _digest([_settings(module), *map(_settings, modules)]),
+        "tokenizer": _digest(_tokenizer(getattr(model, "tokenizer", None))),
+        "hooks": [identity(function) for function in users_functions(modules)],
+        "versions": _VERSIONS,
+    }
+
+
+def identity(thing: Any, inside: tuple[int, ...] = ()) -> Any:
+    """The identity of a value, as JSON has it. `inside`: the things that hold it.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if thing is None or isinstance(thing, bool | int | str):
+        return thing
+    if isinstance(thing, float):
+        return thing if abs(thing) < float("inf") else repr(thing)
+    if isinstance(thing, enum.Enum | torch.dtype | torch.device | os.PathLike):
+        return str(thing)
+    if isinstance(thing, bytes):
+        return hashlib.blake2b(thing, digest_size=16).hexdigest()
+    if isinstance(thing, np.ndarray | np.generic):
+        thing = torch.as_tensor(np.asarray(thing))
+    if isinstance(thing, Tensor):
+        hashed = hashlib.blake2b(digest_size=16)
+        _add(hashed, thing)
+        return f"{thing.dtype} {list(thing.shape)} {hashed.hexdigest()}"
+    if id(thing) in inside:
+        return "itself"
+    inside = (*inside, id(thing))
+    if isinstance(thing, collections.abc.Mapping):
+        pairs = [[identity(key, inside), identity(value, inside)] for key, value in thing.items()]
+        return dict(pairs) if all(isinstance(key, str) for key in thing) else {"mapping": pairs}
+    if isinstance(thing, collections.abc.Set):
+        return {"set": sorted((identity(one, inside) for one in thing), key=json.dumps)}
+    if isinstance(thing, list | tuple | range):
+        return [identity(one, inside) for one in thing]
+    if isinstance(thing, nn.Module):
+        modules = list(thing.modules())
+        return [_name(type(thing)), _digest_of_weights(modules), _digest(list(map(_settings, modules)))]
+    if isinstance(thing, transformers.PreTrainedTokenizerBase):
+        return _tokenizer(thing)
+    if isinstance(thing, type):
+        return _of_class(thing, inside)
+    if isinstance(thing, functools.partial):
+        return {"partial": identity([thing.func, thing.args, thing.keywords], inside)}
+    if isinstance(thing, types.FunctionType):
+        return _of_function(thing, inside)
+    if isinstance(thing, types.MethodType):
+        return {_name(thing.__func__): identity([thing.__func__, thing.__self__], inside)}
+    if isinstance(thing, types.ModuleType):
+        return thing.__name__
+    if isinstance(thing, types.BuiltinFunctionType) and isinstance(thing.__self__, types.ModuleType | None):
+        return _name(thing)
+    if dataclasses.is_dataclass(thing) or hasattr(thing, "__dict__"):
+        fields = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
+        values = {field.name: getattr(thing, field.name) for field in fields} or vars(thing)
+        return {_name(type(thing)): identity([type(thing), values], inside)}
+    raise ValueError(
+        f"resume: expected what is the same in another run (plain values, functions, dataclasses of these), "
+        f"got {thing!r:.80}, which can't be told from another {type(thing).__name__}; leave it or resume= out"
+    )
+
+
+def _name(thing: Any) -> str:
+    return f"{thing.__module__}.{thing.__qualname__}"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+
+def digest_of(thing: Any) -> str:
+    """The identity of what may be long, as 32 characters. Raises ValueError as `identity`."""
+    return _digest(identity(thing))
+
+
+# ------------------------------------------------------------------ functions and classes
+
+
+def _of_function(function: types.FunctionType, inside: tuple[int, ...]) -> Any:
+    """By its name, what it has closed over, and, if it is the user's, its code and the globals it reads."""
+    held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    found = [_name(function), identity([held, function.__defaults__, function.__kwdefaults__], inside)]
+    if not _is_of_a_library(function.__globals__.get("__name__")):
+        steps = [step for code in _codes(function.__code__) for step in dis.get_instructions(code)]
+        names = sorted({step.argval for step in steps if step.opname == "LOAD_GLOBAL"})
+        read = {name: function.__globals__[name] for name in names if name in function.__globals__}
+        found += [_of_code(function.__code__), identity(read, inside)]
+    return found
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _of_code(code: types.CodeType) -> str:
+    parts = []
+    for one in _codes(code):
+        constants = [constant for constant in one.co_consts if not isinstance(constant, types.CodeType)]
+        parts.append([one.co_code.hex(), one.co_names, list(map(_of_constant, constants))])
+    return _digest(parts)
+
+
+def _of_constant(constant: object) -> str:
+    # The order of a set differs between processes.
+    return str(sorted(map(repr, constant))) if isinstance(constant, frozenset) else repr(constant)
+
+
+def _of_class(kind: type, inside: tuple[int, ...]) -> Any:
+    """By its name, and, if it is the user's, by what is written in it and in the classes that it extends."""
+    if _is_of_a_library(kind.__module__):
+        return _name(kind)
+    written = {}
+    for name, value in sorted(vars(kind).items()):
+        value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        is_code = isinstance(value, types.FunctionType)
+        is_plain = isinstance(value, bool | int | float | str | tuple | frozenset | None)
+        if (is_code or is_plain) and (name in _WRITTEN or not name.startswith("__")):
+            written[name] = identity(value, inside)
+    return {_name(kind): [written, [_of_class(base, inside) for base in kind.__bases__]]}
+
+
+def _is_of_a_library(module: str | None) -> bool:
+    root = (module or "").partition(".")[0]
+    if root == "__main__":
+        return False
+    if root in _VERSIONS or root in sys.stdlib_module_names:
+        return True
+    path = str(getattr(sys.modules.get(root), "__file__", None) or "")
+    return "site-packages" in path or "dist-packages" in path
+
+
+# ------------------------------------------------------------------ what a model is made of
+
+
+def _digest_of_weights(modules: list[nn.Module]) -> str:
+    """Of every parameter and buffer, with its dtype; those that modules share are read once."""
+    hashed = hashlib.blake2b(digest_size=16)
+    seen: dict[int, int] = {}
+    for place, module in enumerate(modules):
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None:
+                continue
+            first = seen.setdefault(id(tensor), len(seen))
+            hashed.update(f"{place} {name} {first};".encode())
+            if first == len(seen) - 1:
+                _add(hashed, tensor)
+    return hashed.hexdigest()
+
+
+def _add(hashed: Any, tensor: Tensor) -> None:
+    """Add dtype, shape and bytes of a tensor."""
+    tensor = tensor.detach()
+    hashed.update(f"{tensor.dtype} {list(tensor.shape)};".encode())
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        hashed.update(repr(context).encode())
+        for name in names:
+            _add(hashed, getattr(tensor, name))
+        return
+    if tensor.is_meta:
+        raise ValueError("resume: expected weights in memory, got a model with weights on 'meta' (offloaded)")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise ValueError(
+            f"resume: expected dense tensors, got one with layout {tensor.layout} and dtype {tensor.dtype}"
+        )
+    values = tensor.resolve_conj().resolve_neg().contiguous().cpu().reshape(-1)
+    hashed.update(values.view(torch.uint8).numpy())
+
+
+def _settings(thing: Any) -> dict[str, Any]:
+    """The plain values among a module's attributes, and those of its configuration."""
+    found = {name: value for name, value in vars(thing).items() if _is_setting(name, value)}
+    for name in ("cfg", "config"):
+        config = vars(thing).get(name)
+        if config is not None and hasattr(config, "__dict__"):
+            values = {key: value for key, value in vars(config).items() if _is_setting(key, value)}
+            found[name] = dict(sorted(values.items()))
+    return {"class": _name(type(thing)), **dict(sorted(found.items()))}
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    # What is None may be filled by the first pass.
+    return name not in _NO_SETTINGS and not name.startswith("_") and value is not None and _is_plain(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _tokenizer(tokenizer: Any) -> Any:
+    """How strings are split; not how the last call padded them."""
+    if tokenizer is None:
+        return None
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return [type(tokenizer).__name__, special, sorted(tokenizer.get_vocab().items())]
+    rules = json.loads(backend.to_str())
+    return [special, {name: rule for name, rule in rules.items() if name not in ("padding", "truncation")}]
