@@ -44,6 +44,7 @@ class Method:
         cross: which keys its map has on cross-attention (`Block.is_cross`): the source's positions, or these
             and `RESIDUAL_KEY` after them; None: it is not defined there.
         joint: whether it maps the source and the target of an encoder-decoder at once (`Block.is_joint`).
+        needs_gradients: whether it differentiates with respect to something inside the model.
         places_tokens: whether it runs tokens at positions of its own, which the model has to take.
         records: what the method reads of a layer of the clean pass ("pattern", "value", "z", "resid_pre").
         parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof`).
@@ -62,6 +63,7 @@ class Method:
     causal_only: ClassVar[bool] = False
     cross: ClassVar[CrossKeys | None] = None
     joint: ClassVar[bool] = False
+    needs_gradients: ClassVar[bool] = False
     places_tokens: ClassVar[bool] = False
     records: ClassVar[frozenset[str]] = frozenset()
     parts: ClassVar[tuple[str, ...]] = ALGEBRA_PARTS

@@ -18,7 +18,7 @@ from torch import nn
 from lens_mix.lens import signals
 from lens_mix.lens.angles import kept_angles
 from lens_mix.lens.changes import Change, Changes, Undo, replaced_attributes
-from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.precision import full_precision
 
 _WAIT_SECONDS = 0.1  # how often a thread that waits for a model looks whether a signal came
@@ -52,6 +52,17 @@ def evaluation_mode(
     return Changes(_evaluation_mode(model, modules, gradients, precise), functools.partial(_lock, model))
 
 
+def without_gradients(modules: Sequence[nn.Module]) -> str | None:
+    """Why no gradient can be taken in a model of these modules; None where one can."""
+    tensors = (tensor for m in modules for tensor in (*m._parameters.values(), *m._buffers.values()))
+    if not any(tensor is not None and tensor.is_inference() for tensor in tensors):
+        return None
+    return (
+        "it needs gradients, and the model's weights were made inside torch.inference_mode, so that torch "
+        "records none; build the model outside, or take copy.deepcopy(model) outside"
+    )
+
+
 def reading(model: TransformerLensModel) -> Changes:
     """Strings are read inside: TransformerLens gives the model and its tokenizer other defaults meanwhile."""
     owners = ((model.cfg, "default_prepend_bos"), (getattr(model, "tokenizer", None), "padding_side"))
@@ -78,6 +89,9 @@ def _evaluation_mode(
         configs = [c for c in _huggingface_configs(modules) if c._attn_implementation != "eager"]
         yield replaced_attributes([(config, "eager") for config in configs], "_attn_implementation")
     if gradients:
+        reason = without_gradients(modules)
+        if reason is not None:
+            raise UnsupportedModelError(f"model: {reason}")
         # So that the graph starts where a leaf is put in.
         parameters = {id(p): p for module in modules for p in module.parameters(recurse=False)}
         trainable = [(parameter, False) for parameter in parameters.values() if parameter.requires_grad]

@@ -63,6 +63,7 @@ class AttentionAttribution(Explains):
     """
 
     name: ClassVar[str] = "attention_attribution"
+    needs_gradients: ClassVar[bool] = True
     residual: ClassVar[float] = 0.5
     cross: ClassVar[CrossKeys | None] = "source"
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})

@@ -69,6 +69,7 @@ class AttributionPatching(TakesReplacements):
     """
 
     name: ClassVar[str] = "attribution_patching"
+    needs_gradients: ClassVar[bool] = True
     causal_only: ClassVar[bool] = True
     places_tokens: ClassVar[bool] = True
     citation: ClassVar[str] = "kramar-etal-2024-atp"

@@ -32,6 +32,7 @@ class ChangedGradients(ExplainsRows):
     """Base: g · x of a target, with the gradient g of a pass that goes back by the method's `edits`."""
 
     joint: ClassVar[bool] = True
+    needs_gradients: ClassVar[bool] = True
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))
     readout: Literal["signed_sum", "absolute"] = "signed_sum"

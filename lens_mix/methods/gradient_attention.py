@@ -41,6 +41,7 @@ class GradientAttention(Explains):
     """
 
     name: ClassVar[str] = "gradient_attention"
+    needs_gradients: ClassVar[bool] = True
     residual: ClassVar[float] = 0.5
     cross: ClassVar[CrossKeys | None] = "source"
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})

@@ -64,6 +64,7 @@ class InputGradients(ExplainsRows):
     """
 
     name: ClassVar[str] = "input_gradients"
+    needs_gradients: ClassVar[bool] = True
     joint: ClassVar[bool] = True
     citation: ClassVar[str] = "sundararajan-etal-2017-axiomatic"
 

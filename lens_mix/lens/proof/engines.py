@@ -10,6 +10,7 @@ from lens_mix.lens import known_faults
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
 from lens_mix.lens.proof_record import ALGEBRA_PARTS, HEAD, Proof
+from lens_mix.lens.state import without_gradients
 
 
 @runtime_checkable
@@ -89,6 +90,8 @@ def _reasons_against(lens: Lens, method: HasEngines) -> Iterator[str | None]:
             "the logits stand over the decoder's tokens, and so would its rows; expected part='decoder' "
             "(the target's own tokens)" + " or part='joint' (the source's too)" * joint
         )
+    if getattr(method, "needs_gradients", False):
+        yield without_gradients(lens.modules)
     places = lens.takes_input("position_ids") and not lens.stack.reads_target
     if getattr(method, "places_tokens", False) and not places:
         yield (

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
 from typing import Any
+
+from torch import nn
 
 from lens_mix.lens.batches import PaddingSide, Prompt
 from lens_mix.lens.block import Block
@@ -28,7 +31,11 @@ def proof_of(
         head: whether the head has to be proven too (`needs_head`).
         padding: the side on which it has to be tried if padding is masked.
         again: make it anew whatever is kept.
+
+    Raises:
+        RuntimeError: a hook asks for it in the middle of a pass of lens_mix through this model.
     """
+    _refuse_within_a_pass(lens)
     # The state is taken while the model is open: no other thread has hooks of a run on it then.
     with lens.evaluation_mode():
         stored = _proofs.setdefault(lens.model, {}).get(lens.stack.name)
@@ -48,6 +55,22 @@ def proof_of(
             # Taken afterwards: the Bridge puts hooks of its own on norms in the first forward pass.
             _proofs[lens.model][lens.stack.name] = (_state(lens), complete)
         return complete
+
+
+def _refuse_within_a_pass(lens: Lens) -> None:
+    """Raise where a pass of lens_mix is running, whose hooks would act on further passes."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        called_from = str(frame.f_back.f_globals.get("__name__"))
+        if frame.f_globals.get("__name__") == nn.Module.__module__ and called_from.startswith("lens_mix."):
+            called = frame.f_locals.get("self")
+            if any(module is called for module in lens.modules):
+                raise RuntimeError(
+                    "model: a run is already open on it in this thread, in the middle of a forward pass: a "
+                    "hook in that pass asked for another run; run before or after the pass, or on a "
+                    "copy.deepcopy(model) made before the hook was put on"
+                )
+        frame = frame.f_back
 
 
 def _head_refusal(lens: Lens, prompt: Prompt, proof: Proof) -> str | None:
