@@ -171,16 +171,16 @@ def forward_pre_hook(module: nn.Module, function: Any, *, with_kwargs: bool = Fa
     return lambda: module.register_forward_pre_hook(function, with_kwargs=with_kwargs).remove
 
 
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Change:
-    """Another `forward` on one module, over the one that somebody else may have put there."""
+def replaced_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Change:
+    """Another method on one module, over the one that somebody else may have put there."""
 
     def replace() -> Undo:
         attributes = vars(module)
-        before = {"forward": attributes["forward"]} if "forward" in attributes else {}
-        attributes["forward"] = forward
+        before = {name: attributes[name]} if name in attributes else {}
+        attributes[name] = method
 
         def put_back() -> None:
-            attributes.pop("forward", None)
+            attributes.pop(name, None)
             attributes.update(before)
 
         return put_back

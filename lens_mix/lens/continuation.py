@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from lens_mix.hooks import HookPair
 from lens_mix.lens.anatomy import Norm
 from lens_mix.lens.batches import Batch
-from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook, replaced_forward
+from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook, replaced_method
 from lens_mix.lens.clean_pass import CleanPass, StopForward, stop_forward
 from lens_mix.lens.head import Head, proven_head, row_at, unembedding_at
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.replay import BlockCall, captured_calls, enter_with, with_first
+from lens_mix.lens.tracebacks import failing_users_code
 
 
 def logits_from(
@@ -112,8 +113,20 @@ def run_from(
     elif batch is None:
         enters = _entered_at(clean, lens.layer_index(layer), resid_pre, rows)
         batch = clean.batch if rows is None else clean.batch.select(rows)
-    with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes([*enters, *changes]):
-        return lens.forward(batch, return_type="logits")
+    try:
+        with lens.evaluation_mode(gradients), lens.hooked(fwd_hooks), Changes([*enters, *changes]):
+            return lens.forward(batch, return_type="logits")
+    except StopForward:
+        raise
+    except Exception as problem:
+        users, lengths = failing_users_code(problem), (batch.tokens.shape[1], clean.batch.tokens.shape[1])
+        if users is None or lengths[0] == lengths[1]:
+            raise
+        raise UnsupportedModelError(
+            f"expected hooks that run at any number of positions, as this method makes a pass over "
+            f"{lengths[0]} where the prompt has {lengths[1]}; got {type(problem).__name__} in {users}: "
+            f"{problem}. Take the hook off, or let it act where there are enough positions"
+        ) from problem
 
 
 def _entered_at(clean: CleanPass, start: int, resid_pre: Tensor | None, rows: Tensor | None) -> list[Change]:
@@ -140,4 +153,4 @@ def _entered_at(clean: CleanPass, start: int, resid_pre: Tensor | None, rows: Te
 
 def _skipped(block: nn.Module, output: Any) -> Change:
     """The block gives back a recorded output instead of running (a hook would let it run first)."""
-    return replaced_forward(block, lambda *args, **kwargs: output)
+    return replaced_method(block, "forward", lambda *args, **kwargs: output)

@@ -9,18 +9,20 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lens_mix.lens import signals
 from lens_mix.lens.angles import kept_angles
-from lens_mix.lens.changes import Change, Changes, Undo, replaced_attributes
+from lens_mix.lens.changes import Change, Changes, Undo, replaced_attributes, replaced_method
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.precision import full_precision
 
+# TransformerBridge's method that all its attention modules hand keys and values to.
+_CACHING = "_update_kv_cache"
 _WAIT_SECONDS = 0.1  # how often a thread that waits for a model looks whether a signal came
 
 
@@ -88,6 +90,11 @@ def _evaluation_mode(
         yield kept_angles(modules)
         configs = [c for c in _huggingface_configs(modules) if c._attn_implementation != "eager"]
         yield replaced_attributes([(config, "eager") for config in configs], "_attn_implementation")
+        # Passes keep no cache, and a cache is also what gives keys and values one dtype.
+        cached = [module for module in modules if hasattr(type(module), _CACHING)]
+        for module in cached:
+            casting = functools.partial(_in_one_dtype, getattr(module, _CACHING))
+            yield replaced_method(module, _CACHING, casting)
     if gradients:
         reason = without_gradients(modules)
         if reason is not None:
@@ -123,6 +130,18 @@ def _drop_lost_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_drop_lost_locks)
+
+
+def _in_one_dtype(
+    caching: Callable[..., tuple[Tensor, Tensor]], k: Tensor, v: Tensor, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Keys and values as `caching` returns them, in one dtype also where there is no cache.
+
+    In half precision TransformerBridge rotates OLMo's queries and keys in float32, so that the pattern is
+    float32. A cache returns float32 values too; without one the product of the two fails.
+    """
+    k, v = caching(k, v, **kwargs)
+    return k, v.to(torch.promote_types(k.dtype, v.dtype))
 
 
 def _mark_evaluated(model: nn.Module) -> Undo:

@@ -1,0 +1,49 @@
+"""Whose code raised an error: the user's, lens_mix's own, or that of the libraries below."""
+
+from __future__ import annotations
+
+import dis
+import sys
+import sysconfig
+import traceback
+from types import FrameType, TracebackType
+
+_LIBRARIES = frozenset({"lens_mix", "torch", "transformer_lens", "transformers", "transformers_modules"})
+_INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_RAISING = frozenset(dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE"))
+
+
+def failing_users_code(problem: BaseException) -> str | None:
+    """The user's function that an error came from or through, with its place; None where there is none.
+
+    Args:
+        problem: caught where nothing but lens_mix was running, so that its traceback starts there.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(problem.__traceback__)]
+    users = [frame for frame in frames if _is_users(frame)]
+    if not users:
+        return None
+    code = users[-1].f_code
+    return f"{code.co_name} ({code.co_filename}, from line {code.co_firstlineno})"
+
+
+def is_raised_by_us(problem: BaseException) -> bool:
+    """Whether a `raise` in lens_mix raised it, so that its text was written for the user."""
+    trace = problem.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and _home(trace.tb_frame) == "lens_mix" and _is_at_a_raise(trace)
+
+
+def _is_at_a_raise(trace: TracebackType) -> bool:
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] in _RAISING
+
+
+def _home(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _is_users(frame: FrameType) -> bool:
+    home, file = _home(frame), frame.f_code.co_filename
+    installed = home in _LIBRARIES or home in sys.stdlib_module_names or file.startswith(("<", *_INSTALLED))
+    return not installed
