@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lens_mix.arguments import whole_number
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.parts import one_part
 from lens_mix.maps import MixingMap
 
@@ -59,6 +59,11 @@ def randomised(
         for parameter in block.parameters()
         if parameter.ndim >= 2
     }
+    if any(parameter.is_meta for parameter in matrices.values()):
+        raise UnsupportedModelError(
+            "randomised: expected weights that can be shuffled, got offloaded ones, which accelerate reads "
+            "from elsewhere; load the model on one device"
+        )
     # Taken before the first is touched: whatever happens inside, all can be put back.
     before = [(parameter, parameter.detach().clone()) for parameter in matrices.values()]
     try:

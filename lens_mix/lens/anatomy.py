@@ -16,6 +16,7 @@ encoder-decoder has the cross-attention branch between the two. Nothing here is 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, cast
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lens_mix.hooks.mixing import tolerance
+from lens_mix.lens.offloading import brought_in, is_offloaded
 
 Placement = Literal["pre", "post", "sandwich", "branch", "none"]
 
@@ -139,7 +141,8 @@ class BlockAnatomy:
         placement: where the norms sit.
         parallel: whether the feed-forward reads the block's input instead of the middle of the block.
         feed_forward: None where there is none or where it can't be written this way.
-        feed_forward_kind: "plain", "gated", "mixture", "opaque" (unknown) or "none".
+        feed_forward_kind: "plain", "gated", "mixture", "opaque" (unknown), "offloaded" (its weights are
+            elsewhere) or "none".
         cross: whether a cross-attention branch lies between the two.
         before: of a block read by its cross-attention (`by_cross_attention`), the norm that its
             self-attention ends in.
@@ -226,12 +229,17 @@ def _apply(norm: Norm | None, x: Tensor) -> Tensor:
 
 
 def read_weight(module: object, name: str) -> Tensor | None:
-    """A weight by TransformerLens's name; None where there is none (each class says so in its own way)."""
+    """A weight by TransformerLens's name; None where there is none, or none that can be read.
+
+    A Bridge computes it when it is asked for, and raises errors of many kinds where it can't: there is no
+    such matrix (AttributeError, TypeError), latent attention (NotImplementedError), heads of another size
+    than the configuration's (Gemma 4's own ValueError). Offloaded weights have a shape only.
+    """
     try:
         weight = getattr(module, name)
-    except (AttributeError, TypeError, NotImplementedError):  # Bridge 4.3, Bridge 3.9, latent attention
+    except (AttributeError, TypeError, NotImplementedError, ValueError, RuntimeError):
         return None
-    return weight.detach() if torch.is_tensor(weight) else None
+    return weight.detach() if torch.is_tensor(weight) and not weight.is_meta else None
 
 
 def read_norm(module: nn.Module | None, cfg: Any) -> Norm | None:
@@ -247,12 +255,16 @@ def read_norm(module: nn.Module | None, cfg: Any) -> Norm | None:
         return Norm(kind, read_weight(module, "w"), read_weight(module, "b"), float(cast(Any, module).eps))
     # OLMo's norms store none.
     eps = getattr(inner, "eps", getattr(inner, "variance_epsilon", None))
-    weight, bias = read_weight(inner, "weight"), read_weight(inner, "bias")
+    weight, bias = (
+        tensor if (tensor := brought_in(inner, name)) is not None else read_weight(inner, name)
+        for name in ("weight", "bias")
+    )
     stored = Norm("layer", weight, bias, float(cfg.eps if eps is None else eps))
     try:
         return _measured(inner, stored, int(cfg.d_model))
-    except (TypeError, RuntimeError):
-        # It takes more than a residual stream; the proof will tell whether it is what it stores.
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        # It takes more than a residual stream, or another thing, as norms over pictures do. Where it is used,
+        # it is compared with what it stores.
         return stored
 
 
@@ -262,7 +274,8 @@ def _measured(module: nn.Module, stored: Norm, width: int) -> Norm:
     Its name says little (T5LayerNorm does not centre), nor does its weight: Gemma and Nemotron add 1 to it.
     `forward` is asked itself, so that no hook sees the vectors.
     """
-    like = next(module.parameters(), torch.zeros(width, dtype=torch.float32, device="cpu")).detach()
+    own = (tensor for tensor in (stored.weight, stored.bias, *module.parameters()) if tensor is not None)
+    like = next(own, torch.zeros(width, dtype=torch.float32, device="cpu")).detach()
     # So small that eps shows beside it.
     wide, small = torch.promote_types(like.dtype, torch.float32), 2.0**-10
     # Of mean 0, without a 0, and exact in every dtype, as is what is made of it here.
@@ -320,12 +333,31 @@ def read_value_path(attention: nn.Module) -> ValuePath | None:
     return ValuePath(W_V, None if b_V is None else b_V.reshape(W_V.shape[0], -1), W_O, b_O)
 
 
+def _value_paths(attention: nn.Module) -> Iterator[ValuePath | None]:
+    """The value path, and with W_O transposed where its layout can't be told.
+
+    TransformerBridge takes a square matrix to be [in, out] unless a torch.nn.Linear holds it: an adapter's
+    layer, say, is stored [out, in] too.
+    """
+    path = read_value_path(attention)
+    yield path
+    layer = getattr(getattr(attention, "o", None), "original_component", None)
+    if path is None or layer is None or isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D":
+        return
+    heads, _, d_model = path.W_O.shape
+    matrix = path.W_O.flatten(0, 1)
+    if len(matrix) == d_model:
+        yield dataclasses.replace(path, W_O=matrix.T.unflatten(0, (heads, -1)))
+
+
 def _read_feed_forward(mlp: nn.Module | None, activation: str) -> tuple[FeedForward | None, str]:
     """The feed-forward and its kind."""
     if mlp is None:
         return None, "none"
     if "MoE" in type(mlp).__name__ or hasattr(mlp, "experts"):
         return None, "mixture"
+    if is_offloaded(mlp):
+        return None, "offloaded"
     W_in, W_out, W_gate = read_weight(mlp, "W_in"), read_weight(mlp, "W_out"), read_weight(mlp, "W_gate")
     if W_in is None or W_out is None or W_in.ndim != 2 or W_in.shape[1] != W_out.shape[0]:
         return None, "opaque"
@@ -348,12 +380,13 @@ def candidates(block: nn.Module, attention: nn.Module, cfg: Any, multiplier: flo
     cross = hasattr(block, "cross_attn")
     mlp = None if getattr(cfg, "attn_only", False) else getattr(block, "mlp", None)
     feed_forward, kind = _read_feed_forward(mlp, "gelu")
-    base = BlockAnatomy("none", False, read_value_path(attention), feed_forward, kind, cross=cross)
     first = bool(getattr(cfg, "parallel_attn_mlp", False))
     # What cfg says comes first, and is not believed.
-    for parallel in (False,) if cross or mlp is None else (first, not first):
-        for wiring in _wirings(block, cfg, cross, has_mlp=mlp is not None):
-            yield dataclasses.replace(base, parallel=parallel, residual_multiplier=multiplier, **wiring)
+    order = (False,) if cross or mlp is None else (first, not first)
+    wirings = list(_wirings(block, cfg, cross, has_mlp=mlp is not None))
+    for path, parallel, wiring in itertools.product(_value_paths(attention), order, wirings):
+        base = BlockAnatomy("none", parallel, path, feed_forward, kind, cross=cross)
+        yield dataclasses.replace(base, residual_multiplier=multiplier, **wiring)
 
 
 def _wirings(block: nn.Module, cfg: Any, cross: bool, has_mlp: bool) -> Iterator[dict[str, Any]]:

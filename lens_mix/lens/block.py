@@ -198,6 +198,9 @@ class Block:
         """Tokens at positions that are given, which may repeat; for models that take `position_ids`."""
         prompts = tuple(Prompt(row) for row in tokens)
         inputs = {"position_ids": positions}
+        if self._lens.bears_a_mask:
+            # Without a mask and a cache, transformers takes positions that restart for several prompts.
+            inputs["attention_mask"] = torch.ones_like(tokens)
         return Batch(prompts, tokens, torch.ones_like(tokens, dtype=torch.bool), None, None, inputs)
 
     def own_tokens(self, prompt: int) -> Int[Tensor, " pos"]:

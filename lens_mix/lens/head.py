@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from lens_mix.lens.anatomy import Norm, read_weight
 from lens_mix.lens.changes import Changes, forward_pre_hook
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.offloading import is_offloaded
 from lens_mix.lens.prompts import wrapped_config
 from lens_mix.lens.replay import relative_error
+from lens_mix.lens.users_hooks import carries_users_hooks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,8 @@ def proven_head(
         shape = None if W_U is None else list(W_U.shape)
         raise UnsupportedModelError(
             f"head: expected an unembedding [{resid.shape[-1]}, {logits.shape[-1]}], found {shape}"
+            + "; offloaded weights are not read: load the model on one device"
+            * (isinstance(model, nn.Module) and is_offloaded(model))
         )
     head = Head(norm, W_U, b_U)
     rebuilt = head(resid)
@@ -96,12 +100,18 @@ def row_at(tensor: Tensor, positions: Tensor) -> Tensor:
     return tensor[torch.arange(len(tensor), device=tensor.device)[:, None], places]
 
 
+def _is_watched(model: TransformerLensModel, unembed: nn.Module) -> bool:
+    """Whether hooks of the user's see what is unembedded, at positions that they count themselves."""
+    wholes = [model, getattr(model, "original_model", None)]
+    return carries_users_hooks([*unembed.modules(), *(m for m in wholes if isinstance(m, nn.Module))])
+
+
 @contextlib.contextmanager
 def unembedding_at(model: TransformerLensModel, positions: Tensor | None) -> Iterator[list[bool]]:
     """Only logits of one position per row, or of [row read], are made; the list is filled if that held."""
     narrowed: list[bool] = []
     unembed = getattr(model, "unembed", None)
-    if positions is None or not isinstance(unembed, nn.Module):
+    if positions is None or not isinstance(unembed, nn.Module) or _is_watched(model, unembed):
         yield narrowed
         return
 

@@ -18,7 +18,7 @@ from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens import known_faults
 from lens_mix.lens.angles import angles_differ, forget_longer_passes, rotary_modules
 from lens_mix.lens.batches import Batch, pad
-from lens_mix.lens.changes import Changes, hooked
+from lens_mix.lens.changes import Change, Changes, forward_pre_hook, hooked
 from lens_mix.lens.hidden_keys import HiddenKeys
 from lens_mix.lens.model_classes import (
     ModelClass,
@@ -27,7 +27,7 @@ from lens_mix.lens.model_classes import (
     model_class_of,
     transformer_lens_version,
 )
-from lens_mix.lens.prompts import is_encoder_decoder, pad_token, read_prompt, wrapped_config
+from lens_mix.lens.prompts import device_of, is_encoder_decoder, pad_token, read_prompt, wrapped_config
 from lens_mix.lens.stacks import Stack, stacks_of
 from lens_mix.lens.state import all_modules, evaluation_mode
 
@@ -64,6 +64,8 @@ class Lens:
         name = next(iter(stacks)) if stack is None else stack
         if not isinstance(name, str) or name not in stacks:
             alone = " (no encoder-decoder: a part is of these)" * ("blocks" in stacks)
+            if name in ("cross", "joint") and "decoder" in stacks:
+                alone = " (its decoder has no cross-attention of its own; T5Gemma 2 merges it with the other)"
             raise ValueError(
                 f"part (stack): expected one of {sorted(stacks)} for {self.model_class.value}{alone}, "
                 f"got {stack!r}"
@@ -76,6 +78,9 @@ class Lens:
         fault = known_faults.known_fault(model, self.model_class, name, transformer_lens_version())
         if fault is not None:
             raise UnsupportedModelError(fault)
+        self._all_blocks: list[nn.Module] = list(
+            dict.fromkeys(block for stack in stacks.values() for block in stack.blocks)
+        )
         self.n_layers: int = len(self.stack)
         self.n_heads: int = int(model.cfg.n_heads)
         self.encoder_decoder: bool = is_encoder_decoder(model, self.model_class)
@@ -91,8 +96,8 @@ class Lens:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's first parameter lives."""
-        return next(iter(self.model.parameters())).device
+        """Where the model's first parameter is; where all are offloaded, the device that runs it."""
+        return device_of(self.model)
 
     @functools.cached_property
     def rotary_modules(self) -> list[nn.Module]:
@@ -203,7 +208,7 @@ class Lens:
 
     def _forward(self, batch: Batch, as_given: bool, options: Mapping[str, Any]) -> Any:
         taken = self._further_inputs()
-        unknown = sorted(set(batch.inputs) - set(taken))
+        unknown = sorted(set(batch.inputs) - {*taken, "attention_mask"})
         if unknown:
             raise ValueError(
                 f"model inputs: {self.model_class.value} takes {sorted(taken)} besides tokens, got {unknown}"
@@ -226,9 +231,21 @@ class Lens:
         # Where it keeps no cache, a model of transformers reads packed prompts off positions that restart,
         # unless it is given a mask.
         packs = wrapped_config(self.model, "use_cache") is False or not self.bears_a_mask
-        inputs["attention_mask"] = None if packs and bool(batch.real.all()) else mask
-        # use_cache=False: a block that is run again must not find the keys of its first run.
-        return self.model(batch.tokens, use_cache=False, **inputs, **options)
+        inputs.setdefault("attention_mask", None if packs and bool(batch.real.all()) else mask)
+        with Changes(self._finite_masks()):
+            # use_cache=False: a block that is run again must not find the keys of its first run.
+            return self.model(batch.tokens, use_cache=False, **inputs, **options)
+
+    def _finite_masks(self) -> list[Change]:
+        """In float64, blocks get masks that stay finite in float32, which softmax is computed in.
+
+        transformers adds the lowest number of the dtype to what is masked. As float32 that of float64 is
+        -inf, so that a row that sees nothing (padding, or a position that is taken out) becomes NaN, and with
+        its value every other row.
+        """
+        if self.dtype != torch.float64:
+            return []
+        return [forward_pre_hook(block, _lift_masks, with_kwargs=True) for block in self._all_blocks]
 
     def logits(self, prompt: Any) -> Float[Tensor, "pos d_vocab"]:
         """The logits of one prompt, from a pass as maps are made of."""
@@ -250,3 +267,14 @@ class Lens:
         parameters = inspect.signature(type(self.model.original_model).forward).parameters.values()
         given = {"input_ids", "attention_mask", "use_cache", "decoder_input_ids", "self"}
         return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in given]
+
+
+def _lift_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward pre-hook: what is below the lowest number of float32 is raised to it in every argument."""
+    lowest = torch.finfo(torch.float32).min
+
+    def lifted(value: Any) -> Any:
+        is_mask = torch.is_tensor(value) and value.dtype == torch.float64 and bool((value < lowest).any())
+        return value.clamp_min(lowest) if is_mask else value
+
+    return tuple(map(lifted, args)), {name: lifted(value) for name, value in kwargs.items()}

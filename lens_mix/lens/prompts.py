@@ -14,6 +14,7 @@ from torch import Tensor
 from lens_mix.arguments import as_model_input, flags, plain_tensor, shown, whole_number
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import ModelClass, TransformerLensModel
+from lens_mix.lens.offloading import execution_device
 
 # What tokenizers return besides, on request.
 _NOT_FOR_MODELS = {"offset_mapping", "special_tokens_mask", "length", "overflow_to_sample_mapping"}
@@ -321,8 +322,10 @@ def vocabulary(model: TransformerLensModel, name: str) -> int:
 
 
 def device_of(model: TransformerLensModel) -> torch.device:
-    """The device of the model's first parameter."""
-    return next(iter(model.parameters())).device
+    """The device of the model's first parameter; where all are offloaded, the one that runs it."""
+    own = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), None)
+    wrapped: Any = getattr(model, "original_model", model)
+    return own or execution_device(wrapped) or torch.device("meta")
 
 
 def pad_token(model: TransformerLensModel) -> int:

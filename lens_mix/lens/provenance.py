@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lens_mix.lens.anatomy import read_weight
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.block import Block
 from lens_mix.lens.model import Lens
@@ -78,8 +79,8 @@ def of_run(lens: Lens, prepend_bos: bool | None) -> dict[str, Any]:
     """Where the maps of a run came from: the model, its weights' processing, versions."""
     model = lens.model
     # TransformerLens folds the biases of all blocks, or of none.
-    value_bias = getattr(lens.stack.attention_module(lens.stack.attention_layers[0]), "b_V", None)
-    has_bias = torch.is_tensor(value_bias) and bool((value_bias != 0).any())
+    value_bias = read_weight(lens.stack.attention_module(lens.stack.attention_layers[0]), "b_V")
+    has_bias = value_bias is not None and bool((value_bias != 0).any())
     return {
         "model": model_name(model),
         "model_class": lens.model_class.value,

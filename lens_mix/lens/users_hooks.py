@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.modules import module as everywhere
 from transformer_lens.hook_points import HookPoint
 
-_LIBRARIES = frozenset({"transformer_lens", "lens_mix"})
+# accelerate replaces `forward` to bring offloaded weights in.
+_LIBRARIES = frozenset({"transformer_lens", "lens_mix", "accelerate"})
 _WRITE_CLASSES = _LIBRARIES | {"torch", "transformers"}
 # Hands on what parts of a feed-forward read and give to the hook points of the whole (OPT, BERT, BART).
 _MIRRORS = "transformer_lens.model_bridge.component_setup"
@@ -70,6 +71,24 @@ def users_functions(modules: Sequence[nn.Module]) -> list[Any]:
     return functions
 
 
+def settings_of_users_modules(modules: Sequence[nn.Module]) -> tuple[tuple[tuple[str, str], ...], ...]:
+    """The numbers, strings and switches of each module of the user's, and lists and the like of these."""
+    kinds = {kind for kind in set(map(type, modules)) if _is_users(kind)}
+    return tuple(
+        tuple((name, repr(value)) for name, value in vars(module).items() if _is_plain(value))
+        for module in modules
+        if type(module) in kinds
+    )
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return _is_plain([*value, *value.values()])
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
 def _is_users(kind: type[nn.Module]) -> bool:
     functions: list[Any] = [kind.forward, kind.__call__]
     for function in functions:
@@ -85,6 +104,10 @@ def _hooks_everywhere() -> bool:
 def _users_functions(module: nn.Module) -> list[Any]:
     functions = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     functions += [vars(module)["forward"]] if "forward" in vars(module) else []
+    # What accelerate replaced: a module's own method, or one that somebody put there before.
+    replaced = vars(module).get("_old_forward")
+    if replaced is not None and getattr(replaced, "__self__", None) is not module:
+        functions.append(replaced)
     users = [
         function
         for function in functions

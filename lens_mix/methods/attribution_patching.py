@@ -86,6 +86,12 @@ class AttributionPatching(TakesReplacements):
         whole_number("n_exact", self.n_exact, 0)
         one_of("paths", self.paths, ("all", "direct", "between"))
 
+    def refuses(self, anatomy: BlockAnatomy) -> str | None:
+        """Refuse what would be another map than the same model's with its weights in place."""
+        if anatomy.feed_forward_kind != "offloaded":
+            return None
+        return "the weights of its feed-forward are offloaded and not read; load the model on one device"
+
     def clean_rules(self, anatomies: Sequence[BlockAnatomy]) -> Rules:
         written = all(anatomy.is_written_down for anatomy in anatomies)
         # The softmax at temperature 2 has a derivative of half its size.

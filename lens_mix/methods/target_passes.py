@@ -144,8 +144,19 @@ def evaluate(function: Explained, output: Float[Tensor, " copy *axes"]) -> Float
         expected = f"expected one number per copy, shape ({len(output)},)"
         raise ValueError(f"target: {expected}, got {tuple(values.shape)}")
     if not bool(torch.isfinite(values).all()):
-        raise ValueError("target: expected finite values, got NaN or infinity")
+        raise ValueError(f"target: expected finite values, got NaN or infinity{_why_not_finite(output)}")
     return values
+
+
+def _why_not_finite(output: Tensor) -> str:
+    if not bool(output.isnan().any()):
+        return ""
+    reason = ": the output of the model, which it reads, has NaN"
+    if output.dtype == torch.float64:
+        reason += (
+            "; in float64 some models (MPT) give NaN where a position sees masked ones alone: use float32"
+        )
+    return reason
 
 
 def output_of(

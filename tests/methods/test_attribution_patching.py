@@ -305,3 +305,15 @@ def test_targets_of_several_positions_are_refused():
     model = build_or_skip(bridge, "gpt2", torch.float64)
     with pytest.raises(lm.UnsupportedModelError, match="one that reads a single position"):
         last_row(model, torch.arange(3, 9), target=lambda logits: logits.sum((1, 2)))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "gpt_neox"])
+def test_a_model_that_keeps_no_cache_gets_the_same_map(name):
+    """Without cache and mask, transformers takes positions that restart for several prompts."""
+    model = build_or_skip(bridge, name)
+    prompt = tokens(model, 1, 7)
+    expected = last_row(model, prompt)
+    model.original_model.config.use_cache = False
+    torch.testing.assert_close(last_row(model, prompt), expected)
+    assert lm.input_map(model, prompt).method == "attribution_patching"
+    assert model.original_model.config.use_cache is False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -18,13 +19,21 @@ def explained(entry: PartError, block: nn.Module, attention: nn.Module, pattern:
     """A part of a proof, with what is likely to stand behind its failure in the note."""
     if entry.ok:
         return entry
-    reasons = _mixing(attention, pattern) if entry.part == "mixing" else _block(block, entry.part)
+    if entry.part == "mixing":
+        reasons = _mixing(attention, pattern)
+    else:
+        reasons = itertools.chain(_block(block, entry.part), _unreadable(attention))
     notes = (entry.note, next(reasons, ""))
     return dataclasses.replace(entry, note="; ".join(note for note in notes if note))
 
 
 def _mixing(attention: nn.Module, pattern: Tensor) -> Iterator[str]:
     """What may lie between pattern @ values and the output matrix."""
+    if hasattr(attention, "hook_cross_pattern"):
+        yield (
+            "this attention reads the source and the target in one softmax (T5Gemma 2), and its hooks show "
+            "the target's share alone: not supported; expected part='encoder'"
+        )
     inner = getattr(attention, "original_component", attention)
     names = [name for name, _ in inner.named_children()]
     clip = getattr(getattr(inner, "config", None), "clip_qkv", None)
@@ -55,9 +64,11 @@ def _width(module: nn.Module, name: str, axis: int) -> int | None:
 def _block(block: nn.Module, part: str) -> Iterator[str]:
     """Why a block's weights and modules, as read, may not be what it computes with."""
     for path, module in block.named_modules():
-        name = path.replace("_original_component.", "")
+        name = path.replace("_original_component.", "").removesuffix("._original_component")
         if hasattr(module, "lora_A"):
             yield f"a LoRA adapter lies over {name}: merge it into the weights, then wrap the model; {_NEXT}"
+        if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            yield f"the weights of {name} are offloaded and not read: load the model on one device; {_NEXT}"
         weight = getattr(module, "weight", None)
         if callable(weight) or (isinstance(weight, Tensor) and not weight.is_floating_point()):
             kind = type(getattr(module, "original_component", module)).__name__
@@ -68,3 +79,12 @@ def _block(block: nn.Module, part: str) -> Iterator[str]:
     activation = getattr(getattr(getattr(block, "mlp", None), "original_component", None), "act_fn", None)
     if part == "feed_forward" and activation is not None:
         yield f"the activation {type(activation).__name__} is not among those known; {_NEXT}"
+
+
+def _unreadable(attention: nn.Module) -> Iterator[str]:
+    """Why TransformerLens can't give the matrices of attention."""
+    for name in ("W_V", "W_O"):
+        try:
+            getattr(attention, name, None)
+        except (TypeError, ValueError, RuntimeError) as problem:
+            yield f"TransformerLens can't read {name}: {type(problem).__name__}: {problem}; {_NEXT}"

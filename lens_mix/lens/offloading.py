@@ -1,0 +1,42 @@
+"""Weights that accelerate keeps on the processor or on disk, and brings in for each call of their module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_HOOK = "_hf_hook"  # accelerate's attribute on the modules that it moves weights for
+
+
+def execution_device(model: nn.Module) -> torch.device | None:
+    """Where accelerate runs a model of which no weight stays on a device; None where it does not run it."""
+    devices = (hook.execution_device for module in model.modules() for hook in _hooks(module))
+    device = next((device for device in devices if device is not None), None)
+    # A number is a GPU's.
+    return None if device is None else torch.device(device)
+
+
+def brought_in(module: nn.Module, name: str) -> Tensor | None:
+    """An offloaded weight of one module, on the device that runs it; None where it is not offloaded."""
+    for hook in _hooks(module):
+        if hook.weights_map is not None and name in dict(module.named_parameters(recurse=False)):
+            return hook.weights_map[name].to(hook.execution_device)
+    return None
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether some weight of a module, or of those in it, is somewhere else while it is not called."""
+    return any(parameter.is_meta for parameter in module.parameters())
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    """The hooks that align a module's weights with its inputs; others (SequentialHook) contain them."""
+    waiting = [vars(module).get(_HOOK)]
+    while waiting:
+        hook = waiting.pop(0)
+        waiting += getattr(hook, "hooks", ())
+        if hasattr(hook, "weights_map") and hasattr(hook, "execution_device"):
+            yield hook
