@@ -185,3 +185,64 @@ def test_what_a_user_puts_is_seen_until_it_is_gone(factory, arguments, put):
     finally:
         remove()
     assert not carries_users_hooks(all_modules(model))
+
+
+# ------------------------------------------------------------------ what counts positions
+
+
+def zeroed_at(position):
+    def zero(tensor, hook):
+        tensor = tensor.clone()
+        tensor[:, position] = 0
+        return tensor
+
+    return zero
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("place", ["blocks.0.hook_resid_post", "blocks.1.attn.hook_v"])
+def test_a_hook_on_a_position_past_the_short_prompt_of_the_verification(name, place):
+    """The verification takes more of the prompt until the hook runs."""
+    model = build_or_skip(bridge, name)
+    prompt = prompt_of(model, 20)
+    model.add_hook(place, zeroed_at(18))
+    maps = lm.run(model, prompt, ["attention", "value_zeroing", "input_gradients", "gim"])
+    for mixing_map in maps.values():
+        assert bool(mixing_map.scores.isfinite().all())
+    with pytest.raises(IndexError):
+        lm.run(model, prompt[..., :9], "attention")  # as the model itself
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_hook_on_a_position_of_the_decoder(name):
+    model = build_or_skip(bridge, "bart")
+    source, target = torch.arange(5, 9), torch.arange(5, 25)
+    model.add_hook("decoder_blocks.0.hook_resid_post", zeroed_at(18))
+    scores = lm.run(model, (source, target), "attention", part="decoder").scores
+    assert scores.shape[-1] == 20
+
+
+@pytest.mark.parametrize("place", ["unembed.hook_in", "unembed.hook_out"])
+def test_a_hook_on_a_position_of_the_unembedding(place):
+    """Without hooks only the logits of the row that is read are made."""
+    model = build_or_skip(bridge, "llama")
+    prompt = prompt_of(model, 7)
+    methods = ["input_gradients", "occlusion", "gim", "gradient_attention"]
+    target = lm.targets.predicted(position=3)
+    methods += [lm.InputGradients(target)]
+    expected = lm.run(model, prompt, methods[:4], queries=[-1])
+    model.add_hook(place, zeroed_at(3))
+    found = lm.run(model, prompt, methods[:4], queries=[-1])
+    for name, mixing_map in found.items():
+        torch.testing.assert_close(mixing_map.scores, expected[name].scores, atol=1e-5, rtol=1e-4)
+    # The row of the position itself explains nothing any more.
+    assert float(lm.run(model, prompt, "occlusion", queries=[3]).scores.abs().max()) < 1e-5
+
+
+def test_a_hook_that_fails_in_a_shorter_pass_is_named():
+    model = build_or_skip(bridge, "llama")
+    prompt = prompt_of(model, 7)
+    model.add_hook("blocks.0.hook_resid_post", zeroed_at(5))
+    words = r"a pass over [1-5] where the prompt has 7; got IndexError in zero \(.*Take the hook off"
+    with pytest.raises(lm.UnsupportedModelError, match=words):
+        lm.run(model, prompt, "context_length", queries=[6], max_memory=60_000)

@@ -16,6 +16,7 @@ from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.proof.prove import masks_padding, prove, short_batch
 from lens_mix.lens.proof_record import HEAD_UNPROVEN, Proof
+from lens_mix.lens.users_hooks import carries_users_hooks, settings_of_users_modules
 
 _proofs: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Proof]]] = weakref.WeakKeyDictionary()
 
@@ -39,7 +40,8 @@ def proof_of(
     # The state is taken while the model is open: no other thread has hooks of a run on it then.
     with lens.evaluation_mode():
         stored = _proofs.setdefault(lens.model, {}).get(lens.stack.name)
-        proof = stored[1] if not again and stored is not None and stored[0] == _state(lens) else None
+        kept = not again and stored is not None and stored[0] == _state(lens)
+        proof = stored[1] if kept and stored is not None and not _may_be_outdated(lens, stored[1]) else None
         complete = prove(lens, prompt) if proof is None else proof
         if lens.stack.source is not None and (proof is None or padding is not None):
             source = proof_of(Lens(lens.model, lens.stack.source.name), prompt, padding=padding, again=again)
@@ -73,6 +75,16 @@ def _refuse_within_a_pass(lens: Lens) -> None:
         frame = frame.f_back
 
 
+def _may_be_outdated(lens: Lens, proof: Proof) -> bool:
+    """Whether a component was not what it was read as because of code of the user's, which may be off now.
+
+    A hook or a module may be switched by a variable anywhere. What was verified needs no such care: each run
+    compares it with its own prompts (`refuted_here`, `unmixed`).
+    """
+    failed = any(entry.error is not None and not entry.ok for entry in proof.parts)
+    return failed and carries_users_hooks(lens.modules)
+
+
 def _head_refusal(lens: Lens, prompt: Prompt, proof: Proof) -> str | None:
     clean = clean_pass(lens, short_batch(lens, prompt), watched=())
     try:
@@ -83,7 +95,10 @@ def _head_refusal(lens: Lens, prompt: Prompt, proof: Proof) -> str | None:
 
 
 def _state(lens: Lens) -> tuple[Any, ...]:
-    """Changes whenever weights are edited in place, replaced, moved or cast, or hooks come or go."""
+    """Changes whenever weights are edited in place, replaced, moved or cast, or hooks come or go.
+
+    Also when a module that none of the libraries wrote is switched, as peft's `disable_adapter` does.
+    """
     parameters = {id(p): p for module in lens.modules for p in module._parameters.values() if p is not None}
     weights = tuple(
         # Tensors made in inference mode count no versions.
@@ -96,4 +111,4 @@ def _state(lens: Lens) -> tuple[Any, ...]:
         for m in lens.modules
         if m._forward_hooks or m._forward_pre_hooks
     )
-    return weights, hooks
+    return weights, hooks, settings_of_users_modules(lens.modules)

@@ -41,18 +41,45 @@ from lens_mix.lens.proof.next_norms import next_norm_refusals
 from lens_mix.lens.proof.reasons import explained
 from lens_mix.lens.proof_record import ALGEBRA_PARTS, VALUE, PartError, Proof
 from lens_mix.lens.replay import BlockCall, captured_calls, first_tensor, relative_error
+from lens_mix.lens.tracebacks import failing_users_code
+from lens_mix.lens.users_hooks import carries_users_hooks
 
 SHORTEST, LONGEST = 8, 16  # tokens of a proof's prompt
 
 
-def _proof_prompt(prompt: Prompt, n_ctx: int) -> Prompt:
+def _short_prompt(lens: Lens, prompt: Prompt) -> Prompt:
+    """What a proof runs on: the first tokens of a prompt, more where a hook of the user's needs more.
+
+    A hook on position 18 fails in a pass over 16.
+    """
+    count, target_count = LONGEST, SHORTEST
+    lengths = len(prompt.tokens), 0 if prompt.target is None else len(prompt.target)
+    n_ctx = max(getattr(lens.model.cfg, "n_ctx", None) or LONGEST, *lengths)
+    while True:
+        short = _proof_prompt(prompt, n_ctx, count, target_count)
+        is_whole = count >= lengths[0] and target_count >= lengths[1]
+        if is_whole or not carries_users_hooks(lens.modules) or _runs(lens, short):
+            return short
+        count, target_count = 2 * count, 2 * target_count
+
+
+def _runs(lens: Lens, short: Prompt) -> bool:
+    """Whether the user's hooks run; any other failure is the proof's to explain."""
+    try:
+        clean_pass(lens, pad([short], pad_token(lens.model), "right"), watched=())
+    except Exception as problem:
+        return failing_users_code(problem) is None
+    return True
+
+
+def _proof_prompt(prompt: Prompt, n_ctx: int, count: int = LONGEST, target_count: int = SHORTEST) -> Prompt:
     """The first tokens of a prompt, repeated where it is short: enough to tell readings apart."""
-    count = min(max(len(prompt.tokens), SHORTEST), LONGEST, n_ctx)
+    count = min(max(len(prompt.tokens), SHORTEST), count, n_ctx)
     positions = torch.arange(count, device="cpu") % len(prompt.tokens)
     target = prompt.target
     if target is not None:
         # A start token alone would make every pattern 1; the source's tokens stand in for a target.
-        target = torch.cat([target, prompt.tokens[positions].to(target)])[: min(SHORTEST, n_ctx)]
+        target = torch.cat([target, prompt.tokens[positions].to(target)])[: min(target_count, n_ctx)]
     return Prompt(
         prompt.tokens[positions], target, {name: value[positions] for name, value in prompt.inputs.items()}
     )
@@ -94,9 +121,8 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
 
 
 def short_batch(lens: Lens, prompt: Prompt) -> Batch:
-    """What a proof runs on: `_proof_prompt` as a batch of one."""
-    short = _proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
-    return pad([short], pad_token(lens.model), "right")
+    """What a proof runs on, as a batch of one."""
+    return pad([_short_prompt(lens, prompt)], pad_token(lens.model), "right")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,7 +383,8 @@ def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bo
     """Whether a shorter prompt that is padded comes out as alone, and no pattern has weight on its padding.
 
     Padding can also make NaN: in float64, a row that sees nothing but padding does in transformers itself
-    (padding on the left, or a sliding window).
+    (padding on the left, or a sliding window). What blocks without attention make of padding is not
+    looked at, nor what a mask does that is more than one of padding.
 
     Args:
         lens: the face of the model.
@@ -366,7 +393,7 @@ def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bo
     """
     if lens.stack.gaps is not None or not lens.bears_a_mask:
         return False  # prompts run one by one
-    short = _proof_prompt(prompt, getattr(lens.model.cfg, "n_ctx", None) or LONGEST)
+    short = _short_prompt(lens, prompt)
     half = max(1, len(short.tokens) // 2)
     shorter = Prompt(short.tokens[:half], short.target, {name: v[:half] for name, v in short.inputs.items()})
     batch = pad([short, shorter], pad_token(lens.model), side)
