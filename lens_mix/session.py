@@ -35,6 +35,7 @@ from lens_mix.lens.proof.engines import choose_engine, needs_head, refused_outri
 from lens_mix.lens.proof.proofs import proof_of
 from lens_mix.lens.proof.prove import padding_leaks
 from lens_mix.lens.proof_record import VALUE, Proof
+from lens_mix.lens.raw_errors import ErrorsExplained
 from lens_mix.lens.rows import Rows, Selection, read_selection
 from lens_mix.lens.state import reading
 from lens_mix.lens.users_hooks import carries_users_hooks, named_users_hooks
@@ -72,7 +73,8 @@ class Session:
         progress: bool | None = None,
     ) -> None:
         self.effort = Effort(progress)
-        lens = Lens(model, stack)
+        with ErrorsExplained(model):
+            lens = Lens(model, stack)
         if max_memory is not None:
             max_memory = whole_number("max_memory", max_memory, 1, what="a number of bytes")
         for method in methods.values():
@@ -120,7 +122,9 @@ class Session:
         lengths |= {len(prompt.tokens) for prompt in prompts}
         alike = len(lengths) == 1 or len(prompts) == 1
         given = any(set(prompt.inputs) - {"token_type_ids"} for prompt in prompts)
-        if alike or (not given and proof_of(self.lens, prompts[0], padding=side).masks_padding[side]):
+        with ErrorsExplained(self.lens.model):
+            masks = not (alike or given) and proof_of(self.lens, prompts[0], padding=side).masks_padding[side]
+        if alike or masks:
             return [prompts]
         return [[prompt] for prompt in prompts]
 
@@ -159,7 +163,7 @@ class Session:
         """
         # A lens of its own: modules may have come and gone since the last batch.
         self.lens = lens = Lens(self.lens.model, self.lens.stack.name)
-        with lens.evaluation_mode():
+        with ErrorsExplained(lens.model), lens.evaluation_mode():
             proof = proof_of(lens, prompts[0], head=needs_head(self.methods.values()))
             engines = self._engines(proof)
             by_algebra = "algebra" in engines.values()

@@ -172,6 +172,69 @@ _TRAPS = {
     # A final norm that the Bridge does not map, and a projection after it.
     "opt_projected": ("OPTForCausalLM", "OPTConfig", {**_OPT, "word_embed_proj_dim": 16}),
 }
+_TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], **_SLIDING}
+_GEMMA_PART = {**_GEMMA, **_SCALAR, **_TWO_KINDS}
+_PICTURES = _sizes(
+    "hidden_size=24 intermediate_size=48 num_hidden_layers=2 num_attention_heads=4 image_size=16 patch_size=8"
+)
+_MAMBA = _sizes(
+    "hidden_size=32 intermediate_size=48 num_hidden_layers=2 num_attention_heads=4 num_key_value_heads=2 "
+    "max_position_embeddings=32 mamba_n_heads=4 mamba_d_state=8 mamba_d_head=16 mamba_n_groups=1 "
+    "num_local_experts=4 num_experts_per_tok=2"
+)
+# Models that run by themselves, of which something can't be read, or that fail by themselves (Granite).
+_TRAPS |= {
+    "gemma4_two_sizes": (
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {
+            **_GEMMA_PART,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "global_head_dim": 16,
+        },
+    ),
+    "emu3": (
+        "Emu3ForConditionalGeneration",
+        "Emu3Config",
+        {
+            "text_config": _LLAMA,
+            "vq_config": {
+                "codebook_size": 8,
+                "embed_dim": 4,
+                "latent_channels": 4,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1],
+                "num_res_blocks": 1,
+                "attn_resolutions": [],
+                "hidden_size": 32,
+                "num_attention_heads": 1,
+            },
+            "vocabulary_map": {"<image>": 3},
+        },
+    ),
+    "t5gemma2": (
+        "T5Gemma2ForConditionalGeneration",
+        "T5Gemma2Config",
+        {
+            "encoder": {
+                "text_config": _GEMMA_PART,
+                "vision_config": _PICTURES,
+                "mm_tokens_per_image": 4,
+                "boi_token_index": 40,
+                "eoi_token_index": 41,
+                "image_token_index": 42,
+            },
+            "decoder": _GEMMA_PART,
+            "image_token_index": 42,
+        },
+    ),
+    "granite_without_positions": (
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        {**_MAMBA, "layer_types": ["mamba", "attention"]},
+    ),
+}
 BRIDGE_NAMES: tuple[str, ...] = tuple(_WRAPPED)
 _WRAPPED.update(_TRAPS)
 

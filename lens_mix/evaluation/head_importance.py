@@ -22,7 +22,7 @@ from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelEr
 from lens_mix.lens.parts import one_part
 from lens_mix.lens.prompts import read_prompt
 from lens_mix.lens.proof.proofs import proof_of
-from lens_mix.lens.proof.support import any_tokens
+from lens_mix.lens.proof.support import any_prompt
 from lens_mix.methods import AttentionAttribution, AttentionWeights, GradientAttention, Method
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike
@@ -196,7 +196,7 @@ def pruned(
             gaps = lens.stack.gaps
             raise ValueError(f"heads: expected heads of blocks that have some, got layer {layer} ({gaps})")
         by_layer[layer].append(whole_number("heads", head, 0, lens.n_heads - 1, "heads"))
-    reason = proof_of(lens, read_prompt(model, lens.model_class, any_tokens(model))).hooks_refusal
+    reason = proof_of(lens, read_prompt(model, lens.model_class, any_prompt(model))).hooks_refusal
     if reason is not None:
         raise UnsupportedModelError(f"pruned can't run on this model: {reason}")
     template = lens.stack.attention_template

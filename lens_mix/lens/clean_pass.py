@@ -17,8 +17,9 @@ from lens_mix.lens.changes import Changes, forward_hook
 from lens_mix.lens.graph import Graph
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls
+from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls, is_out_of_memory
 from lens_mix.lens.rows import Rows, rows_at
+from lens_mix.lens.tracebacks import failing_users_code
 
 # How torch complains of two dtypes, or of a number that one of them can't hold.
 _DTYPE_TEXTS = ("scalar type", "dtype", "without overflow")
@@ -182,8 +183,11 @@ def clean_pass(
     with mode, graph.built() if graph else contextlib.nullcontext(), hooks, Changes(capturing), stopping:
         try:
             lens.forward(batch, as_given=as_given)
-        except (RuntimeError, IndexError) as problem:
-            _explain(lens, batch, problem)
+        except StopForward:
+            raise
+        except Exception as problem:
+            if not is_out_of_memory(problem) and failing_users_code(problem) is None:
+                _explain(lens, batch, problem)
             raise
     # Recorded tensors are detached, even when the pass keeps its graph.
     recorded.update({name: tensor.detach() for name, tensor in recorded.items()})
@@ -192,11 +196,12 @@ def clean_pass(
 
 
 def _explain(lens: Lens, batch: Batch, problem: Exception) -> None:
-    """Say in words why the model's own forward pass fails, where that is known.
+    """Say why the model's own forward pass fails, if it does.
 
     Raises:
         ValueError: an input that the model has no row for.
-        UnsupportedModelError: something in the model is of one dtype whatever the rest is cast to.
+        UnsupportedModelError: something in the model is of one dtype whatever the rest is cast to; or the
+            pass that the user would make fails too.
     """
     if isinstance(problem, IndexError) and batch.inputs:
         got = {name: f"{value.min()}..{value.max()}" for name, value in batch.inputs.items()}
@@ -207,6 +212,15 @@ def _explain(lens: Lens, batch: Batch, problem: Exception) -> None:
         raise UnsupportedModelError(
             f"the model's own forward pass fails in {lens.dtype} ({problem}): something in it is made for "
             "another dtype; cast the model (model.to(torch.float32))"
+        ) from problem
+    try:
+        lens.forward(batch, as_given=True)
+    except StopForward:
+        return
+    except Exception as own:
+        raise UnsupportedModelError(
+            f"the model's own forward pass fails: {type(own).__name__}: {own}; expected a model that runs on "
+            f"{batch.tokens.shape[1]} tokens"
         ) from problem
 
 
@@ -244,6 +258,6 @@ def _require_complete(clean: CleanPass, required: Sequence[str], watched: Sequen
 
 def _bad_weight(lens: Lens) -> str:
     for name, parameter in lens.model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
+        if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
             return f"; the weight {name!r} holds NaN or infinity"
     return "; all weights are finite, so the activations overflow (dtype?)"

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix.lens.parts import one_part
-from lens_mix.lens.prompts import device_of, read_prompt
+from lens_mix.lens.prompts import device_of, is_encoder_decoder, read_prompt
 from lens_mix.lens.proof.engines import HasEngines, choose_engine, needs_head, refused_outright
 from lens_mix.lens.proof.proofs import proof_of
 from lens_mix.lens.proof_record import PartError, Proof
 from lens_mix.lens.provenance import model_name
-from lens_mix.lens.replay import is_out_of_memory
+from lens_mix.lens.raw_errors import ErrorsExplained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,11 +136,11 @@ def check(
     Raises:
         UnsupportedModelError: the model can't be looked through at all.
     """
-    lens = Lens(model, one_part(part, stack))
-    if prompt is None:
-        prompt = any_tokens(model)
-    read = read_prompt(model, lens.model_class, prompt, prepend_bos=prepend_bos, inputs=inputs)
-    return Check(model_name(model), proof_of(lens, read, head=True, padding="right", again=True))
+    with ErrorsExplained(model):
+        lens = Lens(model, one_part(part, stack))
+        prompt = any_prompt(model) if prompt is None else prompt
+        read = read_prompt(model, lens.model_class, prompt, prepend_bos=prepend_bos, inputs=inputs)
+        return Check(model_name(model), proof_of(lens, read, head=True, padding="right", again=True))
 
 
 def support_table(
@@ -150,12 +150,11 @@ def support_table(
     rows: list[tuple[str, str | None, str]] = []
     methods = list(methods)
     try:
-        lens = Lens(model, stack)
-        read = read_prompt(model, lens.model_class, any_tokens(model))
-        proof = proof_of(lens, read, head=needs_head(methods))
-    except (UnsupportedModelError, RuntimeError) as problem:  # its own forward pass may fail
-        if is_out_of_memory(problem):
-            raise
+        with ErrorsExplained(model):
+            lens = Lens(model, stack)
+            read = read_prompt(model, lens.model_class, any_prompt(model))
+            proof = proof_of(lens, read, head=needs_head(methods))
+    except UnsupportedModelError as problem:
         return Support(model_name(model), tuple((method.name, None, str(problem)) for method in methods))
     for method in methods:
         engine, reason = None, refused_outright(lens, method) or _norm_refusal(method, proof) or ""
@@ -175,6 +174,12 @@ def _norm_refusal(method: HasEngines, proof: Proof) -> str | None:
     return next(
         (why for layer, why in reasons if layer in proof.anatomy and asks(proof.anatomy[layer])), None
     )
+
+
+def any_prompt(model: TransformerLensModel) -> Any:
+    """Tokens that the model reads; for both sides of an encoder-decoder, which may name no start token."""
+    alone = any_tokens(model)
+    return (alone, alone) if is_encoder_decoder(model, model_class_of(model)) else alone
 
 
 def any_tokens(model: TransformerLensModel) -> torch.Tensor:

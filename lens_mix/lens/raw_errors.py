@@ -1,0 +1,66 @@
+"""Errors that torch, transformers and TransformerLens raise while a model is mapped, with their place."""
+
+from __future__ import annotations
+
+import traceback
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
+from lens_mix.lens.provenance import model_name
+from lens_mix.lens.replay import is_out_of_memory
+from lens_mix.lens.tracebacks import failing_users_code, is_raised_by_us
+
+# Checks of shapes are for developers: what they find is a fault of lens_mix.
+_CHECKS = frozenset({"jaxtyping", "beartype"})
+
+
+class ErrorsExplained:
+    """A `with` block in which a model is opened, verified or mapped.
+
+    An error of torch, transformers or TransformerLens becomes an `UnsupportedModelError` that names the
+    model, the module and the cause, which is chained to it. Errors that lens_mix raises itself, those of the
+    user's code (hooks, targets, methods), and running out of memory stay what they are.
+    """
+
+    def __init__(self, model: TransformerLensModel) -> None:
+        self._model = model
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(problem, Exception) and _is_raw(problem):
+            raise UnsupportedModelError(
+                f"{model_name(self._model)}: expected a model that can be mapped, got "
+                f"{type(problem).__name__} in {_place(self._model, problem)}: {problem}. If the model itself "
+                "runs on this prompt, this part of it is not supported; lens_mix.support(model) says which "
+                "methods run"
+            ) from problem
+
+
+def _is_raw(problem: Exception) -> bool:
+    if isinstance(problem, (UnsupportedModelError, Warning, MemoryError)) or is_out_of_memory(problem):
+        return False
+    if type(problem).__module__.partition(".")[0] in _CHECKS:
+        return False
+    return not is_raised_by_us(problem) and failing_users_code(problem) is None
+
+
+def _place(model: Any, problem: Exception) -> str:
+    """The innermost module of the model that was at work, by name; else the innermost function."""
+    names: dict[int, str] = {}
+    for tree in (getattr(model, "original_model", None), model):
+        if isinstance(tree, nn.Module):
+            names |= {id(module): name for name, module in tree.named_modules() if name}
+    frames = [frame for frame, _ in traceback.walk_tb(problem.__traceback__)]
+    at_work = [frame.f_locals.get("self", frame.f_locals.get("module")) for frame in frames]
+    modules = [module for module in at_work if id(module) in names]
+    if not modules:
+        return frames[-1].f_code.co_name if frames else "the model"
+    name = names[id(modules[-1])].replace("._original_component", "")
+    return f"{name} ({type(modules[-1]).__name__})"
