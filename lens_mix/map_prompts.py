@@ -195,6 +195,7 @@ class _Record:
             default_query=self._default_query(label, index, len(tokens)),
             notes=(
                 *filter(None, (stack.gaps, self._head)),
+                *prompt.notes,
                 *provenance.notes(scores, layers, queries),
                 *((provenance.SINK,) if sink else ()),
                 *(text for block in blocks for text in block.warnings[index]),

@@ -9,6 +9,7 @@ from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelEr
 from lens_mix.lens.parts import one_part
 from lens_mix.lens.prompts import is_encoder_decoder
 from lens_mix.lens.rows import Selection
+from lens_mix.lens.texts import token_ids
 from lens_mix.maps import MixingMap
 from lens_mix.methods import AttributionPatching, DecompX, Gim, InputGradients, Method
 from lens_mix.runner import run
@@ -125,5 +126,5 @@ def _words(model: TransformerLensModel) -> tuple[str, ...] | None:
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is None:
         return None
-    sizes = [len(tokenizer(word, add_special_tokens=False)["input_ids"]) for word in _WORDS]
+    sizes = [len(token_ids(tokenizer, word)) for word in _WORDS]
     return _WORDS if set(sizes) == {1} else None

@@ -12,12 +12,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lens_mix.arguments import flags, one_of, shown, whole_number
-from lens_mix.lens import masks
 from lens_mix.lens.batches import PaddingSide, Prompt
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.parts import one_part, parts_of
-from lens_mix.lens.prompts import of_encoding
+from lens_mix.lens.prompts import is_causal_model, of_encoding
 from lens_mix.lens.proof.support import Support, any_tokens, support_table
 from lens_mix.lens.rows import Selection
 from lens_mix.map_prompts import map_prompts, measuring
@@ -338,7 +337,7 @@ def _label(method: Method) -> str:
 
 def _refuse_left_padding(lens: Lens) -> None:
     embedding = getattr(lens.model.cfg, "positional_embedding_type", None)
-    if lens.encoder_decoder or not masks.is_causal_model(lens):
+    if not is_causal_model(lens.model, lens.model_class):
         raise UnsupportedModelError(
             "padding_side='left': an encoder counts positions from the first token, padding included "
             f"(position embedding {embedding!r}); expected padding_side='right'"

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from lens_mix import classifiers
 from lens_mix.arguments import flags, instance, one_of, shown, whole_number
+from lens_mix.lens import texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -62,12 +63,15 @@ class Context:
         output: the output of the clean pass, logits [1 pos d_vocab] or [1 class], or the residual stream.
         tokenizer: the model's; None where it has none.
         inputs: the model's further inputs, of the mapped tokens' shape, by name.
+        as_target: whether text is read as the decoder of an encoder-decoder writes it (Marian has another
+            vocabulary of pieces there).
     """
 
     tokens: Int[Tensor, " pos"]
     output: Float[Tensor, "batch ..."]
     tokenizer: PreTrainedTokenizerBase | None = None
     inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    as_target: bool = False
 
     def token_id(self, token: str | int, name: str = "token") -> int:
         """A token's number, checked.
@@ -81,7 +85,7 @@ class Context:
             raise ValueError(
                 f"{name}: {token!r} needs a tokenizer and this model has none; expected a token number"
             )
-        ids = list(self.tokenizer(token, add_special_tokens=False)["input_ids"])
+        ids = texts.token_ids(self.tokenizer, token, as_target=self.as_target)
         if len(ids) != 1:
             read_as = self.tokenizer.convert_ids_to_tokens(ids)
             raise ValueError(

@@ -65,6 +65,7 @@ STORES = {
     "lens.proof.proofs._proofs": "proofs, by the model that they are about",
     "lens.proof.sketch.random_vectors": "8 numbers per unit of a matrix's width, on its device; 64 widths",
     "lens.signals._waiting": "signals that wait at this moment",
+    "lens.texts._templates": "what TransformerLens has replaced in a tokenizer, by the tokenizer",
     "lens.state._evaluated_models": "models that are in evaluation mode at this moment",
     "lens.state._locks": "which thread has a model open, by the model",
     "registry._plugins": "methods of installed packages, which are loaded, and warned of, once",

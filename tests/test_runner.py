@@ -258,7 +258,8 @@ def test_encoder_decoder_pairs():
         assert decoder.scores.shape == (2, 4, 4)
         assert decoder.causal
         words = lm.run(model, ("w5 w6 w7", "w8 w9"), "attention", stack="decoder")
-        assert words.tokens[1:] == ["w8", "w9"]
+        labels = model.tokenizer(text_target="w8 w9")["input_ids"]
+        assert words.tokens[1:] == model.tokenizer.convert_ids_to_tokens(labels)
 
 
 def _decoder_refused(model):

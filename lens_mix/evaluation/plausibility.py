@@ -11,7 +11,9 @@ from lens_mix import targets
 from lens_mix.arguments import whole_number
 from lens_mix.evaluation.tasks import Case
 from lens_mix.lens.model import Lens
-from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
+from lens_mix.lens.prompts import is_causal_model, read_prompt
+from lens_mix.lens.texts import token_ids
 
 # Where the word that decides stands in the context (the prefix) of BLiMP's minimal pairs.
 _BLIMP_CUES = {
@@ -36,8 +38,10 @@ def blimp_cases(
         count: the first so many pairs that can be used; None: all.
 
     Raises:
-        ValueError: a file without prefixes, or no pair that can be used.
+        ValueError: a model that is not causal; a file without prefixes, or no pair that can be used.
     """
+    if not is_causal_model(model, model_class_of(model)):
+        raise ValueError("model: expected a causal decoder, which predicts the word after a prefix")
     cases = []
     with open(path, encoding="utf-8") as file:
         for line in file:
@@ -59,10 +63,10 @@ def blimp_cases(
 def _blimp_case(model: TransformerLensModel, pair: dict[str, Any]) -> Case | None:
     prefix = pair["one_prefix_prefix"]
     words = [pair["one_prefix_word_good"], pair["one_prefix_word_bad"]]
-    good, bad = (model.tokenizer(f" {word}", add_special_tokens=False)["input_ids"] for word in words)
+    good, bad = (token_ids(model.tokenizer, f" {word}") for word in words)
     if good[0] == bad[0]:
         return None
-    tokens = model.to_tokens(prefix)[0]
+    tokens = read_prompt(model, model_class_of(model), prefix).tokens
     start, end = _cue_span(prefix, _BLIMP_CUES.get(pair["UID"], "whole"))
     offsets = model.tokenizer(prefix, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     # special tokens that the model put in front
@@ -130,9 +134,9 @@ def planted_facts(
         fact, question = template.format(name, word), template.split("{1}")[0].format(name)
         before = " ".join([*others[:place], fact.removesuffix(f"{word}.")])
         prompt = " ".join([*others[:place], fact, *others[place:], question])
-        tokens = model.to_tokens(prompt)[0]
-        position = len(model.to_tokens(before)[0])
-        answer = model.tokenizer(word, add_special_tokens=False)["input_ids"]
+        tokens = read_prompt(model, lens.model_class, prompt).tokens
+        position = len(read_prompt(model, lens.model_class, before).tokens)
+        answer = token_ids(model.tokenizer, word)
         # The word has to stand where it is thought to: tokens may be cut otherwise in the whole prompt.
         right = int(tokens[position]) == answer[0] == int(lens.logits(tokens)[-1].argmax())
         cases += [Case(tokens, -1, (position,))] if right else []

@@ -65,7 +65,9 @@ class ReplaceTokens(_OtherTokens):
     def _fills(self, passes: EditedPasses) -> Int[Tensor, "fill pos"]:
         # Only the width is read.
         logits = torch.empty(1, 1, _vocabulary(passes), dtype=torch.float32, device="meta")
-        context = Context(passes.passed.token_ids(0), logits, passes.first_block.tokenizer)
+        as_target = passes.passed.session.lens.stack.reads_target
+        tokenizer = passes.first_block.tokenizer
+        context = Context(passes.passed.token_ids(0), logits, tokenizer, as_target=as_target)
         listed = several("tokens", self.tokens, "tokens")
         tokens = torch.tensor(
             [context.token_id(token, "tokens") for token in listed], dtype=torch.long, device="cpu"

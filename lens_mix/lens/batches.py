@@ -12,6 +12,8 @@ from torch import Tensor
 
 PaddingSide = Literal["left", "right"]
 
+_TYPES = "token_type_ids"
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
@@ -22,12 +24,14 @@ class Prompt:
         target: what the decoder of an encoder-decoder reads; None elsewhere.
         inputs: further model inputs of the shape of `tokens`, by name.
         text: as it was given, for the record: a string, a pair of them, chat messages; None for tokens.
+        notes: what its maps say about it.
     """
 
     tokens: Int[Tensor, " pos"]
     target: Int[Tensor, " target_pos"] | None = None
     inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     text: Any = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +90,12 @@ def pad(prompts: Sequence[Prompt], pad_token: int, side: PaddingSide) -> Batch:
     if prompts[0].target is not None:
         # A decoder is causal: padding on its right cannot reach the prompt's own positions.
         target, target_real = _pad([p.target for p in prompts if p.target is not None], pad_token, "right")
-    names = prompts[0].inputs
-    if any(set(prompt.inputs) != set(names) for prompt in prompts):
-        raise ValueError(f"model inputs: expected {sorted(names)} for every prompt of a batch, some differ")
-    inputs = {name: _pad([p.inputs[name] for p in prompts], 0, side, least)[0] for name in names}
+    names = sorted(set().union(*(prompt.inputs for prompt in prompts)))
+    if any(set(names) - set(prompt.inputs) - {_TYPES} for prompt in prompts):
+        raise ValueError(f"model inputs: expected {names} for every prompt of a batch, some differ")
+    # A prompt without token types is read as one text, beside pairs too.
+    given = {name: [p.inputs.get(name, torch.zeros_like(p.tokens)) for p in prompts] for name in names}
+    inputs = {name: _pad(rows, 0, side, least)[0] for name, rows in given.items()}
     return Batch(tuple(prompts), tokens, real, target, target_real, inputs)
 
 

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from lens_mix.hooks import record, zero_queries
 from lens_mix.lens.clean_pass import CleanPass
-from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.prompts import wrapped_config
 from lens_mix.lens.rows import rows_at
 
 
@@ -137,17 +135,6 @@ class PromptMask:
                 "whatever `block.attended` says"
             )
         return scores.masked_fill(hidden, 0)
-
-
-def is_causal_model(lens: Lens) -> bool:
-    """Whether the model says that its attention is causal (Bridge encoders may say so too: see the stack)."""
-    if lens.model_class.value == "HookedEncoder":
-        return False
-    # By the wrapped class: TransformerBridge 3 says attention_dir="causal" of BERT too.
-    name = type(getattr(lens.model, "original_model", None)).__name__
-    if "MaskedLM" in name or "NextSentence" in name or "PreTraining" in name:
-        return bool(wrapped_config(lens.model, "is_decoder"))
-    return getattr(lens.model.cfg, "attention_dir", "causal") == "causal"
 
 
 def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:

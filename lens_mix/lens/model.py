@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -27,7 +26,14 @@ from lens_mix.lens.model_classes import (
     model_class_of,
     transformer_lens_version,
 )
-from lens_mix.lens.prompts import device_of, is_encoder_decoder, pad_token, read_prompt, wrapped_config
+from lens_mix.lens.prompts import (
+    device_of,
+    further_inputs,
+    is_encoder_decoder,
+    pad_token,
+    read_prompt,
+    wrapped_config,
+)
 from lens_mix.lens.stacks import Stack, stacks_of
 from lens_mix.lens.state import all_modules, evaluation_mode
 
@@ -57,9 +63,9 @@ class Lens:
         self.model_class = model_class_of(model)
         # Each class has attributes of its own besides, which are asked for where they are needed.
         self.model = cast(Any, model)
-        for sense in ("visual", "audio"):
+        for sense, kind in {"visual": "a visual model", "audio": "an audio model"}.items():
             if getattr(model.cfg, f"is_{sense}_model", False):
-                raise UnsupportedModelError(f"model: expected a model that reads tokens, got a {sense} model")
+                raise UnsupportedModelError(f"model: expected a model that reads tokens, got {kind}")
         stacks = stacks_of(self.model)
         name = next(iter(stacks)) if stack is None else stack
         if not isinstance(name, str) or name not in stacks:
@@ -207,7 +213,7 @@ class Lens:
             return self._forward(batch, as_given, options)
 
     def _forward(self, batch: Batch, as_given: bool, options: Mapping[str, Any]) -> Any:
-        taken = self._further_inputs()
+        taken = further_inputs(self.model, self.model_class)
         unknown = sorted(set(batch.inputs) - {*taken, "attention_mask"})
         if unknown:
             raise ValueError(
@@ -258,15 +264,7 @@ class Lens:
 
     def takes_input(self, name: str) -> bool:
         """Whether the forward pass takes a further input of that name."""
-        return name in self._further_inputs()
-
-    def _further_inputs(self) -> list[str]:
-        """What the forward pass takes by name besides tokens; more would be swallowed without a word."""
-        if self.model_class is not ModelClass.BRIDGE:
-            return ["token_type_ids"] if self.model_class is ModelClass.HOOKED_ENCODER else []
-        parameters = inspect.signature(type(self.model.original_model).forward).parameters.values()
-        given = {"input_ids", "attention_mask", "use_cache", "decoder_input_ids", "self"}
-        return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in given]
+        return name in further_inputs(self.model, self.model_class)
 
 
 def _lift_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -11,13 +13,17 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix.arguments import as_model_input, flags, plain_tensor, shown, whole_number
+from lens_mix.arguments import as_model_input, flags, plain_tensor, whole_number
+from lens_mix.lens import texts
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import ModelClass, TransformerLensModel
 from lens_mix.lens.offloading import execution_device
 
 # What tokenizers return besides, on request.
 _NOT_FOR_MODELS = {"offset_mapping", "special_tokens_mask", "length", "overflow_to_sample_mapping"}
+
+# Inputs of models that see or hear, by name.
+_NO_TEXT = re.compile(r"pixel|image|video|audio|speech|input_features|input_values|inputs_embeds")
 
 # Learned positions are tables: a longer prompt has no row to read.
 _EXTENSIBLE_POSITIONS = {"alibi", "relative_positional_bias", "none"}
@@ -34,25 +40,56 @@ def wrapped_config(model: TransformerLensModel, name: str) -> Any:
     return getattr(getattr(getattr(model, "original_model", None), "config", None), name, None)
 
 
+def is_causal_model(model: TransformerLensModel, model_class: ModelClass) -> bool:
+    """Whether the model is a causal decoder, as far as its class and its configuration say."""
+    if model_class is ModelClass.HOOKED_ENCODER or is_encoder_decoder(model, model_class):
+        return False
+    # By the wrapped class: TransformerBridge 3 says attention_dir="causal" of BERT too.
+    name = type(getattr(model, "original_model", None)).__name__
+    if "MaskedLM" in name or "NextSentence" in name or "PreTraining" in name:
+        return bool(wrapped_config(model, "is_decoder"))
+    return getattr(model.cfg, "attention_dir", "causal") == "causal"
+
+
+def further_inputs(model: TransformerLensModel, model_class: ModelClass) -> list[str]:
+    """What the forward pass takes by name besides tokens; more would be swallowed without a word."""
+    if model_class is not ModelClass.BRIDGE:
+        return ["token_type_ids"] if model_class is ModelClass.HOOKED_ENCODER else []
+    wrapped: Any = getattr(model, "original_model", None)
+    parameters = inspect.signature(type(wrapped).forward).parameters.values()
+    given = {"input_ids", "attention_mask", "use_cache", "decoder_input_ids", "self"}
+    return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in given]
+
+
 def read_prompt(
     model: TransformerLensModel,
     model_class: ModelClass,
     prompt: object,
     *,
     prepend_bos: bool | None = None,
-    attention_mask: Tensor | None = None,
-    inputs: Mapping[str, Tensor] | None = None,
+    attention_mask: Any = None,
+    inputs: Mapping[str, Any] | None = None,
     target_for: str | None = None,
 ) -> Prompt:
-    """One prompt as the user gave it.
+    """Return one prompt, as the user gave it, as tensors.
 
-    A string; tokens `[pos]` or `[1, pos]`; what a tokenizer of Hugging Face's returns (a `BatchEncoding` with
-    its mask and token types); chat messages, `[{"role": "user", "content": "..."}]`, which go through the
-    tokenizer's chat template; a pair (source, target) for an encoder-decoder; a pair of strings for an
-    encoder whose tokenizer joins pairs (BERT: `[CLS] a [SEP] b [SEP]`, with token types).
+    A prompt is one of these:
+
+    - a string, or a pair of strings for an encoder (BERT: `[CLS] a [SEP] b [SEP]`, with token types). Unless
+      the model is a causal decoder, the tokens are those of `model.tokenizer(text)` or
+      `model.tokenizer(a, b)`, special tokens included. For a causal decoder they are those of TransformerLens
+      (`to_tokens`, `prepend_bos`), with a note where the tokenizer's own differ;
+    - tokens [pos] or [1, pos]: a tensor, a NumPy array or a list of whole numbers;
+    - what a tokenizer of Hugging Face returns (a `BatchEncoding` with its mask and token types);
+    - chat messages, `[{"role": "user", "content": "..."}]`, which go through the tokenizer's chat template;
+    - (source, target) for an encoder-decoder. The source is any of the above, the target is a string or
+      tokens. Tokens are what the decoder reads, from the start token on. A string becomes
+      `model.tokenizer(text_target=target)`, shifted to the right as the model does it in training: T5 reads
+      `<pad> a b`, BART `</s> <s> a b`, mBART `ro_RO a b`. The end of the sentence that the tokenizer adds is
+      not read, only predicted.
 
     Args:
-        prepend_bos: as in TransformerLens; None for the model's default. Strings only.
+        prepend_bos: as in TransformerLens; None for the model's default. Strings of causal decoders only.
         attention_mask: [pos] or [1, pos], 1 for the prompt's own tokens; padding is cut away.
         inputs: further model inputs by name, [pos] or [1, pos] each; `decoder_input_ids` is the target.
         target_for: the part of the model that can't do without a target; None: the start token will do.
@@ -62,45 +99,59 @@ def read_prompt(
     """
     text = _as_text(prompt)
     given = dict(inputs or {})
-    if _is_pair_of_strings(prompt) and _joins_pairs(model, model_class):
-        if prepend_bos is not None:
-            raise ValueError("prepend_bos: expected None for a pair, which the tokenizer joins")
-        first, second = cast(Sequence[str], prompt)
-        prompt = model.tokenizer(first, second)
-    elif _is_chat(prompt):
-        prompt = _chat_tokens(model, prompt)
-    if isinstance(prompt, Mapping):
-        prompt, attention_mask, given = of_encoding(prompt, attention_mask, given)
-    target = given.pop("decoder_input_ids", None)
-    encoder_decoder = is_encoder_decoder(model, model_class)
     if prepend_bos is not None:
         flags(prepend_bos=prepend_bos)
-    if isinstance(prompt, (tuple, list)) and len(prompt) == 2 and not all(map(_is_number, prompt)):
-        if not encoder_decoder:
-            raise ValueError(
-                "prompt: a pair (source, target) is for encoder-decoders, and a pair of strings for encoders "
-                f"whose tokenizer joins pairs; {type(model).__name__} is neither; for several prompts use "
-                "run_many"
-            )
+    encoder_decoder = is_encoder_decoder(model, model_class)
+    prompt, target = _source_and_target(model, model_class, prompt)
+    notes: tuple[str, ...] = ()
+    if _is_chat(prompt):
+        _require_tokenizer(model, "prompt")
+        prompt = _long_tensor(model, texts.chat_ids(model.tokenizer, prompt))
+    elif isinstance(prompt, str) or _is_pair_of_strings(prompt):
+        prompt, notes = _read_text(model, model_class, prompt, prepend_bos)
+        prepend_bos = None
+    if isinstance(prompt, Mapping):
+        prompt, attention_mask, given = of_encoding(prompt, attention_mask, given)
+    if "decoder_input_ids" in given:
         if target is not None:
             raise ValueError("prompt: the target was given twice, in the pair and as decoder_input_ids")
-        prompt, target = prompt
+        target = given.pop("decoder_input_ids")
     if target is None and target_for is not None:
         raise ValueError(
             f"target: expected a pair (source, target) for part={target_for!r}, got the source alone; the "
-            'target is a string, or the decoder\'s tokens from the start token on ("" for that alone)'
+            'target is a string ("" for an empty one), or the decoder\'s tokens from the start token on'
         )
-    padded = _tokens(model, model_class, prompt, prepend_bos, "prompt")
+    padded = _tokens(model, prompt, prepend_bos, "prompt")
     real = _real_positions(attention_mask, padded)
     tokens = _checked_tokens(model, padded[real], "prompt")
     extra = {name: _like_tokens(value, padded, name)[real] for name, value in given.items()}
-    if isinstance(prompt, str) and model_class is ModelClass.HOOKED_ENCODER and "token_type_ids" not in extra:
-        extra["token_type_ids"] = model.to_tokens(prompt)[1][0].to(tokens.device)
+    notes += _beyond_context(model, tokens, "prompt")
     if encoder_decoder:
-        target = _checked_tokens(model, _target_tokens(model, model_class, target), "target")
+        notes += texts.notes_on_target(model.tokenizer) if isinstance(target, str) else ()
+        target = _checked_tokens(model, _target_tokens(model, target), "target")
+        notes += _beyond_context(model, target, "target")
     elif target is not None:
         raise ValueError(f"decoder_input_ids: {type(model).__name__} has no decoder side")
-    return Prompt(tokens, target, extra, text)
+    return Prompt(tokens, target, extra, text, notes)
+
+
+def _source_and_target(
+    model: TransformerLensModel, model_class: ModelClass, prompt: object
+) -> tuple[object, object]:
+    """The two sides of an encoder-decoder's prompt; the target is None where there is none."""
+    is_pair = isinstance(prompt, (tuple, list)) and len(prompt) == 2 and not all(map(_is_number, prompt))
+    if not is_pair or _is_chat(prompt):
+        return prompt, None
+    source, target = cast(Sequence[object], prompt)
+    if is_encoder_decoder(model, model_class):
+        return source, target
+    if _is_pair_of_strings(prompt) and _joins_pairs(model, model_class):
+        return prompt, None
+    raise ValueError(
+        "prompt: a pair (source, target) is for encoder-decoders, and a pair of strings for encoders "
+        f"whose tokenizer joins pairs; {type(model).__name__} is neither; for several prompts use "
+        "run_many"
+    )
 
 
 def _as_text(prompt: object) -> Any:
@@ -114,34 +165,56 @@ def _is_pair_of_strings(prompt: object) -> bool:
 
 
 def _joins_pairs(model: TransformerLensModel, model_class: ModelClass) -> bool:
-    """Whether the model reads two texts as one, its tokenizer putting a separator between them."""
+    """Whether the model reads two texts as one, its tokenizer putting special tokens around them."""
     tokenizer: Any = getattr(model, "tokenizer", None)
-    if is_encoder_decoder(model, model_class) or getattr(tokenizer, "sep_token_id", None) is None:
+    if tokenizer is None or is_causal_model(model, model_class):
         return False
-    decoder = model_class is ModelClass.HOOKED_TRANSFORMER or bool(wrapped_config(model, "is_decoder"))
-    return not decoder and tokenizer.num_special_tokens_to_add(pair=True) > 1
+    with texts.own_template(tokenizer):
+        return tokenizer.num_special_tokens_to_add(pair=True) > 0
 
 
 def _is_chat(prompt: object) -> bool:
-    return isinstance(prompt, (tuple, list)) and bool(prompt) and all(isinstance(m, Mapping) for m in prompt)
+    """Whether these are messages; what tokenizers return are mappings too."""
+    several = isinstance(prompt, (tuple, list)) and bool(prompt)
+    return several and all(isinstance(m, Mapping) and "input_ids" not in m for m in cast(Any, prompt))
 
 
-def _chat_tokens(model: TransformerLensModel, messages: Any) -> Int[Tensor, " pos"]:
-    """Messages through the chat template; where the last one is the user's, the assistant is to go on."""
+def _read_text(
+    model: TransformerLensModel, model_class: ModelClass, text: Any, prepend_bos: bool | None
+) -> tuple[object, tuple[str, ...]]:
+    """The tokens of a string or of a pair of strings, or what the tokenizer returns, and notes on them."""
     _require_tokenizer(model, "prompt")
-    if not getattr(model.tokenizer, "chat_template", None):
-        raise ValueError(
-            "prompt: expected a tokenizer with a chat template for chat messages, got one without; set "
-            "model.tokenizer.chat_template, or give a string"
+    if isinstance(text, str) and is_causal_model(model, model_class):
+        return _causal_tokens(model, text, prepend_bos)
+    if prepend_bos is not None:
+        reason = (
+            f"{model_class.value} adds its own special tokens; expected None, got {prepend_bos}"
+            if isinstance(text, str)
+            else f"expected None for a pair, which the tokenizer joins, got {prepend_bos}"
         )
-    if not all({"role", "content"} <= set(message) for message in messages):
-        raise ValueError(f'prompt: expected messages with "role" and "content", got {shown(messages)}')
-    goes_on = messages[-1]["role"] != "assistant"
-    text = model.tokenizer.apply_chat_template(
-        list(map(dict, messages)), tokenize=False, add_generation_prompt=goes_on
-    )
-    ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them
-    return torch.tensor(ids, dtype=torch.long, device=device_of(model))
+        raise ValueError(
+            f"prepend_bos: {reason}; for other tokens give these themselves, for example "
+            "model.tokenizer(text, add_special_tokens=False)"
+        )
+    encoding = texts.encoded(model.tokenizer, text)
+    taken = {"input_ids", "token_type_ids"} & {"input_ids", *further_inputs(model, model_class)}
+    read = {name: encoding[name] for name in taken if name in encoding}
+    return read, texts.notes_on_template(model.tokenizer)
+
+
+def _causal_tokens(
+    model: TransformerLensModel, text: str, prepend_bos: bool | None
+) -> tuple[Int[Tensor, " pos"], tuple[str, ...]]:
+    """The tokens of TransformerLens, and notes where the tokenizer's own differ."""
+
+    def read(prepend_bos: bool | None) -> Int[Tensor, " pos"]:
+        options = {} if prepend_bos is None else {"prepend_bos": prepend_bos}
+        # By default a long prompt would be cut without a word.
+        return model.to_tokens(text, truncate=False, **options)[0]
+
+    tokens = read(prepend_bos)
+    notes = texts.notes_on_string(model.tokenizer, text, tokens.tolist(), lambda value: read(value).tolist())
+    return tokens, notes
 
 
 def of_encoding(
@@ -176,10 +249,11 @@ def _is_number(token: object) -> bool:
 
 
 def _tokens(
-    model: TransformerLensModel, model_class: ModelClass, prompt: object, prepend_bos: bool | None, name: str
+    model: TransformerLensModel, prompt: object, prepend_bos: bool | None, name: str
 ) -> Int[Tensor, " pos"]:
-    if isinstance(prompt, str):
-        return _tokenize(model, model_class, prompt, prepend_bos)
+    """Tokens that were given as numbers, checked."""
+    if isinstance(prompt, np.ndarray):
+        prompt = _tensor_of(prompt, name)
     if isinstance(prompt, (list, tuple)):
         if not all(map(_is_number, prompt)):
             raise TypeError(
@@ -191,7 +265,9 @@ def _tokens(
             [whole_number(name, one, -(2**63), 2**63 - 1) for one in prompt], dtype=torch.long, device="cpu"
         )
     if not torch.is_tensor(prompt):
-        raise TypeError(f"{name}: expected a string or a tensor of tokens, got {type(prompt).__name__}")
+        hint = "" if name == "prompt" else " (labels of a tokenizer are not what the decoder reads)"
+        hint *= isinstance(prompt, Mapping)
+        raise TypeError(f"{name}: expected a string or a tensor of tokens, got {type(prompt).__name__}{hint}")
     plain_tensor(name, prompt)
     if prompt.dtype.is_floating_point or prompt.dtype.is_complex or prompt.dtype == torch.bool:
         raise TypeError(f"{name}: expected integer tokens, got a tensor of {prompt.dtype}")
@@ -206,22 +282,17 @@ def _tokens(
     return prompt.to(device_of(model), torch.long)
 
 
-def _tokenize(
-    model: TransformerLensModel, model_class: ModelClass, text: str, prepend_bos: bool | None
-) -> Int[Tensor, " pos"]:
-    _require_tokenizer(model, "prompt")
-    if model_class in (ModelClass.HOOKED_ENCODER, ModelClass.HOOKED_ENCODER_DECODER):
-        if prepend_bos is not None:
-            raise ValueError(
-                f"prepend_bos: {model_class.value} adds its own special tokens; expected None, got "
-                f"{prepend_bos}"
-            )
-        # By default a long prompt would be cut without a word. These classes return masks besides.
-        tokens = model.to_tokens(text, truncate=False)[0]
-    else:
-        options = {} if prepend_bos is None else {"prepend_bos": prepend_bos}
-        tokens = model.to_tokens(text, truncate=False, **options)
-    return tokens[0].to(device_of(model))
+def _tensor_of(array: np.ndarray[Any, Any], name: str) -> Tensor:
+    """An array of numbers as a tensor; torch takes neither all dtypes of NumPy nor all strides."""
+    if array.dtype.kind not in "iufcb":
+        raise TypeError(f"{name}: expected an array of whole numbers, got one of {array.dtype}")
+    if array.dtype.kind == "u" and array.size and int(array.max()) > 2**63 - 1:
+        raise ValueError(f"{name}: expected numbers below 2**63, got {int(array.max())}")
+    return torch.tensor(array.astype(np.int64 if array.dtype.kind in "iu" else array.dtype.newbyteorder("=")))
+
+
+def _long_tensor(model: TransformerLensModel, ids: Sequence[int]) -> Int[Tensor, " pos"]:
+    return torch.tensor(list(ids), dtype=torch.long, device=device_of(model))
 
 
 def _require_tokenizer(model: TransformerLensModel, name: str) -> None:
@@ -232,21 +303,38 @@ def _require_tokenizer(model: TransformerLensModel, name: str) -> None:
         )
 
 
-def _target_tokens(
-    model: TransformerLensModel, model_class: ModelClass, target: object
-) -> Int[Tensor, " target_pos"]:
-    """The decoder's input: the start token and the target's tokens; given tokens are used as they are."""
+def _target_tokens(model: TransformerLensModel, target: object) -> Int[Tensor, " target_pos"]:
+    """What the decoder reads: of a string what the model was trained to read; tokens are used as they are."""
     if target is not None and not isinstance(target, str):
-        return _tokens(model, model_class, target, None, "target")
+        return _tokens(model, target, None, "target")
     config = getattr(getattr(model, "original_model", None), "config", model.cfg)
     start = getattr(config, "decoder_start_token_id", None)
-    if start is None:
-        raise ValueError("target: the model names no decoder_start_token_id; give the decoder's tokens")
-    ids = [start]
-    if target:
-        _require_tokenizer(model, "target")
-        ids += model.tokenizer(target, add_special_tokens=False)["input_ids"]
-    return torch.tensor(ids, dtype=torch.long, device=device_of(model))
+    has_tokenizer = getattr(model, "tokenizer", None) is not None
+    # An empty target is the start token, and what the tokenizer writes around a text.
+    if not target and start is not None and (target is None or not has_tokenizer):
+        return _long_tensor(model, [start])
+    _require_tokenizer(model, "target")
+    return _long_tensor(model, texts.decoder_input(model.tokenizer, target or "", _shift(model, start)))
+
+
+def _shift(model: TransformerLensModel, start: int | None) -> Callable[[Sequence[int]], list[int]]:
+    """How the model makes the decoder's input of labels: its own function where it has one (mBART's)."""
+    own = getattr(getattr(model, "original_model", None), "prepare_decoder_input_ids_from_labels", None)
+
+    def shifted(labels: Sequence[int]) -> list[int]:
+        if own is None and start is None:
+            raise ValueError("target: the model names no decoder_start_token_id; give the decoder's tokens")
+        if own is None:
+            return [cast(int, start), *labels[:-1]]
+        try:
+            return own(_long_tensor(model, labels)[None])[0].tolist()
+        except (ValueError, AssertionError) as problem:
+            raise ValueError(
+                f"target: the model can't say what its decoder reads ({problem}); give the decoder's tokens, "
+                "from the start token on"
+            ) from problem
+
+    return shifted
 
 
 def _real_positions(attention_mask: Tensor | None, tokens: Int[Tensor, " pos"]) -> Bool[Tensor, " pos"]:
@@ -267,7 +355,10 @@ def _real_positions(attention_mask: Tensor | None, tokens: Int[Tensor, " pos"]) 
     return real
 
 
-def _like_tokens(value: Tensor, tokens: Int[Tensor, " pos"], name: str) -> Tensor:
+def _like_tokens(value: Any, tokens: Int[Tensor, " pos"], name: str) -> Tensor:
+    """A further input of the model, checked: a number per token."""
+    if isinstance(value, np.ndarray):
+        value = _tensor_of(value, name)
     if not torch.is_tensor(value):
         raise TypeError(
             f"{name}: expected a tensor of the tokens' shape, got {type(value).__name__}; "
@@ -275,6 +366,12 @@ def _like_tokens(value: Tensor, tokens: Int[Tensor, " pos"], name: str) -> Tenso
             "lm.ValueZeroing(per_head=True))"
         )
     plain_tensor(name, value)
+    if _NO_TEXT.search(name) or value.ndim > 2:
+        raise ValueError(
+            f"{name}: expected text alone (inputs [pos] or [1, pos], one number per token), got "
+            f"{list(value.shape)}; pictures, sound and embeddings as input are not supported: give the "
+            "tokens of a prompt without them"
+        )
     whole = name.endswith("_ids") or name == "labels"
     if whole and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
         raise TypeError(f"{name}: expected whole numbers, got {value.dtype}")
@@ -303,6 +400,36 @@ def _checked_tokens(
             "with a longer context"
         )
     return tokens
+
+
+def _beyond_context(model: TransformerLensModel, tokens: Int[Tensor, " pos"], name: str) -> tuple[str, ...]:
+    """A note where a prompt is longer than what the model was made for."""
+    longest = context_length(model, name)
+    if longest is None or len(tokens) <= longest:
+        return ()
+    return (
+        f"{name}: {len(tokens)} tokens are more than the context length that the model was made for, "
+        f"{longest}; positions beyond it were never trained",
+    )
+
+
+def context_length(model: TransformerLensModel, name: str) -> int | None:
+    """How many tokens of a "prompt" or "target" the model was made for; None where nothing says so."""
+    wrapped: Any = getattr(getattr(model, "original_model", None), "config", None)
+    if wrapped is None:
+        return getattr(model.cfg, "n_ctx", None)
+    # Of a model that also sees or hears, the part that reads text.
+    config = wrapped.get_text_config() if hasattr(wrapped, "get_text_config") else wrapped
+    sides = ("decoder", "target") if name == "target" else ("encoder", "source")
+    own = (f"max_{sides[0]}_position_embeddings", f"max_{sides[1]}_positions")
+    names = (*own, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+    found = next((size for each in names if isinstance(size := getattr(config, each, None), int)), None)
+    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    trained, factor = rotary.get("original_max_position_embeddings"), rotary.get("factor")
+    if found is None or not trained or not factor:
+        return found
+    # YaRN, for one, may be configured beside the length before it.
+    return max(found, int(trained * factor))
 
 
 def _has_positions_beyond(model: TransformerLensModel) -> bool:

@@ -55,9 +55,12 @@ class TakesReplacements(ExplainsRows):
             chosen = chosen.to(tokens.device)
             same = usable[chosen] == tokens
             return usable[torch.where(same, (chosen + 1) % len(usable), chosen)]
+        # Of a decoder that is mapped alone, the target's tokens are replaced.
+        decoder = first.batch.target is not None and first.tokens is first.logits_tokens
+        as_target = decoder and not first.is_joint
         # Only the width is read.
         logits = torch.empty(1, first.d_vocab, dtype=torch.float32, device="meta")
-        context = Context(first.tokens[0], logits, first.tokenizer)
+        context = Context(first.tokens[0], logits, first.tokenizer, as_target=as_target)
         listed = [context.token_id(token, "replacements") for token in self.replacements]
         given = torch.tensor(listed, dtype=torch.long, device=tokens.device)
         return torch.where(given == tokens, (given + 1) % first.d_vocab, given)

@@ -98,7 +98,8 @@ def contexts(block: Block, target: Target) -> Iterator[tuple[int, int, Context]]
     output = output_of(block, target)
     for prompt, span, part in parts(block, target, output, range(len(output))):
         inputs = {name: value[prompt, span] for name, value in given.items()}
-        context = Context(tokens[prompt, span], part, block.tokenizer, inputs)
+        as_target = of_logits and block.batch.target is not None
+        context = Context(tokens[prompt, span], part, block.tokenizer, inputs, as_target)
         block.explain(prompt, target.reads_position(context))
         yield prompt, span.start, context
 

@@ -1,0 +1,201 @@
+"""From text to token numbers, as the model's own tokenizer writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lens_mix.arguments import shown
+from lens_mix.lens.changes import Changes, replaced_attributes
+
+# [What a tokenizer's files put around a text], where TransformerLens has put something else; [] elsewhere.
+_templates: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def own_template(tokenizer: Any) -> Changes:
+    """Return a context in which the tokenizer adds the special tokens that its files name.
+
+    TransformerLens loads tokenizers with `add_bos_token=True`. From transformers 5 on this replaces the
+    template of special tokens of many fast tokenizers: T5's `a </s>` becomes `a`, and `<s> a </s> b </s>`
+    becomes `<s> a <s> b`. The files have the template that the model was trained with. Where they are not on
+    this machine, the tokenizer stays as it is.
+    """
+    if not _has_template_of_flags(tokenizer):
+        return Changes([])
+    if tokenizer not in _templates:
+        _templates[tokenizer] = _template_of_files(tokenizer)
+    values = [(tokenizer.backend_tokenizer, template) for template in _templates[tokenizer]]
+    return Changes([replaced_attributes(values, "post_processor")])
+
+
+def _has_template_of_flags(tokenizer: Any) -> bool:
+    """Whether `add_bos_token` was given, and the special tokens are those that such flags make."""
+    if not getattr(tokenizer, "is_fast", False) or "add_bos_token" not in tokenizer.init_kwargs:
+        return False
+    start = [tokenizer.bos_token] if getattr(tokenizer, "add_bos_token", False) else []
+    end = [tokenizer.eos_token] if getattr(tokenizer, "add_eos_token", False) else []
+    state = _state(tokenizer)
+    template = {
+        name: [next(iter(piece.values()))["id"] for piece in state.get(name, ())]
+        for name in ("single", "pair")
+    }
+    single = [*start, "A", *end]
+    return template == {"single": single, "pair": [*single, *start, "B", *end]}
+
+
+def _state(tokenizer: Any) -> dict[str, Any]:
+    processor = tokenizer.backend_tokenizer.post_processor
+    state = {} if processor is None else json.loads(processor.__getstate__())
+    return state if state.get("type") == "TemplateProcessing" else {}
+
+
+def _template_of_files(tokenizer: Any) -> list[Any]:
+    """What the tokenizer has when it is loaded plainly; [] where it can't be, or where that is the same."""
+    from transformers import AutoTokenizer
+
+    options = {**tokenizer.init_kwargs, "local_files_only": True}
+    name, _ = options.pop("name_or_path", None), options.pop("add_bos_token")
+    if not name:
+        return []
+    try:
+        plain = AutoTokenizer.from_pretrained(name, **options)
+    except (OSError, ValueError):
+        return []
+    is_same = not getattr(plain, "is_fast", False) or _state(plain) == _state(tokenizer)
+    return [] if is_same else [plain.backend_tokenizer.post_processor]
+
+
+def notes_on_template(tokenizer: Any) -> tuple[str, ...]:
+    """Return what a map says about text whose special tokens TransformerLens has replaced."""
+    if not _has_template_of_flags(tokenizer) or not _templates.get(tokenizer):
+        return ()
+    return (
+        "strings: TransformerLens loaded the tokenizer with add_bos_token=True, so model.tokenizer adds "
+        "other special tokens than its files say; the model read those of the files "
+        f"({tokenizer.name_or_path})",
+    )
+
+
+def encoded(tokenizer: Any, text: str | Sequence[str]) -> Mapping[str, Any]:
+    """Return what the tokenizer makes of a text or of a pair of texts."""
+    with own_template(tokenizer):
+        return tokenizer(*([text] if isinstance(text, str) else text))
+
+
+def notes_on_string(
+    tokenizer: Any, text: str, tokens: Sequence[int], read: Callable[[bool], Sequence[int]]
+) -> tuple[str, ...]:
+    """Return what a map says about a string that TransformerLens made the tokens of.
+
+    Args:
+        tokenizer: the model's.
+        text: the string.
+        tokens: what TransformerLens made of it.
+        read: what it makes of it with a value of prepend_bos.
+    """
+    notes, own, bos = [], list(encoded(tokenizer, text)["input_ids"]), tokenizer.bos_token_id
+    tokens = list(tokens)
+    if own != tokens:
+        same = [value for value in (False, True) if list(read(value)) == own]
+        hint = f"prepend_bos={same[0]} gives those" if same else "for those give the tokens themselves"
+        notes.append(
+            f"prepend_bos: the model read {_ends(tokenizer, tokens)}, as TransformerLens prepares a string; "
+            f"its own tokenizer writes {_ends(tokenizer, own)} ({hint})"
+        )
+    if bos is not None and tokens[:2] == [bos, bos]:
+        notes.append(
+            f"prepend_bos: the prompt begins with {tokenizer.bos_token} twice, as the text has one already "
+            "(the text of a chat template?); give the chat messages themselves, or prepend_bos=False"
+        )
+    return tuple(notes)
+
+
+def _ends(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The first two tokens and the last one."""
+    pieces = [str(piece) for piece in tokenizer.convert_ids_to_tokens(list(ids))]
+    shortened = pieces if len(pieces) < 5 else [*pieces[:2], "…", pieces[-1]]
+    return f"{len(pieces)} tokens, {' '.join(shortened)!r}"
+
+
+def decoder_input(
+    tokenizer: Any, text: str, shifted: Callable[[Sequence[int]], Sequence[int]]
+) -> Sequence[int]:
+    """Return what the decoder of an encoder-decoder reads of a target.
+
+    These are the tokenizer's labels, `tokenizer(text_target=text)`, shifted to the right as the model shifts
+    them in training. The end of the sentence that the tokenizer adds is predicted and not read.
+
+    Args:
+        tokenizer: the model's.
+        text: the target.
+        shifted: the model's shift of labels; it drops the last label, or puts it first (mBART).
+    """
+    end = tokenizer.eos_token_id
+    with own_template(tokenizer), _reads_targets(tokenizer):
+        labels = list(tokenizer(text_target=text)["input_ids"])
+    given = token_ids(tokenizer, text, as_target=True).count(end)
+    if labels.count(end) == given:
+        # The tokenizer adds no end, and the shift would drop the last word.
+        labels.append(0 if end is None else end)
+    read = list(shifted(labels))
+    # mBART's language code is after the end, and then in front: the end is read unless it is cut.
+    return read[:-1] if len(read) > 1 and read[-1] == end and read[1:].count(end) > given else read
+
+
+def notes_on_target(tokenizer: Any) -> tuple[str, ...]:
+    """Return what a map says about a target whose language nobody has named."""
+    if not hasattr(tokenizer, "tgt_lang") or tokenizer.tgt_lang is not None:
+        return ()
+    return (
+        "target: model.tokenizer.tgt_lang is None, so the tokenizer writes the source's language code into "
+        "the target too; for another language set it",
+    )
+
+
+@contextlib.contextmanager
+def _reads_targets(tokenizer: Any) -> Iterator[None]:
+    """The tokenizer's language as before afterwards: an unset one is set, an error leaves the target's."""
+    language = getattr(tokenizer, "tgt_lang", None)
+    try:
+        yield
+    except Exception as problem:
+        getattr(tokenizer, "_switch_to_input_mode", lambda: None)()
+        raise ValueError(
+            f"target: model.tokenizer(text_target=...) raises {type(problem).__name__}: {problem}; give the "
+            "decoder's tokens, from the start token on"
+        ) from problem
+    finally:
+        if hasattr(tokenizer, "tgt_lang"):
+            tokenizer.tgt_lang = language
+
+
+def token_ids(tokenizer: Any, text: str, *, as_target: bool = False) -> list[int]:
+    """Return the tokens of a piece of text, without special tokens; `as_target`: in a decoder's language."""
+    if not as_target:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    with _reads_targets(tokenizer):
+        return list(tokenizer(text_target=text, add_special_tokens=False)["input_ids"])
+
+
+def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
+    """Return the tokens of chat messages; after the user's last one, the assistant is to go on.
+
+    Raises:
+        ValueError: no chat template; messages without a role or content.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "prompt: expected a tokenizer with a chat template for chat messages, got one without; set "
+            "model.tokenizer.chat_template, or give a string"
+        )
+    if not all({"role", "content"} <= set(message) for message in messages):
+        raise ValueError(f'prompt: expected messages with "role" and "content", got {shown(messages)}')
+    goes_on = messages[-1]["role"] != "assistant"
+    text = tokenizer.apply_chat_template(
+        list(map(dict, messages)), tokenize=False, add_generation_prompt=goes_on
+    )
+    # The template has written the special tokens.
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
