@@ -64,7 +64,8 @@ def run(
     Args:
         model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge; unchanged.
         prompt: a string, tokens [pos] or [1, pos]; (source, target) for an encoder-decoder; a pair of strings
-            for a BERT; chat messages; what a tokenizer returns (`lens_mix.lens.prompts.read_prompt`).
+            for a BERT; chat messages; what a tokenizer returns. `lens_mix.lens.prompts.read_prompt` says
+            which tokens a string becomes.
         methods: a name ("attention", "value_zeroing"), a method (`lm.ValueZeroing(metric="euclidean")`),
             or several of these.
         queries: positions of the rows to make and keep, as a number, numbers or a slice; negative numbers
@@ -80,7 +81,7 @@ def run(
             residual="measured")`; maps that hold the residual need none, and cross-attention has none.
         progress: True: show bars over the blocks and over a method's passes; False: warn before a method that
             takes more than about 20 forward passes; None: neither.
-        prepend_bos: as in TransformerLens; strings only.
+        prepend_bos: as in TransformerLens; strings of causal decoders only.
         attention_mask: [pos] or [1, pos], 0 for padding, which is cut away.
         inputs: further model inputs by name (`token_type_ids=`, `decoder_input_ids=`).
 

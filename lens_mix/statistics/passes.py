@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -79,7 +80,9 @@ def each_prompt(
     `prompts`: a string, a pair or a token tensor is one prompt; a list of these is several.
     """
     # A list of numbers is the tokens of one prompt.
-    one = not isinstance(prompts, list) or (prompts and all(isinstance(token, int) for token in prompts))
+    one = not isinstance(prompts, list) or (
+        prompts and all(isinstance(token, numbers.Integral) for token in prompts)
+    )
     for prompt in [prompts] if one else several("prompts", prompts, "one prompt or a list of them", least=1):
         with torch.no_grad():
             passed = prompt_blocks(model, prompt, methods, **options)

@@ -143,6 +143,13 @@ def test_sources_and_targets_of_encoder_decoders(family, by_name, tmp_path):
         lm.run(model, (TEXT, OTHER), "attention", prepend_bos=False)
 
 
+def test_a_source_of_two_texts(tmp_path):
+    tokenizer, model = build("bart", "bart", tmp_path)
+    found = lm.run(model, ((TEXT, OTHER), OTHER), "attention")
+    assert read(found) == tokenizer(TEXT, OTHER)["input_ids"]
+    assert found.provenance["target_token_ids"] == decoder_input(model, tokenizer, OTHER)
+
+
 def test_an_end_that_the_user_writes_is_read(tmp_path):
     _, model = build("t5", "t5", tmp_path)
     found = lm.run(model, (TEXT, "d e </s>"), "attention").provenance["target_token_ids"]
