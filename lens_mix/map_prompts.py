@@ -20,6 +20,7 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.effort import Effort
 from lens_mix.lens.masks import AllowedKeys, PromptMask
 from lens_mix.maps import MixingMap
+from lens_mix.maps.characters import joined
 from lens_mix.method import RESIDUAL_KEY, Method
 from lens_mix.methods.residual_shares import ResidualShares
 from lens_mix.session import Passed, Session
@@ -172,7 +173,7 @@ class _Record:
         key_tokens = self._passed.key_tokens(index)
         if groups is not None:
             spelled = tokens if key_tokens is None else key_tokens
-            key_tokens = ["".join(spelled[p] for p in group) for group in groups]
+            key_tokens = [joined([spelled[p] for p in group]) for group in groups]
         sink = method.has_unit_rows and provenance.has_sink(scores, clean.lens.dtype)
         read = provenance.of_prompt(prompt) | {"engine": self._passed.engines[label]}
         if sink:

@@ -29,7 +29,7 @@ from lens_mix.lens.graph import Graph
 from lens_mix.lens.masks import AllowedKeys, allowed_keys
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.prompts import pad_token, read_prompt, token_strings
+from lens_mix.lens.prompts import pad_token, read_prompt
 from lens_mix.lens.proof.check import another_pass, edits, refuted_here, unmixed
 from lens_mix.lens.proof.engines import choose_engine, needs_head, refused_outright
 from lens_mix.lens.proof.proofs import proof_of
@@ -38,6 +38,7 @@ from lens_mix.lens.proof_record import VALUE, Proof
 from lens_mix.lens.raw_errors import ErrorsExplained
 from lens_mix.lens.rows import Rows, Selection, read_selection
 from lens_mix.lens.state import reading
+from lens_mix.lens.token_strings import token_strings
 from lens_mix.lens.users_hooks import carries_users_hooks, named_users_hooks
 from lens_mix.method import Method
 

@@ -459,21 +459,3 @@ def pad_token(model: TransformerLensModel) -> int:
     """The tokenizer's padding token, or 0: padding is masked, so any token in the vocabulary will do."""
     token = getattr(getattr(model, "tokenizer", None), "pad_token_id", None)
     return int(token) if token is not None and 0 <= token < vocabulary(model, "prompt") else 0
-
-
-def token_strings(model: TransformerLensModel, tokens: Int[Tensor, " pos"]) -> list[str]:
-    """One string per token, a leading space kept where the tokenizer has one; numbers without a tokenizer.
-
-    SentencePiece loses the leading space when one token is decoded, so it is read off the raw piece there.
-    """
-    ids = tokens.tolist()
-    tokenizer = getattr(model, "tokenizer", None)
-    if tokenizer is None:
-        return [str(token) for token in ids]
-    pieces = tokenizer.convert_ids_to_tokens(ids)
-    return [
-        piece.replace("▁", " ")
-        if isinstance(piece, str) and ("▁" in piece or piece.startswith("##"))
-        else tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        for token, piece in zip(ids, pieces, strict=True)
-    ]

@@ -54,7 +54,8 @@ class MixingMap:
 
     Attributes:
         scores: `[layer, query, key]` or `[layer, head, query, key]`, raw, as the method defines them.
-        tokens: one string per position of the prompt.
+        tokens: one string per position of the prompt. Tokens that share a character are written as the text
+            that they spell together, and a number: `é[1/2]`, `é[2/2]` (`lens_mix.maps.characters`).
         method: name of the method.
         causal: whether no query can see a later key.
         mask: which keys each query could see, booleans `[query, key]` or `[layer, query, key]`; None: all,
@@ -373,8 +374,9 @@ class MixingMap:
 
         With the defaults, rows that sum to 1 still do. Roll out before merging: uniform attention over pieces
         is not uniform over words. Of a map that holds only some rows, the words whose rows are all held come
-        back (with queries="first" or "last": whose first or last row is held); a note names the words that
-        were left out although a row of theirs is held.
+        back (with queries="first" or "last": whose first or last row is held), and the word of the row that
+        an input map explains, merged from the rows of it that are held. Notes name this word, and the words
+        that were left out although a row of theirs is held.
 
         Args:
             groups: the words as text, or as lists of positions that name each position once; None: found from
@@ -396,7 +398,10 @@ class MixingMap:
             key_words, key_names = words.resolve_groups(self.key_tokens, given, "key_groups")
         elif key_groups is not None:
             raise ValueError("key_groups: expected None on a map whose keys are its tokens, got groups")
-        numbers, rows, left_out = words.rows_of_words(query_words, names, self.query_positions, queries)
+        explained = self.meant_query if self.kind == "input" else self.default_query
+        numbers, rows, notes = words.rows_of_words(
+            query_words, names, self.query_positions, queries, explained
+        )
         in_order = all(max(left) < min(right) for left, right in itertools.pairwise(query_words))
         causal = self.causal and in_order
         mask = self.visible()[0] if self.causal and not causal and self.mask is None else self.mask
@@ -417,7 +422,7 @@ class MixingMap:
             residual_shares=None,
             provenance={**provenance, "merged_words": {"keys": keys, "queries": queries}},
             default_query=meant[0] if meant else None,
-            notes=(*self.notes, *left_out),
+            notes=(*self.notes, *notes),
         )
 
     def _without_sink(self) -> dict[str, Any]:

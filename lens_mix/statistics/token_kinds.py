@@ -6,6 +6,8 @@ import re
 import unicodedata
 from collections.abc import Callable
 
+from lens_mix.maps.characters import without_number
+
 TokenKind = Callable[[str], str]
 
 # What tokenizers write for the space before a word, and for a piece that goes on one.
@@ -23,7 +25,7 @@ def token_kind(token: str) -> str:
         return "mask"
     if _SPECIAL.match(token.strip()):
         return "special"
-    text = _MARKS.sub("", token)
+    text = _MARKS.sub("", without_number(token)[0])
     if text and all(unicodedata.category(letter)[0] in "PS" for letter in text):
         return "punctuation"
     return "other"

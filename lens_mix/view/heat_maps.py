@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.maps import MixingMap
+from lens_mix.maps.characters import joined
 from lens_mix.maps.exchange import full_name
 from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, labels_that_fit, visible_token
 from lens_mix.view.lazy import need_canvas
@@ -144,6 +145,6 @@ def subtitle(mixing_map: MixingMap, unit: str) -> str:
     # Of a hub's name all, of a folder the end.
     model = "/".join(str(record.get("model", "")).rstrip("/").split("/")[-2:])
     text = record.get("prompt")
-    prompt = text if isinstance(text, str) else "".join(mixing_map.tokens) if model else ""
+    prompt = text if isinstance(text, str) else joined(mixing_map.tokens) if model else ""
     prompt = prompt and visible_token(prompt, _LONGEST_PROMPT).replace("·", " ").strip()
     return " · ".join(part for part in (model, f"“{prompt}”" if prompt else "", unit) if part)

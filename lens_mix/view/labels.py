@@ -6,6 +6,10 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import regex
+
+from lens_mix.maps.characters import without_number
+
 FONT = 7.0
 NAME_FONT = 8.0
 TITLE_FONT = 11.0
@@ -18,17 +22,25 @@ _VISIBLE = str.maketrans(
     {" ": "·", "Ġ": "·", "▁": "·", "\n": "⏎", "Ċ": "⏎", "\r": "␍", "\t": "⇥", "ĉ": "⇥", "\xa0": "⍽"}
 )
 
+# What joins emoji into one.
+_JOINER = regex.compile(r"(?<=.)\u200d(?=\p{Extended_Pictographic})")
+
 
 def visible_token(token: str, longest: int = 16) -> str:
     """The token as one line of visible characters, cut after `longest` of them.
 
-    Spaces become ·, line ends ⏎, tabs ⇥; other characters that print nothing become their escape.
+    Spaces become ·, line ends ⏎, tabs ⇥; other characters that print nothing become their escape. The number
+    of a token that is a part of a character (`é[1/2]`) is never cut.
     """
+    text, number = without_number(token.translate(_VISIBLE))
+    joiners = {found.start() for found in _JOINER.finditer(text)}
     shown = "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in token.translate(_VISIBLE)
+        character
+        if character.isprintable() or place in joiners
+        else character.encode("unicode_escape").decode("ascii")
+        for place, character in enumerate(text)
     )
-    return (shown if len(shown) <= longest else shown[: longest - 1] + "…") or "∅"
+    return ((shown if len(shown) <= longest else shown[: longest - 1] + "…") or "∅") + number
 
 
 def _shown_positions(count: int, limit: int) -> list[int]:

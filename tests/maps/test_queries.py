@@ -181,6 +181,22 @@ def test_merge_words_leaves_out_words_whose_rows_are_partly_held():
         whole().select_queries([3]).merge_words()
 
 
+def test_merge_words_keeps_the_word_that_an_input_map_explains():
+    """Its last token alone has a row: `input_map(...)` of a prompt that ends in the middle of a word."""
+    rows = whole().replace(kind="input")
+    cut = rows.select_queries([3]).merge_words()
+    assert cut.tokens == whole().merge_words().tokens
+    assert cut.queries == [2]
+    assert torch.equal(cut.scores, whole().merge_words(queries="last").select_queries([2]).scores)
+    assert cut.notes == (
+        "the row of ' Eiffel' (rows [2, 3]) is that of [3] alone, because the map holds no other of them",
+    )
+    # With other rows too, and of a layer map whose target names the row.
+    for made in (rows.replace(default_query=3), whole().replace(default_query=3)):
+        assert made.select_queries([5, 3]).merge_words().queries == [2, 4]
+        same(made.merge_words(), made.merge_words(queries="mean"))
+
+
 @pytest.mark.parametrize(("how", "row"), [("last", 3), ("first", 2)])
 def test_merge_words_by_one_row_needs_that_row_only(how, row):
     cut = whole().select_queries([row]).merge_words(queries=how)

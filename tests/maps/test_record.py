@@ -298,6 +298,42 @@ def test_words_without_marks_are_refused():
     assert words.word_groups(["<s>", "The", "</s>"]) == [[0], [1], [2]]
 
 
+def test_words_of_scripts_without_spaces():
+    assert words.word_groups(["<s>", "我", "喜欢", "猫", "。"]) == [[0], [1], [2], [3, 4]]
+    assert words.word_groups(["你[1/2]", "你[2/2]", "好"]) == [[0, 1], [2]]
+    assert words.word_groups(["👩", "\u200d", "🚀", "🇫", "🇷"]) == [[0, 1, 2], [3, 4]]
+    # White space separates words wherever there is some.
+    assert words.word_groups(["我", "爱", " 你", "们"]) == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match="no token carries a word mark"):
+        words.word_groups(["我", "like", "猫"])
+
+
+def test_words_by_text_in_another_form():
+    """é as one character or as two, wide letters, and accents that the tokenizer dropped."""
+    for tokens, word in (
+        (["cafe\u0301"], "café"),
+        (["caf", "é"], "cafe\u0301"),
+        (["ＡＢ"], "AB"),
+        (["cafe"], "café"),
+    ):
+        assert words.align_words(tokens, [word]) == ([list(range(len(tokens)))], [word])
+    with pytest.raises(ValueError, match="word 0 'cafe'"):
+        words.align_words(["café"], ["cafe"])
+
+
+def test_tokens_of_a_character_make_one_word():
+    tokens = ["the", " caf", "é[1/2]", "é[2/2]", " é[1/2]", " é[2/2]", "s"]
+    merged = MixingMap(torch.ones(1, 7, 7), tokens).merge_words()
+    assert merged.tokens == ["the", " café", " és"]
+    assert MixingMap(torch.ones(1, 7, 7), tokens).merge_words(["the", "café", "és"]).tokens[1:] == [
+        "café",
+        "és",
+    ]
+    # What is no whole run is what it says.
+    for odd in (["x[1/2]", "y[2/2]"], ["x[2/2]", " a"], ["x[1/1000000]", " a"], ["x[0/0]", " a"]):
+        assert MixingMap(torch.ones(1, 2, 2), odd).merge_words([[0], [1]]).tokens == odd
+
+
 def test_merge_words_sums_keys_and_averages_queries():
     mixing_map = make(scores=attention(heads=2))
     merged = mixing_map.merge_words()
@@ -375,6 +411,11 @@ def test_merge_words_by_text():
         ([[0, 1], [2, 3]], ValueError, "each position from 0 to 4"),
         ([[0, 1], [1, 2, 3, 4]], ValueError, "exactly one list"),
         ([[0, 1, 2, 3, 4], []], ValueError, "exactly one list"),
+        (["The", [1, 2], [3, 4]], TypeError, "all of one kind"),
+        ([["The"], [1, 2, 3, 4]], TypeError, "expected a whole number, got 'The'"),
+        ([[0, None], [1, 2, 3, 4]], TypeError, "expected a whole number, got None"),
+        ([[0, 1.0], [2, 3, 4]], TypeError, "expected a whole number, got 1.0"),
+        ([{"a": 1}], TypeError, "list of words"),
         ("The Eiffel Tower", TypeError, "list of words"),
         ([], TypeError, "list of words"),
         ([0, 1, 2, 3, 4], TypeError, "list of words"),

@@ -20,6 +20,10 @@ from lens_mix.view.labels import _shown_positions, labels_that_fit, visible_toke
         ("\u200b", "\\u200b"),
         ("été", "été"),
         ("<|im_start|>", "<|im_start|>"),
+        ("é[1/2]", "é[1/2]"),
+        ("internationalisation[3/4]", "internationalis…[3/4]"),
+        ("👩\u200d🚀[1/11]", "👩\u200d🚀[1/11]"),
+        ("a\u200db", "a\\u200db"),
         ("internationalisation", "internationalis…"),
     ],
 )

@@ -58,7 +58,7 @@ async function textView(view) {
       tokenRow(keys, { values, units, chosen: m.keys ? [] : of, choose: m.keys ? null : choose })));
     if (row) units.forEach((positions, i) => table.push({ map: m.label, layer: m.names[place], head,
       query: of[0], last_query: of[of.length - 1], key: positions[0], last_key: positions[positions.length - 1],
-      token: positions.map(key => keys[key]).join(""), value: Number.isNaN(values[i]) ? null : values[i] }));
+      token: joined(positions.map(key => keys[key])), value: Number.isNaN(values[i]) ? null : values[i] }));
   }
   exported = () => ({ rows: table });
 }

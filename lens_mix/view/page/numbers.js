@@ -179,22 +179,42 @@ function colour(x, most) {
 }
 // Logarithmic: four orders of magnitude.
 const strength = x => state.scale === "log" ? Math.max(0, 1 + Math.log10(x) / 4) : x;
-const visible = token => [...token].map(c => {
+const JOINER = 0x200d;
+const visible = token => [...token].map((c, i, all) => {
   const point = c.codePointAt(0);
   if (c === "\n") return "↵";
   if (c === "\t") return "⇥";
+  // What joins two emoji into one is drawn as that one.
+  if (point === JOINER && i && /^\p{Extended_Pictographic}/u.test(all[i + 1] || "")) return c;
   if (point < 32 || point === 127 || (point >= 0x200b && point <= 0x200f) || (point >= 0x202a && point <= 0x202e)
     || (point >= 0x2066 && point <= 0x2069) || (point >= 0xd800 && point <= 0xdfff) || point === 0xfffe || point === 0xffff)
     return "\u27e8" + point.toString(16) + "\u27e9";
   return c;
 }).join("").replace(/^[Ġ▁]/, " ");
-const shortened = (text, count = 14) => [...text].length > count ? [...text].slice(0, count - 1).join("") + "…" : text;
+// A token that is a part of a character: the character, and the token's number, "é[1/2]".
+const NUMBERED = /^(.+)(\[(\d{1,6})\/(\d{1,6})\])$/s;
+// What neighbouring tokens spell.
+function joined(tokens) {
+  const texts = [];
+  for (let i = 0; i < tokens.length; i++) {
+    const [, text, , first, count] = NUMBERED.exec(tokens[i]) || [];
+    const whole = first === "1" && i + +count <= tokens.length && Array.from({ length: +count }, (_, j) => `${text}[${j + 1}/${count}]`)
+      .every((token, j) => token === tokens[i + j]);
+    texts.push(whole ? text : tokens[i]);
+    if (whole) i += count - 1;
+  }
+  return texts.join("");
+}
+function shortened(token, count = 14) {
+  const [, text, number] = NUMBERED.exec(token) || [null, token, ""], all = [...text];
+  return (all.length > count ? all.slice(0, count - 1).join("") + "…" : text) + number;
+}
 const plain = text => visible(text).trim() || visible(text);
 const named = (tokens, place) => `${place} “${shortened(plain(tokens[place]), 24)}”`;
 
 // A unit: its positions and its text.
 const spelled = (tokens, unit) => unit.length === 1 ? named(tokens, unit[0])
-  : `${unit[0]}–${unit[unit.length - 1]} “${shortened(unit.map(i => visible(tokens[i])).join("").trim(), 60)}”`;
+  : `${unit[0]}–${unit[unit.length - 1]} “${shortened(visible(joined(unit.map(i => tokens[i]))).trim(), 60)}”`;
 
 function tip(event, text) {
   const box = $("tip");

@@ -21,7 +21,7 @@ function controls(m) {
     select.replaceChildren(...names.map(([key, text]) => make("option", { value: key, text, selected: String(key) === String(value) })));
     select.value = String(value);
   };
-  fill(prompt, DATA.prompts.map((all, i) => [i, `${i}: ${shortened(all[0].tokens.map(visible).join(""), 40)}`]), state.prompt);
+  fill(prompt, DATA.prompts.map((all, i) => [i, `${i}: ${shortened(visible(joined(all[0].tokens)), 40)}`]), state.prompt);
   fill($("map"), maps().map((one, i) => [i, one.label]), state.map);
   fill($("head"), [[-1, "mean"], ...Array.from({ length: m.heads }, (_, i) => [i, String(i)])], state.head);
   $("head-label").hidden = !m.heads;

@@ -1,0 +1,65 @@
+"""Tokens as text, one string per token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+
+from lens_mix.lens.model_classes import TransformerLensModel
+from lens_mix.maps.characters import spell
+
+# Byte-level tokenizers write each byte of a piece as one character: those of Latin-1 that can be seen as
+# themselves, the 68 others from U+0100 on, in order. (ByT5 writes all 256 as themselves.)
+_SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_UNSEEN = [byte for byte in range(256) if byte not in set(_SEEN)]
+_BYTES = {chr(byte): byte for byte in range(256)} | {chr(256 + i): byte for i, byte in enumerate(_UNSEEN)}
+
+
+def token_strings(model: TransformerLensModel, tokens: Int[Tensor, " pos"]) -> list[str]:
+    """Return one string per token, with its leading space if it has one; numbers without a tokenizer.
+
+    Tokens that are a part of a character are written as the whole character with a number, `é[1/2]`
+    (`lens_mix.maps.characters`).
+    """
+    ids = tokens.tolist()
+    tokenizer = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        return [str(token) for token in ids]
+    pieces = tokenizer.convert_ids_to_tokens(ids)
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    read = [
+        piece
+        if token in special and isinstance(piece, str) and "▁" in piece
+        else _text_or_bytes(tokenizer, token, piece)
+        for token, piece in zip(ids, pieces, strict=True)
+    ]
+    return spell(read, [position for position, token in enumerate(ids) if token in special])
+
+
+def _text_or_bytes(tokenizer: Any, token: int, piece: object) -> str | bytes:
+    """The text of a token, or its bytes where these are no text on their own."""
+    # SentencePiece loses the leading space when one token is decoded.
+    if isinstance(piece, str) and "▁" in piece:
+        return piece.replace("▁", " ")
+    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    if text and "\ufffd" not in text:
+        return text
+    data = _bytes_of(piece)
+    # The tokenizer must agree: it replaces what is no text, or (ByT5) leaves it out.
+    if data is None or data.decode("utf-8", "ignore") != text.replace("\ufffd", ""):
+        return text
+    return data
+
+
+def _bytes_of(piece: object) -> bytes | None:
+    """The bytes that a piece of a vocabulary stands for; None where it is not written in bytes."""
+    if isinstance(piece, bytes):
+        return piece
+    if not isinstance(piece, str):
+        return None
+    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        return bytes.fromhex(piece[3:5])
+    numbers = [_BYTES.get(character) for character in piece]
+    return None if None in numbers else bytes(number for number in numbers if number is not None)
