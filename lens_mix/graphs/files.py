@@ -12,6 +12,7 @@ from typing import Any
 import networkx as nx
 
 from lens_mix.arguments import file_path, instance
+from lens_mix.files import written_beside
 
 # What `lens_mix.graphs` and attribution trees write on a graph that is no string and no number.
 _NODES = {"target", "targets", "root"}
@@ -28,14 +29,22 @@ def save_graph(graph: nx.DiGraph, path: str | os.PathLike[str]) -> None:
 
     Raises:
         TypeError: not a networkx graph; something that JSON cannot hold.
-        ValueError: another ending.
+        ValueError: another ending; lists in lists of so many levels that JSON cannot write them.
     """
     instance("graph", graph, nx.Graph, "a networkx graph")
-    if _ending(file_path("path", path, write=True)) == ".json":
-        text = json.dumps(nx.node_link_data(graph, **_edges_option()))
-        Path(path).write_text(text, encoding="utf-8")
-    else:
-        nx.write_graphml(_for_xml(graph), os.fspath(path), encoding="utf-8")
+    ending = _ending(file_path("path", path, write=True))
+    # Whatever is no string or number becomes JSON, before the file is opened.
+    try:
+        is_json = ending == ".json"
+        text = json.dumps(nx.node_link_data(graph, **_edges_option())) if is_json else ""
+        plain = graph if is_json else _for_xml(graph)
+    except RecursionError as error:
+        raise ValueError("graph: expected values that are lists of few levels, got more") from error
+    with written_beside(path) as file:
+        if is_json:
+            Path(file).write_text(text, encoding="utf-8")
+        else:
+            nx.write_graphml(plain, file, encoding="utf-8")
 
 
 def load_graph(path: str | os.PathLike[str]) -> nx.DiGraph:
@@ -47,8 +56,9 @@ def load_graph(path: str | os.PathLike[str]) -> nx.DiGraph:
     """
     ending = _ending(instance("path", path, (str, os.PathLike), "a path"))
     path = file_path("path", path)
-    text = Path(path).read_text(encoding="utf-8")
+    expected = "path: expected a graph written by save_graph, got"
     try:
+        text = Path(path).read_text(encoding="utf-8")
         if ending == ".json":
             graph = nx.node_link_graph(json.loads(text), **_edges_option())
             names = {node: _as_node(node) for node in graph}
@@ -63,8 +73,12 @@ def load_graph(path: str | os.PathLike[str]) -> nx.DiGraph:
         for name in _NODES & set(graph.graph):
             graph.graph[name] = _as_node(graph.graph[name])
         return nx.relabel_nodes(graph, names)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{expected} {path}, which is not text: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{expected} {path}, which has too many levels of nesting") from error
     except (ValueError, KeyError, TypeError, AttributeError, nx.NetworkXError, SyntaxError) as error:
-        raise ValueError(f"path: expected a graph written by save_graph, got {error} in {path}") from error
+        raise ValueError(f"{expected} {error} in {path}") from error
 
 
 def _ending(path: str | os.PathLike[str]) -> str:

@@ -261,3 +261,45 @@ def test_other_files_are_refused(tmp_path):
         (tmp_path / f"bad.{ending}").write_text(text)
         with pytest.raises(ValueError, match="path: expected a graph written by save_graph"):
             load_graph(tmp_path / f"bad.{ending}")
+
+
+DEEP = "[" * 50_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("binary.json", bytes(range(256)), "which is not text"),
+        ("binary.graphml", bytes(range(256)), "which is not text"),
+        ("utf16.json", '{"nodes": []}'.encode("utf-16"), "which is not text"),
+        ("deep.json", DEEP.encode(), "too many levels"),
+        (
+            "deep_node.json",
+            f'{{"nodes": [{{"id": {"[" * 900 + "]" * 900}}}], "edges": []}}'.encode(),
+            "levels",
+        ),
+        (
+            "deep_node.graphml",
+            b"<graphml xmlns='http://graphml.graphdrawing.org/xmlns'><graph edgedefault='directed'>"
+            b"<node id='" + DEEP.encode() + b"'/></graph></graphml>",
+            "levels",
+        ),
+        ("null.json", b"null", "NoneType"),
+        ("empty.graphml", b"", "no element"),
+    ],
+)
+def test_files_that_hold_no_graph(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"path: expected a graph written by save_graph, got .*{message}"):
+        load_graph(tmp_path / name)
+
+
+@pytest.mark.parametrize("ending", ["json", "graphml"])
+def test_a_graph_of_many_levels_is_refused(tmp_path, ending):
+    deep = []
+    for _ in range(50_000):
+        deep = [deep]
+    graph = nx.DiGraph()
+    graph.add_node((0, 0), token=deep)
+    with pytest.raises(ValueError, match="graph: expected values that are lists of few levels"):
+        save_graph(graph, tmp_path / f"deep.{ending}")
