@@ -145,12 +145,15 @@ def evaluate(
 
 
 def _write(board: Any, out: Path) -> None:
-    if out.suffix == ".png":
-        board.show().savefig(out)
-    elif out.suffix == ".csv":
-        board.table().to_csv(out, index=False)
-    else:
-        out.write_text(board.to_markdown("position") + "\n", encoding="utf-8")
+    from lens_mix.files import written_beside
+
+    with written_beside(out) as file:
+        if out.suffix == ".png":
+            board.show().savefig(file, format="png")
+        elif out.suffix == ".csv":
+            board.table().to_csv(file, index=False)
+        else:
+            Path(file).write_text(board.to_markdown("position") + "\n", encoding="utf-8")
 
 
 def _load(name: str) -> Any:

@@ -44,6 +44,8 @@ FLOORS = {
     "__main__": 9,
     # lens_mix itself: names are imported when they are first asked for
     "arguments": 0,
+    "files": 0,
+    "tables": 0,
     "": 9,
 }
 

@@ -67,9 +67,9 @@ def compare(
             correlations = _mean([spearman(x, y) for x, y in pairs])
             overlaps = _mean([top_k_overlap(x, y, k) for x, y in pairs])
             records.append((first, second, label, correlations, overlaps, len(pairs)))
-    import pandas as pd
+    from lens_mix.tables import Table
 
-    return pd.DataFrame(records, columns=["first", "second", "layer", "spearman", "top_k_overlap", "rows"])
+    return Table(records, columns=["first", "second", "layer", "spearman", "top_k_overlap", "rows"])
 
 
 def _named(maps: Mapping[str, MixingMap] | Sequence[MixingMap]) -> dict[str, MixingMap]:

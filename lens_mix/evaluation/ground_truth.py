@@ -129,7 +129,7 @@ def score_constructed(
     labelled, _ = read_methods(list(METHODS) if methods is None else methods)
     chosen = list(constructed_models().values()) if models is None else models
     chosen = several("models", chosen, "constructed models", 1, ConstructedModel)
-    import pandas as pd
+    from lens_mix.tables import Table
 
     rows: list[dict[str, Any]] = []
     with tqdm(total=len(chosen) * len(labelled), disable=not progress) as bar:
@@ -142,7 +142,7 @@ def score_constructed(
                 areas, note = _areas(built, model, prompts, method, aggregations)
                 rows += [_row(built, label, name, values, note) for name, values in areas.items()]
                 bar.update()
-    return pd.DataFrame(rows)
+    return Table(rows)
 
 
 def _areas(

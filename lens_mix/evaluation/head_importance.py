@@ -264,13 +264,13 @@ def importance_correlations(
     Raises:
         ValueError: fewer than two; else as `HeadImportance.correlation`.
     """
-    import pandas as pd
+    from lens_mix.tables import Table
 
     expected = "two HeadImportances or more, by their names"
     instance("importances", importances, Mapping, expected)
     several("importances", importances.values(), expected, least=2, kind=HeadImportance)
     table = [[one.correlation(other, how) for other in importances.values()] for one in importances.values()]
-    return pd.DataFrame(table, index=list(importances), columns=list(importances))
+    return Table(table, index=list(importances), columns=list(importances))
 
 
 def one_target_each(

@@ -57,9 +57,9 @@ class Leaderboard:
 
     def to_dataframe(self) -> pandas.DataFrame:
         """One row per case, method and aggregation."""
-        import pandas as pd
+        from lens_mix.tables import Table
 
-        frame = pd.DataFrame(self.records, columns=["case", "method", "aggregation", *self.metrics])
+        frame = Table(self.records, columns=["case", "method", "aggregation", *self.metrics])
         return frame.astype(dict.fromkeys(self.metrics, float))
 
     def table(self, against: str | None = "position") -> pandas.DataFrame:
@@ -72,7 +72,7 @@ class Leaderboard:
         Raises:
             ValueError: no such method to compare with.
         """
-        import pandas as pd
+        from lens_mix.tables import Table
 
         frame = self.to_dataframe()
         base = None
@@ -87,7 +87,7 @@ class Leaderboard:
             for metric in self.metrics:
                 row |= _summary(metric, scores[metric], None if base is None else base[metric])
             rows.append(row)
-        table = pd.DataFrame(rows)
+        table = Table(rows)
         return table.sort_values(self.metrics[0], ascending=False, ignore_index=True)
 
     def to_markdown(self, against: str | None = None) -> str:

@@ -13,14 +13,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.arguments import file_path, shown
+from lens_mix.files import written_beside
 from lens_mix.maps.positions import shortened
 
 if TYPE_CHECKING:
     import networkx
-    import pandas
     import xarray
 
     from lens_mix.maps import MixingMap
+    from lens_mix.tables import Table
 
 _FORMAT = "lens_mix.MixingMap/1"
 _FIELDS = "tokens method causal key_tokens parameters residual kind layers provenance notes".split()
@@ -32,8 +33,12 @@ _LONGEST_RECORD = 90_000_000  # safetensors writes longer headers, and refuses t
 def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     """Write the map to a safetensors file; `MixingMap.load` gives back the same, to the bit.
 
-    What is no tensor goes as JSON into the metadata. Something in `parameters` or `provenance` that JSON
-    cannot hold is a TypeError.
+    What is no tensor goes as JSON into the metadata. The file is written beside `path` and takes its place
+    when it is whole, so that maps which were loaded from the old file stay as they are.
+
+    Raises:
+        TypeError: something in `parameters` or `provenance` that JSON cannot hold.
+        OSError: a file that cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -52,7 +57,8 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
             f"them, got {len(text)}"
         )
     try:
-        save_file(tensors, place, metadata={"format": _FORMAT, "record": text})
+        with written_beside(place) as file:
+            save_file(tensors, file, metadata={"format": _FORMAT, "record": text})
     except SafetensorError as problem:
         raise OSError(f"path: expected a file that can be written, got {place}: {problem}") from problem
 
@@ -70,7 +76,12 @@ def _refuse_beyond_json(value: Any, name: str) -> None:
 
 
 def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch.device = "cpu") -> MixingMap:
-    """Read a map written by `save`; a ValueError for a file that holds none, a FileNotFoundError."""
+    """Read a map that `save` wrote; the map has its own memory, whatever happens to the file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file that holds no map.
+    """
     from safetensors import SafetensorError, safe_open
 
     place, expected = file_path("path", path), f"path: expected a map that MixingMap.save wrote ({_FORMAT!r})"
@@ -85,7 +96,9 @@ def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
                 raise ValueError(f"{expected}, got format {metadata.get('format')!r} in {place}")
-            fields: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            # Below 0.8, safetensors gives tensors whose memory is the file's, so each is copied.
+            names = list(file.keys())
+            fields: dict[str, Any] = {name: file.get_tensor(name).clone() for name in names}
     except SafetensorError as problem:
         raise ValueError(f"{expected}, got {place}, which is no safetensors file: {problem}") from problem
     try:
@@ -114,19 +127,26 @@ def _axes(mixing_map: MixingMap) -> dict[str, Sequence[int]]:
     return {"layer": mixing_map.layer_labels, **heads, **rows}
 
 
-def to_dataframe(mixing_map: MixingMap) -> pandas.DataFrame:
+def to_dataframe(mixing_map: MixingMap) -> Table:
     """Long form: columns layer, (head,) query, key, query_token, key_token, score.
 
-    Scores are raw; NaN where the query could not see the key. `attrs` holds what columns can't, as JSON.
+    Scores are raw; NaN where the query could not see the key. `attrs` holds what columns can't, as JSON. Its
+    `to_csv` and `to_excel` write a token that may be misread (`NA`, `01`, `=1+1`) as a JSON string, which
+    `MixingMap.from_dataframe` reads.
     """
     import numpy as np
     import pandas as pd
 
+    from lens_mix.tables import Table
+
     axes = _axes(mixing_map)
     table = pd.MultiIndex.from_product(list(axes.values()), names=list(axes)).to_frame(index=False)
-    table["query_token"] = np.asarray(mixing_map.tokens, dtype=object)[table["query"]]
-    table["key_token"] = np.asarray(mixing_map.key_labels, dtype=object)[table["key"]]
+    for axis, tokens in (("query", mixing_map.tokens), ("key", mixing_map.key_labels)):
+        # As objects: the strings of pandas 3 hold no half of a character.
+        repeated = np.asarray(tokens, dtype=object)[table[axis]]
+        table[f"{axis}_token"] = pd.Series(repeated, dtype=object)
     table["score"] = _seen_scores(mixing_map).ravel()
+    table = Table(table)
     table.attrs = _attributes(mixing_map)
     return table
 
@@ -142,8 +162,19 @@ def _attributes(mixing_map: MixingMap) -> dict[str, Any]:
     """What the axes and scores do not tell, as a file of netCDF can keep it."""
     attributes = {"method": mixing_map.method, "kind": mixing_map.kind, "causal": int(mixing_map.causal)}
     for name in ("parameters", "provenance", "notes", "residual", "tokens", "default_query"):
-        attributes[name] = json.dumps(getattr(mixing_map, name), default=str)
+        attributes[name] = as_json(getattr(mixing_map, name))
     return {**attributes, "keys_are_tokens": int(mixing_map.key_tokens is None), "unit": "raw"}
+
+
+def as_json(value: Any) -> str:
+    """JSON of what a record holds; what JSON cannot hold is written as its text."""
+    return json.dumps(_with_text_names(value), default=str)
+
+
+def _with_text_names(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _with_text_names(item) for name, item in value.items()}
+    return [_with_text_names(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def to_xarray(mixing_map: MixingMap) -> xarray.DataArray:
@@ -155,9 +186,15 @@ def to_xarray(mixing_map: MixingMap) -> xarray.DataArray:
         import xarray
     except ImportError as error:
         raise ImportError("to_xarray needs xarray: pip install 'lens_mix[xarray]'") from error
+    import numpy as np
 
     axes = _axes(mixing_map)
-    tokens = {"query_token": ("query", mixing_map.query_labels), "key_token": ("key", mixing_map.key_labels)}
+    labels = {"query": mixing_map.query_labels, "key": mixing_map.key_labels}
+    tokens = {}
+    for axis, names in labels.items():
+        # numpy's strings lose a NUL at their end; xarray takes no objects that hold half of a character.
+        dtype = str if any("\ud800" <= c <= "\udfff" for name in names for c in name) else object
+        tokens[f"{axis}_token"] = (axis, np.asarray(names, dtype=dtype))
     scores, attributes = _seen_scores(mixing_map), _attributes(mixing_map)
     return xarray.DataArray(scores, {**axes, **tokens}, list(axes), name="score", attrs=attributes)
 

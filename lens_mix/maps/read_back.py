@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 from typing import TYPE_CHECKING, Any
 
 from lens_mix.arguments import check_columns, shown
@@ -18,40 +19,63 @@ _COLUMNS = ("layer", "query", "key", "query_token", "key_token", "score")
 # As JSON in `attrs`; "tokens" too, since a map that holds some rows names no others.
 _WRITTEN = ("parameters", "provenance", "notes", "residual", "tokens", "default_query")
 
+_READ_AS_TEXT = (
+    "pd.read_csv(path, dtype={'query_token': str, 'key_token': str}, keep_default_na=False, "
+    "na_values={'score': ['']})"
+)
+
 
 def from_dataframe(cls: type[MixingMap], table: pandas.DataFrame, **fields: Any) -> MixingMap:
     """The map that a table of `to_dataframe` holds, in any order of its rows, read from a CSV too.
 
-    The table knows tokens, layers, heads, rows and hidden keys (no score, NaN); what it knows besides is in
-    its `attrs`, which a file of text loses: `fields` are the others of a `MixingMap` (`method="attention"`),
-    and go before the table's.
+    Tokens come back as they were: those that `to_csv` wrote as JSON strings are read as such, if all tokens
+    of the table are as `to_csv` writes them. The table knows tokens, layers, heads, rows and hidden keys (no
+    score, NaN); what it knows besides is in its `attrs`, which a file of text loses: `fields` are the others
+    of a `MixingMap` (`method="attention"`), and go before the table's.
 
     Raises:
-        TypeError, ValueError: no such table; an entry missing or there twice; fields that do not fit.
+        TypeError, ValueError: no such table; an entry missing or there twice; tokens that are no text; fields
+            that do not fit.
     """
+    from lens_mix.tables import Table, are_written, read_cell
+
     check_columns("table", table, _COLUMNS)
     axes = ["layer", *(["head"] if "head" in table.columns else []), "query", "key"]
-    numbers = table.set_index(axes)["score"].sort_index()
+    by_entry = table.set_index(axes)["score"].sort_index()
     places = {axis: sorted(set(table[axis].tolist())) for axis in axes}
     shape = [len(labels) for labels in places.values()]
     expected = math.prod(shape)
-    if numbers.index.has_duplicates or len(numbers) != expected:
+    if by_entry.index.has_duplicates or len(by_entry) != expected:
         raise ValueError(
-            f"table: expected every {' x '.join(axes)} once, {expected} rows, got {len(numbers)}"
-            f"{', some of them twice' if numbers.index.has_duplicates else ''}"
+            f"table: expected every {' x '.join(axes)} once, {expected} rows, got {len(by_entry)}"
+            f"{', some of them twice' if by_entry.index.has_duplicates else ''}"
         )
     queries = _tokens(table, "query", places["query"])
     keys = _tokens(table, "key", places["key"])
+    # From a file; in memory tokens are as they are.
+    if not isinstance(table, Table) and are_written([*queries.values(), *keys.values()]):
+        queries = {position: read_cell(token) for position, token in queries.items()}
+        keys = {position: read_cell(token) for position, token in keys.items()}
     if places["key"] != list(range(len(keys))):
         raise ValueError(f"table: expected keys 0 to {len(keys) - 1}, got {shown(places['key'])}")
-    scores = numbers.to_numpy().reshape(shape)
+    scores = by_entry.to_numpy().reshape(shape)
     return cls(**{**_fields(scores, places, queries, keys, table.attrs), **fields})
 
 
 def _tokens(table: pandas.DataFrame, axis: str, positions: list[int]) -> dict[int, str]:
-    """The token of each position, read as text (a file of text may give numbers back)."""
+    """The token of each position; whole numbers count as their digits."""
     first = table.drop_duplicates(axis).set_index(axis)[f"{axis}_token"]
-    return {position: str(first[position]) for position in positions}
+    tokens = {position: first[position] for position in positions}
+    for position, token in tokens.items():
+        if isinstance(token, str):
+            continue
+        if isinstance(token, bool) or not isinstance(token, numbers.Integral):
+            raise ValueError(
+                f"table: expected text in {axis}_token, got {shown(token)} for {axis} {position}; "
+                f"to read other CSV files than those of MixingMap.to_dataframe: {_READ_AS_TEXT}"
+            )
+        tokens[position] = str(token)
+    return tokens
 
 
 def from_xarray(cls: type[MixingMap], array: xarray.DataArray, **fields: Any) -> MixingMap:

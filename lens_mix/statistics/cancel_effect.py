@@ -16,6 +16,7 @@ from lens_mix.methods.value_norms import ValueNorms
 from lens_mix.statistics.passes import each_prompt
 from lens_mix.statistics.ranks import spearman
 from lens_mix.statistics.token_kinds import TokenKind, token_kind
+from lens_mix.tables import Table
 
 
 @in_full_precision
@@ -51,7 +52,7 @@ def weights_and_norms(model: TransformerLensModel, prompts: Any, **options: Any)
                 "norm": norm.flatten().tolist(),
                 "weighted_norm": (weight * norm).flatten().tolist(),
             }
-            tables.append(pd.DataFrame(columns))
+            tables.append(Table(columns))
     return pd.concat(tables, ignore_index=True)
 
 

@@ -22,6 +22,7 @@ from lens_mix.methods.attn_res import AttnResLn
 from lens_mix.statistics.passes import PromptBlocks, each_prompt
 from lens_mix.statistics.ranks import spearman
 from lens_mix.statistics.token_kinds import TokenKind, token_kind
+from lens_mix.tables import Table
 
 _ATTENTION_STAGES = ("attn_w", "attn_n", "attn_res_w", "attn_res", "attn_res_ln")
 _STAGES = (*_ATTENTION_STAGES, "atb_ff_res_ln")
@@ -65,7 +66,7 @@ def mixing_ratios(
                 for stage, ratio in ratios.items()
                 for place, value in zip(places, ratio[0].tolist(), strict=True)
             ]
-    return pd.DataFrame(rows, columns=["prompt", "layer", "position", "token", "token_id", "stage", "ratio"])
+    return Table(rows, columns=["prompt", "layer", "position", "token", "token_id", "stage", "ratio"])
 
 
 def _passes(

@@ -43,9 +43,9 @@ class Support:
 
     def to_dataframe(self) -> Any:
         """A pandas DataFrame with columns method, engine, reason."""
-        import pandas as pd
+        from lens_mix.tables import Table
 
-        return pd.DataFrame(self.rows, columns=["method", "engine", "reason"])
+        return Table(self.rows, columns=["method", "engine", "reason"])
 
     def __str__(self) -> str:
         width = max(len(name) for name, _, _ in self.rows)
@@ -74,13 +74,13 @@ class Check:
 
     def to_dataframe(self) -> Any:
         """A pandas DataFrame with columns layer, part, error, tolerance, ok, note."""
-        import pandas as pd
+        from lens_mix.tables import Table
 
         rows = [
             (entry.layer, entry.part, entry.error, entry.tolerance, entry.ok, entry.note)
             for entry in self.proof.parts
         ]
-        return pd.DataFrame(rows, columns=["layer", "part", "error", "tolerance", "ok", "note"])
+        return Table(rows, columns=["layer", "part", "error", "tolerance", "ok", "note"])
 
     def __str__(self) -> str:
         parts = list(dict.fromkeys(entry.part for entry in self.proof.parts))

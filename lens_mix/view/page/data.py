@@ -15,6 +15,8 @@ from torch import Tensor
 
 from lens_mix.aggregation import residual_weight
 from lens_mix.maps import MixingMap
+from lens_mix.maps.characters import whole_texts
+from lens_mix.maps.exchange import as_json
 from lens_mix.maps.words import is_special, word_groups
 from lens_mix.methods.part_shares import part_shares
 from lens_mix.view.layers import layer_names
@@ -63,7 +65,7 @@ def pack(mixing_map: MixingMap, label: str) -> dict[str, Any]:
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """JSON-able; what is no finite number is written as text."""
-    return json.loads(json.dumps(dict(values), default=str), parse_constant=str)
+    return json.loads(as_json(dict(values)), parse_constant=str)
 
 
 def _residual(mixing_map: MixingMap) -> float:
@@ -84,11 +86,11 @@ def _starts(tokens: Sequence[str]) -> dict[str, list[int]]:
 
 def _sentences(tokens: Sequence[str]) -> list[int]:
     """A sentence starts after a token that ends one, and special tokens stand alone."""
-    starts = [0]
-    for position in range(1, len(tokens)):
-        previous = tokens[position - 1]
-        if previous.endswith(_ENDS) or is_special(previous) or is_special(tokens[position]):
+    starts, previous = [0], ""
+    for (position, *_), text in whole_texts(tokens):
+        if position and (previous.endswith(_ENDS) or is_special(previous) or is_special(text)):
             starts.append(position)
+        previous = text
     return starts
 
 

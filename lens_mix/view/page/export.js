@@ -4,7 +4,13 @@ function offer(name, blob) {
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
-const quoted = value => /[",\n\r]/.test(String(value)) ? `"${String(value).replaceAll('"', '""')}"` : String(value ?? "");
+// Text that a spreadsheet computes, or that a reader of CSV takes for no value or a number, is written as a JSON
+// string, as lens_mix/tables.py does.
+const MISREAD = [/^\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|^"/, /[\0-\x1f\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\p{Cs}]/u,
+  /^\s*(|n\/?a|nan|null|none|<na>|#n\/?a( n\/a)?|1\.#(ind|qnan)|true|false|inf(inity)?|(\d+\.?\d*|\.\d+)(e[+-]?\d*)?)\s*$/i];
+const written = value => typeof value !== "string" ? String(value ?? "") : !MISREAD.some(each => each.test(value)) ? value
+  : JSON.stringify(value).replace(/[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]/g, c => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"));
+const quoted = text => /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 // What XML can't hold, a half of a pair of surrogates for one, becomes \ufffd.
 const forXml = text => text.replace(/[\0-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff\p{Cs}]/gu, "\ufffd");
 async function save(kind) {
@@ -12,7 +18,7 @@ async function save(kind) {
   if (kind === "csv") {
     const columns = rows.length ? Object.keys(rows[0]) : [];
     return offer(`${name}.csv`, new Blob([[columns, ...rows.map(row => columns.map(column => row[column]))]
-      .map(line => line.map(quoted).join(",")).join("\n")], { type: "text/csv" }));
+      .map(line => line.map(value => quoted(written(value))).join(",")).join("\n")], { type: "text/csv" }));
   }
   if (kind === "json") return offer(`${name}.json`, new Blob([JSON.stringify({ state, provenance: map().provenance,
     notes: map().notes, options, rows }, null, 1)], { type: "application/json" }));

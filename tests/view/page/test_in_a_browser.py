@@ -20,6 +20,8 @@ from scipy.stats import spearmanr
 import lens_mix as lm
 from lens_mix.graphs import information_flow_routes
 from lens_mix.methods.part_shares import part_shares
+from lens_mix.tables import read_cell
+from lens_mix.view.page.data import _starts
 from tests.matrix import slow
 from tests.random_maps import map_of, random_attention
 from tests.view.page.routes import routes_map
@@ -169,6 +171,37 @@ def test_units_words_and_heads(opened, maps):
     for key, token in enumerate(all_of(browser, ".row:first-child .token")):
         said = number_in(tip_of(browser, token), "share of the row")
         assert said == pytest.approx(share[key].item(), abs=2e-3)
+
+
+SPREADSHEET = [
+    *("=1", "+1", "-1", "@a", "\t=1", "NA", "", "01", "\r", "a\rb", '"', '"NA"', "a,b", " x"),
+    *("\ud83d", "\x00"),
+]
+
+
+def test_the_tokens_of_a_character_spell_it_together(opened):
+    astronaut = [f"👩\u200d🚀[{number}/3]" for number in (1, 2, 3)]
+    tokens = ["the", " caf", "é[1/2]", "é[2/2]", " ", *astronaut, "。[1/2]", "。[2/2]"]
+    m = map_of(random_attention(size=len(tokens)), tokens=tokens)
+    browser = opened(m, "view=text&by=word&query=3")
+    shown = all_of(browser, ".row .token")
+    assert [token.get_property("textContent") for token in shown] == tokens
+    tips = [tip_of(browser, token).splitlines()[0] for token in shown]
+    assert tips[2] == "1–3 “café”"
+    assert tips[5] == "4–9 “👩\u200d🚀。”"
+    assert [row["token"] for row in rows_of(browser)] == ["the", " café", " 👩\u200d🚀。"]
+    assert "the café 👩\u200d🚀。" in browser.find_element("id", "prompt").get_property("textContent")
+    assert _starts(tokens)["sentence"] == [0]
+
+
+def test_csv_holds_no_formula_and_every_token(opened):
+    m = map_of(random_attention(size=len(SPREADSHEET)), tokens=list(SPREADSHEET))
+    browser = opened({"=1+1": m}, "view=grid&query=1")
+    rows = rows_of(browser)
+    assert {row["map"] for row in rows} == {'"=1+1"'}
+    for row in rows:
+        assert read_cell(row["token"]) == SPREADSHEET[int(row["key"])]
+        assert row["token"].strip()[:1] not in {*"=+-@"}
 
 
 SENTENCES = [" One", " two", ".", " Thr", "ee", "!", "\n", " Four"]
