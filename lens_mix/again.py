@@ -6,8 +6,9 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lens_mix.arguments import as_model_input, instance
+from lens_mix.arguments import instance, real_tensor, several
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
@@ -48,20 +49,32 @@ def run_again(
     # Rows and layers keep their names as long as no token is dropped or merged.
     whole = mixing_map.kind == "input" and len(mixing_map) > 1
     reads_target = record.get("stack") in ("decoder", "cross", "joint")
-    mapped = record["target_token_ids" if reads_target else "token_ids"]
+    mapped = _numbers(record, "token_ids")
+    prompt: Any = mapped
+    if reads_target or "target_token_ids" in record:
+        target = _numbers(record, "target_token_ids")
+        prompt, mapped = (prompt, target), target if reads_target else mapped
     asked = {
         "queries": mixing_map.queries if len(mixing_map.tokens) == len(mapped) else None,
         "layers": None if whole else mixing_map.layer_labels,
         "stack": record.get("stack"),
     }
-    asked |= {name: as_model_input(values) for name, values in record.get("inputs", {}).items()}
-    prompt: Any = torch.tensor(record["token_ids"], dtype=torch.long, device="cpu")
-    if "target_token_ids" in record:
-        prompt = (prompt, torch.tensor(record["target_token_ids"], dtype=torch.long, device="cpu"))
+    inputs = instance('provenance["inputs"]', record.get("inputs", {}), dict, "a dict of numbers by name")
+    asked |= {name: _numbers(inputs, name) for name in inputs}
     again = _method(mixing_map) if method is None else method
     if record.get("engine") in again.engines and len(again.engines) > 1:
         asked["engine"] = record["engine"]
     return run(model, prompt, again, **{**asked, **options})
+
+
+def _numbers(record: dict[str, Any], name: str) -> Tensor:
+    """Numbers of a record as a tensor; a TypeError or ValueError where it has none of that name."""
+    try:
+        numbers = real_tensor(f"provenance[{name!r}]", several(name, record.get(name), "numbers", least=1))
+    except (TypeError, ValueError) as problem:
+        expected = f"mixing_map: expected a record whose {name} is a list of numbers, as lm.run writes it"
+        raise type(problem)(f"{expected}; {problem}") from problem
+    return numbers.to(torch.float32) if numbers.is_floating_point() else numbers
 
 
 def _method(mixing_map: MixingMap) -> Method:

@@ -81,3 +81,33 @@ def test_refused(model):
     with pytest.raises(ValueError, match=r"'gradient_attention' whole, give it as method=.*'Custom'"):
         lm.run_again(model, made)
     assert torch.equal(lm.run_again(model, made, method).scores, made.scores)
+
+
+@pytest.mark.parametrize("name", ["token_ids", "target_token_ids", "inputs"])
+@pytest.mark.parametrize("value", [{"a": 1}, {}, "x", 5, None, [{"a": 1}], [], {"x": {"y": 1}}])
+def test_a_record_of_another_kind(model, name, value):
+    """Each other entry of a record may be a dict; those that hold numbers say that they should."""
+    made = lm.run(model, TOKENS, "attention")
+    if name == "inputs" and value == {}:
+        return
+    changed = made.replace(provenance={**made.provenance, name: value})
+    with pytest.raises((TypeError, ValueError), match=r"expected"):
+        lm.run_again(model, changed)
+    repr(changed), lm.page(changed), changed.to_dataframe()
+
+
+def test_names_that_are_no_strings_are_written_as_text():
+    made = lm.MixingMap([[[1.0]]], tokens=["a"], provenance={"spans": {(0, 1): {(2, 3): 4}}})
+    assert '"(0, 1)"' in made.to_dataframe().attrs["provenance"]
+    assert "(0, 1)" in lm.page(made).html
+
+
+@pytest.mark.parametrize(
+    "details", [{"parts": {"a": 1}}, {"parts": [{"a": 1}]}, {"parts": 5}, [1], "x", None, {}]
+)
+def test_details_of_another_kind(model, details):
+    made = lm.run(model, TOKENS, "information_flow_routes")
+    changed = made.replace(provenance={**made.provenance, "details": details})
+    with pytest.raises(ValueError, match="expected a map of information_flow_routes, got"):
+        lm.graphs.information_flow_routes(changed)
+    lm.page(changed)

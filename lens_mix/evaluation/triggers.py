@@ -16,7 +16,8 @@ from lens_mix.evaluation.head_importance import method_for, one_target_each
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
 from lens_mix.lens.parts import one_part
-from lens_mix.lens.prompts import device_of, read_prompt, token_strings
+from lens_mix.lens.prompts import device_of, read_prompt
+from lens_mix.lens.token_strings import token_strings
 from lens_mix.maps import MixingMap
 from lens_mix.methods import AttentionAttribution
 from lens_mix.runner import run
@@ -176,9 +177,9 @@ class TriggerReport:
 
     def to_dataframe(self) -> pandas.DataFrame:
         """Columns trigger, label, examples, before, after."""
-        import pandas as pd
+        from lens_mix.tables import Table
 
-        return pd.DataFrame(
+        return Table(
             [(str(trigger), *rest) for trigger, *rest in self.rows],
             columns=["trigger", "label", "examples", "before", "after"],
         )
@@ -234,7 +235,7 @@ def predict_by_token(
     `choices` is class -> token number, or several; `position` is where the logits are read.
 
     Raises:
-        ValueError: fewer than two classes.
+        ValueError: fewer than two classes; when it predicts, an example without such a position.
     """
     lens, expected = Lens(model), "two classes or more, each with its token numbers"
     several("choices", instance("choices", choices, Mapping, expected).values(), expected, least=2)
@@ -251,7 +252,10 @@ def predict_by_token(
         classes: list[Hashable] = []
         lens = Lens(model)  # of this call: modules may have come and gone since
         for example in examples:
-            logits = lens.logits(list(example.tokens))[position]
+            by_position = lens.logits(list(example.tokens))
+            count = len(by_position)
+            place = whole_number("position", position, -count, count - 1, "a position of every example")
+            logits = by_position[place]
             classes.append(max(tokens, key=lambda label: float(logits[tokens[label]].max())))
         return classes
 

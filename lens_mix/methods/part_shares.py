@@ -57,6 +57,10 @@ def part_shares(mixing_map: MixingMap) -> PartShares:
     return PartShares(resid_pre, resid_mid, mlp_out, [entry["parallel"] for entry in chosen])
 
 
+# What `record_shares` writes of every block.
+_ENTRY = {"layer", "tokens", "queries", "parallel", "resid_pre"}
+
+
 def own_share(mixing_map: MixingMap) -> Float[Tensor, "layer query"]:
     """`PartShares.resid_pre`, which every part of an encoder-decoder has. ValueError: as `part_shares`."""
     return _held(mixing_map, _entries(mixing_map), "resid_pre")
@@ -65,11 +69,15 @@ def own_share(mixing_map: MixingMap) -> Float[Tensor, "layer query"]:
 def _entries(mixing_map: MixingMap) -> list[dict[str, Any]]:
     """What the record says of each layer that the map holds."""
     instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
-    entries = mixing_map.provenance.get("details", {}).get("parts", [])
-    if not entries:
-        got = f"got method {mixing_map.method!r} and none of its record"
+    details = mixing_map.provenance.get("details")
+    entries = details.get("parts") if isinstance(details, dict) else None
+    listed = entries if isinstance(entries, list) else []
+    whole = [entry for entry in listed if isinstance(entry, dict) and _ENTRY.issubset(entry)]
+    by_layer = {entry["layer"]: entry for entry in whole if isinstance(entry["layer"], int)}
+    missing = [layer for layer in mixing_map.layer_labels if layer not in by_layer]
+    if missing:
+        got = f"got method {mixing_map.method!r} and none of its record for layers {missing}"
         raise ValueError(f"mixing_map: expected a map of information_flow_routes, {got}")
-    by_layer = {entry["layer"]: entry for entry in entries}
     chosen = [by_layer[layer] for layer in mixing_map.layer_labels]
     if chosen[0]["tokens"] != len(mixing_map.tokens):
         raise ValueError(

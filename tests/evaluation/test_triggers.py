@@ -139,6 +139,13 @@ def test_predict_by_token(model):
     assert predict_by_token(model, {"no": worst, "yes": [worst, best]})([example]) == ["yes"]
 
 
+@pytest.mark.parametrize("position", [99, -4])
+def test_predict_by_token_at_a_position_that_is_not_there(model, position):
+    predict = predict_by_token(model, {"yes": 5, "no": 6}, position)
+    with pytest.raises(ValueError, match=rf"position: expected a position .* from -3 to 2, got {position}"):
+        predict([Example((3, 4, 5), "yes")])
+
+
 def test_predictions_of_an_encoder_decoder_are_what_a_target_reads():
     """The decoder's start token alone, as where triggers are extracted: not the source as its own target."""
     model = build_or_skip(bridge, "bart", torch.float64)
