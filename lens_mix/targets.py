@@ -10,6 +10,7 @@ without padding, so that position -1 is the prompt's last. The functions here ma
     lm.targets.loss()                              next-token cross-entropy of the prompt
     lm.targets.masked_token("cat")                 at the prompt's mask token
     lm.targets.class_(2)                           of a model whose output is [batch, class]
+    lm.targets.class_difference(2, 0)              logit of a class minus that of another
     lm.targets.hf_classifier(hf_model, 2)          of a classifier of transformers with the same weights
     lm.targets.head(classifier)                    a head that TransformerLens does not hold
 
@@ -38,6 +39,7 @@ __all__ = [
     "Context",
     "Target",
     "class_",
+    "class_difference",
     "head",
     "hf_classifier",
     "logit",
@@ -62,9 +64,12 @@ class Context:
         tokens: the tokens that the output stands over (of an encoder-decoder the target's, for logits).
         output: the output of the clean pass, logits [1 pos d_vocab] or [1 class], or the residual stream.
         tokenizer: the model's; None where it has none.
-        inputs: the model's further inputs, of the mapped tokens' shape, by name.
+        inputs: the model's further inputs, of the mapped tokens' shape (the source's, where there is one), by
+            name.
         as_target: whether text is read as the decoder of an encoder-decoder writes it (Marian has another
             vocabulary of pieces there).
+        source: what the encoder reads, where the last residual is that of an encoder-decoder's decoder.
+        found: what a target has found out about the prompt, for the prompt's other rows.
     """
 
     tokens: Int[Tensor, " pos"]
@@ -72,6 +77,8 @@ class Context:
     tokenizer: PreTrainedTokenizerBase | None = None
     inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     as_target: bool = False
+    source: Int[Tensor, " source"] | None = None
+    found: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def token_id(self, token: str | int, name: str = "token") -> int:
         """A token's number, checked.
@@ -102,9 +109,16 @@ class Context:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Base of the targets made here: the fields are the parameters, `of_prompt` binds them to one prompt."""
+    """Base of the targets made here: the fields are the parameters, `of_prompt` binds them to one prompt.
+
+    Attributes:
+        reads: the model's output that the target is a function of.
+        reads_tokens: whether the functions of `of_prompt` take the tokens of the copies, [copy pos], as a
+            second argument, for copies whose tokens are not the prompt's.
+    """
 
     reads: ClassVar[Reads] = "logits"
+    reads_tokens: ClassVar[bool] = False
 
     def of_prompt(self, context: Context) -> Explained:
         """The function output [copy ...] -> [copy]; TypeError, ValueError if it does not fit the prompt."""
@@ -113,6 +127,15 @@ class Target:
     def reads_position(self, context: Context) -> int | None:
         """The only position of [copy pos d_vocab] that it reads, from 0; None: several, or not known."""
         return None
+
+    def default_row(self, context: Context) -> int | None:
+        """The position of the row that is meant where none is named; None: that of the model's kind."""
+        return self.reads_position(context)
+
+    def at_row(self, place: int, context: Context) -> Target | None:
+        """The target read at a row's position instead of its own; None: one number of the whole prompt."""
+        moves = self.reads_position(context) is not None and isinstance(getattr(self, "position", None), int)
+        return dataclasses.replace(self, position=place) if moves else None  # type: ignore[call-arg]
 
 
 TargetLike = Target | Explained  # of other callables: logits -> [copy]
@@ -161,14 +184,25 @@ class _Class(Target):
     of: Measure
 
     def of_prompt(self, context: Context) -> Explained:
-        if context.output.ndim != 2:
-            raise ValueError(
-                "class_: expected a model whose output is [batch, class], got logits of shape "
-                f"{tuple(context.output.shape)}; for a token use targets.token, for a classifier that "
-                "TransformerLens does not hold targets.head"
-            )
+        _require_classes(context, "class_")
         index = int(context.output[0].argmax()) if self.index is None else context.token_id(self.index, "k")
         return lambda logits: _measured(logits, self.of)[:, index]
+
+
+@dataclasses.dataclass(frozen=True)
+class _ClassDifference(Target):
+    good: int
+    bad: int
+
+    def of_prompt(self, context: Context) -> Explained:
+        _require_classes(context, "class_difference")
+        good, bad = context.token_id(self.good, "good"), context.token_id(self.bad, "bad")
+
+        def difference(logits: Tensor) -> Tensor:
+            wide = _measured(logits, "logit")
+            return wide[:, good] - wide[:, bad]
+
+        return difference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,28 +259,91 @@ class Head(_Custom):
 
 
 @dataclasses.dataclass(frozen=True)
-class _HfClassifier(Head):
-    """A class of a classifier of transformers (see `hf_classifier`); `function` is its head."""
+class _HfClassifier(Target):
+    """A label of a classifier of transformers, or the difference of two (see `hf_classifier`).
 
-    hf_model: PreTrainedModel = dataclasses.field(kw_only=True)
+    Attributes:
+        hf_model: the classifier.
+        index: the label's number; None: the one that it predicts.
+        minus: the number of the label whose logit is subtracted.
+        of: what is explained of it.
+        position: of a classifier of tokens and of question answering, the token's position.
+        multi_label: whether each label has a probability of its own.
+    """
+
+    reads: ClassVar[Reads] = "last_residual"
+    reads_tokens: ClassVar[bool] = True
+    after_final_norm: ClassVar[bool] = True
+
+    hf_model: PreTrainedModel = dataclasses.field(repr=False)
     index: int | None = None
+    minus: int | None = None
     of: Measure = "probability"
+    position: int | None = None
+    multi_label: bool = False
 
-    def of_prompt(self, context: Context) -> Explained:
-        inputs = {name: value[None] for name, value in context.inputs.items()}
-        hidden = classifiers.last_hidden(self.hf_model, context.tokens[None], **inputs)
-        if hidden.shape != context.output.shape or not classifiers.close(context.output, hidden):
-            raise ValueError(
-                "hf_model: expected the weights of the mapped model, got one whose last hidden states differ "
-                "on this prompt; load both from the same folder, without folding or centring weights"
-            )
-        dtype = next(iter(self.hf_model.parameters())).dtype
+    def of_prompt(self, context: Context) -> Callable[..., Tensor]:
+        own = self._own_pass(context)
+        place, index = self._place(own, context), self.index
+        if index is None:
+            index = int(_row(own.own, place)[0].argmax())
 
-        def logits(resid: Tensor) -> Tensor:
-            return self.function(resid.to(dtype))
+        def value(resid: Tensor, tokens: Tensor | None = None) -> Tensor:
+            logits = own.logits(resid, tokens)
+            if self.minus is not None:
+                wide = _row(_measured(logits, "logit"), place)
+                return wide[:, index] - wide[:, self.minus]
+            return _row(self._measured(logits), place)[:, index]
 
-        index = int(logits(context.output)[0].argmax()) if self.index is None else self.index
-        return lambda resid: _measured(logits(resid), self.of)[:, index]
+        return value
+
+    def default_row(self, context: Context) -> int | None:
+        own = self._own_pass(context)
+        if own.own.ndim == 3 and self.position is None and not self._answers_questions:
+            return None
+        place = self._place(own, context)
+        return own.position if place is None else place
+
+    def at_row(self, place: int, context: Context) -> Target | None:
+        whole = self.position is None and self._answers_questions
+        one_number = self._own_pass(context).own.ndim == 2 or whole
+        return None if one_number else dataclasses.replace(self, position=place)
+
+    @property
+    def _answers_questions(self) -> bool:
+        return classifiers.kind_of(self.hf_model) == "question answering"
+
+    def _own_pass(self, context: Context) -> classifiers.ClassifierPass:
+        """The classifier's own pass over the prompt, which the mapped model has to agree with; made once."""
+        if id(self.hf_model) not in context.found:
+            own = classifiers.ClassifierPass(self.hf_model, context.tokens, context.inputs, context.source)
+            own.check(context.output)
+            context.found[id(self.hf_model)] = own
+        return context.found[id(self.hf_model)]
+
+    def _place(self, own: classifiers.ClassifierPass, context: Context) -> int | None:
+        """The position whose logits are read; None: the classifier has logits of the whole prompt alone."""
+        kind = type(self.hf_model).__name__
+        if own.own.ndim == 2:
+            if self.position is not None:
+                raise ValueError(
+                    f"position: expected None for {kind}, which classifies whole prompts, got {self.position}"
+                )
+            return None
+        if self.position is not None:
+            return context.position(self.position)
+        if not self._answers_questions:
+            raise ValueError(f"position: expected the position of a token, which {kind} classifies, got None")
+        return int(own.own[0, :, self.index].argmax())
+
+    def _measured(self, logits: Float[Tensor, "copy *pos label"]) -> Float[Tensor, "copy *pos label"]:
+        if self._answers_questions:
+            # Each of start and end is a distribution over the positions.
+            return _measured(logits.mT, self.of).mT
+        if not self.multi_label or self.of == "logit":
+            return _measured(logits, self.of)
+        log_probabilities = torch.nn.functional.logsigmoid(_measured(logits, "logit"))
+        return log_probabilities if self.of == "log_probability" else log_probabilities.exp()
 
 
 # ------------------------------------------------------------------ what users call
@@ -328,7 +425,10 @@ def head(function: Explained, after_final_norm: bool = False) -> Target:
 
 
 def hf_classifier(
-    hf_model: PreTrainedModel, class_: int | str | None = None, of: Measure = "probability"
+    hf_model: PreTrainedModel,
+    class_: int | str | None = None,
+    of: Measure = "probability",
+    position: int | None = None,
 ) -> Target:
     """A class of a classifier of transformers, whose head TransformerLens drops when it loads the model.
 
@@ -338,26 +438,85 @@ def hf_classifier(
         hf_model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
         lm.run(bridge, text, lm.InputGradients(target=lm.targets.hf_classifier(hf_model, 3)), queries=[0])
 
-    Its head is read off the model and proven: on four tokens here, and on each prompt that the mapped model
-    ends in the hidden states that the classifier reads (one pass of `hf_model` per prompt).
+    The classifier itself runs on every prompt, and from the mapped model's last residual on whenever the
+    target is evaluated: which token it reads (a decoder's the last that is not padding, also where padding is
+    the end-of-sequence token), its pooler and its dense layers are its own. An error is raised unless the
+    mapped model's residual gives the classifier's own logits.
+
+    - One label without a problem type (rerankers, reward models), a regression, multiple choice: the value
+      itself is explained, whatever `of`.
+    - `problem_type="multi_label_classification"`: a probability is the sigmoid of a label's logit.
+    - Token classification: `position` is the token's; input maps read it at the row's position instead.
+    - Question answering: `class_` is "start" or "end", `position` the token's; None: the one that the
+      classifier predicts. A probability is a softmax over positions.
+    - Multiple choice: one choice per prompt, and its score.
+    - T5 and BART classifiers read the decoder, at the position of the source's last end-of-sequence token:
+      map part="decoder", "cross" or "joint", with the target that they read, the source moved right by one.
+
+    Where a method puts other tokens in (`Occlusion(by="replace")`), the classifier finds the token that it
+    reads anew, as on such a prompt; gradients, hidden tokens and zeroed values leave it where it is. The
+    decoder of a T5 or BART classifier is read at the clean prompt's position always.
 
     Args:
-        hf_model: in evaluation mode, on the mapped model's device.
-        class_: its number, or its name in `config.label2id`; None: the one that it predicts.
+        hf_model: in evaluation mode, on the mapped model's device, best in its dtype.
+        class_: its number, or its name in `config.id2label`; None: the one that it predicts.
         of: "probability" (0 to 1), "log_probability" or "logit".
+        position: of a token, negative from the end, for classifiers of tokens and question answering.
 
     Raises:
-        TypeError: no such model. ValueError: training mode, a head of unknown form, no such class; when it
-            meets a prompt, other weights than the mapped model's.
+        TypeError: no such model. ValueError: training mode, no such class; when it meets a prompt, other
+            weights than the mapped model's, a missing or needless position, a part of an encoder-decoder that
+            the classifier does not read, or logits that depend on more than the last hidden states (write
+            those with `lm.targets.head`).
     """
-    function, after = classifiers.read_head(hf_model)
-    names, count = hf_model.config.label2id or {}, hf_model.config.num_labels
-    if isinstance(class_, str):
-        if class_ not in names:
-            raise ValueError(f"class_: expected one of {list(names)}, got {shown(class_)}")
-        class_ = names[class_]
-    index = None if class_ is None else whole_number("class_", class_, 0, count - 1)
-    return _HfClassifier(function, after, index, _checked_measure(of), hf_model=hf_model)
+    classifiers.check_classifier(hf_model)
+    index = classifiers.label_number(hf_model, class_, "class_")
+    of = "logit" if classifiers.gives_values(hf_model) else _checked_measure(of)
+    several = classifiers.takes_several(hf_model)
+    place = None if position is None else whole_number("position", position)
+    return _HfClassifier(hf_model, index, None, of, place, several)
+
+
+def class_difference(
+    good: int | str, bad: int | str, hf_model: PreTrainedModel | None = None, position: int | None = None
+) -> Target:
+    """logit(good) - logit(bad) of two classes: positive where the classifier prefers `good`.
+
+    Args:
+        good, bad: numbers of classes; of a classifier of transformers names too.
+        hf_model: a classifier of transformers, as in `hf_classifier`; None: the mapped model's own output is
+            [batch, class].
+        position: of a token, for classifiers of tokens, as in `hf_classifier`.
+
+    Raises:
+        TypeError, ValueError: twice the same class, no such class; as `hf_classifier`.
+    """
+    if hf_model is None:
+        if position is not None:
+            raise ValueError(f"position: expected None without hf_model, got {shown(position)}")
+        numbers = (whole_number("good", good, 0), whole_number("bad", bad, 0))
+        difference: Target = _ClassDifference(*numbers)
+    else:
+        classifiers.check_classifier(hf_model)
+        if classifiers.kind_of(hf_model) == "question answering":
+            raise ValueError(
+                "class_difference: expected classes of which one is right, got the start and the end of an "
+                "answer; explain one of them with lm.targets.hf_classifier"
+            )
+        numbers = (_named_class(hf_model, good, "good"), _named_class(hf_model, bad, "bad"))
+        place = None if position is None else whole_number("position", position)
+        difference = _HfClassifier(hf_model, *numbers, "logit", place)
+    if numbers[0] == numbers[1]:
+        raise ValueError(f"good, bad: expected two different classes, got {shown(good)} and {shown(bad)}")
+    return difference
+
+
+def _named_class(hf_model: PreTrainedModel, label: Any, name: str) -> int:
+    if not isinstance(label, str):
+        whole_number(name, label, 0, what="a class's name or number")
+    number = classifiers.label_number(hf_model, label, name)
+    assert number is not None
+    return number
 
 
 # ------------------------------------------------------------------ reading targets
@@ -387,13 +546,22 @@ def describe(target: Target) -> dict[str, Any]:
 
 def from_record(record: Mapping[str, Any]) -> Target:
     """The target that `describe` described. ValueError: one that holds a function, which no record keeps."""
-    classes = (_Token, _LogitDifference, _Class, _MaskedToken, _Loss)
+    classes = (_Token, _LogitDifference, _Class, _ClassDifference, _MaskedToken, _Loss)
     known = {each.__name__.lstrip("_"): each for each in classes}
     fields = dict(record)
     name = fields.pop("target", None)
     if name not in known:
         raise ValueError(f"target: expected one of {sorted(known)} to make it again, got {name!r}")
     return known[name](**fields)
+
+
+def _require_classes(context: Context, name: str) -> None:
+    if context.output.ndim != 2:
+        raise ValueError(
+            f"{name}: expected a model whose output is [batch, class], got logits of shape "
+            f"{tuple(context.output.shape)}; for a token use targets.token, for a classifier of transformers "
+            "targets.hf_classifier, for any other that TransformerLens does not hold targets.head"
+        )
 
 
 def _place(context: Context, position: int | None) -> int | None:

@@ -271,6 +271,8 @@ def explained() -> Iterator[Case]:
     yield from each(targets.logit_difference, "good", (*NO_TOKEN, None, -1), bad=3)
     yield from each(targets.logit_difference, "bad", (*NO_TOKEN, None, -1), good=3)
     yield from each(targets.class_, "k", (*NO_WHOLE, -1))
+    yield from each(targets.class_difference, "good", (*NO_WHOLE, None, -1), bad=3)
+    yield from each(targets.class_difference, "bad", (*NO_WHOLE, None, -1), good=3)
     yield from each(targets.loss, "label", (*NO_TOKEN, -1))
     yield from each(targets.head, "function", (None, 3, "head"))
     yield from each(targets.head, "after_final_norm", (*NO_FLAG, None), function=print)

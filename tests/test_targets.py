@@ -128,6 +128,7 @@ def test_a_classifier_in_the_place_of_next_sentence_prediction():
         (lm.targets.class_(of="logit"), classes.max()),
         (lm.targets.predicted(), classes.softmax(-1).max()),
         (lm.targets.loss(2), -classes.log_softmax(-1)[2]),
+        (lm.targets.class_difference(2, 4), classes[2] - classes[4]),
     ]:
         assert clean_value(model, target) == pytest.approx(expected.item(), abs=1e-12)
     found = lm.run(model, TOKENS, lm.AttentionAttribution(target=lm.targets.class_(3), n_steps=32))
@@ -138,6 +139,8 @@ def test_a_classifier_in_the_place_of_next_sentence_prediction():
     assert found.scores[1, 0].abs().min() > 0
     with pytest.raises(ValueError, match=r"k: expected a whole number from 0 to 4"):
         clean_value(model, lm.targets.class_(7))
+    with pytest.raises(ValueError, match=r"bad: expected a whole number from 0 to 4, got 5"):
+        clean_value(model, lm.targets.class_difference(1, 5))
     with pytest.raises(ValueError, match="label: expected the class"):
         clean_value(model, lm.targets.loss())
 
@@ -180,6 +183,7 @@ def test_head_reads_the_last_residual(model, logits):
         (lambda t: t.token(3, position=1.0), TypeError, "position: expected a whole number"),
         (lambda t: t.logit_difference("w3", 3), ValueError, "two different tokens"),
         (lambda t: t.class_(0), ValueError, r"output is \[batch, class\]"),
+        (lambda t: t.class_difference(0, 1), ValueError, r"class_difference: .*targets.hf_classifier"),
         (lambda t: lambda logits: logits[:, -1], ValueError, "one number per copy"),
         (lambda t: lambda logits: logits[:, -1].argmax(-1), TypeError, "real numbers"),
         (lambda t: lambda logits: 3.0, TypeError, "got float"),
@@ -200,6 +204,10 @@ def test_targets_refuse_at_once():
         lm.targets.head("classifier")
     with pytest.raises(TypeError, match="target: expected one of"):
         lm.GradientAttention(target=3)
+    with pytest.raises(ValueError, match="good, bad: expected two different classes, got 1 and 1"):
+        lm.targets.class_difference(1, 1)
+    with pytest.raises(ValueError, match="position: expected None without hf_model, got 3"):
+        lm.targets.class_difference(1, 2, position=3)
 
 
 def test_text_needs_a_tokenizer():
@@ -212,68 +220,7 @@ def test_a_loss_needs_two_tokens(model):
         clean_value(model, lm.targets.loss(), TOKENS[:1])
 
 
-# ---------------------------------------------------------------------- classifiers of transformers
-
-
-def classifier_of(name, kind, labels=5, **config):
-    """A classifier with the weights of `bridge(name)`, and a head drawn at random."""
-    import transformers
-
-    wrapped = wrapped_model(name, **config)
-    settings = type(wrapped.config)(**{**wrapped.config.to_dict(), "num_labels": labels})
-    made = tiny_models.randomise(getattr(transformers, kind)(settings), seed=3).eval()
-    made.base_model.load_state_dict(wrapped.base_model.state_dict(), strict=False)
-    return made
-
-
-CLASSIFIERS = {
-    "bert": "BertForSequenceClassification",
-    "roberta": "RobertaForSequenceClassification",
-    "gpt2": "GPT2ForSequenceClassification",
-    "llama": "LlamaForSequenceClassification",
-}
-
-
-@pytest.mark.parametrize("name", [name for name in CLASSIFIERS if available(bridge, name)])
-def test_the_classifiers_own_logit(name):
-    classifier = classifier_of(name, CLASSIFIERS[name])
-    with torch.no_grad():
-        logits = classifier(TOKENS[None], attention_mask=torch.ones_like(TOKENS[None])).logits[0]
-    mapped = bridge(name)
-    for class_ in (0, 3, "LABEL_3", None):
-        index = {"LABEL_3": 3, None: int(logits.argmax())}.get(class_, class_)
-        for of, expected in (("logit", logits[index]), ("probability", logits.softmax(-1)[index])):
-            target = lm.targets.hf_classifier(classifier, class_, of=of)
-            assert clean_value(mapped, target) == pytest.approx(expected.item(), abs=2e-5)
-
-
-@pytest.mark.skipif(not available(bridge, "bert"), reason="no BERT in a Bridge here")
-def test_a_classifier_reads_token_types():
-    classifier, types = classifier_of("bert", CLASSIFIERS["bert"]), torch.tensor([0, 0, 0, 1, 1, 1])
-    with torch.no_grad():
-        logits = classifier(TOKENS[None], token_type_ids=types[None]).logits[0]
-    target = lm.targets.hf_classifier(classifier, 2, of="logit")
-    method = lm.InputGradients(target=target, score="times_input")
-    found = lm.run(bridge("bert"), TOKENS, lm.GradientAttention(target=target), token_type_ids=types)
-    assert found.provenance["details"]["target_value"][0] == pytest.approx(logits[2].item(), abs=2e-5)
-    assert found.default_query == 0
-    assert lm.run(bridge("bert"), TOKENS, method, token_type_ids=types, queries=[0]).scores.abs().sum() > 0
-
-
-@pytest.mark.skipif(not available(bridge, "bert"), reason="no BERT in a Bridge here")
-def test_a_classifier_of_other_weights_is_refused():
-    classifier = classifier_of("bert", CLASSIFIERS["bert"], seed=1)
-    target = lm.targets.hf_classifier(classifier, 2)
-    with pytest.raises(ValueError, match=r"the weights of the mapped model.*load both from the same"):
-        lm.run(bridge("bert"), TOKENS, lm.GradientAttention(target=target))
-    with pytest.raises(ValueError, match=r"class_: expected one of \['LABEL_0', .*got 'spam'"):
-        lm.targets.hf_classifier(classifier, "spam")
-    with pytest.raises(ValueError, match="class_: expected a whole number from 0 to 4, got 5"):
-        lm.targets.hf_classifier(classifier, 5)
-    with pytest.raises(ValueError, match=r"training mode; call hf_model.eval\(\) first"):
-        lm.targets.hf_classifier(classifier.train(), 2)
-    with pytest.raises(TypeError, match="AutoModelForSequenceClassification"):
-        lm.targets.hf_classifier(bridge("bert"), 2)
+# ---------------------------------------------------------------------- a head that the Bridge dropped
 
 
 @pytest.mark.skipif(not available(bridge, "bert"), reason="no BERT in a Bridge here")

@@ -69,9 +69,7 @@ class EditedPasses:
     @property
     def place(self) -> int | None:
         """The position of the mapped stack that the target reads; None: several, or of another stack."""
-        if self.bound.positions is None or self.passed.session.lens.stack.name == "encoder":
-            return None
-        return int(self.bound.positions[0])
+        return self.first_block.explained[0]
 
     def positions(self, asked: Selection | None) -> list[int]:
         """Positions of the prompt, ascending; by default those that the target's can see."""
@@ -108,12 +106,10 @@ class EditedPasses:
             options["positions"] = place.expand(copies)
         with torch.no_grad():
             output = target_passes.output_of(self.first_block, target, fwd_hooks, **options)
-            if place is not None:
-                # The row that is read stands at every position, as a view: targets index as in the whole.
-                output = output.expand(-1, self.first_block.logits_real.shape[1], -1)
             # All are copies of one prompt: one part, without padding.
-            ((_, _, part),) = target_passes.parts(self.first_block, target, output, [0] * copies)
-            return target_passes.evaluate(self.bound.functions[0], part)
+            ((_, span, part),) = target_passes.parts(self.first_block, target, output, [0] * copies)
+            tokens = target_passes.tokens_read(target, options.get("batch"), slice(None), span)
+            return target_passes.evaluate(self.bound.functions[0], part, *tokens)
 
     def _rows(self, copies: int) -> Int[Tensor, " copy"]:
         return torch.zeros(copies, dtype=torch.long, device=self.passed.clean.real.device)

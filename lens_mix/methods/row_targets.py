@@ -144,7 +144,8 @@ class RowTargets:
                 if distributions:
                     yield row, copies, _log_probabilities(part, int(self.queries[row]) - span.start)
                 else:
-                    yield row, copies, target_passes.evaluate(self.functions[row], part)
+                    tokens = target_passes.tokens_read(self.target, batch, copies, span)
+                    yield row, copies, target_passes.evaluate(self.functions[row], part, *tokens)
             start = copies.stop
 
     @torch.no_grad()
@@ -175,8 +176,10 @@ def bind_rows(blocks: Sequence[Block], target: TargetLike) -> RowTargets:
     for prompt, start, context in target_passes.contexts(last, read):
         prompt_columns = last.real_queries[prompt].nonzero()[:, 0].tolist()
         places = [int(last.queries[prompt, column]) - start for column in prompt_columns]
-        for place in places:
+        for column, place in zip(prompt_columns, places, strict=True):
             placed = _at(read, place, context, len(set(places)))
+            if placed is read and place < len(context.tokens) - 1:
+                _require_whole_prompt(read, context, last, (prompt, column))
             functions.append(placed.of_prompt(context))
             clean.append(target_passes.evaluate(functions[-1], context.output))
             where = placed.reads_position(context)
@@ -218,9 +221,9 @@ def _log_probabilities(
 
 def _at(target: Target, place: int, context: Context, rows: int) -> Target:
     """The target, read at the position of a row."""
-    reads = target.reads_position(context)
-    if reads is not None and isinstance(getattr(target, "position", None), int):
-        return dataclasses.replace(target, position=place)  # type: ignore[call-arg]
+    placed, reads = target.at_row(place, context), target.reads_position(context)
+    if placed is not None:
+        return placed
     if rows > 1 or reads not in (None, place):
         where = "one row (queries=[-1])" if reads is None else f"the row of the position it reads ({reads})"
         raise ValueError(
@@ -228,3 +231,19 @@ def _at(target: Target, place: int, context: Context, rows: int) -> Target:
             f"row; expected {where}, got {rows} rows{'' if rows > 1 else f', of position {place}'}"
         )
     return target
+
+
+def _require_whole_prompt(target: Target, context: Context, last: Block, row: tuple[int, int]) -> None:
+    """Raise a ValueError if a classifier is explained in a row that does not see the prompt's end.
+
+    `row`: the prompt, and the row's place among those asked. A classifier of a causal model looks for the
+    token that it reads in the whole prompt.
+    """
+    if target.reads_position(context) is not None or target.default_row(context) is None:
+        return
+    query = int(last.queries[row])
+    if not bool(last.attended[row][query + 1 :].any()):
+        raise ValueError(
+            f"target: {type(target).__name__.lstrip('_')} explains one number of the whole prompt; expected "
+            f"the last row (queries=[-1]), got a row (position {query}) that does not see what comes after it"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,9 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.method import Method
-from lens_mix.targets import Context, Explained, Head, Target, TargetLike, as_target, describe, predicted
+from lens_mix.targets import Context, Explained, Target, TargetLike, as_target, describe, predicted
 
 if TYPE_CHECKING:
+    from lens_mix.lens.batches import Batch
     from lens_mix.lens.block import Block
 
 
@@ -93,14 +94,20 @@ def contexts(block: Block, target: Target) -> Iterator[tuple[int, int, Context]]
             "attribution needs gradients: expected to be outside torch.inference_mode, got it switched on "
             "(torch.no_grad is fine)"
         )
-    of_logits = target.reads == "logits"
-    tokens, given = (block.logits_tokens, {}) if of_logits else (block.tokens, block.batch.inputs)
+    of_logits, batch = target.reads == "logits", block.batch
+    tokens, given = (block.logits_tokens, {}) if of_logits else (block.tokens, batch.inputs)
+    # Further inputs go with the source of an encoder-decoder, whichever stack is mapped.
+    has_source = not of_logits and batch.target is not None and block.tokens is block.logits_tokens
     output = output_of(block, target)
     for prompt, span, part in parts(block, target, output, range(len(output))):
-        inputs = {name: value[prompt, span] for name, value in given.items()}
-        as_target = of_logits and block.batch.target is not None
-        context = Context(tokens[prompt, span], part, block.tokenizer, inputs, as_target)
-        block.explain(prompt, target.reads_position(context))
+        own = batch.real[prompt] if has_source else span
+        inputs = {name: value[prompt, own] for name, value in given.items()}
+        source = batch.tokens[prompt, own] if has_source else None
+        as_target = of_logits and batch.target is not None
+        context = Context(
+            tokens[prompt, span], part, block.tokenizer, inputs, source=source, as_target=as_target
+        )
+        block.explain(prompt, target.default_row(context))
         yield prompt, span.start, context
 
 
@@ -135,9 +142,14 @@ def gradients_of(values: Float[Tensor, " row"], leaves: Sequence[Tensor]) -> lis
     return present
 
 
-def evaluate(function: Explained, output: Float[Tensor, " copy *axes"]) -> Float[Tensor, " copy"]:
-    """The target's value per copy. Raises TypeError, ValueError: not a tensor [copy] of finite numbers."""
-    values = function(output)
+def evaluate(
+    function: Callable[..., Tensor], output: Float[Tensor, " copy *axes"], *tokens: Int[Tensor, "copy pos"]
+) -> Float[Tensor, " copy"]:
+    """The target's value per copy; `tokens` of the copies, for a target that reads them (`tokens_read`).
+
+    Raises TypeError, ValueError: not a tensor [copy] of finite numbers.
+    """
+    values = function(output, *tokens)
     if not torch.is_tensor(values) or not values.is_floating_point():
         got = f"a tensor of {values.dtype}" if torch.is_tensor(values) else type(values).__name__
         raise TypeError(f"target: expected a tensor [copy] of real numbers, got {got}")
@@ -160,6 +172,11 @@ def _why_not_finite(output: Tensor) -> str:
     return reason
 
 
+def tokens_read(target: Target, batch: Batch | None, copies: slice, span: slice) -> tuple[Tensor, ...]:
+    """The tokens of altered copies for `evaluate`, where the target reads them; nothing where it does not."""
+    return (batch.tokens[copies, span],) if batch is not None and target.reads_tokens else ()
+
+
 def output_of(
     block: Block,
     target: Target,
@@ -173,7 +190,7 @@ def output_of(
         logits = block.logits(fwd_hooks, positions=positions, **options)
         # The row that is read stands at every position, as a view: targets index as in the whole.
         return logits if positions is None else logits.expand(-1, block.logits_real.shape[1], -1)
-    after = isinstance(target, Head) and target.after_final_norm
+    after = getattr(target, "after_final_norm", False)
     return block.last_residual(fwd_hooks, after_final_norm=after, **options)
 
 
