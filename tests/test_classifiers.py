@@ -363,15 +363,34 @@ def test_input_maps_and_removal_curves(name):
 def test_every_method_with_a_target():
     classifier, model = pair("gpt2")
     target = lm.targets.hf_classifier(classifier, 3, of="logit")
-    for method in (lm.AttentionAttribution, lm.Gim, lm.ContextLength, lm.GradientAttention):
-        kept = {"queries": [-1]} if method in (lm.Gim, lm.ContextLength) else {}
+    for method in (lm.AttentionAttribution, lm.Gim, lm.GradientAttention):
+        kept = {"queries": [-1]} if method is lm.Gim else {}
         assert lm.run(model, PROMPTS[1], method(target=target), **kept).scores.abs().sum() > 0
+    found = lm.run(model, TOKENS, lm.ContextLength(target=target), queries=[-1])
+    cuts = torch.stack([own_output(classifier, TOKENS[start:]).logits[0, 3] for start in range(6)])
+    assert found.scores[0, 0, :5].tolist() == pytest.approx((cuts[:-1] - cuts[1:]).tolist(), abs=2e-6)
+    with pytest.raises(ValueError, match="as the positions before the cut are gone"):
+        # the shortest context is all padding, and the token that is read is not in it
+        lm.run(model, PROMPTS[1], lm.ContextLength(target=target), queries=[-1])
     # a row that does not see the whole prompt can't show what a classifier of it reads
     for queries in ([3], [4]):
         with pytest.raises(ValueError, match=r"expected the last row \(queries=\[-1\]\), got a row"):
             lm.run(model, PROMPTS[1], lm.InputGradients(target=target), queries=queries)
     with pytest.raises(ValueError, match=r"one number of the prompt.*queries=\[-1\]"):
         lm.run(model, PROMPTS[1], lm.InputGradients(target=target))
+
+
+@pytest.mark.skipif(not available(bridge, "llama"), reason="no Llama in a Bridge here")
+def test_cut_contexts_of_an_answer():
+    """A logit reads one position; a probability over all positions would read those that were cut."""
+    classifier, model = pair("llama", "QuestionAnswering", labels=2)
+    target = lm.targets.hf_classifier(classifier, "end", of="logit", position=-1)
+    found = lm.run(model, TOKENS, lm.ContextLength(target=target), queries=[-1])
+    cuts = torch.stack([own_output(classifier, TOKENS[start:]).end_logits[0, -1] for start in range(6)])
+    assert found.scores[0, 0, :5].tolist() == pytest.approx((cuts[:-1] - cuts[1:]).tolist(), abs=2e-6)
+    probability = lm.targets.hf_classifier(classifier, "end", position=-1)
+    with pytest.raises(ValueError, match="target that reads the row's position alone, as the positions"):
+        lm.run(model, TOKENS, lm.ContextLength(target=probability), queries=[-1])
 
 
 @NO_BERT

@@ -77,7 +77,7 @@ class ContextLength(ExplainsRows):
                 for chunk in chunks
                 for some in starts[chunk].split(_at_once(first, lengths[chunk]))
             ]
-        keys, gained = starts[:-1], gains(torch.cat(values, dim=1).to(scores.dtype))
+        keys, gained = starts[:-1], gains(torch.cat(values, dim=1))
         scores[rows[:, None], places[keys]] = gained.masked_fill(keys >= queries[:, None], 0)
 
     def _prefix(self, first: Block, prompt: int) -> int:
@@ -94,15 +94,30 @@ class ContextLength(ExplainsRows):
         """The target of some rows of a prompt, for contexts that start at `starts`."""
         first, whole = bound.first, bound.first.own_tokens(prompt)
         batch = first.prompts_with(prompt, [torch.cat([whole[:prefix], whole[s:]]) for s in starts.tolist()])
-        positions = None
+        positions, queries = None, bound.queries[rows] - first.real[prompt].int().argmax()
         if bound.reads_one_position:
-            positions = bound.queries[rows] - first.real[prompt].int().argmax() - starts + prefix
+            positions = queries - starts + prefix
         output = target_passes.output_of(first, bound.target, positions=positions, batch=batch)
         if positions is None and output.ndim == 3:
-            # Back to where the tokens stand in the whole prompt, as targets count.
-            places = torch.arange(len(whole), device=starts.device) - starts[:, None] + prefix
-            output = output[torch.arange(len(starts), device=starts.device)[:, None], places.clamp_min(0)]
-        return torch.stack([target_passes.evaluate(bound.functions[row], output) for row in rows.tolist()])
+            # Back to where the tokens stand in the whole prompt, as targets count. What was cut has no
+            # output: a target that reads it (a loss of the whole prompt, say) must not get a number for it.
+            index = torch.arange(len(whole), device=starts.device)
+            places = (index - starts[:, None] + prefix).clamp_min(0)
+            output = output[torch.arange(len(starts), device=starts.device)[:, None], places]
+            output = output.masked_fill((index < starts[:, None])[..., None], torch.nan)
+        values = first.zeros(len(rows), len(starts))
+        try:
+            for number, row in enumerate(rows.tolist()):
+                uncut = starts <= queries[number]
+                if bool(uncut.any()):
+                    value = target_passes.evaluate(bound.functions[row], output[uncut])
+                    values[number, uncut] = value.to(values.dtype)
+        except ValueError as problem:
+            raise ValueError(
+                "context_length: expected a target that reads the row's position alone, as the positions "
+                f"before the cut are gone; {problem}"
+            ) from problem
+        return values
 
 
 def _at_once(first: Block, lengths: Int[Tensor, " start"]) -> int:

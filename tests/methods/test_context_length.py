@@ -64,6 +64,16 @@ def test_batches():
         torch.testing.assert_close(together.scores, alone.scores, atol=1e-6, rtol=0)
 
 
+def test_a_target_of_the_positions_that_are_cut_is_refused():
+    model = build_or_skip(bridge, "gpt2", torch.float64)
+    method = lm.ContextLength(target=lm.targets.loss())
+    with pytest.raises(ValueError, match="expected a target that reads the row's position alone"):
+        lm.run(model, prompt_of(model).flatten(), method, queries=[-1])
+    target = lm.targets.head(lambda resid: resid[:, -1, 0])
+    found = lm.run(model, prompt_of(model).flatten(), lm.ContextLength(target=target), queries=[-1])
+    assert found.scores[0, 0, :-1].abs().min() > 0
+
+
 def test_keep_first_is_yes_or_no():
     with pytest.raises(TypeError, match="keep_first"):
         lm.ContextLength(keep_first="yes")
