@@ -596,11 +596,17 @@ def test_a_classifier_that_reads_more_is_refused():
         value_of(model, target, TOKENS)
 
 
+class _WithoutTypes(transformers.BertForSequenceClassification):
+    """A classifier that takes no token types, as DistilBERT's."""
+
+    def forward(self, input_ids=None, attention_mask=None, return_dict=None):
+        return super().forward(input_ids, attention_mask, return_dict=return_dict)
+
+
 def test_inputs_that_the_classifier_does_not_take():
-    """HookedEncoder always has token types; a DistilBERT mapped as a BERT has none."""
-    settings = transformers.DistilBertConfig(vocab_size=50, dim=24, n_layers=2, n_heads=4, hidden_dim=48)
-    classifier = transformers.DistilBertForSequenceClassification(settings)
-    tiny_models.randomise(classifier).double().eval()
+    """HookedEncoder always has token types; those of zero are what a model without any reads."""
+    classifier = classifier_of("bert", "BertForSequenceClassification")
+    classifier.__class__ = _WithoutTypes
     target = lm.targets.hf_classifier(classifier, 1, of="logit")
     with torch.no_grad():
         hidden = classifier.base_model(TOKENS[None])[0]
