@@ -250,7 +250,7 @@ class ClassifierPass:
         try:
             with evaluation_mode(self._model, self._modules), Changes(changes):
                 logits = self._called(self._inputs)
-        except (TypeError, ValueError, RuntimeError, IndexError) as problem:
+        except Exception as problem:
             raise ValueError(
                 f"hf_model: expected {type(self._model).__name__} to run on the prompt's inputs "
                 f"{sorted(self._inputs)}, got {type(problem).__name__}: {problem}"
