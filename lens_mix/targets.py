@@ -471,7 +471,8 @@ def hf_classifier(
     """
     classifiers.check_classifier(hf_model)
     index = classifiers.label_number(hf_model, class_, "class_")
-    of = "logit" if classifiers.gives_values(hf_model) else _checked_measure(of)
+    of = _checked_measure(of)
+    of = "logit" if classifiers.gives_values(hf_model) else of
     several = classifiers.takes_several(hf_model)
     place = None if position is None else whole_number("position", position)
     return _HfClassifier(hf_model, index, None, of, place, several)

@@ -205,6 +205,8 @@ def test_measures_of_every_problem_type(name, settings, labels):
         target = lm.targets.hf_classifier(classifier, labels - 1, of=of)
         value = explained_without_a_bridge(classifier, target, PROMPTS[1])
         assert value == pytest.approx(expected[-1].item(), abs=2e-6)
+    with pytest.raises(ValueError, match="of: expected 'probability', 'log_probability' or 'logit'"):
+        lm.targets.hf_classifier(classifier, 0, of="odds")
     # the record tells what was explained
     said = lm.GradientAttention(target=lm.targets.hf_classifier(classifier, 0)).parameters()["target"]
     assert said["of"] == ("logit" if measures["probability"] is logit else "probability")
