@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
