@@ -13,7 +13,7 @@ from tests.source_tree import LIBRARY, ROOT
 # A test may look behind an underscore: what nobody else reads has one all the same.
 READERS = ("lens_mix", "demos", "benchmarks", "hooks")
 # Modules whose functions a user calls: the formulas of the papers, tables, and figures of these.
-FOR_USERS = ("methods", "statistics", "view/norm_figures")
+FOR_USERS = ("methods", "statistics", "tables", "view/norm_figures")
 CALLED_FROM_OUTSIDE = {
     "cli.serve": "a command",
     "algebra.definitions.head_parts": "a definition, for tests to hold the algebra against",
