@@ -145,9 +145,9 @@ def evaluate(
 
 
 def _write(board: Any, out: Path) -> None:
-    from lens_mix.files import written_beside
+    from lens_mix.files import replacing
 
-    with written_beside(out) as file:
+    with replacing(out) as file:
         if out.suffix == ".png":
             board.show().savefig(file, format="png")
         elif out.suffix == ".csv":

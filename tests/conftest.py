@@ -25,6 +25,7 @@ TESTS = Path(__file__).parent
 # The source, pages, pictures (those of `make demo` too), matrices, and what is built on maps, on recorded
 # numbers, or on hooks: these are made in other tests, on every release.
 ONCE = (
+    TESTS / "test_files.py",
     TESTS / "test_floors.py",
     TESTS / "test_names.py",
     TESTS / "test_package.py",

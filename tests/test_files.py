@@ -1,142 +1,211 @@
-"""Files are written whole or not at all, and what was loaded from one does not change with it."""
+"""What is written is there whole, or what was there before still is."""
 
-import json
+from __future__ import annotations
+
 import os
 import stat
+import subprocess
+import sys
+from pathlib import Path
 
-import numpy as np
+import networkx as nx
 import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.files import written_beside
+from lens_mix.files import replacing
+from lens_mix.graphs import load_graph, save_graph
+from tests.random_maps import map_of, random_attention
 
-TOKENS = ["a", "b", "c"]
-
-
-def map_of(value, layers=2):
-    return lm.MixingMap(torch.full((layers, 2, 3, 3), float(value)), tokens=TOKENS, residual_shares=None)
+OLD = "what was there before"
 
 
-class MappedFile:
-    """`safe_open` of safetensors below 0.8: the tensors' memory is the file's."""
+def small_graph():
+    graph = nx.DiGraph(method="attention")
+    graph.add_edge((0, 0), (1, 0), weight=0.5)
+    return graph
 
-    def __init__(self, path, framework, device):
-        self.bytes = np.memmap(path, dtype=np.uint8, mode="r+")
-        self.start = 8 + int.from_bytes(self.bytes[:8].tobytes(), "little")
-        self.header = json.loads(self.bytes[8 : self.start].tobytes())
 
-    def __enter__(self):
-        return self
+def write_page(path):
+    lm.page(map_of(random_attention())).save(path)
 
-    def __exit__(self, *problem):
+
+def write_figure(path):
+    map_of(random_attention()).show(kind="figure").savefig(path)
+
+
+WRITERS = {
+    "page.html": write_page,
+    "graph.json": lambda path: save_graph(small_graph(), path),
+    "graph.graphml": lambda path: save_graph(small_graph(), path),
+    "figure.png": write_figure,
+    "figure.svg": write_figure,
+}
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path):
+    """A limit on the size of files stands for a full disk: the write fails after some bytes."""
+    program = f"""
+import resource, signal
+from pathlib import Path
+from tests.test_files import OLD, WRITERS
+folder = Path({str(tmp_path)!r})
+for name, write in WRITERS.items():
+    # What a writer makes on its first use (a cache of fonts) is made before the disk is full.
+    write(folder / ("first_" + name))
+    (folder / name).write_text(OLD)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+for name, write in WRITERS.items():
+    try:
+        write(folder / name)
+    except OSError as problem:
+        print(name, problem)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("File too large") == len(WRITERS)
+    assert {name: (tmp_path / name).read_text() for name in WRITERS} == dict.fromkeys(WRITERS, OLD)
+    assert sorted(os.listdir(tmp_path)) == sorted([*WRITERS, *(f"first_{name}" for name in WRITERS)])
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_is_replaced_whole(name, tmp_path):
+    place = tmp_path / name
+    place.write_text(OLD * 100_000)
+    place.chmod(0o640)
+    WRITERS[name](place)
+    assert OLD.encode() not in place.read_bytes()
+    assert stat.S_IMODE(place.stat().st_mode) == 0o640
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_graph_that_was_replaced_is_read_again(tmp_path):
+    for name in ("graph.json", "graph.graphml"):
+        place = tmp_path / name
+        place.write_text(OLD)
+        save_graph(small_graph(), place)
+        assert nx.utils.graphs_equal(load_graph(place), small_graph())
+
+
+def test_matplotlib_adds_its_ending(tmp_path):
+    write_figure(tmp_path / "figure")
+    write_figure(tmp_path / "other.")
+    assert sorted(os.listdir(tmp_path)) == ["figure.png", "other.png"]
+    with (tmp_path / "open.png").open("wb") as file:
+        write_figure(file)
+    assert (tmp_path / "open.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_new_file_has_the_bits_that_others_have(tmp_path):
+    (tmp_path / "usual").write_text("")
+    with replacing(tmp_path / "new.txt") as beside:
+        assert Path(beside).parent == tmp_path
+        assert Path(beside).suffix == ".txt"
+        Path(beside).write_text("new")
+    assert (tmp_path / "new.txt").read_text() == "new"
+    assert (tmp_path / "new.txt").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def write_half(place, problem):
+    with replacing(place) as beside:
+        Path(beside).write_text("half of it")
+        raise problem
+
+
+@pytest.mark.parametrize("problem", [OSError("disk"), KeyboardInterrupt(), SystemExit(1)])
+def test_nothing_is_left_after_an_error(problem, tmp_path):
+    (tmp_path / "old.txt").write_text(OLD)
+    for name in ("old.txt", "new.txt"):
+        with pytest.raises(type(problem)):
+            write_half(tmp_path / name, problem)
+    assert os.listdir(tmp_path) == ["old.txt"]
+    assert (tmp_path / "old.txt").read_text() == OLD
+
+
+def test_links_are_followed(tmp_path):
+    (tmp_path / "there").mkdir()
+    for there in (True, False):
+        target, link = tmp_path / "there" / f"{there}.html", tmp_path / f"{there}.html"
+        if there:
+            target.write_text(OLD)
+        link.symlink_to(target.relative_to(tmp_path))
+        write_page(link)
+        assert link.is_symlink()
+        assert target.read_text().startswith("<!DOCTYPE html>")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="symbolic links"), replacing(tmp_path / "loop"):
         pass
-
-    def metadata(self):
-        return self.header["__metadata__"]
-
-    def keys(self):
-        return self.header.keys() - {"__metadata__"}
-
-    def get_tensor(self, name):
-        first, last = (self.start + offset for offset in self.header[name]["data_offsets"])
-        numbers = np.asarray(self.bytes[first:last]).view(np.float32)
-        return torch.from_numpy(numbers).reshape(self.header[name]["shape"])
+    assert (tmp_path / "loop").is_symlink()
 
 
-@pytest.fixture
-def mapped(monkeypatch):
-    monkeypatch.setattr("safetensors.safe_open", MappedFile)
+def test_a_pipe_is_written_directly(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with replacing(tmp_path / "pipe") as place:
+        Path(place).write_text("through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    assert os.listdir(tmp_path) == ["pipe"]
+    write_page("/dev/null")
+    assert not stat.S_ISREG(os.stat("/dev/null").st_mode)
 
 
-def test_a_loaded_map_has_its_own_memory(tmp_path, mapped):
-    path = tmp_path / "map.safetensors"
-    map_of(1).save(path)
-    loaded = lm.MixingMap.load(path)
-    # Another program writes into the file: saving alone would put a new one in its place.
-    with open(path, "r+b") as file:
-        file.seek(-4 * loaded.scores.numel(), os.SEEK_END)
-        file.write(bytes(4 * loaded.scores.numel()))
-    assert torch.equal(loaded.scores, map_of(1).scores)
-    assert torch.equal(lm.MixingMap.load(path).scores, map_of(0).scores)
+def test_errors_name_the_place_and_not_the_file_beside_it(tmp_path):
+    missing = tmp_path / "none" / "figure.png"
+    with pytest.raises(FileNotFoundError, match=r"none/figure\.png"):
+        write_figure(missing)
 
 
-def test_a_loaded_map_outlives_its_file(tmp_path, mapped):
-    path = tmp_path / "map.safetensors"
-    map_of(1, layers=200).save(path)
-    loaded = lm.MixingMap.load(path)
-    os.truncate(path, 1)
-    assert loaded.scores.sum() == 200 * 2 * 9
-    path.unlink()
-    assert loaded.scores.sum() == 200 * 2 * 9
-
-
-def test_saving_over_the_file_of_a_loaded_map(tmp_path, mapped):
-    path = tmp_path / "map.safetensors"
-    map_of(1).save(path)
-    loaded = lm.MixingMap.load(path)
-    map_of(2).save(path)
-    assert torch.equal(loaded.scores, map_of(1).scores)
-    loaded = lm.MixingMap.load(path)
-    loaded.merge_heads().save(path)
-    assert torch.equal(loaded.scores, map_of(2).scores)
-    assert torch.equal(lm.MixingMap.load(path).scores, map_of(2).merge_heads().scores)
-    assert os.listdir(tmp_path) == ["map.safetensors"]
-
-
-def test_a_map_whose_memory_is_the_files_is_saved_over_it(tmp_path):
-    """Made by hand from a mapped file: the old content is still there while the new one is written."""
-    path = tmp_path / "map.safetensors"
-    map_of(1).save(path)
-    scores = MappedFile(path, "pt", "cpu").get_tensor("scores")
-    lm.MixingMap(scores, tokens=TOKENS).replace(method="a longer name than before").save(path)
-    assert torch.equal(lm.MixingMap.load(path).scores, map_of(1).scores)
-    assert torch.equal(scores, map_of(1).scores)
-
-
-def test_a_failure_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "map.safetensors"
-    map_of(1).save(path)
-
-    def full_disk(tensors, file, metadata):
-        with open(file, "wb") as begun:
-            begun.write(b"half")
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr("safetensors.torch.save_file", full_disk)
-    with pytest.raises(OSError, match="No space"):
-        map_of(2).save(path)
-    assert torch.equal(lm.MixingMap.load(path).scores, map_of(1).scores)
-    assert os.listdir(tmp_path) == ["map.safetensors"]
-
-
-@pytest.mark.parametrize("ending", ["json", "graphml"])
-def test_a_graph_that_cannot_be_written_leaves_the_old_file(tmp_path, ending, monkeypatch):
-    graph = map_of(1).merge_heads().to_networkx()
-    path = tmp_path / f"graph.{ending}"
-    lm.graphs.save_graph(graph, path)
-    before = path.read_bytes()
-    monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("no")))
-    with pytest.raises(OSError, match="no"):
-        lm.graphs.save_graph(graph, path)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == [path.name]
-
-
-def test_links_and_permissions_stay(tmp_path):
-    path, link = tmp_path / "file", tmp_path / "link"
+def test_files_and_folders_that_are_read_only(tmp_path):
+    """As a user without root's rights, in a process of its own."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "closed").mkdir()
+    program = f"""
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from lens_mix.files import replacing
+mine, closed = Path({str(tmp_path)!r}, "mine"), Path({str(tmp_path)!r}, "closed")
+for path in (mine / "read-only", closed / "writable"):
     path.write_text("old")
-    path.chmod(0o640)
-    link.symlink_to(path)
-    with written_beside(link) as beside:
-        assert path.read_text() == "old"
-        with open(beside, "w") as file:
-            file.write("new")
-    assert link.is_symlink()
-    assert path.read_text() == "new"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+(mine / "read-only").chmod(0o444)
+(closed / "writable").chmod(0o666)
+closed.chmod(0o755)
+if os.geteuid() == 0:
+    for path in (mine, mine / "read-only"):
+        os.chown(path, 65534, 65534)
+    # The folders above this one are not for others.
+    os.chmod({str(tmp_path)!r}, 0o755)
+    os.chdir({str(tmp_path)!r})
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+    mine, closed = Path("mine"), Path("closed")
+else:
+    closed.chmod(0o555)
+try:
+    with replacing(mine / "read-only") as beside:
+        sys.exit("entered")
+except PermissionError as problem:
+    assert "read-only" in str(problem)
+with replacing(closed / "writable") as beside:
+    Path(beside).write_text("new")
+try:
+    with replacing(closed / "new") as beside:
+        sys.exit("entered")
+except PermissionError as problem:
+    assert problem.filename.endswith("closed/new"), problem.filename
+assert os.listdir(mine) == ["read-only"] and os.listdir(closed) == ["writable"]
+assert (mine / "read-only").read_text() == "old" and (closed / "writable").read_text() == "new"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
-def test_what_is_no_regular_file_is_written_as_it_is():
-    with written_beside(os.devnull) as place:
-        assert place == os.devnull
+def test_a_map_that_fails_to_be_drawn_changes_nothing(tmp_path, monkeypatch):
+    place = tmp_path / "figure.png"
+    place.write_text(OLD)
+    figure = map_of(random_attention()).show(kind="figure")
+    monkeypatch.setattr(type(figure), "draw", lambda *_: torch.zeros(1).reshape(2))
+    with pytest.raises(RuntimeError):
+        figure.savefig(place)
+    assert place.read_text() == OLD

@@ -12,7 +12,7 @@ from typing import Any
 import networkx as nx
 
 from lens_mix.arguments import file_path, instance
-from lens_mix.files import written_beside
+from lens_mix.files import replacing
 
 # What `lens_mix.graphs` and attribution trees write on a graph that is no string and no number.
 _NODES = {"target", "targets", "root"}
@@ -40,7 +40,7 @@ def save_graph(graph: nx.DiGraph, path: str | os.PathLike[str]) -> None:
         plain = graph if is_json else _for_xml(graph)
     except RecursionError as error:
         raise ValueError("graph: expected values that are lists of few levels, got more") from error
-    with written_beside(path) as file:
+    with replacing(path) as file:
         if is_json:
             Path(file).write_text(text, encoding="utf-8")
         else:

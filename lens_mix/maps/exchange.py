@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.arguments import file_path, shown
-from lens_mix.files import written_beside
+from lens_mix.files import replacing
 from lens_mix.maps.positions import shortened
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
             f"them, got {len(text)}"
         )
     try:
-        with written_beside(place) as file:
+        with replacing(place) as file:
             save_file(tensors, file, metadata={"format": _FORMAT, "record": text})
     except SafetensorError as problem:
         raise OSError(f"path: expected a file that can be written, got {place}: {problem}") from problem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.textpath import TextPath
 
+from lens_mix.files import replacing
 from lens_mix.view.labels import FONT, INK, QUIET, TITLE_FONT, label_places
 
 # From almost white to almost black through one hue, at equal distances in CIELAB: equal steps of a score
@@ -76,6 +78,18 @@ class Picture(Figure):
         bar.outline.set(edgecolor=_LINE, linewidth=0.6)
         bar.ax.tick_params(labelsize=FONT, length=1.5, width=0.5, color=QUIET, labelcolor=INK)
         return bar
+
+    def savefig(self, fname: Any, **options: Any) -> Any:
+        """Save as matplotlib does; the file is written whole or not at all, so that an old one is not cut."""
+        if not isinstance(fname, (str, os.PathLike)):
+            return super().savefig(fname, **options)
+        place = str(os.fspath(fname))
+        if not (options.get("format") or os.path.splitext(place)[1][1:]):
+            # matplotlib adds the ending itself.
+            options["format"] = self.canvas.get_default_filetype()
+            place = f"{place.rstrip('.')}.{options['format']}"
+        with replacing(place) as beside:
+            return super().savefig(beside, **options)
 
     def _repr_png_(self) -> bytes:
         drawn = io.BytesIO()

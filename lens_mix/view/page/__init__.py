@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lens_mix.arguments import file_path, instance
+from lens_mix.files import replacing
 from lens_mix.maps import MixingMap
 from lens_mix.maps.exchange import full_name
 from lens_mix.version import __version__
@@ -51,9 +52,15 @@ class Page:
         return f"Page({len(self.html) / 1e6:.1f} MB of HTML; .save('page.html') writes it)"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the file; a folder that is not there is a ValueError."""
+        """Write the file, whole or not at all: on a full disk an old file stays as it was.
+
+        Raises:
+            FileNotFoundError: the folder is not there. ValueError: the path is that of a folder.
+            OSError: the file can't be written.
+        """
         place = Path(file_path("path", path, write=True))
-        place.write_text(self.html, encoding="utf-8")
+        with replacing(place) as beside:
+            Path(beside).write_text(self.html, encoding="utf-8")
         return place
 
     def _repr_html_(self) -> str:
