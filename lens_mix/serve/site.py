@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http
+import io
 import queue
+import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +29,9 @@ _PICKED = ("attention", "value_zeroing", INPUT_MAP)
 _MOST_BYTES = 1 << 16
 _MOST_FIELDS = 200
 _POLL_SECONDS = 0.1  # how often the server looks whether it is to end
+_READ_SECONDS = 10.0  # how long a request may take to arrive: browsers open connections and say nothing
+_WRITE_SECONDS = 60.0  # how long an answer may take to leave
+_REST_SECONDS = 2.0  # how long what nobody asked for is read before the connection is closed
 _GRACE_SECONDS = 10.0  # how long a step of torch may go on after the limit until nobody waits for it any more
 
 
@@ -55,6 +62,10 @@ class Site(ThreadingHTTPServer):
     Raises:
         OSError: the port is taken, or not ours to take.
     """
+
+    # Connections that the system keeps until they are accepted. Of 200 clients at once most would have to try
+    # again, after 1, 3, 7, ... seconds, with the 5 of the standard library.
+    request_queue_size = 1024
 
     def __init__(self, port: int = 8000, limits: Limits | None = None) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
@@ -119,47 +130,108 @@ class Site(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+class _Refused(Exception):
+    """A request that gets a status and words (its arguments) instead of what it asked for."""
+
+
+class _Bounded(io.RawIOBase):
+    """What a connection sends within some seconds in all; then reading raises TimeoutError."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._connection, self._end = connection, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: Site
     server_version, sys_version = "lens_mix", ""
-    # For a browser that opens a connection and says nothing.
-    timeout = 10
+    # Of a request whose version can't be read; the standard library's own, 0.9, has answers without a status.
+    default_request_version = "HTTP/1.0"
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        # A limit for each read alone would let a client send a byte now and then for hours.
+        self.rfile = io.BufferedReader(_Bounded(self.connection, _READ_SECONDS))
+
+    def finish(self) -> None:
+        super().finish()
+        # A connection that is closed before all is read is reset, and the answer is lost with it.
+        rest = _Bounded(self.connection, _REST_SECONDS)
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            while rest.readinto(bytearray(_MOST_BYTES)):
+                pass
 
     def do_GET(self) -> None:
-        if self._is_ours("/"):
-            self._send(Answer(200, self.server.form))
+        self._answer("/", lambda: Answer(200, self.server.form))
+
+    do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        if not self._is_ours("/map"):
-            return
-        length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()):
-            return self.send_error(411, "The request does not say how long it is.")
-        # Some of what is too long is read all the same: a browser listens once it has spoken.
-        body = self.rfile.read(min(int(length), 16 * _MOST_BYTES))
-        if len(body) > _MOST_BYTES:
-            return self.send_error(413, f"The sentence is too long: {self.server.limits}")
-        try:
-            fields = parse_qs(body.decode("utf-8", "replace"), max_num_fields=_MOST_FIELDS)
-        except ValueError:
-            return self.send_error(400, f"The request has more than {_MOST_FIELDS} fields.")
-        self._send(self.server.answer(fields.get("text", [""])[0], fields.get("method", [])))
+        self._answer("/map", self._mapped)
 
-    def _is_ours(self, path: str) -> bool:
-        """Whether a request is for this path, speaks to this machine by name, and is from no foreign page."""
+    def _answer(self, path: str, answer: Callable[[], Answer]) -> None:
+        """Send the answer, if the request is for this path and may be answered."""
+        try:
+            self._check(path)
+            found = answer()
+        except _Refused as refused:
+            found = refusal(*refused.args)
+        self._send(found)
+
+    def _check(self, path: str) -> None:
+        """Refuse a request for another path, by a foreign name of this machine, or from a foreign page."""
+        try:
+            address = urlsplit(self.path)
+        except ValueError:
+            raise _Refused(400, "The address of the request can't be read; the form is at /.") from None
         hosts = self.headers.get_all("Host", [])
-        host = hosts[0] if len(hosts) == 1 else ""
-        if host.rpartition(":")[0] not in _NAMES and host not in _NAMES:
-            self.send_error(403, "This server answers at http://127.0.0.1 and http://localhost only.")
-            return False
+        # A request may repeat the server's name in its address, as those to a proxy do.
+        names = [*hosts, address.netloc] if address.scheme else hosts
+        ours = all(name in _NAMES or name.rpartition(":")[0] in _NAMES for name in names)
+        if len(hosts) != 1 or not ours or address.scheme not in ("", "http"):
+            raise _Refused(403, "This server answers at http://127.0.0.1 and http://localhost only.")
         # The port may be another one, of a tunnel.
-        if self.headers.get("Origin", f"http://{host}") != f"http://{host}":
-            self.send_error(403, "This server answers its own form only, and no other page.")
-            return False
-        if urlsplit(self.path).path != path:
-            self.send_error(404, "There is nothing at this address; the form is at /.")
-            return False
-        return True
+        if self.headers.get("Origin", f"http://{hosts[0]}") != f"http://{hosts[0]}":
+            raise _Refused(403, "This server answers its own form only, and no other page.")
+        if address.path != path:
+            raise _Refused(404, "There is nothing at this address; the form is at /.")
+
+    def _mapped(self) -> Answer:
+        try:
+            fields = parse_qs(self._body().decode("utf-8", "replace"), max_num_fields=_MOST_FIELDS)
+        except ValueError:
+            raise _Refused(400, f"The request has more than {_MOST_FIELDS} fields.") from None
+        return self.server.answer(fields.get("text", [""])[0], fields.get("method", []))
+
+    def _body(self) -> bytes:
+        lengths = set(self.headers.get_all("Content-Length", []))
+        given = lengths.pop().strip() if lengths else ""
+        if lengths:
+            raise _Refused(400, "The request says twice how long it is, and not the same.")
+        if "Transfer-Encoding" in self.headers or not (given.isascii() and given.isdigit()):
+            raise _Refused(411, "The request does not say how long it is (a Content-Length of digits).")
+        # By the number of digits first: Python refuses to read a number of thousands of them.
+        digits = given.lstrip("0") or "0"
+        if len(digits) > len(str(_MOST_BYTES)) or int(digits) > _MOST_BYTES:
+            raise _Refused(413, f"The sentence is too long: {self.server.limits}")
+        try:
+            body = self.rfile.read(int(digits))
+        except TimeoutError:
+            raise _Refused(408, f"The request was not complete after {_READ_SECONDS:g} seconds.") from None
+        if len(body) < int(digits):
+            raise _Refused(400, f"The request ended after {len(body)} of {digits} bytes.")
+        return body
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The same, in words on a page; also for what the standard library refuses."""
@@ -167,6 +239,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(refusal(code, words))
 
     def _send(self, answer: Answer) -> None:
+        self.connection.settimeout(_WRITE_SECONDS)
         body = answer.html.encode("utf-8", "replace")
         self.send_response(answer.status)
         for name, value in {

@@ -12,8 +12,10 @@ import json
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -364,6 +366,136 @@ def test_requests_that_are_none(visited):
     for words, status, text in zip(cases, cases.values(), visited.answers(*cases, fetch=said), strict=True):
         assert text.startswith(f"HTTP/1.0 {status}"), words
         assert message_in(text)
+
+
+def test_malformed_requests_get_an_answer(visited, capsys):
+    """Also where the client keeps the connection open and waits, as most do."""
+    port = visited.site.server_port
+
+    def said(words):
+        with socket.create_connection(("127.0.0.1", port), 30) as connection:
+            connection.sendall(words)
+            return b"".join(iter(lambda: connection.recv(65536), b"")).decode("utf-8", "replace")
+
+    host, post = b"Host: localhost\r\n", b"POST /map HTTP/1.1\r\nHost: localhost\r\n"
+    long = b"Content-Length: " + b"9" * 5_000 + b"\r\n\r\n"
+    cases = {
+        b"GET http://[ HTTP/1.1\r\n" + host + b"\r\n": "400",
+        b"GET http://[::1 HTTP/1.0\r\n" + host + b"\r\n": "400",
+        b"GET http://[/ HTTP/1.0\r\n\r\n": "400",
+        b"POST http://] HTTP/1.1\r\n" + host + b"Content-Length: 0\r\n\r\n": "400",
+        b"GET http://localhost/ HTTP/1.1\r\n" + host + b"\r\n": "200",
+        b"GET http://127.0.0.1:99999999/ HTTP/1.1\r\n" + host + b"\r\n": "200",
+        b"GET http://evil.example/ HTTP/1.1\r\n" + host + b"\r\n": "403",
+        b"GET https://localhost/ HTTP/1.1\r\n" + host + b"\r\n": "403",
+        b"GET file:///etc/passwd HTTP/1.1\r\n" + host + b"\r\n": "403",
+        b"GET * HTTP/1.1\r\n" + host + b"\r\n": "404",
+        b"GET /\x00 HTTP/1.1\r\n" + host + b"\r\n": "404",
+        b"GET /%00%ff HTTP/1.1\r\n" + host + b"\r\n": "404",
+        b"GET /\xff\xfe HTTP/1.1\r\n" + host + b"\r\n": "404",
+        b"GET / HTTP/1.1\r\nHost: localhost\x00\r\n\r\n": "403",
+        b"GET / HTTP/1.1\r\nHost: \xff\r\n\r\n": "403",
+        b"HEAD / HTTP/1.1\r\n" + host + b"\r\n": "200",
+        b"\x00\xff\x16\x03 / HTTP/1.1\r\n" + host + b"\r\n": "501",
+        b"BREW / HTTP/1.1\r\n" + host + b"\r\n": "501",
+        b"constructor / HTTP/1.1\r\n" + host + b"\r\n": "501",
+        b"CONNECT localhost:80 HTTP/1.1\r\n" + host + b"\r\n": "501",
+        b"GET / HTTP/one\r\n\r\n": "400",
+        b"GET / HTTP/1." + b"9" * 5_000 + b"\r\n\r\n": "400",
+        b"GET\r\n\r\n": "400",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n": "400",
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n" + host + b"\r\n": "414",
+        b"GET / HTTP/1.1\r\n" + host + b"X: " + b"a" * 70_000 + b"\r\n\r\n": "431",
+        b"GET / HTTP/1.1\r\n" + host + b"X: a\r\n" * 200 + b"\r\n": "431",
+        post + long: "413",
+        post + b"Content-Length: 65537\r\n\r\n": "413",
+        post + b"Content-Length: 1048576\r\n\r\n" + b"a" * 1048576: "413",
+        post + b"Content-Length: " + b"0" * 5_000 + b"\r\n\r\n": "400",  # no sentence
+        post + b"Content-Length: -" + b"9" * 5_000 + b"\r\n\r\n": "411",
+        post + b"Content-Length: +5\r\n\r\ntext=": "411",
+        post + b"Content-Length: 5_0\r\n\r\n": "411",
+        post + b"Content-Length: five\r\n\r\n": "411",
+        post + b"Content-Length: \xb2\r\n\r\n": "411",
+        post + b"Content-Length:\r\n\r\n": "411",
+        post + b"Content-Length: 5, 5\r\n\r\ntext=": "411",
+        post + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\ntext=a": "400",
+        post + b"Content-Length: 5\r\nContent-Length: 5\r\n\r\ntext=": "400",  # no sentence
+        post + b"Transfer-Encoding: chunked\r\n\r\n5\r\ntext=\r\n0\r\n\r\n": "411",
+        post + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\ntext=": "411",
+        post + b"Content-Length: 9\r\n\r\ntext=%00a": "400",  # no method
+        post + b"Content-Length: 25\r\n\r\n\xff\xfe\x00=\x00&text=%ff&method=%00": "400",
+    }
+    started = time.monotonic()
+    for words, status, text in zip(cases, cases.values(), visited.answers(*cases, fetch=said), strict=True):
+        assert text.startswith(f"HTTP/1.0 {status}"), (words[:80], text[:80])
+        assert words.startswith((b"HEAD", b"GET http://localhost", b"GET http://127")) or message_in(text)
+    # Nobody waits for bytes that do not come.
+    assert time.monotonic() - started < 8
+    assert "Traceback" not in capsys.readouterr().err
+    assert visited.map("alti")[0] == 200
+
+
+def test_requests_that_do_not_end(visited, monkeypatch, capsys):
+    """A body that stops, a byte now and then, a connection that says nothing, and one that is reset."""
+    monkeypatch.setattr(site, "_READ_SECONDS", 0.5)
+    port = visited.site.server_port
+
+    def dripping(words):
+        with socket.create_connection(("127.0.0.1", port), 30) as connection:
+            connection.sendall(words)
+            received, started = b"", time.monotonic()
+            connection.settimeout(0.1)
+            while time.monotonic() - started < 20:
+                try:
+                    connection.sendall(b"a")
+                    if not (more := connection.recv(65536)):
+                        return received.decode()
+                    received += more
+                except TimeoutError:
+                    continue
+                except ConnectionError:
+                    return received.decode()
+            return "still open"
+
+    def reset(words):
+        with socket.create_connection(("127.0.0.1", port), 30) as connection:
+            connection.sendall(words)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return ""
+
+    post = b"POST /map HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n\r\ntext="
+    late, *silent = visited.answers(post, b"GET / HTTP/1.1\r\nX: ", b"", fetch=dripping)
+    assert late.startswith("HTTP/1.0 408")
+    assert "not complete after 0.5 seconds" in message_in(late)
+    assert silent == ["", ""]
+    visited.answers(post, b"GET / HT", b"", post[:-5], fetch=reset)
+    assert visited.map("alti")[0] == 200
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_two_hundred_clients_at_once(model):
+    """Each gets an answer within seconds: the form, or its page, or that too many wait already."""
+    visited = Visited(model, waiting=4)
+    visited.pool = concurrent.futures.ThreadPoolExecutor(200)
+    together, seconds = threading.Barrier(200), []
+
+    def at_once(request):
+        together.wait(60)
+        started = time.monotonic()
+        answer = fetched(request)
+        seconds.append(time.monotonic() - started)
+        return answer
+
+    asked = [visited.request(TEXT, "attention") if number % 2 else visited.site.url for number in range(200)]
+    with visited.site:
+        found = visited.answers(*asked, fetch=at_once)
+    forms, pages = found[::2], found[1::2]
+    assert {status for status, _, _ in forms} == {200}
+    assert {status for status, _, _ in pages} == {200, 503}
+    assert sum(status == 200 for status, _, _ in pages) >= 4
+    assert max(seconds) < 30
+    # With a short backlog the first ones are answered at once, and the others after 1, 3, 7 and 15 s.
+    assert sorted(seconds)[100] < 10
 
 
 # ---------------------------------------------------------------------- the command
