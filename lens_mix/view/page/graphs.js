@@ -105,8 +105,9 @@ async function clickedEdge(m, edge, detail) {
 }
 
 // ------------------------------------------------------------------ views: tree
-const KINDS = { resid_pre: "what enters the layer", resid_mid: "after attention", mlp_out: "feed-forward", resid_post: "after the layer" };
-const stands = node => node.level ? `${node.kind ? `${KINDS[node.kind] || node.kind}, ` : "after "}layer ${node.layer}` : "input of the first layer";
+const KINDS = new Map(Object.entries({ resid_pre: "what enters the layer", resid_mid: "after attention", mlp_out: "feed-forward",
+  resid_post: "after the layer" }));
+const stands = node => node.level ? `${node.kind ? `${KINDS.get(node.kind) || node.kind}, ` : "after "}layer ${node.layer}` : "input of the first layer";
 // Layers upward, tokens in order; levels and tokens of which nothing is in the graph have no place.
 async function treeView(view) {
   const tree = trees()[state.tree], { nodes, edges, tokens, options } = tree, m = map();

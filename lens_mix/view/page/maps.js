@@ -277,7 +277,7 @@ async function methodsView(view) {
   const base = map(), others = maps().filter(m => m !== base), table = make("table"), kept = [];
   const alike = m => m.tokens.length === base.tokens.length && keysOf(m).length === keysOf(base).length;
   // The score is that of the method's best input map: of a given rollout it would say too much.
-  const score = m => m.provenance.aggregation ? undefined : DATA.scores[m.method];
+  const score = m => m.provenance.aggregation ? undefined : SCORES.get(m.method);
   table.append(make("tr", {}, make("th", { text: `Spearman with ${base.label}, this row` }),
     ...base.names.map(name => make("th", { text: String(name) })), make("th", { text: "leaderboard" })));
   for (const m of [base, ...others]) {

@@ -1,6 +1,8 @@
 "use strict";
 // Tokens reach the page as text only: textContent, canvas text and SVG text, never markup.
 const DATA = JSON.parse(document.getElementById("data").textContent);
+// A Map: every object has a "constructor", and a user's method may have this name.
+const SCORES = new Map(Object.entries(DATA.scores));
 const $ = id => document.getElementById(id);
 const make = (name, attributes = {}, ...children) => {
   const node = document.createElement(name);
@@ -29,7 +31,7 @@ const trees = () => DATA.trees[state.prompt];
 
 function readHash() {
   for (const [key, value] of new URLSearchParams(location.hash.slice(1)))
-    if (key in state) state[key] = ["view", "unit", "scale", "by"].includes(key) ? value : value === "" ? null : +value;
+    if (Object.hasOwn(state, key)) state[key] = ["view", "unit", "scale", "by"].includes(key) ? value : value === "" ? null : +value;
   const inside = (n, count) => Number.isInteger(n) && n >= 0 && n < count;
   if (!inside(state.prompt, DATA.prompts.length)) state.prompt = 0;
   if (!inside(state.map, maps().length)) state.map = 0;

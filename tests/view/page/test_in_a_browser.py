@@ -531,3 +531,50 @@ def test_layers_that_a_map_lacks_are_not_replaced_by_others(opened, maps):
 
 def test_an_address_that_names_no_view(opened, maps):
     assert len(all_of(opened(maps, "view=toString"), ".row")) == 3
+
+
+# What every object in JavaScript has, and what is special in one.
+OF_EVERY_OBJECT = "constructor __proto__ toString hasOwnProperty valueOf __defineGetter__".split()
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_names_that_every_object_has_are_names(opened, view):
+    """As methods, labels, tokens, kinds of nodes, graphs, attributes of edges, and in the page's address."""
+    tokens = OF_EVERY_OBJECT
+    maps = {
+        name: map_of(random_attention(seed=seed), method=name, tokens=tokens)
+        for seed, name in enumerate(tokens)
+    }
+    graph = lm.attribution_tree(map_of(method="attention_attribution", tokens=tokens))
+    for place, node in enumerate(graph.nodes.values()):
+        node["kind"] = tokens[place % len(tokens)]
+    for values in graph.edges.values():
+        values |= dict.fromkeys(tokens, 0.5)
+    address = "&".join(f"{name}=1" for name in tokens)
+    browser = opened(maps, f"view={view}&{address}", trees=dict.fromkeys(tokens, graph))
+    shown = browser.find_element("id", "view").get_property("textContent")
+    assert "Error" not in shown
+    assert "native code" not in shown
+    assert "[object" not in shown
+    if view == "methods":
+        for name in tokens:
+            cells = all_of(browser, f"tr[data-map={name}] td")
+            assert (cells[0].text, cells[-1].text) == (name, "–")
+            assert len(cells) == 6
+    elif view == "text":
+        assert [row.get_attribute("data-map") for row in all_of(browser, ".row")] == tokens
+        assert [token.text for token in all_of(browser, ".row:first-child .token")] == tokens
+    elif view == "tree":
+        said = [tip_of(browser, mark) for mark in all_of(browser, "#view circle")]
+        assert not any("native code" in one or "[object" in one for one in said)
+        kinds = {one.split(",")[0] for one in said if ", layer" in one}
+        assert kinds <= set(tokens)
+        assert "constructor" in kinds
+    for kind in ("csv", "json", "svg"):
+        assert exported(browser, kind)
+    assert browser.execute_script("return typeof state.constructor") == "function"
+    choose = (
+        "const box = document.getElementById('map'); box.value = 1; box.dispatchEvent(new Event('change'))"
+    )
+    doing(browser, lambda: browser.execute_script(choose))
+    assert browser.execute_script("return map().label") == tokens[1]
