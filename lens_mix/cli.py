@@ -1,20 +1,64 @@
 """The command line: `lens-mix map TEXT --model MODEL`, and `serve`, `support`, `check` and `evaluate MODEL`.
 
-Needs the extra `cli` (typer). MODEL is a name or a folder that transformers knows.
+Needs the extra `cli` (typer). MODEL is a name or a folder that transformers knows. An error is one line on
+the standard error. The exit code is 2 if something that was asked for can't be done, and 1 for anything
+else. LENS_MIX_DEBUG=1 in the environment shows the traceback.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 try:
     import typer
+    from typer.core import TyperGroup
 except ImportError as problem:
     raise SystemExit("lens-mix: the command line needs typer: pip install 'lens_mix[cli]'") from problem
 
+_LONGEST_LINE = 600  # characters of an error; some libraries list everything that would have been right
+
+
+class _Commands(TyperGroup):
+    """Commands that end in one line where they fail."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
+        """Run a command and exit."""
+        args = list(sys.argv[1:] if args is None else args) or ["--help"]
+        if os.environ.get("LENS_MIX_DEBUG"):
+            return super().main(args, *rest, **options)
+        try:
+            code = super().main(args, *rest, **{**options, "standalone_mode": False})
+        except Exception as problem:
+            words, code = _explained(problem)
+            typer.echo(f"lens-mix: {textwrap.shorten(words, _LONGEST_LINE, placeholder=' ...')}", err=True)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _explained(problem: Exception) -> tuple[str, int]:
+    """What is said of an error, and the exit code."""
+    if hasattr(problem, "format_message"):  # typer's own, of the arguments
+        context = getattr(problem, "ctx", None)
+        advice = f" ({context.command_path} --help lists what there is)" if context else ""
+        return f"{problem.format_message()}{advice}", 2
+    if isinstance(problem, typer.Abort):
+        return "interrupted", 1
+    if isinstance(problem, (ValueError, OSError, ImportError)):
+        return str(problem) or type(problem).__name__, 2
+    return f"{type(problem).__name__}: {problem} (LENS_MIX_DEBUG=1 in the environment shows where)", 1
+
+
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Context mixing for TransformerLens models."
+    cls=_Commands,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Context mixing for TransformerLens models.",
+    epilog="LENS_MIX_DEBUG=1 in the environment shows the traceback of an error.",
 )
 
 _Model = Annotated[str, typer.Argument(help="name or folder of a model that transformers knows")]
@@ -32,25 +76,22 @@ def _map_text(
 ) -> None:
     """Map a prompt and write a page to look through: text, grid, flow, methods side by side.
 
-    Of attention_attribution it also shows the attribution tree, of information_flow_routes the routes.
+    For attention_attribution the page also has the attribution tree, for information_flow_routes the routes.
     """
     from lens_mix import runner
-    from lens_mix.lens.model_classes import UnsupportedModelError
     from lens_mix.recommended import input_map
     from lens_mix.view.page import page
 
-    if not out.parent.is_dir():
-        raise typer.BadParameter(f"--out: expected a folder that is there, got {out.parent}")
+    # What can be wrong without a model is found before one is loaded.
+    _check_place("--out", out)
+    if not text.strip():
+        raise ValueError(f"TEXT: expected a prompt, got {text!r}")
     asked = method or ["attention", "value_zeroing"]
-    try:
-        # Before the model is loaded.
-        runner.read_methods(asked)
-        loaded = _load(model)
-        maps = runner.run(loaded, text, asked)
-        if not method:
-            maps["input_map"] = input_map(loaded, text)
-    except (ValueError, UnsupportedModelError) as problem:
-        raise typer.BadParameter(str(problem)) from problem
+    runner.read_methods(asked)
+    loaded = _load(model)
+    maps = runner.run(loaded, text, asked)
+    if not method:
+        maps["input_map"] = input_map(loaded, text)
     page(maps, out)
     typer.echo(f"{out}: {', '.join(maps)}")
 
@@ -58,19 +99,27 @@ def _map_text(
 @app.command()
 def serve(
     model: _Model,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free")] = 8000,
-    tokens: Annotated[int, typer.Option(min=1, help="what a sentence may have")] = 128,
-    seconds: Annotated[float, typer.Option(min=0.1, max=86_400, help="what a page may take")] = 60.0,
-    waiting: Annotated[int, typer.Option(min=1, help="so many may wait while one is computed")] = 4,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="port to listen on; 0: any that is free")
+    ] = 8000,
+    tokens: Annotated[int, typer.Option(min=1, help="most tokens that a sentence may have")] = 128,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=86_400, help="most seconds that a page may take")
+    ] = 60.0,
+    waiting: Annotated[
+        int, typer.Option(min=1, help="most sentences that may wait while one is computed")
+    ] = 4,
 ) -> None:
-    """A form on this machine (127.0.0.1 alone): type a sentence, pick methods, get the page."""
+    """Serve a form on this machine alone (127.0.0.1): type a sentence, pick methods, get the page."""
     from lens_mix.serve import Limits, Site
 
+    if not math.isfinite(seconds):
+        raise ValueError(f"--seconds: expected a finite number, got {seconds}")
     try:
         # Before the model is loaded.
         site = Site(port, Limits(tokens, seconds, waiting))
     except OSError as problem:
-        raise typer.BadParameter(f"--port: expected one that is free, got {port} ({problem})") from problem
+        raise ValueError(f"--port: expected one that is free, got {port} ({problem})") from problem
     with site:
         try:
             site.serve(_load(model), typer.echo)
@@ -80,7 +129,7 @@ def serve(
 
 @app.command()
 def support(model: _Model) -> None:
-    """Which methods run on a model, and why others don't."""
+    """List which methods run on a model, and why others don't."""
     from lens_mix import runner
 
     typer.echo(str(runner.support(_load(model))))
@@ -88,7 +137,7 @@ def support(model: _Model) -> None:
 
 @app.command()
 def check(model: _Model) -> None:
-    """The proof: every block rebuilt from its parts."""
+    """Check that every block can be rebuilt from its components, as most methods need."""
     from lens_mix.lens.proof import support as proofs
 
     typer.echo(str(proofs.check(_load(model))))
@@ -97,29 +146,53 @@ def check(model: _Model) -> None:
 @app.command()
 def evaluate(
     model: _Model,
-    prompts: Annotated[Path | None, typer.Option(help="a text file, one prompt per line: importance")] = None,
-    blimp: Annotated[Path | None, typer.Option(help="a BLiMP file (.jsonl): the word that decides")] = None,
-    planted: Annotated[int, typer.Option(help="so many long prompts with a planted fact")] = 0,
-    methods: Annotated[str, typer.Option(help="names, separated by commas")] = _DEFAULT_METHODS,
-    aggregations: Annotated[str, typer.Option(help="names, separated by commas")] = "rollout,mean",
-    randomised_model: Annotated[bool, typer.Option(help="score shuffled weights too")] = False,
-    resume: Annotated[Path | None, typer.Option(help="file of finished cases, to go on from")] = None,
-    out: Annotated[Path | None, typer.Option(help="write the table to a .md or .csv file, or a .png")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="a text file with a prompt on each line: scores importance")
+    ] = None,
+    blimp: Annotated[
+        Path | None, typer.Option(help="a BLiMP file (.jsonl): scores whether the word that decides is found")
+    ] = None,
+    planted: Annotated[
+        int,
+        typer.Option(
+            min=0, help="how many long prompts with a planted fact to make: scores whether it is found"
+        ),
+    ] = 0,
+    methods: Annotated[str, typer.Option(help="names of methods, separated by commas")] = _DEFAULT_METHODS,
+    aggregations: Annotated[
+        str, typer.Option(help="names of aggregations, separated by commas")
+    ] = "rollout,mean",
+    randomised_model: Annotated[
+        bool, typer.Option(help="also score the model with shuffled weights, as a control")
+    ] = False,
+    resume: Annotated[
+        Path | None, typer.Option(help="file that keeps finished cases: a second run goes on from there")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="file to write: the table (.md or .csv) or a figure (.png)")
+    ] = None,
 ) -> None:
     """Score methods on one task: --prompts, --blimp or --planted."""
-    from lens_mix import evaluation
+    from lens_mix import evaluation, runner
+    from lens_mix.arguments import file_path
 
     given = [name for name, value in (("prompts", prompts), ("blimp", blimp), ("planted", planted)) if value]
     if len(given) != 1:
-        raise typer.BadParameter(
-            f"expected exactly one of --prompts, --blimp, --planted; got {given or 'none'}"
-        )
-    if out is not None and out.suffix not in (".md", ".csv", ".png"):
-        raise typer.BadParameter(f"--out: expected a .md, .csv or .png file; got {out.name!r}")
+        raise ValueError(f"expected exactly one of --prompts, --blimp, --planted; got {given or 'none'}")
+    # What can be wrong without a model is found before one is loaded.
+    if out is not None:
+        if out.suffix not in (".md", ".csv", ".png"):
+            raise ValueError(f"--out: expected a .md, .csv or .png file; got {out.name!r}")
+        _check_place("--out", out)
+    if resume is not None and resume.is_dir():
+        raise ValueError(f"--resume: expected a file, got the folder {resume}")
+    runner.read_methods(methods.split(","))
+    lines = _prompts_of(prompts) if prompts is not None else []
+    if blimp is not None:
+        file_path("--blimp", blimp)
     loaded = _load(model)
     task: evaluation.Task
-    if prompts is not None:
-        lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if lines:
         task = evaluation.Importance(lines)
     elif blimp is not None:
         task = evaluation.Cues(evaluation.blimp_cases(loaded, blimp))
@@ -144,20 +217,54 @@ def evaluate(
         _write(board, out)
 
 
+def _prompts_of(path: Path) -> list[str]:
+    """The lines of a text file that are not blank."""
+    from lens_mix.arguments import file_path
+
+    try:
+        text = Path(file_path("--prompts", path)).read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"--prompts: expected a text file in UTF-8, got {path}: {problem}") from problem
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"--prompts: expected a prompt on each line, got none in {path}")
+    return lines
+
+
+def _check_place(option: str, path: Path) -> None:
+    """Raise an error for a file that can't be written."""
+    from lens_mix.arguments import file_path
+
+    file_path(option, path, write=True)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"{option}: expected a file that can be written, got {path}")
+
+
 def _write(board: Any, out: Path) -> None:
     from lens_mix.files import replacing
 
-    with replacing(out) as file:
+    with replacing(out) as beside:
         if out.suffix == ".png":
-            board.show().savefig(file, format="png")
+            board.show().savefig(beside)
         elif out.suffix == ".csv":
-            board.table().to_csv(file, index=False)
+            board.table().to_csv(beside, index=False)
         else:
-            Path(file).write_text(board.to_markdown("position") + "\n", encoding="utf-8")
+            Path(beside).write_text(board.to_markdown("position") + "\n", encoding="utf-8")
 
 
 def _load(name: str) -> Any:
-    """A TransformerBridge where this TransformerLens has one, else a HookedTransformer."""
+    """Load a TransformerBridge, or a HookedTransformer where this TransformerLens has no bridge."""
+    try:
+        return _loaded(name)
+    # Loading fails in the ways of several libraries: no such name, no network, a broken file, no memory.
+    except Exception as problem:
+        raise ValueError(
+            f"MODEL: expected the name or the folder of a model that can be loaded, got {name!r}: "
+            f"{type(problem).__name__}: {problem}"
+        ) from problem
+
+
+def _loaded(name: str) -> Any:
     try:
         from transformer_lens.model_bridge import TransformerBridge
     except ImportError:

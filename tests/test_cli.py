@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.demos.tiny_folder import save_tiny_llama
@@ -65,6 +68,198 @@ def test_map_writes_a_page(folder, tmp_path):
     assert "<!DOCTYPE html>" in (tmp_path / "page.html").read_text()
     found = called("map", "She left", "--model", folder, "--method", "alti", "--out", tmp_path / "one.html")
     assert "one.html: alti" in found.output
+
+
+@pytest.fixture
+def loaded(model, monkeypatch):
+    """Every name is that of the tests' decoder, on every release."""
+    from lens_mix import cli
+
+    monkeypatch.setattr(cli, "_loaded", lambda name: model)
+
+
+def test_every_command_on_a_model(loaded, tmp_path):
+    assert "value_zeroing" in called("support", "any").output
+    assert "algebra: proven" in called("check", "any").output
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("b c d e f\n\nc d e f b\n")
+    for out in ("board.md", "board.csv", "board.png"):
+        options = ["--methods", "attention", "--aggregations", "mean", "--out", tmp_path / out]
+        found = called("evaluate", "any", "--prompts", prompts, *options)
+        assert found.exit_code == 0, found.output
+        assert (tmp_path / out).stat().st_size > 0
+    found = called("map", "b c d", "--model", "any", "--method", "alti", "--out", tmp_path / "page.html")
+    assert found.exit_code == 0, found.output
+    assert found.output.endswith("page.html: alti\n")
+    assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in "map serve support check evaluate".split())])
+def test_help(command):
+    found = called(*command, "--help")
+    assert found.exit_code == 0
+    assert "Usage:" in found.output
+    assert called().exit_code == 0
+    assert "evaluate" in called().output
+
+
+def error_of(*arguments):
+    """The one line that a command ends in."""
+    found = called(*arguments)
+    assert found.exit_code in (1, 2), found.output
+    (line,) = found.output.splitlines()
+    assert line.startswith("lens-mix: ")
+    assert len(line) < 700
+    return line
+
+
+def test_arguments_that_are_wrong():
+    for arguments, words in {
+        ("nonsense",): "nonsense",
+        ("--nonsense",): "nonsense",
+        ("support",): "Missing argument",
+        ("support", "m", "n"): "n",
+        ("map", "b c"): "--model",
+        ("map", "--model", "m"): "Missing argument",
+        ("map", "b c", "--model"): "--model",
+        ("map", "b c", "--model", "m", "--method", ""): "method",
+        ("map", "b c", "--model", "m", "--method", "altii"): "did you mean 'alti'",
+        ("map", "", "--model", "m"): "TEXT: expected a prompt, got ''",
+        ("map", " \n\t\u3000", "--model", "m"): "TEXT: expected a prompt",
+        ("serve", "m", "--port", "port"): "--port",
+        ("serve", "m", "--port", "65536"): "65535",
+        ("serve", "m", "--port", "-1"): "--port",
+        ("serve", "m", "--tokens", "0"): "--tokens",
+        ("serve", "m", "--tokens", "1.5"): "--tokens",
+        ("serve", "m", "--waiting", "0"): "--waiting",
+        ("serve", "m", "--seconds", "0"): "--seconds",
+        ("serve", "m", "--seconds", "nan"): "--seconds",
+        ("serve", "m", "--seconds", "inf"): "--seconds",
+        ("evaluate", "m"): "exactly one of --prompts, --blimp, --planted; got none",
+        ("evaluate", "m", "--planted", "-3"): "--planted",
+        ("evaluate", "m", "--planted", "three"): "--planted",
+        ("evaluate", "m", "--planted", "3", "--methods", ""): "method",
+        ("evaluate", "m", "--planted", "3", "--methods", "altii"): "did you mean 'alti'",
+        ("evaluate", "m", "--planted", "3", "--out", "board.docx"): ".md, .csv or .png",
+    }.items():
+        assert words in error_of(*arguments), arguments
+
+
+def test_files_that_are_wrong(loaded, tmp_path):
+    (tmp_path / "blank.txt").write_text(" \n\n")
+    (tmp_path / "binary.bin").write_bytes(bytes(range(256)))
+    (tmp_path / "list.jsonl").write_text("[1, 2]\n")
+    (tmp_path / "other.jsonl").write_text('{"UID": "other"}\n')
+    (tmp_path / "half.jsonl").write_text('{"UID": "a", "one_prefix_method": true}\n')
+    (tmp_path / "prompts.txt").write_text("b c d e\n")
+    (tmp_path / "folder.md").mkdir()
+    none, evaluate = (
+        tmp_path / "none",
+        ("evaluate", "any", "--methods", "attention", "--aggregations", "mean"),
+    )
+    prompts = ("--prompts", tmp_path / "prompts.txt")
+    for arguments, words in {
+        ("map", "b", "--model", "any", "--out", none / "page.html"): f"got {none}",
+        ("map", "b", "--model", "any", "--out", tmp_path): "the folder",
+        ("map", "b", "--model", "any", "--out", ""): "--out",
+        (*evaluate, "--prompts", none): f"got {none}",
+        (*evaluate, "--prompts", tmp_path): "the folder",
+        (*evaluate, "--prompts", tmp_path / "blank.txt"): "a prompt on each line",
+        (*evaluate, "--prompts", tmp_path / "binary.bin"): "UTF-8",
+        (*evaluate, "--blimp", none): f"got {none}",
+        (*evaluate, "--blimp", tmp_path): "the folder",
+        (*evaluate, "--blimp", tmp_path / "blank.txt"): "whose line 1",
+        (*evaluate, "--blimp", tmp_path / "binary.bin"): "utf-8",
+        (*evaluate, "--blimp", tmp_path / "prompts.txt"): "whose line 1",
+        (*evaluate, "--blimp", tmp_path / "list.jsonl"): "whose line 1",
+        (*evaluate, "--blimp", tmp_path / "half.jsonl"): "one_prefix_method",
+        (*evaluate, "--blimp", tmp_path / "other.jsonl"): "one_prefix_method",
+        (*evaluate, *prompts, "--out", none / "board.md"): f"got {none}",
+        (*evaluate, *prompts, "--out", tmp_path / "folder.md"): "the folder",
+        (*evaluate, *prompts, "--resume", tmp_path): "the folder",
+        (*evaluate, *prompts, "--resume", tmp_path / "list.jsonl"): "resume",
+        (*evaluate, *prompts, "--aggregations", "middle"): "middle",
+    }.items():
+        assert words in error_of(*arguments), arguments
+
+
+def test_a_place_that_cannot_be_written_is_found_before_the_model_is_loaded(tmp_path, monkeypatch):
+    from lens_mix import cli
+
+    monkeypatch.setattr(cli.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(cli, "_loaded", lambda name: pytest.fail("loaded"))
+    assert "can be written" in error_of("map", "b", "--model", "any", "--out", tmp_path / "page.html")
+    assert "can be written" in error_of("evaluate", "any", "--planted", 3, "--out", tmp_path / "board.md")
+
+
+def test_models_that_cannot_be_loaded(tmp_path):
+    """Offline, as all tests are."""
+    from safetensors import SafetensorError
+
+    (tmp_path / "file").write_text("no model")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    for name in (
+        "nobody/nothing",
+        "",
+        "..",
+        tmp_path / "none",
+        tmp_path,
+        tmp_path / "file",
+        tmp_path / "broken",
+    ):
+        for arguments in (("support", name), ("map", "b c", "--model", name)):
+            assert (
+                f"MODEL: expected the name or the folder of a model that can be loaded, got {str(name)!r}"
+                in (
+                    error_of(
+                        *arguments, *(("--out", tmp_path / "page.html") if arguments[0] == "map" else ())
+                    )
+                )
+            )
+    for command in ("check", "serve", "evaluate"):
+        more = {"serve": ("--port", "0"), "evaluate": ("--planted", 3)}.get(command, ())
+        assert "MODEL" in error_of(command, "nobody/nothing", *more)
+    for problem in (SafetensorError("header too large"), MemoryError(), RuntimeError("size\nmismatch")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lens_mix.cli._loaded", raising(problem))
+            assert type(problem).__name__ in error_of("support", "any")
+
+
+def raising(problem):
+    def raise_it(*_):
+        raise problem
+
+    return raise_it
+
+
+def test_a_bug_is_one_line_and_its_traceback_is_to_be_had(monkeypatch):
+    from lens_mix import cli, runner
+
+    monkeypatch.setattr(cli, "_loaded", lambda name: None)
+    monkeypatch.setattr(runner, "support", raising(KeyError("a bug")))
+    assert error_of("support", "any").startswith("lens-mix: KeyError: 'a bug' (LENS_MIX_DEBUG=1")
+    assert called("support", "any").exit_code == 1
+    monkeypatch.setenv("LENS_MIX_DEBUG", "1")
+    found = called("support", "any")
+    assert isinstance(found.exception, KeyError)
+
+
+def test_ctrl_c_is_no_error_of_many_lines(monkeypatch):
+    from lens_mix import cli
+
+    monkeypatch.setattr(cli, "_loaded", raising(KeyboardInterrupt()))
+    found = called("support", "any")
+    assert found.exit_code in (1, 130)
+    assert len(found.output.splitlines()) <= 2
+
+
+def test_the_command_writes_one_line_on_the_standard_error(tmp_path):
+    command = [sys.executable, "-m", "lens_mix", "support", tmp_path / "none"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("lens-mix: MODEL: expected")
 
 
 def test_mistakes(folder, tmp_path):

@@ -22,6 +22,7 @@ _BLIMP_CUES = {
     "regular_plural_subject_verb_agreement_1": "whole",
 }
 _DETERMINERS = set("a an the this that these those some most many all every each".split())
+_BLIMP_FIELDS = {"UID", "one_prefix_prefix", "one_prefix_word_good", "one_prefix_word_bad"}
 
 
 def blimp_cases(
@@ -44,9 +45,17 @@ def blimp_cases(
         raise ValueError("model: expected a causal decoder, which predicts the word after a prefix")
     cases = []
     with open(path, encoding="utf-8") as file:
-        for line in file:
-            pair = json.loads(line)
-            if not pair.get("one_prefix_method"):
+        for number, line in enumerate(file, 1):
+            try:
+                pair = json.loads(line)
+            except ValueError:
+                pair = None
+            if not isinstance(pair, dict):
+                raise ValueError(
+                    f"path: expected a BLiMP file, with a pair as a JSON object on each line, got {path}, "
+                    f"whose line {number} is not one"
+                )
+            if not pair.get("one_prefix_method") or not _BLIMP_FIELDS.issubset(pair):
                 raise ValueError(
                     f"path: expected BLiMP pairs with one_prefix_method (one context, two next words), got "
                     f"{pair.get('UID', 'something else')!r} without"
