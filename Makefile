@@ -1,5 +1,6 @@
 # make demo     the main job on a real model: prints the result and the path of the picture
 # make test     the suite on TransformerLens 4.x and on 3.9, without its slowest cases (.ci/run has all of them)
+# make test-oldest   a smoke test with the oldest release of every dependency that pyproject.toml allows
 # make bench    benchmarks on this machine: tables in benchmarks/RESULTS.md (BENCH=--full for all of them)
 # Each target makes the environment that it needs; see docs/development.md.
 
@@ -8,6 +9,7 @@ ENVIRONMENTS := .environments
 TL4 := $(ENVIRONMENTS)/tl4
 TL3 := $(ENVIRONMENTS)/tl3
 TL2 := $(ENVIRONMENTS)/tl2
+OLDEST := $(ENVIRONMENTS)/oldest
 # Arguments for pytest: make test-tl4 PYTEST="tests/view -x"
 PYTEST ?=
 # Which tests: CASES= for all of them, slow ones included.
@@ -23,7 +25,7 @@ UNCHECKED = JAXTYPING_DISABLE=1
 # Nor is anything found twice by the tests marked `once` (tests/conftest.py); CASES= runs these too.
 test-tl3 test-tl2: CASES = -m "not slow and not once"
 
-.PHONY: help demo test test-tl4 test-tl3 test-tl2 browser lint format types wheel clean bench peers
+.PHONY: help demo test test-tl4 test-tl3 test-tl2 test-oldest browser lint format types wheel clean bench peers
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -47,6 +49,16 @@ test-tl3: $(TL3)/.ready browser
 test-tl2: $(TL2)/.ready
 	@echo "== tests on TransformerLens 2.18"
 	@$(UNCHECKED) $(call RUN_TESTS,$(TL2))
+
+# What old releases can break: imports, a run, a method of each kind, tables, graphs, figures, files, commands.
+SMOKE = tests/test_oldest.py tests/test_package.py tests/test_cli.py tests/test_files.py tests/maps/test_record.py \
+	tests/graphs/test_routes.py tests/hooks/test_cookbook.py tests/statistics/test_head_probe.py \
+	tests/aggregation/test_flow.py tests/view/test_figures.py \
+	tests/demos/test_models.py::test_an_8_bit_encoder_decoder_becomes_the_model_that_it_was
+
+test-oldest: $(OLDEST)/.ready
+	@echo "== smoke test with the oldest dependencies"
+	@$(UNCHECKED) $(call RUN_TESTS,$(OLDEST)) $(SMOKE)
 
 # The page's tests want a browser; where none can be installed (no Debian, no rights) they are skipped.
 browser:

@@ -28,6 +28,7 @@ ONCE = (
     TESTS / "test_files.py",
     TESTS / "test_floors.py",
     TESTS / "test_names.py",
+    TESTS / "test_oldest.py",
     TESTS / "test_package.py",
     TESTS / "maps",
     TESTS / "algebra" / "test_budget.py",
