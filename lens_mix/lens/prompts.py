@@ -77,8 +77,9 @@ def read_prompt(
 
     - a string, or a pair of strings for an encoder (BERT: `[CLS] a [SEP] b [SEP]`, with token types). Unless
       the model is a causal decoder, the tokens are those of `model.tokenizer(text)` or
-      `model.tokenizer(a, b)`, special tokens included. For a causal decoder they are those of TransformerLens
-      (`to_tokens`, `prepend_bos`), with a note where the tokenizer's own differ;
+      `model.tokenizer(a, b)`, with the special tokens that the tokenizer's files name (`own_template`). For a
+      causal decoder they are those of TransformerLens (`to_tokens`, `prepend_bos`), with a note where the
+      tokenizer's own differ;
     - tokens [pos] or [1, pos]: a tensor, a NumPy array or a list of whole numbers;
     - what a tokenizer of Hugging Face returns (a `BatchEncoding` with its mask and token types);
     - chat messages, `[{"role": "user", "content": "..."}]`, which go through the tokenizer's chat template;
@@ -112,10 +113,11 @@ def read_prompt(
         prepend_bos = None
     if isinstance(prompt, Mapping):
         prompt, attention_mask, given = of_encoding(prompt, attention_mask, given)
-    if "decoder_input_ids" in given:
+    by_name = given.pop("decoder_input_ids", None)
+    if by_name is not None:
         if target is not None:
             raise ValueError("prompt: the target was given twice, in the pair and as decoder_input_ids")
-        target = given.pop("decoder_input_ids")
+        target = by_name
     if target is None and target_for is not None:
         raise ValueError(
             f"target: expected a pair (source, target) for part={target_for!r}, got the source alone; the "
@@ -127,7 +129,8 @@ def read_prompt(
     extra = {name: _like_tokens(value, padded, name)[real] for name, value in given.items()}
     notes += _beyond_context(model, tokens, "prompt")
     if encoder_decoder:
-        notes += texts.notes_on_target(model.tokenizer) if isinstance(target, str) else ()
+        if isinstance(target, str):
+            notes += texts.notes_on_target(getattr(model, "tokenizer", None))
         target = _checked_tokens(model, _target_tokens(model, target), "target")
         notes += _beyond_context(model, target, "target")
     elif target is not None:
