@@ -145,7 +145,7 @@ def run_many(
     """Map many prompts, batch by batch; yields what `run` returns, in the order of the prompts.
 
     Padding never reaches a map: each prompt gets what it gets alone. A model that does not mask padding
-    gets its prompts one by one.
+    gets its prompts one by one, as does one whose rotary angles depend on the longest prompt.
 
     Args:
         model, methods, queries, layers, part, stack, engine, max_memory, residual_shares, prepend_bos: as in

@@ -175,7 +175,8 @@ class Block:
         """One prompt with other tokens for the mapped stack, several times, filled up on the right.
 
         For causal models: what fills up is not masked, as no position of the prompt reads it. (In float64
-        rows of Hugging Face's that see nothing but padding are NaN, and make the others so.)
+        rows of Hugging Face's that see nothing but padding are NaN, and make the others so.) Where
+        `angles_differ`, prompts of different lengths belong into batches of their own.
 
         Raises:
             ValueError: the prompt has further inputs, which belong to its own tokens.
