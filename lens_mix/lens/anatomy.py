@@ -43,6 +43,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu_squared": lambda x: functional.relu(x).square(),
     "identity": lambda x: x,
 }
+# Those that are not smooth: their slope, or its slope, jumps at 0.
+WITH_KINK = frozenset({"relu", "relu_squared"})
 
 
 @dataclasses.dataclass(frozen=True)

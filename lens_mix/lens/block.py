@@ -396,6 +396,11 @@ class Block:
         """
         return head_from(self._clean, None if self._lens.final_norm() is None else self.final_norm())
 
+    @property
+    def is_smooth(self) -> bool:
+        """Whether no feed-forward of the stack is known, or may be thought, to have a kink or to jump."""
+        return self._proof.is_smooth
+
     def changed_backward(
         self, rules: BackwardRules, above: Sequence[Block], **options: Any
     ) -> contextlib.AbstractContextManager[dict[int, Tensor]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.anatomy import WITH_KINK, BlockAnatomy
 
 _HOOK_PARTS = ("mixing", "zero_value")
 # Without VALUE (values are N(x) W_V + b_V): maps take the values that the pass recorded, which hooks may have
@@ -78,6 +78,13 @@ class Proof:
                     f"expected relative error <= {entry.tolerance:.0e}, got {size}{note}"
                 )
         return None
+
+    @property
+    def is_smooth(self) -> bool:
+        """Whether all feed-forwards are verified, and none of them has a kink (ReLU) or chooses experts."""
+        forwards = [block.feed_forward for block in self.anatomy.values() if block.feed_forward is not None]
+        verified = self.failure(("feed_forward",)) is None
+        return verified and all(each.activation not in WITH_KINK for each in forwards)
 
     @property
     def hooks_refusal(self) -> str | None:

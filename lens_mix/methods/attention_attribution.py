@@ -34,7 +34,9 @@ class AttentionAttribution(Explains):
     target's unit. The entries of a layer sum to F(A) - F(B) (completeness), but for the quadrature's error.
 
     Each layer takes as many points as it needs: 3, then 7, 15 and 31 (Patterson's rules, each with the points
-    of the one before), until the estimated error (`path_integral.Integral.error`) is accepted. A note names
+    of the one before), until the estimated error (`path_integral.Integral.error`) is accepted. With ReLU or
+    experts the gradient jumps along the path and the error falls slowly: many layers are then not accepted
+    (docs/attribution.md has what was measured). A note names
     the layers where it was not, and `provenance["details"]` holds per layer completeness_gap, target_value
     F(A), baseline_value F(B), steps, estimated_error and visible_share.
 
@@ -135,7 +137,7 @@ class AttentionAttribution(Explains):
         pattern = whole.recorded("pattern")
         baseline = baseline_of(self.baseline, whole, pattern)
         path = Path(whole, bound, pattern, baseline, self.edits, self.internal_batch_size)
-        integral = Integral(path, self._rules())
+        integral = Integral(path, self._rules(), is_smooth=block.is_smooth)
         integral.refine(self.tolerance)
         for prompt in range(len(pattern)):
             integral.report(prompt, self.tolerance, self.max_steps if self.n_steps is None else None)

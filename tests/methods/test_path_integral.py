@@ -94,3 +94,22 @@ def test_scores_below_the_rounding_of_the_target_need_no_points():
     integral = Integral(path, nested_rules(31))
     integral.refine(None)
     assert integral.steps(0) == 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_jumps_are_not_taken_for_smooth(seed):
+    """Entries whose slopes jump, as with ReLU: the estimate is of the size of the error."""
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.rand(40, generator=generator, dtype=torch.float64).tolist()
+    path = KnownPath(
+        *(lambda a, at=at: (a > at).double() for at in places), clean=sum(1 - at for at in places)
+    )
+    integral = Integral(path, nested_rules(31), is_smooth=False)
+    integral.refine(None)
+    exact = 1 - torch.tensor(places, dtype=torch.float64)
+    error = (integral.scores(0).flatten() - exact).abs().sum().item()
+    assert integral.error(0) >= 0.5 * error
+    taken_for_smooth = Integral(path, nested_rules(31))
+    taken_for_smooth.refine(None)
+    wrong = (taken_for_smooth.scores(0).flatten() - exact).abs().sum().item()
+    assert taken_for_smooth.error(0) < 0.5 * wrong
