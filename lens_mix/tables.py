@@ -17,6 +17,8 @@ import pandas as pd
 
 from lens_mix.arguments import file_path
 
+__all__ = ["Table", "read_cell", "read_csv", "written_cell"]
+
 # What spreadsheets compute, what this notation starts with, and what programs change: control characters,
 # line separators, halves of characters, the byte order mark.
 _STARTS = re.compile(r'\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|"')
