@@ -28,8 +28,8 @@ def build(label):
 
 def hook_once(model, function):
     """Put a hook on the first block that calls a function once per pass of somebody else's."""
-    name = next(name for name in model.hook_dict if name.startswith("blocks.0.") and name.endswith("hook_in"))
-    name = "blocks.0.hook_resid_pre" if "blocks.0.hook_resid_pre" in model.hook_dict else name
+    names = ("blocks.0.hook_in", "blocks.0.hook_resid_pre")
+    name = next(name for name in names if name in model.hook_dict)
     busy = []
 
     def hook(tensor, hook):
