@@ -162,7 +162,7 @@ def runs() -> Iterator[Case]:
     yield from each(run, "stack", ("decoder", 3, [], {}))
     yield from each(run, "engine", NO_CHOICE)
     yield from each(run, "max_memory", ("1GB", 1.5, NAN, INF, True, 0, -1, [1]))
-    yield from each(run, "progress", (*NO_FLAG, None))
+    yield from each(run, "progress", NO_FLAG)
     yield from each(run, "prepend_bos", NO_FLAG, prompt="w3 w4")
     masks = (
         [1, 1, 1, 1],
@@ -193,7 +193,7 @@ def runs_of_many() -> Iterator[Case]:
     yield from each(consumed, "prompts", (Made(lambda: iter([PROMPT, None])), [PROMPT, {}], [3, 4], b"w3"))
     yield from each(consumed, "batch_size", (*NO_WHOLE, None, 0, -1))
     yield from each(consumed, "padding_side", NO_CHOICE)
-    yield from each(consumed, "progress", (*NO_FLAG, None))
+    yield from each(consumed, "progress", NO_FLAG)
     yield from each(consumed, "prepend_bos", NO_FLAG, prompts=["w3 w4"])
     yield from each(consumed, "max_memory", ("1GB", NAN, 0, True))
     yield from each(consumed, "engine", NO_CHOICE)

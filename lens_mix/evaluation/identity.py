@@ -78,7 +78,7 @@ def identity(thing: Any, inside: tuple[int, ...] = ()) -> Any:
     if isinstance(thing, bytes):
         return hashlib.blake2b(thing, digest_size=16).hexdigest()
     if isinstance(thing, np.ndarray | np.generic):
-        thing = torch.as_tensor(np.asarray(thing))
+        thing = torch.from_numpy(np.array(thing))
     if isinstance(thing, Tensor):
         hashed = hashlib.blake2b(digest_size=16)
         _add(hashed, thing)

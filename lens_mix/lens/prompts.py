@@ -291,7 +291,8 @@ def _tensor_of(array: np.ndarray[Any, Any], name: str) -> Tensor:
         raise TypeError(f"{name}: expected an array of whole numbers, got one of {array.dtype}")
     if array.dtype.kind == "u" and array.size and int(array.max()) > 2**63 - 1:
         raise ValueError(f"{name}: expected numbers below 2**63, got {int(array.max())}")
-    return torch.tensor(array.astype(np.int64 if array.dtype.kind in "iu" else array.dtype.newbyteorder("=")))
+    dtype = np.int64 if array.dtype.kind in "iu" else array.dtype.newbyteorder("=")
+    return torch.from_numpy(array.astype(dtype))
 
 
 def _long_tensor(model: TransformerLensModel, ids: Sequence[int]) -> Int[Tensor, " pos"]:

@@ -64,8 +64,8 @@ class Layout:
 
     def reaching(self, last: int) -> Layout:
         """The same with one index more, at the position of the prompt's last token, which nothing sees."""
-        positions = torch.cat([self.positions, torch.tensor([last])])
-        allowed = torch.block_diag(self.allowed, torch.ones(1, 1, dtype=torch.bool))
+        positions = torch.cat([self.positions, torch.tensor([last], dtype=torch.long, device="cpu")])
+        allowed = torch.block_diag(self.allowed, torch.ones(1, 1, dtype=torch.bool, device="cpu"))
         return dataclasses.replace(self, positions=positions, allowed=allowed)
 
     def filled(self, tokens: Int[Tensor, " pos"], others: Int[Tensor, "set chosen"]) -> Int[Tensor, " index"]:
