@@ -10,6 +10,7 @@ from typing import Any
 
 from lens_mix.arguments import shown
 from lens_mix.lens.changes import Changes, replaced_attributes
+from lens_mix.lens.token_strings import strings_of
 
 # [What a tokenizer's files put around a text], where TransformerLens has put something else; [] elsewhere.
 _templates: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
@@ -114,10 +115,10 @@ def notes_on_string(
 
 
 def _ends(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The first two tokens and the last one."""
-    pieces = [str(piece) for piece in tokenizer.convert_ids_to_tokens(list(ids))]
-    shortened = pieces if len(pieces) < 5 else [*pieces[:2], "…", pieces[-1]]
-    return f"{len(pieces)} tokens, {' '.join(shortened)!r}"
+    """The number of tokens, the first two and the last one."""
+    written = [repr(token) for token in strings_of(tokenizer, ids)]
+    shortened = written if len(written) < 5 else [*written[:2], "…", written[-1]]
+    return f"{len(written)} tokens ({' '.join(shortened)})"
 
 
 def decoder_input(

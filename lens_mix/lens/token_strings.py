@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxtyping import Int
@@ -25,8 +26,12 @@ def token_strings(model: TransformerLensModel, tokens: Int[Tensor, " pos"]) -> l
     """
     ids = tokens.tolist()
     tokenizer = getattr(model, "tokenizer", None)
-    if tokenizer is None:
-        return [str(token) for token in ids]
+    return [str(token) for token in ids] if tokenizer is None else strings_of(tokenizer, ids)
+
+
+def strings_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return one string per token of a tokenizer, as `token_strings` writes them."""
+    ids = list(ids)
     pieces = tokenizer.convert_ids_to_tokens(ids)
     special = set(getattr(tokenizer, "all_special_ids", ()))
     read = [

@@ -128,7 +128,7 @@ async function gridView(view) {
     const at = found(event);
     if (!at) return tip();
     const all = await layerOf(m, at.place);
-    tip(event, `layer ${m.names[at.place]}${m.heads ? `, head ${at.one}` : ""}\n${named(m.tokens, m.queries[at.row])} from `
+    tip(event, `${m.layer_names[at.place]}${m.heads ? `, head ${at.one}` : ""}\n${named(m.tokens, m.queries[at.row])} from `
       + `${named(keysOf(m), at.key)}\n${shown(all[at.one][at.row * keys + at.key])} raw score`);
   });
   canvas.addEventListener("mouseleave", () => tip());
@@ -251,7 +251,7 @@ async function layersByKeys(panes, m, keys) {
       context.fillRect(50 + key * zoom, 90 + place * high, Math.ceil(zoom), high);
     }
     context.fillStyle = css(m.names[place] === state.layer ? "--accent" : "--soft");
-    context.fillText(String(m.names[place]), 16, 90 + place * high + high / 2);
+    context.fillText(namesLayers(m) ? String(m.names[place]) : "", 16, 90 + place * high + high / 2);
   });
   for (const key of spaced(column, zoom, keys)) {
     context.save(); context.translate(50 + key * zoom + zoom / 2, 84); context.rotate(-Math.PI / 2);
@@ -263,11 +263,11 @@ async function layersByKeys(panes, m, keys) {
     return key >= 0 && key < keys && place >= 0 && place < rows.length ? { key, place } : null;
   };
   canvas.addEventListener("mousemove", event => { const cell = at(event);
-    tip(event, cell && `layer ${m.names[cell.place]}\n${named(keysOf(m), cell.key)}\n${shown(rows[cell.place][cell.key])} ${unit()}`); });
+    tip(event, cell && `${m.layer_names[cell.place]}\n${named(keysOf(m), cell.key)}\n${shown(rows[cell.place][cell.key])} ${unit()}`); });
   canvas.addEventListener("mouseleave", () => tip());
   canvas.addEventListener("click", event => { const cell = at(event); if (cell) set({ layer: m.names[cell.place] }); });
   panes.append(make("div", { class: "pane" }, make("p", { class: "caption",
-    text: `${m.label}: what ${named(m.tokens, m.queries[0])} took, layers down, keys across; ${unit()}.` }), canvas));
+    text: `${m.label}: what ${named(m.tokens, m.queries[0])} took, ${namesLayers(m) ? "layers down, keys across" : m.layer_names[0]}; ${unit()}.` }), canvas));
   exported = () => ({ rows: rows.flatMap((row, place) => [...row].map((value, key) => ({ map: m.label, layer: m.names[place],
     query: m.queries[0], key, token: keysOf(m)[key], value: Number.isNaN(value) ? null : value }))) });
 }

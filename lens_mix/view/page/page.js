@@ -29,8 +29,7 @@ function controls(m) {
   $("layer").value = m.names.indexOf(state.layer);
   $("layer").disabled = m.names.length === 1;
   $("layer-name").textContent = state.layer;
-  // A map of the whole model, or a mean of layers, has no layer to name.
-  $("layer").parentElement.hidden = m.names.length === 1 && !m.layer_names[0].endsWith(`layer ${m.names[0]}`);
+  $("layer").parentElement.hidden = !namesLayers(m);
   for (const button of $("views").children) {
     button.setAttribute("aria-selected", button.dataset.view === state.view);
     button.hidden = !views().includes(button.dataset.view);
