@@ -89,10 +89,10 @@ class CellFaithfulness:
 
     def to_dataframe(self) -> pandas.DataFrame:
         """Columns map, operator, share, value, faithfulness."""
-        import pandas as pd
+        from lens_mix.tables import Table
 
         lines = zip(self.shares, self.values, self.faithfulness, strict=True)
-        return pd.DataFrame(
+        return Table(
             [(self.name, self.operator, *line) for line in lines],
             columns=["map", "operator", "share", "value", "faithfulness"],
         )

@@ -70,10 +70,10 @@ class RemovalCurves:
 
     def to_dataframe(self) -> pandas.DataFrame:
         """Columns row, count, deletion, insertion: one line per number of positions removed or restored."""
-        import pandas as pd
+        from lens_mix.tables import Table
 
         lines = enumerate(zip(self.deletion, self.insertion, strict=True))
-        return pd.DataFrame(
+        return Table(
             [(self.name, count, *pair) for count, pair in lines],
             columns=["row", "count", "deletion", "insertion"],
         )

@@ -60,7 +60,7 @@ class PruningCurves:
 
     def to_dataframe(self) -> pandas.DataFrame:
         """Columns ranking, fraction, heads_removed, value, lowest, highest."""
-        import pandas as pd
+        from lens_mix.tables import Table
 
         shares = (self.fractions, self.removed)
         rows = [
@@ -69,7 +69,7 @@ class PruningCurves:
             for numbers in zip(*shares, self.values[name], self.lowest[name], self.highest[name], strict=True)
         ]
         columns = ["ranking", "fraction", "heads_removed", "value", "lowest", "highest"]
-        return pd.DataFrame(rows, columns=columns)
+        return Table(rows, columns=columns)
 
     def show(self, **options: Any) -> Any:
         """All curves in one figure; `options` go to `lens_mix.view.attribution_figures.pruning_figure`."""
