@@ -68,7 +68,7 @@ def run_again(
 
 
 def _numbers(record: dict[str, Any], name: str) -> Tensor:
-    """Numbers of a record as a tensor; a TypeError or ValueError where it has none of that name."""
+    """Return a record's numbers as a tensor; raise TypeError or ValueError if it has none of that name."""
     try:
         numbers = real_tensor(f"provenance[{name!r}]", several(name, record.get(name), "numbers", least=1))
     except (TypeError, ValueError) as problem:

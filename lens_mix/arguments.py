@@ -160,17 +160,6 @@ def plain_tensor(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def as_model_input(values: Any) -> Tensor:
-    """Return lists of numbers, or an array, as a tensor on the CPU whatever torch's defaults are.
-
-    Whole numbers become int64 and other numbers float32; an array keeps its dtype. Ragged lists are a
-    ValueError, anything but numbers a TypeError.
-    """
-    tensor = torch.from_numpy(np.array(values))
-    is_list = isinstance(values, (list, tuple)) and tensor.is_floating_point()
-    return tensor.to(torch.float32) if is_list else tensor
-
-
 def real_tensor(name: str, values: Any) -> Tensor:
     """Real numbers as a detached tensor: a tensor, an array or an evenly nested list."""
     if not isinstance(values, Tensor):

@@ -1,7 +1,7 @@
 """Classifiers of transformers, run from their last hidden states on.
 
-Which position a classifier reads, and what it puts between the hidden states and its logits, is not known
-here: the classifier itself runs, and only the forward pass of its base model is replaced.
+This module does not know which position a classifier reads, or what lies between the hidden states and its
+logits: the classifier itself runs, and only the forward pass of its base model is replaced.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def check_classifier(model: PreTrainedModel) -> None:
 
 
 def kind_of(model: PreTrainedModel) -> Kind:
-    """What the classifier's logits are about, by the name of its class."""
+    """Return what kind of classifier this is, by the name of its class."""
     names = [base.__name__ for base in type(model).__mro__]
     return next((kind for part, kind in _KINDS.items() if any(part in name for name in names)), "sequence")
 
 
 def gives_values(model: PreTrainedModel) -> bool:
-    """Whether its outputs are values by themselves: a regression, or one label without a problem type."""
+    """Return whether its outputs are plain values: of a regression, of a single label, or of a choice."""
     kind, config = kind_of(model), model.config
     if kind == "multiple choice":
         return True
@@ -79,19 +79,19 @@ def gives_values(model: PreTrainedModel) -> bool:
 
 
 def takes_several(model: PreTrainedModel) -> bool:
-    """Whether several of its labels may be true at once, each with a probability of its own."""
+    """Return whether several labels may be true at once, each with a probability of its own."""
     problem = getattr(model.config, "problem_type", None)
     return kind_of(model) == "sequence" and problem == "multi_label_classification"
 
 
 def label_number(model: PreTrainedModel, label: Any, name: str) -> int | None:
-    """The number of a label that is given by number or name; None, where it is allowed, as it is.
+    """Return the number of a label that is given by number or name; None stays None where it is allowed.
 
     Args:
         model: the classifier.
-        label: a number, a name of `config.id2label` or `config.label2id`, or None. Of question answering
+        label: a number, a name of `config.id2label` or `config.label2id`, or None. For question answering
             "start" (0) or "end" (1).
-        name: of the argument, for errors.
+        name: the argument's name, for errors.
 
     Raises:
         TypeError, ValueError: no such label.
@@ -109,13 +109,13 @@ def label_number(model: PreTrainedModel, label: Any, name: str) -> int | None:
 
 
 def _labels(model: PreTrainedModel) -> tuple[dict[str, int], int]:
-    """The labels' numbers by name, and how many there are."""
+    """Return the labels' numbers by name, and how many labels there are."""
     kind, config = kind_of(model), model.config
     if kind == "question answering":
         return {"start": 0, "end": 1}, 2
     if kind == "multiple choice":
         return {}, 1
-    # A configuration may come with only one of the two tables, and keep the other's default.
+    # A configuration may set only one of the two tables and leave the other at its default.
     by_number = {str(label): int(number) for number, label in (config.id2label or {}).items()}
     by_name = {str(label): int(number) for label, number in (config.label2id or {}).items()}
     names = {**by_number, **{label: number for label, number in by_name.items() if label not in by_number}}
@@ -123,23 +123,23 @@ def _labels(model: PreTrainedModel) -> tuple[dict[str, int], int]:
 
 
 class ClassifierPass:
-    """A classifier's own pass over one prompt, and the same from other hidden states on.
+    """A classifier's own pass over one prompt, and passes from other last hidden states on.
 
     Args:
         model: the classifier.
         tokens: what the mapped stack reads.
         inputs: further inputs of the model by name, [pos] each.
-        source: of an encoder-decoder whose decoder is mapped, what the encoder reads.
+        source: what the encoder reads, if the decoder of an encoder-decoder is mapped.
 
     Attributes:
-        own: the classifier's own logits, [1 label] or [1 pos label]. The labels of question answering are
+        own: the classifier's own logits, [1 label] or [1 pos label]. For question answering the labels are
             start and end.
-        position: the only position whose hidden states the logits depend on; None: several. Not defined for
-            logits of every position.
+        position: the only position whose hidden states the logits depend on. None: there are several, or
+            each position has logits.
 
     Raises:
-        ValueError: training mode, another device, another part of an encoder-decoder than it reads; its own
-            pass fails; its logits are not made from the base model's last hidden states alone.
+        ValueError: training mode; another device; a part of an encoder-decoder that it does not read; an
+            error in its own pass; logits that depend on more than the base model's last hidden states.
     """
 
     def __init__(
@@ -162,31 +162,31 @@ class ClassifierPass:
             )
         read = tokens if source is None else source
         named = {"input_ids": read, "attention_mask": torch.ones_like(read), **inputs}
-        # Token types of zero are what a model without any reads.
+        # Token types that are all zero mean a single text, which needs none.
         if "token_type_ids" not in taken and "token_type_ids" in named and not named["token_type_ids"].any():
             del named["token_type_ids"]
         self._inputs = {name: self._shaped(value[None]) for name, value in named.items()}
         self._tokens = tokens
         with torch.no_grad():
             self.own = self._own_pass(source)
-            self._refuse_unlike_itself()
+            self._require_hidden_states_alone()
         self.position = None if self.own.ndim == 3 else self._only_position()
 
     def logits(
         self, hidden: Float[Tensor, "copy pos d_model"], tokens: Int[Tensor, "copy pos"] | None = None
     ) -> Float[Tensor, "copy *pos label"]:
-        """The classifier's logits from other last hidden states.
+        """Return the classifier's logits from other last hidden states.
 
         Args:
-            hidden: in the place of what its base model gives.
-            tokens: the tokens of each copy, from which it may find the position to read; None: the prompt's.
-                The decoder of an encoder-decoder is read at the prompt's own position always.
+            hidden: what takes the place of the base model's last hidden states.
+            tokens: the tokens of each copy, in which it may look for the position to read; None: the
+                prompt's. The decoder of an encoder-decoder is always read at the prompt's own position.
         """
         inputs = {name: value.expand(len(hidden), *value.shape[1:]) for name, value in self._inputs.items()}
         if tokens is not None and not self._reads_decoder:
             inputs["input_ids"] = self._shaped(tokens)
         dtype = next(p.dtype for p in self._model.parameters() if p.dtype.is_floating_point)
-        # Without a padding token, classifiers of transformers refuse to read several prompts.
+        # Without a padding token, classifiers of transformers raise an error for several prompts.
         pad = getattr(self._model.config.get_text_config(), "pad_token_id", None)
         step = max(1, len(hidden)) if pad is not None else 1
         made = []
@@ -221,7 +221,7 @@ class ClassifierPass:
         )
 
     def _shaped(self, values: Tensor) -> Tensor:
-        """[copy pos] as the classifier takes it: multiple choice reads [copy choice pos]."""
+        """Return [copy pos] in the shape that the classifier takes: [copy choice pos] for multiple choice."""
         return values[:, None] if kind_of(self._model) == "multiple choice" else values
 
     def _refuse_another_part(self, source: Tensor | None) -> None:
@@ -241,7 +241,7 @@ class ClassifierPass:
             )
 
     def _own_pass(self, source: Tensor | None) -> Tensor:
-        """The classifier's logits; the last hidden states are kept."""
+        """Return the classifier's logits, and keep its last hidden states."""
         changes = [forward_hook(self._base, self._keep)]
         decoder_reads: list[Tensor] = []
         if self._reads_decoder:
@@ -275,7 +275,7 @@ class ClassifierPass:
         self._fields = () if isinstance(output, tuple) else tuple(output)
 
     def _base_output(self, hidden: Tensor) -> Any:
-        """What the base model returns, with other last hidden states and what its pooler makes of them."""
+        """Return the base model's output with other last hidden states, and with these pooled anew."""
         pooler = getattr(self._base, "pooler", None)
         if not self._fields:
             return (hidden,) if pooler is None else (hidden, pooler(hidden))
@@ -285,7 +285,7 @@ class ClassifierPass:
         return self._output_class(**fields)
 
     def _called(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """The logits of one call."""
+        """Return the logits of one call."""
         output = self._model(**inputs, return_dict=True)
         logits = getattr(output, "logits", None)
         if logits is None and getattr(output, "start_logits", None) is not None:
@@ -294,11 +294,11 @@ class ClassifierPass:
             raise ValueError(f"no logits in the output, {list(output)}; {_OWN_FUNCTION}")
         return logits
 
-    def _refuse_unlike_itself(self) -> None:
+    def _require_hidden_states_alone(self) -> None:
         try:
             made = self.logits(self._hidden)
         except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as problem:
-            found = f"without the rest, {type(problem).__name__}: {problem}"
+            found = f"from these alone it raises {type(problem).__name__}: {problem}"
         else:
             if _close(made, self.own, pass_tolerance(made.dtype)):
                 return
@@ -320,7 +320,7 @@ class ClassifierPass:
 
 
 def _returning(output: Any) -> Callable[..., Any]:
-    """A `forward` that gives this output, whatever it gets."""
+    """Return a `forward` that returns this output, whatever its arguments are."""
     return lambda *args, **kwargs: output
 
 
@@ -337,7 +337,7 @@ def _note_tokens(read: list[Tensor]) -> Any:
 
 
 def _close(made: Tensor, own: Tensor, accepted: float) -> bool:
-    """Whether logits agree: relative to the largest, absolute where that is below 1."""
+    """Return whether logits agree: relative to the largest one, or absolutely if that is below 1."""
     if made.shape != own.shape:
         return False
     largest = max(1.0, float(own.double().abs().max()))
@@ -345,7 +345,7 @@ def _close(made: Tensor, own: Tensor, accepted: float) -> bool:
 
 
 def _both(made: Tensor, own: Tensor) -> str:
-    """Two logits, where they differ most."""
+    """Describe where two tensors of logits differ most."""
     if made.shape != own.shape:
         return f"logits of shape {list(made.shape)} where the classifier gives {list(own.shape)}"
     worst = int((made.double() - own.double()).abs().argmax())

@@ -21,11 +21,11 @@ try:
 except ImportError as problem:
     raise SystemExit("lens-mix: the command line needs typer: pip install 'lens_mix[cli]'") from problem
 
-_LONGEST_LINE = 600  # characters of an error; some libraries list everything that would have been right
+_LONGEST_LINE = 600  # characters of an error; some libraries list all valid values
 
 
 class _Commands(TyperGroup):
-    """Commands that end in one line where they fail."""
+    """The group of commands; an error in one of them becomes one line."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
         """Run a command and exit."""
@@ -41,8 +41,8 @@ class _Commands(TyperGroup):
 
 
 def _explained(problem: Exception) -> tuple[str, int]:
-    """What is said of an error, and the exit code."""
-    if hasattr(problem, "format_message"):  # typer's own, of the arguments
+    """Return the text that is shown for an error, and the exit code."""
+    if hasattr(problem, "format_message"):  # typer's own error about an argument
         context = getattr(problem, "ctx", None)
         advice = f" ({context.command_path} --help lists what there is)" if context else ""
         return f"{problem.format_message()}{advice}", 2
@@ -198,18 +198,15 @@ def evaluate(
         task = evaluation.Cues(evaluation.blimp_cases(loaded, blimp))
     else:
         task = evaluation.Cues(evaluation.planted_facts(loaded, planted), leave_out=(0,))
-    try:
-        board = evaluation.evaluate(
-            loaded,
-            task,
-            methods.split(","),
-            aggregations.split(","),
-            randomised_model=randomised_model,
-            resume=resume,
-            progress=True,
-        )
-    except ValueError as problem:
-        raise typer.BadParameter(str(problem)) from problem
+    board = evaluation.evaluate(
+        loaded,
+        task,
+        methods.split(","),
+        aggregations.split(","),
+        randomised_model=randomised_model,
+        resume=resume,
+        progress=True,
+    )
     typer.echo(board.to_markdown("position"))
     for method, reason in board.refused.items():
         typer.echo(f"{method}: {reason}", err=True)
@@ -218,7 +215,7 @@ def evaluate(
 
 
 def _prompts_of(path: Path) -> list[str]:
-    """The lines of a text file that are not blank."""
+    """Return the lines of a text file that are not blank."""
     from lens_mix.arguments import file_path
 
     try:
@@ -232,7 +229,7 @@ def _prompts_of(path: Path) -> list[str]:
 
 
 def _check_place(option: str, path: Path) -> None:
-    """Raise an error for a file that can't be written."""
+    """Raise an error unless a file can be written."""
     from lens_mix.arguments import file_path
 
     file_path(option, path, write=True)
@@ -256,7 +253,7 @@ def _load(name: str) -> Any:
     """Load a TransformerBridge, or a HookedTransformer where this TransformerLens has no bridge."""
     try:
         return _loaded(name)
-    # Loading fails in the ways of several libraries: no such name, no network, a broken file, no memory.
+    # Several libraries raise errors of many types: no such name, no network, a broken file, no memory.
     except Exception as problem:
         raise ValueError(
             f"MODEL: expected the name or the folder of a model that can be loaded, got {name!r}: "

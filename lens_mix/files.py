@@ -1,4 +1,4 @@
-"""Files are written beside their place and moved there when they are whole."""
+"""Files are written under another name, and moved to their place when they are complete."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Give the path of a new file to write, and move it to `path` when the block ends without an error.
+    """Yield the path of a new file to write, and move it to `path` when the block ends without an error.
 
     An error in the block (a full disk, Ctrl-C) removes the new file and leaves what was at `path`. A symbolic
     link stays, and the file that it points to is replaced. The new file has the permission bits (and, where
     the user may set it, the owner) of the old one; hard links to the old file keep the old content. What is
-    not a regular file (`/dev/stdout`, a pipe) is written directly, and so is a file in a folder that takes no
-    new ones.
+    not a regular file (`/dev/stdout`, a pipe) is written directly, and so is an old file in a folder in which
+    no file can be created.
 
     Args:
-        path: of a file in a folder that is there.
+        path: the file's place; its folder must exist.
 
     Yields:
         A path in the same folder, with the same ending.
@@ -37,7 +37,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
         yield place
         return
     if old is not None:
-        # A read-only file raises here: to replace it, the right to write to its folder would be enough.
+        # A read-only file raises an error here; replacing it needs only the right to write to its folder.
         os.close(os.open(place, os.O_WRONLY))
     if os.path.islink(place):
         place = os.path.realpath(place)

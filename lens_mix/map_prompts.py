@@ -105,7 +105,7 @@ def _map_blocks(passed: Passed, blocks: _ByLayer[Block], progress: bool) -> _ByL
 
 
 def _announce(label: str, method: Method, blocks: Sequence[Block], effort: Effort) -> None:
-    """Say beforehand which prompts need many passes, and put it into their maps' notes."""
+    """Warn about prompts that need many passes, and add the sentence to the notes of their maps."""
     passes = method.passes(blocks)
     for index, sentence in enumerate(passes.sentences(label) if passes else ()):
         if sentence is not None:

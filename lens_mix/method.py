@@ -35,7 +35,7 @@ class Method:
         engines: the ways it can be computed, fastest first. "recorded" reads the clean pass,
             "hooks" intervenes and runs blocks again, "algebra" needs a proven anatomy.
         holds_residual: whether the map's diagonal holds the residual stream.
-        has_unit_rows: whether scores are weights out of 1, so that what a row lacks went to a sink.
+        has_unit_rows: whether rows sum to 1, unless some of their weight went to an attention sink.
         kind: "layer" for maps of one block, "input" for maps from the stack down to the tokens.
         whole_model: whether there is one map of all blocks together, which counts as the last layer's.
         is_additive: whether layer l of an input map is what block l adds, so that the sum over layers is the
@@ -121,9 +121,9 @@ class Method:
         return [self(block) for block in blocks]
 
     def passes(self, blocks: Sequence[Block]) -> Passes | None:
-        """Return about how many forward passes the maps of these blocks take, to be said beforehand.
+        """Return about how many forward passes the maps of these blocks take, for a warning beforehand.
 
-        None for methods that take a few whatever the prompt is.
+        None for methods that take only a few, whatever the prompt is.
         """
         return None
 

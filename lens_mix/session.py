@@ -111,10 +111,11 @@ class Session:
             return read_prompt(self.lens.model, self.lens.model_class, prompt, target_for=stack, **options)
 
     def batches(self, prompts: list[Prompt], side: PaddingSide = "right") -> list[list[Prompt]]:
-        """The prompts as one batch; one by one where lengths differ and the model does not mask padding, or
-        where its angles depend on the longest of them.
+        """Return the prompts as one batch, or one by one.
 
-        Nor is padding masked where the user gives positions: a mask changes what these mean.
+        They run one by one if their lengths differ and the model does not mask padding, or if its rotary
+        angles depend on the longest of them. Padding is not masked if the user gives positions either,
+        because a mask changes what these mean.
         """
         reach = [self._reach(prompt) for prompt in prompts]
         if self.lens.angles_differ(min(map(min, reach)), max(map(max, reach))):
@@ -130,7 +131,7 @@ class Session:
         return [[prompt] for prompt in prompts]
 
     def _reach(self, prompt: Prompt) -> list[int]:
-        """The largest position of each side of a prompt, and one."""
+        """Return the largest position of each side of a prompt, plus one."""
         positions = prompt.inputs.get("position_ids")
         source = len(prompt.tokens) if positions is None else int(positions.max()) + 1
         return [source] if prompt.target is None else [source, len(prompt.target)]

@@ -19,8 +19,8 @@ from lens_mix.arguments import file_path
 
 __all__ = ["Table", "read_cell", "read_csv", "written_cell"]
 
-# What spreadsheets compute, what this notation starts with, and what programs change: control characters,
-# line separators, halves of characters, the byte order mark.
+# Starts of cells that spreadsheets compute, and of JSON strings. Then characters that programs change:
+# control characters, line separators, halves of surrogate pairs, the byte order mark.
 _STARTS = re.compile(r'\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|"')
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]")
 # What pandas and others read as no value, a truth value or a number.
@@ -83,7 +83,7 @@ class Table(pd.DataFrame):
 
 
 class Column(pd.Series):
-    """A column of a `Table`; what is made from it is one again."""
+    """A column of a `Table`; pandas makes further columns and tables of these classes from it."""
 
     @property
     def _constructor(self) -> type[Column]:
@@ -99,7 +99,7 @@ class Column(pd.Series):
 
 
 def _with_cells(frame: pd.DataFrame, change: Any) -> pd.DataFrame:
-    """A plain data frame whose texts, in cells and labels, are changed."""
+    """Return a plain data frame whose texts, in cells and labels, are changed."""
 
     def changed(value: Any) -> Any:
         return change(value) if isinstance(value, str) else value

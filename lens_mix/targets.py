@@ -64,12 +64,12 @@ class Context:
         tokens: the tokens that the output stands over (of an encoder-decoder the target's, for logits).
         output: the output of the clean pass, logits [1 pos d_vocab] or [1 class], or the residual stream.
         tokenizer: the model's; None where it has none.
-        inputs: the model's further inputs, of the mapped tokens' shape (the source's, where there is one), by
+        inputs: the model's further inputs, of the mapped tokens' shape (the source's, if there is one), by
             name.
-        as_target: whether text is read as the decoder of an encoder-decoder writes it (Marian has another
-            vocabulary of pieces there).
-        source: what the encoder reads, where the last residual is that of an encoder-decoder's decoder.
-        found: what a target has found out about the prompt, for the prompt's other rows.
+        as_target: whether text becomes tokens as a target of an encoder-decoder (Marian's tokenizer has
+            other pieces for targets).
+        source: what the encoder reads, if the last residual is that of an encoder-decoder's decoder.
+        found: what a target has computed from the prompt, kept for the prompt's other rows.
     """
 
     tokens: Int[Tensor, " pos"]
@@ -129,11 +129,11 @@ class Target:
         return None
 
     def default_row(self, context: Context) -> int | None:
-        """The position of the row that is meant where none is named; None: that of the model's kind."""
+        """Return the position of the row that is meant if none is named; None: the default of the model."""
         return self.reads_position(context)
 
     def at_row(self, place: int, context: Context) -> Target | None:
-        """The target read at a row's position instead of its own; None: one number of the whole prompt."""
+        """Return the target, read at a row's position; None if it is one number of the whole prompt."""
         moves = self.reads_position(context) is not None and isinstance(getattr(self, "position", None), int)
         return dataclasses.replace(self, position=place) if moves else None  # type: ignore[call-arg]
 
@@ -266,8 +266,8 @@ class _HfClassifier(Target):
         hf_model: the classifier.
         index: the label's number; None: the one that it predicts.
         minus: the number of the label whose logit is subtracted.
-        of: what is explained of it.
-        position: of a classifier of tokens and of question answering, the token's position.
+        of: as in `hf_classifier`.
+        position: the token's position, for token classification and question answering.
         multi_label: whether each label has a probability of its own.
     """
 
@@ -314,7 +314,7 @@ class _HfClassifier(Target):
         return classifiers.kind_of(self.hf_model) == "question answering"
 
     def _own_pass(self, context: Context) -> classifiers.ClassifierPass:
-        """The classifier's own pass over the prompt, which the mapped model has to agree with; made once."""
+        """Return the classifier's pass over the prompt, made once; the mapped model has to agree with it."""
         if id(self.hf_model) not in context.found:
             own = classifiers.ClassifierPass(self.hf_model, context.tokens, context.inputs, context.source)
             own.check(context.output)
@@ -322,7 +322,7 @@ class _HfClassifier(Target):
         return context.found[id(self.hf_model)]
 
     def _place(self, own: classifiers.ClassifierPass, context: Context) -> int | None:
-        """The position whose logits are read; None: the classifier has logits of the whole prompt alone."""
+        """Return the position whose logits are read; None if the logits are those of the whole prompt."""
         kind = type(self.hf_model).__name__
         if own.own.ndim == 2:
             if self.position is not None:
@@ -438,27 +438,28 @@ def hf_classifier(
         hf_model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
         lm.run(bridge, text, lm.InputGradients(target=lm.targets.hf_classifier(hf_model, 3)), queries=[0])
 
-    The classifier itself runs on every prompt, and from the mapped model's last residual on whenever the
-    target is evaluated: which token it reads (a decoder's the last that is not padding, also where padding is
-    the end-of-sequence token), its pooler and its dense layers are its own. An error is raised unless the
-    mapped model's residual gives the classifier's own logits.
+    The classifier itself runs on every prompt. Whenever the target is evaluated, it runs again from the
+    mapped model's last residual on, so that the token that it reads, its pooler and its dense layers are its
+    own. (A decoder's classifier reads the last token that is not padding, even if the end-of-sequence token
+    is the padding.) An error is raised unless the mapped model's residual gives the classifier's own logits.
 
     - One label without a problem type (rerankers, reward models), a regression, multiple choice: the value
-      itself is explained, whatever `of`.
+      itself is explained, whatever `of` is.
     - `problem_type="multi_label_classification"`: a probability is the sigmoid of a label's logit.
-    - Token classification: `position` is the token's; input maps read it at the row's position instead.
-    - Question answering: `class_` is "start" or "end", `position` the token's; None: the one that the
-      classifier predicts. A probability is a softmax over positions.
+    - Token classification: `position` is that of the token; an input map reads the row's position instead.
+    - Question answering: `class_` is "start" or "end", `position` that of the token; None: the one that
+      the classifier predicts. A probability is a softmax over positions.
     - Multiple choice: one choice per prompt, and its score.
     - T5 and BART classifiers read the decoder, at the position of the source's last end-of-sequence token:
-      map part="decoder", "cross" or "joint", with the target that they read, the source moved right by one.
+      map part="decoder", "cross" or "joint", with the target that they read: the source shifted right by
+      one token.
 
-    Where a method puts other tokens in (`Occlusion(by="replace")`), the classifier finds the token that it
-    reads anew, as on such a prompt; gradients, hidden tokens and zeroed values leave it where it is. The
-    decoder of a T5 or BART classifier is read at the clean prompt's position always.
+    If a method replaces tokens (`Occlusion(by="replace")`), the classifier looks for the token that it reads
+    in the changed prompt. With gradients, hidden tokens and zeroed values, it reads the same position as in
+    the clean pass. T5 and BART classifiers always do.
 
     Args:
-        hf_model: in evaluation mode, on the mapped model's device, best in its dtype.
+        hf_model: in evaluation mode, on the mapped model's device, preferably in its dtype.
         class_: its number, or its name in `config.id2label`; None: the one that it predicts.
         of: "probability" (0 to 1), "log_probability" or "logit".
         position: of a token, negative from the end, for classifiers of tokens and question answering.
@@ -481,10 +482,10 @@ def hf_classifier(
 def class_difference(
     good: int | str, bad: int | str, hf_model: PreTrainedModel | None = None, position: int | None = None
 ) -> Target:
-    """logit(good) - logit(bad) of two classes: positive where the classifier prefers `good`.
+    """Return the target logit(good) - logit(bad) of two classes: above 0 if the classifier prefers `good`.
 
     Args:
-        good, bad: numbers of classes; of a classifier of transformers names too.
+        good, bad: numbers of classes; with `hf_model` also their names.
         hf_model: a classifier of transformers, as in `hf_classifier`; None: the mapped model's own output is
             [batch, class].
         position: of a token, for classifiers of tokens, as in `hf_classifier`.
@@ -561,7 +562,7 @@ def _require_classes(context: Context, name: str) -> None:
         raise ValueError(
             f"{name}: expected a model whose output is [batch, class], got logits of shape "
             f"{tuple(context.output.shape)}; for a token use targets.token, for a classifier of transformers "
-            "targets.hf_classifier, for any other that TransformerLens does not hold targets.head"
+            "targets.hf_classifier, for any other classifier targets.head"
         )
 
 

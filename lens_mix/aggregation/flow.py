@@ -127,7 +127,7 @@ def flow(
 class Stack(NamedTuple):
     """The capacities Â_l (float64, `[layer, query, key]`), what attention could see, and the weight w.
 
-    `weights` is w in Â_l, one weight per row where rows gave some of their weight to a sink.
+    `weights` is the w of Â_l: one weight per row if rows gave weight to an attention sink, else `residual`.
     """
 
     capacities: MixingMap

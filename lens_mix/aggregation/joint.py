@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -71,8 +70,14 @@ def joint(
     mixed, masks, notes = {}, {}, []
     for name, part in parts.items():
         scores = _embedded(to_float64(part.merge_heads().scores), name, tokens)
-        read: dict[str, Any] = {"method": part.method, "provenance": part.provenance, "notes": part.notes}
-        square = MixingMap(scores=scores, tokens=tokens, layers=part.layers, **read)
+        square = MixingMap(
+            scores=scores,
+            tokens=tokens,
+            layers=part.layers,
+            method=part.method,
+            provenance=part.provenance,
+            notes=part.notes,
+        )
         mixed[name], made, _ = mixed_layers(square, weights[name])
         visible = _embedded(part.visible().to(mixed[name].device, mixed[name].dtype), name, tokens) > 0
         # Itself every position sees: the residual passes.

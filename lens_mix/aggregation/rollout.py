@@ -38,8 +38,8 @@ def rollout(
 
     The rows of A_l are divided by their sum first, because the scores of most methods have units of their
     own. The exception is a map of attention weights from a model with an attention sink that is not a token
-    (gpt-oss): there a row sums to less than 1, the rest went to the sink, and the row is taken as it is, so
-    that the residual counts for more. Such a map has `provenance["sink"]` and a note. What `drop` (or
+    (gpt-oss). In such a map, which has `provenance["sink"]` and a note, a row sums to less than 1, because
+    the rest went to the sink. The row is used as it is, so that the residual counts for more. What `drop` (or
     `drop_bos` here) leaves of a row is divided by its sum in every map. An all-zero row has no shares: with
     w > 0 the position keeps itself; with w = 0 the row stays zero, rows above that used it sum to less than
     1, and a note names it.
@@ -47,8 +47,8 @@ def rollout(
     Args:
         mixing_map: layer maps `[layer, query, key]` or `[layer, head, query, key]`, none below 0.
         residual: the weight w, 0 to 1. None: what the method calls for, 0.5 for attention and 0 where the map
-            already holds the residual. "measured": each row's own share of the whole row, of `lm.run(...,
-            residual_shares=True)`, whatever the row sums to; 0 for maps whose diagonal holds the residual.
+            already holds the residual. "measured": each row's own, from `lm.run(..., residual_shares=True)`,
+            as a share of the whole row whatever it sums to; 0 for maps whose diagonal holds the residual.
         total_mixing: in place of `residual`, how much is mixed over all layers together: w = 1 − total / L
             with L the number of layers, at least 0. With w fixed, deep stacks mix more the deeper they are,
             until nothing is left of the tokens; 1.5 and 5 did well (docs/input_map.md).
@@ -153,7 +153,7 @@ def holds_residual(chosen: MixingMap) -> bool:
 class MixedLayers(NamedTuple):
     """Â_l of every layer (float64), the notes of the map with those about its rows, and the weights in Â_l.
 
-    `weights` is what was asked for, or one weight per row where rows gave some of their weight to a sink.
+    `weights` is the weight that was asked for, or one per row if rows gave weight to an attention sink.
     """
 
     maps: Float[Tensor, "layer query key"]

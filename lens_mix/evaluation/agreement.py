@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 _PERFECT = 1e-12  # a correlation this close to 1 is 1: what is left of the variance is rounding
 _DRAWS_AT_ONCE = 1000  # draws of the bootstrap that are held at once
-_LEAST_SPREAD = 0.2  # of a draw, as a share of the values' own; coverage is the same with 0, 0.1 and 0.2
+# Least standard deviation of a draw, as a share of that of the values; coverage is the same with 0 and 0.1.
+_LEAST_SPREAD = 0.2
 
 
 def spearman(row: Float[Tensor, " key"], other: Float[Tensor, " key"]) -> float:
@@ -176,15 +177,16 @@ def bootstrap(
 ) -> Interval:
     """Return the mean over prompts with its studentised bootstrap interval (Efron & Tibshirani, 1993, 12.5).
 
-    Each draw's mean is compared with the mean of the values in units of the draw's own standard error, and
-    the quantiles of that t are laid around the mean in units of the values' standard error. Percentiles of
-    the drawn means, by contrast, are too narrow for few values, and lie wrongly around skewed ones.
+    For each draw, t is the distance of its mean from the mean of the values, in units of the draw's own
+    standard error. The quantiles of t, times the standard error of the values, are the distances of the
+    interval's ends from the mean. Percentiles of the drawn means are too narrow for few values, and misplaced
+    for skewed ones.
 
     At confidence 0.95 the interval contained the true mean in 94 to 95 % of samples of 8 to 20 normal values,
     93 to 96 % of exponential ones, and 91 to 93 % of log-normal ones with σ = 1 (percentiles: 89 to 93 %, 84
-    to 92 %, 74 to 86 %; 600 and 800 samples each). No interval from the values alone does better where a rare
-    large value may not be among them, and values that are all equal have an interval of length 0. The
-    interval may go beyond the range of a bounded measure.
+    to 92 %, 74 to 86 %; 600 and 800 samples each). If a rare large value may be missing from the sample, no
+    interval that is computed from the sample does better. Values that are all equal have an interval of
+    length 0. The interval may go beyond the range of a bounded measure.
 
     Args:
         values: one number per prompt, NaN where it is not defined.
@@ -218,7 +220,7 @@ def bootstrap(
 
 
 def _drawn_t(values: np.ndarray, draws: int, seed: int) -> np.ndarray:
-    """Return how far the mean of each draw is from that of the values, in the draw's standard errors."""
+    """Return how far the mean of each draw is from that of the values, in standard errors of the draw."""
     generator = np.random.default_rng(seed)
     # Draws of few or tied values may be all alike, with a standard error of 0.
     least = _LEAST_SPREAD * values.std(ddof=1)

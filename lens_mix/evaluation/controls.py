@@ -61,8 +61,8 @@ def randomised(
     }
     if any(parameter.is_meta for parameter in matrices.values()):
         raise UnsupportedModelError(
-            "randomised: expected weights that can be shuffled, got offloaded ones, which accelerate reads "
-            "from elsewhere; load the model on one device"
+            "randomised: expected weights that can be shuffled, got offloaded ones, which accelerate keeps "
+            "elsewhere; load the model on one device"
         )
     # Taken before the first is touched: whatever happens inside, all can be put back.
     before = [(parameter, parameter.detach().clone()) for parameter in matrices.values()]

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lens_mix.arguments import instance
+from lens_mix.files import replacing
 
-# The first line of a file is {"<this>": what the evaluation is}.
+# The first line of a file is {"<this>": the header of the evaluation}.
 _TITLE = "lens_mix.evaluate"
 _START = f'{{"{_TITLE}": '
 
@@ -21,7 +22,7 @@ class FinishedCases:
 
     Args:
         path: the file; it is made, with its folder, if it is not there. None: in memory only.
-        header: what the evaluation is, as JSON has it: the file must say the same.
+        header: what identifies the evaluation, made of what JSON has; the header of the file must be equal.
         cases: how many cases there are.
         metrics: the scores of each record.
 
@@ -30,7 +31,7 @@ class FinishedCases:
         refused: why methods were left out.
 
     Raises:
-        ValueError: the path is a folder, or the file is no file of finished cases, or another evaluation's.
+        ValueError: the path is a folder, or the file is not one of this very evaluation.
     """
 
     def __init__(
@@ -56,13 +57,13 @@ class FinishedCases:
         _require_same(self._path, first, header)
         kept = [line for line in lines if self._take(line)]
         if text != "\n".join([first, *kept, ""]):
-            # A run that is ended may leave half a line at the end, behind which no other may be written.
+            # A run that was stopped may leave half a line at the end, and no line may be written behind it.
             *lines, end = lines or [""]
             broken = sum(line.strip() != "" for line in lines) + (end in kept) - len(kept)
             if broken:
                 warnings.warn(
-                    f"resume: {broken} lines of {self._path} are broken or no records of this evaluation; "
-                    "their cases are computed again",
+                    f"resume: {broken} lines of {self._path} are broken or are not records of this "
+                    "evaluation; their cases are computed again",
                     stacklevel=3,
                 )
             _write(self._path, header, kept)
@@ -78,7 +79,7 @@ class FinishedCases:
             self._append({"refused": dict(refused)})
 
     def _take(self, line: str) -> bool:
-        """Take what a line holds; False where it holds nothing of this evaluation."""
+        """Add the records or reasons of a line; return False if it has none of this evaluation."""
         entry = _parsed(line)
         if entry is None:
             return False
@@ -112,7 +113,7 @@ class FinishedCases:
 
 
 def _text(path: Path) -> str:
-    """What the file says; "" where there is none yet."""
+    """Return the text of the file; if there is no file yet, make its folder and return ""."""
     if path.is_dir():
         raise ValueError(f"resume: expected a file, got the folder {path}; give a path in it")
     if not path.exists():
@@ -121,10 +122,10 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as problem:
-        raise _none_of_ours(path, "it is no text") from problem
+        raise _another_file(path, "it is not a text file") from problem
 
 
-def _none_of_ours(path: Path, reason: str) -> ValueError:
+def _another_file(path: Path, reason: str) -> ValueError:
     return ValueError(
         f"resume: expected a file of finished cases that lm.evaluate wrote, got {path}: {reason}; give "
         "another path, or delete the file to start anew"
@@ -133,17 +134,16 @@ def _none_of_ours(path: Path, reason: str) -> ValueError:
 
 def _write(path: Path, header: Mapping[str, Any], lines: Sequence[str]) -> None:
     """Write the file anew, in one step: a run that ends meanwhile loses nothing."""
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text("\n".join([json.dumps({_TITLE: header}), *lines, ""]), encoding="utf-8")
-    beside.replace(path)
+    with replacing(path) as beside:
+        Path(beside).write_text("\n".join([json.dumps({_TITLE: header}), *lines, ""]), encoding="utf-8")
 
 
 def _require_same(path: Path, first: str, header: Mapping[str, Any]) -> None:
-    """Raise ValueError where the first line of a file is not the header that is expected."""
+    """Raise ValueError unless the first line of a file is the expected header."""
     entry = _parsed(first)
     there = None if entry is None else entry.get(_TITLE)
     if not isinstance(there, dict):
-        raise _none_of_ours(path, "its first line does not say which evaluation it is of")
+        raise _another_file(path, "its first line is not the header of an evaluation")
     names = [name for name in {**header, **there} if there.get(name) != header.get(name)]
     if names:
         different = ", ".join(_difference(name, there.get(name), header.get(name)) for name in names)
@@ -154,7 +154,7 @@ def _require_same(path: Path, first: str, header: Mapping[str, Any]) -> None:
 
 
 def _is_cut_header(first: str, lines: Sequence[str]) -> bool:
-    """Whether a file is empty, or ends within its header: then no case was finished."""
+    """Return whether a file is empty or ends within its header, so that no case was finished."""
     if any(line.strip() for line in lines):
         return False
     started = first.startswith(_START) or _START.startswith(first.strip())
@@ -162,7 +162,7 @@ def _is_cut_header(first: str, lines: Sequence[str]) -> bool:
 
 
 def _difference(name: str, there: Any, here: Any) -> str:
-    """A difference, with the values of both where they are short."""
+    """Return the name of a difference, with both values if they are short."""
     if isinstance(there, dict) and isinstance(here, dict):
         inner = [key for key in {**there, **here} if there.get(key) != here.get(key)]
         return f"{name} ({', '.join(_difference(key, there.get(key), here.get(key)) for key in inner)})"
@@ -171,7 +171,7 @@ def _difference(name: str, there: Any, here: Any) -> str:
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
-    """A line's object; None where it is none."""
+    """Return the JSON object of a line; None if it is not one."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""What tells one evaluation from another: models, methods, functions and options, as plain text.
+"""Identities of models, methods, functions and options as plain text, to compare two evaluations.
 
-Two things that have the same identity give the same numbers. What has none that would be the same in another
-process (an open file, an object written in C) is refused.
+Things with the same identity give the same numbers. Something whose identity would differ in another process
+(an open file, an object written in C) raises an error.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from lens_mix.lens.state import all_modules
 from lens_mix.lens.users_hooks import users_functions
 from lens_mix.version import __version__
 
-# Their versions are compared, so that their functions and classes are told by name.
+# Their versions are compared, so that the name of one of their functions or classes identifies it.
 _VERSIONS = {
     "lens_mix": __version__,
     "transformer_lens": ".".join(map(str, transformer_lens_version())),
     "torch": str(torch.__version__),
     "transformers": transformers.__version__,
 }
-# Settings that say where a model is and what it is called, and those that lens_mix sets itself.
+# Settings that are a model's place and names, and those that lens_mix sets itself.
 _NO_SETTINGS = frozenset({"training", "device", "n_devices", "model_name", "tokenizer_name", "dtype", "seed"})
-# The special methods that a class has because somebody wrote them.
+# The special methods that are always written by hand: decorators (dataclass) make others.
 _WRITTEN = ("__call__", "__post_init__")
 
 
 def identity_of_model(model: TransformerLensModel) -> dict[str, Any]:
-    """What a model's numbers depend on: weights, settings, tokenizer, hooks of the user's, versions.
+    """Return what a model's numbers depend on: weights, settings, tokenizer, user hooks, versions.
 
     Raises:
-        ValueError: weights that are not in memory, or a hook that can't be told from others.
+        ValueError: weights that are not in memory, or a hook without an identity.
     """
     module: nn.Module = model  # type: ignore[assignment]
     modules = all_modules(module)
@@ -64,7 +64,11 @@ def identity_of_model(model: TransformerLensModel) -> dict[str, Any]:
 
 
 def identity(thing: Any, inside: tuple[int, ...] = ()) -> Any:
-    """The identity of a value, as JSON has it. `inside`: the things that hold it.
+    """Return the identity of a value, made of what JSON has.
+
+    Args:
+        thing: the value.
+        inside: the ids of the containers that it is in, so that cycles end.
 
     Raises:
         ValueError: it has none.
@@ -115,8 +119,9 @@ def identity(thing: Any, inside: tuple[int, ...] = ()) -> Any:
         values = {field.name: getattr(thing, field.name) for field in fields} or vars(thing)
         return {_name(type(thing)): identity([type(thing), values], inside)}
     raise ValueError(
-        f"resume: expected what is the same in another run (plain values, functions, dataclasses of these), "
-        f"got {thing!r:.80}, which can't be told from another {type(thing).__name__}; leave it or resume= out"
+        f"resume: expected values that can be compared in another run (plain values, functions, dataclasses "
+        f"of these), got {thing!r:.80}, of type {type(thing).__name__}, which can't; leave out this value or "
+        "resume="
     )
 
 
@@ -129,7 +134,7 @@ def _digest(value: Any) -> str:
 
 
 def digest_of(thing: Any) -> str:
-    """The identity of what may be long, as 32 characters. Raises ValueError as `identity`."""
+    """Return a digest of an identity that may be long, 32 characters. Raises ValueError as `identity`."""
     return _digest(identity(thing))
 
 
@@ -137,7 +142,7 @@ def digest_of(thing: Any) -> str:
 
 
 def _of_function(function: types.FunctionType, inside: tuple[int, ...]) -> Any:
-    """By its name, what it has closed over, and, if it is the user's, its code and the globals it reads."""
+    """Return a function's name, closure and defaults; for a user's function also its code and globals."""
     held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     found = [_name(function), identity([held, function.__defaults__, function.__kwdefaults__], inside)]
     if not _is_of_a_library(function.__globals__.get("__name__")):
@@ -176,7 +181,7 @@ def _of_constant(constant: object) -> str:
 
 
 def _of_class(kind: type, inside: tuple[int, ...]) -> Any:
-    """By its name, and, if it is the user's, by what is written in it and in the classes that it extends."""
+    """Return a class's name; for a user's class also its attributes and those of its bases."""
     if _is_of_a_library(kind.__module__):
         return _name(kind)
     written = {}
@@ -203,7 +208,7 @@ def _is_of_a_library(module: str | None) -> bool:
 
 
 def _digest_of_weights(modules: list[nn.Module]) -> str:
-    """Of every parameter and buffer, with its dtype; those that modules share are read once."""
+    """Return a digest of every parameter and buffer with its dtype; shared ones are read once."""
     hashed = hashlib.blake2b(digest_size=16)
     seen: dict[int, int] = {}
     for place, module in enumerate(modules):
@@ -238,7 +243,7 @@ def _add(hashed: Any, tensor: Tensor) -> None:
 
 
 def _settings(thing: Any) -> dict[str, Any]:
-    """The plain values among a module's attributes, and those of its configuration."""
+    """Return the plain values among a module's attributes, and those of its configuration."""
     found = {name: value for name, value in vars(thing).items() if _is_setting(name, value)}
     for name in ("cfg", "config"):
         config = vars(thing).get(name)
@@ -249,7 +254,7 @@ def _settings(thing: Any) -> dict[str, Any]:
 
 
 def _is_setting(name: str, value: Any) -> bool:
-    # What is None may be filled by the first pass.
+    # The first pass may fill an attribute that is None.
     return name not in _NO_SETTINGS and not name.startswith("_") and value is not None and _is_plain(value)
 
 
@@ -262,7 +267,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _tokenizer(tokenizer: Any) -> Any:
-    """How strings are split; not how the last call padded them."""
+    """Return how strings are split, without the padding and truncation of the last call."""
     if tokenizer is None:
         return None
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}

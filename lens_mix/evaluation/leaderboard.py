@@ -140,16 +140,16 @@ def evaluate(
         randomised_model: score every method on a copy of the model's shuffled weights too, as a control: the
             rows "<method>, randomised model".
         resume: a file of finished cases (JSON, one per line), which is filled, and read when it is there. Its
-            first line says which evaluation it is of: the model's weights, dtype, settings, tokenizer and
-            hooks, versions, the task with its prompts, methods, aggregations and options. If one of these is
-            another now, nothing is read. Cases whose lines are broken are computed again.
+            first line identifies the evaluation: the model's weights, dtype, settings, tokenizer and hooks,
+            versions, the task with its prompts, methods, aggregations and options. If one of these differs
+            now, an error is raised. Cases whose lines are broken are computed again.
         progress: show a bar over the cases.
         options: as in `lm.run`.
 
     Raises:
-        TypeError, ValueError: as `lm.run`; a file that belongs to another evaluation, or to none; for
-            `resume`, weights that are not in memory, and functions and objects that can't be told from
-            others in another process.
+        TypeError, ValueError: as `lm.run`; a file of another evaluation, or of something else; with
+            `resume`, weights that are not in memory, and functions and objects that can't be compared in
+            another process.
     """
     flags(randomised_model=randomised_model, progress=progress)
     instance("task", task, Task, "a task of lens_mix.evaluation")
@@ -158,7 +158,7 @@ def evaluate(
     chosen, by_name = read_methods(methods)[0], aggregations_by_name(aggregations)
     evaluation = _Evaluation(model, task, chosen, by_name, randomised_model, options)
     cases = task.cases(model)
-    # The header reads all weights, which only a file needs.
+    # Only a file needs a header, and making one reads all weights.
     header = {} if resume is None else evaluation.header(cases)
     finished = FinishedCases(resume, header, len(cases), task.metrics)
     for number, case in enumerate(tqdm(cases, disable=not progress, desc=task.name)):
@@ -189,7 +189,7 @@ class _Evaluation:
         return {
             **identity_of_model(self.model),
             "task": identity(self.task.describe()),
-            # Digests, as prompts may be long.
+            # Digests, because prompts may be long.
             "cases": digest_of(cases),
             "scores": digest_of(self.task),
             "methods": {label: identity(method) for label, method in self.methods.items()},
@@ -264,6 +264,6 @@ def _summary(metric: str, scores: pandas.Series, base: pandas.Series | None) -> 
 
 
 def _interval(row: Any, name: str) -> str:
-    # Adding 0 makes 0 of -0.
+    # Adding 0 turns -0 into 0.
     mean, low, high = (round(row[column], 2) + 0.0 for column in (name, f"{name}_low", f"{name}_high"))
     return f"{mean:.2f} [{low:.2f}, {high:.2f}]"

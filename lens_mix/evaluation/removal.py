@@ -191,7 +191,7 @@ def as_removal(removal: Any) -> Removal:
 
 
 def _at_once(passes: EditedPasses, dropped: Bool[Tensor, "copy pos"]) -> int:
-    """How many copies run together: a model's angles may depend on the longest of what is left."""
+    """Return how many copies run together: one, if a model's angles depend on how many tokens are left."""
     left = (~dropped).sum(-1)
     differ = passes.first_block.angles_differ(int(left.min()), int(left.max()))
     return 1 if differ else passes.at_once

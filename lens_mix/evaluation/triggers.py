@@ -235,7 +235,7 @@ def predict_by_token(
     `choices` is class -> token number, or several; `position` is where the logits are read.
 
     Raises:
-        ValueError: fewer than two classes; when it predicts, an example without such a position.
+        ValueError: fewer than two classes; when the function is called, an example without such a position.
     """
     lens, expected = Lens(model), "two classes or more, each with its token numbers"
     several("choices", instance("choices", choices, Mapping, expected).values(), expected, least=2)

@@ -29,17 +29,17 @@ def save_graph(graph: nx.DiGraph, path: str | os.PathLike[str]) -> None:
 
     Raises:
         TypeError: not a networkx graph; something that JSON cannot hold.
-        ValueError: another ending; lists in lists of so many levels that JSON cannot write them.
+        ValueError: another ending; values in too many levels of nesting for JSON.
     """
     instance("graph", graph, nx.Graph, "a networkx graph")
     ending = _ending(file_path("path", path, write=True))
-    # Whatever is no string or number becomes JSON, before the file is opened.
+    # Values other than strings and numbers become JSON, before the file is opened.
     try:
         is_json = ending == ".json"
         text = json.dumps(nx.node_link_data(graph, **_edges_option())) if is_json else ""
         plain = graph if is_json else _for_xml(graph)
     except RecursionError as error:
-        raise ValueError("graph: expected values that are lists of few levels, got more") from error
+        raise ValueError("graph: expected values in a few levels of nesting, got more") from error
     with replacing(path) as file:
         if is_json:
             Path(file).write_text(text, encoding="utf-8")

@@ -169,7 +169,7 @@ class AttentionHook(HookFunction):
         scores: Float[Tensor, "batch head query key"],
         values: Float[Tensor, "batch key value_head d_head"],
     ) -> Tensor | None:
-        """Edit the scores before their softmax, or return None; some models show none before they mix."""
+        """Edit the scores before their softmax, or return None; some models never show them before mixing."""
         return None
 
     def on_pattern(

@@ -23,9 +23,9 @@ def mask_attention(
     """Each query attends only to the keys that it is allowed in one layer (attention knockout).
 
     What scores of -inf before the softmax do (Geva et al., EMNLP 2023, arXiv 2304.14767): p_ik / Σ_j p_ij
-    over the allowed keys j, with the pattern of the running pass, whose own mask stays. What a row gives to
-    no key (an attention sink's) counts as a key that stays. If no row of a head gives 1e-6 to it (float16:
-    2e-3, bfloat16: 1.6e-2), it is taken for rounding.
+    over the allowed keys j, with the pattern of the running pass, whose own mask stays. The weight that a row
+    gives to no key (the share of an attention sink) counts as a key that stays. If it is below 1e-6 in all
+    rows of a head (float16: 2e-3, bfloat16: 1.6e-2), it is taken for rounding.
 
     Args:
         layer, attention: as in `zero_values`.
@@ -149,7 +149,7 @@ class _MaskKeys(_MaskAttention):
 def _from_scores(
     weights: Tensor, left: Tensor, scores: Tensor, hidden: Bool[Tensor, "#batch #head #query key"]
 ) -> tuple[Tensor, Tensor]:
-    """The same, also where rounding has left a row no weight although it sees another key (float16)."""
+    """Recompute rows that rounding has left no weight although they see another key (float16)."""
     if not bool((left <= 0).any()):
         return weights, left
     seen = visible(scores) & ~hidden

@@ -28,7 +28,7 @@ def sink(
 ) -> Float[Tensor, "*axes query 1"]:
     """The weight that each row gives to no key, in at least float32: an attention sink's (gpt-oss), or 0.
 
-    `scores`: of the same pass. With them a small weight has as many digits as the largest one of its head.
+    With the `scores` of the same pass, small weights are as exact as the largest one of their head.
     """
     # As each weight is rounded, a row's sum is off by up to half an epsilon, by a whole one where the row was
     # normalised once more. What a row of a float64 model lacks, up to 1e-6, may come from transformers'
@@ -39,20 +39,20 @@ def sink(
     rough = torch.where(lacking > rounding, lacking, 0)
     if scores is None or not bool(rough.any()):
         return rough
-    # A sink is one more score, the same in every row of a head: it is read off the row that it is largest in.
+    # A sink is one more score, the same in every row of a head, read off the row where its weight is largest.
     largest, key = pattern.to(wide).max(-1, keepdim=True)
     log_total = scores.to(wide).gather(-1, key) - largest.log()
     has_total = (largest > 0) & log_total.isfinite()
     row = torch.where(has_total, lacking, -1).argmax(-2, keepdim=True)
     score = (lacking.clamp_min(0).log() + log_total).gather(-2, row)
     fine = (score - log_total).exp()
-    # Another hook may have scaled the pattern: then what a row lacks is no sink of this kind.
+    # Another hook may have scaled the pattern: then what a row lacks is not the weight of such a sink.
     return torch.where(has_total & ((fine - lacking).abs() <= rounding), fine, rough)
 
 
 def visible(scores: Float[Tensor, "*axes query key"]) -> Bool[Tensor, "*axes query key"]:
-    """Which keys a row of masked scores, or of an additive mask, leaves to be seen; all in a row of NaN."""
-    # Masks are -inf, the lowest number of a dtype, or -1e4 (OpenAI GPT); no score lies so far below others.
+    """Return which keys each row of masked scores, or of an additive mask, can see; all in a row of NaN."""
+    # Masks are -inf, the lowest number of a dtype, or -1e4 (OpenAI GPT); no score is so far below others.
     return ~(scores < scores.amax(-1, keepdim=True) - 5e3)
 
 

@@ -231,11 +231,11 @@ def _apply(norm: Norm | None, x: Tensor) -> Tensor:
 
 
 def read_weight(module: object, name: str) -> Tensor | None:
-    """A weight by TransformerLens's name; None where there is none, or none that can be read.
+    """Return a weight by TransformerLens's name; None if there is none, or none that can be read.
 
-    A Bridge computes it when it is asked for, and raises errors of many kinds where it can't: there is no
+    A Bridge computes a weight when it is asked for, and raises many types of errors if it can't: there is no
     such matrix (AttributeError, TypeError), latent attention (NotImplementedError), heads of another size
-    than the configuration's (Gemma 4's own ValueError). Offloaded weights have a shape only.
+    than the configuration's (Gemma 4's own ValueError). Offloaded weights have only a shape.
     """
     try:
         weight = getattr(module, name)
@@ -265,8 +265,8 @@ def read_norm(module: nn.Module | None, cfg: Any) -> Norm | None:
     try:
         return _measured(inner, stored, int(cfg.d_model))
     except (TypeError, ValueError, RuntimeError, IndexError):
-        # It takes more than a residual stream, or another thing, as norms over pictures do. Where it is used,
-        # it is compared with what it stores.
+        # It takes other arguments than a residual stream, as norms over pictures do. If it is used, its
+        # output is compared with that of the stored weights.
         return stored
 
 
@@ -336,10 +336,10 @@ def read_value_path(attention: nn.Module) -> ValuePath | None:
 
 
 def _value_paths(attention: nn.Module) -> Iterator[ValuePath | None]:
-    """The value path, and with W_O transposed where its layout can't be told.
+    """Yield the value path, and then the one with W_O transposed if its layout is not known.
 
-    TransformerBridge takes a square matrix to be [in, out] unless a torch.nn.Linear holds it: an adapter's
-    layer, say, is stored [out, in] too.
+    TransformerBridge takes a square matrix to be [in, out] unless it is that of a torch.nn.Linear, but other
+    layers, such as an adapter's, have [out, in] too.
     """
     path = read_value_path(attention)
     yield path

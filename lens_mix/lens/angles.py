@@ -1,4 +1,4 @@
-"""Rotary angles that depend on the longest position of a pass (long RoPE, dynamic NTK), and what they leave.
+"""Rotary angles that depend on the longest position of a pass (long RoPE, dynamic NTK), and their state.
 
 Transformers recomputes such angles in the forward pass, for all prompts of a batch together. Those of dynamic
 NTK also depend on the passes before: the module keeps the frequencies of the longest one.
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from lens_mix.lens.changes import Change, Undo
 
-# Names of buffers, after a prefix where kinds of layers have angles of their own.
+# Names of buffers; there is a prefix if each kind of layer has angles of its own.
 _FREQUENCIES, _ORIGINAL = "inv_freq", "original_inv_freq"
 
 
 def rotary_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules that keep frequencies of rotary angles."""
+    """Return the modules that keep frequencies of rotary angles."""
     return [module for module in modules if any(name.endswith(_FREQUENCIES) for name in module._buffers)]
 
 
 def angles_differ(module: nn.Module, shorter: int, longer: int) -> bool:
-    """Whether a rotary module gives a pass over more positions other angles for the first ones.
+    """Return whether a rotary module gives the first positions other angles when there are more positions.
 
-    If the module takes other arguments than those of transformers, its own name for its kind decides.
+    If the module takes other arguments than those of transformers, its `rope_type` decides.
     """
     kinds = _kinds(module)
     try:
@@ -35,7 +35,7 @@ def angles_differ(module: nn.Module, shorter: int, longer: int) -> bool:
 
 
 def _kinds(module: nn.Module) -> Mapping[str, object]:
-    """What transformers calls the kinds of angles, by the kind of layer; "" if all layers have the same."""
+    """Return the `rope_type` of each kind of layer; the only kind is "" if all layers have the same."""
     kinds = getattr(module, "rope_type", None)
     return kinds if isinstance(kinds, dict) else {"": kinds}
 
@@ -51,7 +51,7 @@ def _differ(module: nn.Module, shorter: int, longer: int, given: Sequence[str]) 
 
 
 def forget_longer_passes(modules: Sequence[nn.Module]) -> None:
-    """Give dynamic angles back the frequencies that they start with."""
+    """Reset dynamic angles to the frequencies that they start with."""
     for module in modules:
         tensors = dict(_tensors(module))
         for layers, kind in _kinds(module).items():
@@ -66,7 +66,7 @@ def forget_longer_passes(modules: Sequence[nn.Module]) -> None:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a module keeps, as buffers or not, besides its parameters."""
+    """Yield the tensors that a module keeps, as buffers or not, besides its parameters."""
     for name, value in {**vars(module), **module._buffers}.items():
         if torch.is_tensor(value):
             yield name, value
@@ -77,7 +77,7 @@ def _is_dynamic(kind: object) -> bool:
 
 
 def kept_angles(modules: Sequence[nn.Module]) -> Change:
-    """What rotary modules keep from one pass to the next is as before afterwards."""
+    """Return a change that puts the state of rotary modules, which passes change, back afterwards."""
     rotary = rotary_modules(modules)
 
     def keep() -> Undo:
@@ -93,7 +93,7 @@ def kept_angles(modules: Sequence[nn.Module]) -> Change:
 
 
 class _State:
-    """A module's own tensors and numbers."""
+    """A copy of a module's buffers and attributes, to put back."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._buffers = module, dict(module._buffers)

@@ -24,7 +24,7 @@ class Prompt:
         target: what the decoder of an encoder-decoder reads; None elsewhere.
         inputs: further model inputs of the shape of `tokens`, by name.
         text: as it was given, for the record: a string, a pair of them, chat messages; None for tokens.
-        notes: what its maps say about it.
+        notes: the notes that its maps carry.
     """
 
     tokens: Int[Tensor, " pos"]
@@ -93,7 +93,7 @@ def pad(prompts: Sequence[Prompt], pad_token: int, side: PaddingSide) -> Batch:
     names = sorted(set().union(*(prompt.inputs for prompt in prompts)))
     if any(set(names) - set(prompt.inputs) - {_TYPES} for prompt in prompts):
         raise ValueError(f"model inputs: expected {names} for every prompt of a batch, some differ")
-    # A prompt without token types is read as one text, beside pairs too.
+    # Beside pairs, a prompt without token types is a single text, whose types are 0.
     given = {name: [p.inputs.get(name, torch.zeros_like(p.tokens)) for p in prompts] for name in names}
     inputs = {name: _pad(rows, 0, side, least)[0] for name, rows in given.items()}
     return Batch(tuple(prompts), tokens, real, target, target_real, inputs)

@@ -43,7 +43,7 @@ class Block:
         engine: how the method is to be computed.
         max_memory: bytes for the temporaries of one step; None: no bound.
         queries: positions of the asked rows; None: all. A prompt with fewer than another repeats its last.
-        effort: what the run says about its passes; None: nothing.
+        effort: the warnings and bars of the run; None: there are none.
 
     Attributes:
         layer, engine, max_memory: as given.
@@ -158,8 +158,8 @@ class Block:
         Args:
             rows: which prompt each copy is of.
             tokens: the tokens that the mapped stack reads; of the joint part `input_tokens`.
-            masked: which of them no query of the mapped stack sees, besides padding; the positions of all
-                tokens stay those of the clean pass, whatever the model counts them by.
+            masked: which of them no query of the mapped stack sees, besides padding; all tokens keep their
+                positions of the clean pass, however the model counts these.
         """
         batch, decoder = self.batch.select(rows), self._lens.stack.reads_target
         if tokens is not None and self.is_joint:
@@ -175,8 +175,8 @@ class Block:
         """One prompt with other tokens for the mapped stack, several times, filled up on the right.
 
         For causal models: what fills up is not masked, as no position of the prompt reads it. (In float64
-        rows of Hugging Face's that see nothing but padding are NaN, and make the others so.) Where
-        `angles_differ`, prompts of different lengths belong into batches of their own.
+        rows of Hugging Face's that see nothing but padding are NaN, and make the others so.) Make a batch for
+        each length if these need different angles (`angles_differ`).
 
         Raises:
             ValueError: the prompt has further inputs, which belong to its own tokens.
@@ -192,7 +192,7 @@ class Block:
         return dataclasses.replace(batch, real=torch.ones_like(batch.real))
 
     def angles_differ(self, shorter: int, longer: int) -> bool:
-        """Whether prompts of two lengths get other rotary angles in one batch than alone (long RoPE)."""
+        """Return whether prompts of two lengths get other rotary angles in a batch than alone (long RoPE)."""
         return self._lens.angles_differ(shorter, longer)
 
     def placed_batch(self, tokens: Int[Tensor, "copy pos"], positions: Int[Tensor, "copy pos"]) -> Batch:
@@ -398,7 +398,7 @@ class Block:
 
     @property
     def is_smooth(self) -> bool:
-        """Whether no feed-forward of the stack is known, or may be thought, to have a kink or to jump."""
+        """Whether all feed-forwards of the stack are verified to be smooth: without ReLU and experts."""
         return self._proof.is_smooth
 
     def changed_backward(

@@ -1,8 +1,9 @@
 """Changes to the user's model, and how they are taken back.
 
-Whatever lens_mix changes about a model it changes by `Changes`. Handlers of signals wait while this file is
-at work, or what it calls, so that they find a model as it was or one that will be put right. A process that
-is forked while another thread has changed a model takes these changes back: it does not have that thread.
+lens_mix changes a model only by `Changes`. Handlers of signals wait while a function of this file, or one
+that it calls, is running, so that they find a model that is unchanged or that will be restored. A process
+that is forked while another thread has changed a model takes these changes back, because it does not have
+that thread.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from lens_mix.lens import signals
 Undo = Callable[[], object]
 Change = Callable[[], Undo]
 
-# Held while a change is made or taken back, and while a process is forked: the child finds each change made
-# or not made, never half of it.
+# Held while a change is made or taken back, and while a process is forked: in the child, each change is made
+# or not made, never half made.
 changing = threading.RLock()
 
-# Whose changes are on a model at this moment, in the order in which they began.
+# The changes that are on a model at this moment, in the order in which they were begun.
 _open_changes: list[Changes] = []
 
 
@@ -42,7 +43,7 @@ class Changes:
 
     Args:
         changes: called on the way in, one after another.
-        lock: called before them; may wait, and returns what gives the lock back.
+        lock: called before them; it may wait, and returns the function that releases the lock.
     """
 
     def __init__(self, changes: Iterable[Change], lock: Change | None = None) -> None:
@@ -109,11 +110,12 @@ def _take_back_all(lost: Sequence[Changes]) -> None:
 
 
 def _free_locks() -> None:
-    """Free locks of other libraries that a lost thread may have had: of tqdm and of cached properties."""
+    """Free the locks of tqdm and of cached properties, which a lost thread may have held."""
     TqdmDefaultWriteLock.th_lock = threading.RLock()
     for bar in tqdm.__mro__:
         if isinstance(vars(bar).get("_lock"), TqdmDefaultWriteLock):
             bar._lock = TqdmDefaultWriteLock()
+    # Cached properties have locks before Python 3.12.
     if sys.version_info < (3, 12):
         modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "lens_mix"]
         things = [thing for module in modules for thing in vars(module).values()]
@@ -172,7 +174,7 @@ def forward_pre_hook(module: nn.Module, function: Any, *, with_kwargs: bool = Fa
 
 
 def replaced_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Change:
-    """Another method on one module, over the one that somebody else may have put there."""
+    """Return a change that replaces a method of one module, also one that somebody else has put there."""
 
     def replace() -> Undo:
         attributes = vars(module)

@@ -123,9 +123,9 @@ def run_from(
         if users is None or lengths[0] == lengths[1]:
             raise
         raise UnsupportedModelError(
-            f"expected hooks that run at any number of positions, as this method makes a pass over "
-            f"{lengths[0]} where the prompt has {lengths[1]}; got {type(problem).__name__} in {users}: "
-            f"{problem}. Take the hook off, or let it act where there are enough positions"
+            f"expected hooks that run at any number of positions, because this method makes a pass over "
+            f"{lengths[0]} tokens and the prompt has {lengths[1]}; got {type(problem).__name__} in {users}: "
+            f"{problem}. Remove the hook, or let it act only if there are enough positions"
         ) from problem
 
 

@@ -1,4 +1,4 @@
-"""Passes beyond the clean pass: a run says how many they are before it makes them, and shows a bar."""
+"""Passes beyond the clean pass: before a run makes many, it warns, or shows a bar."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from tqdm.auto import tqdm
 
-# A method that takes more forward passes than this for a prompt says so before it makes them.
+# A run warns before a method that takes more forward passes than this for a prompt.
 _MANY = 20
 
 # One row's forward and backward pass, in forward passes. Measured on SmolLM2-135M at 32 and 64 tokens with
@@ -50,7 +50,7 @@ class Passes:
 
 @dataclasses.dataclass
 class Effort:
-    """What one call says about the passes that its methods take.
+    """The warnings and bars of one call about the passes that its methods take.
 
     Attributes:
         progress: True shows bars; False warns before many passes; None does neither.

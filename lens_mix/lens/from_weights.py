@@ -76,7 +76,7 @@ def model_from_weights(weights: Weights) -> TransformerLensModel:
 
             model = TransformerBridge.boot_native(TransformerBridgeConfig(**options))
             named = _names_of_native(weights)
-        # torch's modules take the default dtype, which is the user's.
+        # New modules have torch's default dtype, which the user may have changed.
         model = model.to(torch.float32)
     for name, parameter in model.named_parameters():
         plain = name.replace("._original_component", "")

@@ -101,7 +101,7 @@ def row_at(tensor: Tensor, positions: Tensor) -> Tensor:
 
 
 def _is_watched(model: TransformerLensModel, unembed: nn.Module) -> bool:
-    """Whether hooks of the user's see what is unembedded, at positions that they count themselves."""
+    """Return whether user hooks see what is unembedded, and may count on its positions."""
     wholes = [model, getattr(model, "original_model", None)]
     return carries_users_hooks([*unembed.modules(), *(m for m in wholes if isinstance(m, nn.Module))])
 

@@ -26,13 +26,13 @@ _MASKS = ("additive_attention_mask", "attention_mask", "mask")
 
 
 def takes_masks(stack: Stack) -> bool:
-    """Whether keys can be hidden in every attention module of a stack."""
+    """Return whether keys can be hidden in every attention module of a stack."""
     modules = map(stack.attention_module, stack.attention_layers)
     return all(_mask_argument(module) is not None for module in modules)
 
 
 def _mask_argument(module: nn.Module) -> tuple[int, str] | None:
-    """The place of the mask among the arguments of an attention module, and its name."""
+    """Return the place of the mask among the arguments of an attention module, and its name."""
     component = getattr(module, "original_component", None)
     owner = component if isinstance(component, nn.Module) else module
     names = list(inspect.signature(type(owner).forward).parameters)[1:]
@@ -41,16 +41,16 @@ def _mask_argument(module: nn.Module) -> tuple[int, str] | None:
 
 
 class HiddenKeys:
-    """Keys of one attention module that no query sees in a pass; a row without another key keeps what it saw.
+    """Keys of one attention module that no query sees in a pass; a row that sees no other key keeps them.
 
     Args:
         stack: the stack.
         layer: which block.
         hidden: which keys, for each prompt of the batch.
-        dtype: of a mask that has to be made.
+        dtype: the dtype of a mask, if one has to be made.
 
     Raises:
-        UnsupportedModelError: the module takes no mask; in the pass: it does not follow its mask.
+        UnsupportedModelError: the module takes no mask; during the pass: it does not follow its mask.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class HiddenKeys:
         taken, self._taken = self._taken, None
         leaks = taken is None
         if taken is not None:
-            # A model that masks what is later elsewhere may leave a row nothing but what it saw.
+            # A model that masks later keys in another way may leave a row only keys that are hidden here.
             others = (pattern.abs().masked_fill(taken, 0) > 0).any(-1, keepdim=True)
             leaks = bool(((pattern.abs() > 0) & taken & others).any())
         if leaks:

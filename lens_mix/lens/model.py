@@ -71,7 +71,9 @@ class Lens:
         if not isinstance(name, str) or name not in stacks:
             alone = " (no encoder-decoder: a part is of these)" * ("blocks" in stacks)
             if name in ("cross", "joint") and "decoder" in stacks:
-                alone = " (its decoder has no cross-attention of its own; T5Gemma 2 merges it with the other)"
+                alone = (
+                    " (its decoder has no cross-attention of its own; T5Gemma 2 merges it with the other one)"
+                )
             raise ValueError(
                 f"part (stack): expected one of {sorted(stacks)} for {self.model_class.value}{alone}, "
                 f"got {stack!r}"
@@ -102,20 +104,20 @@ class Lens:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's first parameter is; where all are offloaded, the device that runs it."""
+        """The device of the model's first parameter; if all are offloaded, the device that runs the model."""
         return device_of(self.model)
 
     @functools.cached_property
     def rotary_modules(self) -> list[nn.Module]:
-        """The modules that compute rotary angles by frequencies that they keep."""
+        """The modules that compute rotary angles from frequencies that they keep."""
         return rotary_modules(self.modules)
 
     def angles_differ(self, shorter: int, longer: int) -> bool:
-        """Whether prompts of two lengths, and those between, get other angles in one batch than alone.
+        """Return whether prompts of two lengths, or of any between, get other angles in a batch than alone.
 
-        A length is the largest position and one. It matters for long RoPE and dynamic NTK.
+        A length is the largest position plus one. Long RoPE and dynamic NTK have such angles.
         """
-        # The first position has angles of 0 in any case.
+        # The angles of the first position are always 0.
         shorter, longer = max(shorter, 2), max(longer, 2)
         if shorter == longer or not self.rotary_modules:
             return False
@@ -243,11 +245,10 @@ class Lens:
             return self.model(batch.tokens, use_cache=False, **inputs, **options)
 
     def _finite_masks(self) -> list[Change]:
-        """In float64, blocks get masks that stay finite in float32, which softmax is computed in.
+        """Return changes that keep float64 masks finite in float32, in which the softmax is computed.
 
-        transformers adds the lowest number of the dtype to what is masked. As float32 that of float64 is
-        -inf, so that a row that sees nothing (padding, or a position that is taken out) becomes NaN, and with
-        its value every other row.
+        transformers adds the lowest number of the dtype to masked scores. In float32 that of float64 is -inf,
+        so that a row that sees nothing (padding, or a removed position) becomes NaN, and makes all others so.
         """
         if self.dtype != torch.float64:
             return []
@@ -268,7 +269,7 @@ class Lens:
 
 
 def _lift_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A forward pre-hook: what is below the lowest number of float32 is raised to it in every argument."""
+    """Raise what is below the lowest float32 to it, in every argument; a forward pre-hook."""
     lowest = torch.finfo(torch.float32).min
 
     def lifted(value: Any) -> Any:

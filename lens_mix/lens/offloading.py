@@ -1,4 +1,4 @@
-"""Weights that accelerate keeps on the processor or on disk, and brings in for each call of their module."""
+"""Weights that accelerate keeps on the CPU or on disk, and loads for each call of their module."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _HOOK = "_hf_hook"  # accelerate's attribute on the modules that it moves weight
 
 
 def execution_device(model: nn.Module) -> torch.device | None:
-    """Where accelerate runs a model of which no weight stays on a device; None where it does not run it."""
+    """Return the device on which accelerate runs a model; None if accelerate does not run it."""
     devices = (hook.execution_device for module in model.modules() for hook in _hooks(module))
     device = next((device for device in devices if device is not None), None)
-    # A number is a GPU's.
+    # accelerate may name a GPU by its number, which torch.device reads too.
     return None if device is None else torch.device(device)
 
 
 def brought_in(module: nn.Module, name: str) -> Tensor | None:
-    """An offloaded weight of one module, on the device that runs it; None where it is not offloaded."""
+    """Return an offloaded weight of one module, on the device that runs it; None if it is not offloaded."""
     for hook in _hooks(module):
         if hook.weights_map is not None and name in dict(module.named_parameters(recurse=False)):
             return hook.weights_map[name].to(hook.execution_device)
@@ -28,12 +28,12 @@ def brought_in(module: nn.Module, name: str) -> Tensor | None:
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether some weight of a module, or of those in it, is somewhere else while it is not called."""
+    """Return whether some weight of a module, or of one inside it, is offloaded."""
     return any(parameter.is_meta for parameter in module.parameters())
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
-    """The hooks that align a module's weights with its inputs; others (SequentialHook) contain them."""
+    """Yield the hooks that load a module's weights; other hooks (SequentialHook) contain them."""
     waiting = [vars(module).get(_HOOK)]
     while waiting:
         hook = waiting.pop(0)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lens_mix.arguments import as_model_input, flags, plain_tensor, whole_number
+from lens_mix.arguments import flags, plain_tensor, whole_number
 from lens_mix.lens import texts
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import ModelClass, TransformerLensModel
@@ -22,7 +22,7 @@ from lens_mix.lens.offloading import execution_device
 # What tokenizers return besides, on request.
 _NOT_FOR_MODELS = {"offset_mapping", "special_tokens_mask", "length", "overflow_to_sample_mapping"}
 
-# Inputs of models that see or hear, by name.
+# Names of inputs that are pictures, sound or embeddings.
 _NO_TEXT = re.compile(r"pixel|image|video|audio|speech|input_features|input_values|inputs_embeds")
 
 # Learned positions are tables: a longer prompt has no row to read.
@@ -41,7 +41,7 @@ def wrapped_config(model: TransformerLensModel, name: str) -> Any:
 
 
 def is_causal_model(model: TransformerLensModel, model_class: ModelClass) -> bool:
-    """Whether the model is a causal decoder, as far as its class and its configuration say."""
+    """Return whether the model is a causal decoder, as far as its class and its configuration say."""
     if model_class is ModelClass.HOOKED_ENCODER or is_encoder_decoder(model, model_class):
         return False
     # By the wrapped class: TransformerBridge 3 says attention_dir="causal" of BERT too.
@@ -52,7 +52,7 @@ def is_causal_model(model: TransformerLensModel, model_class: ModelClass) -> boo
 
 
 def further_inputs(model: TransformerLensModel, model_class: ModelClass) -> list[str]:
-    """What the forward pass takes by name besides tokens; more would be swallowed without a word."""
+    """Return the inputs that the forward pass takes besides tokens; it would ignore others silently."""
     if model_class is not ModelClass.BRIDGE:
         return ["token_type_ids"] if model_class is ModelClass.HOOKED_ENCODER else []
     wrapped: Any = getattr(model, "original_model", None)
@@ -141,7 +141,7 @@ def read_prompt(
 def _source_and_target(
     model: TransformerLensModel, model_class: ModelClass, prompt: object
 ) -> tuple[object, object]:
-    """The two sides of an encoder-decoder's prompt; the target is None where there is none."""
+    """Return the two sides of an encoder-decoder's prompt; the target is None if there is none."""
     is_pair = isinstance(prompt, (tuple, list)) and len(prompt) == 2 and not all(map(_is_number, prompt))
     if not is_pair or _is_chat(prompt):
         return prompt, None
@@ -168,7 +168,7 @@ def _is_pair_of_strings(prompt: object) -> bool:
 
 
 def _joins_pairs(model: TransformerLensModel, model_class: ModelClass) -> bool:
-    """Whether the model reads two texts as one, its tokenizer putting special tokens around them."""
+    """Return whether the model reads two texts as one, with special tokens of its tokenizer around them."""
     tokenizer: Any = getattr(model, "tokenizer", None)
     if tokenizer is None or is_causal_model(model, model_class):
         return False
@@ -177,7 +177,7 @@ def _joins_pairs(model: TransformerLensModel, model_class: ModelClass) -> bool:
 
 
 def _is_chat(prompt: object) -> bool:
-    """Whether these are messages; what tokenizers return are mappings too."""
+    """Return whether these are chat messages; what tokenizers return are mappings too, with input_ids."""
     several = isinstance(prompt, (tuple, list)) and bool(prompt)
     return several and all(isinstance(m, Mapping) and "input_ids" not in m for m in cast(Any, prompt))
 
@@ -185,7 +185,7 @@ def _is_chat(prompt: object) -> bool:
 def _read_text(
     model: TransformerLensModel, model_class: ModelClass, text: Any, prepend_bos: bool | None
 ) -> tuple[object, tuple[str, ...]]:
-    """The tokens of a string or of a pair of strings, or what the tokenizer returns, and notes on them."""
+    """Return the tokens of a string or of a pair of strings, or what the tokenizer returns, and notes."""
     _require_tokenizer(model, "prompt")
     if isinstance(text, str) and is_causal_model(model, model_class):
         return _causal_tokens(model, text, prepend_bos)
@@ -208,11 +208,11 @@ def _read_text(
 def _causal_tokens(
     model: TransformerLensModel, text: str, prepend_bos: bool | None
 ) -> tuple[Int[Tensor, " pos"], tuple[str, ...]]:
-    """The tokens of TransformerLens, and notes where the tokenizer's own differ."""
+    """Return TransformerLens's tokens of a string, and notes if the tokenizer's own differ."""
 
     def read(prepend_bos: bool | None) -> Int[Tensor, " pos"]:
         options = {} if prepend_bos is None else {"prepend_bos": prepend_bos}
-        # By default a long prompt would be cut without a word.
+        # By default TransformerLens cuts a long prompt without a warning.
         return model.to_tokens(text, truncate=False, **options)[0]
 
     tokens = read(prepend_bos)
@@ -231,7 +231,8 @@ def of_encoding(
     taken = {name: value for name, value in encoding.items() if name not in {*_NOT_FOR_MODELS, *given}}
     try:
         tensors = {
-            name: value if torch.is_tensor(value) else as_model_input(value) for name, value in taken.items()
+            name: value if torch.is_tensor(value) else _tensor_of(value, name)
+            for name, value in taken.items()
         }
     except (TypeError, ValueError) as problem:
         raise ValueError(
@@ -254,7 +255,7 @@ def _is_number(token: object) -> bool:
 def _tokens(
     model: TransformerLensModel, prompt: object, prepend_bos: bool | None, name: str
 ) -> Int[Tensor, " pos"]:
-    """Tokens that were given as numbers, checked."""
+    """Return tokens that were given as numbers, checked."""
     if isinstance(prompt, np.ndarray):
         prompt = _tensor_of(prompt, name)
     if isinstance(prompt, (list, tuple)):
@@ -285,13 +286,20 @@ def _tokens(
     return prompt.to(device_of(model), torch.long)
 
 
-def _tensor_of(array: np.ndarray[Any, Any], name: str) -> Tensor:
-    """An array of numbers as a tensor; torch takes neither all dtypes of NumPy nor all strides."""
+def _tensor_of(values: Any, name: str) -> Tensor:
+    """Return an array or a list of numbers as a tensor on the CPU, whatever torch's defaults are.
+
+    torch takes neither all dtypes of NumPy nor all strides. Whole numbers become int64, and the other numbers
+    of a list float32. Ragged lists are a ValueError, anything but numbers a TypeError.
+    """
+    array = np.asarray(values)
     if array.dtype.kind not in "iufcb":
         raise TypeError(f"{name}: expected an array of whole numbers, got one of {array.dtype}")
     if array.dtype.kind == "u" and array.size and int(array.max()) > 2**63 - 1:
         raise ValueError(f"{name}: expected numbers below 2**63, got {int(array.max())}")
-    dtype = np.int64 if array.dtype.kind in "iu" else array.dtype.newbyteorder("=")
+    dtype = np.dtype(np.int64) if array.dtype.kind in "iu" else array.dtype.newbyteorder("=")
+    if array.dtype.kind == "f" and not isinstance(values, np.ndarray):
+        dtype = np.dtype(np.float32)
     return torch.from_numpy(array.astype(dtype))
 
 
@@ -308,13 +316,13 @@ def _require_tokenizer(model: TransformerLensModel, name: str) -> None:
 
 
 def _target_tokens(model: TransformerLensModel, target: object) -> Int[Tensor, " target_pos"]:
-    """What the decoder reads: of a string what the model was trained to read; tokens are used as they are."""
+    """Return what the decoder reads: for a string as in the model's training; tokens are used as they are."""
     if target is not None and not isinstance(target, str):
         return _tokens(model, target, None, "target")
     config = getattr(getattr(model, "original_model", None), "config", model.cfg)
     start = getattr(config, "decoder_start_token_id", None)
     has_tokenizer = getattr(model, "tokenizer", None) is not None
-    # An empty target is the start token, and what the tokenizer writes around a text.
+    # An empty target is the start token and what the tokenizer writes around a text.
     if not target and start is not None and (target is None or not has_tokenizer):
         return _long_tensor(model, [start])
     _require_tokenizer(model, "target")
@@ -322,7 +330,7 @@ def _target_tokens(model: TransformerLensModel, target: object) -> Int[Tensor, "
 
 
 def _shift(model: TransformerLensModel, start: int | None) -> Callable[[Sequence[int]], list[int]]:
-    """How the model makes the decoder's input of labels: its own function where it has one (mBART's)."""
+    """Return the function that makes the decoder's input from labels: the model's own if there is one."""
     own = getattr(getattr(model, "original_model", None), "prepare_decoder_input_ids_from_labels", None)
 
     def shifted(labels: Sequence[int]) -> list[int]:
@@ -334,7 +342,7 @@ def _shift(model: TransformerLensModel, start: int | None) -> Callable[[Sequence
             return own(_long_tensor(model, labels)[None])[0].tolist()
         except (ValueError, AssertionError) as problem:
             raise ValueError(
-                f"target: the model can't say what its decoder reads ({problem}); give the decoder's tokens, "
+                f"target: the model can't make its decoder's input from labels ({problem}); give the tokens, "
                 "from the start token on"
             ) from problem
 
@@ -360,7 +368,7 @@ def _real_positions(attention_mask: Tensor | None, tokens: Int[Tensor, " pos"]) 
 
 
 def _like_tokens(value: Any, tokens: Int[Tensor, " pos"], name: str) -> Tensor:
-    """A further input of the model, checked: a number per token."""
+    """Return a further input of the model, checked: one number per token."""
     if isinstance(value, np.ndarray):
         value = _tensor_of(value, name)
     if not torch.is_tensor(value):
@@ -407,7 +415,7 @@ def _checked_tokens(
 
 
 def _beyond_context(model: TransformerLensModel, tokens: Int[Tensor, " pos"], name: str) -> tuple[str, ...]:
-    """A note where a prompt is longer than what the model was made for."""
+    """Return a note if a prompt is longer than the context that the model was made for."""
     longest = context_length(model, name)
     if longest is None or len(tokens) <= longest:
         return ()
@@ -418,11 +426,11 @@ def _beyond_context(model: TransformerLensModel, tokens: Int[Tensor, " pos"], na
 
 
 def context_length(model: TransformerLensModel, name: str) -> int | None:
-    """How many tokens of a "prompt" or "target" the model was made for; None where nothing says so."""
+    """Return how many tokens of a "prompt" or "target" the model was made for; None if it is not known."""
     wrapped: Any = getattr(getattr(model, "original_model", None), "config", None)
     if wrapped is None:
         return getattr(model.cfg, "n_ctx", None)
-    # Of a model that also sees or hears, the part that reads text.
+    # If the model also reads pictures or sound, its text model has a configuration of its own.
     config = wrapped.get_text_config() if hasattr(wrapped, "get_text_config") else wrapped
     sides = ("decoder", "target") if name == "target" else ("encoder", "source")
     own = (f"max_{sides[0]}_position_embeddings", f"max_{sides[1]}_positions")
@@ -432,7 +440,7 @@ def context_length(model: TransformerLensModel, name: str) -> int | None:
     trained, factor = rotary.get("original_max_position_embeddings"), rotary.get("factor")
     if found is None or not trained or not factor:
         return found
-    # YaRN, for one, may be configured beside the length before it.
+    # The configured length may be the one before an extension by YaRN, for example.
     return max(found, int(trained * factor))
 
 
@@ -453,7 +461,7 @@ def vocabulary(model: TransformerLensModel, name: str) -> int:
 
 
 def device_of(model: TransformerLensModel) -> torch.device:
-    """The device of the model's first parameter; where all are offloaded, the one that runs it."""
+    """Return the device of the model's first parameter; if all are offloaded, the one that runs the model."""
     own = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), None)
     wrapped: Any = getattr(model, "original_model", model)
     return own or execution_device(wrapped) or torch.device("meta")

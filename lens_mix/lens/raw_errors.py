@@ -13,7 +13,7 @@ from lens_mix.lens.provenance import model_name
 from lens_mix.lens.replay import is_out_of_memory
 from lens_mix.lens.tracebacks import failing_users_code, is_raised_by_us
 
-# Checks of shapes are for developers: what they find is a fault of lens_mix.
+# Checks of shapes are for developers: what they find is a mistake in lens_mix.
 _CHECKS = frozenset({"jaxtyping", "beartype"})
 
 
@@ -52,7 +52,7 @@ def _is_raw(problem: Exception) -> bool:
 
 
 def _place(model: Any, problem: Exception) -> str:
-    """The innermost module of the model that was at work, by name; else the innermost function."""
+    """Return the name of the innermost module of the model that was running, or else of the function."""
     names: dict[int, str] = {}
     for tree in (getattr(model, "original_model", None), model):
         if isinstance(tree, nn.Module):

@@ -30,13 +30,13 @@ _waiting: dict[int, _Handler] = {}
 
 
 class HeldSignals:
-    """The handlers that wait for one `Changes`: all that are written in Python and no other holds back."""
+    """The handlers that wait for one `Changes`: all that are written in Python and wait for no other."""
 
     def __init__(self) -> None:
         self._held: list[_Held] = []
 
     def hold(self) -> None:
-        """Hold back the handlers that are installed now; nothing off the main thread, which none reaches."""
+        """Make the handlers that are installed now wait. Python calls handlers in the main thread only."""
         if not _is_main_thread():
             return
         for number in _NUMBERS:
@@ -69,16 +69,16 @@ class HeldSignals:
                     signal.signal(held.number, held.handler)
                 self._held.pop()
         except BaseException:
-            # One that is back already has raised. If it does so again, the next `hold` finds the others.
+            # A handler that is back already has raised. If it raises again, the next `hold` finds the others.
             self._put_back()
             raise
 
 
 class _Held:
-    """Takes the place of one signal's handler; what comes at a bad moment waits.
+    """Takes the place of one signal's handler; a signal that comes at a bad moment waits.
 
     Attributes:
-        number, handler: of the signal, and what it calls otherwise.
+        number, handler: the signal's number, and the handler whose place this takes.
         is_left_over: whether whoever installed this is done with it.
     """
 
@@ -111,7 +111,7 @@ def forget() -> None:
 
 
 def _is_bad_moment(frame: FrameType | None) -> bool:
-    """Whether a change is being made or taken back, or a module at work in which signals wait."""
+    """Return whether a change is being made or taken back, or a module in which signals wait is running."""
     if frame is not None and frame.f_globals.get("__name__") in _UNINTERRUPTED:
         return True
     inner = None

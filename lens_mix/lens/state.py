@@ -39,11 +39,11 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
 def evaluation_mode(
     model: nn.Module, modules: Sequence[nn.Module], gradients: bool = False, *, precise: bool = True
 ) -> Changes:
-    """Evaluation mode, eager attention, no gradients, full precision inside; all as before on the way out,
-    and what rotary modules remember of the passes.
+    """Return a context with evaluation mode, eager attention, no gradients and full precision.
 
-    Other threads wait until the model is closed again. Eager attention is needed where TransformerBridge
-    delegates attention to Hugging Face: with the default (sdpa) kernel `hook_pattern` never fires there.
+    On the way out all is as before, also what rotary modules remember of passes. Other threads wait until the
+    model is closed again. Eager attention is needed where TransformerBridge delegates attention to Hugging
+    Face: with the default (sdpa) kernel `hook_pattern` never fires there.
 
     Args:
         model: any TransformerLens model.
@@ -55,7 +55,7 @@ def evaluation_mode(
 
 
 def without_gradients(modules: Sequence[nn.Module]) -> str | None:
-    """Why no gradient can be taken in a model of these modules; None where one can."""
+    """Return why no gradient can be taken in a model of these modules; None if one can."""
     tensors = (tensor for m in modules for tensor in (*m._parameters.values(), *m._buffers.values()))
     if not any(tensor is not None and tensor.is_inference() for tensor in tensors):
         return None
@@ -90,7 +90,7 @@ def _evaluation_mode(
         yield kept_angles(modules)
         configs = [c for c in _huggingface_configs(modules) if c._attn_implementation != "eager"]
         yield replaced_attributes([(config, "eager") for config in configs], "_attn_implementation")
-        # Passes keep no cache, and a cache is also what gives keys and values one dtype.
+        # Passes keep no cache, but it is the cache that gives keys and values one dtype.
         cached = [module for module in modules if hasattr(type(module), _CACHING)]
         for module in cached:
             casting = functools.partial(_in_one_dtype, getattr(module, _CACHING))
@@ -121,7 +121,7 @@ def _locked_module(model: object) -> object:
 
 
 def _drop_lost_locks() -> None:
-    """Forget, in a forked process, the locks that threads have which only its parent has."""
+    """Forget, in a forked process, the locks of threads that only its parent has."""
     for model, lock in list(_locks.items()):
         if lock.acquire(blocking=False):
             lock.release()
@@ -135,7 +135,7 @@ os.register_at_fork(after_in_child=_drop_lost_locks)
 def _in_one_dtype(
     caching: Callable[..., tuple[Tensor, Tensor]], k: Tensor, v: Tensor, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values as `caching` returns them, in one dtype also where there is no cache.
+    """Return keys and values as `caching` does, in one dtype even if there is no cache.
 
     In half precision TransformerBridge rotates OLMo's queries and keys in float32, so that the pattern is
     float32. A cache returns float32 values too; without one the product of the two fails.

@@ -12,7 +12,7 @@ from lens_mix.arguments import shown
 from lens_mix.lens.changes import Changes, replaced_attributes
 from lens_mix.lens.token_strings import strings_of
 
-# [What a tokenizer's files put around a text], where TransformerLens has put something else; [] elsewhere.
+# By tokenizer: [the template of special tokens in its files] if TransformerLens has replaced it, else [].
 _templates: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -21,7 +21,7 @@ def own_template(tokenizer: Any) -> Changes:
 
     TransformerLens loads tokenizers with `add_bos_token=True`. From transformers 5 on this replaces the
     template of special tokens of many fast tokenizers: T5's `a </s>` becomes `a`, and `<s> a </s> b </s>`
-    becomes `<s> a <s> b`. The files have the template that the model was trained with. Where they are not on
+    becomes `<s> a <s> b`. The files have the template that the model was trained with. If they are not on
     this machine, the tokenizer stays as it is.
     """
     if not _has_template_of_flags(tokenizer):
@@ -33,7 +33,7 @@ def own_template(tokenizer: Any) -> Changes:
 
 
 def _has_template_of_flags(tokenizer: Any) -> bool:
-    """Whether `add_bos_token` was given, and the special tokens are those that such flags make."""
+    """Return whether `add_bos_token` was given, and the special tokens are those that such flags add."""
     if not getattr(tokenizer, "is_fast", False) or "add_bos_token" not in tokenizer.init_kwargs:
         return False
     start = [tokenizer.bos_token] if getattr(tokenizer, "add_bos_token", False) else []
@@ -54,7 +54,7 @@ def _state(tokenizer: Any) -> dict[str, Any]:
 
 
 def _template_of_files(tokenizer: Any) -> list[Any]:
-    """What the tokenizer has when it is loaded plainly; [] where it can't be, or where that is the same."""
+    """Return [the template in the tokenizer's files]; [] if they can't be read or have the same one."""
     from transformers import AutoTokenizer
 
     options = {**tokenizer.init_kwargs, "local_files_only": True}
@@ -70,7 +70,7 @@ def _template_of_files(tokenizer: Any) -> list[Any]:
 
 
 def notes_on_template(tokenizer: Any) -> tuple[str, ...]:
-    """Return what a map says about text whose special tokens TransformerLens has replaced."""
+    """Return the notes on a text, if TransformerLens has replaced the tokenizer's special tokens."""
     if not _has_template_of_flags(tokenizer) or not _templates.get(tokenizer):
         return ()
     return (
@@ -89,13 +89,13 @@ def encoded(tokenizer: Any, text: str | Sequence[str]) -> Mapping[str, Any]:
 def notes_on_string(
     tokenizer: Any, text: str, tokens: Sequence[int], read: Callable[[bool], Sequence[int]]
 ) -> tuple[str, ...]:
-    """Return what a map says about a string that TransformerLens made the tokens of.
+    """Return the notes on a string whose tokens TransformerLens made.
 
     Args:
         tokenizer: the model's.
         text: the string.
         tokens: what TransformerLens made of it.
-        read: what it makes of it with a value of prepend_bos.
+        read: returns what TransformerLens makes of it with a value of prepend_bos.
     """
     notes, own, bos = [], list(encoded(tokenizer, text)["input_ids"]), tokenizer.bos_token_id
     tokens = list(tokens)
@@ -104,18 +104,18 @@ def notes_on_string(
         hint = f"prepend_bos={same[0]} gives those" if same else "for those give the tokens themselves"
         notes.append(
             f"prepend_bos: the model read {_ends(tokenizer, tokens)}, as TransformerLens prepares a string; "
-            f"its own tokenizer writes {_ends(tokenizer, own)} ({hint})"
+            f"the tokenizer itself writes {_ends(tokenizer, own)} ({hint})"
         )
     if bos is not None and tokens[:2] == [bos, bos]:
         notes.append(
-            f"prepend_bos: the prompt begins with {tokenizer.bos_token} twice, as the text has one already "
-            "(the text of a chat template?); give the chat messages themselves, or prepend_bos=False"
+            f"prepend_bos: the prompt begins with {tokenizer.bos_token} twice, because the text has one "
+            "already (the text of a chat template?); give the chat messages themselves, or prepend_bos=False"
         )
     return tuple(notes)
 
 
 def _ends(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The number of tokens, the first two and the last one."""
+    """Describe tokens by their number, the first two and the last one."""
     written = [repr(token) for token in strings_of(tokenizer, ids)]
     shortened = written if len(written) < 5 else [*written[:2], "…", written[-1]]
     return f"{len(written)} tokens ({' '.join(shortened)})"
@@ -142,12 +142,12 @@ def decoder_input(
         # The tokenizer adds no end, and the shift would drop the last word.
         labels.append(0 if end is None else end)
     read = list(shifted(labels))
-    # mBART's language code is after the end, and then in front: the end is read unless it is cut.
+    # mBART's shift moves the language code from behind the end to the front, so that the end would be read.
     return read[:-1] if len(read) > 1 and read[-1] == end and read[1:].count(end) > given else read
 
 
 def notes_on_target(tokenizer: Any) -> tuple[str, ...]:
-    """Return what a map says about a target whose language nobody has named."""
+    """Return the notes on a target whose language is not set."""
     if not hasattr(tokenizer, "tgt_lang") or tokenizer.tgt_lang is not None:
         return ()
     return (
@@ -158,7 +158,7 @@ def notes_on_target(tokenizer: Any) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _reads_targets(tokenizer: Any) -> Iterator[None]:
-    """The tokenizer's language as before afterwards: an unset one is set, an error leaves the target's."""
+    """Put the tokenizer's language back: reading a target may set it, and an error may leave it so."""
     language = getattr(tokenizer, "tgt_lang", None)
     try:
         yield
@@ -174,7 +174,7 @@ def _reads_targets(tokenizer: Any) -> Iterator[None]:
 
 
 def token_ids(tokenizer: Any, text: str, *, as_target: bool = False) -> list[int]:
-    """Return the tokens of a piece of text, without special tokens; `as_target`: in a decoder's language."""
+    """Return the tokens of a text without special tokens; `as_target`: as a target for the decoder."""
     if not as_target:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     with _reads_targets(tokenizer):
@@ -182,7 +182,7 @@ def token_ids(tokenizer: Any, text: str, *, as_target: bool = False) -> list[int
 
 
 def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
-    """Return the tokens of chat messages; after the user's last one, the assistant is to go on.
+    """Return the tokens of chat messages; if the last is not the assistant's, its answer is begun.
 
     Raises:
         ValueError: no chat template; messages without a role or content.

@@ -44,7 +44,7 @@ def strings_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def _text_or_bytes(tokenizer: Any, token: int, piece: object) -> str | bytes:
-    """The text of a token, or its bytes where these are no text on their own."""
+    """Return the text of a token, or its bytes if these are not text on their own."""
     # SentencePiece loses the leading space when one token is decoded.
     if isinstance(piece, str) and "▁" in piece:
         return piece.replace("▁", " ")
@@ -52,14 +52,14 @@ def _text_or_bytes(tokenizer: Any, token: int, piece: object) -> str | bytes:
     if text and "\ufffd" not in text:
         return text
     data = _bytes_of(piece)
-    # The tokenizer must agree: it replaces what is no text, or (ByT5) leaves it out.
+    # The tokenizer must agree on the bytes: it replaces those that are not text, or (ByT5) leaves them out.
     if data is None or data.decode("utf-8", "ignore") != text.replace("\ufffd", ""):
         return text
     return data
 
 
 def _bytes_of(piece: object) -> bytes | None:
-    """The bytes that a piece of a vocabulary stands for; None where it is not written in bytes."""
+    """Return the bytes of a piece of a vocabulary; None if the piece is not written in bytes."""
     if isinstance(piece, bytes):
         return piece
     if not isinstance(piece, str):

@@ -14,10 +14,10 @@ _RAISING = frozenset(dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE"))
 
 
 def failing_users_code(problem: BaseException) -> str | None:
-    """The user's function that an error came from or through, with its place; None where there is none.
+    """Return the user's function that an error came from or through, with its place; None if there is none.
 
     Args:
-        problem: caught where nothing but lens_mix was running, so that its traceback starts there.
+        problem: an error that lens_mix caught, so that its traceback starts in lens_mix.
     """
     frames = [frame for frame, _ in traceback.walk_tb(problem.__traceback__)]
     users = [frame for frame in frames if _is_users(frame)]
@@ -28,7 +28,7 @@ def failing_users_code(problem: BaseException) -> str | None:
 
 
 def is_raised_by_us(problem: BaseException) -> bool:
-    """Whether a `raise` in lens_mix raised it, so that its text was written for the user."""
+    """Return whether a `raise` in lens_mix raised it, so that its text was written for the user."""
     trace = problem.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

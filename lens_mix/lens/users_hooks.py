@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules import module as everywhere
 from transformer_lens.hook_points import HookPoint
 
-# accelerate replaces `forward` to bring offloaded weights in.
+# accelerate replaces `forward` to load offloaded weights.
 _LIBRARIES = frozenset({"transformer_lens", "lens_mix", "accelerate"})
 _WRITE_CLASSES = _LIBRARIES | {"torch", "transformers"}
 # Hands on what parts of a feed-forward read and give to the hook points of the whole (OPT, BERT, BART).
@@ -59,20 +59,20 @@ def carries_users_hooks(modules: Sequence[nn.Module]) -> bool:
 
 
 def users_functions(modules: Sequence[nn.Module]) -> list[Any]:
-    """The functions that the user has put on a model: hooks, and a `forward` of a module or of its class."""
+    """Return the functions that the user put on a model: hooks, and a `forward` of a module or a class."""
     functions: list[Any] = [*everywhere._global_forward_pre_hooks.values()]
     functions += everywhere._global_forward_hooks.values()
     kinds: dict[type[nn.Module], None] = dict.fromkeys(map(type, modules))
     functions += [kind.forward for kind in kinds if _is_users(kind)]
     for module in modules:
         found = _users_functions(module)
-        # TransformerLens 2 does not keep the functions that its hooks wrap, but its wrappers hold them.
+        # TransformerLens 2 does not list the functions that its hooks wrap, but its wrappers refer to them.
         functions += [*module._forward_hooks.values()] if None in found else found
     return functions
 
 
 def settings_of_users_modules(modules: Sequence[nn.Module]) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """The numbers, strings and switches of each module of the user's, and lists and the like of these."""
+    """Return the attributes of each module of the user's that are plain values, or collections of these."""
     kinds = {kind for kind in set(map(type, modules)) if _is_users(kind)}
     return tuple(
         tuple((name, repr(value)) for name, value in vars(module).items() if _is_plain(value))

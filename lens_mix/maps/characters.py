@@ -1,8 +1,8 @@
 """Characters that are split over tokens: how such tokens are written, and how they are joined again.
 
 Tokenizers that work on bytes (GPT-2, Llama 3, Qwen; SentencePiece for what it has no piece for) may cut a
-character into tokens that are no text on their own. Each of these is written as the text that they spell
-together, and its number among them: the two tokens of an é are `é[1/2]` and `é[2/2]`.
+character into tokens that are not text on their own. Each of these is written as the text that they spell
+together, followed by its number among them: the two tokens of an é are `é[1/2]` and `é[2/2]`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 import regex
 
 _NUMBERED = re.compile(r"(.+)(\[([0-9]{1,6})/([0-9]{1,6})\])", re.DOTALL)
-# A byte that is no UTF-8 where it stands, as `surrogateescape` decodes it.
+# A byte that is not UTF-8 at its place, as `surrogateescape` decodes it.
 _LONE_BYTE = re.compile("[\udc80-\udcff]")
 
 
@@ -42,20 +42,20 @@ def character_runs(tokens: Sequence[bytes], alone: Collection[int] = ()) -> list
 
 
 def _stretches(count: int, alone: Collection[int]) -> list[tuple[int, int]]:
-    """The spans between the tokens that stand alone, and these."""
+    """Return the spans between the positions `alone`, and these positions as spans."""
     cuts = sorted({0, count, *alone, *(position + 1 for position in alone)})
     return list(itertools.pairwise(cuts))
 
 
 def spell(tokens: Sequence[str | bytes], alone: Collection[int] = ()) -> list[str]:
-    """Return each token as text; `bytes` are tokens that are no text on their own.
+    """Return each token as text; `bytes` are tokens that are not text on their own.
 
     Tokens that share a character are written as the text that they spell together, numbered; a byte that
     belongs to no character as `<0xE2>`.
     """
-    data = [token if isinstance(token, bytes) else token.encode("utf-8", "surrogatepass") for token in tokens]
     if all(isinstance(token, str) for token in tokens):
         return [str(token) for token in tokens]
+    data = [token if isinstance(token, bytes) else token.encode("utf-8", "surrogatepass") for token in tokens]
     written: list[str] = []
     for run in character_runs(data, alone):
         parts = [tokens[position] for position in run]
@@ -73,7 +73,7 @@ def spell(tokens: Sequence[str | bytes], alone: Collection[int] = ()) -> list[st
 def whole_texts(tokens: Sequence[str]) -> list[tuple[list[int], str]]:
     """Return the positions and the text of each whole: the tokens of a split character, or one other token.
 
-    Of a character whose tokens are not all there (some were dropped), each token stays as it is written.
+    If a token of a character is missing (some were dropped), its other tokens stay as they are written.
     """
     wholes: list[tuple[list[int], str]] = []
     position = 0
@@ -85,7 +85,7 @@ def whole_texts(tokens: Sequence[str]) -> list[tuple[list[int], str]]:
 
 
 def _numbered_from(tokens: Sequence[str], position: int) -> tuple[str, int]:
-    """The text that starts at a token, and how many tokens it takes."""
+    """Return the text that starts at a token, and how many tokens it takes."""
     found = _NUMBERED.fullmatch(tokens[position])
     if found is not None and found[3] == "1":
         text, count = found[1], int(found[4])

@@ -33,11 +33,11 @@ _LONGEST_RECORD = 90_000_000  # safetensors writes longer headers, and refuses t
 def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     """Write the map to a safetensors file; `MixingMap.load` gives back the same, to the bit.
 
-    What is no tensor goes as JSON into the metadata. The file is written beside `path` and takes its place
-    when it is whole, so that maps which were loaded from the old file stay as they are.
+    The tensors are written as such, and everything else as JSON in the metadata. The file is written under
+    another name and moved to `path` when it is complete.
 
     Raises:
-        TypeError: something in `parameters` or `provenance` that JSON cannot hold.
+        TypeError: something in `parameters` or `provenance` that JSON cannot represent.
         OSError: a file that cannot be written.
     """
     from safetensors import SafetensorError
@@ -80,7 +80,7 @@ def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a file that holds no map.
+        ValueError: a file without a map.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -96,7 +96,7 @@ def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
                 raise ValueError(f"{expected}, got format {metadata.get('format')!r} in {place}")
-            # Below 0.8, safetensors gives tensors whose memory is the file's, so each is copied.
+            # Below 0.8, safetensors returns tensors whose memory is that of the file, so each is copied.
             names = list(file.keys())
             fields: dict[str, Any] = {name: file.get_tensor(name).clone() for name in names}
     except SafetensorError as problem:
@@ -130,9 +130,9 @@ def _axes(mixing_map: MixingMap) -> dict[str, Sequence[int]]:
 def to_dataframe(mixing_map: MixingMap) -> Table:
     """Long form: columns layer, (head,) query, key, query_token, key_token, score.
 
-    Scores are raw; NaN where the query could not see the key. `attrs` holds what columns can't, as JSON. Its
-    `to_csv` and `to_excel` write a token that may be misread (`NA`, `01`, `=1+1`) as a JSON string, which
-    `MixingMap.from_dataframe` reads.
+    Scores are raw; NaN where the query could not see the key. `attrs` has the rest of the record, as JSON.
+    The table's `to_csv` and `to_excel` write a token that may be misread (`NA`, `01`, `=1+1`) as a JSON
+    string, which `MixingMap.from_dataframe` reads.
     """
     import numpy as np
     import pandas as pd
@@ -142,7 +142,7 @@ def to_dataframe(mixing_map: MixingMap) -> Table:
     axes = _axes(mixing_map)
     table = pd.MultiIndex.from_product(list(axes.values()), names=list(axes)).to_frame(index=False)
     for axis, tokens in (("query", mixing_map.tokens), ("key", mixing_map.key_labels)):
-        # As objects: the strings of pandas 3 hold no half of a character.
+        # As objects, because the strings of pandas 3 can't contain one half of a surrogate pair.
         repeated = np.asarray(tokens, dtype=object)[table[axis]]
         table[f"{axis}_token"] = pd.Series(repeated, dtype=object)
     table["score"] = _seen_scores(mixing_map).ravel()
@@ -167,7 +167,7 @@ def _attributes(mixing_map: MixingMap) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> str:
-    """JSON of what a record holds; what JSON cannot hold is written as its text."""
+    """Return a value of a record as JSON; what JSON cannot represent is written as text."""
     return json.dumps(_with_text_names(value), default=str)
 
 
@@ -192,7 +192,7 @@ def to_xarray(mixing_map: MixingMap) -> xarray.DataArray:
     labels = {"query": mixing_map.query_labels, "key": mixing_map.key_labels}
     tokens = {}
     for axis, names in labels.items():
-        # numpy's strings lose a NUL at their end; xarray takes no objects that hold half of a character.
+        # numpy's strings lose a NUL at their end; xarray's objects can't contain half of a surrogate pair.
         dtype = str if any("\ud800" <= c <= "\udfff" for name in names for c in name) else object
         tokens[f"{axis}_token"] = (axis, np.asarray(names, dtype=dtype))
     scores, attributes = _seen_scores(mixing_map), _attributes(mixing_map)

@@ -28,14 +28,14 @@ _READ_AS_TEXT = (
 def from_dataframe(cls: type[MixingMap], table: pandas.DataFrame, **fields: Any) -> MixingMap:
     """The map that a table of `to_dataframe` holds, in any order of its rows, read from a CSV too.
 
-    Tokens come back as they were: those that `to_csv` wrote as JSON strings are read as such, if all tokens
-    of the table are as `to_csv` writes them. The table knows tokens, layers, heads, rows and hidden keys (no
+    Tokens come back as they were. If all tokens of the table are written as `to_csv` writes them, those that
+    are JSON strings are read as such. The table knows tokens, layers, heads, rows and hidden keys (no
     score, NaN); what it knows besides is in its `attrs`, which a file of text loses: `fields` are the others
     of a `MixingMap` (`method="attention"`), and go before the table's.
 
     Raises:
-        TypeError, ValueError: no such table; an entry missing or there twice; tokens that are no text; fields
-            that do not fit.
+        TypeError, ValueError: no such table; an entry missing or there twice; tokens that are not text;
+            fields that do not fit.
     """
     from lens_mix.tables import Table, are_written, read_cell
 
@@ -52,7 +52,7 @@ def from_dataframe(cls: type[MixingMap], table: pandas.DataFrame, **fields: Any)
         )
     queries = _tokens(table, "query", places["query"])
     keys = _tokens(table, "key", places["key"])
-    # From a file; in memory tokens are as they are.
+    # Only tokens from a file may be written as JSON strings; a `Table` has the tokens themselves.
     if not isinstance(table, Table) and are_written([*queries.values(), *keys.values()]):
         queries = {position: read_cell(token) for position, token in queries.items()}
         keys = {position: read_cell(token) for position, token in keys.items()}
@@ -63,7 +63,7 @@ def from_dataframe(cls: type[MixingMap], table: pandas.DataFrame, **fields: Any)
 
 
 def _tokens(table: pandas.DataFrame, axis: str, positions: list[int]) -> dict[int, str]:
-    """The token of each position; whole numbers count as their digits."""
+    """Return the token of each position; a whole number counts as its digits."""
     first = table.drop_duplicates(axis).set_index(axis)[f"{axis}_token"]
     tokens = {position: first[position] for position in positions}
     for position, token in tokens.items():

@@ -66,8 +66,8 @@ class MixingMap:
         residual: the residual weight, 0 to 1, that rollout uses when asked with None.
         kind: "layer" (each map speaks of one block) or "input" (of the stack down to the input).
         layers: labels of the layers; default 0, 1, 2, ….
-        provenance: where the map came from, JSON-able (model name, dtype, engine, …). `sink`: True of weights
-            whose rows sum to less than 1 because the rest went to an attention sink that is not a token.
+        provenance: where the map came from, JSON-able (model name, dtype, engine, …). `sink`: True if rows
+            of weights sum to less than 1 because the rest went to an attention sink that is not a token.
         notes: warnings about this map.
         queries: positions of the rows of `scores` and `mask` among `tokens`, each once, in any order;
             None: all positions in order (a list that says so becomes None).
@@ -373,10 +373,10 @@ class MixingMap:
         """Subword pieces merged into words, on both axes (float32 or better).
 
         With the defaults, rows that sum to 1 still do. Roll out before merging: uniform attention over pieces
-        is not uniform over words. Of a map that holds only some rows, the words whose rows are all held come
-        back (with queries="first" or "last": whose first or last row is held), and the word of the row that
-        an input map explains, merged from the rows of it that are held. Notes name this word, and the words
-        that were left out although a row of theirs is held.
+        is not uniform over words. A map with only some rows gives the words all of whose rows it has (with
+        queries="first" or "last": whose first or last row it has). It also gives the word of the position
+        that an input map explains, merged from those rows of the word that it has. Notes name this word, and
+        the words that are left out although the map has one of their rows.
 
         Args:
             groups: the words as text, or as lists of positions that name each position once; None: found from
@@ -426,7 +426,7 @@ class MixingMap:
         )
 
     def _without_sink(self) -> dict[str, Any]:
-        """Return the provenance of a map whose rows no longer lack just what went to an attention sink."""
+        """Return the provenance without `sink`, for rows that no longer lack the weight of the sink alone."""
         return {name: value for name, value in self.provenance.items() if name != "sink"}
 
     # ------------------------------------------------------------------ reading it

@@ -18,7 +18,7 @@ from lens_mix.maps.positions import shortened
 _SPACE_MARKS = (" ", "\u00a0", "Ġ", "▁")
 _LINE_MARKS = ("\n", "\r", "\t", "Ċ")
 _SPECIAL = re.compile(r"<(?!0x)[^<>\s]+>|\[[A-Z]+\d*\]|\[unused\d+\]")
-# Scripts that are written without spaces between words, and what belongs to no script; then other letters.
+# Scripts that are written without spaces between words, and characters of no script; other letters.
 _UNSPACED = "".join(
     rf"\p{{{script}}}"
     for script in "Han Hiragana Katakana Thai Lao Khmer Myanmar Tibetan Common Inherited".split()
@@ -65,7 +65,7 @@ def word_groups(tokens: Sequence[str]) -> list[list[int]]:
 
 
 def _word_starts(texts: Sequence[str]) -> list[bool]:
-    """Whether each piece starts a word; of pieces that are whole characters."""
+    """Return whether each piece starts a word; the pieces consist of whole characters."""
     marked = any(text.startswith(_SPACE_MARKS) for text in texts)
     if not marked and any(text in _WORDPIECE_SPECIALS or _continues_word(text) for text in texts):
         return [place == 0 or not text.startswith("##") for place, text in enumerate(texts)]
@@ -96,7 +96,7 @@ def _starts_word(token: str, previous: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """The text without white space, case and what tokenizers normalise (NFC or NFKC) left out."""
+    """Return the text without white space, differences of case and of Unicode forms (NFC, NFKC)."""
     return unicodedata.normalize("NFKD", re.sub(r"[ĠĊ▁\s]", "", text).casefold())
 
 
@@ -146,7 +146,7 @@ def align_words(tokens: Sequence[str], words: Sequence[str]) -> tuple[list[list[
 
 
 def _first(wholes: Sequence[tuple[list[int], str]], place: int) -> int:
-    """The position of the first token from a place on; behind the last token, their number."""
+    """Return the position of the first token of a whole; after the last whole, the number of tokens."""
     return sum(len(positions) for positions, _ in wholes[:place])
 
 
@@ -195,8 +195,8 @@ def rows_of_words(
 ) -> tuple[list[int], list[list[int]], tuple[str, ...]]:
     """The words whose rows can be merged, and the places of their rows among `queries`, those that are held.
 
-    The word at the position `explained` needs no more than the rows that are held, which a note then names.
-    Another note names the words that are left out although a row of theirs is held.
+    The word at the position `explained` is merged from the rows that are held, which a note names if some are
+    missing. Another note names the words that are left out although one of their rows is held.
 
     Raises:
         ValueError: no word whose rows can be merged.
@@ -215,7 +215,7 @@ def rows_of_words(
         )
     notes = [
         f"the row of {names[i]!r} (rows {shortened(groups[i])}) is that of {shortened(held)} alone, because "
-        "the map holds no other of them"
+        "the map has no other of its rows"
         for i in numbers
         if taken[i] and (held := [position for position in groups[i] if position in place_of])
     ]

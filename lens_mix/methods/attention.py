@@ -22,7 +22,7 @@ class AttentionWeights(Method):
     """Attention weights as a mixing map (Clark et al., BlackboxNLP 2019).
 
     Shape [layer, query, key], the mean over heads, or [layer, head, query, key] with `per_head`; in 0..1,
-    rows sum to 1 (less on models with attention sinks that are no token; a note says so).
+    rows sum to 1 (less on models with attention sinks that are not tokens; a note says so).
 
     The weights say where a query looked, not how much came of it: a key with a small value vector can
     take most of the weight (Kobayashi et al., EMNLP 2020).

@@ -35,10 +35,10 @@ class AttentionAttribution(Explains):
 
     Each layer takes as many points as it needs: 3, then 7, 15 and 31 (Patterson's rules, each with the points
     of the one before), until the estimated error (`path_integral.Integral.error`) is accepted. With ReLU or
-    experts the gradient jumps along the path and the error falls slowly: many layers are then not accepted
-    (docs/attribution.md has what was measured). A note names
-    the layers where it was not, and `provenance["details"]` holds per layer completeness_gap, target_value
-    F(A), baseline_value F(B), steps, estimated_error and visible_share.
+    experts the gradient jumps along the path and the error falls slowly, so that it is not accepted in many
+    layers (measurements: docs/attribution.md). A note names the layers where it was not, and
+    `provenance["details"]` holds per layer completeness_gap, target_value F(A), baseline_value F(B), steps,
+    estimated_error and visible_share.
 
     Where a norm follows attention directly (Gemma 2 and 3, OLMo 2), F sees the scale of the pattern only next
     to α = 0: the entries still rank, but their sum says nothing, and a note tells so.
@@ -104,7 +104,7 @@ class AttentionAttribution(Explains):
         above = sum(block.n_layers - block.layer for block in blocks) / blocks[-1].n_layers
         counts = [steps * GRADIENT_PASS * above] * len(blocks[-1].batch)
         reason = f"{steps} {'points' if self.n_steps else 'or more points'} for each layer"
-        return Passes(counts, reason, "fewer layers=[...] or a smaller n_steps take fewer")
+        return Passes(counts, reason, "fewer layers (layers=[...]) or a smaller n_steps take fewer")
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         return self.of_stack([block])[0]

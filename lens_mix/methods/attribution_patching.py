@@ -87,7 +87,7 @@ class AttributionPatching(TakesReplacements):
         one_of("paths", self.paths, ("all", "direct", "between"))
 
     def refuses(self, anatomy: BlockAnatomy) -> str | None:
-        """Refuse what would be another map than the same model's with its weights in place."""
+        """Refuse offloaded feed-forwards, with which the map would be another than with weights in place."""
         if anatomy.feed_forward_kind != "offloaded":
             return None
         return "the weights of its feed-forward are offloaded and not read; load the model on one device"
@@ -119,8 +119,8 @@ class AttributionPatching(TakesReplacements):
         positions = blocks[0].real.shape[1]
         beside = 0 if self.paths == "between" else 1 + 2 * min(self.n_exact + 1, positions) / positions
         stand_ins = self.n_samples if self.replacements is None else len(self.replacements)
-        reason = f"a backward pass and a pass beside {stand_ins} stand-ins for each row"
-        return row_passes(blocks, GRADIENT_PASS + stand_ins * beside, reason, "fewer stand-ins take fewer")
+        reason = f"a backward pass and a pass with {stand_ins} replacements for each row"
+        return row_passes(blocks, GRADIENT_PASS + stand_ins * beside, reason, "fewer replacements take fewer")
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         first, bound = blocks[0], bind_rows(blocks, self.target)

@@ -25,8 +25,8 @@ class ContextLength(ExplainsRows):
     score[query, key] = F(key..query) − F(key+1..query): what the target F at the position of the row gains
     when the context, cut from the left, takes in one token more. Signed, in the target's unit; a row sums to
     F(whole prompt) − F(the query alone), and its own key has 0. One map [1, query, key]; a forward pass per
-    token serves all rows. Tokens after the query stay; they count only where a model's rotary angles depend
-    on how long the prompt is (long RoPE, dynamic NTK).
+    token serves all rows. Tokens after the query stay in the prompt; they matter only if a model's rotary
+    angles depend on its length (long RoPE, dynamic NTK).
 
     Args:
         target: what is explained (`lens_mix.targets`, or any callable logits -> [copy]), read at the row's
@@ -99,8 +99,8 @@ class ContextLength(ExplainsRows):
             positions = queries - starts + prefix
         output = target_passes.output_of(first, bound.target, positions=positions, batch=batch)
         if positions is None and output.ndim == 3:
-            # Back to where the tokens stand in the whole prompt, as targets count. What was cut has no
-            # output: a target that reads it (a loss of the whole prompt, say) must not get a number for it.
+            # Back to the positions of the whole prompt, which targets use. What was cut has no output, so it
+            # becomes NaN: a target that reads it (a loss of the whole prompt) must not get a number for it.
             index = torch.arange(len(whole), device=starts.device)
             places = (index - starts[:, None] + prefix).clamp_min(0)
             output = output[torch.arange(len(starts), device=starts.device)[:, None], places]
@@ -114,14 +114,14 @@ class ContextLength(ExplainsRows):
                     values[number, uncut] = value.to(values.dtype)
         except ValueError as problem:
             raise ValueError(
-                "context_length: expected a target that reads the row's position alone, as the positions "
-                f"before the cut are gone; {problem}"
+                "context_length: expected a target that reads the row's position alone, because the "
+                f"positions before the cut are gone; {problem}"
             ) from problem
         return values
 
 
 def _at_once(first: Block, lengths: Int[Tensor, " start"]) -> int:
-    """How many contexts of these lengths run in one batch: a model's angles may depend on the longest one."""
+    """Return how many contexts of these lengths run in one batch: one, if a model's angles depend on them."""
     return 1 if first.angles_differ(int(lengths.min()), int(lengths.max())) else len(lengths)
 
 

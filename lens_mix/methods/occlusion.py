@@ -82,7 +82,7 @@ class Occlusion(TakesReplacements):
         stand_ins = self.n_samples if self.replacements is None else len(self.replacements)
         each = stand_ins if self.by == "replace" else 1
         counts = (each * blocks[0].real_inputs.sum(dim=1)).tolist()
-        fewer = "fewer stand-ins (n_samples) take fewer, and " if each > 1 else ""
+        fewer = "fewer replacements (n_samples) take fewer, and " if each > 1 else ""
         return Passes(counts, f"{each} for each token", f"{fewer}lm.input_map takes about five")
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
@@ -105,7 +105,7 @@ class Occlusion(TakesReplacements):
                     change = self._change(clean[row], changed)
                     scores[row].index_add_(0, of_chunk.positions[of_prompt], change.to(scores.dtype))
         if self.by == "mask":
-            # In any layer: a window or a chunk may leave a row more to see further up.
+            # In any layer, because behind a window or a chunk a row may see more in a higher layer.
             attended = torch.stack([block.with_every_query().attended for block in blocks]).any(0)
             scores[attended.sum(-1)[bound.prompts, bound.queries] < 2] = 0
         return [bound.scattered(scores / copies.repeats, last)]
@@ -119,7 +119,7 @@ class Occlusion(TakesReplacements):
             column = target(model(tokens)) - target(model.run_with_hooks(tokens, fwd_hooks=hooks))
 
         None for "replace", which changes the tokens. Where a model mixes before its pattern shows, the hooks
-        of "mask" raise in the pass; the method then hides the token in the mask that every attention gets.
+        of "mask" raise in the pass; the method then hides the token in the mask of every attention module.
 
         Args as in `lens_mix.hooks.zero_values`.
         """

@@ -57,7 +57,7 @@ def part_shares(mixing_map: MixingMap) -> PartShares:
     return PartShares(resid_pre, resid_mid, mlp_out, [entry["parallel"] for entry in chosen])
 
 
-# What `record_shares` writes of every block.
+# What `record_shares` writes about every block.
 _ENTRY = {"layer", "tokens", "queries", "parallel", "resid_pre"}
 
 

@@ -75,8 +75,8 @@ class Integral:
     With every rule the points of the smaller ones are used again, so that one sum per rule is kept, and no
     gradient. F at the baseline needs no gradient, but goes along with the first points all the same: in the
     middle of SmolLM2 that takes 66 ms where a forward pass of its own takes 157 (20 tokens), or 360 and 280
-    (64 tokens). `is_smooth`: False where the gradient may jump along the path (ReLU, experts). `rule` is the
-    rule that each prompt has reached, `at_baseline` its F(B).
+    (64 tokens). `is_smooth` is False if the gradient may jump along the path (ReLU, experts). `rule` is
+    the rule that each prompt has reached, `at_baseline` its F(B).
     """
 
     def __init__(self, path: Path, rules: NestedRules, is_smooth: bool = True) -> None:
@@ -148,10 +148,9 @@ class Integral:
         points, so that the larger one, exact up to D, errs by the share δ^((D + 1) / (d + 1)): the cube for 3
         points after 1, the square from then on. On most layers of SmolLM2 it is right within a factor of 2.
 
-        Where the gradient jumps along the path, errors fall only like 1 / points, whatever the degree, so
-        that the share δ itself is the error of the larger rule. On random models with ReLU (OPT, T5, 10
-        models each) that was 0.5 to 0.6 δ in the middle, below δ for nine layers of ten, and 1.5 δ at most
-        from 15 points on.
+        If the gradient jumps along the path, errors fall only like 1 / points, whatever the degree, so that
+        the share δ itself is the estimate. On random models with ReLU (OPT, T5, 10 models each) the error
+        was 0.5 to 0.6 δ at the median, below δ in nine layers of ten, and at most 1.5 δ from 15 points on.
         """
         rule, size = self.rule[prompt], self.size(prompt)
         if rule == 0 or size == 0:
@@ -187,7 +186,7 @@ class Integral:
         """Take the rules one after the other until each prompt's error is accepted.
 
         A degenerate path is left after its first points. The last rule takes half of all points: it is taken
-        only where it can do, if the share of the error is squared (or halved, `is_smooth`) once more.
+        only if the error would be accepted when its share is squared (if not `is_smooth`, halved) once more.
         """
         todo, last = list(range(len(self.rule))), len(self.rules.counts) - 1
         for rule in range(min(1, last), last + 1):
@@ -201,7 +200,7 @@ class Integral:
         if error <= accepted or self.is_degenerate(prompt):
             return False
         before_last = self.rule[prompt] + 2 == len(self.rules.counts)
-        # Twice the points square the share of the error, or halve it where the gradient jumps.
+        # Twice the points square the share of the error, or halve it if the gradient jumps.
         promises = error**2 <= accepted * self.size(prompt) if self.is_smooth else error <= 2 * accepted
         return not before_last or promises
 

@@ -55,7 +55,7 @@ class TakesReplacements(ExplainsRows):
             chosen = chosen.to(tokens.device)
             same = usable[chosen] == tokens
             return usable[torch.where(same, (chosen + 1) % len(usable), chosen)]
-        # Of a decoder that is mapped alone, the target's tokens are replaced.
+        # If a decoder is mapped alone, the target's tokens are replaced.
         decoder = first.batch.target is not None and first.tokens is first.logits_tokens
         as_target = decoder and not first.is_joint
         # Only the width is read.
@@ -104,7 +104,7 @@ class Copies:
             blocks: of the whole model.
 
         Raises:
-            UnsupportedModelError: hooks don't act; in the pass: no key can be hidden in its attention.
+            UnsupportedModelError: hooks don't act; during the pass: no key can be hidden in the attention.
         """
         first, place = blocks[0], self.positions[:, None]
         if by == "replace":
@@ -118,7 +118,7 @@ class Copies:
 
 
 def _acts_on(block: Block, edits: Callable[..., list[HookPair]]) -> bool:
-    """Whether weights can be shared out anew before they mix; else the attention's own mask hides a key."""
+    """Return whether hooks can share weights out anew before they mix; if not, the mask hides a key."""
     pairs = edits(block.layer, 0, attention=block.attention_template)
     try:
         block.replay(block.real.new_zeros(1, dtype=torch.long), pairs)

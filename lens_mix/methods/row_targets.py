@@ -204,7 +204,7 @@ def row_passes(
         blocks: of the whole model.
         each: forward passes of one row.
         reason: what they are for.
-        cheaper: what to ask for where there is one row only; else asking for fewer rows is cheaper.
+        cheaper: what to ask for instead of one row; instead of several rows, the last one is cheaper.
     """
     rows = blocks[-1].real_queries.sum(dim=1)
     if int(rows.max()) > 1:

@@ -63,7 +63,7 @@ class Layout:
         )
 
     def reaching(self, last: int) -> Layout:
-        """The same with one index more, at the position of the prompt's last token, which nothing sees."""
+        """Return the layout with one more index, which nothing sees, at the prompt's last position."""
         positions = torch.cat([self.positions, torch.tensor([last], dtype=torch.long, device="cpu")])
         allowed = torch.block_diag(self.allowed, torch.ones(1, 1, dtype=torch.bool, device="cpu"))
         return dataclasses.replace(self, positions=positions, allowed=allowed)

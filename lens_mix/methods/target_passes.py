@@ -96,7 +96,7 @@ def contexts(block: Block, target: Target) -> Iterator[tuple[int, int, Context]]
         )
     of_logits, batch = target.reads == "logits", block.batch
     tokens, given = (block.logits_tokens, {}) if of_logits else (block.tokens, batch.inputs)
-    # Further inputs go with the source of an encoder-decoder, whichever stack is mapped.
+    # Further inputs belong to the source of an encoder-decoder, whichever stack is mapped.
     has_source = not of_logits and batch.target is not None and block.tokens is block.logits_tokens
     output = output_of(block, target)
     for prompt, span, part in parts(block, target, output, range(len(output))):
@@ -145,7 +145,7 @@ def gradients_of(values: Float[Tensor, " row"], leaves: Sequence[Tensor]) -> lis
 def evaluate(
     function: Callable[..., Tensor], output: Float[Tensor, " copy *axes"], *tokens: Int[Tensor, "copy pos"]
 ) -> Float[Tensor, " copy"]:
-    """The target's value per copy; `tokens` of the copies, for a target that reads them (`tokens_read`).
+    """Return the target's value per copy; `tokens`: those of the copies, if the target reads them.
 
     Raises TypeError, ValueError: not a tensor [copy] of finite numbers.
     """
@@ -166,14 +166,12 @@ def _why_not_finite(output: Tensor) -> str:
         return ""
     reason = ": the output of the model, which it reads, has NaN"
     if output.dtype == torch.float64:
-        reason += (
-            "; in float64 some models (MPT) give NaN where a position sees masked ones alone: use float32"
-        )
+        reason += "; in float64 some models (MPT) give NaN if a position sees only masked ones: use float32"
     return reason
 
 
 def tokens_read(target: Target, batch: Batch | None, copies: slice, span: slice) -> tuple[Tensor, ...]:
-    """The tokens of altered copies for `evaluate`, where the target reads them; nothing where it does not."""
+    """Return the tokens of altered copies for `evaluate`; nothing if the target does not read them."""
     return (batch.tokens[copies, span],) if batch is not None and target.reads_tokens else ()
 
 

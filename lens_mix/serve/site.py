@@ -31,7 +31,7 @@ _MOST_FIELDS = 200
 _POLL_SECONDS = 0.1  # how often the server looks whether it is to end
 _READ_SECONDS = 10.0  # how long a request may take to arrive: browsers open connections and say nothing
 _WRITE_SECONDS = 60.0  # how long an answer may take to leave
-_REST_SECONDS = 2.0  # how long what nobody asked for is read before the connection is closed
+_REST_SECONDS = 2.0  # how long unread data is read before the connection is closed
 _GRACE_SECONDS = 10.0  # how long a step of torch may go on after the limit until nobody waits for it any more
 
 
@@ -63,8 +63,8 @@ class Site(ThreadingHTTPServer):
         OSError: the port is taken, or not ours to take.
     """
 
-    # Connections that the system keeps until they are accepted. Of 200 clients at once most would have to try
-    # again, after 1, 3, 7, ... seconds, with the 5 of the standard library.
+    # Connections that the system keeps until they are accepted. With the standard library's 5, most of 200
+    # clients at once would have to try again, after 1, 3, 7, ... seconds.
     request_queue_size = 1024
 
     def __init__(self, port: int = 8000, limits: Limits | None = None) -> None:
@@ -131,11 +131,11 @@ class Site(ThreadingHTTPServer):
 
 
 class _Refused(Exception):
-    """A request that gets a status and words (its arguments) instead of what it asked for."""
+    """A request that is answered with a status and a message, its arguments."""
 
 
 class _Bounded(io.RawIOBase):
-    """What a connection sends within some seconds in all; then reading raises TimeoutError."""
+    """The data of a connection; after some seconds in all, reading raises TimeoutError."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self._connection, self._end = connection, time.monotonic() + seconds
@@ -154,18 +154,18 @@ class _Bounded(io.RawIOBase):
 class _Handler(BaseHTTPRequestHandler):
     server: Site
     server_version, sys_version = "lens_mix", ""
-    # Of a request whose version can't be read; the standard library's own, 0.9, has answers without a status.
+    # For a request whose version can't be read. Answers in the standard library's 0.9 have no status.
     default_request_version = "HTTP/1.0"
 
     def setup(self) -> None:
         super().setup()
         self.rfile.close()
-        # A limit for each read alone would let a client send a byte now and then for hours.
+        # With a limit for each read alone, a client could send a byte now and then for hours.
         self.rfile = io.BufferedReader(_Bounded(self.connection, _READ_SECONDS))
 
     def finish(self) -> None:
         super().finish()
-        # A connection that is closed before all is read is reset, and the answer is lost with it.
+        # A connection that is closed before all of it is read is reset, and the answer is lost.
         rest = _Bounded(self.connection, _REST_SECONDS)
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
@@ -190,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(found)
 
     def _check(self, path: str) -> None:
-        """Refuse a request for another path, by a foreign name of this machine, or from a foreign page."""
+        """Refuse a request for another path, to another name of this machine, or from another site's page."""
         try:
             address = urlsplit(self.path)
         except ValueError:
@@ -218,10 +218,10 @@ class _Handler(BaseHTTPRequestHandler):
         lengths = set(self.headers.get_all("Content-Length", []))
         given = lengths.pop().strip() if lengths else ""
         if lengths:
-            raise _Refused(400, "The request says twice how long it is, and not the same.")
+            raise _Refused(400, "The request has two lengths that differ (Content-Length).")
         if "Transfer-Encoding" in self.headers or not (given.isascii() and given.isdigit()):
             raise _Refused(411, "The request does not say how long it is (a Content-Length of digits).")
-        # By the number of digits first: Python refuses to read a number of thousands of them.
+        # The number of digits comes first, because Python can't read a number of thousands of digits.
         digits = given.lstrip("0") or "0"
         if len(digits) > len(str(_MOST_BYTES)) or int(digits) > _MOST_BYTES:
             raise _Refused(413, f"The sentence is too long: {self.server.limits}")

@@ -80,7 +80,7 @@ class Picture(Figure):
         return bar
 
     def savefig(self, fname: Any, **options: Any) -> Any:
-        """Save as matplotlib does; the file is written whole or not at all, so that an old one is not cut."""
+        """Save as matplotlib does; the file is written whole or not at all, and an old one never cut."""
         if not isinstance(fname, (str, os.PathLike)):
             return super().savefig(fname, **options)
         place = str(os.fspath(fname))

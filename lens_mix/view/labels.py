@@ -22,7 +22,7 @@ _VISIBLE = str.maketrans(
     {" ": "·", "Ġ": "·", "▁": "·", "\n": "⏎", "Ċ": "⏎", "\r": "␍", "\t": "⇥", "ĉ": "⇥", "\xa0": "⍽"}
 )
 
-# What joins emoji into one.
+# What joins two emoji that are drawn as one.
 _JOINER = regex.compile(r"(?<=.)\u200d(?=\p{Extended_Pictographic})")
 
 

@@ -1,4 +1,4 @@
-"""What each layer of a map says something about, as titles of its pictures."""
+"""Names for the layers of a map, which its pictures have as titles."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from lens_mix.registry import all_methods
 
 
 def layer_names(mixing_map: MixingMap) -> list[str]:
-    """Return a name per layer: of a layer map the layer, of an input map how far it reaches.
+    """Return a name per layer: "layer 3" for a layer map.
 
-    Input maps reach "up to layer 3" (rollout, flow, `decompx`), are what was "added by layer 3"
-    (`alti_logit`), or are of the "whole model" (`gim`, `occlusion`, ...) or the "mean of the layers".
+    For an input map it is "up to layer 3" (rollout, flow, `decompx`), "added by layer 3" (`alti_logit`),
+    "whole model" (`gim`, `occlusion`, ...) or "mean of the layers".
     """
     labels = mixing_map.layer_labels
     if mixing_map.kind == "layer":
         return [f"layer {label}" for label in labels]
-    # The first map of a difference says it for both, which have the same layers.
+    # The first map of a difference names the layers, which both maps have.
     record = _mapping(_mapping(mixing_map.provenance, "difference"), "of") or mixing_map.provenance
     aggregation = _mapping(record, "aggregation")
     method = None if aggregation else all_methods().get(mixing_map.method.split(" - ")[0])

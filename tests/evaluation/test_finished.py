@@ -208,7 +208,9 @@ def test_a_function_has_the_same_identity_in_another_process():
 
 def test_what_has_no_identity_is_refused(own, path):
     calls = iter([1, 2])
-    with pytest.raises(ValueError, match=r"resume: expected what is the same in another run .*leave it"):
+    with pytest.raises(
+        ValueError, match=r"resume: expected values that can be compared in another run .*leave out"
+    ):
         evaluated(own, path, aggregations={"odd": lambda m: next(calls) and lm.layer_mean(m)})
     assert not path.exists()
     meta = torch.empty(2, device="meta")
@@ -293,7 +295,7 @@ def test_lines_that_are_no_records_are_computed_again(own, path, line):
     lines = path.read_text().split("\n")
     lines[2] = line
     path.write_text("\n".join(lines))
-    with pytest.warns(UserWarning, match="resume: 1 lines of .* are broken or no records"):
+    with pytest.warns(UserWarning, match="resume: 1 lines of .* are broken or are not records"):
         assert evaluated(own, path).records == whole.records
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -301,5 +301,5 @@ def test_a_graph_of_many_levels_is_refused(tmp_path, ending):
         deep = [deep]
     graph = nx.DiGraph()
     graph.add_node((0, 0), token=deep)
-    with pytest.raises(ValueError, match="graph: expected values that are lists of few levels"):
+    with pytest.raises(ValueError, match="graph: expected values in a few levels of nesting"):
         save_graph(graph, tmp_path / f"deep.{ending}")

@@ -189,7 +189,7 @@ def test_merge_words_keeps_the_word_that_an_input_map_explains():
     assert cut.queries == [2]
     assert torch.equal(cut.scores, whole().merge_words(queries="last").select_queries([2]).scores)
     assert cut.notes == (
-        "the row of ' Eiffel' (rows [2, 3]) is that of [3] alone, because the map holds no other of them",
+        "the row of ' Eiffel' (rows [2, 3]) is that of [3] alone, because the map has no other of its rows",
     )
     # With other rows too, and of a layer map whose target names the row.
     for made in (rows.replace(default_query=3), whole().replace(default_query=3)):

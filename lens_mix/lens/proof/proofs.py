@@ -60,7 +60,7 @@ def proof_of(
 
 
 def _refuse_within_a_pass(lens: Lens) -> None:
-    """Raise where a pass of lens_mix is running, whose hooks would act on further passes."""
+    """Raise an error if a pass of lens_mix is running, because its hooks would act on further passes."""
     frame = sys._getframe()
     while frame.f_back is not None:
         called_from = str(frame.f_back.f_globals.get("__name__"))
@@ -76,9 +76,9 @@ def _refuse_within_a_pass(lens: Lens) -> None:
 
 
 def _may_be_outdated(lens: Lens, proof: Proof) -> bool:
-    """Whether a component was not what it was read as because of code of the user's, which may be off now.
+    """Return whether a component failed while code of the user's was on the model, which may be off now.
 
-    A hook or a module may be switched by a variable anywhere. What was verified needs no such care: each run
+    Any variable may switch a hook or a module. What was verified needs no such care, because each run
     compares it with its own prompts (`refuted_here`, `unmixed`).
     """
     failed = any(entry.error is not None and not entry.ok for entry in proof.parts)
@@ -97,7 +97,7 @@ def _head_refusal(lens: Lens, prompt: Prompt, proof: Proof) -> str | None:
 def _state(lens: Lens) -> tuple[Any, ...]:
     """Changes whenever weights are edited in place, replaced, moved or cast, or hooks come or go.
 
-    Also when a module that none of the libraries wrote is switched, as peft's `disable_adapter` does.
+    It also changes with the settings of modules of the user's, such as those of peft's `disable_adapter`.
     """
     parameters = {id(p): p for module in lens.modules for p in module._parameters.values() if p is not None}
     weights = tuple(

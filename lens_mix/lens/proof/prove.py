@@ -48,9 +48,9 @@ SHORTEST, LONGEST = 8, 16  # tokens of a proof's prompt
 
 
 def _short_prompt(lens: Lens, prompt: Prompt) -> Prompt:
-    """What a proof runs on: the first tokens of a prompt, more where a hook of the user's needs more.
+    """Return the prompt of a proof: the first tokens of a prompt, more if a user's hook needs them.
 
-    A hook on position 18 fails in a pass over 16.
+    A hook on position 18, for example, fails in a pass over 16 tokens.
     """
     count, target_count = LONGEST, SHORTEST
     lengths = len(prompt.tokens), 0 if prompt.target is None else len(prompt.target)
@@ -64,7 +64,7 @@ def _short_prompt(lens: Lens, prompt: Prompt) -> Prompt:
 
 
 def _runs(lens: Lens, short: Prompt) -> bool:
-    """Whether the user's hooks run; any other failure is the proof's to explain."""
+    """Return whether the user's hooks run; the proof itself explains any other failure."""
     try:
         clean_pass(lens, pad([short], pad_token(lens.model), "right"), watched=())
     except Exception as problem:
@@ -121,7 +121,7 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
 
 
 def short_batch(lens: Lens, prompt: Prompt) -> Batch:
-    """What a proof runs on, as a batch of one."""
+    """Return the prompt of a proof as a batch of one."""
     return pad([_short_prompt(lens, prompt)], pad_token(lens.model), "right")
 
 
@@ -380,11 +380,11 @@ def _without_effect(out: Any, expected: Tensor, recorded: _Recorded) -> bool:
 
 
 def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bool:
-    """Whether a shorter prompt that is padded comes out as alone, and no pattern has weight on its padding.
+    """Return whether a padded prompt gets what it gets alone, and no pattern has weight on its padding.
 
     Padding can also make NaN: in float64, a row that sees nothing but padding does in transformers itself
-    (padding on the left, or a sliding window). What blocks without attention make of padding is not
-    looked at, nor what a mask does that is more than one of padding.
+    (padding on the left, or a sliding window). It is not checked what blocks without attention make of
+    padding, nor what a mask does besides hiding padding.
 
     Args:
         lens: the face of the model.

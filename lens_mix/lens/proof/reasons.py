@@ -82,7 +82,7 @@ def _block(block: nn.Module, part: str) -> Iterator[str]:
 
 
 def _unreadable(attention: nn.Module) -> Iterator[str]:
-    """Why TransformerLens can't give the matrices of attention."""
+    """Yield the reasons why TransformerLens can't read the matrices of attention."""
     for name in ("W_V", "W_O"):
         try:
             getattr(attention, name, None)

@@ -177,7 +177,7 @@ def _norm_refusal(method: HasEngines, proof: Proof) -> str | None:
 
 
 def any_prompt(model: TransformerLensModel) -> Any:
-    """Tokens that the model reads; for both sides of an encoder-decoder, which may name no start token."""
+    """Return tokens that the model reads; both sides if it is an encoder-decoder."""
     alone = any_tokens(model)
     return (alone, alone) if is_encoder_decoder(model, model_class_of(model)) else alone
 

@@ -88,10 +88,10 @@ def page(
         maps: a map; several of one prompt, as `lm.run` returns them; or a list with one of these per prompt.
         path: also write the file there.
         trees: graphs of `attribution_tree` or `lens_mix.graphs`, one, several by name, or a list with one of
-            these per prompt; {}: none. None: of each map of `attention_attribution` that holds all rows the
-            attribution tree from the explained position (`MixingMap.default_query`; of a map without one,
-            from the token with the largest sum), and of each of `information_flow_routes` the routes to the
-            row that is meant.
+            these per prompt; {}: none. None: for each map that has all rows, the attribution tree of
+            `attention_attribution` from the explained position (`MixingMap.default_query`; without one, from
+            the token with the largest sum), and the routes of `information_flow_routes` to the row that is
+            meant.
             Of a graph with more than 4,000 edges the largest are held, and the page says so.
 
     Returns:

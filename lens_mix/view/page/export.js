@@ -4,8 +4,8 @@ function offer(name, blob) {
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
-// Text that a spreadsheet computes, or that a reader of CSV takes for no value or a number, is written as a JSON
-// string, as lens_mix/tables.py does.
+// Text that a spreadsheet would compute, or that a reader of CSV would take for a number or no value, is written as
+// a JSON string, as in lens_mix/tables.py.
 const MISREAD = [/^\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|^"/, /[\0-\x1f\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\p{Cs}]/u,
   /^\s*(|n\/?a|nan|null|none|<na>|#n\/?a( n\/a)?|1\.#(ind|qnan)|true|false|inf(inity)?|(\d+\.?\d*|\.\d+)(e[+-]?\d*)?)\s*$/i];
 const written = value => typeof value !== "string" ? String(value ?? "") : !MISREAD.some(each => each.test(value)) ? value

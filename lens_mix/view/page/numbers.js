@@ -188,16 +188,16 @@ const visible = token => [...token].map((c, i, all) => {
   const point = c.codePointAt(0);
   if (c === "\n") return "↵";
   if (c === "\t") return "⇥";
-  // What joins two emoji into one is drawn as that one.
+  // What joins two emoji stays, because they are drawn as one.
   if (point === JOINER && i && /^\p{Extended_Pictographic}/u.test(all[i + 1] || "")) return c;
   if (point < 32 || point === 127 || (point >= 0x200b && point <= 0x200f) || (point >= 0x202a && point <= 0x202e)
     || (point >= 0x2066 && point <= 0x2069) || (point >= 0xd800 && point <= 0xdfff) || point === 0xfffe || point === 0xffff)
     return "\u27e8" + point.toString(16) + "\u27e9";
   return c;
 }).join("").replace(/^[Ġ▁]/, " ");
-// A token that is a part of a character: the character, and the token's number, "é[1/2]".
+// A token that is a part of a character is written as the character and the token's number, "é[1/2]".
 const NUMBERED = /^(.+)(\[(\d{1,6})\/(\d{1,6})\])$/s;
-// What neighbouring tokens spell.
+// The text that neighbouring tokens spell.
 function joined(tokens) {
   const texts = [];
   for (let i = 0; i < tokens.length; i++) {

@@ -43,7 +43,7 @@ def trees_of(
 def _graphs_of_papers(maps: Mapping[str, MixingMap]) -> dict[str, nx.DiGraph]:
     """What the papers draw of their maps; of a map that can't have it (some rows, merged tokens), nothing."""
     grown: dict[str, Callable[[MixingMap], nx.DiGraph]] = {
-        # From the position that is explained, where the map names one.
+        # From the position that is explained, if the map names one.
         "attention_attribution": lambda m: attribution_tree(m, root=m.default_query),
         "information_flow_routes": lambda m: information_flow_routes(m, m.meant_query),
     }
