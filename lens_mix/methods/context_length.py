@@ -98,7 +98,8 @@ class ContextLength(ExplainsRows):
         if bound.reads_one_position:
             positions = queries - starts + prefix
         output = target_passes.output_of(first, bound.target, positions=positions, batch=batch)
-        if positions is None and output.ndim == 3:
+        has_cut = positions is None and output.ndim == 3
+        if has_cut:
             # Back to the positions of the whole prompt, which targets use. What was cut has no output, so it
             # becomes NaN: a target that reads it (a loss of the whole prompt) must not get a number for it.
             index = torch.arange(len(whole), device=starts.device)
@@ -113,9 +114,11 @@ class ContextLength(ExplainsRows):
                     value = target_passes.evaluate(bound.functions[row], output[uncut])
                     values[number, uncut] = value.to(values.dtype)
         except ValueError as problem:
+            if not has_cut:
+                raise
             raise ValueError(
                 "context_length: expected a target that reads the row's position alone, because the "
-                f"positions before the cut are gone; {problem}"
+                "positions before the cut are gone; got one that reads them"
             ) from problem
         return values
 

@@ -240,6 +240,6 @@ def test_a_hook_that_fails_in_a_shorter_pass_is_named():
     model = build_or_skip(bridge, "llama")
     prompt = prompt_of(model, 7)
     model.add_hook("blocks.0.hook_resid_post", zeroed_at(5))
-    words = r"a pass over [1-5] where the prompt has 7; got IndexError in zero \(.*Take the hook off"
+    words = r"a pass over [1-5] tokens and the prompt has 7; got IndexError in zero \(.*Remove the hook"
     with pytest.raises(lm.UnsupportedModelError, match=words):
         lm.run(model, prompt, "context_length", queries=[6], max_memory=60_000)
