@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
+
+# Why a file that is there can't be replaced although it may be written: it is mounted on its own (as into a
+# container), or another user's in a folder like /tmp.
+_IRREPLACEABLE = (errno.EBUSY, errno.EPERM, errno.EACCES)
 
 
 @contextlib.contextmanager
@@ -15,15 +22,15 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
 
     An error in the block (a full disk, Ctrl-C) removes the new file and leaves what was at `path`. A symbolic
     link stays, and the file that it points to is replaced. The new file has the permission bits (and, where
-    the user may set it, the owner) of the old one; hard links to the old file keep the old content. What is
-    not a regular file (`/dev/stdout`, a pipe) is written directly, and so is an old file in a folder in which
-    no file can be created.
+    the user may set it, the owner) of the old one; hard links to the old file keep the old content. What
+    can't be replaced gets the new content at the end instead: what is not a regular file (`/dev/stdout`, a
+    pipe), a file in a folder that takes no new ones, and a file that is mounted on its own.
 
     Args:
         path: the file's place; its folder must exist.
 
     Yields:
-        A path in the same folder, with the same ending.
+        A path with the same ending.
 
     Raises:
         OSError: the file can't be written, before the block is entered or when it is left.
@@ -34,7 +41,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
     except FileNotFoundError:
         old = None
     if old is not None and not stat.S_ISREG(old.st_mode):
-        yield place
+        with _written_elsewhere(place) as elsewhere:
+            yield elsewhere
         return
     if old is not None:
         # A read-only file raises an error here; replacing it needs only the right to write to its folder.
@@ -49,7 +57,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
         made = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except OSError as problem:
         if old is not None and isinstance(problem, PermissionError):
-            yield place
+            with _written_elsewhere(place) as elsewhere:
+                yield elsewhere
             return
         raise type(problem)(problem.errno, problem.strerror, place) from None
     try:
@@ -57,11 +66,33 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
         os.close(made)
         yield beside
         _settle(beside, old or new)
-        os.replace(beside, place)
-    except BaseException:
+        try:
+            os.replace(beside, place)
+        except OSError as problem:
+            if old is None or problem.errno not in _IRREPLACEABLE:
+                raise
+            _copy(beside, place)
+    finally:
         with contextlib.suppress(FileNotFoundError):
             os.remove(beside)
-        raise
+
+
+@contextlib.contextmanager
+def _written_elsewhere(place: str) -> Iterator[str]:
+    """Give the path of a file in a folder for temporary ones, and copy what it holds to `place` at the end.
+
+    Some writers (safetensors from 0.8 on) put a file of their own in the place of the one they are given,
+    also of a device.
+    """
+    with tempfile.TemporaryDirectory(prefix="lens_mix-") as folder:
+        elsewhere = os.path.join(folder, f"new{os.path.splitext(place)[1]}")
+        yield elsewhere
+        _copy(elsewhere, place)
+
+
+def _copy(source: str, place: str) -> None:
+    with open(source, "rb") as new, open(place, "wb") as old:
+        shutil.copyfileobj(new, old)
 
 
 def _settle(path: str, like: os.stat_result) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
 import subprocess
@@ -34,7 +36,12 @@ def write_figure(path):
     map_of(random_attention()).show(kind="figure").savefig(path)
 
 
+def write_map(path):
+    map_of(random_attention()).save(path)
+
+
 WRITERS = {
+    "map.safetensors": write_map,
     "page.html": write_page,
     "graph.json": lambda path: save_graph(small_graph(), path),
     "graph.graphml": lambda path: save_graph(small_graph(), path),
@@ -139,7 +146,40 @@ def test_links_are_followed(tmp_path):
     assert (tmp_path / "loop").is_symlink()
 
 
-def test_a_pipe_is_written_directly(tmp_path):
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_pipe_stays_a_pipe(name, tmp_path):
+    """Also where a library puts a new file in the place of the one it is given (safetensors 0.8)."""
+    place = tmp_path / name
+    os.mkfifo(place)
+    reader = os.open(place, os.O_RDONLY | os.O_NONBLOCK)
+    # Room for the whole file, as nobody reads until it is written.
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)
+    WRITERS[name](place)
+    assert stat.S_ISFIFO(os.stat(place).st_mode)
+    assert len(os.read(reader, 1 << 20)) > 100
+    os.close(reader)
+    assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("reason", [errno.EBUSY, errno.EPERM])
+def test_a_file_that_cannot_be_replaced_is_written_over(reason, tmp_path, monkeypatch):
+    """It is mounted on its own, or another user's in a folder like /tmp."""
+
+    def refuse(*paths):
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    place = tmp_path / "page.html"
+    with pytest.raises(OSError, match=os.strerror(reason)):
+        write_page(place)
+    assert os.listdir(tmp_path) == []
+    place.write_text(OLD)
+    write_page(place)
+    assert place.read_text().startswith("<!DOCTYPE html>")
+    assert os.listdir(tmp_path) == ["page.html"]
+
+
+def test_a_pipe_gets_what_is_written(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     with replacing(tmp_path / "pipe") as place:
