@@ -48,8 +48,10 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     for name in ("parameters", "provenance"):
         _refuse_beyond_json(record[name], name)
     tensors = {name: getattr(mixing_map, name) for name in ("scores", "mask", "residual_shares")}
-    # safetensors refuses views
+    # safetensors refuses views, and tensors that share memory (the diagonal of scores as residual shares).
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+    if "residual_shares" in tensors:
+        tensors["residual_shares"] = tensors["residual_shares"].clone()
     text = json.dumps(record)
     if len(text) > _LONGEST_RECORD:
         raise ValueError(
@@ -103,14 +105,17 @@ def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch
         raise ValueError(f"{expected}, got {place}, which is no safetensors file: {problem}") from problem
     try:
         record = json.loads(metadata.get("record", ""))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         record = None
     if isinstance(record, dict):
         fields |= {name: record[name] for name in (*_FIELDS, *_OPTIONAL) if name in record}
     missing = [name for name in (*_FIELDS, "scores") if name not in fields]
     if missing:
         raise ValueError(f"{expected}, got {place}, which lacks {missing}")
-    return cls(**fields)
+    try:
+        return cls(**fields)
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{expected}, got {place}, which holds none: {problem}") from problem
 
 
 def to_numpy(tensor: Tensor) -> Any:

@@ -1,6 +1,7 @@
 """The record: what it accepts, what it refuses, and what its methods return."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pandas as pd
@@ -8,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from lens_mix.maps import MixingMap, Source, words
 from tests.random_maps import random_attention
@@ -631,9 +634,6 @@ def test_load_refuses_other_files(tmp_path):
     ],
 )
 def test_load_says_what_a_damaged_map_lacks(tmp_path, tensors, record, lacks):
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
     make().save(tmp_path / "map")
     with safe_open(tmp_path / "map", framework="pt") as file:
         metadata = dict(file.metadata())
@@ -644,6 +644,45 @@ def test_load_says_what_a_damaged_map_lacks(tmp_path, tensors, record, lacks):
     save_file({name: torch.ones(1) for name in tensors}, tmp_path / "damaged", metadata=metadata)
     with pytest.raises(ValueError, match=r"got .*damaged, which lacks " + lacks):
         MixingMap.load(tmp_path / "damaged")
+
+
+DAMAGED = {
+    "nested": "[" * 100_000,
+    "digits": "9" * 5_000,
+    "kind": {"kind": "lJyer"},
+    "tokens": {"tokens": 5},
+    "queries": {"queries": "x"},
+    "layers": {"layers": [1]},
+    "notes": {"notes": 5},
+}
+
+
+@pytest.mark.parametrize("name", [*DAMAGED, "another tensor"])
+def test_load_of_a_damaged_map_is_one_kind_of_error(tmp_path, name):
+    make().save(tmp_path / "map")
+    with safe_open(tmp_path / "map", framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(tmp_path / "map")
+    damage = DAMAGED.get(name, {})
+    record = damage if isinstance(damage, str) else json.dumps(json.loads(metadata["record"]) | damage)
+    if name not in DAMAGED:
+        tensors["further"] = torch.ones(1)
+    save_file(tensors, tmp_path / "damaged", metadata=metadata | {"record": record})
+    with pytest.raises(
+        ValueError, match=r"^path: expected a map that MixingMap\.save wrote .*damaged, which"
+    ):
+        MixingMap.load(tmp_path / "damaged")
+
+
+def test_residual_shares_that_are_a_view_of_the_scores_are_saved(tmp_path):
+    scores = torch.rand(2, 3, 3)
+    shares = scores.diagonal(dim1=1, dim2=2)
+    MixingMap(scores, tokens=["a", "b", "c"], residual_shares=shares).save(tmp_path / "map")
+    assert torch.equal(MixingMap.load(tmp_path / "map").residual_shares, shares)
+    # Contiguous ones too.
+    one = torch.eye(3)[None]
+    MixingMap(one, tokens=["a", "b", "c"], residual_shares=one[:, 0]).save(tmp_path / "map")
+    assert torch.equal(MixingMap.load(tmp_path / "map").residual_shares, one[:, 0])
 
 
 # ---------------------------------------------------------------------- the row that is meant, and its unit
