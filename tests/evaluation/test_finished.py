@@ -221,6 +221,22 @@ def test_what_has_no_identity_is_refused(own, path):
 # ------------------------------------------------------------------ broken files
 
 
+def test_a_file_that_is_written_anew_is_the_same_file(own, path):
+    """A link stays one, with the bits of what it points to, and files beside it are nobody's."""
+    whole = evaluated(own, path)
+    text, target, beside = path.read_text(), path.with_name("target"), path.with_name(f"{path.name}.new")
+    path.unlink()
+    target.write_text(text[:-3])
+    target.chmod(0o640)
+    path.symlink_to(target.name)
+    beside.write_text("another file")
+    assert evaluated(own, path).records == whole.records
+    assert path.is_symlink()
+    assert target.read_text() == text
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert beside.read_text() == "another file"
+
+
 def test_a_file_that_is_empty_or_cut_within_its_header_is_begun_anew(own, path):
     whole = evaluated(own, path)
     text = path.read_text()
