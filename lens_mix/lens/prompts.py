@@ -273,6 +273,9 @@ def _tokens(
         hint *= isinstance(prompt, Mapping)
         raise TypeError(f"{name}: expected a string or a tensor of tokens, got {type(prompt).__name__}{hint}")
     plain_tensor(name, prompt)
+    if not prompt.numel():
+        # No tokens are of no dtype: an empty list, and an empty string's tokens, become floats.
+        prompt = prompt.long()
     if prompt.dtype.is_floating_point or prompt.dtype.is_complex or prompt.dtype == torch.bool:
         raise TypeError(f"{name}: expected integer tokens, got a tensor of {prompt.dtype}")
     if prompt.ndim == 2 and prompt.shape[0] == 1:

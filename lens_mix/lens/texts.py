@@ -12,8 +12,9 @@ from lens_mix.arguments import shown
 from lens_mix.lens.changes import Changes, replaced_attributes
 from lens_mix.lens.token_strings import strings_of
 
-# By tokenizer: [the template of special tokens in its files] if TransformerLens has replaced it, else [].
-_templates: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+# By tokenizer: [the template of special tokens in its files] if TransformerLens has replaced it, [] if it has
+# not, None if the files can't be read.
+_templates: weakref.WeakKeyDictionary[Any, list[Any] | None] = weakref.WeakKeyDictionary()
 
 
 def own_template(tokenizer: Any) -> Changes:
@@ -22,13 +23,13 @@ def own_template(tokenizer: Any) -> Changes:
     TransformerLens loads tokenizers with `add_bos_token=True`. From transformers 5 on this replaces the
     template of special tokens of many fast tokenizers: T5's `a </s>` becomes `a`, and `<s> a </s> b </s>`
     becomes `<s> a <s> b`. The files have the template that the model was trained with. If they are not on
-    this machine, the tokenizer stays as it is.
+    this machine, the tokenizer stays as it is, and `notes_on_template` says so.
     """
     if not _has_template_of_flags(tokenizer):
         return Changes([])
     if tokenizer not in _templates:
         _templates[tokenizer] = _template_of_files(tokenizer)
-    values = [(tokenizer.backend_tokenizer, template) for template in _templates[tokenizer]]
+    values = [(tokenizer.backend_tokenizer, template) for template in _templates[tokenizer] or ()]
     return Changes([replaced_attributes(values, "post_processor")])
 
 
@@ -53,26 +54,33 @@ def _state(tokenizer: Any) -> dict[str, Any]:
     return state if state.get("type") == "TemplateProcessing" else {}
 
 
-def _template_of_files(tokenizer: Any) -> list[Any]:
-    """Return [the template in the tokenizer's files]; [] if they can't be read or have the same one."""
+def _template_of_files(tokenizer: Any) -> list[Any] | None:
+    """Return [the template in the tokenizer's files]; [] if they have the same one, None if they can't be read."""
     from transformers import AutoTokenizer
 
     options = {**tokenizer.init_kwargs, "local_files_only": True}
     name, _ = options.pop("name_or_path", None), options.pop("add_bos_token")
     if not name:
-        return []
+        return None
     try:
         plain = AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError):
-        return []
+        return None
     is_same = not getattr(plain, "is_fast", False) or _state(plain) == _state(tokenizer)
     return [] if is_same else [plain.backend_tokenizer.post_processor]
 
 
 def notes_on_template(tokenizer: Any) -> tuple[str, ...]:
-    """Return the notes on a text, if TransformerLens has replaced the tokenizer's special tokens."""
-    if not _has_template_of_flags(tokenizer) or not _templates.get(tokenizer):
+    """Return the notes on a text, if TransformerLens has, or may have, replaced its special tokens."""
+    template = _templates.get(tokenizer, [])
+    if not _has_template_of_flags(tokenizer) or template == []:
         return ()
+    if template is None:
+        return (
+            "strings: TransformerLens loaded the tokenizer with add_bos_token=True, which replaces the "
+            f"special tokens of many, and its files ({tokenizer.name_or_path or 'unnamed'}) can't be read to "
+            "compare; the model read what model.tokenizer adds; for other tokens give these themselves",
+        )
     return (
         "strings: TransformerLens loaded the tokenizer with add_bos_token=True, so model.tokenizer adds "
         "other special tokens than its files say; the model read those of the files "

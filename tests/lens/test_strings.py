@@ -177,6 +177,17 @@ def test_what_transformer_lens_made_of_the_tokenizer_is_noted(tmp_path):
     assert model.tokenizer(TEXT, OTHER)["input_ids"] == before
 
 
+def test_files_that_cannot_be_compared_are_noted(tmp_path):
+    """The folder is gone before the first string: whether special tokens were replaced is not known."""
+    tokenizer, model = build("generic", "bert", tmp_path / "files", by_name=True)
+    (tmp_path / "files").rename(tmp_path / "elsewhere")
+    found = lm.run(model, TEXT, "attention")
+    assert read(found) == model.tokenizer(TEXT)["input_ids"]
+    may_be_others = read(found) != tokenizer(TEXT)["input_ids"]
+    assert any("files" in note and "can't be read" in note for note in found.notes) is may_be_others
+    assert not lm.run(model, tokenizer(TEXT), "attention").notes
+
+
 @pytest.mark.parametrize("family", ["bert", "generic"])
 def test_a_hooked_encoder(family, tmp_path):
     if not available(hooked_encoder):
@@ -269,6 +280,20 @@ def test_numpy_arrays():
     expected = lm.run(model, ([3, 4, 5], [2, 6]), "attention")
     assert lm.run(model, pair, "attention").provenance["target_token_ids"] == [2, 6]
     assert torch.equal(lm.run(model, pair, "attention").scores, expected.scores)
+
+
+@pytest.mark.parametrize("empty", [[], np.array([]), torch.tensor([]), {"input_ids": []}])
+def test_no_tokens(empty):
+    for call in (lm.run, lambda *asked: list(lm.run_many(asked[0], [empty], asked[2]))):
+        with pytest.raises(ValueError, match="prompt: expected at least one token, got none"):
+            call(gpt2_like(), empty, "attention")
+
+
+def test_a_string_of_no_tokens(tmp_path):
+    """For Blenderbot's kind nothing is put around a text."""
+    _, model = build("blenderbot", "blenderbot", tmp_path)
+    with pytest.raises(ValueError, match="prompt: expected at least one token, got none"):
+        lm.run(model, ("", TEXT), "attention")
 
 
 def encoder_decoder():
