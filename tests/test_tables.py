@@ -163,6 +163,37 @@ def test_another_programs_csv_is_read_as_the_message_says():
     assert lm.MixingMap.from_dataframe(table).tokens == ["NA", "01"]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep_default_na": False},
+        {"dtype": str, "keep_default_na": False},
+        {"dtype": "string"},
+        {"dtype": "category"},
+        {"dtype_backend": "numpy_nullable"},
+        {"dtype_backend": "pyarrow"},
+    ],
+    ids=str,
+)
+def test_numbers_are_read_whatever_a_reader_made_of_them(tmp_path, options):
+    if options.get("dtype_backend") == "pyarrow":
+        pytest.importorskip("pyarrow")
+    original = map_of(["NA", "01", "=1", "x"])
+    original.to_dataframe().to_csv(tmp_path / "map.csv", index=False)
+    found = lm.MixingMap.from_dataframe(pd.read_csv(tmp_path / "map.csv", **options))
+    assert found.tokens == original.tokens
+    assert found.causal
+    assert torch.allclose(found.scores, original.scores.double(), atol=1e-7)
+
+
+@pytest.mark.parametrize("column", ["layer", "query", "key", "score"])
+def test_what_is_no_number_is_named(column):
+    table = pd.DataFrame(map_of(["a", "b"]).to_dataframe()).astype({column: object})
+    table.loc[1, column] = "many"
+    with pytest.raises(ValueError, match=rf"table: expected numbers in {column}, got .*many"):
+        lm.MixingMap.from_dataframe(table)
+
+
 def test_tables_of_reasons_and_labels_hold_no_formula():
     support = Support("m", (("=cmd", None, "-reason"),))
     assert cells_of(support.to_dataframe().to_csv(index=False))[3:] == ['"=cmd"', "", '"-reason"']

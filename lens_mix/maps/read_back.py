@@ -41,6 +41,7 @@ def from_dataframe(cls: type[MixingMap], table: pandas.DataFrame, **fields: Any)
 
     check_columns("table", table, _COLUMNS)
     axes = ["layer", *(["head"] if "head" in table.columns else []), "query", "key"]
+    table = table.assign(**{name: _numbers(table[name], name) for name in (*axes, "score")})
     by_entry = table.set_index(axes)["score"].sort_index()
     places = {axis: sorted(set(table[axis].tolist())) for axis in axes}
     shape = [len(labels) for labels in places.values()]
@@ -60,6 +61,19 @@ def from_dataframe(cls: type[MixingMap], table: pandas.DataFrame, **fields: Any)
         raise ValueError(f"table: expected keys 0 to {len(keys) - 1}, got {shown(places['key'])}")
     scores = by_entry.to_numpy().reshape(shape)
     return cls(**{**_fields(scores, places, queries, keys, table.attrs), **fields})
+
+
+def _numbers(column: pandas.Series, name: str) -> pandas.Series:
+    """A column of text (empty: NaN) or of any dtype of pandas as NumPy's numbers; ValueError: others."""
+    import numpy as np
+    import pandas as pd
+
+    try:
+        numbers = pd.to_numeric(column)
+        plain = "float64" if name == "score" else "int64"
+        return numbers if isinstance(numbers.dtype, np.dtype) else numbers.astype(plain)
+    except (ValueError, TypeError) as problem:
+        raise ValueError(f"table: expected numbers in {name}, got {problem}") from problem
 
 
 def _tokens(table: pandas.DataFrame, axis: str, positions: list[int]) -> dict[int, str]:
