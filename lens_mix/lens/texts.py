@@ -55,7 +55,7 @@ def _state(tokenizer: Any) -> dict[str, Any]:
 
 
 def _template_of_files(tokenizer: Any) -> list[Any] | None:
-    """Return [the template in the tokenizer's files]; [] if they have the same one, None if they can't be read."""
+    """Return [the template in the tokenizer's files]; [] if it is the same, None if they can't be read."""
     from transformers import AutoTokenizer
 
     options = {**tokenizer.init_kwargs, "local_files_only": True}

@@ -48,7 +48,9 @@ def word_groups(tokens: Sequence[str]) -> list[list[int]]:
     a special token or a line break. Punctuation without a space before it belongs to the word before it, as
     in the text. The tokens of one character (`é[1/2]`, `é[2/2]`) are one piece. If no piece carries a mark
     and the text has only characters of scripts that are written without spaces (Chinese, Japanese, Thai, …),
-    each piece is a word, except that punctuation belongs to the word before it.
+    each piece is a word, except that punctuation belongs to the word before it. If no piece carries a mark
+    and a character is split over tokens, the text has no space and is one word: tokens that are bytes keep
+    their spaces.
 
     Raises:
         ValueError: in other texts no piece carries a mark, so that words cannot be told from pieces
@@ -57,15 +59,19 @@ def word_groups(tokens: Sequence[str]) -> list[list[int]]:
     wholes = whole_texts(tokens)
     texts = [text for _, text in wholes]
     groups: list[list[int]] = []
-    for (positions, _), starts in zip(wholes, _word_starts(texts), strict=True):
+    keeps_spaces = any(len(positions) > 1 for positions, _ in wholes)
+    for (positions, _), starts in zip(wholes, _word_starts(texts, keeps_spaces), strict=True):
         if starts:
             groups.append([])
         groups[-1] += positions
     return groups
 
 
-def _word_starts(texts: Sequence[str]) -> list[bool]:
-    """Return whether each piece starts a word; the pieces consist of whole characters."""
+def _word_starts(texts: Sequence[str], keeps_spaces: bool) -> list[bool]:
+    """Return whether each piece starts a word; the pieces consist of whole characters.
+
+    `keeps_spaces`: a text without a mark has no space.
+    """
     marked = any(text.startswith(_SPACE_MARKS) for text in texts)
     if not marked and any(text in _WORDPIECE_SPECIALS or _continues_word(text) for text in texts):
         return [place == 0 or not text.startswith("##") for place, text in enumerate(texts)]
@@ -74,6 +80,8 @@ def _word_starts(texts: Sequence[str]) -> list[bool]:
         return starts
     letters = "".join(text for text in texts if not is_special(text))
     if _SPACED_SCRIPT.search(letters):
+        if keeps_spaces:
+            return starts
         raise ValueError(
             f"groups: expected the words, because no token carries a word mark (a leading space, 'Ġ', '▁' "
             f"or '##'); got tokens {list(texts)[:8]}; pass groups= as words or as lists of positions"

@@ -114,6 +114,15 @@ def test_words_are_found_and_named(kind):
     assert mixing_map.merge_words(groups=words).tokens == words
 
 
+@pytest.mark.parametrize("kind", [byte_level, byte_fallback, byt5])
+@pytest.mark.parametrize("word", ["مرحبا", "café", "한국어", "नमस्ते", "ok👍", "你好café"])
+def test_a_single_word_of_split_characters(kind, word):
+    """No token carries a word mark, since there is no space; the bytes tell that none was lost."""
+    tokens = read(kind(), word)
+    assert [found.strip() for found in map_of(tokens).merge_words().tokens] == [word]
+    assert [found.strip() for found in map_of(["<s>", *tokens]).merge_words().tokens] == ["<s>", word]
+
+
 def test_tokens_of_a_character_are_told_apart():
     tokens = read(byte_level(), "café 👩\u200d🚀🇫🇷👍🏽")
     assert tokens[:6] == ["c", "a", "f", "é[1/2]", "é[2/2]", " "]
