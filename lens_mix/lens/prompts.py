@@ -118,6 +118,11 @@ def read_prompt(
         if target is not None:
             raise ValueError("prompt: the target was given twice, in the pair and as decoder_input_ids")
         target = by_name
+    if encoder_decoder and given.pop("labels", None) is not None and target is None:
+        raise ValueError(
+            "labels: expected a target that the decoder reads, got labels, which it predicts; give a pair "
+            "(source, target) with the target's text, or decoder_input_ids"
+        )
     if target is None and target_for is not None:
         raise ValueError(
             f"target: expected a pair (source, target) for part={target_for!r}, got the source alone; the "

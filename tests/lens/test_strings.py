@@ -325,6 +325,18 @@ def test_pictures_are_refused_by_name(name):
         lm.run(gpt2_like(), {"input_ids": [3, 4], name: torch.zeros(1, 3, 4, 4)}, "attention")
 
 
+def test_labels_are_no_target(tmp_path):
+    """`tokenizer(source, text_target=target)` names what is predicted; a map would be of the start token."""
+    tokenizer, model = build("bart", "bart", tmp_path)
+    for target in (TEXT, OTHER):
+        encoding = tokenizer(TEXT, text_target=target)
+        with pytest.raises(ValueError, match=r"labels: expected a target that the decoder reads"):
+            lm.run(model, encoding, "attention")
+        found = lm.run(model, (encoding, target), "attention").provenance
+        assert found["target_token_ids"] == decoder_input(model, tokenizer, target)
+        assert "inputs" not in found
+
+
 def test_what_cannot_be_a_target():
     labels = {"input_ids": [3, 4, 2]}
     with pytest.raises(TypeError, match=r"target: expected a string or .* tokens, got dict \(labels"):
