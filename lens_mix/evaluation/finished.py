@@ -69,9 +69,10 @@ class FinishedCases:
             _write(self._path, header, kept)
 
     def add(self, number: int, records: list[dict[str, Any]]) -> None:
-        """Keep a case."""
+        """Keep a case; one without records, of which a file could not say that it is done, in memory only."""
         self.records[number] = records
-        self._append({"case": number, "records": records})
+        if records:
+            self._append({"case": number, "records": records})
 
     def note_refused(self, refused: Mapping[str, str]) -> None:
         """Keep why methods were left out, so that a resumed run can tell."""
@@ -90,7 +91,8 @@ class FinishedCases:
         number, records = entry.get("case"), entry.get("records")
         if set(entry) != {"case", "records"} or type(number) is not int or not isinstance(records, list):
             return False
-        if not 0 <= number < self._cases or not all(self._is_record(one, number) for one in records):
+        are_records = bool(records) and all(self._is_record(one, number) for one in records)
+        if not 0 <= number < self._cases or not are_records:
             return False
         self.records[number] = records
         return True

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lens_mix.lens.model_classes import TransformerLensModel, transformer_lens_version
 from lens_mix.lens.provenance import model_name
 from lens_mix.lens.state import all_modules
-from lens_mix.lens.users_hooks import users_functions
+from lens_mix.lens.users_hooks import plain_values, settings_of_users_modules, users_functions
 from lens_mix.version import __version__
 
 # Their versions are compared, so that the name of one of their functions or classes identifies it.
@@ -56,9 +56,11 @@ def identity_of_model(model: TransformerLensModel) -> dict[str, Any]:
         "model": model_name(model),
         "dtype": sorted({str(dtype).removeprefix("torch.") for dtype in floating}),
         "weights": _digest_of_weights(modules),
-        "settings": _digest([_settings(module), *map(_settings, modules)]),
+        "settings": _digest(
+            [_settings(module), *map(_settings, modules), settings_of_users_modules(modules)]
+        ),
         "tokenizer": _digest(_tokenizer(getattr(model, "tokenizer", None))),
-        "hooks": [identity(function) for function in users_functions(modules)],
+        "hooks": [[place, identity(function)] for place, function in users_functions(modules)],
         "versions": _VERSIONS,
     }
 
@@ -244,26 +246,19 @@ def _add(hashed: Any, tensor: Tensor) -> None:
 
 def _settings(thing: Any) -> dict[str, Any]:
     """Return the plain values among a module's attributes, and those of its configuration."""
-    found = {name: value for name, value in vars(thing).items() if _is_setting(name, value)}
+    found: dict[str, Any] = {"class": _name(type(thing)), "values": _plain_attributes(thing)}
     for name in ("cfg", "config"):
         config = vars(thing).get(name)
         if config is not None and hasattr(config, "__dict__"):
-            values = {key: value for key, value in vars(config).items() if _is_setting(key, value)}
-            found[name] = dict(sorted(values.items()))
-    return {"class": _name(type(thing)), **dict(sorted(found.items()))}
+            found[name] = _plain_attributes(config)
+    return found
 
 
-def _is_setting(name: str, value: Any) -> bool:
-    # The first pass may fill an attribute that is None.
-    return name not in _NO_SETTINGS and not name.startswith("_") and value is not None and _is_plain(value)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(isinstance(key, str) for key in value) and all(map(_is_plain, value.values()))
-    return value is None or isinstance(value, bool | int | float | str)
+def _plain_attributes(thing: Any) -> list[tuple[str, tuple[Any, ...]]]:
+    # What is None may be filled by the first pass.
+    names = [name for name in vars(thing) if name not in _NO_SETTINGS and not name.startswith("_")]
+    values = {name: plain_values(vars(thing)[name]) for name in names if vars(thing)[name] is not None}
+    return sorted((name, value) for name, value in values.items() if value is not None)
 
 
 def _tokenizer(tokenizer: Any) -> Any:
@@ -271,6 +266,7 @@ def _tokenizer(tokenizer: Any) -> Any:
     if tokenizer is None:
         return None
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    special["chat_template"] = str(getattr(tokenizer, "chat_template", None))
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return [type(tokenizer).__name__, special, sorted(tokenizer.get_vocab().items())]

@@ -22,6 +22,8 @@ _WRITE_CLASSES = _LIBRARIES | {"torch", "transformers"}
 _MIRRORS = "transformer_lens.model_bridge.component_setup"
 # What Hugging Face leaves on a model once it was asked for patterns, as `run_with_cache` of a Bridge does.
 _CAPTURES = "transformers.utils.output_capturing"
+# What every module of torch has.
+_MODULES_OWN = frozenset(vars(nn.Module()))
 
 
 def named_users_hooks(model: nn.Module) -> list[str]:
@@ -58,35 +60,67 @@ def carries_users_hooks(modules: Sequence[nn.Module]) -> bool:
     return _hooks_everywhere() or any(map(_is_users, classes)) or any(map(_users_functions, modules))
 
 
-def users_functions(modules: Sequence[nn.Module]) -> list[Any]:
-    """Return the functions that the user put on a model: hooks, and a `forward` of a module or a class."""
-    functions: list[Any] = [*everywhere._global_forward_pre_hooks.values()]
-    functions += everywhere._global_forward_hooks.values()
+def users_functions(modules: Sequence[nn.Module]) -> list[tuple[int, Any]]:
+    """Return the functions that the user put on a model: hooks, and a `forward` of a module or a class.
+
+    Hooks on gradients too. Each comes after the place in `modules` where it is, -1 for all modules.
+    """
+    functions: list[tuple[int, Any]] = [(-1, hook) for hook in everywhere._global_forward_pre_hooks.values()]
+    functions += [(-1, hook) for hook in everywhere._global_forward_hooks.values()]
     kinds: dict[type[nn.Module], None] = dict.fromkeys(map(type, modules))
-    functions += [kind.forward for kind in kinds if _is_users(kind)]
-    for module in modules:
+    functions += [(-1, kind.forward) for kind in kinds if _is_users(kind)]
+    for place, module in enumerate(modules):
         found = _users_functions(module)
         # TransformerLens 2 does not list the functions that its hooks wrap, but its wrappers refer to them.
-        functions += [*module._forward_hooks.values()] if None in found else found
+        found = [*module._forward_hooks.values()] if None in found else found
+        found += [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+        functions += [(place, function) for function in found]
     return functions
 
 
-def settings_of_users_modules(modules: Sequence[nn.Module]) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """Return the attributes of each module of the user's that are plain values, or collections of these."""
+def settings_of_users_modules(
+    modules: Sequence[nn.Module],
+) -> tuple[tuple[tuple[str, tuple[Any, ...]], ...], ...]:
+    """Return the numbers, strings and switches of each module of the user's, and lists and the like of these."""
     kinds = {kind for kind in set(map(type, modules)) if _is_users(kind)}
     return tuple(
-        tuple((name, repr(value)) for name, value in vars(module).items() if _is_plain(value))
+        tuple(
+            (name, values)
+            for name, value in vars(module).items()
+            if name not in _MODULES_OWN and (values := plain_values(value)) is not None
+        )
         for module in modules
         if type(module) in kinds
     )
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, dict):
-        return _is_plain([*value, *value.values()])
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+def plain_values(value: object) -> tuple[Any, ...] | None:
+    """Return the numbers, strings and switches that a value is made of; None if it is made of others too.
+
+    Values that are equal give the same, also in another process. What contains itself is gone through once.
+    """
+    values: list[Any] = []
+    waiting, places = [value], dict[int, int]()
+    while waiting:
+        one = waiting.pop()
+        if one is None or isinstance(one, (bool, int, float, str)):
+            values.append(one)
+            continue
+        if id(one) in places:
+            values.append(("again", places[id(one)]))
+            continue
+        if isinstance(one, dict):
+            inner = [*one, *one.values()]
+        elif isinstance(one, (set, frozenset)):
+            inner = sorted(one, key=repr)
+        elif isinstance(one, (list, tuple)):
+            inner = list(one)
+        else:
+            return None
+        places[id(one)] = len(places)
+        values.append((type(one).__name__, len(inner)))
+        waiting += inner
+    return tuple(values)
 
 
 def _is_users(kind: type[nn.Module]) -> bool:

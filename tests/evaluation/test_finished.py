@@ -14,8 +14,10 @@ import torch
 
 import lens_mix as lm
 from lens_mix.evaluation import Case, Importance, identity
+from lens_mix.lens.state import all_modules
 from tests import tiny_models
 from tests.evaluation.test_leaderboard import OCCLUSION, prompts
+from tests.lens.test_users_hooks import Noting, containing_itself, with_a_noting_module
 from tests.matrix import build_or_skip
 from tests.source_tree import ROOT
 
@@ -124,6 +126,45 @@ def test_hooks_that_differ_in_what_they_hold_are_told_apart(own, path):
     own.reset_hooks()
     own.add_hook(name, scaling(0.5))
     evaluated(own, path)
+
+
+def test_the_place_of_a_hook_counts(own, path):
+    def halved(module, arguments, output):
+        return output * 0.5
+
+    modules = [module for module in own.modules() if isinstance(module, torch.nn.LayerNorm | torch.nn.Linear)]
+    modules = modules or list(own.blocks)
+    hook = modules[0].register_forward_hook(halved)
+    evaluated(own, path)
+    hook.remove()
+    hook = modules[-1].register_forward_hook(halved)
+    with pytest.raises(ValueError, match="differs in hooks"):
+        evaluated(own, path)
+    hook.remove()
+    hook = modules[0].register_forward_hook(halved)
+    evaluated(own, path)
+
+
+def test_hooks_on_gradients_count(own, path):
+    evaluated(own, path)
+    with_hook = list(own.modules())[-1]
+    hook = with_hook.register_full_backward_hook(lambda module, given, output: None)
+    with pytest.raises(ValueError, match="differs in hooks"):
+        evaluated(own, path)
+    hook.remove()
+    evaluated(own, path)
+
+
+@pytest.mark.parametrize("name", ["disabled", "_disabled"])
+def test_a_switch_in_a_module_of_the_users_counts(name):
+    """As in adapters of peft, which keep theirs in `_disable_adapters`."""
+    model = with_a_noting_module([containing_itself(), {"a", "b"}])
+    module = next(module for module in all_modules(model) if isinstance(module, Noting))
+    found = []
+    for value in (False, True, False):
+        setattr(module, name, value)
+        found.append(identity.identity_of_model(model)["settings"])
+    assert found[0] == found[2] != found[1]
 
 
 @pytest.mark.parametrize("version", ["lens_mix", "transformer_lens", "torch", "transformers"])
@@ -298,6 +339,7 @@ def test_a_last_line_that_is_cut_is_computed_again(own, path, cut):
         "null",
         '{"case": 1}',
         '{"case": 1, "records": 5}',
+        '{"case": 1, "records": []}',
         '{"case": 1, "records": [5]}',
         '{"case": 1, "records": [{"case": 1}]}',
         '{"case": true, "records": []}',

@@ -11,9 +11,9 @@ from torch.nn.modules import module as everywhere
 import lens_mix as lm
 from lens_mix import hooks
 from lens_mix.lens.state import all_modules
-from lens_mix.lens.users_hooks import carries_users_hooks
+from lens_mix.lens.users_hooks import carries_users_hooks, plain_values
 from tests.matrix import build_or_skip, cases, prompt_of
-from tests.tiny_models import bridge, hooked_encoder, hooked_transformer, is_encoder_decoder
+from tests.tiny_models import available, bridge, hooked_encoder, hooked_transformer, is_encoder_decoder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -185,6 +185,63 @@ def test_what_a_user_puts_is_seen_until_it_is_gone(factory, arguments, put):
     finally:
         remove()
     assert not carries_users_hooks(all_modules(model))
+
+
+# ------------------------------------------------------------------ what a module of the user's has
+
+
+class Noting(torch.nn.Module):
+    """A module with an attribute of any kind."""
+
+    def __init__(self, inner, noted):
+        super().__init__()
+        self.inner, self.noted = inner, noted
+
+    def forward(self, *arguments):
+        return self.inner(*arguments)
+
+
+def with_a_noting_module(noted):
+    model = build_or_skip(hooked_transformer, "LN") if not available(bridge, "gpt2") else bridge("gpt2")
+    tree = getattr(model, "original_model", model)
+    name = next(name for name, _ in tree.named_modules() if name.endswith((".act", "ln2")))
+    parent, _, last = name.rpartition(".")
+    setattr(tree.get_submodule(parent), last, Noting(tree.get_submodule(name), noted))
+    return model
+
+
+def containing_itself():
+    loop = [1]
+    loop.append(loop)
+    return loop
+
+
+def nested(count, width):
+    value = [1]
+    for _ in range(count):
+        value = [value] * width
+    return value
+
+
+@pytest.mark.parametrize(
+    "noted",
+    [containing_itself(), {"a": containing_itself()}, nested(5_000, 1), nested(40, 2), 10**5_000],
+    ids=["itself", "itself in a dict", "deep", "shared", "digits"],
+)
+def test_a_module_may_have_attributes_of_any_shape(noted):
+    model = with_a_noting_module(noted)
+    assert carries_users_hooks(all_modules(model))
+    assert bool(lm.run(model, prompt_of(model), "attention").scores.isfinite().all())
+
+
+def test_plain_values_are_told_apart_and_are_the_same_for_equal_ones():
+    one, two = [1], [2]
+    values = [1, "1", [1], (1,), [[1]], [1, [2]], [[1], 2], {1: 2}, {2: 1}, {"a"}, {"a", "b"}, None, [], {}]
+    values += [[one, two, one], [one, two, two], containing_itself()]
+    assert len(set(map(plain_values, values))) == len(values)
+    assert plain_values(containing_itself()) == plain_values(containing_itself())
+    assert plain_values([1, object()]) is None
+    assert plain_values({"a": torch.ones(1)}) is None
 
 
 # ------------------------------------------------------------------ what counts positions
