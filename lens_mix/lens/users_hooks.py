@@ -81,7 +81,7 @@ def users_functions(modules: Sequence[nn.Module]) -> list[tuple[int, Any]]:
 def settings_of_users_modules(
     modules: Sequence[nn.Module],
 ) -> tuple[tuple[tuple[str, tuple[Any, ...]], ...], ...]:
-    """Return the numbers, strings and switches of each module of the user's, and lists and the like of these."""
+    """Return the numbers, strings and switches of each module of the user's, in lists and the like too."""
     kinds = {kind for kind in set(map(type, modules)) if _is_users(kind)}
     return tuple(
         tuple(

@@ -15,6 +15,7 @@ from lens_mix.maps import MixingMap
 from lens_mix.maps.characters import joined
 from lens_mix.maps.exchange import full_name
 from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT, labels_that_fit, visible_token
+from lens_mix.view.layers import layer_names
 from lens_mix.view.lazy import need_canvas
 
 _FAINTEST = 1e-4  # on a logarithmic scale, this share of the largest score and less have the lightest colour
@@ -133,7 +134,7 @@ def _norm(scores: Iterable[Tensor], logarithmic: bool) -> Any:
 def default_title(mixing_map: MixingMap, head: int | str | None) -> str:
     name = full_name(mixing_map, ", ")
     if head == "all":
-        return f"{name}, layer {mixing_map.layer_labels[0]}" if len(mixing_map) == 1 else name
+        return f"{name}, {layer_names(mixing_map)[0]}" if len(mixing_map) == 1 else name
     if mixing_map.has_heads:
         name += ", mean over heads" if head is None else f", head {head}"
     return name

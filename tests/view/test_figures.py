@@ -146,6 +146,12 @@ class TestLayerMaps:
         ):
             assert {axes.get_title() for axes in heat_maps(layer_maps(m))} == expected
 
+    def test_the_heads_of_one_layer_of_an_input_map_are_titled_for_what_they_are(self) -> None:
+        plain = raw_map(heads=2)
+        assert "attention, layer 1" in written(layer_maps(plain, layer=1, head="all"))
+        rolled = lm.rollout(plain, per_head=True)
+        assert "attention, rollout, up to layer 1" in written(layer_maps(rolled, layer=1, head="all"))
+
     def test_a_record_that_a_user_wrote_names_no_layers(self) -> None:
         for record in ({"aggregation": "mine"}, {"difference": 3}, {"aggregation": {"name": "layer_mean"}}):
             figure = layer_maps(raw_map(kind="input", provenance=record))

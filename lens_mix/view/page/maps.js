@@ -155,9 +155,9 @@ async function gridView(view) {
       context.strokeStyle = css(chosen ? "--accent" : "--line");
       context.lineWidth = chosen ? 2 : 1;
       context.strokeRect(left - .5, top - .5, thumb + 1, thumb + 1);
-      if (heads === 1) { context.fillStyle = css("--soft"); context.fillText(String(m.names[place]), left, top - 7); }
+      if (heads === 1) { context.fillStyle = css("--soft"); context.fillText(layerNumber(m, place), left, top - 7); }
     }
-    if (heads > 1) { context.fillStyle = css("--soft"); context.fillText(String(m.names[place]), 6, corner(place, 0)[1] + thumb / 2); }
+    if (heads > 1) { context.fillStyle = css("--soft"); context.fillText(layerNumber(m, place), 6, corner(place, 0)[1] + thumb / 2); }
   }
 }
 // Long maps: the strongest of the cells that share a pixel.
@@ -221,7 +221,7 @@ async function largeMap(pane, m, keys, whole) {
   });
   canvas.addEventListener("mouseleave", () => tip());
   canvas.addEventListener("click", event => { const cell = at(event); if (cell) set({ query: m.queries[cell.row] }); });
-  pane.append(make("p", { class: "caption", text: `Layer ${m.names[place]}`
+  pane.append(make("p", { class: "caption", text: `${m.label} · ${m.layer_names[place]}`
     + (m.heads ? `, ${state.head < 0 ? "mean of heads" : `head ${state.head}`}` : "")
     + `; raw scores, stored with an error of at most ${shown(m.layers[place].error)}. Grey: keys that can't be seen.` }), canvas);
   exported = () => ({ rows: m.queries.flatMap((query, row) => keysOf(m).map((token, key) => ({ map: m.label,
@@ -251,7 +251,7 @@ async function layersByKeys(panes, m, keys) {
       context.fillRect(50 + key * zoom, 90 + place * high, Math.ceil(zoom), high);
     }
     context.fillStyle = css(m.names[place] === state.layer ? "--accent" : "--soft");
-    context.fillText(namesLayers(m) ? String(m.names[place]) : "", 16, 90 + place * high + high / 2);
+    context.fillText(layerNumber(m, place), 16, 90 + place * high + high / 2);
   });
   for (const key of spaced(column, zoom, keys)) {
     context.save(); context.translate(50 + key * zoom + zoom / 2, 84); context.rotate(-Math.PI / 2);
@@ -267,7 +267,7 @@ async function layersByKeys(panes, m, keys) {
   canvas.addEventListener("mouseleave", () => tip());
   canvas.addEventListener("click", event => { const cell = at(event); if (cell) set({ layer: m.names[cell.place] }); });
   panes.append(make("div", { class: "pane" }, make("p", { class: "caption",
-    text: `${m.label}: what ${named(m.tokens, m.queries[0])} took, ${namesLayers(m) ? "layers down, keys across" : m.layer_names[0]}; ${unit()}.` }), canvas));
+    text: `${m.label}: what ${named(m.tokens, m.queries[0])} took, ${layerNumber(m, 0) ? "layers down, keys across" : m.layer_names[0]}; ${unit()}.` }), canvas));
   exported = () => ({ rows: rows.flatMap((row, place) => [...row].map((value, key) => ({ map: m.label, layer: m.names[place],
     query: m.queries[0], key, token: keysOf(m)[key], value: Number.isNaN(value) ? null : value }))) });
 }
@@ -279,7 +279,7 @@ async function methodsView(view) {
   // The score is that of the method's best input map: of a given rollout it would say too much.
   const score = m => m.provenance.aggregation ? undefined : SCORES.get(m.method);
   table.append(make("tr", {}, make("th", { text: `Spearman with ${base.label}, this row` }),
-    ...base.names.map(name => make("th", { text: String(name) })), make("th", { text: "leaderboard" })));
+    ...base.names.map((_, place) => make("th", { text: layerNumber(base, place) || base.layer_names[place] })), make("th", { text: "leaderboard" })));
   for (const m of [base, ...others]) {
     const cells = [];
     for (const [place, name] of base.names.entries()) {
@@ -310,7 +310,7 @@ async function methodsView(view) {
     const line = tokenRow(keysOf(base), { values: a.map((x, i) => x - b[i]), chosen: base.keys ? [] : [state.query],
       choose: base.keys ? null : query => set({ query }), says: "difference of shares" });
     view.append(make("div", { class: "row" }, make("h3", {}, make("b", { text: `${base.label} − ${m.label}` }),
-      ` · difference of shares, layer ${base.names[place]}`), line));
+      ` · difference of shares · ${base.layer_names[place]}`), line));
   }
   exported = () => ({ rows: kept });
 }

@@ -149,8 +149,8 @@ const shown = x => Number.isNaN(x) ? "hidden" : x === 0 ? "0"
 const placeOf = m => Math.max(0, m.names.indexOf(state.layer));
 // Of a map down to the input with one layer that one; else the layer of this name, or -1: never another.
 const sameLayer = (m, name) => m.kind === "input" && m.names.length === 1 ? 0 : m.names.indexOf(name);
-// Whether a map's rows are layers: a map of the whole model, or a mean of layers, has no layer to name.
-const namesLayers = m => m.names.length > 1 || m.layer_names[0].endsWith(`layer ${m.names[0]}`);
+// Beside its picture; a map of the whole model, or a mean of layers, has no layer to number.
+const layerNumber = (m, place) => m.layer_names[place].endsWith(`layer ${m.names[place]}`) ? String(m.names[place]) : "";
 const unit = () => state.unit === "share" ? "share of the row" : "raw score";
 
 function spearman(a, b) {

@@ -29,7 +29,7 @@ function controls(m) {
   $("layer").value = m.names.indexOf(state.layer);
   $("layer").disabled = m.names.length === 1;
   $("layer-name").textContent = state.layer;
-  $("layer").parentElement.hidden = !namesLayers(m);
+  $("layer").parentElement.hidden = !layerNumber(m, 0);
   for (const button of $("views").children) {
     button.setAttribute("aria-selected", button.dataset.view === state.view);
     button.hidden = !views().includes(button.dataset.view);

@@ -516,6 +516,28 @@ def test_a_notebooks_frame_answers_clicks(browser, maps, tmp_path):
     assert [entry["message"] for entry in browser.get_log("browser")] == []
 
 
+def test_layers_of_input_maps_are_named_for_what_they_are(opened, maps):
+    """In each view: what a layer of a rollout is, and no layer of a map of the whole model."""
+    rolled = lm.rollout(maps["attention"])
+    whole = maps["alti"].select_layers([3]).replace(method="gim", kind="input", residual=None)
+    browser = opened({"rolled": rolled, "whole": whole}, "view=grid&map=0&layer=2&query=5")
+    assert browser.find_element("css selector", ".large .caption").text.startswith("rolled · up to layer 2;")
+    canvas = browser.find_element("css selector", "canvas[data-grid=all]")
+    assert tip_of(browser, canvas, 40, 40).startswith("up to layer ")
+    browser = opened({"rolled": rolled, "whole": whole}, "view=grid&map=1&layer=3&query=5")
+    assert browser.find_element("css selector", ".large .caption").text.startswith("whole · whole model;")
+    canvas = browser.find_element("css selector", "canvas[data-grid=all]")
+    assert tip_of(browser, canvas, 40, 40).startswith("whole model\n")
+    one = {"one": rolled.select_queries([5]), "whole": whole.select_queries([5])}
+    for index, name in enumerate(("up to layer ", "whole model\n")):
+        browser = opened(one, f"view=grid&map={index}&query=5")
+        canvas = browser.find_element("css selector", "canvas[data-grid=rows]")
+        assert tip_of(browser, canvas, 60, 96).startswith(name)
+    browser = opened({"rolled": rolled, "whole": whole}, "view=methods&map=1&query=5")
+    assert [cell.text for cell in all_of(browser, "th")][1] == "whole model"
+    assert "difference of shares · whole model" in browser.find_element("id", "view").text
+
+
 def test_layers_that_a_map_lacks_are_not_replaced_by_others(opened, maps):
     one = maps["alti"].select_layers([2])
     browser = opened({"a": maps["attention"], "b": one}, "view=methods&layer=3&query=5")
