@@ -8,9 +8,12 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tqdm.auto import tqdm
+
+if TYPE_CHECKING:
+    from lens_mix.lens.block import Block
 
 # A run warns before a method that takes more forward passes than this for a prompt.
 _MANY = 20
@@ -46,6 +49,30 @@ class Passes:
             else None
             for count in self.counts
         ]
+
+
+def pair_passes(
+    blocks: Sequence[Block],
+    each: float,
+    cheaper: str = "queries=[-1] makes the last row alone",
+    *,
+    every_row: bool = False,
+) -> Passes | None:
+    """Return about how many forward passes a closed form over pairs of tokens takes; None if they are few.
+
+    Args:
+        blocks: those that are mapped.
+        each: the time of one row in all blocks of the stack, in forward passes. It does not depend on the
+            length, because both grow with it.
+        cheaper: as in `Passes`.
+        every_row: whether all rows are made, whichever are asked for.
+    """
+    each *= len(blocks) / blocks[-1].n_layers
+    rows = blocks[-1].real if every_row else blocks[-1].real_queries
+    if each * rows.shape[1] <= _MANY:
+        return None
+    counts = (each * rows.sum(dim=1)).tolist()
+    return Passes(counts, "products with the weights for each pair of tokens", cheaper)
 
 
 @dataclasses.dataclass

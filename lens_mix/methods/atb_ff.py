@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from einops import einsum
@@ -12,11 +13,15 @@ from torch import Tensor
 from lens_mix.algebra.feed_forward import Variant, feed_forward_maps, refuses_feed_forward
 from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.effort import Passes, pair_passes
 from lens_mix.lens.proof_record import ALGEBRA_PARTS
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
+
+# The time of one row in forward passes: 0.08 to 0.13 on SmolLM2-135M (48 to 192 tokens) and on MiniLM.
+_ROW = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +57,9 @@ class AtbFf(VectorMethod):
 
     def refuses(self, anatomy: BlockAnatomy) -> str | None:
         return refuses_feed_forward(anatomy)
+
+    def passes(self, blocks: Sequence[Block]) -> Passes | None:
+        return pair_passes(blocks, _ROW)
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         return feed_forward_maps(block, self.biases).output

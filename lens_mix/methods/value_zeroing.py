@@ -17,7 +17,7 @@ from lens_mix.algebra.value_zeroing_pairs import find_sources
 from lens_mix.arguments import groups_of_positions, heads_by_layer, number, one_of
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, must_fire, zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.effort import Passes
+from lens_mix.lens.effort import Passes, pair_passes
 from lens_mix.method import CrossKeys, Method
 
 if TYPE_CHECKING:
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 Metric = Literal["cosine", "euclidean"]
 LastLayer = Literal["before_final_norm", "after_final_norm"]
+
+# The time of one row by algebra, in forward passes: 0.10 to 0.14 on SmolLM2-135M (48 to 192 tokens) and on
+# MiniLM; of each head alone 0.07.
+_ROW, _ROW_OF_HEAD = 0.11, 0.07
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +113,10 @@ class ValueZeroing(Method):
         return None
 
     def passes(self, blocks: Sequence[Block]) -> Passes | None:
-        if blocks[-1].engine == "algebra":
-            return None
         heads = [len(self._heads(block.layer) or range(block.n_heads)) for block in blocks]
+        if blocks[-1].engine == "algebra":
+            each = _ROW_OF_HEAD * sum(heads) / len(heads) if self.per_head else _ROW
+            return pair_passes(blocks, each)
         replays = sum(heads if self.per_head else [1] * len(heads)) / blocks[-1].n_layers
         keys = blocks[-1].real_keys.sum(dim=1).tolist()
         counts = [replays * (count if self.spans is None else len(self.spans)) for count in keys]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.lens import effort
 from lens_mix.lens.effort import Passes
 from tests.shared_models import decoder
 
@@ -85,6 +86,33 @@ def test_one_row_and_cheap_methods_say_nothing(model):
         found = lm.run(model, PROMPT, CHEAP)
         found["gim"] = lm.run(model, PROMPT, "gim", queries=[-1])
     assert not any(sentences(each) for each in found.values())
+
+
+@pytest.mark.parametrize(
+    ("method", "last_row"),
+    [
+        (lm.DecompX(), True),
+        (lm.DecompXLocal(), False),
+        (lm.AtbFfResLn(), False),
+        (lm.ValueZeroing(), False),
+        (lm.ValueZeroing(per_head=True), False),
+    ],
+    ids=repr,
+)
+def test_closed_forms_over_pairs_of_tokens_say_so_too(method, last_row, monkeypatch):
+    """Their time in forward passes grows with the number of rows; here the limit is a short prompt's."""
+    monkeypatch.setattr(effort, "_MANY", 1)
+    model = decoder()
+    with pytest.warns(UserWarning, match="forward passes"):
+        found = lm.run(model, PROMPT, method)
+    assert "for each pair of tokens" in sentences(found)[0]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error" if not last_row else "ignore", message=".*forward passes.*")
+        one = lm.run(model, PROMPT, method, queries=[-1])
+    assert len(sentences(one)) == last_row  # DecompX makes all rows below the last layer
+    half = lm.run(model, PROMPT, method, queries=range(12), progress=None)
+    numbers = [int(re.search(r"about (\d+)", sentences(m)[0])[1]) for m in (found, half)]
+    assert numbers[0] == (numbers[1] if last_row else pytest.approx(2 * numbers[1], abs=1))
 
 
 def test_a_bar_or_none_instead_of_the_warning(model, capsys):
