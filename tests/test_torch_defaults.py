@@ -14,6 +14,7 @@ import lens_mix as lm
 from lens_mix.evaluation import Cells, Importance, Removals, SampleTokens
 from lens_mix.evaluation.constructed import constructed_models
 from lens_mix.methods import METHODS
+from lens_mix.statistics import attention_statistics
 from tests.matrix import build_or_skip
 from tests.random_maps import map_of, random_attention
 from tests.source_tree import trees
@@ -194,6 +195,25 @@ def test_evaluations(dtype):
         found = dict(made())
     for name, table in found.items():
         pandas.testing.assert_frame_equal(table, expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_statistics_and_what_a_run_announces(dtype):
+    """Whole numbers that are divided, or whose logarithm is taken, become the default dtype."""
+    model = gpt2_like()
+    prompts = list(tokens(model, 3, 23, 1))
+
+    def made():
+        maps = lm.run_many(model, prompts, lm.AttentionWeights(per_head=True))
+        announced = lm.run(model, prompts[0], lm.Gim(), progress=None).notes
+        return attention_statistics(maps).evenness, announced
+
+    expected, expected_notes = made()
+    with defaults(dtype):
+        found, notes = made()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert "forward passes" in notes[0]
+    assert notes == expected_notes
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -71,7 +71,7 @@ def pair_passes(
     rows = blocks[-1].real if every_row else blocks[-1].real_queries
     if each * rows.shape[1] <= _MANY:
         return None
-    counts = (each * rows.sum(dim=1)).tolist()
+    counts = [each * count for count in rows.sum(dim=1).tolist()]
     return Passes(counts, "products with the weights for each pair of tokens", cheaper)
 
 

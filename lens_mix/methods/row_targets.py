@@ -209,7 +209,7 @@ def row_passes(
     rows = blocks[-1].real_queries.sum(dim=1)
     if int(rows.max()) > 1:
         cheaper = "queries=[-1] makes the last row alone"
-    return Passes((each * rows).tolist(), reason, cheaper)
+    return Passes([each * count for count in rows.tolist()], reason, cheaper)
 
 
 def _log_probabilities(

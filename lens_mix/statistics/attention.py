@@ -185,7 +185,9 @@ class _Totals:
         key_counts = visible.sum(-1)
         self._count("entropy", entropy, everywhere)
         # A query that sees one key is neither even nor uneven.
-        self._count("evenness", entropy / key_counts.clamp(min=2).log()[:, None], key_counts > 1)
+        self._count(
+            "evenness", entropy / key_counts.clamp(min=2).to(entropy.dtype).log()[:, None], key_counts > 1
+        )
 
     def _count(
         self, name: str | int, values: Float[Tensor, "layer head query"], counted: Bool[Tensor, "layer query"]
