@@ -19,7 +19,9 @@ _FREQUENCIES, _ORIGINAL = "inv_freq", "original_inv_freq"
 
 def rotary_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules that keep frequencies of rotary angles."""
-    return [module for module in modules if any(name.endswith(_FREQUENCIES) for name in module._buffers)]
+    # Most modules have no buffers at all, and every run asks.
+    with_buffers = (module for module in modules if module._buffers)
+    return [module for module in with_buffers if any(name.endswith(_FREQUENCIES) for name in module._buffers)]
 
 
 def angles_differ(module: nn.Module, shorter: int, longer: int) -> bool:
