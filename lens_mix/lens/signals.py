@@ -41,11 +41,13 @@ class HeldSignals:
             return
         for number in _NUMBERS:
             handler = _signal.getsignal(number)
+            if not callable(handler):
+                continue  # as most are, and a run asks for all of them some dozen times
             if isinstance(handler, _Held):
                 if handler.is_left_over:
                     handler.is_left_over = False
                     self._held.append(handler)
-            elif callable(handler):
+            else:
                 held = _Held(number, handler)
                 # Before it is installed, as another signal's handler may raise from within `signal.signal`.
                 self._held.append(held)

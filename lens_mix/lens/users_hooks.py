@@ -136,12 +136,15 @@ def _hooks_everywhere() -> bool:
 
 
 def _users_functions(module: nn.Module) -> list[Any]:
+    attributes = vars(module)
     functions = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    functions += [vars(module)["forward"]] if "forward" in vars(module) else []
+    functions += [attributes["forward"]] if "forward" in attributes else []
     # What accelerate replaced: a module's own method, or one that somebody put there before.
-    replaced = vars(module).get("_old_forward")
+    replaced = attributes.get("_old_forward")
     if replaced is not None and getattr(replaced, "__self__", None) is not module:
         functions.append(replaced)
+    if not functions:
+        return []  # as most modules have none, and every run asks all of them
     users = [
         function
         for function in functions
