@@ -37,10 +37,10 @@ def whole_number(
     expected = f"{name}: expected {what}{end}"
     try:
         boolean = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
-        if boolean or getattr(value, "ndim", None):
+        if boolean or getattr(value, "ndim", None) or getattr(value, "is_meta", False):
             raise TypeError
         whole = operator.index(value)
-    except (TypeError, RuntimeError):
+    except TypeError:
         raise TypeError(f"{expected}, got {shown(value)}") from None
     if (least is not None and whole < least) or (largest is not None and whole > largest):
         raise ValueError(f"{expected}, got {shown(whole)}")

@@ -64,15 +64,24 @@ class Changes:
                 with changing:
                     self._undoing.callback(change())
             signals.deliver()
-        except BaseException:
-            self._leaving.close()
+        except BaseException as problem:
+            self._leave(problem)
             raise
 
-    def __exit__(self, *problem: object) -> None:
+    def __exit__(self, kind: object, problem: BaseException | None, trace: object) -> None:
         try:
             self._signals.hold()  # handlers that were installed inside
-        finally:
+        except BaseException as another:
+            self._leave(another)
+            raise
+        self._leave(problem)
+
+    def _leave(self, problem: BaseException | None) -> None:
+        try:
             self._leaving.close()
+        except signals.Interrupted as another:
+            problem = another
+        signals.pass_on(problem)
 
     def take_back(self) -> None:
         """Take the changes back; the lock stays taken."""

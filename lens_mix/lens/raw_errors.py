@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lens_mix.lens.changes import Changes
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.provenance import model_name
 from lens_mix.lens.replay import is_out_of_memory
@@ -27,13 +28,16 @@ class ErrorsExplained:
 
     def __init__(self, model: TransformerLensModel) -> None:
         self._model = model
+        # What a handler of a signal raises is no error of a model either.
+        self._signals = Changes(())
 
     def __enter__(self) -> None:
-        pass
+        self._signals.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._signals.__exit__(kind, problem, trace)
         if isinstance(problem, Exception) and _is_raw(problem):
             raise UnsupportedModelError(
                 f"{model_name(self._model)}: expected a model that can be mapped, got "

@@ -3,6 +3,9 @@
 Python calls a handler between any two steps of the main thread. One that raises (Ctrl-C, the timeout of a
 test, a scheduler's SIGTERM) would leave a hook on the model, or its lock taken, if it came while these are
 put on or taken off.
+
+What a handler raises meanwhile is on its way as an `Interrupted` until the model is as it was: lens_mix and
+the libraries below expect errors of a model, and would take a `TimeoutError` for one of them.
 """
 
 from __future__ import annotations
@@ -20,13 +23,46 @@ _Handler = Callable[[int, FrameType | None], Any]
 # No handler runs while a function of these modules is being executed, or anything that it calls.
 _CHANGING = frozenset({"lens_mix.lens.changes", __name__})
 # Nor between two steps of these: an exception there would leave a context manager half exited, and Python
-# swallows those that are raised in callbacks of a WeakSet.
-_UNINTERRUPTED = frozenset({"contextlib", "tqdm.std", "_weakrefset"})
+# swallows those that are raised in callbacks of weak references. A `torch.inference_mode` that is not exited
+# switches it on or off at any later time.
+_UNINTERRUPTED = frozenset(
+    {
+        "contextlib",
+        "tqdm.std",
+        "weakref",
+        "_weakrefset",
+        "torch.autograd.grad_mode",
+        "torch.amp.autocast_mode",
+    }
+)
 
 _NUMBERS = tuple(map(int, signal.valid_signals()))
 
-# The handlers of signals that came at a bad moment, by the signals' numbers.
-_waiting: dict[int, _Handler] = {}
+# What takes the place of handlers whose signals came at a bad moment, by the signals' numbers.
+_waiting: dict[int, _Held] = {}
+
+
+class Interrupted(BaseException):
+    """What a handler raised, as its `original`, on its way out of the `Changes` that hold it back."""
+
+    def __init__(self, original: Exception, held: _Held) -> None:
+        super().__init__(original)
+        self.original, self.held = original, held
+
+
+def pass_on(problem: BaseException | None) -> None:
+    """Raise what a handler has raised: itself, with where it came, once the handler is held no more."""
+    if not isinstance(problem, Interrupted):
+        return
+    if not problem.held.is_left_over:
+        raise problem
+    original, trace = problem.original, problem.__traceback__
+    last = trace
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is not None:
+        last.tb_next = original.__traceback__
+    raise original.with_traceback(trace) from original.__cause__
 
 
 class HeldSignals:
@@ -90,19 +126,28 @@ class _Held:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if _is_bad_moment(frame):
-            _waiting[number] = self.handler
+            _waiting[number] = self
         else:
             _waiting.pop(number, None)
-            self.handler(number, frame)
+            self.call(frame)
+
+    def call(self, frame: FrameType | None) -> None:
+        """Call the handler."""
+        try:
+            self.handler(self.number, frame)
+        except Exception as problem:
+            if self.is_left_over:
+                raise
+            raise Interrupted(problem, self) from problem
 
 
 def deliver() -> None:
     """Call the handlers of the signals that wait, in the main thread."""
     if not _waiting or not _is_main_thread():
         return
-    number, handler = _waiting.popitem()
+    _, held = _waiting.popitem()
     try:
-        handler(number, sys._getframe())
+        held.call(sys._getframe())
     finally:
         deliver()
 
@@ -119,8 +164,8 @@ def _is_bad_moment(frame: FrameType | None) -> bool:
     inner = None
     while frame is not None and frame.f_globals.get("__name__") not in _CHANGING:
         inner, frame = frame, frame.f_back
-    # A handler that was delivered may be interrupted by the next one, as any handler.
-    return frame is not None and not (inner is not None and frame.f_code is deliver.__code__)
+    # A handler may be interrupted by the next one, as any handler.
+    return frame is not None and not (inner is not None and frame.f_code is _Held.call.__code__)
 
 
 def _is_main_thread() -> bool:

@@ -23,6 +23,8 @@ import torch
 
 import lens_mix as lm
 from lens_mix.evaluation import pruned, pruning_curves
+from lens_mix.lens.proof import proofs
+from lens_mix.lens.proof.sketch import random_vectors
 from lens_mix.lens.state import all_modules
 from tests import tiny_models
 from tests.matrix import cases
@@ -32,8 +34,8 @@ Call = Callable[[Any, torch.Tensor], Any]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGHUP)
 
 
-class Came(Exception):
-    """What every handler raises, as that of a test's timeout does."""
+class Came(RuntimeError):
+    """What every handler raises, as that of a test's timeout does: an error that models raise too."""
 
 
 def raise_came(number: int, frame: FrameType | None) -> None:
@@ -57,7 +59,16 @@ def _attention_attribution(model: Any, tokens: torch.Tensor) -> Any:
     return lm.run(model, tokens, lm.AttentionAttribution(n_steps=4))
 
 
+def _first_run(model: Any, tokens: torch.Tensor) -> Any:
+    """A run that verifies the model, which finds out by trying what each module is."""
+    proofs._proofs.clear()
+    random_vectors.cache_clear()
+    lm.run(model, tokens, ["attention", "value_zeroing"])
+
+
 CALLS: dict[str, Call] = {
+    "first_run": _first_run,
+    "context_length": lambda model, tokens: lm.run(model, tokens, "context_length", max_memory=60_000),
     "run": lambda model, tokens: lm.run(model, tokens, "attention"),
     "value_zeroing": lambda model, tokens: lm.run(model, tokens, "value_zeroing", engine="hooks"),
     "input_map": lambda model, tokens: lm.input_map(model, tokens),
@@ -120,7 +131,7 @@ class Moments:
     """Calls one signal's handler when Python would: as a function begins, or a function in C ends."""
 
     def __init__(self, moment: int | None) -> None:
-        self.moment, self.seen, self.came = moment, 0, False
+        self.moment, self.seen, self.came, self.arrived = moment, 0, False, False
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         resumes = frame.f_code.co_flags & 0x20 and event == "call"  # a generator: not at its `yield`
@@ -142,20 +153,24 @@ def profiled(call: Call, patient: Patient, moment: int | None) -> Moments:
         sys.setprofile(moments)
         call(patient.model, patient.tokens)
     except Came:
-        pass
+        moments.arrived = True
     finally:
         sys.setprofile(None)
     return moments
 
 
 def interrupted_everywhere(name: str, label: str, count: int) -> tuple[int, list[int]]:
-    """How often a call was interrupted, at moments spread over it, and after which something was left."""
+    """How often a call was interrupted, at moments spread over it, and after which something was left.
+
+    Or was lost: what the handler raised has to come out of the call.
+    """
     patient, call, left, came = Patient(label), CALLS[name], [], 0
     total = profiled(call, patient, None).seen
     for index in range(count):
         moment = 1 + index * total // count
-        came += profiled(call, patient, moment).came
-        if not patient.is_well():
+        moments = profiled(call, patient, moment)
+        came += moments.came
+        if moments.came != moments.arrived or not patient.is_well():
             left.append(moment)
             patient = Patient(label)
     return came, left

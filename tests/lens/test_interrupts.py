@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,9 +12,12 @@ import threading
 import weakref
 
 import pytest
+import torch
 
+import lens_mix as lm
 from lens_mix.lens.changes import Changes
 from lens_mix.lens.signals import HeldSignals
+from tests import tiny_models
 from tests.lens.interrupts import CALLS, LABELS, SIGNALS, Came, raise_came
 from tests.matrix import cases, slow
 from tests.source_tree import ROOT
@@ -34,7 +38,7 @@ HERE = [case.label for case in cases() if case.label in LABELS and builds(case)]
 
 
 # A thousand of each, as was measured once, takes a quarter of an hour.
-@pytest.mark.parametrize(("count", "names"), [(20, ["run"]), slow(100, [*CALLS])])
+@pytest.mark.parametrize(("count", "names"), [(20, ["run", "first_run"]), slow(100, [*CALLS])])
 def test_nothing_is_left(count, names):
     labels = HERE[:1] if count < 1000 else HERE
     command = [sys.executable, "-W", "ignore", "-m", "tests.lens.interrupts", str(count), ",".join(labels)]
@@ -91,6 +95,77 @@ def test_a_handler_put_there_inside_stays(usual_handler):
     with Changes([]):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+# ------------------------------------------------------------------ what handlers raise
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, RuntimeError, ValueError])
+def test_what_a_handler_raises_is_no_error_of_the_model(kind):
+    """Nothing on the way out takes it for one, and it comes out as it is, from where the signal came."""
+
+    def ring(number, frame):
+        raise kind("too late")
+
+    def fail_to_notice():
+        try:
+            signal.raise_signal(signal.SIGALRM)
+        except Exception:
+            done.append("swallowed")
+
+    done, before = [], signal.signal(signal.SIGALRM, ring)
+    try:
+        with pytest.raises(kind, match=r"^too late$") as raised, Changes([]), Changes([]):
+            fail_to_notice()
+        assert not done
+        assert [frame.name for frame in raised.traceback][-1] == "ring"
+        assert "fail_to_notice" in [frame.name for frame in raised.traceback]
+        with pytest.raises(kind, match=r"^too late$"), Changes([]):
+            signal.raise_signal(signal.SIGALRM)
+        # Outside it is any other exception.
+        fail_to_notice()
+        assert done == ["swallowed"]
+        assert signal.getsignal(signal.SIGALRM) is ring
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("place", ["inside a hook of a short pass", "where libraries catch errors"])
+def test_a_timeout_in_a_run_is_a_timeout(place):
+    model = next(case for case in cases() if case.label == HERE[0]).build()
+    tokens = tiny_models.tokens(model, 1)
+    expected = lm.run(model, tokens, "attention")
+    method = "context_length" if place.startswith("inside") else "attention"
+
+    def ring(number, frame):
+        raise TimeoutError("too late")
+
+    def hook(tensor, hook):
+        if method == "attention" or tensor.shape[1] < tokens.shape[-1]:
+            with contextlib.suppress(OSError):
+                signal.raise_signal(signal.SIGALRM)
+        return tensor
+
+    before = signal.signal(signal.SIGALRM, ring)
+    name = next(n for n in ("blocks.0.hook_in", "blocks.0.hook_resid_pre") if n in model.hook_dict)
+    try:
+        model.add_hook(name, hook)
+        with pytest.raises(TimeoutError, match=r"^too late$"):
+            lm.run(model, tokens, method, max_memory=60_000)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        model.reset_hooks()
+    assert torch.equal(lm.run(model, tokens, "attention").scores, expected.scores)
+
+
+@pytest.mark.parametrize("module", ["torch.autograd.grad_mode", "weakref"])
+def test_no_handler_comes_within_these(usual_handler, module):
+    """A mode of torch that is half exited stays on, or ends at any later time."""
+    names = {"__name__": module, "raise_signal": signal.raise_signal, "number": signal.SIGINT, "done": []}
+    exec("def work():\n    raise_signal(number)\n    done.append('all of it')", names)
+    with pytest.raises(KeyboardInterrupt), Changes([]):
+        names["work"]()
+    assert names["done"] == ["all of it"]
 
 
 # ------------------------------------------------------------------ every signal

@@ -69,7 +69,7 @@ def _refuse_within_a_pass(lens: Lens) -> None:
             if any(module is called for module in lens.modules):
                 raise RuntimeError(
                     "model: a run is already open on it in this thread, in the middle of a forward pass: a "
-                    "hook in that pass asked for another run; run before or after the pass, or on a "
+                    "hook in that pass asked for another, nested run; run before or after the pass, or on a "
                     "copy.deepcopy(model) made before the hook was put on"
                 )
         frame = frame.f_back
