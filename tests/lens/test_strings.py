@@ -227,7 +227,7 @@ def test_causal_decoders_keep_the_habit_and_note_it():
     assert tokenizer("w5 w6")["input_ids"] == [5, 6]
     [note] = found.notes
     assert "3 tokens ('<bos>' 'w5' 'w6')" in note
-    assert "2 tokens, 'w5 w6' (prepend_bos=False gives those)" in note
+    assert "2 tokens ('w5' 'w6') (prepend_bos=False gives those)" in note
     assert not lm.run(model, "w5 w6", "attention", prepend_bos=False).notes
     twice = lm.run(model, "<bos> w5 w6", "attention")
     assert read(twice) == [1, 1, 5, 6]
