@@ -33,6 +33,7 @@ _UNINTERRUPTED = frozenset(
         "_weakrefset",
         "torch.autograd.grad_mode",
         "torch.amp.autocast_mode",
+        "lens_mix.lens.raw_errors",
     }
 )
 
