@@ -166,7 +166,7 @@ def evaluate(
         bool, typer.Option(help="also score the model with shuffled weights, as a control")
     ] = False,
     resume: Annotated[
-        Path | None, typer.Option(help="file that keeps finished cases: a second run goes on from there")
+        Path | None, typer.Option(help="file that keeps finished cases; a second run computes the others")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="file to write: the table (.md or .csv) or a figure (.png)")

@@ -94,7 +94,7 @@ def run(
         TypeError, ValueError: bad input, naming what was expected and what was got.
         UnsupportedModelError: the model or the method on it can't be trusted, with the reason.
     """
-    flags(residual_shares=residual_shares, **({} if progress is None else {"progress": progress}))
+    _check_flags(residual_shares, progress)
     part = one_part(part, stack)
     asked: dict[str, Any] = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
     if part == "all":
@@ -170,7 +170,7 @@ def run_many(
         raise TypeError(f"prompts: expected several prompts, got {shown(prompts)}; use run for one prompt")
     batch_size = whole_number("batch_size", batch_size, 1)
     one_of("padding_side", padding_side, ("left", "right"))
-    flags(residual_shares=residual_shares, **({} if progress is None else {"progress": progress}))
+    _check_flags(residual_shares, progress)
     part = one_part(part, stack)
     asked: dict[str, Any] = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
     if part == "all":
@@ -214,6 +214,12 @@ def run_many(
         _refuse_spare_rows(rows, count)
 
     return stream()
+
+
+def _check_flags(residual_shares: Any, progress: Any) -> None:
+    flags(residual_shares=residual_shares)
+    if progress is not None:
+        flags(progress=progress)
 
 
 def _session(

@@ -40,7 +40,7 @@ def recall(weight: Tensor, kind: str, probes: Sequence[Tensor]) -> Any | None:
 
 def fits(weight: Tensor, kind: str, size: int) -> bool:
     """Whether a product of `size` bytes may be kept, beside others of its kind."""
-    # Going through the store is no single step: a product that another thread keeps meanwhile would break it.
+    # Another thread may add a product while the store is searched, which would break the search.
     with changing:
         others = sum(
             entries[kind].product.nbytes

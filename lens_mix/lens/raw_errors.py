@@ -28,7 +28,7 @@ class ErrorsExplained:
 
     def __init__(self, model: TransformerLensModel) -> None:
         self._model = model
-        # What a handler of a signal raises is no error of a model either.
+        # An exception that the handler of a signal raises is not an error of a model either.
         self._signals = Changes(())
 
     def __enter__(self) -> None:
