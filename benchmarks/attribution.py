@@ -103,7 +103,7 @@ def speed(layers: int, positions: int, repeats: int) -> dict[str, Any]:
     def ours() -> None:
         found["lens_mix"] = attribution(bridge, tokens, head)
 
-    attribution(bridge, tokens[:8], head)  # the proof of the model, once
+    attribution(bridge, tokens[:8], head)  # the verification of the model, once
     seconds = common.interleaved(
         {"released": released, "lens_mix": ours}, repeats, warm_up=None if repeats > 1 else ()
     )

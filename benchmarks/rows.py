@@ -18,7 +18,7 @@ import torch
 
 import lens_mix as lm
 from benchmarks import common
-from lens_mix.lens.proof import proofs
+from lens_mix.lens.verification import verifications
 
 TEXT = "The Eiffel Tower is in the city of Paris, and the Colosseum is in the city of Rome, which lies"
 
@@ -41,13 +41,13 @@ def overheads(repeats: int = 5) -> Iterator[dict[str, Any]]:
     layers = int(model.cfg.n_layers)
 
     def first_call() -> None:
-        proofs._proofs.clear()
+        verifications._verifications.clear()
         lm.run(model, tokens[0], "attention")
 
     forward = least_seconds(lambda: _forward(model, tokens), repeats)
     first = least_seconds(first_call, repeats)
     allowed = 2.5 * forward + 0.02 * layers
-    yield {"what": "first call (proof), attention", "seconds": first, "÷ forward": first / forward}
+    yield {"what": "first call (verification), attention", "seconds": first, "÷ forward": first / forward}
     yield {"what": "2.5 forwards and 0.02 s per block", "seconds": allowed, "÷ forward": allowed / forward}
     for method in ("attention", "attn_res_ln"):
         seconds = least_seconds(lambda name=method: lm.run(model, tokens[0], name), repeats)
@@ -77,7 +77,7 @@ def _of_methods(
     model: Any, name: str, positions: int, methods: tuple[str, ...], repeats: int
 ) -> Iterator[dict[str, Any]]:
     tokens = common.random_tokens(model, positions)
-    lm.run(model, tokens[:16], "attn_res_ln")  # the proof
+    lm.run(model, tokens[:16], "attn_res_ln")  # the verification
     forward = least_seconds(lambda: _forward(model, tokens[None]), repeats)
     peak = common.peak_bytes(lambda: _forward(model, tokens[None]))
     for method in methods:

@@ -41,7 +41,7 @@ def main() -> None:
         print(f"  {path}")
 
 
-def explain(model: Any, prompt: str, folder: Path) -> list[Path]:
+def set_default_row(model: Any, prompt: str, folder: Path) -> list[Path]:
     """Maps one prompt, prints what flow says of it, and returns the files written to `folder`."""
     heads = lm.run(model, prompt, lm.AttentionWeights(per_head=True))
     maps = {"attention": heads.merge_heads(), "value zeroing": lm.run(model, prompt, "value_zeroing")}

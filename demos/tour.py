@@ -53,7 +53,7 @@ print(f"goes on with {model.tokenizer.decode([answer])!r}, probability {clean[an
 # %% [markdown]
 # ## Can it be trusted here?
 # Hook names do not mean the same on every model. On the first pass lens_mix rebuilds every block from the
-# parts that it thinks are there and compares; `check` prints the proof, `support` what follows from it.
+# parts that it thinks are there and compares; `check` prints the verification, `support` what follows from it.
 
 # %%
 print(lm.check(model, prompt))

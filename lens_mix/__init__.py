@@ -14,7 +14,7 @@ answer be trusted? Load a model with TransformerLens as always, then:
     maps = lm.run(model, tokens, ["attention", lm.ValueZeroing(metric="euclidean")])   # one clean pass
     for m in lm.run_many(model, prompts, "value_zeroing", batch_size=16): ...          # streams
 
-    lm.check(model, prompt)       # the proof: every block rebuilt from its parts
+    lm.check(model, prompt)       # the verification: every block rebuilt from its parts
     lm.support(model)             # which methods run on this model, and why others don't
 
 The hooks that the methods are made of work on their own, next to your own:

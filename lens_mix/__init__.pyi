@@ -12,7 +12,7 @@ from .evaluation.compare import compare
 from .evaluation.leaderboard import evaluate
 from .lens.model import Lens
 from .lens.model_classes import UnsupportedModelError
-from .lens.proof.support import check
+from .lens.verification.support import check
 from .maps import MixingMap
 from .methods import (
     METHODS,

@@ -41,14 +41,14 @@ def run_again(
             "mixing_map: expected a map that lm.run made (its provenance holds token_ids), got one of "
             f"method {mixing_map.method!r} without; run it with lm.run(model, prompt, method)"
         )
-    if "joint" in record and record.get("stack") != "joint":
+    if "joint" in record and record.get("part") != "joint":
         raise ValueError(
             "mixing_map: expected a map of one part, got a joint one; make it again with lm.joint of "
             'lm.run(..., part="all")'
         )
     # Rows and layers keep their names as long as no token is dropped or merged.
     whole = mixing_map.kind == "input" and len(mixing_map) > 1
-    reads_target = record.get("stack") in ("decoder", "cross", "joint")
+    reads_target = record.get("part") in ("decoder", "cross", "joint")
     mapped = _numbers(record, "token_ids")
     prompt: Any = mapped
     if reads_target or "target_token_ids" in record:
@@ -57,7 +57,7 @@ def run_again(
     asked = {
         "queries": mixing_map.queries if len(mixing_map.tokens) == len(mapped) else None,
         "layers": None if whole else mixing_map.layer_labels,
-        "stack": record.get("stack"),
+        "part": record.get("part"),
     }
     inputs = instance('provenance["inputs"]', record.get("inputs", {}), dict, "a dict of numbers by name")
     asked |= {name: _numbers(inputs, name) for name in inputs}

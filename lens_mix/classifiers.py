@@ -59,7 +59,7 @@ def check_classifier(model: PreTrainedModel) -> None:
         raise TypeError(
             "hf_model: expected a classifier of transformers (AutoModelForSequenceClassification), got " + got
         )
-    _refuse_training(model)
+    _require_evaluation_mode(model)
 
 
 def kind_of(model: PreTrainedModel) -> Kind:
@@ -149,11 +149,11 @@ class ClassifierPass:
         inputs: Mapping[str, Tensor],
         source: Int[Tensor, " source"] | None = None,
     ) -> None:
-        _refuse_training(model)
+        _require_evaluation_mode(model)
         self._model, self._base, self._modules = model, model.base_model, all_modules(model)
         taken = inspect.signature(model.forward).parameters
         self._reads_decoder = "decoder_input_ids" in taken
-        self._refuse_another_part(source)
+        self._require_same_part(source)
         own_device = next(model.parameters()).device
         if own_device != tokens.device:
             raise ValueError(
@@ -224,7 +224,7 @@ class ClassifierPass:
         """Return [copy pos] in the shape that the classifier takes: [copy choice pos] for multiple choice."""
         return values[:, None] if kind_of(self._model) == "multiple choice" else values
 
-    def _refuse_another_part(self, source: Tensor | None) -> None:
+    def _require_same_part(self, source: Tensor | None) -> None:
         name = type(self._model).__name__
         if self._reads_decoder and source is None:
             raise ValueError(
@@ -324,7 +324,7 @@ def _returning(output: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: output
 
 
-def _refuse_training(model: nn.Module) -> None:
+def _require_evaluation_mode(model: nn.Module) -> None:
     if model.training:
         raise ValueError("hf_model: expected evaluation mode, got training mode; call hf_model.eval() first")
 

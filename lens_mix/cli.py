@@ -138,9 +138,9 @@ def support(model: _Model) -> None:
 @app.command()
 def check(model: _Model) -> None:
     """Check that every block can be rebuilt from its components, as most methods need."""
-    from lens_mix.lens.proof import support as proofs
+    from lens_mix.lens.verification import support as verifications
 
-    typer.echo(str(proofs.check(_load(model))))
+    typer.echo(str(verifications.check(_load(model))))
 
 
 @app.command()

@@ -23,7 +23,7 @@ from lens_mix.maps import MixingMap
 from lens_mix.maps.characters import joined
 from lens_mix.method import RESIDUAL_KEY, Method
 from lens_mix.methods.residual_shares import ResidualShares
-from lens_mix.session import Passed, Session
+from lens_mix.session import CheckedPass, Session
 from lens_mix.targets import as_target
 
 # The label of the method that measures the residual among a session's methods; no method has it as its name.
@@ -55,9 +55,9 @@ def map_prompts(
     # Before the pass: a span that a prompt does not have needs no clean pass to be refused.
     for prompt, method in itertools.product(prompts, session.methods.values()):
         method.key_groups(len(session.key_tokens(prompt)))
-    with session.passed(prompts, side) as passed:
-        blocks = {label: {block.layer: block for block in passed.blocks(label)} for label in session.methods}
-        record = _Record(passed, blocks, _map_blocks(passed, blocks, progress), prepend_bos)
+    with session.checked_pass(prompts, side) as checked:
+        blocks = {label: {block.layer: block for block in checked.blocks(label)} for label in session.methods}
+        record = _Record(checked, blocks, _map_blocks(checked, blocks, progress), prepend_bos)
     return [
         _with_shares(session.methods, {label: record.map_of(label, index) for label in session.methods})
         for index in range(len(prompts))
@@ -75,14 +75,14 @@ def _with_shares(methods: Mapping[str, Method], maps: dict[str, MixingMap]) -> d
     return maps
 
 
-def _map_blocks(passed: Passed, blocks: _ByLayer[Block], progress: bool) -> _ByLayer[Tensor]:
+def _map_blocks(checked: CheckedPass, blocks: _ByLayer[Block], progress: bool) -> _ByLayer[Tensor]:
     """Block by block, all methods; then those that carry something from block to block."""
-    methods = passed.session.methods
+    methods = checked.session.methods
     maps: _ByLayer[Tensor] = {label: {} for label in methods}
     for label, method in methods.items():
-        _announce(label, method, list(blocks[label].values()), passed.session.effort)
+        _announce(label, method, list(blocks[label].values()), checked.session.effort)
     with tqdm(total=sum(map(len, blocks.values())), disable=not progress, leave=False) as bar:
-        for layer in passed.clean.calls:
+        for layer in checked.clean.calls:
             for label, method in methods.items():
                 if not method.carries and layer in blocks[label]:
                     bar.set_description(label)
@@ -90,16 +90,16 @@ def _map_blocks(passed: Passed, blocks: _ByLayer[Block], progress: bool) -> _ByL
                     maps[label][layer] = _checked_shape(method(block), method, block)
                     bar.update()
             # What methods share about a block goes with it.
-            passed.clean.cache.pop(layer, None)
+            checked.clean.cache.pop(layer, None)
         for label, method in methods.items():
             if method.carries:
                 bar.set_description(label)
                 stack = list(blocks[label].values())
                 stacked = method.of_stack(stack)
-                checked = [_checked_shape(scores, method, stack[-1]) for scores in stacked]
+                shaped = [_checked_shape(scores, method, stack[-1]) for scores in stacked]
                 made = stack[-1:] if method.whole_model else stack
-                maps[label] = dict(zip((block.layer for block in made), checked, strict=True))
-                passed.clean.cache.clear()
+                maps[label] = dict(zip((block.layer for block in made), shaped, strict=True))
+                checked.clean.cache.clear()
                 bar.update(len(stacked))
     return maps
 
@@ -138,13 +138,13 @@ class _Record:
     """Makes the records of one batch; itself made while the model is open."""
 
     def __init__(
-        self, passed: Passed, blocks: _ByLayer[Block], maps: _ByLayer[Tensor], prepend_bos: bool | None
+        self, checked: CheckedPass, blocks: _ByLayer[Block], maps: _ByLayer[Tensor], prepend_bos: bool | None
     ) -> None:
-        self._passed, self._blocks, self._maps = passed, blocks, maps
-        self._allowed = passed.allowed_keys()
-        self._provenance = provenance.of_run(passed.clean.lens, prepend_bos)
-        self._head = provenance.dropped_head(passed.clean.lens)
-        targets = [method.target for method in passed.session.methods.values() if hasattr(method, "target")]
+        self._checked_pass, self._blocks, self._maps = checked, blocks, maps
+        self._allowed = checked.allowed_keys()
+        self._provenance = provenance.of_run(checked.clean.lens, prepend_bos)
+        self._head = provenance.dropped_classifier(checked.clean.lens)
+        targets = [method.target for method in checked.session.methods.values() if hasattr(method, "target")]
         if self._head and any(as_target(target).reads == "logits" for target in targets):
             warnings.warn(f"the target reads logits, but {self._head}", stacklevel=2)
 
@@ -154,7 +154,7 @@ class _Record:
 
     def map_of(self, label: str, index: int) -> MixingMap:
         """One prompt's map by one method."""
-        session, clean, rows = self._passed.session, self._passed.clean, self._passed.rows
+        session, clean, rows = self._checked_pass.session, self._checked_pass.clean, self._checked_pass.rows
         method, stack, prompt = session.methods[label], clean.lens.stack, clean.batch.prompts[index]
         layers, groups = session.mapped_layers(method), method.key_groups(len(session.key_tokens(prompt)))
         joint, real_keys = stack.source is not None, clean.real_keys[index]
@@ -168,14 +168,14 @@ class _Record:
         causal, mask = prompt_mask.causal_and_mask()
         accepted = pass_tolerance(clean.lens.dtype) if method.whole_model else 0.0
         scores = prompt_mask.without_rounding(scores, groups, accepted)
-        tokens = self._passed.tokens(index)
+        tokens = self._checked_pass.tokens(index)
         blocks = [self._blocks[label][layer] for layer in layers]
-        key_tokens = self._passed.key_tokens(index)
+        key_tokens = self._checked_pass.key_tokens(index)
         if groups is not None:
             spelled = tokens if key_tokens is None else key_tokens
             key_tokens = [joined([spelled[p] for p in group]) for group in groups]
         sink = method.has_unit_rows and provenance.has_sink(scores, clean.lens.dtype)
-        read = provenance.of_prompt(prompt) | {"engine": self._passed.engines[label]}
+        read = provenance.of_prompt(prompt) | {"engine": self._checked_pass.engines[label]}
         if sink:
             read["sink"] = True
         if joint:
@@ -205,8 +205,11 @@ class _Record:
 
     def _default_query(self, label: str, index: int, count: int) -> int | None:
         """The position that the method's target reads, else 0 in an encoder: what sees both ways."""
-        encoder = not self._passed.proof.causal and not self._passed.clean.lens.stack.reads_target
-        explained = (block.explained[index] for block in self._blocks[label].values())
+        encoder = (
+            not self._checked_pass.verification.causal
+            and not self._checked_pass.clean.lens.stack.reads_target
+        )
+        explained = (block.default_rows[index] for block in self._blocks[label].values())
         read = (position for position in explained if position is not None and position < count)
         return next(read, 0 if encoder else None)
 
@@ -235,14 +238,14 @@ class _Record:
 
     def _rows(self, index: int, cut: bool) -> Int[Tensor, " query"]:
         """Places of one prompt's rows in the padded batch; `cut`: among the rows that are asked for."""
-        rows = self._passed.rows
+        rows = self._checked_pass.rows
         if rows is None:
-            return self._passed.clean.real[index].nonzero()[:, 0]
+            return self._checked_pass.clean.real[index].nonzero()[:, 0]
         positions = rows.positions[index, : len(rows.by_prompt[index])]
         return torch.arange(len(positions), device=positions.device) if cut else positions
 
     def _visible(self, method: Method, index: int, keys: Tensor, layers: Sequence[int]) -> PromptMask:
         """Which of its keys one prompt's rows may see."""
         allowed = self._reaching if method.kind == "input" else self._allowed
-        rows = self._rows(index, cut=self._passed.clean.rows is not None)
+        rows = self._rows(index, cut=self._checked_pass.clean.rows is not None)
         return allowed.of_prompt(index, rows, keys, layers)

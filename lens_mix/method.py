@@ -14,7 +14,7 @@ from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, record_attention
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import Rules
 from lens_mix.lens.effort import Passes
-from lens_mix.lens.proof_record import ALGEBRA_PARTS
+from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -33,7 +33,7 @@ class Method:
         residual: the residual weight that the method's own paper mixes in when maps are rolled out: 0.5 where
             the map holds the attention branch only, 0 where it already holds the residual.
         engines: the ways it can be computed, fastest first. "recorded" reads the clean pass,
-            "hooks" intervenes and runs blocks again, "algebra" needs a proven anatomy.
+            "hooks" intervenes and runs blocks again, "algebra" needs a verified anatomy.
         holds_residual: whether the map's diagonal holds the residual stream.
         has_unit_rows: whether rows sum to 1, unless some of their weight went to an attention sink.
         kind: "layer" for maps of one block, "input" for maps from the stack down to the tokens.
@@ -47,7 +47,7 @@ class Method:
         needs_gradients: whether it differentiates with respect to something inside the model.
         places_tokens: whether it runs tokens at positions of its own, which the model has to take.
         records: what the method reads of a layer of the clean pass ("pattern", "value", "z", "resid_pre").
-        parts: the parts of a block that must be proven for the algebra engine (`lens_mix.lens.proof`).
+        parts: the parts of a block that must be verified for the algebra engine (`lens_mix.lens.verification`).
         reads_last_residual: whether the clean pass has to run to the last block, whatever layers are asked.
         citation: the key of the paper in `references.bib`.
     """
@@ -66,7 +66,7 @@ class Method:
     needs_gradients: ClassVar[bool] = False
     places_tokens: ClassVar[bool] = False
     records: ClassVar[frozenset[str]] = frozenset()
-    parts: ClassVar[tuple[str, ...]] = ALGEBRA_PARTS
+    parts: ClassVar[tuple[str, ...]] = ALGEBRA_COMPONENTS
     reads_last_residual: ClassVar[bool] = False
     citation: ClassVar[str]
 
@@ -94,7 +94,7 @@ class Method:
         """
         return record_attention(layer, store, sorted(self.records), queries=queries, attention=attention)
 
-    def edits(self, layer: int, *args: Any, **kwargs: Any) -> list[HookPair]:
+    def interventions(self, layer: int, *args: Any, **kwargs: Any) -> list[HookPair]:
         """What the method puts on one layer of a replay: its interventions, good in a run of yours too.
 
         Methods that intervene override it with arguments of their own (a position, a pattern), and put the
@@ -156,7 +156,7 @@ class Method:
         """Groups of positions that the key axis stands for; None where it stands for the positions."""
         return None
 
-    def refuses(self, anatomy: BlockAnatomy) -> str | None:
+    def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         """Why the algebra engine has no formula for such a block; None where it has."""
         return None
 

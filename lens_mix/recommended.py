@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
-from lens_mix.lens.parts import one_part
 from lens_mix.lens.prompts import is_encoder_decoder
 from lens_mix.lens.rows import Selection
 from lens_mix.lens.texts import token_ids
@@ -69,7 +68,7 @@ def input_map(
     Raises:
         TypeError, ValueError: as `lm.run`. UnsupportedModelError: none of them can run, with each reason.
     """
-    part = one_part(options.get("part"), options.pop("stack", None))
+    part = options.get("part")
     if part == "all":
         raise ValueError("part: expected 'joint', or 'decoder' without the source, got 'all'")
     if part is None and is_encoder_decoder(model, model_class_of(model)):
@@ -116,7 +115,7 @@ def _sees_both_ways(model: TransformerLensModel, prompt: Any, options: Mapping[s
     """Whether it does; what lies behind the encoder of an encoder-decoder is not seen at all."""
     try:
         mixing_map = run(model, prompt, "attention", queries=[0], **options)
-        return not mixing_map.causal and mixing_map.provenance.get("stack") != "encoder"
+        return not mixing_map.causal and mixing_map.provenance.get("part") != "encoder"
     except UnsupportedModelError:
         return False
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from lens_mix.arguments import shown
 from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
-from lens_mix.lens.proof_record import ALGEBRA_PARTS, HEAD, VALUE
+from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, UNEMBEDDING, VALUE
 from lens_mix.method import Method
 from lens_mix.methods import METHODS
 
@@ -28,7 +28,7 @@ _ALLOWED = {
     "engines": ("recorded", "hooks", "algebra"),
     "kind": ("layer", "input"),
     "records": (*ATTENTION_ROLES, RESID_PRE),
-    "parts": (*ALGEBRA_PARTS, VALUE, HEAD),
+    "parts": (*ALGEBRA_COMPONENTS, VALUE, UNEMBEDDING),
 }
 _REQUIRED = {
     "name": ("its name in strings", '"largest_weight"'),

@@ -15,10 +15,10 @@ from lens_mix.arguments import flags, one_of, shown, whole_number
 from lens_mix.lens.batches import PaddingSide, Prompt
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.parts import one_part, parts_of
+from lens_mix.lens.parts import parts_of
 from lens_mix.lens.prompts import is_causal_model, of_encoding
-from lens_mix.lens.proof.support import Support, any_tokens, support_table
 from lens_mix.lens.rows import Selection
+from lens_mix.lens.verification.support import Support, any_tokens, support_table
 from lens_mix.map_prompts import map_prompts, measuring
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
@@ -50,7 +50,6 @@ def run(
     queries: Selection | None = None,
     layers: Selection | None = None,
     part: str | None = None,
-    stack: str | None = None,
     engine: str = "auto",
     max_memory: int | None = None,
     residual_shares: bool = False,
@@ -74,7 +73,6 @@ def run(
         part: of an encoder-decoder "encoder" (default), "decoder", "cross" (the decoder's cross-attention:
             queries are the target's tokens, keys the source's), "all" three, or, for input maps by gradients
             and occlusion, "joint" (queries are the target's tokens, keys the source's and then the target's).
-        stack: an older name of `part`.
         engine: "auto", or "hooks" / "algebra" for methods that have both.
         max_memory: bytes for the temporary tensors of one step.
         residual_shares: measure how much of each row is its own residual stream, for `lm.rollout(m,
@@ -95,7 +93,6 @@ def run(
         UnsupportedModelError: the model or the method on it can't be trusted, with the reason.
     """
     _check_flags(residual_shares, progress)
-    part = one_part(part, stack)
     asked: dict[str, Any] = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
     if part == "all":
         options = asked | {"progress": progress, "prepend_bos": prepend_bos, "attention_mask": attention_mask}
@@ -132,7 +129,6 @@ def run_many(
     queries: Selection | None = None,
     layers: Selection | None = None,
     part: str | None = None,
-    stack: str | None = None,
     engine: str = "auto",
     max_memory: int | None = None,
     residual_shares: bool = False,
@@ -148,7 +144,7 @@ def run_many(
     gets its prompts one by one, as does one whose rotary angles depend on the longest prompt.
 
     Args:
-        model, methods, queries, layers, part, stack, engine, max_memory, residual_shares, prepend_bos: as in
+        model, methods, queries, layers, part, engine, max_memory, residual_shares, prepend_bos: as in
             `run`.
         prompts: what `run` takes, several of it; one padded tensor [batch, pos] with `attention_mask`; what a
             tokenizer returns for several prompts with `padding=True`.
@@ -171,7 +167,6 @@ def run_many(
     batch_size = whole_number("batch_size", batch_size, 1)
     one_of("padding_side", padding_side, ("left", "right"))
     _check_flags(residual_shares, progress)
-    part = one_part(part, stack)
     asked: dict[str, Any] = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
     if part == "all":
         options = asked | {"progress": progress, "prepend_bos": prepend_bos, "attention_mask": attention_mask}
@@ -179,7 +174,7 @@ def run_many(
         return _all_parts(model, prompts, methods, {**options, "batch_size": batch_size})
     session, single = _session(model, methods, part, residual_shares, asked | {"progress": progress})
     if padding_side == "left":
-        _refuse_left_padding(session.lens)
+        _require_right_padding(session.lens)
 
     def read(number: int, prompt: Any) -> Prompt:
         try:
@@ -191,7 +186,7 @@ def run_many(
 
     rows = {"attention_mask": attention_mask, **inputs}
     if isinstance(prompts, Sized):
-        _refuse_spare_rows(rows, len(prompts))
+        _require_no_spare_rows(rows, len(prompts))
 
     # `run_many` itself is no generator: what is wrong with its arguments is said at the call.
     def stream() -> Iterator[Any]:
@@ -211,7 +206,7 @@ def run_many(
                         yield next(iter(maps.values())) if single else maps
         if problem is not None:
             raise problem
-        _refuse_spare_rows(rows, count)
+        _require_no_spare_rows(rows, count)
 
     return stream()
 
@@ -228,7 +223,7 @@ def _session(
     """What is asked of the model, and whether of a single method."""
     labelled, single = read_methods(methods)
     labelled |= measuring(labelled) if residual_shares and part != "cross" else {}
-    return Session(model, labelled, stack=part, **asked), single
+    return Session(model, labelled, part=part, **asked), single
 
 
 def _all_parts(
@@ -270,28 +265,27 @@ def _row(values: Any, number: int, name: str) -> Any:
     return values[number]
 
 
-def _refuse_spare_rows(rows: Mapping[str, Any], count: int) -> None:
+def _require_no_spare_rows(rows: Mapping[str, Any], count: int) -> None:
     for name, value in rows.items():
         if isinstance(value, Sized) and getattr(value, "ndim", 1) != 0 and len(value) > count:
             raise ValueError(f"{name}: expected one row per prompt ({count}), got {len(value)} rows")
 
 
-def support(model: TransformerLensModel, *, part: str | None = None, stack: str | None = None) -> Support:
+def support(model: TransformerLensModel, *, part: str | None = None) -> Support:
     """Table method x model: ok with the engine that "auto" would take, or the reason why not.
 
     Args:
         model: any TransformerLens model.
         part: "encoder" (default), "decoder", "cross" or "joint" of an encoder-decoder.
-        stack: an older name of `part`.
     """
-    stack, methods = one_part(part, stack), all_methods()
+    stack, methods = part, all_methods()
     table = support_table(model, [method() for method in methods.values()], stack)
     rows = []
     for name, engine, reason in table:
         if engine is not None and methods[name].places_tokens:
             # Only a run tells whether it can run.
             try:
-                run(model, any_tokens(model), name, stack=stack, queries=[-1], progress=None)
+                run(model, any_tokens(model), name, part=stack, queries=[-1], progress=None)
             except UnsupportedModelError as problem:
                 engine, reason = None, str(problem)
         rows.append((name, engine, reason))
@@ -342,7 +336,7 @@ def _label(method: Method) -> str:
     return f"{method.name}({inside})" if inside else method.name
 
 
-def _refuse_left_padding(lens: Lens) -> None:
+def _require_right_padding(lens: Lens) -> None:
     embedding = getattr(lens.model.cfg, "positional_embedding_type", None)
     if not is_causal_model(lens.model, lens.model_class):
         raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""One way from prompts to blocks: the clean pass, its proof, and the check on these very prompts.
+"""One way from prompts to blocks: the clean pass, its verification, and the check on these very prompts.
 
 The runner, statistics and whatever else reads blocks comes through here, so that none of them can forget a
 check. A session also holds what is kept during one run.
@@ -20,26 +20,31 @@ from lens_mix.algebra.large_product import by_onednn
 from lens_mix.arguments import whole_number
 from lens_mix.hooks import record_all, record_attention
 from lens_mix.hooks.record import RESID_PRE
+from lens_mix.lens.autograd_graph import AutogradGraph
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.block import Block
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
 from lens_mix.lens.cross import names_before_cross, streams_before_cross
 from lens_mix.lens.effort import Effort
-from lens_mix.lens.graph import Graph
 from lens_mix.lens.masks import AllowedKeys, allowed_keys
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.prompts import pad_token, read_prompt
-from lens_mix.lens.proof.check import another_pass, edits, refuted_here, unmixed
-from lens_mix.lens.proof.engines import choose_engine, needs_head, refused_outright
-from lens_mix.lens.proof.proofs import proof_of
-from lens_mix.lens.proof.prove import padding_leaks
-from lens_mix.lens.proof_record import VALUE, Proof
-from lens_mix.lens.raw_errors import ErrorsExplained
+from lens_mix.lens.raw_errors import LibraryErrors
 from lens_mix.lens.rows import Rows, Selection, read_selection
 from lens_mix.lens.state import reading
 from lens_mix.lens.token_strings import token_strings
 from lens_mix.lens.users_hooks import carries_users_hooks, named_users_hooks
+from lens_mix.lens.verification.engines import choose_engine, find_obstacle, needs_unembedding
+from lens_mix.lens.verification.kept import verification_of
+from lens_mix.lens.verification.prompt_check import (
+    describe_user_hooks,
+    find_input_mismatch,
+    find_mismatch,
+    find_unmixed,
+)
+from lens_mix.lens.verification.verify import padding_leaks
+from lens_mix.lens.verification_record import VALUE, Verification
 from lens_mix.method import Method
 
 
@@ -49,7 +54,7 @@ class Session:
     Args:
         model: any TransformerLens model.
         methods: by their labels; at least one.
-        stack: "encoder", "decoder", "cross" or "joint" of an encoder-decoder.
+        part: "encoder", "decoder", "cross" or "joint" of an encoder-decoder.
         engine: "auto", "hooks" or "algebra".
         max_memory: bytes for the temporaries of one step; None: no bound.
         queries: the rows that are asked for; None: all.
@@ -66,7 +71,7 @@ class Session:
         model: TransformerLensModel,
         methods: Mapping[str, Method],
         *,
-        stack: str | None = None,
+        part: str | None = None,
         engine: str = "auto",
         max_memory: int | None = None,
         queries: Selection | None = None,
@@ -74,13 +79,13 @@ class Session:
         progress: bool | None = None,
     ) -> None:
         self.effort = Effort(progress)
-        with ErrorsExplained(model):
-            lens = Lens(model, stack)
+        with LibraryErrors(model):
+            lens = Lens(model, part)
         if max_memory is not None:
             max_memory = whole_number("max_memory", max_memory, 1, what="a number of bytes")
         for method in methods.values():
             method.check(lens.n_heads, lens.n_layers)
-            reason = refused_outright(lens, method)
+            reason = find_obstacle(lens, method)
             if reason is not None:
                 raise UnsupportedModelError(reason)
         self.lens, self.methods = lens, dict(methods)
@@ -124,8 +129,11 @@ class Session:
         lengths |= {len(prompt.tokens) for prompt in prompts}
         alike = len(lengths) == 1 or len(prompts) == 1
         given = any(set(prompt.inputs) - {"token_type_ids"} for prompt in prompts)
-        with ErrorsExplained(self.lens.model):
-            masks = not (alike or given) and proof_of(self.lens, prompts[0], padding=side).masks_padding[side]
+        with LibraryErrors(self.lens.model):
+            masks = (
+                not (alike or given)
+                and verification_of(self.lens, prompts[0], padding=side).masks_padding[side]
+            )
         if alike or masks:
             return [prompts]
         return [[prompt] for prompt in prompts]
@@ -157,17 +165,17 @@ class Session:
         return list(range(max(self.layers) + 1)) if method.kind == "input" else sorted(self.layers)
 
     @contextlib.contextmanager
-    def passed(self, prompts: Sequence[Prompt], side: PaddingSide = "right") -> Iterator[Passed]:
-        """The prompts after one clean pass, proven and checked; the model is opened once, and left as it was.
+    def checked_pass(self, prompts: Sequence[Prompt], side: PaddingSide = "right") -> Iterator[CheckedPass]:
+        """The prompts after one clean pass, verified and checked; the model is opened once, and left as it was.
 
         Raises:
             UnsupportedModelError: the model, or a method on it, can't be trusted on these prompts.
         """
         # A lens of its own: modules may have come and gone since the last batch.
         self.lens = lens = Lens(self.lens.model, self.lens.stack.name)
-        with ErrorsExplained(lens.model), lens.evaluation_mode():
-            proof = proof_of(lens, prompts[0], head=needs_head(self.methods.values()))
-            engines = self._engines(proof)
+        with LibraryErrors(lens.model), lens.evaluation_mode():
+            verification = verification_of(lens, prompts[0], head=needs_unembedding(self.methods.values()))
+            engines = self._engines(verification)
             by_algebra = "algebra" in engines.values()
             if by_algebra:
                 # What it measures once is measured before anything counts memory or operations as its own.
@@ -176,10 +184,10 @@ class Session:
             real = batch.real_positions(lens.stack.name)
             rows = None if self.queries is None else Rows.of(self.queries, real)
             watched = self.recorded_layers if carries_users_hooks(lens.modules) else []
-            clean = self._clean_pass(batch, rows, engines, watched, self._graph(batch, proof))
-            entering = streams_before_cross(clean, proof.anatomy)
-            clean = dataclasses.replace(clean, head_factors=proof.head_factors, entering=entering)
-            different = another_pass(clean)
+            clean = self._clean_pass(batch, rows, engines, watched, self._graph(batch, verification))
+            entering = streams_before_cross(clean, verification.anatomy)
+            clean = dataclasses.replace(clean, z_factors=verification.z_factors, entering=entering)
+            different = find_input_mismatch(clean)
             if different is not None:
                 raise UnsupportedModelError(different)
             leaks = padding_leaks(clean)
@@ -189,18 +197,20 @@ class Session:
                     "run prompts of one length, or one by one"
                 )
             if by_algebra:
-                clean, proof, engines = self._checked(clean, proof, engines)
+                clean, verification, engines = self._checked(clean, verification, engines)
             # The engine "recorded" reads pattern and values of this pass, and would miss a hook of the user's
             # that edits z. Replays run with that hook on, and algebra was compared with the blocks' outputs.
-            reason = unmixed(clean, watched) if "recorded" in engines.values() else None
+            reason = find_unmixed(clean, watched) if "recorded" in engines.values() else None
             if reason is not None:
                 self._refuse(reason)
-            yield Passed(self, clean, proof, engines, rows, edits(clean, proof, watched))
+            yield CheckedPass(
+                self, clean, verification, engines, rows, describe_user_hooks(clean, verification, watched)
+            )
 
-    def _engines(self, proof: Proof, no_algebra: str | None = None) -> dict[str, str]:
+    def _engines(self, verification: Verification, no_algebra: str | None = None) -> dict[str, str]:
         try:
             return {
-                label: choose_engine(method, proof, method.engine_for(self.engine), no_algebra)
+                label: choose_engine(method, verification, method.engine_for(self.engine), no_algebra)
                 for label, method in self.methods.items()
             }
         except UnsupportedModelError as problem:
@@ -213,31 +223,38 @@ class Session:
         raise UnsupportedModelError(reason + hooks * bool(names))
 
     def _checked(
-        self, clean: CleanPass, proof: Proof, engines: dict[str, str]
-    ) -> tuple[CleanPass, Proof, dict[str, str]]:
-        """The pass, the proof and the engines that hold on these prompts.
+        self, clean: CleanPass, verification: Verification, engines: dict[str, str]
+    ) -> tuple[CleanPass, Verification, dict[str, str]]:
+        """The pass, the verification and the engines that hold on these prompts.
 
-        If proven parts don't give these prompts' outputs, the proof may be from before a change that leaves
+        If verified parts don't give these prompts' outputs, the verification may be from before a change that leaves
         no trace: a fresh one decides. What that can't explain (a hook on one position, say) is left to hooks.
         """
         layers = self.recorded_layers
         values = any(VALUE in method.parts for method in self.methods.values())
-        if refuted_here(clean, proof, layers, values, self._rebuilt_layers(proof, engines)) is None:
-            return clean, proof, engines
-        head = needs_head(self.methods.values())
-        proof = proof_of(clean.lens, clean.batch.prompts[0], head=head, again=True)
-        clean = dataclasses.replace(clean, head_factors=proof.head_factors)
-        whole = self._rebuilt_layers(proof, engines)
-        return clean, proof, self._engines(proof, refuted_here(clean, proof, layers, values, whole))
+        if (
+            find_mismatch(clean, verification, layers, values, self._rebuilt_layers(verification, engines))
+            is None
+        ):
+            return clean, verification, engines
+        head = needs_unembedding(self.methods.values())
+        verification = verification_of(clean.lens, clean.batch.prompts[0], head=head, again=True)
+        clean = dataclasses.replace(clean, z_factors=verification.z_factors)
+        whole = self._rebuilt_layers(verification, engines)
+        return (
+            clean,
+            verification,
+            self._engines(verification, find_mismatch(clean, verification, layers, values, whole)),
+        )
 
-    def _rebuilt_layers(self, proof: Proof, engines: Mapping[str, str]) -> set[int]:
+    def _rebuilt_layers(self, verification: Verification, engines: Mapping[str, str]) -> set[int]:
         """The blocks whose feed-forward is to be computed by algebra."""
         return {
             layer
             for label, method in self.methods.items()
             if engines[label] == "algebra"
             for layer in self.layers_of(method)
-            if method.relies_on_feed_forward(proof.anatomy[layer])
+            if method.relies_on_feed_forward(verification.anatomy[layer])
         }
 
     def _clean_pass(
@@ -246,7 +263,7 @@ class Session:
         rows: Rows | None,
         engines: Mapping[str, str],
         hooked: Sequence[int],
-        graph: Graph | None,
+        graph: AutogradGraph | None,
     ) -> CleanPass:
         """One pass that records what the methods and the check of the prompts need, and no more rows.
 
@@ -294,36 +311,36 @@ class Session:
             graph=graph,
         )
 
-    def _graph(self, batch: Batch, proof: Proof) -> Graph | None:
+    def _graph(self, batch: Batch, verification: Verification) -> AutogradGraph | None:
         """The graph that the clean pass is to leave; of one prompt, as it holds all blocks' activations."""
-        anatomies = list(proof.anatomy.values())
+        anatomies = list(verification.anatomy.values())
         rules = next(filter(None, (method.clean_rules(anatomies) for method in self.methods.values())), None)
         alone = len(batch) == 1 and self.max_memory is None and not self.lens.encoder_decoder
         # In inference mode the target refuses, with the reason.
         if rules is None or not alone or torch.is_inference_mode_enabled():
             return None
-        return Graph(self.lens, anatomies, rules)
+        return AutogradGraph(self.lens, anatomies, rules)
 
 
 @dataclasses.dataclass(frozen=True)
-class Passed:
-    """Prompts after a clean pass, proven and checked.
+class CheckedPass:
+    """Prompts after a clean pass, verified and checked.
 
     Attributes:
         session: what was asked.
         clean: the clean pass.
-        proof: what every block was found to be.
+        verification: what every block was found to be.
         engines: by the methods' labels.
         rows: the rows that are asked for; None: all.
-        edits: what hooks of the user's edit, by layer, for the record.
+        hook_notes: the sentences about edits by the user's hooks, by layer, for the record.
     """
 
     session: Session
     clean: CleanPass
-    proof: Proof
+    verification: Verification
     engines: Mapping[str, str]
     rows: Rows | None
-    edits: Mapping[int, Sequence[str]]
+    hook_notes: Mapping[int, Sequence[str]]
 
     def blocks(self, label: str) -> list[Block]:
         """The blocks of a method, with the rows that it is to make."""
@@ -334,15 +351,17 @@ class Passed:
             # Below the last layer of an input map all rows are read.
             queries = None if method.kind == "input" and layer != layers[-1] else rows
             memory, effort = self.session.max_memory, self.session.effort
-            block = Block(self.clean, layer, self.proof, engine, memory, queries, effort)
-            for index, edit in itertools.product(range(len(self.clean.batch)), self.edits.get(layer, ())):
+            block = Block(self.clean, layer, self.verification, engine, memory, queries, effort)
+            for index, edit in itertools.product(
+                range(len(self.clean.batch)), self.hook_notes.get(layer, ())
+            ):
                 block.warn(index, edit)
             blocks.append(block)
         return blocks
 
     def allowed_keys(self) -> AllowedKeys:
         """Which keys the recorded rows may see, in every watched layer."""
-        return allowed_keys(self.clean, self.proof.causal)
+        return allowed_keys(self.clean, self.verification.causal)
 
     def token_ids(self, index: int) -> Int[Tensor, " pos"]:
         """The tokens of one prompt that the mapped stack reads."""

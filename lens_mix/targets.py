@@ -53,7 +53,7 @@ __all__ = [
 
 Measure = Literal["probability", "log_probability", "logit"]
 Reads = Literal["logits", "last_residual"]
-Explained = Callable[[Tensor], Tensor]
+TargetFunction = Callable[[Tensor], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Target:
     reads: ClassVar[Reads] = "logits"
     reads_tokens: ClassVar[bool] = False
 
-    def of_prompt(self, context: Context) -> Explained:
+    def of_prompt(self, context: Context) -> TargetFunction:
         """The function output [copy ...] -> [copy]; TypeError, ValueError if it does not fit the prompt."""
         raise NotImplementedError(f"{type(self).__name__} defines no of_prompt")
 
@@ -138,7 +138,7 @@ class Target:
         return dataclasses.replace(self, position=place) if moves else None  # type: ignore[call-arg]
 
 
-TargetLike = Target | Explained  # of other callables: logits -> [copy]
+TargetLike = Target | TargetFunction  # of other callables: logits -> [copy]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ class _Token(Target):
     position: int | None
     of: Measure
 
-    def of_prompt(self, context: Context) -> Explained:
+    def of_prompt(self, context: Context) -> TargetFunction:
         place = _place(context, self.position)
         if self.token is None:
             token = int(_row(context.output, place)[0].argmax())
@@ -167,7 +167,7 @@ class _LogitDifference(Target):
     bad: str | int
     position: int
 
-    def of_prompt(self, context: Context) -> Explained:
+    def of_prompt(self, context: Context) -> TargetFunction:
         place = _place(context, self.position)
         good, bad = context.token_id(self.good, "good"), context.token_id(self.bad, "bad")
         if good == bad:
@@ -183,7 +183,7 @@ class _Class(Target):
     index: int | None
     of: Measure
 
-    def of_prompt(self, context: Context) -> Explained:
+    def of_prompt(self, context: Context) -> TargetFunction:
         _require_classes(context, "class_")
         index = int(context.output[0].argmax()) if self.index is None else context.token_id(self.index, "k")
         return lambda logits: _measured(logits, self.of)[:, index]
@@ -194,7 +194,7 @@ class _ClassDifference(Target):
     good: int
     bad: int
 
-    def of_prompt(self, context: Context) -> Explained:
+    def of_prompt(self, context: Context) -> TargetFunction:
         _require_classes(context, "class_difference")
         good, bad = context.token_id(self.good, "good"), context.token_id(self.bad, "bad")
 
@@ -215,7 +215,7 @@ class _Loss(Target):
     label: str | int | None
     position: int
 
-    def of_prompt(self, context: Context) -> Explained:
+    def of_prompt(self, context: Context) -> TargetFunction:
         if self.label is not None:
             surprise = _Token(self.label, self.position, "log_probability").of_prompt(context)
             return lambda logits: -surprise(logits)
@@ -243,9 +243,9 @@ class _Loss(Target):
 class _Custom(Target):
     """Any callable on the logits."""
 
-    function: Explained
+    function: TargetFunction
 
-    def of_prompt(self, context: Context) -> Explained:
+    def of_prompt(self, context: Context) -> TargetFunction:
         return self.function
 
 
@@ -407,7 +407,7 @@ def masked_token(
     return _MaskedToken(_checked("token", token), place, _checked_measure(of))
 
 
-def head(function: Explained, after_final_norm: bool = False) -> Target:
+def head(function: TargetFunction, after_final_norm: bool = False) -> Target:
     """A head of your own: `function(last residual [copy pos d_model]) -> [copy]`.
 
     It gets what the mapped stack's last block gives, without padding, and no head of the model is run. Put a

@@ -42,20 +42,20 @@ USUAL = (
 )
 
 # Refused altogether, with these words in the reason. Everything else has to give maps.
-REFUSED = {
+UNSUPPORTED = {
     "bridge gpt2_unscaled": "known to run GPT-2 with scale_attn_weights=False wrongly",
     "bridge falcon_alibi": "known to run Falcon with alibi wrongly",
     "bridge falcon_new": "known to run Falcon's new decoder architecture wrongly",
     "bridge opt_postln": "cannot run OPT with do_layer_norm_before=False",
     "bridge mamba": "without attention there are no values or patterns",
-    "bridge deepseek_v3": r"mixing is not proven|DeepSeek-V3 before TransformerLens 4 wrongly",
+    "bridge deepseek_v3": r"mixing is not verified|DeepSeek-V3 before TransformerLens 4 wrongly",
     "bridge vit": "expected a model that reads tokens, got a visual model",
 }
-REFUSED_BEFORE_4 = {
+UNSUPPORTED_BEFORE_4 = {
     "bridge cohere": "Cohere before TransformerLens 4 wrongly",
     **{f"bridge {name} {part}": "cannot run T5" for name in ("t5", "t5_gated") for part in PARTS},
 }
-REFUSED_BEFORE_3 = {
+UNSUPPORTED_BEFORE_3 = {
     f"HookedEncoderDecoder {part}": "not causal in TransformerLens 2.x" for part in ("decoder", "cross")
 }
 
@@ -65,7 +65,7 @@ class Case:
     """One model (one stack of it)."""
 
     label: str
-    stack: str | None = None
+    part: str | None = None
 
     def build(self, dtype: torch.dtype = torch.float32) -> Any:
         """The model; skips the test where this TransformerLens does not have it."""
@@ -88,9 +88,9 @@ class Case:
         from lens_mix.lens.model_classes import transformer_lens_version
 
         major = transformer_lens_version()[0]
-        tables = [REFUSED]
-        tables += [REFUSED_BEFORE_4] if major < 4 else []
-        tables += [REFUSED_BEFORE_3] if major < 3 else []
+        tables = [UNSUPPORTED]
+        tables += [UNSUPPORTED_BEFORE_4] if major < 4 else []
+        tables += [UNSUPPORTED_BEFORE_3] if major < 3 else []
         return next((table[self.label] for table in tables if self.label in table), None)
 
     @property

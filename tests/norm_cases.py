@@ -28,13 +28,13 @@ def blocks_of(case: Case, method: Method) -> Any:
     if case.refusal is not None:
         pytest.skip("refused altogether")
     try:
-        blocks = _passed(case)
+        blocks = _checked_pass(case)
     except UnsupportedModelError as reason:
         pytest.skip(f"refused: {reason}")
     if method.kind == "input" and [block.layer for block in blocks] != list(range(len(blocks))):
         pytest.skip("refused: a stack with gaps")
     for block in blocks:
-        reason = method.refuses(block.anatomy)
+        reason = method.unsupported_block(block.anatomy)
         if reason is None and "feed_forward" in method.parts and block.anatomy.feed_forward is None:
             reason = block.anatomy.feed_forward_kind if block.anatomy.feed_forward_kind != "none" else None
         if reason is not None:
@@ -54,10 +54,10 @@ def read_by_a_norm(blocks: Any) -> Any:
 
 
 @functools.cache
-def _passed(case: Case) -> Any:
+def _checked_pass(case: Case) -> Any:
     # All methods of the family need the same tensors recorded, so one clean pass serves every test.
     model = case.build(torch.float64)
-    return prompt_blocks(model, prompt_of(model), lm.AttnRes(), stack=case.stack).blocks
+    return prompt_blocks(model, prompt_of(model), lm.AttnRes(), part=case.part).blocks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ When = Literal["module", "function", "types"]
 
 @dataclasses.dataclass(frozen=True)
 class Import:
-    """One file of the library imports another; both as module names below lens_mix ("lens.proof.prove")."""
+    """One file of the library imports another; both as module names below lens_mix ("lens.verification.verify")."""
 
     importer: str
     imported: str
@@ -30,7 +30,7 @@ class Import:
 
 
 def module_name(path: Path) -> str:
-    """ "lens.proof.prove"; a package's `__init__.py` by the package's name, lens_mix's own as ""."""
+    """ "lens.verification.verify"; a package's `__init__.py` by the package's name, lens_mix's own as ""."""
     parts = path.relative_to(LIBRARY).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

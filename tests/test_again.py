@@ -54,7 +54,7 @@ def test_what_was_merged_comes_back_whole(model):
 def test_with_inputs_and_pairs():
     if available(bridge, "t5"):
         try:
-            made = lm.run(bridge("t5"), (TOKENS, TOKENS[:3]), "attention", stack="decoder")
+            made = lm.run(bridge("t5"), (TOKENS, TOKENS[:3]), "attention", part="decoder")
         except lm.UnsupportedModelError:
             pytest.skip("no T5 in this TransformerLens")
         assert torch.equal(lm.run_again(bridge("t5"), made).scores, made.scores)

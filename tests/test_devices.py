@@ -32,13 +32,13 @@ def maps_of(model, case):
     for name, method in methods.items():
         engine = "hooks" if name == "value zeroing by hooks" else "auto"
         try:
-            mixing_map = lm.run(model, prompt, method, part=case.stack, engine=engine, progress=None)
+            mixing_map = lm.run(model, prompt, method, part=case.part, engine=engine, progress=None)
             found[name] = mixing_map.scores.cpu()
             if mixing_map.kind == "layer" and mixing_map.scores.shape[-1] == mixing_map.scores.shape[-2]:
                 found[f"rollout of {name}"] = lm.rollout(mixing_map).scores.cpu()
         except (lm.UnsupportedModelError, ValueError) as problem:
             found[name] = type(problem).__name__
-    if case.stack is None:
+    if case.part is None:
         shorter = prompt.flatten()[:4]
         try:
             batch = lm.run_many(model, [prompt.flatten(), shorter], "value_zeroing", progress=None)

@@ -225,7 +225,7 @@ def test_the_record_has_queries_of_the_target_and_keys_of_the_source(tmp_path):
     assert m.key_tokens == [str(token) for token in source.tolist()]
     assert not m.causal
     assert m.mask is None
-    assert m.provenance["stack"] == "cross"
+    assert m.provenance["part"] == "cross"
     torch.testing.assert_close(m.normalized().scores.sum(-1), torch.ones(2, 4, dtype=torch.float64))
     best = m.top(1, query=2)[0]
     assert best.score == float(m.scores[-1, 2].max())
@@ -276,7 +276,7 @@ def test_all_parts_are_what_each_part_gives():
         assert alone.equal(one[part].scores)
         for found in (several[part]["attention"], many[0][part], streamed[0][part]):
             torch.testing.assert_close(found.scores, alone)
-    assert lm.run(model, pair, "attention", stack="cross").scores.equal(one["cross"].scores)
+    assert lm.run(model, pair, "attention", part="cross").scores.equal(one["cross"].scores)
 
 
 @pytest.mark.parametrize("engine", ["algebra", "hooks"])
@@ -325,7 +325,7 @@ def test_a_pruned_cross_head_is_in_no_map():
     model = bridge_or_hooked()
     pair = prompt_of(model)
     per_head = lm.run(model, pair, lm.AttentionWeights(per_head=True), part="cross").scores
-    with lm.evaluation.pruned(model, [(0, 1)], stack="cross"):
+    with lm.evaluation.pruned(model, [(0, 1)], part="cross"):
         found = lm.run(model, pair, [lm.AttentionWeights(per_head=True), "value_zeroing"], part="cross")
         hooks = lm.run(model, pair, "value_zeroing", part="cross", engine="hooks")
     assert float(found["attention"].scores[0, 1].abs().max()) == 0
@@ -358,9 +358,9 @@ def test_mixing_ratios_and_scales_of_edits_refuse_it_in_words():
     model = any_pair_model()
     pair = prompt_of(model)
     with pytest.raises(lm.UnsupportedModelError, match="statistics: expected part 'encoder' or 'decoder'"):
-        mixing_ratios(model, pair, stack="cross")
+        mixing_ratios(model, pair, part="cross")
     with pytest.raises(lm.UnsupportedModelError, match="is not defined on part='cross'"):
-        lm.evaluation.removal_curves(model, pair, torch.arange(5.0), stack="cross")
+        lm.evaluation.removal_curves(model, pair, torch.arange(5.0), part="cross")
     pairs = top_pairs(lm.run(model, pair, "attention", part="cross"), count=70)
     assert len(pairs) == 2 * 5 * 7
 
@@ -396,10 +396,10 @@ def test_what_judges_maps_takes_the_part_by_either_name():
     ]
     for call in calls:
         found = call(part="decoder")
-        assert found == call(stack="decoder")
+        assert found == call(part="decoder")
         assert found not in (call(part="encoder") if call in (pruned, randomised) else None, whole)
         with pytest.raises(ValueError, match="part: expected part= alone"):
-            call(part="decoder", stack="encoder")
+            call(part="decoder", part="encoder")
 
 
 # ------------------------------------------------------------------ errors
@@ -416,7 +416,7 @@ def test_what_can_not_be_asked_is_an_error_in_words():
     with pytest.raises(ValueError, match="prompt: expected at most n_ctx=32 tokens, got 33"):
         lm.run(model, (torch.full((33,), 5), source), "attention", part="cross")
     with pytest.raises(ValueError, match="part: expected part= alone"):
-        lm.run(model, (source, source), "attention", part="cross", stack="decoder")
+        lm.run(model, (source, source), "attention", part="cross", part="decoder")
     with pytest.raises(ValueError, match=r"expected one of \['cross', 'decoder', 'encoder', 'joint'\]"):
         lm.run(model, (source, source), "attention", part="both")
     with pytest.raises(lm.UnsupportedModelError, match="is not defined on part='cross'"):
@@ -430,7 +430,7 @@ def test_decoder_only_models_have_no_parts():
     model = gpt2_like()
     tokens = torch.arange(3, 9)
     for part in ("cross", "decoder"):
-        with pytest.raises(ValueError, match=r"part \(stack\): expected one of \['blocks'\]"):
+        with pytest.raises(ValueError, match=r"part: expected one of \['blocks'\]"):
             lm.run(model, tokens, "attention", part=part)
     with pytest.raises(ValueError, match="part: expected None, got 'all'"):
         lm.run(model, tokens, "attention", part="all")
@@ -447,7 +447,7 @@ def test_a_hook_that_edits_what_the_proof_speaks_of_is_noticed():
     def shift(z, hook):
         return z + torch.linspace(0, 1, z.shape[1], dtype=z.dtype).reshape(1, -1, *[1] * (z.ndim - 2))
 
-    refused = pytest.raises(lm.UnsupportedModelError, match="mixing is not proven")
+    refused = pytest.raises(lm.UnsupportedModelError, match="mixing is not verified")
     with model.hooks(fwd_hooks=[(name, shift)]), refused:
         lm.run(model, pair, "value_norm", part="cross")
 

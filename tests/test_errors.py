@@ -83,7 +83,7 @@ def test_bad_prompts(model, prompt, error, message):
         ({"engine": "gpu"}, ValueError, "engine: expected 'auto', 'hooks' or 'algebra', got 'gpu'"),
         ({"max_memory": 0}, ValueError, "max_memory: expected a number of bytes, 1 or more, got 0"),
         ({"max_memory": 100}, ValueError, r"max_memory: expected at least \d+ bytes"),
-        ({"stack": "decoder"}, ValueError, r"part \(stack\): expected one of \['blocks'\]"),
+        ({"stack": "decoder"}, ValueError, r"part: expected one of \['blocks'\]"),
         ({"prepend_bos": True}, ValueError, "prepend_bos: applies to strings only"),
         (
             {"attention_mask": torch.ones(1, 3)},
@@ -161,7 +161,7 @@ def test_encoder_decoder_targets(encoder_decoder):
     with pytest.raises(ValueError, match=r"target: expected tokens in 0\.\.49"):
         lm.run(encoder_decoder, (GOOD, torch.tensor([[77]])), "attention")
     with pytest.raises(ValueError, match=r"expected one of \['cross', 'decoder', 'encoder', 'joint'\]"):
-        lm.run(encoder_decoder, pair, "attention", stack="blocks")
+        lm.run(encoder_decoder, pair, "attention", part="blocks")
     with pytest.raises(ValueError, match="target: a string needs a tokenizer"):
         lm.run(encoder_decoder, (GOOD, "w3"), "attention")
 
@@ -176,7 +176,7 @@ def test_left_padding_of_an_encoder():
     "problem",
     [torch.cuda.OutOfMemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
 )
-@pytest.mark.parametrize("place", ["proof.support.proof_of", "replay.BlockReplay._error"])
+@pytest.mark.parametrize("place", ["verification.support.verification_of", "replay.BlockReplay._error"])
 def test_running_out_of_memory_is_not_called_unsupported(monkeypatch, problem, place):
     def fails(*_, **__):
         raise problem

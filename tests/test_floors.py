@@ -64,8 +64,8 @@ STORES = {
     "lens.changes._open_changes": "what is changed at this moment, for a process that is forked meanwhile",
     "lens.model_classes.transformer_lens_version": "the version that is installed",
     "lens.precision._float32_products": "the user's setting, which torch has once for all threads",
-    "lens.proof.proofs._proofs": "proofs, by the model that they are about",
-    "lens.proof.sketch.random_vectors": "8 numbers per unit of a matrix's width, on its device; 64 widths",
+    "lens.verification.kept._verifications": "verifications, by the model that they are about",
+    "lens.verification.sketch.random_vectors": "8 numbers per unit of a matrix's width, on its device; 64 widths",
     "lens.signals._waiting": "signals that wait at this moment",
     "lens.texts._templates": "what TransformerLens has replaced in a tokenizer, by the tokenizer",
     "lens.state._evaluated_models": "models that are in evaluation mode at this moment",
@@ -213,4 +213,4 @@ def test_folders_of_tests_mirror_the_library():
         relative = folder.relative_to(ROOT / "tests")
         home = ROOT if relative.parts[0] in scripts else LIBRARY
         assert (home / relative).is_dir(), f"tests/{relative}: no folder {relative} in {home.name}"
-    assert module_name(LIBRARY / "lens" / "proof" / "__init__.py") == "lens.proof"
+    assert module_name(LIBRARY / "lens" / "verification" / "__init__.py") == "lens.verification"

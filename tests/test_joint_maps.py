@@ -206,7 +206,7 @@ def test_the_record(tmp_path):
     assert (found.kind, found.queries, len(found.tokens)) == ("input", [1, 4], 5)
     assert found.key_tokens[7:] == found.tokens
     assert found.provenance["joint"] == {"source": 7, "target": 5}
-    assert found.provenance["stack"] == "joint"
+    assert found.provenance["part"] == "joint"
     # The prefix ends at the row's own position; every source token is seen.
     assert found.visible()[0, 0].tolist() == [True] * 9 + [False] * 3
     assert bool((found.scores[0, 0, :9] > 0).all())

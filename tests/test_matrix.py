@@ -30,7 +30,7 @@ def run_or_reason(model, case, method, prompt=None, **options):
     """The map, or the reason of the refusal: there is no third outcome."""
     try:
         return lm.run(
-            model, prompt_of(model) if prompt is None else prompt, method, stack=case.stack, **options
+            model, prompt_of(model) if prompt is None else prompt, method, part=case.part, **options
         ), None
     except lm.UnsupportedModelError as refusal:
         return None, str(refusal)
@@ -42,20 +42,20 @@ def test_refused_models_say_why_and_all_others_are_proven(label):
     model = model_of(CASES[label], torch.float64)
     if case.refusal is not None:
         with pytest.raises(lm.UnsupportedModelError, match=case.refusal):
-            lm.run(model, prompt_of(model), "attention", stack=case.stack)
+            lm.run(model, prompt_of(model), "attention", part=case.part)
         return
-    proof = lm.check(model, prompt_of(model), stack=case.stack).proof
-    assert proof.hooks_refusal is None
-    assert max(entry.error for entry in proof.parts if entry.error is not None) < 1e-12
-    if {anatomy.feed_forward_kind for anatomy in proof.anatomy.values()} == {"mixture"}:
-        assert "mixture feed-forward" in proof.algebra_refusal
+    verification = lm.check(model, prompt_of(model), part=case.part).verification
+    assert verification.hooks_failure is None
+    assert max(entry.error for entry in verification.components if entry.error is not None) < 1e-12
+    if {anatomy.feed_forward_kind for anatomy in verification.anatomy.values()} == {"mixture"}:
+        assert "mixture feed-forward" in verification.algebra_failure
     else:
-        assert proof.algebra_refusal is None
+        assert verification.algebra_failure is None
 
 
 def attention_oracle(model, case, prompt):
     """TransformerLens's own cache (eager, so that delegated attention keeps its pattern)."""
-    lens = Lens(model, case.stack)
+    lens = Lens(model, case.part)
     batch = pad([read_prompt(model, lens.model_class, prompt)], pad_token(model), "right")
     store = {}
 
@@ -71,7 +71,7 @@ def attention_oracle(model, case, prompt):
 
 def value_zeroing_oracle(model, case, prompt):
     """Whole forward passes, one per layer and position; outputs read by hooks of torch, not of ours."""
-    lens = Lens(model, case.stack)
+    lens = Lens(model, case.part)
     batch = pad([read_prompt(model, lens.model_class, prompt)], pad_token(model), "right")
     positions = batch.real_keys(lens.stack.name).shape[1]
     rows = []
@@ -131,7 +131,7 @@ def test_agrees_with_an_oracle_that_shares_no_code(label, name):
 def test_every_method_gives_a_sound_map_or_the_reason_that_support_gives(label, dtype):
     case = CASES[label]
     model = model_of(CASES[label], dtype)
-    table = lm.support(model, stack=case.stack)
+    table = lm.support(model, part=case.part)
     assert [name for name, _, _ in table] == list(METHODS)
     for name, engine, reason in table:
         m, refusal = run_or_reason(model, case, default_method(name))
@@ -154,8 +154,8 @@ def each_alone(label):
     case = CASES[label]
     model = model_of(CASES[label], torch.float32)
     prompts = [prompt_of(model, seq, seed) for seq, seed in ((7, 1), (4, 2), (6, 3))]
-    methods = [default_method(name) for name, engine, _ in lm.support(model, stack=case.stack) if engine]
-    return prompts, methods, [lm.run(model, prompt, methods, stack=case.stack) for prompt in prompts]
+    methods = [default_method(name) for name, engine, _ in lm.support(model, part=case.part) if engine]
+    return prompts, methods, [lm.run(model, prompt, methods, part=case.part) for prompt in prompts]
 
 
 # Each class pads in its own way; these three are bridges of decoders, as others in `make test` are.
@@ -172,7 +172,7 @@ def test_padded_prompts_give_what_each_gives_alone(label, side):
         pytest.skip("refused altogether: tested above")
     prompts, methods, all_alone = each_alone(label)
     try:
-        batched = list(lm.run_many(model, prompts, methods, stack=case.stack, padding_side=side))
+        batched = list(lm.run_many(model, prompts, methods, part=case.part, padding_side=side))
     except lm.UnsupportedModelError as refusal:
         assert side == "left"
         assert "padding_side='left'" in str(refusal)
@@ -194,7 +194,7 @@ def test_run_and_support_agree_whichever_is_asked_first():
             continue
         if case.refusal is None:
             ran = run_or_reason(model, case, "alti_logit")[1]
-            assert lm.support(model, stack=case.stack)["alti_logit"] == ran
+            assert lm.support(model, part=case.part)["alti_logit"] == ran
             assert "head: " in ran
 
 

@@ -81,7 +81,7 @@ def test_encoders_of_encoder_decoders_have_none():
     with pytest.raises(
         lm.UnsupportedModelError, match=r"input_map: .*the logits stand over the decoder's tokens"
     ):
-        lm.input_map(model, (torch.arange(3, 9), torch.arange(3, 8)), stack="encoder")
+        lm.input_map(model, (torch.arange(3, 9), torch.arange(3, 8)), part="encoder")
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "marian", "HookedEncoderDecoder"])

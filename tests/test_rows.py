@@ -18,7 +18,7 @@ CASES = {case.label: case for case in cases(cross=True)}
 
 def supported(model, stack):
     """The methods that run on a model: those that make their rows alone, all of layers, of all of it."""
-    engines = {name: engine for name, engine, _ in lm.support(model, stack=stack) if engine is not None}
+    engines = {name: engine for name, engine, _ in lm.support(model, part=stack) if engine is not None}
     names = list(engines)
     layerwise = [name for name in names if METHODS[name].kind == "layer"]
     alone = [name for name in layerwise if METHODS[name]().takes_rows(engines[name])]
@@ -44,10 +44,10 @@ def test_rows_and_layers_equal_the_cut_of_the_whole_map(label):
     if case.refusal is not None:
         pytest.skip("refused altogether: tested with the matrix")
     prompt = prompt_of(model, 9)
-    alone, every, one_map = supported(model, case.stack)
+    alone, every, one_map = supported(model, case.part)
     # Hugging Face's GPT-Neo and GPT-J make their patterns in float32 in any model.
     exactness = 1e-6 if label in ("bridge gpt_neo", "bridge gptj") else 1e-10
-    whole = lm.run(model, prompt, [*every, *one_map], stack=case.stack)
+    whole = lm.run(model, prompt, [*every, *one_map], part=case.part)
     # Alone the pass records these rows only; with the others it records all, and each block is cut.
     for names, queries, layers in (
         (alone, [-1], [1]),
@@ -57,7 +57,7 @@ def test_rows_and_layers_equal_the_cut_of_the_whole_map(label):
     ):
         if not names:
             continue
-        parts = lm.run(model, prompt, names, stack=case.stack, queries=queries, layers=layers)
+        parts = lm.run(model, prompt, names, part=case.part, queries=queries, layers=layers)
         for name in names:
             assert_cut(parts[name], whole[name], queries, layers, exactness)
 
@@ -66,11 +66,11 @@ def test_the_asked_rows_alone_are_kept_where_passes_need_whole_patterns():
     model = gpt2_like()
     methods = [lm.ValueZeroing(), lm.GradientAttention(), lm.AttentionAttribution(per_head=True)]
     session = Session(model, {method.name: method for method in methods}, queries=[-1, 0])
-    with session.passed([session.read(tokens(model, 1, 6)[0])]) as passed:
-        patterns = [kept for name, kept in passed.clean.recorded.items() if name.endswith("hook_pattern")]
+    with session.checked_pass([session.read(tokens(model, 1, 6)[0])]) as checked:
+        patterns = [kept for name, kept in checked.clean.recorded.items() if name.endswith("hook_pattern")]
         assert [pattern.shape[2] for pattern in patterns] == [2, 2]
         for method in methods:
-            for scores in method.of_stack(passed.blocks(method.name)):
+            for scores in method.of_stack(checked.blocks(method.name)):
                 assert scores.shape[-2:] == (2, 6)
                 assert scores.untyped_storage().nbytes() == scores.numel() * scores.element_size()
 

@@ -50,7 +50,7 @@ def test_the_same_method_twice_gets_its_parameters_in_the_key(model):
 
 def test_one_clean_pass_serves_all_methods(model):
     prompt = tokens(model, 1, 5)
-    lm.run(model, prompt, "attention")  # the proof is made
+    lm.run(model, prompt, "attention")  # the verification is made
     seen_by_embedding = []
     handle = model.embed.register_forward_hook(lambda *_: seen_by_embedding.append(1))
     try:
@@ -247,17 +247,17 @@ def test_encoder_decoder_pairs():
     source, target = tokens(model, 1, 6), tokens(model, 1, 4, seed=2)
     encoder = lm.run(model, (source, target), "value_zeroing")
     assert encoder.scores.shape == (2, 6, 6)
-    assert encoder.provenance["stack"] == "encoder"
+    assert encoder.provenance["part"] == "encoder"
     assert not encoder.causal
     only_source = lm.run(model, source, "value_zeroing")
     torch.testing.assert_close(only_source.scores, encoder.scores, atol=0, rtol=0)
     by_name = lm.run(model, source, "value_zeroing", decoder_input_ids=target)
     torch.testing.assert_close(by_name.scores, encoder.scores, atol=0, rtol=0)
     if not _decoder_refused(model):
-        decoder = lm.run(model, (source, target), "value_zeroing", stack="decoder")
+        decoder = lm.run(model, (source, target), "value_zeroing", part="decoder")
         assert decoder.scores.shape == (2, 4, 4)
         assert decoder.causal
-        words = lm.run(model, ("w5 w6 w7", "w8 w9"), "attention", stack="decoder")
+        words = lm.run(model, ("w5 w6 w7", "w8 w9"), "attention", part="decoder")
         labels = model.tokenizer(text_target="w8 w9")["input_ids"]
         assert words.tokens[1:] == model.tokenizer.convert_ids_to_tokens(labels)
 
@@ -334,7 +334,7 @@ def test_saved_and_loaded_maps_are_the_same(model, tmp_path):
 def test_bidirectional_hooked_transformer_ignores_masks_so_prompts_run_alone():
     model = build_or_skip(hooked_transformer, "bidirectional")
     prompts = [tokens(model, 1, 6), tokens(model, 1, 4, seed=3)]
-    assert not lm.check(model, prompts[0]).proof.masks_padding["right"]
+    assert not lm.check(model, prompts[0]).verification.masks_padding["right"]
     for prompt, m in zip(prompts, lm.run_many(model, prompts, "value_zeroing"), strict=True):
         torch.testing.assert_close(m.scores, lm.run(model, prompt, "value_zeroing").scores, atol=1e-6, rtol=0)
 
@@ -343,7 +343,7 @@ ALGEBRA = ["value_zeroing", "value_norm", "attn_res_ln", "atb_ff_res_ln", "globe
 
 
 def late_hook(start):
-    """Changes the block from a position on: nothing that a proof on a short prompt can see."""
+    """Changes the block from a position on: nothing that a verification on a short prompt can see."""
 
     def hook(tensor, hook):
         out = tensor.clone()

@@ -1,4 +1,4 @@
-"""The session: whoever reads blocks comes through the same proof and the same check of the user's prompts."""
+"""The session: whoever reads blocks comes through the same verification and the same check of the user's prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_ITS_PARTS = "expected its parts to give its output on this prompt"
 
 
 def triple_from(start):
-    """Triples z from a position on: beyond the proof's short prompt."""
+    """Triples z from a position on: beyond the verification's short prompt."""
 
     def hook(z, hook):
         z = z.clone()
@@ -90,10 +90,10 @@ def test_the_model_is_gone_through_once_per_batch(monkeypatch):
 def test_what_blocks_share_goes_with_them():
     model = gpt2_like()
     session = Session(model, {"attn_res": lm.AttnRes()})
-    with session.passed([session.read(tokens(model, 1, 6))]) as passed:
-        first, second = passed.blocks("attn_res")
+    with session.checked_pass([session.read(tokens(model, 1, 6))]) as checked:
+        first, second = checked.blocks("attn_res")
         first.cache["norms"] = 1
-        assert passed.blocks("attn_res")[0].cache == {"norms": 1}
+        assert checked.blocks("attn_res")[0].cache == {"norms": 1}
         assert second.cache == {}
         second.run_cache["scratch"] = 2
     assert session.run_cache == {"scratch": 2}

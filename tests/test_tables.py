@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.proof.support import Support  # a table with free text
+from lens_mix.lens.verification.support import Support  # a table with free text
 from lens_mix.tables import Table, are_written, read_cell, read_csv, written_cell
 from tests.source_tree import LIBRARY
 

@@ -1,7 +1,7 @@
 """The wide sweep: every architecture that a tiny configuration can make x every method.
 
 A cell agrees with an oracle that asks the Hugging Face model alone, or is refused with the words of the
-table. What the norm-based methods make of the proven parts is compared with their definitions on these models
+table. What the norm-based methods make of the verified parts is compared with their definitions on these models
 too, by the tests in `tests/methods` (`tests/norm_cases.py`).
 """
 
@@ -38,7 +38,7 @@ _WITHOUT = r"TransformerLens shows no attention module in any block"
 _HIDDEN = r"hooks that never fired: .*an attention kernel that keeps no pattern"
 _NO_HOOKS = r"is wrapped without them"
 # Refused altogether, with these words; those of the main matrix stand in `tests/matrix.py`.
-REFUSED = {
+UNSUPPORTED = {
     "afmoe": _GATED,
     "laguna": _GATED,
     "qwen3_5_attention": _GATED,
@@ -104,7 +104,7 @@ def tolerance(label):
 def reference(label):
     """The same weights in a Hugging Face model that TransformerLens never saw."""
     untouched = wrapped_model(architecture(label), dtype_of(label), attn_implementation="eager")
-    return Reference(untouched, prompt_of(model_of(label)), CASES[label].stack)
+    return Reference(untouched, prompt_of(model_of(label)), CASES[label].part)
 
 
 def default_method(name):
@@ -118,23 +118,23 @@ def cell(label, name):
     """(map or None, reason); another exception than the refusal is a failure."""
     case, model = CASES[label], model_of(label)
     try:
-        return lm.run(model, prompt_of(model), default_method(name), stack=case.stack), ""
+        return lm.run(model, prompt_of(model), default_method(name), part=case.part), ""
     except lm.UnsupportedModelError as refusal:
         return None, str(refusal)
 
 
 @functools.cache
 def engines_of(label):
-    return {name: engine for name, engine, _ in lm.support(model_of(label), stack=CASES[label].stack)}
+    return {name: engine for name, engine, _ in lm.support(model_of(label), part=CASES[label].part)}
 
 
 def refusal_of(label, name="attention"):
     """The words of a refusal altogether; None where maps are expected."""
-    if METHODS[name].whole_model and CASES[label].stack == "encoder":
+    if METHODS[name].whole_model and CASES[label].part == "encoder":
         return r"the logits stand over the decoder's tokens"
-    if METHODS[name].places_tokens and CASES[label].stack == "decoder":
+    if METHODS[name].places_tokens and CASES[label].part == "decoder":
         return r"whose model takes position_ids"
-    return CASES[label].refusal or REFUSED.get(name_of(label))
+    return CASES[label].refusal or UNSUPPORTED.get(name_of(label))
 
 
 RUNNING = [label for label in CASES if refusal_of(label) is None]
@@ -206,7 +206,7 @@ def test_norm_based_maps_agree_with_vectors_that_hugging_face_confirms(label):
 
 def blocks_of(label):
     model = model_of(label)
-    return prompt_blocks(model, prompt_of(model), lm.AttnRes(), stack=CASES[label].stack).blocks
+    return prompt_blocks(model, prompt_of(model), lm.AttnRes(), part=CASES[label].part).blocks
 
 
 @pytest.mark.parametrize("label", [label for label in RUNNING if not label.endswith("coder")])
@@ -223,11 +223,11 @@ def test_gradients_agree_with_hugging_face(label):
 
 @pytest.mark.parametrize("label", RUNNING)
 def test_padded_prompts_give_what_each_gives_alone(label):
-    model, stack = model_of(label), CASES[label].stack
+    model, stack = model_of(label), CASES[label].part
     prompts = [prompt_of(model, seq, seed) for seq, seed in ((7, 1), (4, 2))]
     methods = ["attention", "value_zeroing"]
-    alone = [lm.run(model, prompt, methods, stack=stack) for prompt in prompts]
-    for maps, expected in zip(lm.run_many(model, prompts, methods, stack=stack), alone, strict=True):
+    alone = [lm.run(model, prompt, methods, part=stack) for prompt in prompts]
+    for maps, expected in zip(lm.run_many(model, prompts, methods, part=stack), alone, strict=True):
         for name in methods:
             torch.testing.assert_close(
                 maps[name].scores, expected[name].scores, atol=tolerance(label), rtol=0

@@ -27,7 +27,7 @@ from lens_mix.aggregation.rollout import (
     looks_causal_note,
     mixed_layers,
     reached_inputs,
-    refuse_joint,
+    require_not_joint,
 )
 from lens_mix.arguments import flags, one_of, whole_number
 from lens_mix.maps import MixingMap
@@ -87,7 +87,7 @@ def flow(
     )
     one_of("solver", solver, ("scipy", "networkx"))
     if receptive_field:
-        refuse_joint(stack, "receptive_field")
+        require_not_joint(stack, "receptive_field")
     processes = whole_number("processes", processes, 1)
     chosen = as_positions(slice(None) if queries is None else queries, len(stack.tokens))
     levels = list(range(1, len(stack.scores) + 1)) if layer is None else [len(stack.scores)]

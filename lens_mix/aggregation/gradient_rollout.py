@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lens_mix.aggregation.products import cumulative
-from lens_mix.aggregation.rollout import reached_inputs, refuse_joint, refuse_unstackable, to_float64
+from lens_mix.aggregation.rollout import reached_inputs, require_not_joint, require_stackable, to_float64
 from lens_mix.arguments import flags
 from lens_mix.maps import MixingMap
 
@@ -28,8 +28,8 @@ def gradient_rollout(mixing_map: MixingMap, *, normalize: bool = False) -> Mixin
         TypeError, ValueError: as `lm.rollout`.
     """
     flags(normalize=normalize)
-    refuse_unstackable(mixing_map, "gradient_rollout")
-    refuse_joint(mixing_map, "gradient_rollout")
+    require_stackable(mixing_map, "gradient_rollout")
+    require_not_joint(mixing_map, "gradient_rollout")
     mixing_map.require_no_gaps()
     if bool((mixing_map.scores < 0).any()):
         raise ValueError(

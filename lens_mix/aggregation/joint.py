@@ -11,7 +11,7 @@ from torch import Tensor
 from lens_mix.aggregation.rollout import (
     later_start_note,
     mixed_layers,
-    refuse_unstackable,
+    require_stackable,
     residual_weight,
     to_float64,
 )
@@ -130,7 +130,7 @@ def fitting_parts(maps: Mapping[str, MixingMap]) -> dict[str, MixingMap]:
         if name == "cross":
             part.require_every_row("joint", "maps['cross']")
         else:
-            refuse_unstackable(part, "joint")
+            require_stackable(part, "joint")
         part.require_no_gaps()
     source = cross.key_tokens[:-1] if _has_own_key(cross) else cross.key_tokens
     pairs = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lens_mix.aggregation.rollout import refuse_input_maps, to_float64
+from lens_mix.aggregation.rollout import require_layer_maps, to_float64
 from lens_mix.arguments import flags
 from lens_mix.maps import MixingMap
 
@@ -27,7 +27,7 @@ def layer_mean(mixing_map: MixingMap, *, normalize: bool = False) -> MixingMap:
         TypeError, ValueError: not layer maps; with `normalize`, scores below 0.
     """
     flags(normalize=normalize)
-    refuse_input_maps(mixing_map, "layer_mean")
+    require_layer_maps(mixing_map, "layer_mean")
     merged = mixing_map.replace(scores=to_float64(mixing_map.scores)).merge_heads()
     if normalize:
         merged = merged.normalized()

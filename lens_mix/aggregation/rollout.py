@@ -14,7 +14,7 @@ from lens_mix.aggregation.products import Residual, add_residual, cumulative, lo
 from lens_mix.aggregation.receptive_field import held_residual, normalise_rollout, reachable
 from lens_mix.arguments import flags, instance, number
 from lens_mix.maps import MixingMap
-from lens_mix.maps.arithmetic import refuse_negative, with_empty_rows
+from lens_mix.maps.arithmetic import require_nonnegative, with_empty_rows
 from lens_mix.maps.checks import as_residual
 from lens_mix.methods import METHODS
 
@@ -72,7 +72,7 @@ def rollout(
     """
     flags(receptive_field=receptive_field, per_head=per_head, drop_bos=drop_bos)
     if receptive_field and isinstance(mixing_map, MixingMap):
-        refuse_joint(mixing_map, "receptive_field")
+        require_not_joint(mixing_map, "receptive_field")
     chosen, weights = _layers_and_weights(mixing_map, residual, total_mixing, from_layer, to_layer, drop_bos)
     one_weight = isinstance(weights, float)
     largest = float(torch.as_tensor(weights, dtype=torch.float64, device="cpu").max())
@@ -173,7 +173,7 @@ def mixed_layers(chosen: MixingMap, weight: Residual) -> MixedLayers:
     weights: list[float | Tensor] = []
     for place, scores in enumerate(chosen.scores):
         maps[place] = to_float64(scores).mean(0) if chosen.has_heads else scores
-        refuse_negative(maps[place])
+        require_nonnegative(maps[place])
         totals = maps[place].sum(-1, keepdim=True)
         sums[place] = totals[:, 0]
         maps[place].div_(totals.masked_fill(totals == 0, 1))
@@ -231,7 +231,7 @@ def residual_weight(mixing_map: MixingMap, residual: float | None) -> float:
     return as_residual(method.residual)
 
 
-def refuse_input_maps(mixing_map: MixingMap, purpose: str) -> None:
+def require_layer_maps(mixing_map: MixingMap, purpose: str) -> None:
     """Raise a TypeError for what is no `MixingMap`, a ValueError for one that is no layer map."""
     instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     if mixing_map.kind != "layer":
@@ -241,9 +241,9 @@ def refuse_input_maps(mixing_map: MixingMap, purpose: str) -> None:
         )
 
 
-def refuse_unstackable(mixing_map: MixingMap, purpose: str) -> None:
-    """As `refuse_input_maps`, and a ValueError for layers that do not chain."""
-    refuse_input_maps(mixing_map, purpose)
+def require_stackable(mixing_map: MixingMap, purpose: str) -> None:
+    """As `require_layer_maps`, and a ValueError for layers that do not chain."""
+    require_layer_maps(mixing_map, purpose)
     if mixing_map.key_tokens is not None:
         raise ValueError(
             f"mixing_map: expected the tokens as keys for {purpose}, got {len(mixing_map.key_labels)} other "
@@ -252,7 +252,7 @@ def refuse_unstackable(mixing_map: MixingMap, purpose: str) -> None:
     mixing_map.require_every_row(purpose)
 
 
-def refuse_joint(mixing_map: MixingMap, purpose: str) -> None:
+def require_not_joint(mixing_map: MixingMap, purpose: str) -> None:
     """Raise a ValueError for a stack of `joint`: its layers leave positions as they are, or keep shares."""
     if "joint" in mixing_map.provenance:
         raise ValueError(
@@ -276,7 +276,7 @@ def layers_to_mix(
     last_name: str = "to_layer",
 ) -> tuple[MixingMap, float]:
     """The map of the layers that are asked for, and the residual weight w. Args and errors: as `rollout`."""
-    refuse_unstackable(mixing_map, purpose)
+    require_stackable(mixing_map, purpose)
     weight = residual_weight(mixing_map, residual)
     labels = mixing_map.layer_labels
     first = 0 if from_layer is None else mixing_map.layer_index(from_layer, "from_layer")

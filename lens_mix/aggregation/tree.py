@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.aggregation.rollout import refuse_unstackable, to_float64
+from lens_mix.aggregation.rollout import require_stackable, to_float64
 from lens_mix.arguments import flags, number, one_of, shown
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import Dropped, kept_positions, query_position
@@ -65,7 +65,7 @@ def attribution_tree(
     Raises:
         TypeError, ValueError: as `lm.rollout`; options out of range; no positive score.
     """
-    refuse_unstackable(mixing_map, "attribution_tree")
+    require_stackable(mixing_map, "attribution_tree")
     threshold, cost = number("threshold", threshold, 0, 1), number("cost", cost, 0)
     one_of("order", order, ("score", "position"))
     flags(within_layer=within_layer)

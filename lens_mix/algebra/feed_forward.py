@@ -139,7 +139,7 @@ def feed_forward_shares(block: Block, vectors: AttentionVectors, biases: Variant
     return FeedForwardShares(anatomy, feed_forward, scale, multipliers, W_out, read, vectors.mid)
 
 
-def refuses_feed_forward(anatomy: BlockAnatomy) -> str | None:
+def unsupported_feed_forward(anatomy: BlockAnatomy) -> str | None:
     """Why vectors can't be followed through the feed-forward; None where they can."""
     if anatomy.cross:
         reads = (

@@ -16,7 +16,7 @@ from torch import Tensor
 from lens_mix.algebra import weight_cache
 from lens_mix.algebra.head_vectors import through
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, ValuePath
-from lens_mix.lens.proof.sketch import random_vectors, sketch
+from lens_mix.lens.verification.sketch import random_vectors, sketch
 
 _PAIRS_PER_AXIS = 8  # for fewer pairs it would take many runs to earn the decomposition back
 _STEP = 96  # neurons of the triangle that are done at once, all with the axes of the last one

@@ -45,7 +45,7 @@ class LinearBlock:
     """One block from the attention's output on; its norms and its activation are linear for all shares.
 
     Args:
-        block: with "pattern", "value" and "z" recorded, and the attention's parts proven.
+        block: with "pattern", "value" and "z" recorded, and the attention's parts verified.
         slope: the line that stands for the activation, as in `DecompX`.
         alone: whether every position's whole vector is its own source; then b_V belongs to the key.
 

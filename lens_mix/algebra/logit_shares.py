@@ -9,31 +9,33 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.vectors import attention_vectors
-from lens_mix.lens.head import Head
+from lens_mix.lens.unembedding import Unembedding
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
 def through_head(
-    head: Head, resid: Float[Tensor, "batch query d_model"], columns: Float[Tensor, "batch query d_model"]
+    unembedding: Unembedding,
+    resid: Float[Tensor, "batch query d_model"],
+    columns: Float[Tensor, "batch query d_model"],
 ) -> Float[Tensor, "batch query d_model"]:
     """Directions in the residual stream whose products are logits, the final norm held at its true scale.
 
     Args:
-        head: the model's head.
+        unembedding: the model's unembedding.
         resid: the last residual stream.
         columns: the unembedding's column per position.
     """
     dtype = torch.promote_types(resid.dtype, torch.float32)
     columns, resid = columns.to(dtype), resid.to(dtype)
-    if head.norm is None:
+    if unembedding.norm is None:
         return columns
-    if head.norm.weight is not None:
-        columns = columns * head.norm.weight.to(dtype)
-    if head.norm.kind == "layer":
+    if unembedding.norm.weight is not None:
+        columns = columns * unembedding.norm.weight.to(dtype)
+    if unembedding.norm.kind == "layer":
         columns = columns - columns.mean(-1, keepdim=True)
-    return columns / head.norm.scale(resid)
+    return columns / unembedding.norm.scale(resid)
 
 
 def logit_shares(
@@ -66,17 +68,17 @@ def token_directions(
 
     `token` and `against` as in `AltiLogit`; a number that is not in the vocabulary is a ValueError.
     """
-    head = last.head()
-    columns = head.W_U.T[last.rows_of(_tokens(last, head, token))]
+    unembedding = last.unembedding()
+    columns = unembedding.W_U.T[last.rows_of(_tokens(last, unembedding, token))]
     if against is not None:
-        columns = columns - head.W_U.T[_checked(against, head, "against")]
-    return through_head(head, last.final_residual, columns)
+        columns = columns - unembedding.W_U.T[_checked(against, unembedding, "against")]
+    return through_head(unembedding, last.final_residual, columns)
 
 
-def _tokens(last: Block, head: Head, token: int | str) -> Int[Tensor, "batch pos"]:
+def _tokens(last: Block, unembedding: Unembedding, token: int | str) -> Int[Tensor, "batch pos"]:
     if isinstance(token, int):
         return torch.full(
-            last.real.shape, _checked(token, head, "token"), device=last.real.device, dtype=torch.long
+            last.real.shape, _checked(token, unembedding, "token"), device=last.real.device, dtype=torch.long
         )
     logits = last.logits()
     likeliest, tokens = logits.topk(2)
@@ -110,7 +112,7 @@ def _note_doubtful(
             )
 
 
-def _checked(token: int, head: Head, name: str) -> int:
-    if not 0 <= token < head.W_U.shape[1]:
-        raise ValueError(f"{name}: expected 0..{head.W_U.shape[1] - 1}, got {token}")
+def _checked(token: int, unembedding: Unembedding, name: str) -> int:
+    if not 0 <= token < unembedding.W_U.shape[1]:
+        raise ValueError(f"{name}: expected 0..{unembedding.W_U.shape[1] - 1}, got {token}")
     return token

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 def value_zeroing_maps(
     block: Block, groups: Groups, spans: Spans, metric: str, final: Norm | None
 ) -> Float[Tensor, "batch group query key"]:
-    """One map of a proven block per group of query heads that are zeroed together (a head in one at most).
+    """One map of a verified block per group of query heads that are zeroed together (a head in one at most).
 
     The positions of a span are zeroed as one; without spans, each alone. `final` is the final norm, where
     its output is compared. A ValueError tells that `max_memory` does not allow the smallest step.

@@ -256,14 +256,14 @@ def value_path(block: Block) -> ValuePath:
 
 
 def head_vectors(block: Block) -> HeadVectors:
-    """u of a block; needs "value", and the attention's parts proven."""
+    """u of a block; needs "value", and the attention's parts verified."""
     dtype = torch.promote_types(block.resid_pre.dtype, torch.float32)
     value = block.recorded("value").detach().to(dtype)
     return HeadVectors(value_path(block), value, workspace=workspace_of(block))
 
 
 def attention_vectors(block: Block, heads: HeadVectors | None = None) -> AttentionVectors:
-    """The block's vectors; needs "pattern", "value" and "z", and the attention's parts proven.
+    """The block's vectors; needs "pattern", "value" and "z", and the attention's parts verified.
 
     The methods of one run share them, except under a memory bound.
 

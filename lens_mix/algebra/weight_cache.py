@@ -23,7 +23,7 @@ class _Entry(NamedTuple):
     product: Any
 
 
-# By a weight as the proof has read it (a new proof reads anew), then by kind of product.
+# By a weight as the verification has read it (a new verification reads anew), then by kind of product.
 _store: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lens_mix.arguments import flags, instance, number, one_of, several, whole_number
-from lens_mix.evaluation.edited_passes import FLAT, EditedPasses, edited_passes
+from lens_mix.evaluation.intervention_passes import FLAT, InterventionPasses, intervention_passes
 from lens_mix.evaluation.kept_cells import Job, RankedCells, Visible, kept_pattern
 from lens_mix.hooks import freeze_pattern, must_fire
 from lens_mix.hooks.mixing import tolerance
@@ -157,7 +157,7 @@ def keep_cells(
     instance("maps", named, Mapping, "a MixingMap, or several by name")
     if not named:
         raise ValueError("maps: expected at least one map by its name, got none")
-    with edited_passes(model, prompt, target, **options) as passes:
+    with intervention_passes(model, prompt, target, **options) as passes:
         for name, mixing in named.items():
             _check_map(name, mixing, passes)
         visible = _visible(passes)
@@ -207,25 +207,25 @@ def _area(values: Sequence[float], shares: Sequence[float]) -> float:
 # ------------------------------------------------------------------ ranks and passes
 
 
-def _visible(passes: EditedPasses) -> dict[int, Bool[Tensor, "query key"]]:
+def _visible(passes: InterventionPasses) -> dict[int, Bool[Tensor, "query key"]]:
     """Per layer, the keys that each query of the prompt may see."""
     positions = slice(0, passes.length)
     return {
         layer: mask[0, positions, positions].cpu()
-        for layer, mask in passes.passed.allowed_keys().by_layer.items()
+        for layer, mask in passes.checked.allowed_keys().by_layer.items()
     }
 
 
 def _values(
-    passes: EditedPasses, jobs: Sequence[Job], visible: Visible, operator: str
+    passes: InterventionPasses, jobs: Sequence[Job], visible: Visible, operator: str
 ) -> Float[Tensor, " job"]:
     """The target of each job: so many of a map's cells kept."""
-    stack, step, values = passes.passed.session.lens.stack, passes.at_once, []
+    stack, step, values = passes.checked.session.lens.stack, passes.at_once, []
     layers = sorted({layer for cells, _ in jobs for layer in cells.ranks})
     for start in range(0, len(jobs), step):
         chunk, hooks = jobs[start : start + step], []
         for layer in layers:
-            clean = passes.passed.clean.recorded[stack.hook_name("pattern", layer)]
+            clean = passes.checked.clean.recorded[stack.hook_name("pattern", layer)]
             pattern, padding = clean[..., : passes.length, : passes.length], clean.shape[-1] - passes.length
             # In the pass, so that the copies' patterns of one layer live at a time.
             edit = functools.partial(
@@ -242,8 +242,8 @@ def _values(
     return torch.cat(values).double()
 
 
-def _check_map(name: str, given: Any, passes: EditedPasses) -> None:
-    lens, argument = passes.passed.session.lens, f"maps[{name!r}]"
+def _check_map(name: str, given: Any, passes: InterventionPasses) -> None:
+    lens, argument = passes.checked.session.lens, f"maps[{name!r}]"
     mixing: MixingMap = instance(argument, given, MixingMap, "a MixingMap")
     if mixing.kind != "layer" or mixing.key_tokens is not None:
         raise ValueError(
@@ -261,9 +261,9 @@ def _check_map(name: str, given: Any, passes: EditedPasses) -> None:
         )
 
 
-def _check_whole(passes: EditedPasses, whole: float) -> None:
+def _check_whole(passes: InterventionPasses, whole: float) -> None:
     """Patterns that are put in again must give the model's own target."""
-    lens = passes.passed.session.lens
+    lens = passes.checked.session.lens
     bound = 10 * tolerance(lens.dtype) * max(1.0, abs(passes.clean))
     if not abs(whole - passes.clean) <= bound:
         raise UnsupportedModelError(

@@ -53,7 +53,7 @@ def compare(
     named = _named(maps)
     records = []
     for (first, one), (second, other) in itertools.combinations(named.items(), 2):
-        _refuse_unlike(first, one, second, other)
+        _require_alike(first, one, second, other)
         rows = _rows(one, other, queries)
         of_one, of_other = (m.select_queries(rows) for m in _at_common_layers(first, one, second, other))
         visible = of_one.visible() & of_other.visible().to(of_one.scores.device)
@@ -90,7 +90,7 @@ def _named(maps: Mapping[str, MixingMap] | Sequence[MixingMap]) -> dict[str, Mix
     return {name: each.merge_heads() for name, each in named.items()}
 
 
-def _refuse_unlike(first: str, one: MixingMap, second: str, other: MixingMap) -> None:
+def _require_alike(first: str, one: MixingMap, second: str, other: MixingMap) -> None:
     if (one.tokens, one.key_labels) != (other.tokens, other.key_labels):
         raise ValueError(
             f"maps: expected the same tokens in all, got {first!r} over {len(one.key_labels)} keys "

@@ -13,7 +13,6 @@ from torch import Tensor
 from lens_mix.arguments import whole_number
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.parts import one_part
 from lens_mix.maps import MixingMap
 
 
@@ -38,9 +37,7 @@ def control_maps(like: MixingMap, seed: int) -> dict[str, MixingMap]:
 
 
 @contextlib.contextmanager
-def randomised(
-    model: TransformerLensModel, *, seed: int = 0, part: str | None = None, stack: str | None = None
-) -> Iterator[Any]:
+def randomised(model: TransformerLensModel, *, seed: int = 0, part: str | None = None) -> Iterator[Any]:
     """The model with its blocks' matrices shuffled, inside a `with` block (Adebayo et al., NeurIPS 2018).
 
     Each weight matrix keeps its numbers, in another order; vectors (biases, the norms' weights), embeddings
@@ -49,10 +46,10 @@ def randomised(
 
     Args:
         seed: of the order.
-        part, stack: as in `lm.run`.
+        part: as in `lm.run`.
     """
     generator = torch.Generator().manual_seed(whole_number("seed", seed, 0))
-    lens = Lens(model, one_part(part, stack))
+    lens = Lens(model, part)
     matrices = {
         id(parameter): parameter
         for block in lens.stack.blocks

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lens_mix.arguments import whole_number
-from lens_mix.evaluation.edited_passes import FLAT, EditedPasses, edited_passes, falling, read_rows
+from lens_mix.evaluation.intervention_passes import (
+    FLAT,
+    InterventionPasses,
+    falling,
+    intervention_passes,
+    read_rows,
+)
 from lens_mix.evaluation.removal import Removal, as_removal
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection
@@ -133,7 +139,7 @@ def removal_curves(
     how = as_removal(removal)
     exact, beam = whole_number("exact", exact, 0, 20), whole_number("beam", beam, 0)  # 2^20: a million passes
     seed = whole_number("seed", seed, 0)
-    with edited_passes(model, prompt, target, **options) as passes:
+    with intervention_passes(model, prompt, target, **options) as passes:
         named, single = read_rows(rows, passes.length)
         places = _places(passes, how, positions)
         value_of = _Values(passes, how, places)
@@ -154,7 +160,7 @@ def removal_curves(
 class _Values:
     """The target by which of the ranked positions are removed; each set is run once."""
 
-    def __init__(self, passes: EditedPasses, removal: Removal, places: Sequence[int]) -> None:
+    def __init__(self, passes: InterventionPasses, removal: Removal, places: Sequence[int]) -> None:
         self._passes, self._removal, self._places = passes, removal, places
         self._known = {0: passes.clean}
 
@@ -169,7 +175,7 @@ class _Values:
         return [self._known[taken] for taken in sets]
 
 
-def _places(passes: EditedPasses, removal: Removal, asked: Selection | None) -> list[int]:
+def _places(passes: InterventionPasses, removal: Removal, asked: Selection | None) -> list[int]:
     places = passes.positions(asked)
     if not removal.keeps_target:
         return places

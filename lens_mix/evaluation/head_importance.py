@@ -19,10 +19,9 @@ from lens_mix.arguments import flags, instance, number, one_of, pairs, real_tens
 from lens_mix.hooks import must_fire, prune_heads
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.parts import one_part
 from lens_mix.lens.prompts import read_prompt
-from lens_mix.lens.proof.proofs import proof_of
-from lens_mix.lens.proof.support import any_prompt
+from lens_mix.lens.verification.kept import verification_of
+from lens_mix.lens.verification.support import any_prompt
 from lens_mix.methods import AttentionAttribution, AttentionWeights, GradientAttention, Method
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike
@@ -115,7 +114,6 @@ def head_importance(
     statistic: Literal["max", "mean"] = "max",
     method: AttentionAttribution | None = None,
     part: str | None = None,
-    stack: str | None = None,
     progress: bool = False,
     **options: Any,
 ) -> HeadImportance:
@@ -136,7 +134,7 @@ def head_importance(
         statistic: "max" over the entries of a head's map, or their "mean" over visible keys. (The mean of
             attention says nothing: rows sum to 1, so that every head has the same.)
         method: the attribution to use ("attribution" only); its target is replaced by `targets`, if given.
-        part, stack, options: as in `lm.run`.
+        part, options: as in `lm.run`.
 
     Raises:
         ValueError: no prompts; an unknown option; another number of targets than of prompts.
@@ -148,7 +146,7 @@ def head_importance(
         raise ValueError(f"method: applies to by='attribution' only, got by={by!r}")
     prompts = several("prompts", prompts, "several prompts", least=1)
     by_prompt = one_target_each("prompts", prompts, targets)
-    part = every_block_has_heads(model, one_part(part, stack), "head_importance").stack.name
+    part = every_block_has_heads(model, part, "head_importance").stack.name
     if "layers" in options:
         raise ValueError("layers: expected none, as importances have a row for every layer; cut the scores")
     one_of("statistic", statistic, ("max", "mean"))
@@ -174,21 +172,19 @@ def head_importance(
 
 
 @contextlib.contextmanager
-def pruned(
-    model: TransformerLensModel, heads: Iterable[Head], *, part: str | None = None, stack: str | None = None
-) -> Iterator[Any]:
+def pruned(model: TransformerLensModel, heads: Iterable[Head], *, part: str | None = None) -> Iterator[Any]:
     """The model without some heads, inside a `with` block: their patterns count as zero.
 
     Args:
         heads: (layer, head) pairs.
-        part, stack: as in `lm.run`.
+        part: as in `lm.run`.
 
     Raises:
         ValueError: a layer or head that the model does not have.
         RuntimeError: at the end, when nothing ran the model inside.
         UnsupportedModelError: hooks on values and patterns can't be trusted on this model.
     """
-    lens = Lens(model, one_part(part, stack))
+    lens = Lens(model, part)
     by_layer: dict[int, list[int]] = collections.defaultdict(list)
     for layer, head in pairs("heads", heads, "(layer, head) pairs"):
         layer = whole_number("heads", layer, 0, lens.n_layers - 1, "layers")
@@ -196,7 +192,7 @@ def pruned(
             gaps = lens.stack.gaps
             raise ValueError(f"heads: expected heads of blocks that have some, got layer {layer} ({gaps})")
         by_layer[layer].append(whole_number("heads", head, 0, lens.n_heads - 1, "heads"))
-    reason = proof_of(lens, read_prompt(model, lens.model_class, any_prompt(model))).hooks_refusal
+    reason = verification_of(lens, read_prompt(model, lens.model_class, any_prompt(model))).hooks_failure
     if reason is not None:
         raise UnsupportedModelError(f"pruned can't run on this model: {reason}")
     template = lens.stack.attention_template
@@ -211,7 +207,6 @@ def ablation_importance(
     metric: Metric,
     *,
     part: str | None = None,
-    stack: str | None = None,
     examples: int = 0,
     progress: bool = False,
 ) -> HeadImportance:
@@ -220,7 +215,7 @@ def ablation_importance(
     Args:
         metric: a function of the model, larger is better, that runs it on data of its own; it is called
             1 + layers x heads times.
-        part, stack: as in `lm.run`.
+        part: as in `lm.run`.
         examples: how many examples the metric is over, for the record.
 
     Raises:
@@ -229,7 +224,7 @@ def ablation_importance(
     """
     flags(progress=progress)
     examples = whole_number("examples", examples, 0)
-    lens = every_block_has_heads(model, one_part(part, stack), "ablation_importance")
+    lens = every_block_has_heads(model, part, "ablation_importance")
     whole = measured(metric, model)
     scores = torch.zeros(lens.n_layers, lens.n_heads, dtype=torch.float64, device="cpu")
     places = list(itertools.product(range(lens.n_layers), range(lens.n_heads)))

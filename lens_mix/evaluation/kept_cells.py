@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lens_mix.evaluation.edited_passes import falling
+from lens_mix.evaluation.intervention_passes import falling
 from lens_mix.maps import MixingMap
 
 # By layer, the keys that each query may see.

@@ -25,7 +25,6 @@ from lens_mix.evaluation.identity import digest_of, identity, identity_of_model
 from lens_mix.evaluation.tasks import Case, Task
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.parts import one_part
 from lens_mix.lens.provenance import model_name
 from lens_mix.maps import MixingMap
 from lens_mix.method import Method
@@ -153,7 +152,7 @@ def evaluate(
     """
     flags(randomised_model=randomised_model, progress=progress)
     instance("task", task, Task, "a task of lens_mix.evaluation")
-    if one_part(options.get("part"), options.get("stack")) == "all":
+    if options.get("part") == "all":
         Lens(model, "all")  # raises, and names the parts
     chosen, by_name = read_methods(methods)[0], aggregations_by_name(aggregations)
     evaluation = _Evaluation(model, task, chosen, by_name, randomised_model, options)
@@ -202,7 +201,7 @@ class _Evaluation:
         """The records of one case."""
         candidates = self._candidates(case, "")
         if self.randomised_model:
-            with randomised(self.model, part=one_part(self.options.get("part"), self.options.get("stack"))):
+            with randomised(self.model, part=self.options.get("part")):
                 candidates |= self._candidates(case, ", randomised model")
         if candidates:
             like = next(iter(candidates.values()))

@@ -104,10 +104,10 @@ def residuals_at(
         )
     states = []
     for prompt, place in zip(prompts, places, strict=True):
-        for passed in each_prompt(
+        for checked in each_prompt(
             model, [prompt], AttentionWeights(), queries=[place], layers=layers, **options
         ):
-            states.append(torch.stack([block.resid_post[0, 0] for block in passed.blocks]))
+            states.append(torch.stack([block.resid_post[0, 0] for block in checked.blocks]))
     return torch.stack(states, dim=1)
 
 

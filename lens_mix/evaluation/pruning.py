@@ -23,7 +23,6 @@ from lens_mix.evaluation.head_importance import (
 )
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel
-from lens_mix.lens.parts import one_part
 
 if TYPE_CHECKING:
     import pandas
@@ -88,7 +87,6 @@ def pruning_curves(
     random: int = 3,
     seed: int = 0,
     part: str | None = None,
-    stack: str | None = None,
     progress: bool = False,
 ) -> PruningCurves:
     """Remove heads in the order of each ranking, over all layers, and measure on the way.
@@ -101,14 +99,14 @@ def pruning_curves(
         remove: the "least" important heads first (the paper), or the "most".
         random: how many random orders to average under the name "random"; 0 for none.
         seed: of the random orders.
-        part, stack: as in `lm.run`.
+        part: as in `lm.run`.
 
     Raises:
         ValueError: no ranking; scores of another shape than [layer, head]; shares that do not ascend in 0..1.
         RuntimeError: the metric does not run the model.
         UnsupportedModelError: a hybrid, some of whose blocks have no heads.
     """
-    lens = every_block_has_heads(model, one_part(part, stack), "pruning_curves")
+    lens = every_block_has_heads(model, part, "pruning_curves")
     total = lens.n_layers * lens.n_heads
     given = several("fractions", fractions, "ascending shares from 0 to 1", least=1)
     fractions = [number("fractions", fraction, 0, 1) for fraction in given]

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lens_mix.arguments import several, whole_number
-from lens_mix.evaluation.edited_passes import EditedPasses
+from lens_mix.evaluation.intervention_passes import InterventionPasses
 from lens_mix.hooks import HookPair, must_fire, watch_pattern, zero_values
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import vocabulary
@@ -28,18 +28,18 @@ class Removal(abc.ABC):
     keeps_target: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def values(self, passes: EditedPasses, removed: Bool[Tensor, "copy pos"]) -> Float[Tensor, " copy"]:
+    def values(self, passes: InterventionPasses, removed: Bool[Tensor, "copy pos"]) -> Float[Tensor, " copy"]:
         """The target when in each copy of the prompt the positions marked are taken out, all at once."""
 
 
 class _OtherTokens(Removal):
     """A position that is taken out holds another token; the mean over several fillings."""
 
-    def values(self, passes: EditedPasses, removed: Bool[Tensor, "copy pos"]) -> Float[Tensor, " copy"]:
+    def values(self, passes: InterventionPasses, removed: Bool[Tensor, "copy pos"]) -> Float[Tensor, " copy"]:
         return torch.stack([_filled(passes, removed, fill) for fill in self._fills(passes)]).mean(0)
 
     @abc.abstractmethod
-    def _fills(self, passes: EditedPasses) -> Int[Tensor, "fill pos"]:
+    def _fills(self, passes: InterventionPasses) -> Int[Tensor, "fill pos"]:
         """What each position holds when it is taken out."""
 
 
@@ -62,12 +62,12 @@ class ReplaceTokens(_OtherTokens):
         checked = [one if isinstance(one, str) else whole_number("tokens", one, 0) for one in listed]
         object.__setattr__(self, "tokens", tuple(checked))
 
-    def _fills(self, passes: EditedPasses) -> Int[Tensor, "fill pos"]:
+    def _fills(self, passes: InterventionPasses) -> Int[Tensor, "fill pos"]:
         # Only the width is read.
         logits = torch.empty(1, 1, _vocabulary(passes), dtype=torch.float32, device="meta")
-        as_target = passes.passed.session.lens.stack.reads_target
+        as_target = passes.checked.session.lens.stack.reads_target
         tokenizer = passes.first_block.tokenizer
-        context = Context(passes.passed.token_ids(0), logits, tokenizer, as_target=as_target)
+        context = Context(passes.checked.token_ids(0), logits, tokenizer, as_target=as_target)
         listed = several("tokens", self.tokens, "tokens")
         tokens = torch.tensor(
             [context.token_id(token, "tokens") for token in listed], dtype=torch.long, device="cpu"
@@ -97,8 +97,8 @@ class SampleTokens(_OtherTokens):
             listed = several("among", self.among, "token numbers", 1)
             object.__setattr__(self, "among", tuple(whole_number("among", one, 0) for one in listed))
 
-    def _fills(self, passes: EditedPasses) -> Int[Tensor, "fill pos"]:
-        tokens, size = passes.passed.token_ids(0).cpu(), _vocabulary(passes)
+    def _fills(self, passes: InterventionPasses) -> Int[Tensor, "fill pos"]:
+        tokens, size = passes.checked.token_ids(0).cpu(), _vocabulary(passes)
         if self.among is None:
             special = getattr(passes.first_block.tokenizer, "all_special_ids", [])
             pool = torch.arange(size, device="cpu")
@@ -126,8 +126,8 @@ class Drop(Removal):
 
     keeps_target: ClassVar[bool] = True
 
-    def values(self, passes: EditedPasses, removed: Bool[Tensor, "copy pos"]) -> Float[Tensor, " copy"]:
-        lens = passes.passed.session.lens
+    def values(self, passes: InterventionPasses, removed: Bool[Tensor, "copy pos"]) -> Float[Tensor, " copy"]:
+        lens = passes.checked.session.lens
         if lens.stack.name == "decoder":
             raise UnsupportedModelError(
                 "Drop: the decoder's side of an encoder-decoder takes no mask; use ReplaceTokens, "
@@ -162,11 +162,11 @@ class ZeroValues(Removal):
     frozen: above the first layer they change with what the queries and keys have lost.
     """
 
-    def values(self, passes: EditedPasses, removed: Bool[Tensor, "copy pos"]) -> Float[Tensor, " copy"]:
-        lens = passes.passed.session.lens
+    def values(self, passes: InterventionPasses, removed: Bool[Tensor, "copy pos"]) -> Float[Tensor, " copy"]:
+        lens = passes.checked.session.lens
         values = []
         for chunk in removed.split(passes.at_once):
-            zeroed = _padded(chunk, passes.passed.clean.real)
+            zeroed = _padded(chunk, passes.checked.clean.real)
             pairs: list[HookPair] = [
                 zero_values(layer, zeroed, attention=lens.stack.attention_template)
                 for layer in range(lens.n_layers)
@@ -190,7 +190,7 @@ def as_removal(removal: Any) -> Removal:
     raise error(f"{expected}, got {removal!r}")
 
 
-def _at_once(passes: EditedPasses, dropped: Bool[Tensor, "copy pos"]) -> int:
+def _at_once(passes: InterventionPasses, dropped: Bool[Tensor, "copy pos"]) -> int:
     """Return how many copies run together: one, if a model's angles depend on how many tokens are left."""
     left = (~dropped).sum(-1)
     differ = passes.first_block.angles_differ(int(left.min()), int(left.max()))
@@ -209,7 +209,7 @@ def _note_leak(
 
 
 def _filled(
-    passes: EditedPasses, removed: Bool[Tensor, "copy pos"], fill: Int[Tensor, " pos"]
+    passes: InterventionPasses, removed: Bool[Tensor, "copy pos"], fill: Int[Tensor, " pos"]
 ) -> Float[Tensor, " copy"]:
     """The target with other tokens in the places that are taken out."""
     values = []
@@ -229,6 +229,6 @@ def _padded(
     return torch.nn.functional.pad(removed, (0, beyond)).to(real.device)
 
 
-def _vocabulary(passes: EditedPasses) -> int:
-    lens = passes.passed.session.lens
+def _vocabulary(passes: InterventionPasses) -> int:
+    lens = passes.checked.session.lens
     return vocabulary(lens.model, "target" if lens.stack.name == "decoder" else "prompt")

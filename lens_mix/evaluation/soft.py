@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lens_mix import targets
 from lens_mix.arguments import number, whole_number
-from lens_mix.evaluation.edited_passes import EditedPasses, edited_passes, read_rows
+from lens_mix.evaluation.intervention_passes import InterventionPasses, intervention_passes, read_rows
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection
 from lens_mix.targets import TargetLike
@@ -108,7 +108,7 @@ def soft_faithfulness(
         raise ValueError("retained: expected a number above 0 and below 1, got 1: everything would stay")
     samples, seed = whole_number("samples", samples, 1), whole_number("seed", seed, 0)
     target = targets.predicted() if target is None else target
-    with edited_passes(model, prompt, target, **options) as passes:
+    with intervention_passes(model, prompt, target, **options) as passes:
         if not passes.bound.is_probability:
             raise ValueError("target: expected a probability (lm.targets.probability), got another measure")
         named, single = read_rows(rows, passes.length)
@@ -153,7 +153,9 @@ def _matched(row: Float[Tensor, " key"], mean: float) -> Float[Tensor, " key"]:
     return (row * factor).clamp(0, 1)
 
 
-def _mean_target(passes: EditedPasses, places: list[int], masks: Bool[Tensor, "copy key d_model"]) -> float:
+def _mean_target(
+    passes: InterventionPasses, places: list[int], masks: Bool[Tensor, "copy key d_model"]
+) -> float:
     """The target over copies of the prompt of whose input only some coordinates are kept."""
     values = []
     for chunk in masks.split(passes.at_once):

@@ -15,7 +15,6 @@ from lens_mix.arguments import flags, instance, number, pairs, several, whole_nu
 from lens_mix.evaluation.head_importance import method_for, one_target_each
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
-from lens_mix.lens.parts import one_part
 from lens_mix.lens.prompts import device_of, read_prompt
 from lens_mix.lens.token_strings import token_strings
 from lens_mix.maps import MixingMap
@@ -103,7 +102,6 @@ def extract_triggers(
     least: float = 0.02,
     second: float = 0.2,
     part: str | None = None,
-    stack: str | None = None,
     progress: bool = False,
     **options: Any,
 ) -> list[Trigger]:
@@ -119,7 +117,7 @@ def extract_triggers(
         method: the attribution to use; None: the default one (probability of what the model predicts).
         special: token numbers that are never part of a trigger and end a segment ([CLS], [SEP], BOS).
         least, second: thresholds, as above; the entries are in the target's unit.
-        part, stack, options: as in `lm.run`.
+        part, options: as in `lm.run`.
 
     Raises:
         ValueError: no examples; another number of targets than of examples.
@@ -128,7 +126,7 @@ def extract_triggers(
     least, second = number("least", least), number("second", second)
     examples, special = _examples(examples), _special(special)
     by_example = one_target_each("examples", examples, targets)
-    part = Lens(model, one_part(part, stack)).stack.name  # one of them: "all" is refused
+    part = Lens(model, part).stack.name  # one of them: "all" is refused
     triggers = []
     bar = tqdm(examples, disable=not progress, desc="triggers")
     for example, target in zip(bar, by_example, strict=True):

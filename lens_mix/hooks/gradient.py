@@ -272,13 +272,13 @@ class _HoldActivationRatio(GradientCounter, HookFunction):
         if z is None:
             raise ValueError(f"mlp: expected hook_pre to fire before {self.name} in each pass, it did not")
         product = self._act(z.detach()) if up is None else self._act(z.detach()) * up.detach()
-        self._refuse_unlike(product, tensor.detach())
+        self._require_alike(product, tensor.detach())
         linear = _activation_ratio(self._act, z.detach()) * z
         if up is not None:
             linear = (linear * up.detach() + linear.detach() * up) / 2
         return self.follow(with_gradient_of(linear, tensor))
 
-    def _refuse_unlike(self, product: Tensor, shown: Tensor) -> None:
+    def _require_alike(self, product: Tensor, shown: Tensor) -> None:
         wide, accepted = torch.promote_types(shown.dtype, torch.float32), tolerance(shown.dtype)
         rebuilt = product if self._bias is None else product + self._bias.to(product.dtype)
         error, size = (x.norm(dim=-1) for x in (rebuilt.to(wide) - shown.to(wide), shown.to(wide)))

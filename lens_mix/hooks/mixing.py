@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 # Largest accepted error of a tensor that is computed anew, relative to its largest entry (or, for the lens's
-# proof, to the length of each vector). A wrong reading of a block is off by 1e-2 or more. Hugging Face's
+# verification, to the length of each vector). A wrong reading of a block is off by 1e-2 or more. Hugging Face's
 # RMSNorms compute in float32 even in a float64 model: 1e-7 is the best they can agree.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 

@@ -10,7 +10,7 @@ Every TransformerLens block is read as
 where N, P, Q are norms or nothing: N1, N2 alone is a pre-norm block, Q1, Q2 a post-norm one, N and P a
 sandwich, P alone a branch norm (OLMo 2). s is the residual multiplier (Granite). A decoder block of an
 encoder-decoder has the cross-attention branch between the two. Nothing here is believed until
-`lens_mix.lens.proof.prove` has rebuilt the block's recorded output from it.
+`lens_mix.lens.verification.verify` has rebuilt the block's recorded output from it.
 """
 
 from __future__ import annotations
@@ -377,7 +377,7 @@ def candidates(block: nn.Module, attention: nn.Module, cfg: Any, multiplier: flo
     """Every anatomy that the block's modules allow, the likeliest first.
 
     The same module names stand for different wirings (ln1 is before attention in GPT-2, after it in
-    BERT, on the branch in OLMo 2 on TransformerLens 3.9), so each is offered and the proof decides.
+    BERT, on the branch in OLMo 2 on TransformerLens 3.9), so each is offered and the verification decides.
     """
     cross = hasattr(block, "cross_attn")
     mlp = None if getattr(cfg, "attn_only", False) else getattr(block, "mlp", None)

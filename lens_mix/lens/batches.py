@@ -67,17 +67,17 @@ class Batch:
         hidden = None if self.hidden is None else self.hidden[rows]
         return Batch(prompts, self.tokens[rows], self.real[rows], target, target_real, inputs, hidden)
 
-    def real_positions(self, stack: str) -> Bool[Tensor, "batch pos"]:
+    def real_positions(self, part: str) -> Bool[Tensor, "batch pos"]:
         """Which positions of the given stack's queries are the prompts' own."""
-        if stack not in ("decoder", "cross", "joint"):
+        if part not in ("decoder", "cross", "joint"):
             return self.real
         if self.target_real is None:
-            raise ValueError(f"part={stack!r}: the prompts have no decoder side")
+            raise ValueError(f"part={part!r}: the prompts have no decoder side")
         return self.target_real
 
-    def real_keys(self, stack: str) -> Bool[Tensor, "batch key"]:
+    def real_keys(self, part: str) -> Bool[Tensor, "batch key"]:
         """Which positions of the given stack's keys are the prompts' own."""
-        return self.real if stack == "cross" else self.real_positions(stack)
+        return self.real if part == "cross" else self.real_positions(part)
 
 
 def pad(prompts: Sequence[Prompt], pad_token: int, side: PaddingSide) -> Batch:

@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from lens_mix.hooks import HookPair, record
 from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, read_norm
+from lens_mix.lens.autograd_graph import AutogradGraph
 from lens_mix.lens.batches import Batch, Prompt, pad
 from lens_mix.lens.changed_backward import BackwardRules, Rules, changed_backward
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
-from lens_mix.lens.continuation import head_from, last_residual_from, logits_from
+from lens_mix.lens.continuation import last_residual_from, logits_from, unembedding_from
 from lens_mix.lens.copies import copies_within
 from lens_mix.lens.effort import Effort
-from lens_mix.lens.graph import Graph
-from lens_mix.lens.head import Head
 from lens_mix.lens.hidden_keys import takes_masks
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.prompts import pad_token, vocabulary
-from lens_mix.lens.proof_record import Proof
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import rows_at
+from lens_mix.lens.unembedding import Unembedding
 from lens_mix.lens.users_hooks import carries_users_hooks
+from lens_mix.lens.verification_record import Verification
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Block:
     Args:
         clean: the clean pass.
         layer: which block.
-        proof: what this block and those above were found to be.
+        verification: what this block and those above were found to be.
         engine: how the method is to be computed.
         max_memory: bytes for the temporaries of one step; None: no bound.
         queries: positions of the asked rows; None: all. A prompt with fewer than another repeats its last.
@@ -73,16 +73,16 @@ class Block:
         self,
         clean: CleanPass,
         layer: int,
-        proof: Proof,
+        verification: Verification,
         engine: str,
         max_memory: int | None,
         queries: Int[Tensor, "batch query"] | None = None,
         effort: Effort | None = None,
     ) -> None:
         self._effort = effort or Effort()
-        self._lens, self._clean, self._queries, self._proof = clean.lens, clean, queries, proof
+        self._lens, self._clean, self._queries, self._verification = clean.lens, clean, queries, verification
         self.layer, self.engine, self.max_memory = layer, engine, max_memory
-        self.anatomy: BlockAnatomy = proof.anatomy[layer]
+        self.anatomy: BlockAnatomy = verification.anatomy[layer]
         lens, stack, batch = clean.lens, clean.lens.stack, clean.batch
         self.n_heads: int = lens.n_heads
         self.n_layers: int = lens.n_layers
@@ -108,7 +108,7 @@ class Block:
         self.run_cache: dict[Any, Any] = clean.run_cache
         self.details: list[dict[str, Any]] = [{} for _ in batch.prompts]
         self.warnings: list[list[str]] = [[] for _ in batch.prompts]
-        self.explained: list[int | None] = [None for _ in batch.prompts]
+        self.default_rows: list[int | None] = [None for _ in batch.prompts]
 
     def detail(self, index: int, name: str, value: Any) -> None:
         """Put a detail of one prompt's layer map into its record (`provenance["details"][name]`)."""
@@ -118,13 +118,13 @@ class Block:
         """Put a warning about one prompt's layer map into its record (`notes`)."""
         self.warnings[index].append(f"layer {self.layer}: {text}")
 
-    def explain(self, index: int, position: int | None) -> None:
+    def set_default_row(self, index: int, position: int | None) -> None:
         """Tell which position of one prompt, counted without padding, a target reads: the map's default row.
 
         It has none where the target reads no single position (None), or where the logits stand over other
         tokens than the rows (an encoder's map of an encoder-decoder).
         """
-        self.explained[index] = position if self.logits_tokens is self.tokens else None
+        self.default_rows[index] = position if self.logits_tokens is self.tokens else None
 
     def logits(self, fwd_hooks: Sequence[HookPair] = (), **options: Any) -> Float[Tensor, "row *pos d_vocab"]:
         """The model's logits when run from this block on; `options` of `logits_from`, `run_from`."""
@@ -285,8 +285,10 @@ class Block:
         if self.every_query:
             return self
         clean = self._clean if self._clean.rows is None else self._clean.with_whole_pattern(self.layer)
-        whole = Block(clean, self.layer, self._proof, self.engine, self.max_memory, effort=self._effort)
-        whole.details, whole.warnings, whole.explained = self.details, self.warnings, self.explained
+        whole = Block(
+            clean, self.layer, self._verification, self.engine, self.max_memory, effort=self._effort
+        )
+        whole.details, whole.warnings, whole.default_rows = self.details, self.warnings, self.default_rows
         return whole
 
     @property
@@ -346,13 +348,13 @@ class Block:
 
     @property
     def _final_norm(self) -> nn.Module | None:
-        """The model's own final norm, proven to read the last block's output; None where there is none."""
-        self._refuse_unknown_norm(self._lens.n_layers - 1)
+        """The model's own final norm, verified to read the last block's output; None where there is none."""
+        self._require_known_norm(self._lens.n_layers - 1)
         return self._lens.final_norm()
 
-    def _refuse_unknown_norm(self, layer: int) -> None:
-        if layer in self._proof.next_norm_refusals:
-            raise UnsupportedModelError(self._proof.next_norm_refusals[layer])
+    def _require_known_norm(self, layer: int) -> None:
+        if layer in self._verification.next_norm_failures:
+            raise UnsupportedModelError(self._verification.next_norm_failures[layer])
 
     def next_norm(self) -> Norm | None:
         """The norm that reads the block's output: the next block's first one, after the last the final one.
@@ -363,11 +365,11 @@ class Block:
         """
         if self.is_last:
             return self.final_norm()
-        self._refuse_unknown_norm(self.layer)
-        return self._proof.anatomy[self.layer + 1].attention_input
+        self._require_known_norm(self.layer)
+        return self._verification.anatomy[self.layer + 1].attention_input
 
     def final_norm(self) -> Norm | None:
-        """The model's final norm as its parts, proven on the last block's output; None where there is none.
+        """The model's final norm as its parts, verified on the last block's output; None where there is none.
 
         Raises:
             UnsupportedModelError: the parts don't give what the model's own norm gives, or it is not known
@@ -388,33 +390,35 @@ class Block:
             )
         return norm
 
-    def head(self) -> Head:
-        """The model's head, proven on this prompt.
+    def unembedding(self) -> Unembedding:
+        """The model's head, verified on this prompt.
 
         Raises:
             UnsupportedModelError: the logits are not final norm, then unembedding.
         """
-        return head_from(self._clean, None if self._lens.final_norm() is None else self.final_norm())
+        return unembedding_from(self._clean, None if self._lens.final_norm() is None else self.final_norm())
 
     @property
     def is_smooth(self) -> bool:
         """Whether all feed-forwards of the stack are verified to be smooth: without ReLU and experts."""
-        return self._proof.is_smooth
+        return self._verification.is_smooth
 
     def changed_backward(
         self, rules: BackwardRules, above: Sequence[Block], **options: Any
     ) -> contextlib.AbstractContextManager[dict[int, Tensor]]:
         """Backward passes from this, the first block, with other rules; `options` as of the function."""
         anatomies = [self.anatomy, *(block.anatomy for block in above)]
-        below = None if self._proof.source is None else list(self._proof.source.anatomy.values())
+        below = (
+            None if self._verification.source is None else list(self._verification.source.anatomy.values())
+        )
         return changed_backward(self._lens, anatomies, rules, below=below, **options)
 
-    def graph(self, prompt: int, rules: Rules) -> Graph:
+    def graph(self, prompt: int, rules: Rules) -> AutogradGraph:
         """One prompt's graph under changed rules: the clean pass's (`Method.clean_rules`), or of another."""
         left = self._clean.graph
         if left is not None and left.rules == rules:
             return left
-        made = Graph(self._lens, list(self._proof.anatomy.values()), rules)
+        made = AutogradGraph(self._lens, list(self._verification.anatomy.values()), rules)
         alone = self.batch.select(torch.tensor([prompt], device=self.tokens.device, dtype=torch.long))
         clean_pass(self._lens, alone, watched=(), graph=made)
         return made

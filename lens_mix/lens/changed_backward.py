@@ -23,11 +23,11 @@ from lens_mix.hooks.gradient import Constant, GradientCounter, beside, is_differ
 from lens_mix.hooks.mixing import tolerance
 from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, FeedForward, Norm, read_norm, read_value_path
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook
-from lens_mix.lens.head import read_b_U
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.replay import BlockCall, first_tensor, relative_error, with_first
 from lens_mix.lens.stacks import Stack
+from lens_mix.lens.unembedding import read_b_U
 
 Activations = Literal["gradient", "ratio"]
 
@@ -39,7 +39,7 @@ class BackwardRules(Protocol):
     def activations(self) -> Activations:
         """ "gradient"; or "ratio": those of `lens_mix.hooks.hold_activation_ratio` in every feed-forward."""
 
-    def edits(self, layer: int, *, attention: str) -> Sequence[HookPair]:
+    def interventions(self, layer: int, *, attention: str) -> Sequence[HookPair]:
         """The hooks on one attention module."""
 
 
@@ -51,7 +51,7 @@ class Rules:
     scores: float = 1.0
     activations: Activations = "gradient"
 
-    def edits(self, layer: int, *, attention: str) -> list[HookPair]:
+    def interventions(self, layer: int, *, attention: str) -> list[HookPair]:
         """The hooks on one attention module."""
         return [scale_pattern_gradient(layer, self.scores, temperature=self.temperature, attention=attention)]
 
@@ -189,7 +189,7 @@ class ChangedRules:
     def _attention(self, layer: int, attention: str, values: bool = True) -> None:
         """The edits of one attention module; `values`: whether its values have a gradient."""
         of_values = f"{attention.format(layer=layer)}.hook_v"
-        for name, rule in self._rules.edits(layer, attention=attention):
+        for name, rule in self._rules.interventions(layer, attention=attention):
             self._point(name, rule, required=values or name != of_values)
 
     def _feed_forward(self, block: nn.Module, mlp: str, feed_forward: FeedForward) -> None:
@@ -234,13 +234,13 @@ class _LinearNorm(GradientCounter):
         if not is_differentiated(x):
             return None
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        self._refuse_unlike(self._norm(wide.detach()), output)
+        self._require_alike(self._norm(wide.detach()), output)
         linear = self._norm.linearised(wide)
         if self._constants is not None and self._norm.bias is not None:
             linear = linear + beside(self._constants, output) * self._norm.bias.to(wide.dtype)
         return self.follow(with_gradient_of(linear, output))
 
-    def _refuse_unlike(self, rebuilt: Tensor, output: Tensor) -> None:
+    def _require_alike(self, rebuilt: Tensor, output: Tensor) -> None:
         accepted = tolerance(output.dtype)
         error = relative_error(rebuilt.detach(), output.detach())
         if not error <= accepted:

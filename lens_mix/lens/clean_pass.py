@@ -12,9 +12,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lens_mix.hooks import HookPair, record_attention, watch_pattern
+from lens_mix.lens.autograd_graph import AutogradGraph
 from lens_mix.lens.batches import Batch
 from lens_mix.lens.changes import Changes, forward_hook
-from lens_mix.lens.graph import Graph
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.replay import BlockCall, BlockReplay, captured_calls, is_out_of_memory
@@ -48,10 +48,10 @@ class CleanPass:
         recorded: hook name -> tensor, for the hooks that were asked.
         attended: per watched layer, which keys got any weight from any head.
         rows: the rows that `recorded` patterns, z and `attended` hold; None: all positions.
-        replays: per block, the way it is run again, once that has been proven.
+        replays: per block, the way it is run again, once that has been verified.
         cache: per block, what the methods of one run share about it, for as long as it is being mapped.
         run_cache: what the blocks of one run share, such as scratch memory.
-        head_factors: by layer, what hooks multiply z of each head by (`Proof.head_factors`).
+        z_factors: by layer, what hooks multiply z of each head by (`Verification.z_factors`).
         entering: per block that is read by its cross-attention, the residual stream before that.
         source_calls: of the joint part, the arguments and output of the encoder's first block.
         graph: of the pass, where it was asked for.
@@ -66,10 +66,10 @@ class CleanPass:
     replays: dict[int, BlockReplay] = dataclasses.field(default_factory=dict)
     cache: dict[int, dict[Any, Any]] = dataclasses.field(default_factory=dict)
     run_cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    head_factors: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
+    z_factors: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
     entering: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
     source_calls: dict[int, BlockCall] = dataclasses.field(default_factory=dict)
-    graph: Graph | None = None
+    graph: AutogradGraph | None = None
 
     def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream that the mapped attention's branch is added to."""
@@ -81,7 +81,7 @@ class CleanPass:
 
     def effective_pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
         """The recorded pattern times what hooks multiply z of each head by: what mixed the values."""
-        pattern, factors = self.tensor("pattern", layer), self.head_factors
+        pattern, factors = self.tensor("pattern", layer), self.z_factors
         return pattern if layer not in factors else pattern * factors[layer].to(pattern.dtype)[:, None, None]
 
     @property
@@ -144,7 +144,7 @@ def clean_pass(
     rows: Rows | None = None,
     run_cache: dict[Any, Any] | None = None,
     as_given: bool = False,
-    graph: Graph | None = None,
+    graph: AutogradGraph | None = None,
 ) -> CleanPass:
     """One forward pass that captures the blocks' calls and what the hooks record.
 

@@ -19,10 +19,10 @@ from lens_mix.lens.anatomy import Norm
 from lens_mix.lens.batches import Batch
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook, replaced_method
 from lens_mix.lens.clean_pass import CleanPass, StopForward, stop_forward
-from lens_mix.lens.head import Head, proven_head, row_at, unembedding_at
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.replay import BlockCall, captured_calls, enter_with, with_first
 from lens_mix.lens.tracebacks import failing_users_code
+from lens_mix.lens.unembedding import Unembedding, read_unembedding, row_at, unembedding_at
 
 
 def logits_from(
@@ -62,20 +62,22 @@ def last_residual_from(
     return calls[0].resid_post
 
 
-def head_from(clean: CleanPass, norm: Norm | None) -> Head:
-    """The model's head, proven on a pass that reached the last block.
+def unembedding_from(clean: CleanPass, norm: Norm | None) -> Unembedding:
+    """The model's head, verified on a pass that reached the last block.
 
     Raises:
         UnsupportedModelError: the logits are not this final norm, then unembedding.
     """
     lens, last = clean.lens, clean.lens.n_layers - 1
     if lens.stack.name == "encoder":
-        raise UnsupportedModelError("head: the encoder of an encoder-decoder has no logits")
+        raise UnsupportedModelError("unembedding: the encoder of an encoder-decoder has no logits")
     resid = clean.calls[last].resid_post[clean.real].to(lens.wide_dtype)
     logits = logits_from(clean, last)
     if logits.ndim != 3:
-        raise UnsupportedModelError(f"head: expected logits of every position, got {list(logits.shape)}")
-    return proven_head(lens.model, norm, resid, logits[clean.real].to(resid.dtype), lens.tolerance)
+        raise UnsupportedModelError(
+            f"unembedding: expected logits of every position, got {list(logits.shape)}"
+        )
+    return read_unembedding(lens.model, norm, resid, logits[clean.real].to(resid.dtype), lens.tolerance)
 
 
 def run_from(

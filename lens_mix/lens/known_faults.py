@@ -13,10 +13,10 @@ from lens_mix.lens.model_classes import ModelClass, TransformerLensModel
 
 
 def known_fault(
-    model: TransformerLensModel, model_class: ModelClass, stack: str, version: tuple[int, int]
+    model: TransformerLensModel, model_class: ModelClass, part: str, version: tuple[int, int]
 ) -> str | None:
     """Why this model's maps would be wrong; None when nothing is known against it."""
-    if model_class is ModelClass.HOOKED_ENCODER_DECODER and stack != "encoder" and version[0] < 3:
+    if model_class is ModelClass.HOOKED_ENCODER_DECODER and part != "encoder" and version[0] < 3:
         return (
             "the decoder's self-attention of HookedEncoderDecoder is not causal in TransformerLens 2.x "
             "(positions see later ones, logits differ from Hugging Face's by .5); "
@@ -26,7 +26,7 @@ def known_fault(
 
 
 def wrong_logits(model_class: ModelClass, version: tuple[int, int]) -> str | None:
-    """Why a target on this model's logits would read wrong numbers, whatever stack is mapped."""
+    """Why a target on this model's logits would read wrong numbers, whatever part is mapped."""
     if model_class is ModelClass.HOOKED_ENCODER_DECODER and version[0] < 3:
         return (
             "the decoder's self-attention is not causal in TransformerLens 2.x, so the logits that a "

@@ -22,7 +22,7 @@ class AllowedKeys:
     Attributes:
         by_layer: layer -> mask.
         positions: of the rows, in the batch.
-        causal_model: whether the model was proven to be causal, which a few rows alone can't tell.
+        causal_model: whether the model was verified to be causal, which a few rows alone can't tell.
         rounding: eps of the coarsest dtype that the model computes in.
         cross: whether keys are places in another sequence, so that none is later than a query.
     """
@@ -140,14 +140,14 @@ class PromptMask:
 def allowed_keys(clean: CleanPass, causal_model: bool) -> AllowedKeys:
     """Per watched layer, the keys that can get weight.
 
-    A weight other than zero proves that a key is allowed; a weight of exactly zero can also be a softmax that
+    A weight other than zero verifies that a key is allowed; a weight of exactly zero can also be a softmax that
     underflowed. So where the attended keys are neither everything nor everything up to the query, the block
     is run again with its queries zeroed: then no score is left but the position bias, and what gets no
     weight from any head is masked.
 
     Args:
         clean: the clean pass.
-        causal_model: what the proof has found.
+        causal_model: what the verification has found.
     """
     batch, length = clean.real.shape
     places = torch.arange(length, device=clean.real.device)

@@ -43,10 +43,10 @@ class Lens:
 
     Args:
         model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge.
-        stack: "encoder" (default), "decoder", "cross" or "joint" of an encoder-decoder; elsewhere "blocks".
+        part: "encoder" (default), "decoder", "cross" or "joint" of an encoder-decoder; elsewhere "blocks".
 
     Attributes:
-        model, stack: as given, and looked up.
+        model, stack: as given, and the stack of blocks that `part` names.
         model_class: which of TransformerLens's classes the model is of.
         n_layers, n_heads: numbers of the stack's blocks, and of query heads.
         encoder_decoder: whether prompts are pairs.
@@ -55,11 +55,11 @@ class Lens:
 
     Raises:
         TypeError: not a TransformerLens model.
-        ValueError: no such stack.
+        ValueError: no such part.
         UnsupportedModelError: the model has no attention, or its outputs are known to be wrong.
     """
 
-    def __init__(self, model: TransformerLensModel, stack: str | None = None) -> None:
+    def __init__(self, model: TransformerLensModel, part: str | None = None) -> None:
         self.model_class = model_class_of(model)
         # Each class has attributes of its own besides, which are asked for where they are needed.
         self.model = cast(Any, model)
@@ -67,7 +67,7 @@ class Lens:
             if getattr(model.cfg, f"is_{sense}_model", False):
                 raise UnsupportedModelError(f"model: expected a model that reads tokens, got {kind}")
         stacks = stacks_of(self.model)
-        name = next(iter(stacks)) if stack is None else stack
+        name = next(iter(stacks)) if part is None else part
         if not isinstance(name, str) or name not in stacks:
             alone = " (no encoder-decoder: a part is of these)" * ("blocks" in stacks)
             if name in ("cross", "joint") and "decoder" in stacks:
@@ -75,8 +75,7 @@ class Lens:
                     " (its decoder has no cross-attention of its own; T5Gemma 2 merges it with the other one)"
                 )
             raise ValueError(
-                f"part (stack): expected one of {sorted(stacks)} for {self.model_class.value}{alone}, "
-                f"got {stack!r}"
+                f"part: expected one of {sorted(stacks)} for {self.model_class.value}{alone}, got {part!r}"
             )
         self.stack: Stack = stacks[name]
         if self.device.type == "meta":
@@ -126,12 +125,12 @@ class Lens:
 
     @property
     def tolerance(self) -> float:
-        """Largest accepted relative error of a proof in the model's dtype."""
+        """Largest accepted relative error of a verification in the model's dtype."""
         return tolerance(self.dtype)
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """What proofs compute in: float32 at least."""
+        """What verifications compute in: float32 at least."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @functools.cached_property

@@ -15,7 +15,7 @@ def one_part(part: str | None, stack: str | None) -> str | None:
         ValueError: both, and not the same.
     """
     if part is not None and stack is not None and part != stack:
-        raise ValueError(f"part: expected part= alone (stack= is its older name), got {part!r} and {stack!r}")
+        raise ValueError(f"part: expected part= alone (part= is its older name), got {part!r} and {stack!r}")
     return stack if part is None else part
 
 

@@ -1,6 +1,6 @@
 """Full precision while a model is open: no autocast, no TF32 or bfloat16 in the place of float32 products.
 
-A proof would not hold there, and a map would be off by a hundredth though its tensors say float32.
+A verification would not hold there, and a map would be off by a hundredth though its tensors say float32.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def of_run(lens: Lens, prepend_bos: bool | None) -> dict[str, Any]:
     return {
         "model": model_name(model),
         "model_class": lens.model_class.value,
-        "stack": lens.stack.name,
+        "part": lens.stack.name,
         "lens_mix": __version__,
         "transformer_lens": ".".join(map(str, transformer_lens_version())),
         "torch": torch.__version__,
@@ -111,7 +111,7 @@ def of_prompt(prompt: Prompt) -> dict[str, Any]:
     return {"prompt": prompt.text, "token_ids": prompt.tokens.tolist(), **target, **given}
 
 
-def dropped_head(lens: Lens) -> str | None:
+def dropped_classifier(lens: Lens) -> str | None:
     """That the Bridge holds another head than the one that the model was trained with; None where it doesn't.
 
     TransformerBridge loads a classifier of BERT's kind as a masked language model with a random head.

@@ -18,7 +18,7 @@ from lens_mix.lens.tracebacks import failing_users_code, is_raised_by_us
 _CHECKS = frozenset({"jaxtyping", "beartype"})
 
 
-class ErrorsExplained:
+class LibraryErrors:
     """A `with` block in which a model is opened, verified or mapped.
 
     An error of torch, transformers or TransformerLens becomes an `UnsupportedModelError` that names the

@@ -121,10 +121,10 @@ class BlockReplay:
 
     def run(self, rows: Int[Tensor, " row"]) -> Float[Tensor, "row pos d_model"]:
         """The output for prompts of the clean batch."""
-        return self._run(rows, self._proven())
+        return self._run(rows, self._verified())
 
     def prepare(self) -> None:
-        """Prove, once, that the block run again gives its own output; to be called without any hook on.
+        """Verify, once, that the block run again gives its own output; to be called without any hook on.
 
         UnsupportedModelError if it does not.
         """
@@ -150,9 +150,9 @@ class BlockReplay:
 
     def expand(self, value: Any, rows: Int[Tensor, " row"]) -> Any:
         """Tensors of the clean pass (alone, or in tuples and lists) for the given rows of its batch."""
-        return self._expand(value, rows, self._proven())
+        return self._expand(value, rows, self._verified())
 
-    def _proven(self) -> _Expansion:
+    def _verified(self) -> _Expansion:
         if self._expansion is None:
             where = self.lens.where(self.layer)
             raise RuntimeError(f"{where}: prepare() has to come before, without any hook on")

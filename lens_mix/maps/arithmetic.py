@@ -27,7 +27,7 @@ def normalise_rows(
     elif negative == "absolute":
         scores = scores.abs()
     else:
-        refuse_negative(scores)
+        require_nonnegative(scores)
     # Apple's GPU backend has no float64; everywhere else it keeps sums of tiny or huge rows exact.
     wide = scores.dtype if scores.device.type == "mps" else torch.float64
     shares = torch.empty_like(scores)
@@ -46,7 +46,7 @@ def shares(scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
     return scores / total.masked_fill(total == 0, 1)
 
 
-def refuse_negative(scores: Float[Tensor, "*axes query key"]) -> None:
+def require_nonnegative(scores: Float[Tensor, "*axes query key"]) -> None:
     """Raise a ValueError that names the smallest score where one is below 0."""
     smallest = scores.min().item()
     if smallest < 0:

@@ -40,7 +40,7 @@ def as_scores(scores: object) -> Float[Tensor, "layer *head query key"]:
     return tensor
 
 
-def refuse_non_finite(mixing_map: MixingMap) -> None:
+def require_finite(mixing_map: MixingMap) -> None:
     """Raise a ValueError that names the first NaN or infinity, if any."""
     scores = mixing_map.scores
     # A sum is finite only if every number in it is; it needs no tensor as large as the scores.
@@ -168,7 +168,7 @@ def later_keys(mixing_map: MixingMap) -> Bool[Tensor, "query key"]:
     return torch.arange(mixing_map.scores.shape[-1], device=device) > rows[:, None]
 
 
-def refuse_hidden_weight(mixing_map: MixingMap) -> None:
+def require_no_hidden_weight(mixing_map: MixingMap) -> None:
     """Raise a ValueError that names the first weight on a key that its query could not see, if any."""
     if mixing_map.mask is None and not mixing_map.causal:
         return
@@ -187,7 +187,7 @@ def refuse_hidden_weight(mixing_map: MixingMap) -> None:
         )
 
 
-def refuse_causal_contradictions(mixing_map: MixingMap) -> None:
+def require_causal(mixing_map: MixingMap) -> None:
     """Raise a ValueError for `causal=True` where the keys are not the tokens, or the mask says otherwise."""
     if not mixing_map.causal:
         return

@@ -46,7 +46,7 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     place = file_path("path", path, write=True)
     record = {name: getattr(mixing_map, name) for name in (*_FIELDS, *_OPTIONAL)}
     for name in ("parameters", "provenance"):
-        _refuse_beyond_json(record[name], name)
+        _require_json(record[name], name)
     tensors = {name: getattr(mixing_map, name) for name in ("scores", "mask", "residual_shares")}
     # safetensors refuses views, and tensors that share memory (the diagonal of scores as residual shares).
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
@@ -65,12 +65,12 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
         raise OSError(f"path: expected a file that can be written, got {place}: {problem}") from problem
 
 
-def _refuse_beyond_json(value: Any, name: str) -> None:
+def _require_json(value: Any, name: str) -> None:
     if isinstance(value, (dict, list)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(value, dict) and not isinstance(key, str):
                 raise TypeError(f"{name}: expected names as strings to save them, got {key!r}")
-            _refuse_beyond_json(item, f"{name}[{key!r}]")
+            _require_json(item, f"{name}[{key!r}]")
     elif value is not None and not isinstance(value, (str, int, float, bool)):
         raise TypeError(
             f"{name}: expected something JSON can hold to save it, got {type(value).__name__} {value!r}"

@@ -140,9 +140,9 @@ class MixingMap:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        checks.refuse_causal_contradictions(self)
-        checks.refuse_non_finite(self)
-        checks.refuse_hidden_weight(self)
+        checks.require_causal(self)
+        checks.require_finite(self)
+        checks.require_no_hidden_weight(self)
 
     # ------------------------------------------------------------------ what it holds
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lens_mix.algebra.logit_shares import logit_shares, token_directions
 from lens_mix.arguments import one_of, whole_number
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.proof_record import HEAD
+from lens_mix.lens.verification_record import UNEMBEDDING
 from lens_mix.methods.alti import Alti, Distance
 from lens_mix.methods.value_norms import VectorMethod
 
@@ -52,7 +52,7 @@ class AltiLogit(VectorMethod):
     kind: ClassVar[Literal["layer", "input"]] = "input"
     is_additive: ClassVar[bool] = True
     reads_last_residual: ClassVar[bool] = True
-    parts: ClassVar[tuple[str, ...]] = (*VectorMethod.parts, HEAD)
+    parts: ClassVar[tuple[str, ...]] = (*VectorMethod.parts, UNEMBEDDING)
     citation: ClassVar[str] = "ferrando-etal-2023-explaining"
 
     token: int | Literal["predicted", "next"] = "predicted"
@@ -69,7 +69,7 @@ class AltiLogit(VectorMethod):
             whole_number("against", self.against, 0)
         Alti(self.distance)
 
-    def refuses(self, anatomy: BlockAnatomy) -> str | None:
+    def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         if anatomy.attention_residual is not None:
             return "a norm on the residual stream (post-norm) stands between the block and the logits"
         if anatomy.cross:

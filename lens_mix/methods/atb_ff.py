@@ -10,11 +10,11 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.algebra.feed_forward import Variant, feed_forward_maps, refuses_feed_forward
+from lens_mix.algebra.feed_forward import Variant, feed_forward_maps, unsupported_feed_forward
 from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.effort import Passes, pair_passes
-from lens_mix.lens.proof_record import ALGEBRA_PARTS
+from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class AtbFf(VectorMethod):
 
     name: ClassVar[str] = "atb_ff"
     residual: ClassVar[float] = 0.5
-    parts: ClassVar[tuple[str, ...]] = ALGEBRA_PARTS
+    parts: ClassVar[tuple[str, ...]] = ALGEBRA_COMPONENTS
     citation: ClassVar[str] = "kobayashi-etal-2024-analyzing"
 
     biases: Variant = "on_path"
@@ -55,8 +55,8 @@ class AtbFf(VectorMethod):
         super().__post_init__()
         one_of("biases", self.biases, ("on_path", "fixed"))
 
-    def refuses(self, anatomy: BlockAnatomy) -> str | None:
-        return refuses_feed_forward(anatomy)
+    def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
+        return unsupported_feed_forward(anatomy)
 
     def passes(self, blocks: Sequence[Block]) -> Passes | None:
         return pair_passes(blocks, _ROW)

@@ -18,14 +18,14 @@ from lens_mix.method import CrossKeys
 from lens_mix.methods import target_passes
 from lens_mix.methods.baselines import baseline_of, check_baseline, describe_baseline
 from lens_mix.methods.path_integral import Integral, Path
-from lens_mix.methods.target_passes import BoundTarget, Explains
+from lens_mix.methods.target_passes import BoundTarget, TargetMethod
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionAttribution(Explains):
+class AttentionAttribution(TargetMethod):
     """Self-attention attribution (Hao et al., AAAI 2021, eq. 3-4).
 
     Attr_h(A) = (A_h - B_h) ⊙ ∫₀¹ ∂F(B + α (A - B)) / ∂A_h dα, for one layer's pattern A at a time: all heads
@@ -114,7 +114,7 @@ class AttentionAttribution(Explains):
         layers = blocks[-1].with_bar(blocks, len(blocks), "layers")
         return [self._layer(block, bound) for block in layers]
 
-    def edits(
+    def interventions(
         self, layer: int, pattern: Float[Tensor, "row head query key"], *, attention: str = DEFAULT_ATTENTION
     ) -> list[HookPair]:
         """The hooks that put a point of the path into a pass: one layer's pattern is replaced.
@@ -122,7 +122,7 @@ class AttentionAttribution(Explains):
         F, as a function of this pattern (a leaf gets its gradient), is what is integrated. On your run:
 
             pattern = baseline + alpha * (clean_pattern - baseline)
-            logits = model.run_with_hooks(tokens, fwd_hooks=method.edits(layer, pattern))
+            logits = model.run_with_hooks(tokens, fwd_hooks=method.interventions(layer, pattern))
 
         Args as in `lens_mix.hooks.replace_pattern`.
         """
@@ -136,7 +136,7 @@ class AttentionAttribution(Explains):
         whole = block.with_every_query()
         pattern = whole.recorded("pattern")
         baseline = baseline_of(self.baseline, whole, pattern)
-        path = Path(whole, bound, pattern, baseline, self.edits, self.internal_batch_size)
+        path = Path(whole, bound, pattern, baseline, self.interventions, self.internal_batch_size)
         integral = Integral(path, self._rules(), is_smooth=block.is_smooth)
         integral.refine(self.tolerance)
         for prompt in range(len(pattern)):

@@ -14,9 +14,9 @@ from torch import Tensor
 from lens_mix.arguments import one_of, whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_attention
 from lens_mix.hooks.mixing import sink
+from lens_mix.lens.autograd_graph import AutogradGraph, Mixing
 from lens_mix.lens.changed_backward import Rules
 from lens_mix.lens.effort import GRADIENT_PASS, Passes
-from lens_mix.lens.graph import Graph, Mixing
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.methods.replacements import TakesReplacements
 from lens_mix.methods.row_targets import RowTargets, bind_rows, row_passes
@@ -86,7 +86,7 @@ class AttributionPatching(TakesReplacements):
         whole_number("n_exact", self.n_exact, 0)
         one_of("paths", self.paths, ("all", "direct", "between"))
 
-    def refuses(self, anatomy: BlockAnatomy) -> str | None:
+    def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         """Refuse offloaded feed-forwards, with which the map would be another than with weights in place."""
         if anatomy.feed_forward_kind != "offloaded":
             return None
@@ -97,7 +97,7 @@ class AttributionPatching(TakesReplacements):
         # The softmax at temperature 2 has a derivative of half its size.
         return Rules(temperature=2.0, scores=0.5, activations="ratio" if written else "gradient")
 
-    def edits(
+    def interventions(
         self, layer: int, allowed: Bool[Tensor, "index index"], *, attention: str = DEFAULT_ATTENTION
     ) -> list[HookPair]:
         """The hooks that let each index of a prompt with stand-ins beside it see what its layout allows.
@@ -105,7 +105,7 @@ class AttributionPatching(TakesReplacements):
         On your run, for the direct term of the tokens `chosen`, the last of which is the prompt's last:
 
             layout = Layout.of(len(tokens), chosen, sets=1)  # of lens_mix.methods.side_by_side
-            hooks = [pair for layer in layers for pair in method.edits(layer, layout.allowed)]
+            hooks = [pair for layer in layers for pair in method.interventions(layer, layout.allowed)]
             with model.hooks(fwd_hooks=hooks):
                 beside = layout.filled(tokens, stand_ins[None])  # one token per chosen one
                 logits = model(beside[None], position_ids=layout.positions[None])[0]
@@ -149,7 +149,7 @@ class AttributionPatching(TakesReplacements):
         blocks: Sequence[Block],
         bound: RowTargets,
         row: int,
-        graph: Graph,
+        graph: AutogradGraph,
     ) -> None:
         """One row, of its prompt up to the query."""
         places = bound.first.real[bound.prompts[row]].nonzero()[:, 0]
@@ -163,7 +163,7 @@ class AttributionPatching(TakesReplacements):
             strongest = direct[:last].topk(min(self.n_exact, last)).indices.tolist()
             chosen = torch.tensor([*sorted(strongest), last], dtype=torch.long, device="cpu")
             mixed = {layer: each.mixed for layer, each in mixing.items()}
-            beside = SideBySide(blocks, bound, row, places, chosen, mixed, self.edits)
+            beside = SideBySide(blocks, bound, row, places, chosen, mixed, self.interventions)
             changes = beside.changes(self.stand_ins(bound.first, beside.tokens[chosen]).T)
             direct[chosen] = changes.abs().mean(0).to(direct.dtype)
         terms = {"direct": direct, "between": between, "all": direct + between}

@@ -17,7 +17,7 @@ from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import Activations
 from lens_mix.lens.effort import GRADIENT_PASS, Passes
 from lens_mix.methods import target_passes
-from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows, row_passes
+from lens_mix.methods.row_targets import RowTargetMethod, RowTargets, bind_rows, row_passes
 from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _CONSERVATION_TOLERANCE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
-class ChangedGradients(ExplainsRows):
+class ChangedGradients(RowTargetMethod):
     """Base: g · x of a target, with the gradient g of a pass that goes back by the method's `edits`."""
 
     joint: ClassVar[bool] = True
@@ -40,7 +40,7 @@ class ChangedGradients(ExplainsRows):
     activations: Activations = "gradient"
     internal_batch_size: int | None = None
 
-    def edits(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
+    def interventions(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
         """The hooks that change the gradient at one layer's attention (`lens_mix.hooks.gradient`)."""
         raise NotImplementedError(f"{type(self).__name__} defines no edits")
 
@@ -62,7 +62,7 @@ class ChangedGradients(ExplainsRows):
         for number in self._numbers():
             whole_number("after_blocks", number, 0, n_layers - 1)
 
-    def refuses(self, anatomy: BlockAnatomy) -> str | None:
+    def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         if self.activations == "gradient" or anatomy.is_written_down:
             return None
         kind = anatomy.feed_forward_kind

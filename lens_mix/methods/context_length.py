@@ -12,14 +12,14 @@ from torch import Tensor
 
 from lens_mix.lens.effort import Passes
 from lens_mix.methods import target_passes
-from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows
+from lens_mix.methods.row_targets import RowTargetMethod, RowTargets, bind_rows
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class ContextLength(ExplainsRows):
+class ContextLength(RowTargetMethod):
     """Context length probing (Cífka & Liutkus, ACL 2023, eq. 5), for causal models.
 
     score[query, key] = F(key..query) − F(key+1..query): what the target F at the position of the row gains

@@ -15,12 +15,12 @@ from lens_mix.algebra.activations import gated_multipliers, plain_multiplier
 from lens_mix.algebra.bias_split import SPLITS, Split, split_bias, through_linear
 from lens_mix.algebra.decomposition import Decomposition, carried
 from lens_mix.algebra.definitions import through_norm, value_vectors
-from lens_mix.algebra.feed_forward import refuses_feed_forward
+from lens_mix.algebra.feed_forward import unsupported_feed_forward
 from lens_mix.algebra.linear_block import SLOPES, DecomposedBlock, Slope, decomposed
 from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.lens.effort import Passes, pair_passes
-from lens_mix.lens.proof_record import ALGEBRA_PARTS, VALUE
+from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, VALUE
 from lens_mix.method import Method
 from lens_mix.methods.value_norms import VectorMethod
 
@@ -60,7 +60,7 @@ class DecompX(VectorMethod):
     residual: ClassVar[float] = 0.0
     holds_residual: ClassVar[bool] = True
     kind: ClassVar[Literal["layer", "input"]] = "input"
-    parts: ClassVar[tuple[str, ...]] = (*ALGEBRA_PARTS, VALUE)
+    parts: ClassVar[tuple[str, ...]] = (*ALGEBRA_COMPONENTS, VALUE)
     citation: ClassVar[str] = "modarressi-etal-2023-decompx"
 
     biases: Split = "absdot"
@@ -71,8 +71,8 @@ class DecompX(VectorMethod):
         one_of("biases", self.biases, SPLITS)
         one_of("slope", self.slope, SLOPES)
 
-    def refuses(self, anatomy: BlockAnatomy) -> str | None:
-        reason = refuses_feed_forward(anatomy)
+    def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
+        reason = unsupported_feed_forward(anatomy)
         if reason is not None and (anatomy.cross or anatomy.feed_forward_kind != "none"):
             return reason
         if anatomy.feed_forward_kind == "gated" and self.slope != "zero_origin":

@@ -39,7 +39,7 @@ def logit_shares(
     """
     if not block.is_last:
         raise ValueError(f"head: expected the last block, got block {block.layer}")
-    head = block.head()
+    head = block.unembedding()
     read = HeldNorm(head.norm, block.resid_post.to(shares.dtype)).shares(shares, biases)
     W_U, b_U = head.W_U, head.b_U
     if tokens is not None:

@@ -43,10 +43,10 @@ class FrozenGradients(ChangedGradients):
     def conserves(self) -> bool:
         return self.activations == "ratio"
 
-    def edits(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
+    def interventions(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
         """The hook that makes one layer's pattern a constant going back: the AH-rule.
 
-        For the LN-rule, hold the norms; a run of your own, and arguments, as in `Gim.edits`.
+        For the LN-rule, hold the norms; a run of your own, and arguments, as in `Gim.interventions`.
         """
         return [scale_pattern_gradient(layer, 0, attention=attention)]
 

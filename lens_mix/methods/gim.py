@@ -62,12 +62,12 @@ class Gim(ChangedGradients):
         number("queries_keys", self.queries_keys, 0)
         number("values", self.values, 0)
 
-    def edits(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
+    def interventions(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
         """The hooks that change the gradient at one layer's attention. On your run, for one position's row:
 
             store, layers = {}, range(model.cfg.n_layers)
             hooks = [record(store, "blocks.0.hook_resid_pre", detach=False)]
-            hooks += [pair for layer in layers for pair in method.edits(layer)]
+            hooks += [pair for layer in layers for pair in method.interventions(layer)]
             hooks += [freeze_scale(f"blocks.{layer}.{norm}") for layer in layers for norm in ("ln1", "ln2")]
             logits = model.run_with_hooks(tokens, fwd_hooks=[*hooks, freeze_scale("ln_final")])
             x = store["blocks.0.hook_resid_pre"]

@@ -40,7 +40,7 @@ class GlobEnc(VectorMethod):
     holds_residual: ClassVar[bool] = True
     citation: ClassVar[str] = "modarressi-etal-2022-globenc"
 
-    def refuses(self, anatomy: BlockAnatomy) -> str | None:
+    def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         if anatomy.cross:
             return (
                 "cross-attention lies between the two norms: the vectors of this stack are not all that "

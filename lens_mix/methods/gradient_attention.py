@@ -14,7 +14,7 @@ from torch import Tensor
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, add_to_pattern, must_fire
 from lens_mix.method import CrossKeys
 from lens_mix.methods import target_passes
-from lens_mix.methods.target_passes import BoundTarget, Explains
+from lens_mix.methods.target_passes import BoundTarget, TargetMethod
 from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientAttention(Explains):
+class GradientAttention(TargetMethod):
     """Attention weighted by its gradient (Chefer et al., ICCV 2021, eq. 5): mean_h (∂F/∂A_h ⊙ A_h)⁺.
 
     F is the target; the gradient is total, through all layers above. One forward and one backward pass
@@ -69,7 +69,7 @@ class GradientAttention(Explains):
             maps.append(scores if self.per_head else scores.mean(dim=1))
         return maps
 
-    def edits(
+    def interventions(
         self, layer: int, addition: Float[Tensor, "row head query key"], *, attention: str = DEFAULT_ATTENTION
     ) -> list[HookPair]:
         """The hooks that make a pass differentiable by one layer's pattern: a leaf of zeros is added to it.
@@ -77,7 +77,7 @@ class GradientAttention(Explains):
         The patterns above still depend on what lies below: the derivative by the leaf is total. On your run:
 
             leaf = torch.zeros(batch, head, query, key, requires_grad=True)
-            logits = model.run_with_hooks(tokens, fwd_hooks=method.edits(layer, leaf))
+            logits = model.run_with_hooks(tokens, fwd_hooks=method.interventions(layer, leaf))
             (gradient,) = torch.autograd.grad(target(logits).sum(), leaf)
 
         Args as in `lens_mix.hooks.add_to_pattern`.
@@ -93,7 +93,7 @@ class GradientAttention(Explains):
         pairs = [
             pair
             for block, addition in zip(blocks, additions, strict=True)
-            for pair in self.edits(block.layer, addition, attention=block.attention_template)
+            for pair in self.interventions(block.layer, addition, attention=block.attention_template)
         ]
         with must_fire(*pairs) as hooks:
             value = target_passes.values(lowest, bound, hooks, rows, gradients=True)

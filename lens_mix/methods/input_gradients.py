@@ -16,7 +16,7 @@ from lens_mix.algebra.quadrature import quadrature, rule_name
 from lens_mix.arguments import one_of, whole_number
 from lens_mix.lens.effort import GRADIENT_PASS, Passes
 from lens_mix.methods import baselines
-from lens_mix.methods.row_targets import ExplainsRows, RowTargets, bind_rows, row_passes
+from lens_mix.methods.row_targets import RowTargetMethod, RowTargets, bind_rows, row_passes
 from lens_mix.targets import TargetLike, predicted
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ Score = Literal["norm", "times_input", "integrated"]
 
 
 @dataclasses.dataclass(frozen=True)
-class InputGradients(ExplainsRows):
+class InputGradients(RowTargetMethod):
     """Gradients of a target by the embeddings x (Simonyan et al., 2014; Sundararajan et al., ICML 2017).
 
     F is the target at the position of the row; x is the residual stream that enters the first block: the

@@ -98,7 +98,7 @@ class Occlusion(TakesReplacements):
         copies = Copies.of(first, self, replaced=self.by == "replace")
         for chunk in first.chunks(len(copies.prompts), logits=not bound.reads_one_position):
             of_chunk = copies.chunk(chunk)
-            batch, pairs = of_chunk.taken_out(self.by, blocks, self.edits)
+            batch, pairs = of_chunk.taken_out(self.by, blocks, self.interventions)
             with torch.no_grad(), must_fire(*pairs) as hooks:
                 changes = bound.of_copies(of_chunk.prompts, hooks, batch=batch, distributions=by_kl)
                 for row, of_prompt, changed in changes:
@@ -110,12 +110,12 @@ class Occlusion(TakesReplacements):
             scores[attended.sum(-1)[bound.prompts, bound.queries] < 2] = 0
         return [bound.scattered(scores / copies.repeats, last)]
 
-    def edits(
+    def interventions(
         self, layer: int, position: int | slice | Tensor, *, attention: str = DEFAULT_ATTENTION
     ) -> list[HookPair]:
         """The hooks that take positions out in one layer, by "mask" or "values". On your run, for column j:
 
-            hooks = [pair for layer in range(model.cfg.n_layers) for pair in method.edits(layer, j)]
+            hooks = [pair for layer in range(model.cfg.n_layers) for pair in method.interventions(layer, j)]
             column = target(model(tokens)) - target(model.run_with_hooks(tokens, fwd_hooks=hooks))
 
         None for "replace", which changes the tokens. Where a model mixes before its pattern shows, the hooks

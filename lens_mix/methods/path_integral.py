@@ -35,7 +35,7 @@ class Path:
     """The straight line B + α (A - B) from the baseline B to the pattern A of one block.
 
     F is the target `bound`; `edits` makes the hooks that put a pattern into a pass, as
-    `AttentionAttribution.edits`; `largest_chunk`: most rows (prompts x points) of one pass, None: what memory
+    `AttentionAttribution.interventions`; `largest_chunk`: most rows (prompts x points) of one pass, None: what memory
     allows.
     """
 
@@ -43,7 +43,7 @@ class Path:
     bound: BoundTarget
     pattern: Float[Tensor, "batch head query key"]
     baseline: Float[Tensor, "batch head query key"]
-    edits: Callable[..., list[HookPair]]
+    interventions: Callable[..., list[HookPair]]
     largest_chunk: int | None = None
 
     @functools.cached_property
@@ -57,7 +57,7 @@ class Path:
         """F and its gradient at one point of the path per row."""
         scale = alphas.to(self.pattern)[:, None, None, None]
         leaf = (self.baseline[prompts] + scale * self.difference[prompts]).detach().requires_grad_(True)
-        pairs = self.edits(self.block.layer, leaf, attention=self.block.attention_template)
+        pairs = self.interventions(self.block.layer, leaf, attention=self.block.attention_template)
         with must_fire(*pairs) as hooks:
             values = target_passes.values(self.block, self.bound, hooks, prompts, gradients=True)
         return values.detach(), target_passes.gradients_of(values, [leaf])[0]

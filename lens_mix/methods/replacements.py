@@ -13,14 +13,14 @@ from torch import Tensor
 from lens_mix.arguments import several, whole_number
 from lens_mix.hooks import HookPair
 from lens_mix.lens.batches import Batch
-from lens_mix.methods.row_targets import ExplainsRows
+from lens_mix.methods.row_targets import RowTargetMethod
 from lens_mix.targets import Context
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 
-class TakesReplacements(ExplainsRows):
+class TakesReplacements(RowTargetMethod):
     """Base of the methods that put other tokens in the place of a prompt's; each has these fields itself."""
 
     replacements: Sequence[str | int] | None
@@ -95,12 +95,12 @@ class Copies:
         return Copies(self.prompts[chunk], self.positions[chunk], self.tokens[chunk], self.repeats)
 
     def taken_out(
-        self, by: str, blocks: Sequence[Block], edits: Callable[..., list[HookPair]]
+        self, by: str, blocks: Sequence[Block], interventions: Callable[..., list[HookPair]]
     ) -> tuple[Batch | None, list[HookPair]]:
         """What takes the tokens out of a pass: the copies as another batch, or hooks in the blocks.
 
         Args:
-            by: "replace", "mask" or "values", as `Occlusion.by`; so are `edits`.
+            by: "replace", "mask" or "values", as `Occlusion.by`; so are `interventions`.
             blocks: of the whole model.
 
         Raises:
@@ -110,16 +110,18 @@ class Copies:
         if by == "replace":
             tokens = first.input_tokens[self.prompts].scatter(1, place, self.tokens[:, None])
             return first.altered_batch(self.prompts, tokens=tokens), []
-        if by == "mask" and not _acts_on(first, edits):
+        if by == "mask" and not _acts_on(first, interventions):
             masked = torch.zeros_like(first.tokens[self.prompts], dtype=torch.bool).scatter(1, place, True)
             return first.altered_batch(self.prompts, masked=masked), []
-        layers = [edits(block.layer, self.positions, attention=block.attention_template) for block in blocks]
+        layers = [
+            interventions(block.layer, self.positions, attention=block.attention_template) for block in blocks
+        ]
         return None, [pair for pairs in layers for pair in pairs]
 
 
-def _acts_on(block: Block, edits: Callable[..., list[HookPair]]) -> bool:
+def _acts_on(block: Block, interventions: Callable[..., list[HookPair]]) -> bool:
     """Return whether hooks can share weights out anew before they mix; if not, the mask hides a key."""
-    pairs = edits(block.layer, 0, attention=block.attention_template)
+    pairs = interventions(block.layer, 0, attention=block.attention_template)
     try:
         block.replay(block.real.new_zeros(1, dtype=torch.long), pairs)
     except RuntimeError:

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from lens_mix.lens.effort import Passes
 from lens_mix.methods import target_passes
-from lens_mix.methods.target_passes import Explains
-from lens_mix.targets import Context, Explained, Target, TargetLike, as_target, predicted
+from lens_mix.methods.target_passes import TargetMethod
+from lens_mix.targets import Context, Target, TargetFunction, TargetLike, as_target, predicted
 
 if TYPE_CHECKING:
     from lens_mix.hooks import HookPair
+    from lens_mix.lens.autograd_graph import AutogradGraph
     from lens_mix.lens.batches import Batch
     from lens_mix.lens.block import Block
-    from lens_mix.lens.graph import Graph
 
 
 @dataclasses.dataclass(frozen=True)
-class ExplainsRows(Explains):
+class RowTargetMethod(TargetMethod):
     """Base of the methods whose one map, of the whole model, explains a target over each position."""
 
     residual: ClassVar[float] = 0.0
@@ -50,7 +50,7 @@ class RowTargets:
 
     first: Block
     target: Target
-    functions: tuple[Explained, ...]
+    functions: tuple[TargetFunction, ...]
     prompts: Int[Tensor, " row"]
     columns: Int[Tensor, " row"]
     queries: Int[Tensor, " row"]
@@ -94,7 +94,7 @@ class RowTargets:
             ]
             return torch.cat(values)
 
-    def value_in(self, graph: Graph, row: int) -> Float[Tensor, " 1"]:
+    def value_in(self, graph: AutogradGraph, row: int) -> Float[Tensor, " 1"]:
         """The target of one row, in the graph of its prompt."""
         index = torch.tensor([row], device=self.prompts.device, dtype=torch.long)
         with graph.built():

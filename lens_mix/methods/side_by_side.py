@@ -86,7 +86,7 @@ class SideBySide:
         places: the positions of the prompt's tokens in the padded batch, up to the query.
         chosen: which of these are to be replaced; the last is the query.
         mixed: by layer, z of the clean pass at the places.
-        edits: makes the hooks that let each index see what its layout allows, as `AttributionPatching.edits`.
+        edits: makes the hooks that let each index see what its layout allows, as `AttributionPatching.interventions`.
     """
 
     blocks: Sequence[Block]
@@ -95,7 +95,7 @@ class SideBySide:
     places: Int[Tensor, " pos"]
     chosen: Int[Tensor, " chosen"]
     mixed: Mapping[int, Float[Tensor, "pos head d_head"]]
-    edits: Callable[..., list[HookPair]]
+    interventions: Callable[..., list[HookPair]]
 
     @property
     def tokens(self) -> Int[Tensor, " pos"]:
@@ -141,7 +141,7 @@ class SideBySide:
         pairs, controls, queries = [], [], layout.tokens[None].to(self.places.device)
         for block in self.blocks:
             options = {"attention": block.attention_template}
-            pairs += self.edits(block.layer, layout.allowed, **options)
+            pairs += self.interventions(block.layer, layout.allowed, **options)
             controls += record_attention(block.layer, recorded, ["z"], queries=queries, **options)
         tokens = layout.filled(self.tokens, others)[None]
         batch = first.placed_batch(tokens, layout.positions.to(tokens.device)[None])

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.method import Method
-from lens_mix.targets import Context, Explained, Target, TargetLike, as_target, describe, predicted
+from lens_mix.targets import Context, Target, TargetFunction, TargetLike, as_target, describe, predicted
 
 if TYPE_CHECKING:
     from lens_mix.lens.batches import Batch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Explains(Method):
+class TargetMethod(Method):
     """Base of the methods that explain a target."""
 
     engines: ClassVar[tuple[str, ...]] = ("hooks",)
@@ -50,7 +50,7 @@ class BoundTarget:
     """
 
     target: Target
-    functions: tuple[Explained, ...]
+    functions: tuple[TargetFunction, ...]
     clean: Float[Tensor, " batch"]
     positions: Int[Tensor, " batch"] | None = None
 
@@ -107,7 +107,7 @@ def contexts(block: Block, target: Target) -> Iterator[tuple[int, int, Context]]
         context = Context(
             tokens[prompt, span], part, block.tokenizer, inputs, source=source, as_target=as_target
         )
-        block.explain(prompt, target.default_row(context))
+        block.set_default_row(prompt, target.default_row(context))
         yield prompt, span.start, context
 
 

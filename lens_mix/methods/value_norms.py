@@ -23,7 +23,7 @@ class VectorMethod(Method):
 
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern", "value", "z", "resid_pre"})
-    # What the vectors before the feed-forward are made of; a mixture's experts need no proof for them.
+    # What the vectors before the feed-forward are made of; a mixture's experts need no verification for them.
     parts: ClassVar[tuple[str, ...]] = ("projection", "residual")
 
 

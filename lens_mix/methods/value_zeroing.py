@@ -104,7 +104,7 @@ class ValueZeroing(Method):
             raise ValueError(f"spans: expected positions 0..{positions - 1}, got {outside}")
         return [list(span) for span in self.spans]
 
-    def refuses(self, anatomy: BlockAnatomy) -> str | None:
+    def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         if anatomy.cross:
             return (
                 "cross-attention reads the middle of the block, which zeroing changes, so its pattern "
@@ -137,7 +137,7 @@ class ValueZeroing(Method):
             scores = self._map(block, heads)
         return scores if self.threshold is None else scores.masked_fill(scores < self.threshold, 0)
 
-    def edits(
+    def interventions(
         self,
         layer: int,
         position: int | slice | Tensor,
@@ -148,7 +148,7 @@ class ValueZeroing(Method):
         """The hooks that zero values in one layer's attention. On your run, for column j of a map:
 
             logits, cache = model.run_with_cache(tokens)
-            with model.hooks(fwd_hooks=method.edits(layer, j)):
+            with model.hooks(fwd_hooks=method.interventions(layer, j)):
                 logits, zeroed = model.run_with_cache(tokens)
             name = f"blocks.{layer}.hook_resid_post"
             column = 1 - torch.cosine_similarity(cache[name], zeroed[name], dim=-1)
@@ -173,7 +173,9 @@ class ValueZeroing(Method):
         scores = block.zeros(*block.real.shape, real.shape[1] if self.spans is None else len(self.spans))
         clean = self._compared(block, block.resid_post)
         for chunk in block.chunks(len(copies)):
-            edits = self.edits(block.layer, zeroed[chunk], heads=heads, attention=block.attention_template)
+            edits = self.interventions(
+                block.layer, zeroed[chunk], heads=heads, attention=block.attention_template
+            )
             with must_fire(*edits) as hooks:
                 out = self._compared(block, block.replay(rows[chunk], hooks))
             scores[rows[chunk], :, keys[chunk]] = distance(clean[rows[chunk]], out, self.metric)

@@ -254,7 +254,7 @@ class _Handler(BaseHTTPRequestHandler):
         }.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
+        if self.command != "UNEMBEDDING":
             self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:

@@ -32,8 +32,8 @@ def weights_and_norms(model: TransformerLensModel, prompts: Any, **options: Any)
         0..1), norm (‖f(x)‖ = ‖v W_O‖) and weighted_norm (mean of weight × norm).
     """
     tables = []
-    for number, passed in enumerate(each_prompt(model, prompts, ValueNorms(), cross=True, **options)):
-        for block in passed.blocks:
+    for number, checked in enumerate(each_prompt(model, prompts, ValueNorms(), cross=True, **options)):
+        for block in checked.blocks:
             with torch.no_grad():
                 pairs = attention_vectors(block).pairs
                 norm = pairs.head_norms[0]
@@ -47,7 +47,7 @@ def weights_and_norms(model: TransformerLensModel, prompts: Any, **options: Any)
                 "layer": block.layer,
                 "head": list(range(heads)) * keys,
                 "position": [key for key in range(keys) for _ in range(heads)],
-                "token": [token for token in passed.key_tokens for _ in range(heads)],
+                "token": [token for token in checked.key_tokens for _ in range(heads)],
                 "weight": weight.flatten().tolist(),
                 "norm": norm.flatten().tolist(),
                 "weighted_norm": (weight * norm).flatten().tolist(),

@@ -9,16 +9,13 @@ from torch import Tensor
 
 from lens_mix.lens.anatomy import ValuePath
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.parts import one_part
 from lens_mix.lens.precision import in_full_precision
-from lens_mix.lens.proof.support import check
-from lens_mix.lens.proof_record import VALUE
+from lens_mix.lens.verification.support import check
+from lens_mix.lens.verification_record import VALUE
 
 
 @in_full_precision
-def expansion_rates(
-    model: TransformerLensModel, part: str | None = None, *, stack: str | None = None
-) -> pd.DataFrame:
+def expansion_rates(model: TransformerLensModel, part: str | None = None) -> pd.DataFrame:
     """Expansion rate of each head's value and output matrices, and of all heads of a block together.
 
     ‖[[W_V, 0], [b_V, 1]] [[W_O, 0], [b_O, 1]]‖_F / √(d_model + 1): the root mean square factor by which the
@@ -26,23 +23,21 @@ def expansion_rates(
     head's rate is without b_O, which belongs to no head.
 
     Args:
-        model: any TransformerLens model; its anatomy is proven first.
+        model: any TransformerLens model; its anatomy is verified first.
         part: "encoder", "decoder" or "cross" of an encoder-decoder.
-        stack: an older name of `part`.
 
     Returns:
         Columns layer, head (a number, or "all"), rate. Raises ValueError: a block without such matrices;
         UnsupportedModelError: values or outputs are not what these give (under an adapter, or a hook).
     """
-    part = one_part(part, stack)
-    proof = check(model, part=part).proof
+    verification = check(model, part=part).verification
     rows: list[tuple[int, int | str, float]] = []
-    for layer, anatomy in proof.anatomy.items():
+    for layer, anatomy in verification.anatomy.items():
         if anatomy.value_path is None:
             raise ValueError(f"block {layer}: expected value and output matrices, found none")
         # Values of cross-attention are made of the encoder's outputs, and are not rebuilt.
         parts = ("projection",) if part == "cross" else (VALUE, "projection")
-        reason = proof.hooks_refusal or proof.failure(parts)
+        reason = verification.hooks_failure or verification.failure(parts)
         if reason is not None:
             raise UnsupportedModelError(f"expansion_rates can't run on this model: {reason}")
         heads, together = _path_rates(anatomy.value_path)

@@ -56,9 +56,9 @@ def mixing_ratios(
     for stage in names:
         one_of("stages", stage, _STAGES)
     rows = []
-    for number, (passed, followed) in enumerate(_passes(model, prompts, names, stages is None, options)):
-        places = [(row, passed.tokens[row], int(passed.token_ids[row])) for row in passed.queries]
-        for block in passed.blocks:
+    for number, (checked, followed) in enumerate(_passes(model, prompts, names, stages is None, options)):
+        places = [(row, checked.tokens[row], int(checked.token_ids[row])) for row in checked.queries]
+        for block in checked.blocks:
             with torch.no_grad():
                 ratios = block_mixing_ratios(block, followed)
             rows += [
@@ -78,15 +78,15 @@ def _passes(
         methods.append(AtbFfResLn())
     begun = False
     try:
-        for passed in each_prompt(model, prompts, methods, **options):
+        for checked in each_prompt(model, prompts, methods, **options):
             begun = True
-            yield passed, stages
+            yield checked, stages
     except UnsupportedModelError:
         # A model is refused with its first prompt; what is refused later is that prompt.
         if begun or not fewer or len(methods) == 1:
             raise
-        for passed in each_prompt(model, prompts, methods[:1], **options):
-            yield passed, _ATTENTION_STAGES
+        for checked in each_prompt(model, prompts, methods[:1], **options):
+            yield checked, _ATTENTION_STAGES
 
 
 @in_full_precision

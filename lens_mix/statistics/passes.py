@@ -14,7 +14,6 @@ from torch import Tensor
 from lens_mix.arguments import several
 from lens_mix.lens.block import Block
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
-from lens_mix.lens.parts import one_part
 from lens_mix.lens.rows import Selection
 from lens_mix.method import Method
 from lens_mix.session import Session
@@ -43,7 +42,6 @@ def prompt_blocks(
     layers: Selection | None = None,
     cross: bool = False,
     part: str | None = None,
-    stack: str | None = None,
     prepend_bos: bool | None = None,
     attention_mask: Tensor | None = None,
     **inputs: Any,
@@ -57,19 +55,19 @@ def prompt_blocks(
     """
     asked = [methods] if isinstance(methods, Method) else list(methods)
     labelled = {method.name: method for method in asked}
-    session = Session(model, labelled, stack=one_part(part, stack), queries=queries, layers=layers)
+    session = Session(model, labelled, part=part, queries=queries, layers=layers)
     if session.lens.stack.is_cross and not cross:
         raise UnsupportedModelError(
             "statistics: expected part 'encoder' or 'decoder', got 'cross', whose keys are another sequence "
             "than its queries: there is no diagonal to set apart"
         )
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
-    with session.passed([read]) as passed:
-        blocks = passed.blocks(asked[-1].name)
+    with session.checked_pass([read]) as checked:
+        blocks = checked.blocks(asked[-1].name)
         positions = blocks[0].queries[0].tolist()
-        tokens = passed.tokens(0)
-        keys = passed.key_tokens(0) or tokens
-        return PromptBlocks(tokens, passed.token_ids(0), keys, positions, blocks)
+        tokens = checked.tokens(0)
+        keys = checked.key_tokens(0) or tokens
+        return PromptBlocks(tokens, checked.token_ids(0), keys, positions, blocks)
 
 
 def each_prompt(
@@ -85,5 +83,5 @@ def each_prompt(
     )
     for prompt in [prompts] if one else several("prompts", prompts, "one prompt or a list of them", least=1):
         with torch.no_grad():
-            passed = prompt_blocks(model, prompt, methods, **options)
-        yield passed
+            checked = prompt_blocks(model, prompt, methods, **options)
+        yield checked

@@ -10,7 +10,7 @@ import lens_mix as lm
 from lens_mix.lens.stacks import stacks_of
 from tests.matrix import cases, model_of, prompt_of
 
-CASES = {case.label: case for case in cases() if case.refusal is None and case.stack != "cross"}
+CASES = {case.label: case for case in cases() if case.refusal is None and case.part != "cross"}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -38,8 +38,8 @@ class Probe(lm.Method):
 @pytest.mark.parametrize("label", CASES)
 def test_the_parts_sum_to_the_output(label):
     model, probe = model_of(CASES[label], torch.float64), Probe()
-    lm.run(model, prompt_of(model), probe, stack=CASES[label].stack)
-    assert len(probe.kept) == len(stacks_of(model)[CASES[label].stack or "blocks"].attention_layers)
+    lm.run(model, prompt_of(model), probe, part=CASES[label].part)
+    assert len(probe.kept) == len(stacks_of(model)[CASES[label].part or "blocks"].attention_layers)
     for block, parts, output in probe.kept:
         assert torch.allclose(parts.total(), output, atol=1e-10, rtol=1e-10)
         assert (parts.cross.abs().max() > 0) == block.anatomy.cross
@@ -65,8 +65,8 @@ def test_against_the_method_of_the_same_vectors(label):
 def test_some_rows_only():
     label = next(iter(CASES))
     model, whole, cut = model_of(CASES[label], torch.float64), Probe(), Probe()
-    lm.run(model, prompt_of(model), whole, stack=CASES[label].stack)
-    lm.run(model, prompt_of(model), cut, stack=CASES[label].stack, queries=[-1, 2])
+    lm.run(model, prompt_of(model), whole, part=CASES[label].part)
+    lm.run(model, prompt_of(model), cut, part=CASES[label].part, queries=[-1, 2])
     for (_, parts, _), (_, rows, _) in zip(whole.kept, cut.kept, strict=True):
         assert torch.allclose(rows.keys, parts.keys[:, [-1, 2]])
         assert torch.allclose(rows.feed_forward, parts.feed_forward[:, [-1, 2]])

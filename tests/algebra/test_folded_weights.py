@@ -56,11 +56,11 @@ def test_maps_do_not_depend_on_the_axes(case: Case, monkeypatch: pytest.MonkeyPa
     supported = {
         name: method
         for name, method in METHODS.items()
-        if lm.support(model, stack=case.stack)[method.name] == "ok (algebra)"
+        if lm.support(model, part=case.part)[method.name] == "ok (algebra)"
     }
     if not supported:
         pytest.skip("nothing by algebra")
-    own, other = both(monkeypatch, model, prompt, methods=supported, stack=case.stack)
+    own, other = both(monkeypatch, model, prompt, methods=supported, part=case.part)
     for expected, found in zip(own, other, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * max(1.0, float(expected.max())))
 

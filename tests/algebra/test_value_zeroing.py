@@ -47,7 +47,7 @@ def prompt_of(model: Any, length: int = 9, seed: int = 1) -> Any:
 def both(model: Any, prompt: Any, stack: str | None = None, **options: Any) -> tuple[Any, Any]:
     """The maps of both engines."""
     found = [
-        lm.run(model, prompt, lm.ValueZeroing(**options), stack=stack, engine=engine)
+        lm.run(model, prompt, lm.ValueZeroing(**options), part=stack, engine=engine)
         for engine in ("algebra", "hooks")
     ]
     return found[0], found[1]
@@ -68,15 +68,15 @@ def test_algebra_is_hooks_on_every_model(case: Case) -> None:
         pytest.skip("refused altogether")
     model = case.build(torch.float64)
     prompt = prompt_of(model)
-    auto = lm.run(model, prompt, "value_zeroing", stack=case.stack)
+    auto = lm.run(model, prompt, "value_zeroing", part=case.part)
     if any(name in case.label for name in BY_HOOKS):
         assert auto.provenance["engine"] == "hooks"
-        with pytest.raises(UnsupportedModelError, match=r"cross-attention|not proven"):
-            lm.run(model, prompt, "value_zeroing", stack=case.stack, engine="algebra")
+        with pytest.raises(UnsupportedModelError, match=r"cross-attention|not verified"):
+            lm.run(model, prompt, "value_zeroing", part=case.part, engine="algebra")
         return
     assert auto.provenance["engine"] == "algebra"
     for options in OPTIONS.values():
-        algebra, hooks = both(model, prompt, case.stack, **options)
+        algebra, hooks = both(model, prompt, case.part, **options)
         assert algebra.scores.shape == hooks.scores.shape
         size = max(1.0, float(hooks.scores.max()))
         torch.testing.assert_close(algebra.scores, hooks.scores, rtol=0, atol=exactness(case) * size)
@@ -93,10 +93,10 @@ def test_rows_are_the_cut_of_the_whole_map(case: Case) -> None:
     prompt = prompt_of(model)
     for options in OPTIONS.values():
         method = lm.ValueZeroing(**options)
-        whole = lm.run(model, prompt, method, stack=case.stack, engine="algebra").scores
+        whole = lm.run(model, prompt, method, part=case.part, engine="algebra").scores
         size = max(1.0, float(whole.max()))
         for queries in ([-1], [5, 2]):
-            rows = lm.run(model, prompt, method, stack=case.stack, engine="algebra", queries=queries).scores
+            rows = lm.run(model, prompt, method, part=case.part, engine="algebra", queries=queries).scores
             expected = whole[..., queries, :]
             torch.testing.assert_close(rows, expected, rtol=0, atol=1e-10 * size)
 

@@ -32,7 +32,7 @@ def test_the_tour_runs_on_a_tiny_model(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for said in (
         "goes on with",
-        "proof for",
+        "verification for",
         "MixingMap(value_zeroing",
         "by attention",
         "without '",

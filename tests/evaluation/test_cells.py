@@ -113,17 +113,17 @@ def test_every_model_gives_its_own_target_with_all_cells(case):
     model = case.build()
     if case.refusal is not None:
         with pytest.raises(lm.UnsupportedModelError, match=case.refusal):
-            keep_cells(model, torch.tensor([3, 4, 5]), uniform_map(3), stack=case.stack)
+            keep_cells(model, torch.tensor([3, 4, 5]), uniform_map(3), part=case.part)
         return
     prompt = prompt_of(model)
     if case.wrong_logits:
         with pytest.raises(lm.UnsupportedModelError, match="logits that a target reads are wrong"):
-            keep_cells(model, prompt, uniform_map(prompt[0].shape[1]), stack=case.stack)
+            keep_cells(model, prompt, uniform_map(prompt[0].shape[1]), part=case.part)
         return
-    lens = lm.Lens(model, case.stack)
-    length = (prompt if not isinstance(prompt, tuple) else prompt[case.stack == "decoder"]).shape[1]
+    lens = lm.Lens(model, case.part)
+    length = (prompt if not isinstance(prompt, tuple) else prompt[case.part == "decoder"]).shape[1]
     mixing = uniform_map(length, heads=lens.n_heads)
-    options = {"fractions": [0.5], "stack": case.stack, "target": lm.targets.logit(7)}
+    options = {"fractions": [0.5], "part": case.part, "target": lm.targets.logit(7)}
     found = keep_cells(model, prompt, mixing, keep_diagonal=False, **options)
     everything = [(layer, head) for layer in range(lens.n_layers) for head in range(lens.n_heads)]
     with lens.evaluation_mode():
@@ -132,7 +132,7 @@ def test_every_model_gives_its_own_target_with_all_cells(case):
         if isinstance(prompt, tuple) and type(model).__name__ == "TransformerBridge":
             arguments, keywords = prompt[:1], {"decoder_input": prompt[1]}
         clean = model(*arguments, **keywords)[0, -1, 7]
-        with lm.evaluation.pruned(model, everything, stack=case.stack):
+        with lm.evaluation.pruned(model, everything, part=case.part):
             pruned = model(*arguments, **keywords)[0, -1, 7]
     assert found.values[-1] == pytest.approx(float(clean), abs=1e-4)
     assert found.values[0] == pytest.approx(float(pruned), abs=1e-4)

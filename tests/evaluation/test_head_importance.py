@@ -128,7 +128,7 @@ def test_encoder_decoder_stack():
         model = hooked_encoder_decoder(torch.float64)
     pair = (tiny_models.tokens(model, 1)[0], tiny_models.tokens(model, 1, 5, 2)[0])
     for by in ("attribution", "attention", "taylor"):
-        found = head_importance(model, [pair], by, stack="encoder")
+        found = head_importance(model, [pair], by, part="encoder")
         assert found.scores.shape == (2, 4)
         assert found.scores.min() > 0
 

@@ -172,9 +172,9 @@ def test_a_part_of_an_encoder_decoder_is_scored():
     pair = torch.arange(3, 9), torch.arange(20, 25)
     for task in (Importance([pair], OCCLUSION), Removals([pair], ReplaceTokens(8)), Cells([pair])):
         board = lm.evaluate(model, task, "attention", ["mean"], part="decoder")
-        older = lm.evaluate(model, task, "attention", ["mean"], stack="decoder")
+        older = lm.evaluate(model, task, "attention", ["mean"], part="decoder")
         assert board.records == older.records
-    with pytest.raises(ValueError, match=r"part \(stack\): expected one of .*'decoder'.*got 'all'"):
+    with pytest.raises(ValueError, match=r"part: expected one of .*'decoder'.*got 'all'"):
         lm.evaluate(model, Cells([pair]), "attention", part="all")
     m = lm.run(model, pair, "attention", part="decoder")
     expected = lm.evaluation.keep_cells(model, pair, m, part="decoder")

@@ -7,7 +7,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.evaluation import Drop, ReplaceTokens, SampleTokens, ZeroValues, removal_curves
-from lens_mix.evaluation.edited_passes import edited_passes
+from lens_mix.evaluation.intervention_passes import intervention_passes
 from lens_mix.hooks import zero_values
 from tests import tiny_models
 from tests.hugging_face_oracle import Reference, edited_values
@@ -26,7 +26,7 @@ def sets(length: int, *removed: list[int]) -> torch.Tensor:
 
 
 def values(model, prompt, removal, *removed: list[int], target=LOGIT, **options) -> list[float]:
-    with edited_passes(model, prompt, target, **options) as passes:
+    with intervention_passes(model, prompt, target, **options) as passes:
         return removal.values(passes, sets(passes.length, *removed)).tolist()
 
 
@@ -62,7 +62,7 @@ def test_sampled_tokens_are_the_same_in_every_set(model, prompt):
 
 def test_what_is_drawn(model, prompt):
     """Neither special tokens nor the position's own; from the tokens given, where some are."""
-    with edited_passes(model, prompt, LOGIT) as passes:
+    with intervention_passes(model, prompt, LOGIT) as passes:
         fills = SampleTokens(samples=2000)._fills(passes)
         assert not torch.isin(fills, torch.tensor([0, 1, 2])).any()
         assert not (fills == prompt).any()
@@ -146,11 +146,11 @@ def test_every_model_takes_every_removal(case, removal):
         pytest.skip("refused altogether (tests/evaluation/test_cells.py)")
     prompt = prompt_of(model)
     some = ([], [0], [1, 2])
-    found = values(model, prompt, removal, *some, stack=case.stack)
-    with edited_passes(model, prompt, LOGIT, stack=case.stack) as passes:
+    found = values(model, prompt, removal, *some, part=case.part)
+    with intervention_passes(model, prompt, LOGIT, part=case.part) as passes:
         assert found[0] == pytest.approx(passes.clean, abs=1e-4)
     for positions, value in zip(some[1:], found[1:], strict=True):
-        alone = values(model, prompt, removal, positions, stack=case.stack)
+        alone = values(model, prompt, removal, positions, part=case.part)
         assert value == pytest.approx(alone[0], abs=1e-4)
         assert value != found[0]
 
@@ -163,10 +163,10 @@ def test_the_decoders_side():
     edited[0, 1] = 8
     with torch.no_grad():
         expected = model(source, decoder_input=edited)[0, -1, 7]
-    found = values(model, (source, target), ReplaceTokens(8), [1], stack="decoder")
+    found = values(model, (source, target), ReplaceTokens(8), [1], part="decoder")
     assert found[0] == pytest.approx(float(expected), abs=1e-9)
     with pytest.raises(lm.UnsupportedModelError, match="takes no mask"):
-        values(model, (source, target), Drop(), [1], stack="decoder")
+        values(model, (source, target), Drop(), [1], part="decoder")
 
 
 def test_the_encoders_side_of_one_token():

@@ -116,9 +116,9 @@ def test_every_model_is_masked(case):
     if case.refusal is not None or case.wrong_logits:
         pytest.skip("refused altogether (tests/evaluation/test_cells.py)")
     prompt = prompt_of(model)
-    length = (prompt if not isinstance(prompt, tuple) else prompt[case.stack == "decoder"]).shape[1]
+    length = (prompt if not isinstance(prompt, tuple) else prompt[case.part == "decoder"]).shape[1]
     found = soft_faithfulness(
-        model, prompt, torch.arange(float(length)), stack=case.stack, retained=0.999_999, samples=2
+        model, prompt, torch.arange(float(length)), part=case.part, retained=0.999_999, samples=2
     )
     assert found.with_only == pytest.approx(found.clean, abs=1e-3)
     assert found.erased != pytest.approx(found.clean, abs=1e-5)

@@ -20,7 +20,7 @@ from lens_mix.hooks import (
 )
 from lens_mix.hooks.gradient import _pattern_gradient
 from lens_mix.hooks.mixing import mix, sink
-from lens_mix.lens.graph import Mixing
+from lens_mix.lens.autograd_graph import Mixing
 from lens_mix.methods.attribution_patching import hidden_effects
 from tests.tiny_models import available, bridge, hooked_transformer, tokens
 

@@ -99,8 +99,8 @@ def test_norms_with_misleading_names(name, kind, dtype):
     except lm.UnsupportedModelError as problem:
         pytest.skip(str(problem))
     assert report.ok, str(report)
-    assert {anatomy.attention_input.kind for anatomy in report.proof.anatomy.values()} == {kind}
-    assert {anatomy.feed_forward_input.kind for anatomy in report.proof.anatomy.values()} == {kind}
+    assert {anatomy.attention_input.kind for anatomy in report.verification.anatomy.values()} == {kind}
+    assert {anatomy.feed_forward_input.kind for anatomy in report.verification.anatomy.values()} == {kind}
 
 
 def test_no_hook_sees_a_norm_measured():

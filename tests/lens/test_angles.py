@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import lens_mix as lm
 from lens_mix.evaluation import Drop
-from lens_mix.evaluation.edited_passes import edited_passes
+from lens_mix.evaluation.intervention_passes import intervention_passes
 from lens_mix.lens.angles import angles_differ, forget_longer_passes, kept_angles, rotary_modules
 from lens_mix.lens.changes import Changes
 from lens_mix.session import Session
@@ -120,7 +120,7 @@ def test_tokens_that_are_dropped_shorten_the_prompt(kind):
     tokens = prompt(12)
     removed = torch.zeros(3, 12, dtype=torch.bool)
     removed[1, 2], removed[2, 1:7] = True, True
-    with edited_passes(model, tokens, LOG_PROBABILITY) as passes:
+    with intervention_passes(model, tokens, LOG_PROBABILITY) as passes:
         found = Drop().values(passes, removed)
     for value, gone in zip(found, removed, strict=True):
         left = fresh(tokens[~gone]).logits[0, -1].log_softmax(-1)[5]

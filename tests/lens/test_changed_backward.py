@@ -31,7 +31,7 @@ def test_a_norm_with_its_scale_held_is_linear(kind):
 def test_without_gradients_nothing_is_changed_and_idle_rules_are_an_error(name):
     model = build_or_skip(bridge, name)
     lens = Lens(model)
-    anatomies = list(lm.check(model).proof.anatomy.values())
+    anatomies = list(lm.check(model).verification.anatomy.values())
     clean = model(tokens(model, 1))
     with (
         lens.evaluation_mode(),

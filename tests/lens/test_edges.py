@@ -26,12 +26,12 @@ def test_a_source_of_one_token_is_mapped(sizes, stack):
     prompt = tuple(tokens(model, 1, size, size) for size in sizes)
     methods = ["attention", "attention_attribution", "value_zeroing"]
     try:
-        alone = lm.run(model, prompt, methods, stack=stack)
+        alone = lm.run(model, prompt, methods, part=stack)
     except lm.UnsupportedModelError as reason:
         pytest.skip(str(reason))
     size = sizes[stack == "decoder"]
     assert all(mixing_map.scores.shape[-2:] == (size, size) for mixing_map in alone.values())
-    for maps in lm.run_many(model, [prompt, prompt], methods, stack=stack):
+    for maps in lm.run_many(model, [prompt, prompt], methods, part=stack):
         for name in methods:
             torch.testing.assert_close(maps[name].scores, alone[name].scores, atol=1e-5, rtol=0)
 

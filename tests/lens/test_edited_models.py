@@ -108,7 +108,7 @@ def test_edited_values_are_taken_as_they_are(name: str) -> None:
     with model.hooks([(f"{LAYER}.hook_v", zero_token)]):
         found = lm.run(model, prompt, ["value_norm", "value_zeroing"])
         by_hooks = lm.run(model, prompt, "value_zeroing", engine="hooks")
-        with pytest.raises(lm.UnsupportedModelError, match=f"value is not proven.*{named('zero_token')}"):
+        with pytest.raises(lm.UnsupportedModelError, match=f"value is not verified.*{named('zero_token')}"):
             lm.run(model, prompt, "decompx")
     for one in found.values():
         assert float(one.scores[1, 4:, 3].abs().max()) < 1e-12

@@ -1,4 +1,4 @@
-"""A final norm that is not there: proven to be none, or refused."""
+"""A final norm that is not there: verified to be none, or refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_nor_is_one_that_was_lost(name, stack, method, engine, without, monkeypa
     # Bridges before TransformerLens 4 cannot run T5; cross-attention has no algebra in most methods.
     refusal = "final norm: expected the model's own|cannot run T5|cross-attention"
     with pytest.raises(lm.UnsupportedModelError, match=refusal):
-        lm.run(model, prompt_of(model), method, engine=engine, stack=stack)
+        lm.run(model, prompt_of(model), method, engine=engine, part=stack)
 
 
 @EACH
@@ -68,12 +68,12 @@ def test_nor_is_one_that_was_lost(name, stack, method, engine, without, monkeypa
 def test_a_model_without_one_needs_none(factory, arguments, stack, method, engine, without):
     model = build_or_skip(factory, *arguments)
     try:
-        found = lm.run(model, prompt_of(model), method, engine=engine, stack=stack).scores
+        found = lm.run(model, prompt_of(model), method, engine=engine, part=stack).scores
     except lm.UnsupportedModelError as problem:
         assert "cross-attention" in str(problem)
         return
     if without is not None:
-        plain = lm.run(model, prompt_of(model), without, engine=engine, stack=stack).scores
+        plain = lm.run(model, prompt_of(model), without, engine=engine, part=stack).scores
         torch.testing.assert_close(found, plain)
 
 

@@ -1,4 +1,4 @@
-"""The head: what is proven of it, when, and what can't be split."""
+"""The head: what is verified of it, when, and what can't be split."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.proof.engines import needs_head, refusal
-from lens_mix.lens.proof_record import HEAD, HEAD_UNPROVEN, Proof
+from lens_mix.lens.verification.engines import needs_unembedding, refusal
+from lens_mix.lens.verification_record import UNEMBEDDING, UNEMBEDDING_UNVERIFIED, Verification
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import available, bridge, hooked_transformer
 
@@ -54,26 +54,28 @@ def _bend(tensor, hook):
 
 def test_the_head_is_looked_at_only_for_methods_that_split_logits(model, monkeypatch):
     looked = []
-    original = lm.lens.head.proven_head
-    monkeypatch.setattr("lens_mix.lens.continuation.proven_head", lambda *a: looked.append(1) or original(*a))
+    original = lm.lens.unembedding.read_unembedding
+    monkeypatch.setattr(
+        "lens_mix.lens.continuation.read_unembedding", lambda *a: looked.append(1) or original(*a)
+    )
     lm.run(model, prompt_of(model), ["attention", "value_zeroing", "alti", "decompx"])
     assert looked == []
     lm.run(model, prompt_of(model), "alti_logit")
-    assert len(looked) == 2  # the proof's, and this prompt's
+    assert len(looked) == 2  # the verification's, and this prompt's
     lm.run(model, prompt_of(model), "alti_logit")
     assert len(looked) == 3
-    assert [name for name, method in lm.METHODS.items() if needs_head([method])] == ["alti_logit"]
+    assert [name for name, method in lm.METHODS.items() if needs_unembedding([method])] == ["alti_logit"]
 
 
 def test_a_head_that_was_not_looked_at_is_no_proven_head():
-    proof = Proof((), {}, True)
-    assert HEAD in lm.AltiLogit.parts
-    assert refusal(proof, "algebra", lm.AltiLogit()) == HEAD_UNPROVEN
-    assert refusal(proof, "algebra", lm.Alti()) is None
+    verification = Verification((), {}, True)
+    assert UNEMBEDDING in lm.AltiLogit.parts
+    assert refusal(verification, "algebra", lm.AltiLogit()) == UNEMBEDDING_UNVERIFIED
+    assert refusal(verification, "algebra", lm.Alti()) is None
 
 
 def test_check_says_it(model):
-    assert "head: proven" in str(lm.check(model, prompt_of(model)))
+    assert "head: verified" in str(lm.check(model, prompt_of(model)))
     capped = build_or_skip(bridge, "gemma2")
     assert "head: expected logits" in str(lm.check(capped, prompt_of(capped)))
     assert lm.check(capped, prompt_of(capped)).ok

@@ -100,8 +100,8 @@ def test_the_next_norm_is_known_only_below_a_block_that_has_attention(model, pro
 def test_the_proof_is_of_the_blocks_with_attention(model, prompt):
     report = lm.check(model, prompt)
     assert report.ok
-    assert list(report.proof.anatomy) == [1, 3]
-    assert "head: proven" in str(report)
+    assert list(report.verification.anatomy) == [1, 3]
+    assert "head: verified" in str(report)
     assert set(expansion_rates(model)["layer"]) == {1, 3}
 
 

@@ -94,7 +94,7 @@ def test_the_recommended_map_says_why_it_is_another_one(tmp_path):
     table = lm.support(model)
     assert "load the model on one device" in table["alti"]
     assert "load the model on one device" in table["alti_logit"]
-    assert "blocks" not in str(lm.check(model).proof.hooks_refusal or "")
+    assert "blocks" not in str(lm.check(model).verification.hooks_failure or "")
 
 
 def test_offloaded_weights_are_not_shuffled(tmp_path):

@@ -1,4 +1,4 @@
-"""Inside autocast, and with reduced float32 products, maps and proofs are those of full precision."""
+"""Inside autocast, and with reduced float32 products, maps and verifications are those of full precision."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_an_attention_over_source_and_target_is_named():
     # No start token is named: both sides are given tokens.
     assert lm.support(model, part="encoder")["attention"].startswith("ok")
     assert "one softmax" in lm.support(model, part="decoder")["attention"]
-    assert "encoder" not in str(lm.check(model, part="encoder").proof.algebra_refusal or "")
+    assert "encoder" not in str(lm.check(model, part="encoder").verification.algebra_failure or "")
 
 
 @new_adapters

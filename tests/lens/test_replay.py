@@ -22,11 +22,11 @@ def lens_and_clean(label, lengths=(7, 5)):
     model = case.build(torch.float64)
     if case.refusal is not None:
         pytest.skip("refused altogether")
-    lens = lm.Lens(model, case.stack)
+    lens = lm.Lens(model, case.part)
     prompts = [read_prompt(model, lens.model_class, prompt_of(model, seq, seq)) for seq in lengths]
     try:
         return lens, clean_pass(lens, pad(prompts, 0, "right"))
-    except ValueError:  # a float64 sliding window over padding is NaN on the Bridge: see lens/proof.py
+    except ValueError:  # a float64 sliding window over padding is NaN on the Bridge: see lens/verification.py
         return lens, clean_pass(lens, pad([prompts[0], prompts[0]], 0, "right"))
 
 

@@ -77,9 +77,9 @@ def build(label) -> tuple[Case, object]:
 def test_after_success(label):
     case, model = build(label)
     before = state_of(model)
-    lm.run(model, prompt_of(model), ["attention", "value_zeroing"], stack=case.stack)
-    list(lm.run_many(model, [prompt_of(model), prompt_of(model, 4)], "value_zeroing", stack=case.stack))
-    lm.check(model, prompt_of(model), stack=case.stack)
+    lm.run(model, prompt_of(model), ["attention", "value_zeroing"], part=case.part)
+    list(lm.run_many(model, [prompt_of(model), prompt_of(model, 4)], "value_zeroing", part=case.part))
+    lm.check(model, prompt_of(model), part=case.part)
     assert_same(before, state_of(model))
 
 
@@ -110,9 +110,9 @@ def test_after_an_exception_inside_a_hook(label, method):
     case, model = build(label)
     before = state_of(model)
     with pytest.raises(method.problem, match="in the middle"):
-        lm.run(model, prompt_of(model), method, stack=case.stack)
+        lm.run(model, prompt_of(model), method, part=case.part)
     assert_same(before, state_of(model))
-    maps = lm.run(model, prompt_of(model), "attention", stack=case.stack)
+    maps = lm.run(model, prompt_of(model), "attention", part=case.part)
     assert maps.scores.max() > 0
 
 
@@ -123,10 +123,10 @@ def test_after_an_exception_in_the_clean_pass(label):
     def fail(module, arguments, output):
         raise KeyboardInterrupt
 
-    handle = lm.Lens(model, case.stack).stack.blocks[1].register_forward_hook(fail)
+    handle = lm.Lens(model, case.part).stack.blocks[1].register_forward_hook(fail)
     before = state_of(model)
     with pytest.raises(KeyboardInterrupt):
-        lm.run(model, prompt_of(model), "attention", stack=case.stack)
+        lm.run(model, prompt_of(model), "attention", part=case.part)
     assert_same(before, state_of(model))
     handle.remove()
 
@@ -134,7 +134,7 @@ def test_after_an_exception_in_the_clean_pass(label):
 @pytest.mark.parametrize("label", LABELS)
 def test_after_an_exception_while_starting_at_a_block(label):
     case, model = build(label)
-    lens = lm.Lens(model, case.stack)
+    lens = lm.Lens(model, case.part)
     clean = pass_of(lens, model)
     before = state_of(model)
 

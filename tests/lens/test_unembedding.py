@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens.head import row_at, unembedding_at
+from lens_mix.lens.unembedding import row_at, unembedding_at
 from tests.matrix import cases, prompt_of
 
 CASES = {case.label: case for case in cases() if case.refusal is None}
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_a_target_of_one_position_is_the_same_as_read_from_all(label):
     case = CASES[label]
     model = case.build(torch.float64)
-    asked = {"stack": case.stack}
+    asked = {"part": case.part}
     narrow = lm.AttentionAttribution(target=lm.targets.logit(7, position=-1), n_steps=2)
     whole = lm.AttentionAttribution(
         target=lambda logits: logits[:, -1, 7] if logits.ndim == 3 else logits[:, 7], n_steps=2

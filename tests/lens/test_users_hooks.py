@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 # ------------------------------------------------------------------ what TransformerLens puts
 
 
-@pytest.mark.parametrize("case", [case for case in cases() if case.stack != "decoder"], ids=lambda c: c.label)
+@pytest.mark.parametrize("case", [case for case in cases() if case.part != "decoder"], ids=lambda c: c.label)
 def test_a_model_as_it_is_carries_none(case):
     """Bridges get hooks in their first forward pass; T5, Falcon, OPT and BERT carry some before."""
     model = case.build()

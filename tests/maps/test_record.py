@@ -86,7 +86,7 @@ def test_cross_attention_shape():
     assert mixing_map.key_labels == list("wxyz")
 
 
-REFUSED = {
+UNSUPPORTED = {
     "a matrix": ({"scores": torch.rand(5, 5)}, ValueError, r"3 axes .* got 2 with shape \(5, 5\)"),
     "five axes": ({"scores": torch.rand(1, 1, 1, 5, 5)}, ValueError, "got 5"),
     "ragged": ({"scores": [[[1.0], [1.0, 2.0]]]}, ValueError, "evenly nested"),
@@ -122,9 +122,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", UNSUPPORTED)
 def test_refused(case):
-    changes, error, message = REFUSED[case]
+    changes, error, message = UNSUPPORTED[case]
     with pytest.raises(error, match=message):
         make(**changes)
 

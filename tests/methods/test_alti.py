@@ -92,15 +92,15 @@ def test_alti_logit_and_what_it_leaves_out_add_up_to_the_logit(gpt2):
     tokens = reference("altilogit_gpt2_tiny_f64")["input_ids"][0]
     token = 11
     found = lm.run(gpt2, tokens, lm.AltiLogit(token=token))
-    passed = prompt_blocks(gpt2, tokens, lm.AltiLogit())
-    head = passed.blocks[-1].head()
+    checked = prompt_blocks(gpt2, tokens, lm.AltiLogit())
+    head = checked.blocks[-1].head()
     columns = head.W_U.T[torch.full((1, len(tokens)), token)]
-    direction = through_head(head, passed.blocks[-1].resid_post, columns)[0]
-    rest = passed.blocks[0].resid_pre[0] + sum(
-        block.resid_post[0] - attention_vectors(block).residual.total[0] for block in passed.blocks
+    direction = through_head(head, checked.blocks[-1].resid_post, columns)[0]
+    rest = checked.blocks[0].resid_pre[0] + sum(
+        block.resid_post[0] - attention_vectors(block).residual.total[0] for block in checked.blocks
     )
     logits = found.scores.sum((0, 2)) + (rest * direction).sum(-1) + (head.norm.bias @ head.W_U)[token]
-    assert largest(logits, passed.blocks[-1].logits()[0, :, token]) < 1e-10
+    assert largest(logits, checked.blocks[-1].logits()[0, :, token]) < 1e-10
 
 
 def test_a_contrast_is_a_difference(gpt2):

@@ -217,7 +217,7 @@ def test_mixtures_and_cross_attention_are_refused_with_the_reason():
             lm.run(hooked_transformer("attn_only"), torch.arange(3, 9), "atb_ff_res")
     if available(bridge, "bart"):
         with pytest.raises(lm.UnsupportedModelError, match="cross-attention lies between"):
-            lm.run(bridge("bart"), (torch.arange(3, 9), torch.arange(3, 8)), "atb_ff", stack="decoder")
+            lm.run(bridge("bart"), (torch.arange(3, 9), torch.arange(3, 8)), "atb_ff", part="decoder")
 
 
 def test_an_unknown_variant_is_refused():

@@ -110,7 +110,7 @@ def test_the_hooks_on_a_run_of_your_own(layer):
     pattern = lm.run(model, tokens, lm.AttentionWeights(per_head=True)).scores[layer][None]
 
     def value(given: Tensor) -> Tensor:
-        return model.run_with_hooks(tokens[None], fwd_hooks=method.edits(layer, given))[:, -1, 7]
+        return model.run_with_hooks(tokens[None], fwd_hooks=method.interventions(layer, given))[:, -1, 7]
 
     assert value(pattern).item() == pytest.approx(details["target_value"][layer], abs=1e-12)
     assert value(0 * pattern).item() == pytest.approx(details["baseline_value"][layer], abs=1e-12)
@@ -306,7 +306,7 @@ def test_internal_batch_size_changes_nothing(size):
         chunked = list(lm.run_many(model, prompts, lm.AttentionAttribution(internal_batch_size=size)))
     finally:
         handle.remove()
-    assert max(rows) <= max(size, 3)  # the proof of a replay takes three rows
+    assert max(rows) <= max(size, 3)  # the verification of a replay takes three rows
     for a, b in zip(whole, chunked, strict=True):
         assert (a.scores - b.scores).abs().max() <= 1e-12
 

@@ -9,7 +9,7 @@ import lens_mix as lm
 from benchmarks.input_map.cheaper import hidden_rows
 from benchmarks.input_map.decoder import Decoder
 from lens_mix.hooks import must_fire, record_mixing, zero_values
-from lens_mix.lens.graph import Mixing
+from lens_mix.lens.autograd_graph import Mixing
 from lens_mix.lens.model import Lens
 from lens_mix.methods.attribution_patching import hidden_effects, hidden_key_effects
 from lens_mix.methods.row_targets import bind_rows
@@ -49,7 +49,7 @@ def test_without_tokens_between_it_is_occlusion(case):
     if case.refusal is not None:
         pytest.skip("refused altogether")
     model = case.build(torch.float64)
-    prompt, options = prompt_of(model), {"stack": case.stack, "queries": [-1]}
+    prompt, options = prompt_of(model), {"part": case.part, "queries": [-1]}
     runs = case.label.startswith("bridge ") and case.label.split(" ")[1] in RUNNING
     try:
         found = lm.run(model, prompt, lm.AttributionPatching(replacements=STAND_INS), **options).scores
@@ -215,7 +215,7 @@ def test_edits_on_a_run_of_ones_own_give_the_direct_term(name, bound):
     found = lm.run(model, prompt, method, queries=[-1]).scores[0, 0]
     chosen, last = torch.tensor([0, 2, 4, 6]), len(prompt) - 1
     layout = Layout.of(len(prompt), chosen, sets=1)
-    hooks = [pair for layer in range(2) for pair in method.edits(layer, layout.allowed)]
+    hooks = [pair for layer in range(2) for pair in method.interventions(layer, layout.allowed)]
     stand_ins = torch.full((1, len(chosen)), STAND_INS[0])
     stand_ins += stand_ins == prompt[chosen]
     with torch.no_grad(), must_fire(*hooks) as pairs, model.hooks(fwd_hooks=pairs):

@@ -68,7 +68,7 @@ def test_equals_the_papers_formulas(name, method):
 @pytest.mark.parametrize("method", [lm.Gim(), lm.Gim(temperature=1.5, values=2), lm.FrozenGradients()])
 @pytest.mark.parametrize("name", ["hooked LN", "hooked grouped", "bridge gpt2", "bridge llama"])
 def test_edits_on_a_run_of_ones_own(name, method):
-    """The example of `Gim.edits`, as it stands."""
+    """The example of `Gim.interventions`, as it stands."""
     factory, model_name = {"hooked": hooked_transformer, "bridge": bridge}[name.split()[0]], name.split()[1]
     model = build_or_skip(factory, model_name, torch.float64)
     (example,) = re.findall(r"row:\n\n(.*?)\n\n", lm.Gim.edits.__doc__, re.DOTALL)
@@ -84,9 +84,9 @@ def test_edits_on_a_run_of_ones_own(name, method):
 def test_the_replay_is_made_of_the_methods_own_edits():
     @dataclasses.dataclass(frozen=True)
     class Halved(lm.FrozenGradients):
-        def edits(self, layer, *, attention=DEFAULT_ATTENTION):
+        def interventions(self, layer, *, attention=DEFAULT_ATTENTION):
             values = scale_gradient(f"{attention.format(layer=layer)}.hook_v", 0.5)
-            return [*super().edits(layer, attention=attention), values]
+            return [*super().interventions(layer, attention=attention), values]
 
     model = gpt2_like(torch.float64)
     ids = tokens(model, 1)
@@ -134,9 +134,9 @@ def test_conserves_on_every_model_or_says_why_not(label):
         pytest.skip("refused altogether: tested with the matrix")
     method = lm.FrozenGradients(activations="ratio")
     try:
-        m = lm.run(model, prompt_of(model), method, stack=case.stack)
+        m = lm.run(model, prompt_of(model), method, part=case.part)
     except lm.UnsupportedModelError as refusal:
-        assert "'mixture'" in str(refusal) or case.stack == "encoder"
+        assert "'mixture'" in str(refusal) or case.part == "encoder"
         return
     ((gaps,), (constants,)) = (m.provenance["details"][k] for k in ("conservation_gap", "constant_share"))
     # A soft cap, and a dense layer with an activation in the head, are not frozen.
@@ -149,7 +149,7 @@ def test_conserves_on_every_model_or_says_why_not(label):
     if "gpt2" in label:
         assert max(map(abs, constants)) > 0.1
     predicted = m.scores[0].sum(-1) + torch.tensor(constants, dtype=torch.float64)
-    if case.stack is None:
+    if case.part is None:
         whole = model(prompt_of(model))[0].max(-1).values
         torch.testing.assert_close(predicted, whole, atol=1e-5, rtol=0)  # its kernel may use float32
 

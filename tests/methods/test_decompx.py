@@ -33,7 +33,7 @@ CLASSIFIERS = {
 
 
 @pytest.fixture(params=[(name, row) for name in BERT_CLASSES for row in (0, 1)])
-def passed(request):
+def checked_pass(request):
     class_name, row = request.param
     if not available(reference_bert, class_name):
         pytest.skip(f"no {class_name} in this TransformerLens")
@@ -60,7 +60,7 @@ def test_single_layers_without_biases_equal_decompx(passed):
 
 
 @pytest.mark.parametrize("key", CLASSIFIERS)
-def test_classifier_importance_equals_decompx(passed, key):
+def test_classifier_importance_equals_decompx(checked, key):
     """The pooler and the classifier are DecompX's, not TransformerLens's: here they are put on by hand."""
     blocks, row, size = passed
     method, known = CLASSIFIERS[key], reference("decompx_tiny_f64")
@@ -117,15 +117,15 @@ def test_maps_are_those_of_all_pairs_at_once(case):
 
 def at_rows(block, queries):
     """The same block with these rows only."""
-    return Block(block._clean, block.layer, block._proof, block.engine, block.max_memory, queries)
+    return Block(block._clean, block.layer, block._verification, block.engine, block.max_memory, queries)
 
 
 def padded_blocks(model, lengths, side):
     """Blocks of prompts of these lengths, padded on one side."""
     session = Session(model, {"decompx": lm.DecompX()})
     prompts = [session.read(tokens(model, 1, n, seed=n)[0]) for n in lengths]
-    with session.passed(prompts, side) as passed:
-        return passed.blocks("decompx")
+    with session.checked_pass(prompts, side) as checked:
+        return checked.blocks("decompx")
 
 
 def expect_rows_to_be_cut(blocks, queries):

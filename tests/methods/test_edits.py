@@ -35,7 +35,7 @@ GOING_BACK = {"gim", "frozen_gradients"}
 def test_every_method_that_runs_the_model_again_is_known():
     again = {name for name, method in METHODS.items() if "hooks" in method.engines}
     assert again == {*INTERVENING, *GOING_BACK, *ELSEWHERE}
-    overriding = {name for name, method in METHODS.items() if method.edits is not Method.edits}
+    overriding = {name for name, method in METHODS.items() if method.interventions is not Method.edits}
     assert overriding == {*INTERVENING, *GOING_BACK}
 
 
@@ -45,14 +45,17 @@ def test_edits_act_on_a_run_of_ones_own(name, factory, architecture):
     if not available(factory, architecture):
         pytest.skip(f"no {factory.__name__} in this TransformerLens")
     model, (method, given) = factory(architecture), INTERVENING[name]
-    with torch.no_grad(), must_fire(*method.edits(0, given), *method.edits(1, given)) as hooks:
+    with (
+        torch.no_grad(),
+        must_fire(*method.interventions(0, given), *method.interventions(1, given)) as hooks,
+    ):
         assert hooks
         model.run_with_hooks(tokens(model), fwd_hooks=hooks)
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - {*INTERVENING, *GOING_BACK}))
 def test_the_others_edit_nothing(name):
-    assert METHODS[name]().edits(0) == []
+    assert METHODS[name]().interventions(0) == []
 
 
 def test_a_method_of_ones_own_needs_none():
@@ -60,4 +63,4 @@ def test_a_method_of_ones_own_needs_none():
     class Largest(Method):
         pass
 
-    assert Largest().edits(3) == []
+    assert Largest().interventions(3) == []

@@ -43,7 +43,7 @@ def test_decoders_of_encoder_decoders_are_refused():
     if not available(bridge, "bart"):
         pytest.skip("no TransformerBridge in this TransformerLens")
     with pytest.raises(lm.UnsupportedModelError, match="cross-attention lies between the two norms"):
-        lm.run(bridge("bart"), (torch.arange(3, 9), torch.arange(3, 8)), "globenc", stack="decoder")
+        lm.run(bridge("bart"), (torch.arange(3, 9), torch.arange(3, 8)), "globenc", part="decoder")
 
 
 def test_rollout_refuses_heads():

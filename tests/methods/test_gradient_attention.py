@@ -22,7 +22,7 @@ DELEGATED = ["opt", "bert", "gpt_neo", "gptj"]
 
 
 @pytest.fixture(params=hao.MODEL_CLASSES)
-def explained(request):
+def with_likely_cause(request):
     """The peers' classifier and prompt: (expected numbers, map per head, map)."""
     expected = hao.chefer()
     tokens, inputs = hao.prompt(expected)
@@ -104,7 +104,7 @@ def test_the_hooks_on_a_run_of_your_own():
     pattern = lm.run(model, tokens, lm.AttentionWeights(per_head=True)).scores
     leaves = torch.zeros(2, 1, *pattern.shape[1:], dtype=pattern.dtype).unbind()
     leaves = [leaf.clone().requires_grad_(True) for leaf in leaves]
-    hooks = [pair for layer in (0, 1) for pair in methods[0].edits(layer, leaves[layer])]
+    hooks = [pair for layer in (0, 1) for pair in methods[0].interventions(layer, leaves[layer])]
     logits = model.run_with_hooks(tokens[None], fwd_hooks=hooks)
     value = logits[0, -1].max()
     assert value.item() == pytest.approx(merged.provenance["details"]["target_value"][0], abs=1e-12)
@@ -149,7 +149,7 @@ def test_encoder_decoder_stacks():
     assert encoder.scores.abs().max() > 0
     if not available(bridge, "bart"):
         return  # the decoder of TransformerLens 2 is refused
-    decoder = lm.run(model, pair, lm.GradientAttention(), stack="decoder")
+    decoder = lm.run(model, pair, lm.GradientAttention(), part="decoder")
     assert decoder.scores.shape == (2, 5, 5)
     assert decoder.causal
     # the target counts in the decoder's positions

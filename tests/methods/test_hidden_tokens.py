@@ -185,9 +185,9 @@ def test_a_batch_with_hidden_keys_is_what_hooks_on_the_pattern_give(build):
     tokens, method = prompt_of(model), lm.Occlusion(by="mask")
     part = "decoder" if isinstance(tokens, tuple) else None
     try:
-        session = Session(model, {"occlusion": method}, stack=part)
-        with session.passed([session.read(tokens)]) as passed:
-            blocks = passed.blocks("occlusion")
+        session = Session(model, {"occlusion": method}, part=part)
+        with session.checked_pass([session.read(tokens)]) as checked:
+            blocks = checked.blocks("occlusion")
             first = blocks[0]
             rows = torch.zeros(3, dtype=torch.long)
             masked = torch.zeros_like(first.tokens[rows], dtype=torch.bool)

@@ -115,10 +115,10 @@ def test_on_cross_attention_the_residual_is_a_key_of_its_own(name, biases):
     hooked = name == "HookedEncoderDecoder"
     model = build_or_skip(*((hooked_encoder_decoder,) if hooked else (bridge, name)), torch.float64)
     try:
-        passed = prompt_blocks(model, prompt_of(model), lm.InformationFlowRoutes(), stack="cross")
+        checked = prompt_blocks(model, prompt_of(model), lm.InformationFlowRoutes(), part="cross")
     except lm.UnsupportedModelError as reason:
         pytest.skip(str(reason))
-    for block in passed.blocks:
+    for block in checked.blocks:
         by_head, others = definition(block, biases)
         own = others["resid_pre"][..., None]
         merged = lm.InformationFlowRoutes(biases=biases)(block)
@@ -224,6 +224,6 @@ def test_what_cannot_be_is_refused():
         part_shares(lm.run(model, tokens(model, 1, 7, 1), "alti"))
     pair = build_or_skip(bridge, "bart", torch.float64)
     prompt = (tokens(pair, 1, 7, 1), tokens(pair, 1, 5, 2))
-    found = lm.run(pair, prompt, "information_flow_routes", stack="decoder")
+    found = lm.run(pair, prompt, "information_flow_routes", part="decoder")
     with pytest.raises(ValueError, match="got block 0, which has cross-attention"):
         part_shares(found)

@@ -10,7 +10,7 @@ from lens_mix.algebra.quadrature import quadrature
 from lens_mix.methods.input_gradients import gradient_norm, gradient_times_input, integrated_gradients
 from tests import reference_models
 from tests.hugging_face_oracle import Reference
-from tests.matrix import REFUSED, build_or_skip, cases, prompt_of
+from tests.matrix import UNSUPPORTED, build_or_skip, cases, prompt_of
 from tests.reference_models import reference
 from tests.tiny_models import Unavailable, bridge, gpt2_like, llama_like, tokens, wrapped_model
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 WRAPPED = [
     case
     for case in cases()
-    if case.label.startswith("bridge") and case.stack != "encoder" and case.label not in REFUSED
+    if case.label.startswith("bridge") and case.part != "encoder" and case.label not in UNSUPPORTED
 ]
 ROWS = (-1, 2)
 
@@ -50,9 +50,9 @@ def test_against_transformers_alone(case):
     if case.refusal is not None:
         pytest.skip("refused altogether: tested with the matrix")
     prompt = prompt_of(model)
-    x, gradients = hugging_face_gradients(case.label.split()[1], prompt, case.stack, ROWS)
+    x, gradients = hugging_face_gradients(case.label.split()[1], prompt, case.part, ROWS)
     methods = [lm.InputGradients(), lm.InputGradients(score="times_input")]
-    norm, times_input = lm.run(model, prompt, methods, stack=case.stack, queries=list(ROWS)).values()
+    norm, times_input = lm.run(model, prompt, methods, part=case.part, queries=list(ROWS)).values()
     # Kernels of transformers that compute in float32 agree to that.
     for place, gradient in enumerate(gradients):
         torch.testing.assert_close(norm.scores[0, place], gradient.norm(dim=-1), atol=1e-5, rtol=1e-5)
@@ -290,6 +290,6 @@ def test_an_encoder_below_a_decoder_is_refused():
             model = factory()
         except Unavailable:
             continue
-        if lm.support(model, stack="decoder")["input_gradients"].startswith("ok"):
-            reason = lm.support(model, stack="encoder")["input_gradients"]
+        if lm.support(model, part="decoder")["input_gradients"].startswith("ok"):
+            reason = lm.support(model, part="encoder")["input_gradients"]
             assert "expected part='decoder' (the target's own tokens) or part='joint'" in reason

@@ -43,9 +43,9 @@ def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
 def supported(model: Any) -> list[Method]:
     """The methods above that the model's blocks allow."""
     session = Session(model, {"attn_res": lm.AttnRes()})
-    with session.passed([session.read(prompts_of()[0], **NOTHING)]) as passed:
-        anatomies = passed.proof.anatomy.values()
-    return [method for method in METHODS if all(method.refuses(one) is None for one in anatomies)]
+    with session.checked_pass([session.read(prompts_of()[0], **NOTHING)]) as checked:
+        anatomies = checked.verification.anatomy.values()
+    return [method for method in METHODS if all(method.unsupported_block(one) is None for one in anatomies)]
 
 
 NOTHING: dict[str, Any] = {"prepend_bos": None, "attention_mask": None, "inputs": {}}
@@ -83,8 +83,8 @@ def test_rows_take_no_more_than_their_bound(label: str, queries: list[int]) -> N
             lm.run(model, prompts_of()[0], method, queries=queries, max_memory=10)
         least = int(str(refused.value).split("at least ")[1].split()[0])
         session = Session(model, {"asked": method}, queries=queries, max_memory=least)
-        with session.passed([session.read(prompts_of()[0], **NOTHING)]) as passed:
-            for block in passed.blocks("asked"):
+        with session.checked_pass([session.read(prompts_of()[0], **NOTHING)]) as checked:
+            for block in checked.blocks("asked"):
                 scores = method(block)
                 taken = peak_bytes(lambda block=block, method=method: method(block))
                 assert taken - scores.nbytes <= least
@@ -98,8 +98,8 @@ def test_one_row_takes_memory_for_keys_not_for_pairs_or_heads(method: Method) ->
     lengths, peaks, width = (14, 28), [], 0
     for length in lengths:
         session = Session(model, {"asked": method}, queries=-1)
-        with session.passed([session.read(prompts_of((length,))[0], **NOTHING)]) as passed:
-            block = passed.blocks("asked")[1]
+        with session.checked_pass([session.read(prompts_of((length,))[0], **NOTHING)]) as checked:
+            block = checked.blocks("asked")[1]
             peaks.append(peak_bytes(lambda block=block: method(block)))
             feed_forward = block.anatomy.feed_forward
             width = (

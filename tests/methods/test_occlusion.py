@@ -97,7 +97,7 @@ def test_edits_on_a_run_of_ones_own_give_the_scores(build, by):
 
     def target(key):
         layers = () if key is None else range(model.cfg.n_layers)
-        hooks = [pair for layer in layers for pair in method.edits(layer, key)]
+        hooks = [pair for layer in layers for pair in method.interventions(layer, key)]
         with torch.no_grad():
             logits = model.run_with_hooks(tokens[None], fwd_hooks=hooks)[0]
         return at_tokens(logits.log_softmax(-1), predicted)[None]
@@ -109,7 +109,7 @@ def test_edits_on_a_run_of_ones_own_give_the_scores(build, by):
 
 
 def test_nothing_is_edited_where_tokens_are_replaced():
-    assert lm.Occlusion().edits(0, 2) == []
+    assert lm.Occlusion().interventions(0, 2) == []
 
 
 @pytest.mark.parametrize("method", [lm.Occlusion(by=by) for by in ("replace", "mask", "values")])

@@ -155,13 +155,13 @@ def test_the_hooks_on_a_run_of_your_own(heads):
     for layer in range(model.cfg.n_layers):
         name = f"blocks.{layer}.hook_resid_post"
         for key in range(5):
-            with must_fire(*method.edits(layer, key)) as hooks, model.hooks(fwd_hooks=hooks):
+            with must_fire(*method.interventions(layer, key)) as hooks, model.hooks(fwd_hooks=hooks):
                 _, zeroed = model.run_with_cache(prompt)
             column = 1 - torch.cosine_similarity(clean[name], zeroed[name], dim=-1)[0]
             torch.testing.assert_close(expected[layer, :, key], column, atol=1e-12, rtol=1e-9)
     per_head = lm.run(model, prompt, lm.ValueZeroing(per_head=True), engine="hooks").scores
     kept = {}
-    hooks = [*method.edits(0, 2, heads=[3]), record(kept, "blocks.0.hook_resid_post")]
+    hooks = [*method.interventions(0, 2, heads=[3]), record(kept, "blocks.0.hook_resid_post")]
     model.run_with_hooks(prompt, fwd_hooks=hooks)
     found = distance(clean["blocks.0.hook_resid_post"], kept["blocks.0.hook_resid_post"], "cosine")
     torch.testing.assert_close(found[0], per_head[0, 3, :, 2], atol=1e-14, rtol=1e-9)

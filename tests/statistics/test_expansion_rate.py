@@ -61,7 +61,7 @@ def test_matrices_that_are_not_what_the_model_applies_have_no_rates(hook, part):
     expected = expansion_rates(model)
     with (
         model.hooks(fwd_hooks=[(f"blocks.1.attn.{hook}", lambda out, hook: out * 1.5)]),
-        pytest.raises(lm.UnsupportedModelError, match=f"expansion_rates .* block 1: {part} is not proven"),
+        pytest.raises(lm.UnsupportedModelError, match=f"expansion_rates .* block 1: {part} is not verified"),
     ):
         expansion_rates(model)
     assert expansion_rates(model).equals(expected)

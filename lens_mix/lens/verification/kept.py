@@ -1,4 +1,4 @@
-"""The proof of a model, kept until its weights or hooks change."""
+"""The verification of a model, kept until its weights or hooks change."""
 
 from __future__ import annotations
 
@@ -14,52 +14,60 @@ from lens_mix.lens.block import Block
 from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.proof.prove import masks_padding, prove, short_batch
-from lens_mix.lens.proof_record import HEAD_UNPROVEN, Proof
 from lens_mix.lens.users_hooks import carries_users_hooks, settings_of_users_modules
+from lens_mix.lens.verification.verify import masks_padding, short_batch, verify
+from lens_mix.lens.verification_record import UNEMBEDDING_UNVERIFIED, Verification
 
-_proofs: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Proof]]] = weakref.WeakKeyDictionary()
+_verifications: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Verification]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def proof_of(
+def verification_of(
     lens: Lens, prompt: Prompt, *, head: bool = False, padding: PaddingSide | None = None, again: bool = False
-) -> Proof:
-    """The proof of the lens's stack: made on the first call, and again when weights or hooks have changed.
+) -> Verification:
+    """The verification of the lens's stack: made on the first call, and again when weights or hooks have changed.
 
     Args:
         lens: the face of the model.
-        prompt: what to prove it on.
-        head: whether the head has to be proven too (`needs_head`).
+        prompt: what to verify it on.
+        head: whether the head has to be verified too (`needs_unembedding`).
         padding: the side on which it has to be tried if padding is masked.
         again: make it anew whatever is kept.
 
     Raises:
         RuntimeError: a hook asks for it in the middle of a pass of lens_mix through this model.
     """
-    _refuse_within_a_pass(lens)
+    _require_no_open_pass(lens)
     # The state is taken while the model is open: no other thread has hooks of a run on it then.
     with lens.evaluation_mode():
-        stored = _proofs.setdefault(lens.model, {}).get(lens.stack.name)
+        stored = _verifications.setdefault(lens.model, {}).get(lens.stack.name)
         kept = not again and stored is not None and stored[0] == _state(lens)
-        proof = stored[1] if kept and stored is not None and not _may_be_outdated(lens, stored[1]) else None
-        complete = prove(lens, prompt) if proof is None else proof
-        if lens.stack.source is not None and (proof is None or padding is not None):
-            source = proof_of(Lens(lens.model, lens.stack.source.name), prompt, padding=padding, again=again)
+        verification = (
+            stored[1] if kept and stored is not None and not _may_be_outdated(lens, stored[1]) else None
+        )
+        complete = verify(lens, prompt) if verification is None else verification
+        if lens.stack.source is not None and (verification is None or padding is not None):
+            source = verification_of(
+                Lens(lens.model, lens.stack.source.name), prompt, padding=padding, again=again
+            )
             complete = dataclasses.replace(complete, source=source)
-        if head and complete.head_refusal == HEAD_UNPROVEN:
-            complete = dataclasses.replace(complete, head_refusal=_head_refusal(lens, prompt, complete))
+        if head and complete.unembedding_failure == UNEMBEDDING_UNVERIFIED:
+            complete = dataclasses.replace(
+                complete, unembedding_failure=_find_unembedding_failure(lens, prompt, complete)
+            )
         if padding is not None and padding not in complete.masks_padding:
             masked = masks_padding(lens, prompt, padding)
             masked = masked and (complete.source is None or complete.source.masks_padding[padding])
             sides = {**complete.masks_padding, padding: masked}
             complete = dataclasses.replace(complete, masks_padding=sides)
-        if complete is not proof:
+        if complete is not verification:
             # Taken afterwards: the Bridge puts hooks of its own on norms in the first forward pass.
-            _proofs[lens.model][lens.stack.name] = (_state(lens), complete)
+            _verifications[lens.model][lens.stack.name] = (_state(lens), complete)
         return complete
 
 
-def _refuse_within_a_pass(lens: Lens) -> None:
+def _require_no_open_pass(lens: Lens) -> None:
     """Raise an error if a pass of lens_mix is running, because its hooks would act on further passes."""
     frame = sys._getframe()
     while frame.f_back is not None:
@@ -75,20 +83,20 @@ def _refuse_within_a_pass(lens: Lens) -> None:
         frame = frame.f_back
 
 
-def _may_be_outdated(lens: Lens, proof: Proof) -> bool:
+def _may_be_outdated(lens: Lens, verification: Verification) -> bool:
     """Return whether a component failed while code of the user's was on the model, which may be off now.
 
     Any variable may switch a hook or a module. What was verified needs no such care, because each run
-    compares it with its own prompts (`refuted_here`, `unmixed`).
+    compares it with its own prompts (`find_mismatch`, `find_unmixed`).
     """
-    failed = any(entry.error is not None and not entry.ok for entry in proof.parts)
+    failed = any(entry.error is not None and not entry.ok for entry in verification.components)
     return failed and carries_users_hooks(lens.modules)
 
 
-def _head_refusal(lens: Lens, prompt: Prompt, proof: Proof) -> str | None:
+def _find_unembedding_failure(lens: Lens, prompt: Prompt, verification: Verification) -> str | None:
     clean = clean_pass(lens, short_batch(lens, prompt), watched=())
     try:
-        Block(clean, max(proof.anatomy), proof, "algebra", None).head()
+        Block(clean, max(verification.anatomy), verification, "algebra", None).unembedding()
     except UnsupportedModelError as problem:
         return str(problem)
     return None

@@ -1,4 +1,4 @@
-"""Which engine a method runs with on a proven model, and why not with another."""
+"""Which engine a method runs with on a verified model, and why not with another."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from lens_mix.arguments import one_of
 from lens_mix.lens import known_faults
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
-from lens_mix.lens.proof_record import ALGEBRA_PARTS, HEAD, Proof
 from lens_mix.lens.state import without_gradients
+from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, UNEMBEDDING, Verification
 
 
 @runtime_checkable
@@ -21,49 +21,53 @@ class HasEngines(Protocol):
     engines: ClassVar[tuple[str, ...]]
 
 
-def needs_head(methods: Iterable[object]) -> bool:
-    """Whether one of the methods takes logits apart, so that the head has to be proven."""
-    return any(HEAD in getattr(method, "parts", ()) for method in methods)
+def needs_unembedding(methods: Iterable[object]) -> bool:
+    """Whether one of the methods takes logits apart, so that the head has to be verified."""
+    return any(UNEMBEDDING in getattr(method, "parts", ()) for method in methods)
 
 
-def refusal(proof: Proof, engine: str, method: HasEngines | None = None) -> str | None:
-    """Why an engine can't run on a proven model; None when it can.
+def refusal(verification: Verification, engine: str, method: HasEngines | None = None) -> str | None:
+    """Why an engine can't run on a verified model; None when it can.
 
     Args:
-        proof: the model's proof.
+        verification: the model's verification.
         engine: which engine.
         method: whose algebra: it may need fewer parts than all (`parts`), and may know blocks that its
-            formulas don't speak of (`refuses`).
+            formulas don't speak of (`unsupported_block`).
     """
-    if proof.hooks_refusal is not None:
-        return proof.hooks_refusal
-    if getattr(method, "causal_only", False) and not proof.causal:
+    if verification.hooks_failure is not None:
+        return verification.hooks_failure
+    if getattr(method, "causal_only", False) and not verification.causal:
         return "expected a causal model, got one whose positions read later ones"
     if engine == "algebra":
-        parts = getattr(method, "parts", ALGEBRA_PARTS)
-        reason = proof.failure(parts) or _refused_block(proof, method)
-        return proof.head_refusal if reason is None and HEAD in parts else reason
+        parts = getattr(method, "parts", ALGEBRA_COMPONENTS)
+        reason = verification.failure(parts) or _unsupported_block(verification, method)
+        return verification.unembedding_failure if reason is None and UNEMBEDDING in parts else reason
     if getattr(method, "whole_model", False):
         # Its backward pass may follow changed rules, which the method may not have for every kind of block.
-        return _refused_block(proof, method)
-    if hasattr(method, "target") and proof.head_factors:
+        return _unsupported_block(verification, method)
+    if hasattr(method, "target") and verification.z_factors:
         # The hooks that put a pattern in compute z anew, so that the factor would be lost.
-        scaled = ", ".join(map(str, proof.head_factors))
+        scaled = ", ".join(map(str, verification.z_factors))
         return f"z of its heads is scaled by a hook in layers {scaled}; take it off"
     return None
 
 
-def _refused_block(proof: Proof, method: HasEngines | None) -> str | None:
+def _unsupported_block(verification: Verification, method: HasEngines | None) -> str | None:
     """Why a method has nothing to say of one of the blocks; None where it has of all."""
-    refuses = getattr(method, "refuses", lambda anatomy: None)
-    refusals = ((layer, refuses(anatomy)) for layer, anatomy in proof.anatomy.items())
+    unsupported_block = getattr(method, "unsupported_block", lambda anatomy: None)
+    refusals = ((layer, unsupported_block(anatomy)) for layer, anatomy in verification.anatomy.items())
     refusal = next((f"block {layer}: {why}" for layer, why in refusals if why is not None), None)
-    below = None if refusal is not None or proof.source is None else _refused_block(proof.source, method)
+    below = (
+        None
+        if refusal is not None or verification.source is None
+        else _unsupported_block(verification.source, method)
+    )
     return refusal if below is None else f"encoder: {below}"
 
 
-def refused_outright(lens: Lens, method: HasEngines) -> str | None:
-    """Why a method can't run on a model, whatever its proof says; None when it may.
+def find_obstacle(lens: Lens, method: HasEngines) -> str | None:
+    """Why a method can't run on a model, whatever its verification says; None when it may.
 
     A method with a target needs right logits, one that goes down to the input a stack without gaps, and a map
     of the whole model logits that stand over the tokens of the mapped stack.
@@ -100,18 +104,20 @@ def _reasons_against(lens: Lens, method: HasEngines) -> Iterator[str | None]:
         )
 
 
-def choose_engine(method: HasEngines, proof: Proof, engine: str, no_algebra: str | None = None) -> str:
+def choose_engine(
+    method: HasEngines, verification: Verification, engine: str, no_algebra: str | None = None
+) -> str:
     """The engine a method will run with.
 
     Args:
         method: the method.
-        proof: the model's proof.
-        engine: "auto" for the first of the method's engines that the proof allows, or one by name.
-        no_algebra: why algebra can't run on this prompt, though the proof allows it.
+        verification: the model's verification.
+        engine: "auto" for the first of the method's engines that the verification allows, or one by name.
+        no_algebra: why algebra can't run on this prompt, though the verification allows it.
 
     Raises:
         ValueError: an unknown engine, or one that the method does not have.
-        UnsupportedModelError: the proof forbids it.
+        UnsupportedModelError: the verification forbids it.
     """
     one_of("engine", engine, ("auto", "hooks", "algebra"))
     if engine == "auto" or method.engines == ("recorded",):
@@ -122,7 +128,7 @@ def choose_engine(method: HasEngines, proof: Proof, engine: str, no_algebra: str
         raise ValueError(f"engine: {method.name} has the engines {list(method.engines)}, got {engine!r}")
     reasons = []
     for option in options:
-        reason = refusal(proof, option, method) or (no_algebra if option == "algebra" else None)
+        reason = refusal(verification, option, method) or (no_algebra if option == "algebra" else None)
         if reason is None:
             return option
         reasons.append(f"{option}: {reason}")

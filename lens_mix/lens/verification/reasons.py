@@ -1,4 +1,4 @@
-"""What a block holds that its parts do not speak of, by name: it explains a failed proof, decides nothing."""
+"""What a block holds that its parts do not speak of, by name: it explains a failed verification, decides nothing."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from lens_mix.lens.proof_record import PartError
+from lens_mix.lens.verification_record import ComponentError
 
 _KNOWN_CHILDREN = ("ln", "attn", "self_attn", "cross_attn", "mlp", "hook", "_")
 _BEFORE = "before the output matrix"
 _NEXT = "methods that need no such part still run (`lens_mix.support`)"
 
 
-def explained(entry: PartError, block: nn.Module, attention: nn.Module, pattern: Tensor) -> PartError:
-    """A part of a proof, with what is likely to stand behind its failure in the note."""
+def with_likely_cause(
+    entry: ComponentError, block: nn.Module, attention: nn.Module, pattern: Tensor
+) -> ComponentError:
+    """A part of a verification, with what is likely to stand behind its failure in the note."""
     if entry.ok:
         return entry
-    if entry.part == "mixing":
+    if entry.component == "mixing":
         reasons = _mixing(attention, pattern)
     else:
-        reasons = itertools.chain(_block(block, entry.part), _unreadable(attention))
+        reasons = itertools.chain(_block(block, entry.component), _unreadable(attention))
     notes = (entry.note, next(reasons, ""))
     return dataclasses.replace(entry, note="; ".join(note for note in notes if note))
 

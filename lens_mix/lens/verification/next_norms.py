@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changes import forward_hook, forward_pre_hook
 from lens_mix.lens.clean_pass import CleanPass, StopForward
-from lens_mix.lens.continuation import head_from, run_from
+from lens_mix.lens.continuation import run_from, unembedding_from
 from lens_mix.lens.model_classes import UnsupportedModelError
 from lens_mix.lens.replay import relative_error
 
 _WITHOUT = "(last_layer='before_final_norm', next_norm=False, after_final_norm=False)"
 
 
-def next_norm_refusals(clean: CleanPass, anatomy: Mapping[int, BlockAnatomy]) -> dict[int, str]:
+def next_norm_failures(clean: CleanPass, anatomy: Mapping[int, BlockAnatomy]) -> dict[int, str]:
     """Why it is not known what reads a block's output, by layer; nothing for those where it is.
 
     Args:
@@ -32,11 +32,11 @@ def next_norm_refusals(clean: CleanPass, anatomy: Mapping[int, BlockAnatomy]) ->
         for layer in anatomy
         if layer < last and layer + 1 not in anatomy
     }
-    final = _final_norm_refusal(clean, last in anatomy and anatomy[last].ends_in_norm)
+    final = _final_norm_failure(clean, last in anatomy and anatomy[last].ends_in_norm)
     return refusals if final is None else {**refusals, last: final}
 
 
-def _final_norm_refusal(clean: CleanPass, ends_in_norm: bool) -> str | None:
+def _final_norm_failure(clean: CleanPass, ends_in_norm: bool) -> str | None:
     """Why the mapped final norm (or none where none is) may not be what reads the last residual stream.
 
     After a stack that ends in a norm nothing is missing; else the logits have to do without one.
@@ -47,7 +47,7 @@ def _final_norm_refusal(clean: CleanPass, ends_in_norm: bool) -> str | None:
     if ends_in_norm:
         return None
     try:
-        head_from(clean, None)
+        unembedding_from(clean, None)
     except UnsupportedModelError as problem:
         return (
             "final norm: expected the model's own, or logits without one; TransformerLens maps none here, "

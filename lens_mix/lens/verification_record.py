@@ -1,4 +1,4 @@
-"""The record of a proof: how well each part of each block was rebuilt."""
+"""The record of a verification: how well each part of each block was rebuilt."""
 
 from __future__ import annotations
 
@@ -10,71 +10,71 @@ from torch import Tensor
 
 from lens_mix.lens.anatomy import WITH_KINK, BlockAnatomy
 
-_HOOK_PARTS = ("mixing", "zero_value")
+_HOOK_COMPONENTS = ("mixing", "zero_value")
 # Without VALUE (values are N(x) W_V + b_V): maps take the values that the pass recorded, which hooks may have
 # edited. A method that follows values back to the block's input names VALUE too (DecompX).
-ALGEBRA_PARTS = ("projection", "feed_forward", "residual", "block")
+ALGEBRA_COMPONENTS = ("projection", "feed_forward", "residual", "block")
 VALUE = "value"
-HEAD = "head"
-HEAD_UNPROVEN = "head: expected a proof of it, found none"
+UNEMBEDDING = "unembedding"
+UNEMBEDDING_UNVERIFIED = "unembedding: expected a verification of it, found none"
 
 
 @dataclasses.dataclass(frozen=True)
-class PartError:
+class ComponentError:
     """How well one part of one block was rebuilt.
 
     Attributes:
         layer: the block.
-        part: which part, by the names that the docstring of `lens_mix.lens.proof.prove` lists.
+        part: which part, by the names that the docstring of `lens_mix.lens.verification.verify` lists.
         error: largest relative error per position; None where the part can't be written down.
         tolerance: largest accepted error in the model's dtype.
         note: why there is no error, or what was found.
     """
 
     layer: int
-    part: str
+    component: str
     error: float | None
     tolerance: float
     note: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether the part is proven."""
+        """Whether the part is verified."""
         return self.error is not None and self.error <= self.tolerance
 
 
 @dataclasses.dataclass(frozen=True)
-class Proof:
-    """The proof of one stack.
+class Verification:
+    """The verification of one stack.
 
     Attributes:
         parts: one entry per block and part.
         anatomy: what each block was found to be; of a hybrid, each that has attention.
         causal: whether no query saw a later key in any block.
-        next_norm_refusals: by layer, why it is not known which norm reads its output; none where it is.
+        next_norm_failures: by layer, why it is not known which norm reads its output; none where it is.
         masks_padding: side of the padding -> whether it is kept out of attention; the sides that were tried.
-        head_refusal: why the logits can't be computed from the last residual stream; None when they can.
+        unembedding_failure: why the logits can't be computed from the last residual stream; None when they can.
         source: of the joint part, the encoder's.
-        head_factors: by layer, z of each head over pattern @ values, where that is not 1 (an ablated head).
+        z_factors: by layer, z of each head over pattern @ values, where that is not 1 (an ablated head).
     """
 
-    parts: tuple[PartError, ...]
+    components: tuple[ComponentError, ...]
     anatomy: Mapping[int, BlockAnatomy]
     causal: bool
-    next_norm_refusals: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    next_norm_failures: Mapping[int, str] = dataclasses.field(default_factory=dict)
     masks_padding: Mapping[str, bool] = dataclasses.field(default_factory=dict)
-    head_refusal: str | None = HEAD_UNPROVEN
-    head_factors: Mapping[int, Float[Tensor, " head"]] = dataclasses.field(default_factory=dict)
-    source: Proof | None = None
+    unembedding_failure: str | None = UNEMBEDDING_UNVERIFIED
+    z_factors: Mapping[int, Float[Tensor, " head"]] = dataclasses.field(default_factory=dict)
+    source: Verification | None = None
 
     def failure(self, names: tuple[str, ...]) -> str | None:
-        """Why the named parts are not all proven; None when they are."""
-        for entry in self.parts:
-            if entry.part in names and not entry.ok:
+        """Why the named parts are not all verified; None when they are."""
+        for entry in self.components:
+            if entry.component in names and not entry.ok:
                 size = "no rebuilding" if entry.error is None else f"relative error {entry.error:.1e}"
                 note = f" ({entry.note})" if entry.note else ""
                 return (
-                    f"block {entry.layer}: {entry.part} is not proven: "
+                    f"block {entry.layer}: {entry.component} is not verified: "
                     f"expected relative error <= {entry.tolerance:.0e}, got {size}{note}"
                 )
         return None
@@ -87,12 +87,12 @@ class Proof:
         return verified and all(each.activation not in WITH_KINK for each in forwards)
 
     @property
-    def hooks_refusal(self) -> str | None:
+    def hooks_failure(self) -> str | None:
         """Why hooks on values and patterns can't be trusted on this model; None when they can."""
-        failure = self.failure(_HOOK_PARTS)
-        return failure if self.source is None or failure is not None else self.source.hooks_refusal
+        failure = self.failure(_HOOK_COMPONENTS)
+        return failure if self.source is None or failure is not None else self.source.hooks_failure
 
     @property
-    def algebra_refusal(self) -> str | None:
+    def algebra_failure(self) -> str | None:
         """Why the blocks can't be computed from their parts; None when they can."""
-        return self.hooks_refusal or self.failure(ALGEBRA_PARTS)
+        return self.hooks_failure or self.failure(ALGEBRA_COMPONENTS)

@@ -1,6 +1,6 @@
 """Believe nothing: rebuild every block from the parts it is thought to have, and compare.
 
-The proof runs on a short prompt (the first tokens of the user's), in one clean pass. Per block it
+The verification runs on a short prompt (the first tokens of the user's), in one clean pass. Per block it
 measures, as the largest relative error of any position,
 
     value         N1(x) W_V + b_V               against the value hook
@@ -15,7 +15,7 @@ Blocks of a hybrid that have no attention are just run.
 
 `mixing` and `zero_value` must hold for any method to run; the rest must hold for the algebra engine.
 Methods that split logits name one part more, `head`: final norm and unembedding, against the logits. It is
-no block's, and proven only where one of them is asked for.
+no block's, and verified only where one of them is asked for.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from lens_mix.lens.cross import names_before_cross
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import pad_token, wrapped_config
-from lens_mix.lens.proof.next_norms import next_norm_refusals
-from lens_mix.lens.proof.reasons import explained
-from lens_mix.lens.proof_record import ALGEBRA_PARTS, VALUE, PartError, Proof
 from lens_mix.lens.replay import BlockCall, captured_calls, first_tensor, relative_error
 from lens_mix.lens.tracebacks import failing_users_code
 from lens_mix.lens.users_hooks import carries_users_hooks
+from lens_mix.lens.verification.next_norms import next_norm_failures
+from lens_mix.lens.verification.reasons import with_likely_cause
+from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, VALUE, ComponentError, Verification
 
-SHORTEST, LONGEST = 8, 16  # tokens of a proof's prompt
+SHORTEST, LONGEST = 8, 16  # tokens of a verification's prompt
 
 
 def _short_prompt(lens: Lens, prompt: Prompt) -> Prompt:
-    """Return the prompt of a proof: the first tokens of a prompt, more if a user's hook needs them.
+    """Return the prompt of a verification: the first tokens of a prompt, more if a user's hook needs them.
 
     A hook on position 18, for example, fails in a pass over 16 tokens.
     """
@@ -56,7 +56,7 @@ def _short_prompt(lens: Lens, prompt: Prompt) -> Prompt:
     lengths = len(prompt.tokens), 0 if prompt.target is None else len(prompt.target)
     n_ctx = max(getattr(lens.model.cfg, "n_ctx", None) or LONGEST, *lengths)
     while True:
-        short = _proof_prompt(prompt, n_ctx, count, target_count)
+        short = _verification_prompt(prompt, n_ctx, count, target_count)
         is_whole = count >= lengths[0] and target_count >= lengths[1]
         if is_whole or not carries_users_hooks(lens.modules) or _runs(lens, short):
             return short
@@ -64,7 +64,7 @@ def _short_prompt(lens: Lens, prompt: Prompt) -> Prompt:
 
 
 def _runs(lens: Lens, short: Prompt) -> bool:
-    """Return whether the user's hooks run; the proof itself explains any other failure."""
+    """Return whether the user's hooks run; the verification itself explains any other failure."""
     try:
         clean_pass(lens, pad([short], pad_token(lens.model), "right"), watched=())
     except Exception as problem:
@@ -72,7 +72,9 @@ def _runs(lens: Lens, short: Prompt) -> bool:
     return True
 
 
-def _proof_prompt(prompt: Prompt, n_ctx: int, count: int = LONGEST, target_count: int = SHORTEST) -> Prompt:
+def _verification_prompt(
+    prompt: Prompt, n_ctx: int, count: int = LONGEST, target_count: int = SHORTEST
+) -> Prompt:
     """The first tokens of a prompt, repeated where it is short: enough to tell readings apart."""
     count = min(max(len(prompt.tokens), SHORTEST), count, n_ctx)
     positions = torch.arange(count, device="cpu") % len(prompt.tokens)
@@ -85,8 +87,8 @@ def _proof_prompt(prompt: Prompt, n_ctx: int, count: int = LONGEST, target_count
     )
 
 
-def prove(lens: Lens, prompt: Prompt) -> Proof:
-    """Prove every block of the lens's stack on a short piece of `prompt`."""
+def verify(lens: Lens, prompt: Prompt) -> Verification:
+    """Verify every block of the lens's stack on a short piece of `prompt`."""
     batch = short_batch(lens, prompt)
     layers = lens.stack.attention_layers
     names = [lens.stack.hook_name(role, layer) for layer in layers for role in ("value", "pattern", "z")]
@@ -104,7 +106,7 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
     with Changes(captured_calls(_output_modules(lens), calls)):
         clean = clean_pass(lens, batch, record_all(store, [*names, *optional]), store, required=names)
     outputs = {key: call.resid_post for key, call in calls.items()}
-    parts: list[PartError] = []
+    parts: list[ComponentError] = []
     anatomies: dict[int, BlockAnatomy] = {}
     factors: dict[int, Tensor] = {}
     for layer in layers:
@@ -114,14 +116,14 @@ def prove(lens: Lens, prompt: Prompt) -> Proof:
         parts += [*errors, _zero_value(clean, layer, recorded)]
         if recorded.factors is not None:
             factors[layer] = recorded.factors
-    norms = next_norm_refusals(clean, anatomies)
+    norms = next_norm_failures(clean, anatomies)
     sees_later = any(bool(attended.triu(diagonal=1).any()) for attended in clean.attended.values())
     causal = not lens.stack.is_cross and not sees_later
-    return Proof(tuple(parts), anatomies, causal, norms, head_factors=factors)
+    return Verification(tuple(parts), anatomies, causal, norms, z_factors=factors)
 
 
 def short_batch(lens: Lens, prompt: Prompt) -> Batch:
-    """Return the prompt of a proof as a batch of one."""
+    """Return the prompt of a verification as a batch of one."""
     return pad([_short_prompt(lens, prompt)], pad_token(lens.model), "right")
 
 
@@ -163,7 +165,7 @@ class _Recorded:
             return None if tensor is None else tensor.to(wide)
 
         pattern, value, z = hooked("pattern"), hooked("value"), hooked("z")
-        factors = _head_factors(pattern, value, z, lens.tolerance)
+        factors = _find_z_factors(pattern, value, z, lens.tolerance)
         return _Recorded(
             call.resid_pre.to(wide),
             call.resid_post.to(wide),
@@ -219,10 +221,10 @@ def _output_modules(lens: Lens) -> dict[tuple[int, str], Any]:
 
 def _read_block(
     lens: Lens, layer: int, recorded: _Recorded, below: BlockAnatomy | None
-) -> tuple[BlockAnatomy, list[PartError]]:
+) -> tuple[BlockAnatomy, list[ComponentError]]:
     """The anatomy whose parts fit what was recorded best, and how well each fits."""
     multiplier = float(wrapped_config(lens.model, "residual_multiplier") or 1.0)
-    readings: list[tuple[tuple[int, float], BlockAnatomy, list[PartError]]] = []
+    readings: list[tuple[tuple[int, float], BlockAnatomy, list[ComponentError]]] = []
     block, attention = lens.stack.blocks[layer], lens.stack.attention_module(layer)
     for anatomy in candidates(block, attention, lens.model.cfg, multiplier):
         if lens.stack.is_cross:
@@ -237,8 +239,10 @@ def _read_block(
         if worst <= lens.tolerance:  # the likeliest come first
             break
     _, anatomy, errors = min(readings, key=lambda reading: reading[0])
-    errors = [explained(entry, block, attention, recorded.pattern) for entry in errors]
-    if any(entry.part == "feed_forward" and entry.error is not None and not entry.ok for entry in errors):
+    errors = [with_likely_cause(entry, block, attention, recorded.pattern) for entry in errors]
+    if any(
+        entry.component == "feed_forward" and entry.error is not None and not entry.ok for entry in errors
+    ):
         # It is not what it was read as: whatever needs no feed-forward must not be checked against it.
         anatomy = dataclasses.replace(anatomy, feed_forward=None, feed_forward_kind="opaque")
     return anatomy, errors
@@ -270,9 +274,9 @@ def _with_activation(
 
 def _part_errors(
     anatomy: BlockAnatomy, recorded: _Recorded, layer: int, tolerance: float, feed_forward_error: float | None
-) -> list[PartError]:
+) -> list[ComponentError]:
     x, path = recorded.resid_pre, anatomy.value_path
-    errors: dict[str, float | None] = dict.fromkeys((VALUE, *ALGEBRA_PARTS))
+    errors: dict[str, float | None] = dict.fromkeys((VALUE, *ALGEBRA_COMPONENTS))
     errors["feed_forward"] = feed_forward_error
     mixed = None
     if path is not None:
@@ -300,13 +304,13 @@ def _part_errors(
     note = f"{anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
     note = "" if anatomy.is_written_down else note
     entries = (
-        PartError(layer, part, error, tolerance, note if error is None else "")
+        ComponentError(layer, part, error, tolerance, note if error is None else "")
         for part, error in errors.items()
     )
     return [_mixing(recorded, layer, tolerance), *entries]
 
 
-def _head_factors(pattern: Tensor, value: Tensor, z: Tensor, tolerance: float) -> Tensor | None:
+def _find_z_factors(pattern: Tensor, value: Tensor, z: Tensor, tolerance: float) -> Tensor | None:
     """z over pattern @ value per head, where z is that up to a factor per head other than 1."""
     if _misfit(pattern, value, z):
         return None
@@ -335,21 +339,21 @@ def _misfit(pattern: Tensor, value: Tensor, z: Tensor) -> str:
     return "" if fits else f"{expected}, got {shapes}"
 
 
-def _mixing(recorded: _Recorded, layer: int, tolerance: float) -> PartError:
+def _mixing(recorded: _Recorded, layer: int, tolerance: float) -> ComponentError:
     misfit = _misfit(recorded.pattern, recorded.value, recorded.z)
     if misfit:
-        return PartError(layer, "mixing", None, tolerance, misfit)
+        return ComponentError(layer, "mixing", None, tolerance, misfit)
     mixed = mix(recorded.pattern, recorded.value)
     error = relative_error(mixed.flatten(2), recorded.z.reshape(mixed.shape).flatten(2))
-    return PartError(layer, "mixing", error, tolerance)
+    return ComponentError(layer, "mixing", error, tolerance)
 
 
-def _zero_value(clean: CleanPass, layer: int, recorded: _Recorded) -> PartError:
+def _zero_value(clean: CleanPass, layer: int, recorded: _Recorded) -> ComponentError:
     """Zero the first value vector in a replay of the block: z must lose exactly that vector's share."""
     lens, misfit = clean.lens, _misfit(recorded.pattern, recorded.value, recorded.z)
-    unproven = PartError(layer, "zero_value", None, lens.tolerance, misfit)
+    unverified = ComponentError(layer, "zero_value", None, lens.tolerance, misfit)
     if misfit:
-        return unproven
+        return unverified
     store: dict[str, Tensor] = {}
     z_name = lens.stack.hook_name("z", layer)
     fwd_hooks = [zero_values(layer, 0, attention=lens.stack.attention_template), record(store, z_name)]
@@ -358,11 +362,11 @@ def _zero_value(clean: CleanPass, layer: int, recorded: _Recorded) -> PartError:
     value[:, 0] = 0
     expected = mix(recorded.pattern, value)
     if z_name not in store:
-        return dataclasses.replace(unproven, note="the hook on z never fired")
+        return dataclasses.replace(unverified, note="the hook on z never fired")
     if _without_effect(out, expected, recorded):
-        return dataclasses.replace(unproven, note="the edit did not change the block's output")
+        return dataclasses.replace(unverified, note="the edit did not change the block's output")
     z = store[z_name].to(expected.dtype).reshape(expected.shape)
-    return dataclasses.replace(unproven, error=relative_error(z.flatten(2), expected.flatten(2)))
+    return dataclasses.replace(unverified, error=relative_error(z.flatten(2), expected.flatten(2)))
 
 
 def _without_effect(out: Any, expected: Tensor, recorded: _Recorded) -> bool:

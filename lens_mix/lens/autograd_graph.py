@@ -36,7 +36,7 @@ class Mixing:
         return Mixing(self.pattern[0][:, places][..., places], *rows)
 
 
-class Graph:
+class AutogradGraph:
     """From what enters the first block on, as the rules differentiate it.
 
     Args:

@@ -18,12 +18,11 @@ from lens_mix.lens.batches import Batch
 from lens_mix.lens.block import Block
 from lens_mix.lens.copies import copies_within
 from lens_mix.lens.model_classes import TransformerLensModel
-from lens_mix.lens.parts import one_part
 from lens_mix.lens.rows import Selection, read_selection
 from lens_mix.method import Method
 from lens_mix.methods import target_passes
 from lens_mix.methods.target_passes import BoundTarget
-from lens_mix.session import Passed, Session
+from lens_mix.session import CheckedPass, Session
 from lens_mix.targets import TargetLike
 
 FLAT = 1e-6  # values of the target that differ by less, relative to its size, differ by rounding
@@ -31,7 +30,7 @@ FLAT = 1e-6  # values of the target that differ by less, relative to its size, d
 
 @dataclasses.dataclass(frozen=True)
 class _Edits(Method):
-    """What is asked of a session: patterns, and hooks on values and patterns that are proven to act."""
+    """What is asked of a session: patterns, and hooks on values and patterns that are verified to act."""
 
     name: ClassVar[str] = "a scale that edits passes"  # as errors call it
     residual: ClassVar[float] = 0.0
@@ -43,16 +42,16 @@ class _Edits(Method):
 
 
 @dataclasses.dataclass(frozen=True)
-class EditedPasses:
+class InterventionPasses:
     """One prompt whose target is asked for under edits.
 
     Attributes:
-        passed: the clean pass, proven and checked.
+        passed: the clean pass, verified and checked.
         bound: the target of this prompt.
         first_block: the stack's first block.
     """
 
-    passed: Passed
+    checked: CheckedPass
     bound: BoundTarget
     first_block: Block
 
@@ -64,26 +63,26 @@ class EditedPasses:
     @property
     def length(self) -> int:
         """How many positions the prompt has in the mapped stack; they come first, padding behind them."""
-        return len(self.passed.token_ids(0))
+        return len(self.checked.token_ids(0))
 
     @property
     def place(self) -> int | None:
         """The position of the mapped stack that the target reads; None: several, or of another stack."""
-        return self.first_block.explained[0]
+        return self.first_block.default_rows[0]
 
     def positions(self, asked: Selection | None) -> list[int]:
         """Positions of the prompt, ascending; by default those that the target's can see."""
         chosen = read_selection(asked, self.length, "positions")
         if chosen is not None:
             return sorted(chosen)
-        if self.place is None or not self.passed.proof.causal:
+        if self.place is None or not self.checked.verification.causal:
             return list(range(self.length))
         return list(range(self.place + 1))
 
     @property
     def at_once(self) -> int:
         """How many copies `max_memory` allows at a time."""
-        session, positions = self.passed.session, self.passed.clean.real.shape[1]
+        session, positions = self.checked.session, self.checked.clean.real.shape[1]
         logits = 0
         if self.bound.reads_logits:
             logits = 1 if self.bound.positions is not None else self.first_block.logits_tokens.shape[1]
@@ -112,40 +111,39 @@ class EditedPasses:
             return target_passes.evaluate(self.bound.functions[0], part, *tokens)
 
     def _rows(self, copies: int) -> Int[Tensor, " copy"]:
-        return torch.zeros(copies, dtype=torch.long, device=self.passed.clean.real.device)
+        return torch.zeros(copies, dtype=torch.long, device=self.checked.clean.real.device)
 
 
 @contextlib.contextmanager
-def edited_passes(
+def intervention_passes(
     model: TransformerLensModel,
     prompt: Any,
     target: TargetLike | None,
     *,
     part: str | None = None,
-    stack: str | None = None,
     max_memory: int | None = None,
     prepend_bos: bool | None = None,
     attention_mask: Tensor | None = None,
     **inputs: Any,
-) -> Iterator[EditedPasses]:
+) -> Iterator[InterventionPasses]:
     """A prompt after its clean pass, with its target bound; the model is as before afterwards.
 
     Args:
         target: what is measured (`lens_mix.targets`, or any callable logits -> [copy]); None: the log
             probability of what the model predicts last.
-        model, prompt, part, stack, max_memory, prepend_bos, attention_mask, inputs: as in `lm.run`.
+        model, prompt, part, max_memory, prepend_bos, attention_mask, inputs: as in `lm.run`.
 
     Raises:
         TypeError, ValueError: bad input, as in `lm.run`; a target that does not fit.
         UnsupportedModelError: hooks on values and patterns can't be trusted on this model.
     """
     target = targets.predicted(of="log_probability") if target is None else target
-    edits, part = {"edits": _Edits(targets.as_target(target))}, one_part(part, stack)
-    session = Session(model, edits, stack=part, max_memory=max_memory)
+    edits = {"edits": _Edits(targets.as_target(target))}
+    session = Session(model, edits, part=part, max_memory=max_memory)
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
-    with session.passed([read]) as passed:
-        first = passed.blocks("edits")[0]
-        yield EditedPasses(passed, target_passes.bind(first, target), first)
+    with session.checked_pass([read]) as checked:
+        first = checked.blocks("edits")[0]
+        yield InterventionPasses(checked, target_passes.bind(first, target), first)
 
 
 def read_rows(rows: Any, length: int) -> tuple[dict[str, Float[Tensor, " key"]], bool]:

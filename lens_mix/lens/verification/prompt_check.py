@@ -1,6 +1,6 @@
-"""The check of a run's own prompts: whether the proven parts give what this clean pass recorded.
+"""The check of a run's own prompts: whether the verified parts give what this clean pass recorded.
 
-The proof was made on a short prompt, maybe some time ago. A hook that acts from position 20 on, or a weight
+The verification was made on a short prompt, maybe some time ago. A hook that acts from position 20 on, or a weight
 edited behind torch's back, shows only here.
 """
 
@@ -17,21 +17,25 @@ from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.batches import pad
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
-from lens_mix.lens.proof.sketch import random_vectors, sketched_error
-from lens_mix.lens.proof_record import Proof
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import rows_at, spread
 from lens_mix.lens.users_hooks import carries_users_hooks
+from lens_mix.lens.verification.sketch import random_vectors, sketched_error
+from lens_mix.lens.verification_record import Verification
 
 # Rows rebuilt per batch, and per prompt at least one: without hooks a model treats all positions alike.
 _SAMPLED_ROWS = 4
 _CHUNK_ROWS = 512  # rows rebuilt at once where all of them are
 
 
-def refuted_here(
-    clean: CleanPass, proof: Proof, layers: Sequence[int], values: bool, whole: Collection[int] = ()
+def find_mismatch(
+    clean: CleanPass,
+    verification: Verification,
+    layers: Sequence[int],
+    values: bool,
+    whole: Collection[int] = (),
 ) -> str | None:
-    """Why the proven parts do not give the blocks' outputs on these prompts; None when they do.
+    """Why the verified parts do not give the blocks' outputs on these prompts; None when they do.
 
     Rows of every prompt are rebuilt from the recorded patterns and values: a few, or all asked ones where the
     feed-forward is relied on or the user's hooks are on the model, since a change may act on any one
@@ -40,7 +44,7 @@ def refuted_here(
 
     Args:
         clean: the clean pass; it recorded "pattern" and "value" in these layers.
-        proof: the proof that is to be relied on.
+        verification: the verification that is to be relied on.
         layers: the blocks that will be relied on.
         values: whether to compare values with N(x) W_V + b_V, too.
         whole: the layers whose rows are all rebuilt, because a method computes their feed-forward.
@@ -50,7 +54,7 @@ def refuted_here(
     if carries_users_hooks(lens.modules):
         sampled = every
     for layer in layers:
-        anatomy = proof.anatomy[layer]
+        anatomy = verification.anatomy[layer]
         error = _value_error(clean, layer, anatomy) if values else 0.0
         if error <= lens.tolerance:
             error = _output_error(clean, layer, anatomy, every if layer in whole else sampled)
@@ -62,7 +66,7 @@ def refuted_here(
     return None
 
 
-def unmixed(clean: CleanPass, layers: Sequence[int]) -> str | None:
+def find_unmixed(clean: CleanPass, layers: Sequence[int]) -> str | None:
     """Why z is not what pattern and values give on these prompts; None when it is.
 
     The clean pass recorded "pattern", "value" and "z" in these layers.
@@ -80,22 +84,24 @@ def unmixed(clean: CleanPass, layers: Sequence[int]) -> str | None:
     return None
 
 
-def edits(clean: CleanPass, proof: Proof, layers: Sequence[int]) -> dict[int, list[str]]:
+def describe_user_hooks(
+    clean: CleanPass, verification: Verification, layers: Sequence[int]
+) -> dict[int, list[str]]:
     """What the user's hooks edit in attention on these prompts, by layer, in words for the record.
 
     The clean pass recorded "pattern" and "value" in these layers.
     """
     edits: dict[int, list[str]] = {layer: [] for layer in layers}
     for layer in layers:
-        if layer in clean.head_factors:
-            factors = [round(factor, 4) for factor in clean.head_factors[layer].tolist()]
+        if layer in clean.z_factors:
+            factors = [round(factor, 4) for factor in clean.z_factors[layer].tolist()]
             edits[layer].append(f"a hook scales z of its heads by {factors}; the pattern has these factors")
-        if not _value_error(clean, layer, proof.anatomy[layer]) <= clean.lens.tolerance:
+        if not _value_error(clean, layer, verification.anatomy[layer]) <= clean.lens.tolerance:
             edits[layer].append("a hook or an adapter edits its values; they are taken as they are")
     return edits
 
 
-def another_pass(clean: CleanPass) -> str | None:
+def find_input_mismatch(clean: CleanPass) -> str | None:
     """Why this is not the pass that the model makes of the user's inputs; None when it is, or there are none.
 
     Besides tokens: positions, above all. The lens adds a mask and switches caches off, by which models of

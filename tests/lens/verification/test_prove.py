@@ -1,4 +1,4 @@
-"""The proof: what it finds right, and that it does not believe what is wrong."""
+"""The verification: what it finds right, and that it does not believe what is wrong."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.lens import proof_record
+from lens_mix.lens import verification_record
 from lens_mix.lens.batches import Prompt
 from lens_mix.lens.model_classes import UnsupportedModelError
-from lens_mix.lens.proof import prove as proofs
+from lens_mix.lens.verification import verify as verifications
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import bridge, hooked_encoder, hooked_transformer, llama_like
 
@@ -44,7 +44,7 @@ def test_anatomy_as_found(factory, name, placement, parallel, kind, activation):
     # float64: gelu and BLOOM's rounding of it differ by 1e-9
     arguments = (name, torch.float64) if name else (torch.float64,)
     model = build_or_skip(factory, *arguments)
-    for anatomy in lm.check(model, prompt_of(model)).proof.anatomy.values():
+    for anatomy in lm.check(model, prompt_of(model)).verification.anatomy.values():
         assert (anatomy.placement, anatomy.parallel, anatomy.feed_forward_kind) == (placement, parallel, kind)
         assert (anatomy.feed_forward.activation if anatomy.feed_forward else None) == activation
 
@@ -105,7 +105,7 @@ def test_granite_multiplies_its_branches():
     model = build_or_skip(bridge, "granite")
     multiplier = model.original_model.config.residual_multiplier
     assert multiplier != 1
-    anatomy = lm.check(model, prompt_of(model)).proof.anatomy[0]
+    anatomy = lm.check(model, prompt_of(model)).verification.anatomy[0]
     assert anatomy.residual_multiplier == multiplier
 
 
@@ -115,7 +115,7 @@ def test_an_interpolated_attention_is_refused():
     name = next(n for n in model.hook_dict if n.endswith(("attn.hook_z", "attn.o.hook_in")))
     model.add_hook(name, lambda z, hook: z * 0.5 + 0.1)
     with pytest.raises(
-        lm.UnsupportedModelError, match=r"block 0: mixing is not proven: .* got relative error"
+        lm.UnsupportedModelError, match=r"block 0: mixing is not verified: .* got relative error"
     ):
         lm.run(model, prompt_of(model), "attention")
     assert "NOT" not in str(lm.support(model))
@@ -132,7 +132,7 @@ def test_a_value_hook_without_effect_is_refused():
         return kept.setdefault(tuple(z.shape), z.detach().clone())
 
     model.add_hook(name, freeze)
-    with pytest.raises(lm.UnsupportedModelError, match=r"zero_value is not proven|mixing is not proven"):
+    with pytest.raises(lm.UnsupportedModelError, match=r"zero_value is not verified|mixing is not verified"):
         lm.run(model, prompt_of(model), "value_zeroing", engine="hooks")
 
 
@@ -142,9 +142,9 @@ def test_a_changed_feed_forward_forbids_algebra_but_not_hooks():
     before = lm.run(model, prompt_of(model), "value_zeroing")
     model.add_hook(name, lambda out, hook: out * 2)
     report = lm.check(model, prompt_of(model))
-    assert report.proof.hooks_refusal is None
-    assert "block 0: residual is not proven" in report.proof.algebra_refusal or (
-        "block 0: block is not proven" in report.proof.algebra_refusal
+    assert report.verification.hooks_failure is None
+    assert "block 0: residual is not verified" in report.verification.algebra_failure or (
+        "block 0: block is not verified" in report.verification.algebra_failure
     )
     after = lm.run(model, prompt_of(model), "value_zeroing")
     assert after.provenance["engine"] == "hooks"
@@ -163,7 +163,7 @@ ON_ONE_POSITION = pytest.mark.parametrize(
 @ON_ONE_POSITION
 @pytest.mark.parametrize("where", ["mlp.hook_post", "attn.hook_z", "hook_attn_out", "mlp", "attn"])
 def test_a_hook_on_one_position_is_noticed_wherever_it_is(factory, name, where):
-    """The proof's own prompt is shorter, and four positions of this one would not show it."""
+    """The verification's own prompt is shorter, and four positions of this one would not show it."""
     model = build_or_skip(factory, name, torch.float64)
     tokens = torch.arange(30)[None] % model.cfg.d_vocab
     before = lm.run(model, tokens, ["value_zeroing", "attn_res"])
@@ -287,8 +287,8 @@ def test_globenc_relies_on_the_feed_forward_where_a_norm_reads_it(monkeypatch):
 def test_the_proof_is_kept_until_something_changes(monkeypatch):
     model = llama_like()
     made = []
-    original = proofs.prove
-    monkeypatch.setattr("lens_mix.lens.proof.proofs.prove", lambda *a: made.append(1) or original(*a))
+    original = verifications.verify
+    monkeypatch.setattr("lens_mix.lens.verification.kept.verify", lambda *a: made.append(1) or original(*a))
     prompt = prompt_of(model)
     lm.run(model, prompt, "attention")
     lm.run(model, prompt, "attention")
@@ -318,10 +318,10 @@ def test_tolerance_follows_the_dtype(dtype):
 
 
 def test_short_prompts_are_proven_on_longer_ones():
-    short = proofs._proof_prompt(Prompt(torch.tensor([5, 6, 7])), 32)
+    short = verifications._verification_prompt(Prompt(torch.tensor([5, 6, 7])), 32)
     assert short.tokens.tolist() == [5, 6, 7, 5, 6, 7, 5, 6]
-    assert len(proofs._proof_prompt(Prompt(torch.arange(30)), 32).tokens) == 16
-    assert len(proofs._proof_prompt(Prompt(torch.tensor([5])), 4).tokens) == 4
+    assert len(verifications._verification_prompt(Prompt(torch.arange(30)), 32).tokens) == 16
+    assert len(verifications._verification_prompt(Prompt(torch.tensor([5])), 4).tokens) == 4
 
 
 def test_a_prompt_of_one_token():
@@ -336,7 +336,7 @@ def test_check_and_support_print_and_tabulate():
     report = lm.check(model, prompt_of(model))
     text = str(report)
     assert "zero_value" in text
-    assert "hooks: proven" in text
+    assert "hooks: verified" in text
     assert "pre-norm, feed-forward" in text
     frame = report.to_dataframe()
     assert list(frame.columns) == ["layer", "part", "error", "tolerance", "ok", "note"]
@@ -349,10 +349,10 @@ def test_check_and_support_print_and_tabulate():
 
 
 def test_a_part_that_is_far_off_is_reported_with_its_numbers():
-    entry = proof_record.PartError(3, "block", 0.5, 1e-4)
-    made = proof_record.Proof((entry,), {}, True)
+    entry = verification_record.ComponentError(3, "block", 0.5, 1e-4)
+    made = verification_record.Verification((entry,), {}, True)
     assert made.failure(("block",)) == (
-        "block 3: block is not proven: expected relative error <= 1e-04, got relative error 5.0e-01"
+        "block 3: block is not verified: expected relative error <= 1e-04, got relative error 5.0e-01"
     )
     assert dataclasses.replace(entry, error=1e-5).ok
     assert not dataclasses.replace(entry, error=None).ok

@@ -1,4 +1,4 @@
-"""What a model supports and how well it was proven, as tables to print."""
+"""What a model supports and how well it was verified, as tables to print."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import torch
 
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
-from lens_mix.lens.parts import one_part
 from lens_mix.lens.prompts import device_of, is_encoder_decoder, read_prompt
-from lens_mix.lens.proof.engines import HasEngines, choose_engine, needs_head, refused_outright
-from lens_mix.lens.proof.proofs import proof_of
-from lens_mix.lens.proof_record import PartError, Proof
 from lens_mix.lens.provenance import model_name
-from lens_mix.lens.raw_errors import ErrorsExplained
+from lens_mix.lens.raw_errors import LibraryErrors
+from lens_mix.lens.verification.engines import HasEngines, choose_engine, find_obstacle, needs_unembedding
+from lens_mix.lens.verification.kept import verification_of
+from lens_mix.lens.verification_record import ComponentError, Verification
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,40 +56,40 @@ class Support:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The proof of a model, ready to print.
+    """The verification of a model, ready to print.
 
     Attributes:
         model: the model's name.
-        proof: rebuilding error per block and part, and what each block was found to be.
+        verification: rebuilding error per block and part, and what each block was found to be.
     """
 
     model: str
-    proof: Proof
+    verification: Verification
 
     @property
     def ok(self) -> bool:
-        """Whether every part of every block is proven."""
-        return self.proof.algebra_refusal is None
+        """Whether every part of every block is verified."""
+        return self.verification.algebra_failure is None
 
     def to_dataframe(self) -> Any:
         """A pandas DataFrame with columns layer, part, error, tolerance, ok, note."""
         from lens_mix.tables import Table
 
         rows = [
-            (entry.layer, entry.part, entry.error, entry.tolerance, entry.ok, entry.note)
-            for entry in self.proof.parts
+            (entry.layer, entry.component, entry.error, entry.tolerance, entry.ok, entry.note)
+            for entry in self.verification.components
         ]
-        return Table(rows, columns=["layer", "part", "error", "tolerance", "ok", "note"])
+        return Table(rows, columns=["layer", "component", "error", "tolerance", "ok", "note"])
 
     def __str__(self) -> str:
-        parts = list(dict.fromkeys(entry.part for entry in self.proof.parts))
-        errors = {(entry.layer, entry.part): entry for entry in self.proof.parts}
+        parts = list(dict.fromkeys(entry.component for entry in self.verification.components))
+        errors = {(entry.layer, entry.component): entry for entry in self.verification.components}
         lines = [
-            f"proof for {self.model}: largest relative error per block and part "
-            f"(accepted: {self.proof.parts[0].tolerance:.0e})",
+            f"verification for {self.model}: largest relative error per block and part "
+            f"(accepted: {self.verification.components[0].tolerance:.0e})",
             "block  " + "  ".join(f"{part:>12}" for part in parts) + "  anatomy",
         ]
-        for layer, anatomy in self.proof.anatomy.items():
+        for layer, anatomy in self.verification.anatomy.items():
             cells = [_cell(errors[layer, part]) for part in parts]
             wiring = f"{anatomy.placement}-norm" if anatomy.placement != "none" else "no norm"
             if anatomy.parallel:
@@ -98,19 +97,26 @@ class Check:
             lines.append(
                 f"{layer:>5}  " + "  ".join(cells) + f"  {wiring}, feed-forward {anatomy.feed_forward_kind}"
             )
-        lines.append("head: proven" if self.proof.head_refusal is None else self.proof.head_refusal)
+        lines.append(
+            "unembedding: verified"
+            if self.verification.unembedding_failure is None
+            else self.verification.unembedding_failure
+        )
         lines.append(
             "padding is "
-            + ("masked" if self.proof.masks_padding["right"] else "NOT masked: prompts run one by one")
+            + ("masked" if self.verification.masks_padding["right"] else "NOT masked: prompts run one by one")
         )
-        for name, reason in (("hooks", self.proof.hooks_refusal), ("algebra", self.proof.algebra_refusal)):
-            lines.append(f"{name}: " + ("proven" if reason is None else f"refused: {reason}"))
+        for name, reason in (
+            ("hooks", self.verification.hooks_failure),
+            ("algebra", self.verification.algebra_failure),
+        ):
+            lines.append(f"{name}: " + ("verified" if reason is None else f"refused: {reason}"))
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
-def _cell(entry: PartError) -> str:
+def _cell(entry: ComponentError) -> str:
     return f"{'-':>12}" if entry.error is None else f"{entry.error:>11.1e}{' ' if entry.ok else '!'}"
 
 
@@ -119,28 +125,26 @@ def check(
     prompt: Any = None,
     *,
     part: str | None = None,
-    stack: str | None = None,
     prepend_bos: bool | None = None,
     **inputs: Any,
 ) -> Check:
-    """The proof: rebuild every block from its parts on a short piece of `prompt` and print the errors.
+    """The verification: rebuild every block from its parts on a short piece of `prompt` and print the errors.
 
     Args:
         model: any TransformerLens model.
         prompt: a string, tokens, or a pair for an encoder-decoder; None for eight tokens of the vocabulary.
         part: "encoder" (default), "decoder" or "cross" of an encoder-decoder.
-        stack: an older name of `part`.
         prepend_bos: as in TransformerLens.
         inputs: further model inputs by name.
 
     Raises:
         UnsupportedModelError: the model can't be looked through at all.
     """
-    with ErrorsExplained(model):
-        lens = Lens(model, one_part(part, stack))
+    with LibraryErrors(model):
+        lens = Lens(model, part)
         prompt = any_prompt(model) if prompt is None else prompt
         read = read_prompt(model, lens.model_class, prompt, prepend_bos=prepend_bos, inputs=inputs)
-        return Check(model_name(model), proof_of(lens, read, head=True, padding="right", again=True))
+        return Check(model_name(model), verification_of(lens, read, head=True, padding="right", again=True))
 
 
 def support_table(
@@ -150,29 +154,34 @@ def support_table(
     rows: list[tuple[str, str | None, str]] = []
     methods = list(methods)
     try:
-        with ErrorsExplained(model):
+        with LibraryErrors(model):
             lens = Lens(model, stack)
             read = read_prompt(model, lens.model_class, any_prompt(model))
-            proof = proof_of(lens, read, head=needs_head(methods))
+            verification = verification_of(lens, read, head=needs_unembedding(methods))
     except UnsupportedModelError as problem:
         return Support(model_name(model), tuple((method.name, None, str(problem)) for method in methods))
     for method in methods:
-        engine, reason = None, refused_outright(lens, method) or _norm_refusal(method, proof) or ""
+        engine, reason = None, find_obstacle(lens, method) or _next_norm_failure(method, verification) or ""
         if not reason:
             try:
-                engine = choose_engine(method, proof, "auto")
+                engine = choose_engine(method, verification, "auto")
             except UnsupportedModelError as problem:
                 reason = str(problem)
         rows.append((method.name, engine, reason))
     return Support(model_name(model), tuple(rows))
 
 
-def _norm_refusal(method: HasEngines, proof: Proof) -> str | None:
+def _next_norm_failure(method: HasEngines, verification: Verification) -> str | None:
     """Why some layer has no map: the method asks for the norm that reads it, which is not known."""
     asks = getattr(method, "reads_next_norm", lambda anatomy: False)
-    reasons = proof.next_norm_refusals.items()
+    reasons = verification.next_norm_failures.items()
     return next(
-        (why for layer, why in reasons if layer in proof.anatomy and asks(proof.anatomy[layer])), None
+        (
+            why
+            for layer, why in reasons
+            if layer in verification.anatomy and asks(verification.anatomy[layer])
+        ),
+        None,
     )
 
 

@@ -1,4 +1,4 @@
-"""What turns the last residual stream into logits: the final norm and the unembedding, proven or narrowed."""
+"""What turns the last residual stream into logits: the final norm and the unembedding, verified or narrowed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lens_mix.lens.users_hooks import carries_users_hooks
 
 
 @dataclasses.dataclass(frozen=True)
-class Head:
+class Unembedding:
     """logits = norm(resid) W_U + b_U; a constant that some models multiply the logits by is in both."""
 
     norm: Norm | None
@@ -33,13 +33,13 @@ class Head:
         return out if self.b_U is None else out + self.b_U.to(resid.dtype)
 
 
-def proven_head(
+def read_unembedding(
     model: TransformerLensModel,
     norm: Norm | None,
     resid: Float[Tensor, "pos d_model"],
     logits: Float[Tensor, "pos d_vocab"],
     tolerance: float,
-) -> Head:
+) -> Unembedding:
     """The model's head, if from the last residual stream it gives the model's logits, after its final `norm`.
 
     Raises:
@@ -49,27 +49,27 @@ def proven_head(
     cap = _soft_cap(model)
     if cap is not None:
         raise UnsupportedModelError(
-            "head: expected logits = final norm, then unembedding; "
+            "unembedding: expected logits = final norm, then unembedding; "
             f"this model's go through a soft cap at {cap:g}, which can't be split by token"
         )
     W_U, b_U = _weight(model, "W_U"), _weight(model, "b_U")
     if W_U is None or W_U.shape != (resid.shape[-1], logits.shape[-1]):
         shape = None if W_U is None else list(W_U.shape)
         raise UnsupportedModelError(
-            f"head: expected an unembedding [{resid.shape[-1]}, {logits.shape[-1]}], found {shape}"
+            f"unembedding: expected an unembedding [{resid.shape[-1]}, {logits.shape[-1]}], found {shape}"
             + "; offloaded weights are not read: load the model on one device"
             * (isinstance(model, nn.Module) and is_offloaded(model))
         )
-    head = Head(norm, W_U, b_U)
+    head = Unembedding(norm, W_U, b_U)
     rebuilt = head(resid)
     scale = float((rebuilt * logits).sum() / rebuilt.square().sum())  # by least squares
     if abs(scale - 1) > tolerance:
         # Cohere and Granite multiply the logits by a constant.
-        head = Head(norm, W_U * scale, None if b_U is None else b_U * scale)
+        head = Unembedding(norm, W_U * scale, None if b_U is None else b_U * scale)
     error = relative_error(head(resid), logits)
     if not error <= tolerance:  # so that NaN is refused too
         raise UnsupportedModelError(
-            "head: expected logits = final norm, then unembedding; rebuilt logits are off by a relative "
+            "unembedding: expected logits = final norm, then unembedding; rebuilt logits are off by a relative "
             f"{error:.1e} (a dense layer or a cap between the two can't be split by token)"
         )
     return head
