@@ -33,10 +33,6 @@ def run(
     model: TransformerLensModel, prompt: Any, methods: Any, *, part: Literal["all"], **options: Any
 ) -> dict[str, Any]: ...
 @overload
-def run(
-    model: TransformerLensModel, prompt: Any, methods: Any, *, stack: Literal["all"], **options: Any
-) -> dict[str, Any]: ...
-@overload
 def run(model: TransformerLensModel, prompt: Any, methods: MethodLike, **options: Any) -> MixingMap: ...
 @overload
 def run(
@@ -107,10 +103,6 @@ def run(
 @overload
 def run_many(
     model: TransformerLensModel, prompts: Iterable[Any], methods: Any, *, part: Literal["all"], **options: Any
-) -> Iterator[dict[str, Any]]: ...
-@overload
-def run_many(
-    model: TransformerLensModel, prompts: Any, methods: Any, *, stack: Literal["all"], **options: Any
 ) -> Iterator[dict[str, Any]]: ...
 @overload
 def run_many(
@@ -278,14 +270,14 @@ def support(model: TransformerLensModel, *, part: str | None = None) -> Support:
         model: any TransformerLens model.
         part: "encoder" (default), "decoder", "cross" or "joint" of an encoder-decoder.
     """
-    stack, methods = part, all_methods()
-    table = support_table(model, [method() for method in methods.values()], stack)
+    methods = all_methods()
+    table = support_table(model, [method() for method in methods.values()], part)
     rows = []
     for name, engine, reason in table:
         if engine is not None and methods[name].places_tokens:
             # Only a run tells whether it can run.
             try:
-                run(model, any_tokens(model), name, part=stack, queries=[-1], progress=None)
+                run(model, any_tokens(model), name, part=part, queries=[-1], progress=None)
             except UnsupportedModelError as problem:
                 engine, reason = None, str(problem)
         rows.append((name, engine, reason))

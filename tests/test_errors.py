@@ -83,7 +83,7 @@ def test_bad_prompts(model, prompt, error, message):
         ({"engine": "gpu"}, ValueError, "engine: expected 'auto', 'hooks' or 'algebra', got 'gpu'"),
         ({"max_memory": 0}, ValueError, "max_memory: expected a number of bytes, 1 or more, got 0"),
         ({"max_memory": 100}, ValueError, r"max_memory: expected at least \d+ bytes"),
-        ({"stack": "decoder"}, ValueError, r"part: expected one of \['blocks'\]"),
+        ({"part": "decoder"}, ValueError, r"part: expected one of \['blocks'\]"),
         ({"prepend_bos": True}, ValueError, "prepend_bos: applies to strings only"),
         (
             {"attention_mask": torch.ones(1, 3)},

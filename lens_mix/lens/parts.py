@@ -8,17 +8,6 @@ from lens_mix.lens.model_classes import TransformerLensModel
 PARTS = ("encoder", "decoder", "cross")
 
 
-def one_part(part: str | None, stack: str | None) -> str | None:
-    """The part that is asked for, by its name or the older one (`stack`).
-
-    Raises:
-        ValueError: both, and not the same.
-    """
-    if part is not None and stack is not None and part != stack:
-        raise ValueError(f"part: expected part= alone (part= is its older name), got {part!r} and {stack!r}")
-    return stack if part is None else part
-
-
 def parts_of(model: TransformerLensModel) -> tuple[str, ...]:
     """The parts that "all" stands for.
 
