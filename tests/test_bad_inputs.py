@@ -251,7 +251,7 @@ def methods() -> Iterator[Case]:
     yield from each(lm.AttentionAttribution, "max_steps", (*NO_WHOLE, None, 2, -1, INF))
 
 
-def with_likely_cause() -> Iterator[Case]:
+def explained() -> Iterator[Case]:
     for function in (
         targets.predicted,
         targets.probability,

@@ -24,7 +24,7 @@ import torch
 import lens_mix as lm
 from lens_mix.evaluation import pruned, pruning_curves
 from lens_mix.lens.state import all_modules
-from lens_mix.lens.verification import verifications
+from lens_mix.lens.verification import kept
 from lens_mix.lens.verification.sketch import random_vectors
 from tests import tiny_models
 from tests.matrix import cases
@@ -61,7 +61,7 @@ def _attention_attribution(model: Any, tokens: torch.Tensor) -> Any:
 
 def _first_run(model: Any, tokens: torch.Tensor) -> Any:
     """A run that verifies the model, which finds out by trying what each module is."""
-    verifications._verifications.clear()
+    kept._verifications.clear()
     random_vectors.cache_clear()
     lm.run(model, tokens, ["attention", "value_zeroing"])
 

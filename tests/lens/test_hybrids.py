@@ -97,11 +97,11 @@ def test_the_next_norm_is_known_only_below_a_block_that_has_attention(model, pro
     assert rolled.layers == [1, 2]
 
 
-def test_the_proof_is_of_the_blocks_with_attention(model, prompt):
+def test_the_blocks_with_attention_are_verified(model, prompt):
     report = lm.check(model, prompt)
     assert report.ok
     assert list(report.verification.anatomy) == [1, 3]
-    assert "head: verified" in str(report)
+    assert "unembedding: verified" in str(report)
     assert set(expansion_rates(model)["layer"]) == {1, 3}
 
 

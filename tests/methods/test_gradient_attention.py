@@ -22,7 +22,7 @@ DELEGATED = ["opt", "bert", "gpt_neo", "gptj"]
 
 
 @pytest.fixture(params=hao.MODEL_CLASSES)
-def with_likely_cause(request):
+def explained(request):
     """The peers' classifier and prompt: (expected numbers, map per head, map)."""
     expected = hao.chefer()
     tokens, inputs = hao.prompt(expected)

@@ -85,7 +85,7 @@ class Check:
         parts = list(dict.fromkeys(entry.component for entry in self.verification.components))
         errors = {(entry.layer, entry.component): entry for entry in self.verification.components}
         lines = [
-            f"verification for {self.model}: largest relative error per block and part "
+            f"verification for {self.model}: largest relative error per block and component "
             f"(accepted: {self.verification.components[0].tolerance:.0e})",
             "block  " + "  ".join(f"{part:>12}" for part in parts) + "  anatomy",
         ]
@@ -110,7 +110,7 @@ class Check:
             ("hooks", self.verification.hooks_failure),
             ("algebra", self.verification.algebra_failure),
         ):
-            lines.append(f"{name}: " + ("verified" if reason is None else f"refused: {reason}"))
+            lines.append(f"{name}: " + ("verified" if reason is None else f"failed: {reason}"))
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -339,7 +339,7 @@ def test_check_and_support_print_and_tabulate():
     assert "hooks: verified" in text
     assert "pre-norm, feed-forward" in text
     frame = report.to_dataframe()
-    assert list(frame.columns) == ["layer", "part", "error", "tolerance", "ok", "note"]
+    assert list(frame.columns) == ["layer", "component", "error", "tolerance", "ok", "note"]
     assert frame["ok"].all()
     table = lm.support(model)
     assert table["attention"] == "ok (recorded)"

@@ -1,4 +1,4 @@
-"""The head: what is verified of it, when, and what can't be split."""
+"""The verification of the unembedding: what is checked, when, and what cannot be split by token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_soft_cap_is_refused_however_small_the_logits(factory, name, config, s
         capped.W_U.mul_(size)
     reason = lm.support(capped)["alti_logit"]
     assert reason == (
-        "alti_logit can't run on this model: algebra: head: expected logits = final norm, then unembedding; "
+        "alti_logit can't run on this model: algebra: unembedding: expected logits = final norm, then unembedding; "
         "this model's go through a soft cap at 30, which can't be split by token"
     )
     with pytest.raises(lm.UnsupportedModelError) as refused:
@@ -42,7 +42,7 @@ def test_a_changed_logit_is_refused_by_support_and_run(model):
         "unembed.hook_out" if hasattr(model, "original_model") else "ln_final.hook_normalized", _bend
     )
     reason = lm.support(model)["alti_logit"]
-    assert "head: expected logits = final norm" in reason or "final norm: expected its parts" in reason
+    assert "unembedding: expected logits = final norm" in reason or "final norm: expected its parts" in reason
     with pytest.raises(lm.UnsupportedModelError) as refused:
         lm.run(model, prompt_of(model), "alti_logit")
     assert str(refused.value).startswith(f"{reason}; these hooks are on the model: ")
@@ -52,7 +52,7 @@ def _bend(tensor, hook):
     return tensor + 0.1 * tensor.abs()
 
 
-def test_the_head_is_looked_at_only_for_methods_that_split_logits(model, monkeypatch):
+def test_the_unembedding_is_verified_only_for_methods_that_split_logits(model, monkeypatch):
     looked = []
     original = lm.lens.unembedding.read_unembedding
     monkeypatch.setattr(
@@ -67,7 +67,7 @@ def test_the_head_is_looked_at_only_for_methods_that_split_logits(model, monkeyp
     assert [name for name, method in lm.METHODS.items() if needs_unembedding([method])] == ["alti_logit"]
 
 
-def test_a_head_that_was_not_looked_at_is_no_proven_head():
+def test_an_unembedding_that_was_not_compared_is_not_verified():
     verification = Verification((), {}, True)
     assert UNEMBEDDING in lm.AltiLogit.parts
     assert refusal(verification, "algebra", lm.AltiLogit()) == UNEMBEDDING_UNVERIFIED
@@ -75,9 +75,9 @@ def test_a_head_that_was_not_looked_at_is_no_proven_head():
 
 
 def test_check_says_it(model):
-    assert "head: verified" in str(lm.check(model, prompt_of(model)))
+    assert "unembedding: verified" in str(lm.check(model, prompt_of(model)))
     capped = build_or_skip(bridge, "gemma2")
-    assert "head: expected logits" in str(lm.check(capped, prompt_of(capped)))
+    assert "unembedding: expected logits" in str(lm.check(capped, prompt_of(capped)))
     assert lm.check(capped, prompt_of(capped)).ok
 
 
