@@ -46,7 +46,7 @@ class InterventionPasses:
     """One prompt whose target is asked for under edits.
 
     Attributes:
-        passed: the clean pass, verified and checked.
+        checked: the clean pass, verified and checked.
         bound: the target of this prompt.
         first_block: the stack's first block.
     """

@@ -33,7 +33,7 @@ CLASSIFIERS = {
 
 
 @pytest.fixture(params=[(name, row) for name in BERT_CLASSES for row in (0, 1)])
-def checked_pass(request):
+def reference_blocks(request):
     class_name, row = request.param
     if not available(reference_bert, class_name):
         pytest.skip(f"no {class_name} in this TransformerLens")
@@ -41,8 +41,8 @@ def checked_pass(request):
     return found.blocks, row, len(found.tokens)
 
 
-def test_vectors_through_all_layers_equal_decompx(passed):
-    blocks, row, size = passed
+def test_vectors_through_all_layers_equal_decompx(reference_blocks):
+    blocks, row, size = reference_blocks
     known = reference("decompx_tiny_f64")
     for layer, found in enumerate(lm.DecompX().vectors(blocks)):
         for ours, theirs in STAGES.items():
@@ -50,8 +50,8 @@ def test_vectors_through_all_layers_equal_decompx(passed):
             assert largest(getattr(found, ours)[0], vectors) < 1e-10, (layer, theirs)
 
 
-def test_single_layers_without_biases_equal_decompx(passed):
-    blocks, row, size = passed
+def test_single_layers_without_biases_equal_decompx(reference_blocks):
+    blocks, row, size = reference_blocks
     known = reference("decompx_tiny_f64")
     for layer, found in enumerate(lm.DecompXLocal("drop").vectors(blocks)):
         for ours, theirs in STAGES.items():
@@ -60,9 +60,9 @@ def test_single_layers_without_biases_equal_decompx(passed):
 
 
 @pytest.mark.parametrize("key", CLASSIFIERS)
-def test_classifier_importance_equals_decompx(checked, key):
+def test_classifier_importance_equals_decompx(reference_blocks, key):
     """The pooler and the classifier are DecompX's, not TransformerLens's: here they are put on by hand."""
-    blocks, row, size = passed
+    blocks, row, size = reference_blocks
     method, known = CLASSIFIERS[key], reference("decompx_tiny_f64")
     weights = reference("tiny_bert_weights_f32")
     pooler, bias = weights["pooler.dense.weight"].double().T, weights["pooler.dense.bias"].double()
