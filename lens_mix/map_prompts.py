@@ -35,7 +35,7 @@ _ByLayer = dict[str, dict[int, T]]  # of each method by its label, one thing per
 
 def measuring(methods: Mapping[str, Method]) -> dict[str, Method]:
     """What to add to the methods of a session so that maps without the residual get its measured shares."""
-    need = any(method.kind == "layer" and not method.holds_residual for method in methods.values())
+    need = any(method.scope == "layer" and not method.holds_residual for method in methods.values())
     return {_MEASURED: ResidualShares()} if need else {}
 
 
@@ -84,7 +84,7 @@ def _map_blocks(checked: CheckedPass, blocks: _ByLayer[Block], progress: bool) -
     with tqdm(total=sum(map(len, blocks.values())), disable=not progress, leave=False) as bar:
         for layer in checked.clean.calls:
             for label, method in methods.items():
-                if not method.carries and layer in blocks[label]:
+                if not _carries(method) and layer in blocks[label]:
                     bar.set_description(label)
                     block = blocks[label][layer]
                     maps[label][layer] = _checked_shape(method(block), method, block)
@@ -92,16 +92,21 @@ def _map_blocks(checked: CheckedPass, blocks: _ByLayer[Block], progress: bool) -
             # What methods share about a block goes with it.
             checked.clean.cache.pop(layer, None)
         for label, method in methods.items():
-            if method.carries:
+            if _carries(method):
                 bar.set_description(label)
                 stack = list(blocks[label].values())
                 stacked = method.of_stack(stack)
                 shaped = [_checked_shape(scores, method, stack[-1]) for scores in stacked]
-                made = stack[-1:] if method.whole_model else stack
+                made = stack[-1:] if method.scope == "model" else stack
                 maps[label] = dict(zip((block.layer for block in made), shaped, strict=True))
                 checked.clean.cache.clear()
                 bar.update(len(stacked))
     return maps
+
+
+def _carries(method: Method) -> bool:
+    """Return whether a method carries something from block to block, so that it needs all blocks at once."""
+    return type(method).of_stack is not Method.of_stack
 
 
 def _announce(label: str, method: Method, blocks: Sequence[Block], effort: Effort) -> None:
@@ -160,13 +165,13 @@ class _Record:
         joint, real_keys = stack.source is not None, clean.real_keys[index]
         keys = (clean.real_inputs[index] if joint else real_keys).nonzero()[:, 0]
         queries = None if rows is None else list(rows.by_prompt[index])
-        residual_key = stack.is_cross and method.cross == "source and residual"
+        residual_key = stack.is_cross and method.holds_residual
         scores = self._scores(label, index, keys, layers, groups, residual_key)
         prompt_mask = self._visible(method, index, real_keys.nonzero()[:, 0], layers)
         prompt_mask = prompt_mask.with_own_key() if residual_key else prompt_mask
         prompt_mask = prompt_mask.with_source(len(prompt.tokens)) if joint else prompt_mask
         causal, mask = prompt_mask.causal_and_mask()
-        accepted = pass_tolerance(clean.lens.dtype) if method.whole_model else 0.0
+        accepted = pass_tolerance(clean.lens.dtype) if method.scope == "model" else 0.0
         scores = prompt_mask.without_rounding(scores, groups, accepted)
         tokens = self._checked_pass.tokens(index)
         blocks = [self._blocks[label][layer] for layer in layers]
@@ -191,7 +196,7 @@ class _Record:
             layers=layers,
             parameters=method.parameters(),
             residual=method.residual,
-            kind=method.kind,
+            kind="layer" if method.scope == "layer" else "input",
             provenance={**self._provenance, **read, **provenance.details(blocks, index)},
             default_query=self._default_query(label, index, len(tokens)),
             notes=(
@@ -246,6 +251,6 @@ class _Record:
 
     def _visible(self, method: Method, index: int, keys: Tensor, layers: Sequence[int]) -> PromptMask:
         """Which of its keys one prompt's rows may see."""
-        allowed = self._reaching if method.kind == "input" else self._allowed
+        allowed = self._reaching if method.scope != "layer" else self._allowed
         rows = self._rows(index, cut=self._checked_pass.clean.rows is not None)
         return allowed.of_prompt(index, rows, keys, layers)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 # The key that a decoder position's own residual stream is on cross-attention: it has no place in the source.
 RESIDUAL_KEY = "[RESIDUAL]"
-CrossKeys = Literal["source", "source and residual"]
+# What a map is of: one block; the stack from a block down to the tokens; or the whole model, in one map.
+Scope = Literal["layer", "stack", "model"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,23 +33,19 @@ class Method:
         name: the method's name in strings (`lm.run(model, prompt, name)`).
         residual: the residual weight that the method's own paper mixes in when maps are rolled out: 0.5 where
             the map holds the attention branch only, 0 where it already holds the residual.
-        engines: the ways it can be computed, fastest first. "recorded" reads the clean pass,
-            "hooks" intervenes and runs blocks again, "algebra" needs a verified anatomy.
-        holds_residual: whether the map's diagonal holds the residual stream.
-        has_unit_rows: whether rows sum to 1, unless some of their weight went to an attention sink.
-        kind: "layer" for maps of one block, "input" for maps from the stack down to the tokens.
-        whole_model: whether there is one map of all blocks together, which counts as the last layer's.
-        is_additive: whether layer l of an input map is what block l adds, so that the sum over layers is the
-            whole; otherwise it is what reached the output of block l.
-        causal_only: whether it speaks of causal models only.
-        cross: which keys its map has on cross-attention (`Block.is_cross`): the source's positions, or these
-            and `RESIDUAL_KEY` after them; None: it is not defined there.
-        joint: whether it maps the source and the target of an encoder-decoder at once (`Block.is_joint`).
-        needs_gradients: whether it differentiates with respect to something inside the model.
-        places_tokens: whether it runs tokens at positions of its own, which the model has to take.
+        engines: the ways to compute it, fastest first. "recorded" reads the clean pass, "hooks" intervenes
+            and runs blocks again, "algebra" uses the verified components of a block.
+        holds_residual: whether the map's diagonal includes the residual stream. On cross-attention such a map
+            has one more key after the source's positions, `RESIDUAL_KEY`.
+        has_unit_rows: whether rows sum to 1, unless an attention sink took some of their weight.
+        scope: "layer": a map of one block. "stack": an input map, from a block down to the tokens. "model":
+            one input map of all blocks together, which counts as the last layer's.
+        parts: the parts of an encoder-decoder on which it is defined, of "encoder", "decoder", "cross" and
+            "joint". A model of one stack counts as "decoder" and "encoder".
+        needs: what the method needs. Components of a block, for the algebra engine
+            (`lens_mix.lens.verification`); "unembedding", verified logits; "gradients", with respect to
+            something inside the model; "causal", a causal model; "position_ids", a model that takes them.
         records: what the method reads of a layer of the clean pass ("pattern", "value", "z", "resid_pre").
-        parts: the parts of a block that must be verified for the algebra engine (`lens_mix.lens.verification`).
-        reads_last_residual: whether the clean pass has to run to the last block, whatever layers are asked.
         citation: the key of the paper in `references.bib`.
     """
 
@@ -57,17 +54,10 @@ class Method:
     engines: ClassVar[tuple[str, ...]]
     holds_residual: ClassVar[bool] = False
     has_unit_rows: ClassVar[bool] = False
-    kind: ClassVar[Literal["layer", "input"]] = "layer"
-    whole_model: ClassVar[bool] = False
-    is_additive: ClassVar[bool] = False
-    causal_only: ClassVar[bool] = False
-    cross: ClassVar[CrossKeys | None] = None
-    joint: ClassVar[bool] = False
-    needs_gradients: ClassVar[bool] = False
-    places_tokens: ClassVar[bool] = False
+    scope: ClassVar[Scope] = "layer"
+    parts: ClassVar[frozenset[str]] = frozenset({"encoder", "decoder"})
+    needs: ClassVar[frozenset[str]] = frozenset(ALGEBRA_COMPONENTS)
     records: ClassVar[frozenset[str]] = frozenset()
-    parts: ClassVar[tuple[str, ...]] = ALGEBRA_COMPONENTS
-    reads_last_residual: ClassVar[bool] = False
     citation: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -127,18 +117,9 @@ class Method:
         """
         return None
 
-    @property
-    def carries(self) -> bool:
-        """Whether something is carried from block to block, so that all blocks are needed at once."""
-        return type(self).of_stack is not Method.of_stack
-
-    def engine_for(self, asked: str) -> str:
-        """The engine to take where the user asks for one; what is made beside the methods has its own."""
-        return asked
-
     def takes_rows(self, engine: str) -> bool:
         """Whether an engine of it makes the asked rows only; otherwise the runner cuts them."""
-        return engine != "hooks" or self.whole_model
+        return engine != "hooks" or self.scope == "model"
 
     def parameters(self) -> dict[str, object]:
         """The parameters by name, as the record keeps them."""
@@ -160,21 +141,22 @@ class Method:
         """Why the algebra engine has no formula for such a block; None where it has."""
         return None
 
-    def relies_on_feed_forward(self, anatomy: BlockAnatomy) -> bool:
-        """Whether the algebra engine computes such a block's feed-forward."""
-        return "feed_forward" in self.parts
+    def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:
+        """Return what the map of such a block needs: `needs`, and maybe "feed_forward" or "next_norm".
 
-    def reads_next_norm(self, anatomy: BlockAnatomy) -> bool:
-        """Whether the map of such a block needs the norm that reads its output (`Block.next_norm`)."""
-        return False
+        "feed_forward": the algebra engine computes the feed-forward, so every asked row of it is checked.
+        "next_norm": the map uses the norm that reads the block's output (`Block.next_norm`).
+        """
+        return self.needs
 
-    def check(self, n_heads: int, n_layers: int) -> None:
-        """Refuse parameters that this model can't have (a head out of range, say).
+    def check(self, n_heads: int, n_layers: int, layers: Sequence[int]) -> None:
+        """Raise an error for parameters that this model can't have (a head out of range, say).
+
+        Args:
+            n_heads: number of query heads.
+            n_layers: number of blocks.
+            layers: the blocks that have attention.
 
         Raises:
             ValueError: with what was expected and what was got.
         """
-
-    def named_layers(self) -> Sequence[int]:
-        """The layers that its parameters name, each of which has to have attention."""
-        return ()

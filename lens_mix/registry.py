@@ -14,21 +14,22 @@ import functools
 import importlib.metadata
 import warnings
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from lens_mix.arguments import shown
 from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, UNEMBEDDING, VALUE
-from lens_mix.method import Method
+from lens_mix.method import Method, Scope
 from lens_mix.methods import METHODS
 
 _GROUP = "lens_mix.methods"
 # The values that class attributes of a method may have, one or several.
 _ALLOWED = {
     "engines": ("recorded", "hooks", "algebra"),
-    "kind": ("layer", "input"),
+    "scope": get_args(Scope),
+    "parts": ("encoder", "decoder", "cross", "joint"),
     "records": (*ATTENTION_ROLES, RESID_PRE),
-    "parts": (*ALGEBRA_COMPONENTS, VALUE, UNEMBEDDING),
+    "needs": (*ALGEBRA_COMPONENTS, VALUE, UNEMBEDDING, "gradients", "causal", "position_ids"),
 }
 _REQUIRED = {
     "name": ("its name in strings", '"largest_weight"'),
@@ -123,7 +124,7 @@ def check_attributes(method: object) -> type[Method]:
     if isinstance(method.residual, bool) or not isinstance(method.residual, (int, float)):
         raise ValueError(f"{where}.residual: expected a number from 0 to 1, got {method.residual!r}")
     for name, allowed in _ALLOWED.items():
-        _check_words(f"{where}.{name}", getattr(method, name), allowed, alone=name == "kind")
+        _check_words(f"{where}.{name}", getattr(method, name), allowed, alone=name == "scope")
     if method.__call__ is Method.__call__ and method.of_stack is Method.of_stack:
         raise ValueError(f"{where}: expected a __call__(self, block) that gives a block's map, found none")
     return method

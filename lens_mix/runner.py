@@ -214,6 +214,8 @@ def _session(
 ) -> tuple[Session, bool]:
     """What is asked of the model, and whether of a single method."""
     labelled, single = read_methods(methods)
+    # The measured residual is computed in its own way, whatever engine the methods are asked for.
+    asked["engine"] = dict.fromkeys(labelled, asked["engine"])
     labelled |= measuring(labelled) if residual_shares and part != "cross" else {}
     return Session(model, labelled, part=part, **asked), single
 
@@ -274,7 +276,7 @@ def support(model: TransformerLensModel, *, part: str | None = None) -> Support:
     table = support_table(model, [method() for method in methods.values()], part)
     rows = []
     for name, engine, reason in table:
-        if engine is not None and methods[name].places_tokens:
+        if engine is not None and "position_ids" in methods[name].needs:
             # Only a run tells whether it can run.
             try:
                 run(model, any_tokens(model), name, part=part, queries=[-1], progress=None)

@@ -44,7 +44,7 @@ from lens_mix.lens.verification.prompt_check import (
     find_unmixed,
 )
 from lens_mix.lens.verification.verify import padding_leaks
-from lens_mix.lens.verification_record import VALUE, Verification
+from lens_mix.lens.verification_record import UNEMBEDDING, VALUE, Verification
 from lens_mix.method import Method
 
 
@@ -55,7 +55,7 @@ class Session:
         model: any TransformerLens model.
         methods: by their labels; at least one.
         part: "encoder", "decoder", "cross" or "joint" of an encoder-decoder.
-        engine: "auto", "hooks" or "algebra".
+        engine: "auto", "hooks" or "algebra", for all methods or by their labels; "auto" for any other label.
         max_memory: bytes for the temporaries of one step; None: no bound.
         queries: the rows that are asked for; None: all.
         layers: the layers that are asked for; None: all that have attention.
@@ -72,7 +72,7 @@ class Session:
         methods: Mapping[str, Method],
         *,
         part: str | None = None,
-        engine: str = "auto",
+        engine: str | Mapping[str, str] = "auto",
         max_memory: int | None = None,
         queries: Selection | None = None,
         layers: Selection | None = None,
@@ -84,7 +84,7 @@ class Session:
         if max_memory is not None:
             max_memory = whole_number("max_memory", max_memory, 1, what="a number of bytes")
         for method in methods.values():
-            method.check(lens.n_heads, lens.n_layers)
+            method.check(lens.n_heads, lens.n_layers, lens.stack.attention_layers)
             reason = find_obstacle(lens, method)
             if reason is not None:
                 raise UnsupportedModelError(reason)
@@ -94,13 +94,7 @@ class Session:
         self.layers = read_selection(layers, lens.n_layers, "layers") or present
         if not set(self.layers) <= set(present):
             raise ValueError(f"layers: expected some of {present}, got {self.layers} ({lens.stack.gaps})")
-        for label, method in methods.items():
-            if not set(method.named_layers()) <= set(present):
-                named = sorted(method.named_layers())
-                raise ValueError(
-                    f"{label}: expected some of layers {present}, got {named} ({lens.stack.gaps})"
-                )
-        whole = [label for label, method in methods.items() if method.whole_model]
+        whole = [label for label, method in methods.items() if method.scope == "model"]
         if whole and lens.n_layers - 1 not in self.layers:
             raise ValueError(
                 f"layers: {', '.join(whole)} gives one map, of the whole model, which counts as the last "
@@ -158,11 +152,11 @@ class Session:
 
     def mapped_layers(self, method: Method) -> list[int]:
         """The layers that a method's map has."""
-        return [self.lens.n_layers - 1] if method.whole_model else self.layers
+        return [self.lens.n_layers - 1] if method.scope == "model" else self.layers
 
     def layers_of(self, method: Method) -> list[int]:
         """The blocks that a method needs for the layers that are asked for, ascending."""
-        return list(range(max(self.layers) + 1)) if method.kind == "input" else sorted(self.layers)
+        return list(range(max(self.layers) + 1)) if method.scope != "layer" else sorted(self.layers)
 
     @contextlib.contextmanager
     def checked_pass(self, prompts: Sequence[Prompt], side: PaddingSide = "right") -> Iterator[CheckedPass]:
@@ -210,11 +204,14 @@ class Session:
     def _engines(self, verification: Verification, no_algebra: str | None = None) -> dict[str, str]:
         try:
             return {
-                label: choose_engine(method, verification, method.engine_for(self.engine), no_algebra)
+                label: choose_engine(method, verification, self._engine(label), no_algebra)
                 for label, method in self.methods.items()
             }
         except UnsupportedModelError as problem:
             self._refuse(str(problem))
+
+    def _engine(self, label: str) -> str:
+        return self.engine if isinstance(self.engine, str) else self.engine.get(label, "auto")
 
     def _refuse(self, reason: str) -> NoReturn:
         """With the hooks that may be in the way."""
@@ -231,7 +228,7 @@ class Session:
         no trace: a fresh one decides. What that can't explain (a hook on one position, say) is left to hooks.
         """
         layers = self.recorded_layers
-        values = any(VALUE in method.parts for method in self.methods.values())
+        values = any(VALUE in method.needs for method in self.methods.values())
         if (
             find_mismatch(clean, verification, layers, values, self._rebuilt_layers(verification, engines))
             is None
@@ -254,7 +251,7 @@ class Session:
             for label, method in self.methods.items()
             if engines[label] == "algebra"
             for layer in self.layers_of(method)
-            if method.relies_on_feed_forward(verification.anatomy[layer])
+            if "feed_forward" in method.needs_for(verification.anatomy[layer])
         }
 
     def _clean_pass(
@@ -271,7 +268,7 @@ class Session:
         """
         lens, layers = self.lens, self.recorded_layers
         for label, method in self.methods.items():
-            if method.kind == "input" or not method.takes_rows(engines[label]):
+            if method.scope != "layer" or not method.takes_rows(engines[label]):
                 rows = None
         positions = None if rows is None else rows.positions
         store: dict[str, Tensor] = {}
@@ -292,7 +289,7 @@ class Session:
             fwd_hooks += record_attention(
                 layer, store, sorted(checked), queries=positions, attention=template
             )
-        reads_end = any(method.reads_last_residual for method in self.methods.values())
+        reads_end = any(UNEMBEDDING in method.needs for method in self.methods.values())
         last = lens.n_layers - 1 if reads_end else layers[-1]
         # Padding may leak in any block that runs.
         padded = not bool(batch.real_positions(lens.stack.name).all())
@@ -349,7 +346,7 @@ class CheckedPass:
         rows = self.rows.positions if self.rows is not None and method.takes_rows(engine) else None
         for layer in layers:
             # Below the last layer of an input map all rows are read.
-            queries = None if method.kind == "input" and layer != layers[-1] else rows
+            queries = None if method.scope != "layer" and layer != layers[-1] else rows
             memory, effort = self.session.max_memory, self.session.effort
             block = Block(self.clean, layer, self.verification, engine, memory, queries, effort)
             for index, edit in itertools.product(

@@ -31,11 +31,11 @@ def blocks_of(case: Case, method: Method) -> Any:
         blocks = _checked_pass(case)
     except UnsupportedModelError as reason:
         pytest.skip(f"refused: {reason}")
-    if method.kind == "input" and [block.layer for block in blocks] != list(range(len(blocks))):
+    if method.scope == "stack" and [block.layer for block in blocks] != list(range(len(blocks))):
         pytest.skip("refused: a stack with gaps")
     for block in blocks:
         reason = method.unsupported_block(block.anatomy)
-        if reason is None and "feed_forward" in method.parts and block.anatomy.feed_forward is None:
+        if reason is None and "feed_forward" in method.needs and block.anatomy.feed_forward is None:
             reason = block.anatomy.feed_forward_kind if block.anatomy.feed_forward_kind != "none" else None
         if reason is not None:
             pytest.skip(f"refused: {reason}")

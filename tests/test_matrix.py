@@ -195,7 +195,7 @@ def test_run_and_support_agree_whichever_is_asked_first():
         if case.refusal is None:
             ran = run_or_reason(model, case, "alti_logit")[1]
             assert lm.support(model, part=case.part)["alti_logit"] == ran
-            assert "head: " in ran
+            assert "unembedding: " in ran
 
 
 def test_left_padding_is_not_refused_everywhere():

@@ -20,9 +20,9 @@ def supported(model, stack):
     """The methods that run on a model: those that make their rows alone, all of layers, of all of it."""
     engines = {name: engine for name, engine, _ in lm.support(model, part=stack) if engine is not None}
     names = list(engines)
-    layerwise = [name for name in names if METHODS[name].kind == "layer"]
+    layerwise = [name for name in names if METHODS[name].scope == "layer"]
     alone = [name for name in layerwise if METHODS[name]().takes_rows(engines[name])]
-    whole = [name for name in names if METHODS[name].whole_model]
+    whole = [name for name in names if METHODS[name].scope == "model"]
     return alone, [name for name in names if name not in whole], whole
 
 

@@ -72,6 +72,6 @@ def test_engines_that_disagree():
 
 
 def test_a_method_that_runs_nowhere():
-    kind = broken(pattern, engines=("algebra",), refuses=lambda self, anatomy: "not on such blocks")
+    kind = broken(pattern, engines=("algebra",), unsupported_block=lambda self, anatomy: "not on such blocks")
     with pytest.raises(AssertionError, match=r"a model that it runs on, got .*not on such blocks"):
         lm.testing.check_method(kind)

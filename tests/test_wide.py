@@ -130,9 +130,9 @@ def engines_of(label):
 
 def refusal_of(label, name="attention"):
     """The words of a refusal altogether; None where maps are expected."""
-    if METHODS[name].whole_model and CASES[label].part == "encoder":
+    if METHODS[name].scope == "model" and CASES[label].part == "encoder":
         return r"the logits stand over the decoder's tokens"
-    if METHODS[name].places_tokens and CASES[label].part == "decoder":
+    if "position_ids" in METHODS[name].needs and CASES[label].part == "decoder":
         return r"whose model takes position_ids"
     return CASES[label].refusal or UNSUPPORTED.get(name_of(label))
 

@@ -75,7 +75,7 @@ def _methods(found: Classifier, answer: int, names: Sequence[str]) -> list[Any]:
         if name == "alti_logit":
             token, against = (vocabulary()[CLASSES[place]] for place in (answer, 1 - answer))
             chosen.append(kind(token=token, against=against))
-        elif name == "gradient_attention" or kind.whole_model:
+        elif name == "gradient_attention" or kind.scope == "model":
             chosen.append(kind(target=found.margin(answer)))
         elif name == "attention_attribution":
             # Points enough for an order; as many as its error asks for would take most of the time.
@@ -91,7 +91,7 @@ def rows(found: Classifier, ids: list[int], answer: int, names: Sequence[str]) -
     maps: dict[str, lm.MixingMap] = {}
     for method in asked:
         # A map of the whole model is of one row, with the answer as its target.
-        row = {"queries": [0]} if method.whole_model else {}
+        row = {"queries": [0]} if method.scope == "model" else {}
         maps[method.name] = lm.run(found.model, torch.tensor(ids), method, **row)
     for name, mixing in maps.items():
         if mixing.kind == "input":

@@ -14,7 +14,7 @@ from lens_mix.aggregation.layer_mean import layer_mean
 from lens_mix.aggregation.rollout import rollout
 from lens_mix.arguments import several
 from lens_mix.maps import MixingMap
-from lens_mix.registry import all_methods
+from lens_mix.methods.alti_logit import AltiLogit
 
 Aggregation = Callable[[MixingMap], MixingMap]  # from layer maps to an input map
 
@@ -58,9 +58,7 @@ def candidate_rows(
     is left out, and its reason put into `refused`.
     """
     if m.kind == "input":
-        method = all_methods().get(m.method)
-        is_additive = method is not None and method.is_additive
-        whole = m.scores.sum(0) if is_additive else m.scores[-1]
+        whole = m.scores.sum(0) if m.method == AltiLogit.name else m.scores[-1]
         return {AS_IT_IS: whole[m.row_index(query)].double()}
     rows = {}
     for name, aggregation in aggregations.items():

@@ -160,12 +160,12 @@ def _areas(
         try:
             mixing_map = run(model, prompt, _explaining(method, routes.queries[0]), progress=None)
         except UnsupportedModelError as problem:
-            return {"layers" if method.kind == "layer" else "input": []}, str(problem)
+            return {"layers" if method.scope == "layer" else "input": []}, str(problem)
         if isinstance(method, AltiLogit):  # its layers are shares of one logit
             summed = mixing_map.scores.sum(0, keepdim=True)
             mixing_map = mixing_map.select_layers(mixing_map.layer_labels[-1:]).replace(scores=summed)
         mixing_map = mixing_map.replace(scores=mixing_map.scores.abs())
-        if method.kind == "layer":
+        if method.scope == "layer":
             areas = {"layers": _layer_area(mixing_map, routes)}
             areas |= {name: _input_area(way(mixing_map), routes) for name, way in ways.items()}
         else:

@@ -221,7 +221,7 @@ class _Evaluation:
     def _map(self, case: Case, method: Method) -> MixingMap:
         """A layer map comes with measured shares of the residual, for rollouts, where they can be had."""
         # Of an input map its row is all that is scored; rows of layer maps are aggregated.
-        asked: dict[str, Any] = {"queries": [case.query]} if method.kind == "input" else {}
+        asked: dict[str, Any] = {"queries": [case.query]} if method.scope != "layer" else {}
         asked["progress"] = None
         if not self.task.layer_maps:
             with contextlib.suppress(UnsupportedModelError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from jaxtyping import Float
 from torch import Tensor
@@ -67,7 +67,7 @@ class Verification:
     z_factors: Mapping[int, Float[Tensor, " head"]] = dataclasses.field(default_factory=dict)
     source: Verification | None = None
 
-    def failure(self, names: tuple[str, ...]) -> str | None:
+    def failure(self, names: Collection[str]) -> str | None:
         """Why the named parts are not all verified; None when they are."""
         for entry in self.components:
             if entry.component in names and not entry.ok:

@@ -13,7 +13,7 @@ from lens_mix.algebra.budget import attention_budget, distance_bytes
 from lens_mix.algebra.distances import distances, lengths
 from lens_mix.algebra.vectors import attention_vectors, head_vectors
 from lens_mix.arguments import one_of
-from lens_mix.method import CrossKeys
+from lens_mix.method import Method
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Alti(VectorMethod):
     name: ClassVar[str] = "alti"
     residual: ClassVar[float] = 0.0
     holds_residual: ClassVar[bool] = True
-    cross: ClassVar[CrossKeys | None] = "source and residual"
+    parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     citation: ClassVar[str] = "ferrando-etal-2022-measuring"
 
     distance: Distance = "l1"

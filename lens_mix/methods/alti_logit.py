@@ -15,6 +15,7 @@ from lens_mix.algebra.logit_shares import logit_shares, token_directions
 from lens_mix.arguments import one_of, whole_number
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.verification_record import UNEMBEDDING
+from lens_mix.method import Scope
 from lens_mix.methods.alti import Alti, Distance
 from lens_mix.methods.value_norms import VectorMethod
 
@@ -49,10 +50,8 @@ class AltiLogit(VectorMethod):
 
     name: ClassVar[str] = "alti_logit"
     residual: ClassVar[float] = 0.0
-    kind: ClassVar[Literal["layer", "input"]] = "input"
-    is_additive: ClassVar[bool] = True
-    reads_last_residual: ClassVar[bool] = True
-    parts: ClassVar[tuple[str, ...]] = (*VectorMethod.parts, UNEMBEDDING)
+    scope: ClassVar[Scope] = "stack"
+    needs: ClassVar[frozenset[str]] = VectorMethod.needs | {UNEMBEDDING}
     citation: ClassVar[str] = "ferrando-etal-2023-explaining"
 
     token: int | Literal["predicted", "next"] = "predicted"

@@ -46,7 +46,7 @@ class AtbFf(VectorMethod):
 
     name: ClassVar[str] = "atb_ff"
     residual: ClassVar[float] = 0.5
-    parts: ClassVar[tuple[str, ...]] = ALGEBRA_COMPONENTS
+    needs: ClassVar[frozenset[str]] = frozenset(ALGEBRA_COMPONENTS)
     citation: ClassVar[str] = "kobayashi-etal-2024-analyzing"
 
     biases: Variant = "on_path"
@@ -101,11 +101,12 @@ class AtbFfResLn(AtbFf):
 
     next_norm: bool = False
 
-    def reads_next_norm(self, anatomy: BlockAnatomy) -> bool:
-        return self.next_norm and anatomy.feed_forward_residual is None
+    def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:
+        reads_next = self.next_norm and anatomy.feed_forward_residual is None
+        return self.needs | {"next_norm"} if reads_next else self.needs
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
-        reading = block.next_norm() if self.reads_next_norm(block.anatomy) else None
+        reading = block.next_norm() if "next_norm" in self.needs_for(block.anatomy) else None
         return feed_forward_maps(block, self.biases, reading).normed
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.algebra.budget import budget_beside
-from lens_mix.method import CrossKeys, Method
+from lens_mix.method import Method
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -34,7 +34,7 @@ class AttentionWeights(Method):
     name: ClassVar[str] = "attention"
     residual: ClassVar[float] = 0.5
     has_unit_rows: ClassVar[bool] = True
-    cross: ClassVar[CrossKeys | None] = "source"
+    parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     engines: ClassVar[tuple[str, ...]] = ("recorded",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = "clark-etal-2019-bert"

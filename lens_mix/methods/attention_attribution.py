@@ -14,7 +14,7 @@ from lens_mix.algebra.quadrature import NestedRules, nested_rules, one_rule, rul
 from lens_mix.arguments import number, whole_number
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, replace_pattern
 from lens_mix.lens.effort import GRADIENT_PASS, Passes
-from lens_mix.method import CrossKeys
+from lens_mix.method import Method
 from lens_mix.methods import target_passes
 from lens_mix.methods.baselines import baseline_of, check_baseline, describe_baseline
 from lens_mix.methods.path_integral import Integral, Path
@@ -65,9 +65,9 @@ class AttentionAttribution(TargetMethod):
     """
 
     name: ClassVar[str] = "attention_attribution"
-    needs_gradients: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
     residual: ClassVar[float] = 0.5
-    cross: ClassVar[CrossKeys | None] = "source"
+    parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = "hao-etal-2021-self"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lens_mix.algebra.definitions import norms, residual_vectors, through_norm
 from lens_mix.algebra.vectors import AttentionVectors, Vectors, attention_vectors
 from lens_mix.lens.anatomy import Norm
-from lens_mix.method import CrossKeys
+from lens_mix.method import Method
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class AttnRes(VectorMethod):
     name: ClassVar[str] = "attn_res"
     residual: ClassVar[float] = 0.0
     holds_residual: ClassVar[bool] = True
-    cross: ClassVar[CrossKeys | None] = "source and residual"
+    parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     citation: ClassVar[str] = "kobayashi-etal-2021-incorporating"
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:

@@ -69,9 +69,7 @@ class AttributionPatching(TakesReplacements):
     """
 
     name: ClassVar[str] = "attribution_patching"
-    needs_gradients: ClassVar[bool] = True
-    causal_only: ClassVar[bool] = True
-    places_tokens: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"gradients", "causal", "position_ids"})
     citation: ClassVar[str] = "kramar-etal-2024-atp"
 
     replacements: Sequence[str | int] | None = None

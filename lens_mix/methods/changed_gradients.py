@@ -16,6 +16,7 @@ from lens_mix.hooks import DEFAULT_ATTENTION, HookPair
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.changed_backward import Activations
 from lens_mix.lens.effort import GRADIENT_PASS, Passes
+from lens_mix.method import Method
 from lens_mix.methods import target_passes
 from lens_mix.methods.row_targets import RowTargetMethod, RowTargets, bind_rows, row_passes
 from lens_mix.targets import TargetLike, predicted
@@ -31,8 +32,8 @@ _CONSERVATION_TOLERANCE = 0.01
 class ChangedGradients(RowTargetMethod):
     """Base: g · x of a target, with the gradient g of a pass that goes back by the method's `edits`."""
 
-    joint: ClassVar[bool] = True
-    needs_gradients: ClassVar[bool] = True
+    parts: ClassVar[frozenset[str]] = Method.parts | {"joint"}
+    needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))
     readout: Literal["signed_sum", "absolute"] = "signed_sum"
@@ -58,7 +59,7 @@ class ChangedGradients(RowTargetMethod):
         if self.internal_batch_size is not None:
             whole_number("internal_batch_size", self.internal_batch_size, 1)
 
-    def check(self, n_heads: int, n_layers: int) -> None:
+    def check(self, n_heads: int, n_layers: int, layers: Sequence[int]) -> None:
         for number in self._numbers():
             whole_number("after_blocks", number, 0, n_layers - 1)
 

@@ -39,7 +39,7 @@ class ContextLength(RowTargetMethod):
     """
 
     name: ClassVar[str] = "context_length"
-    causal_only: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"causal"})
     citation: ClassVar[str] = "cifka-liutkus-2023-black"
 
     keep_first: bool | None = None

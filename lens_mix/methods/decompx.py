@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from einops import einsum, rearrange
@@ -21,7 +21,7 @@ from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
 from lens_mix.lens.effort import Passes, pair_passes
 from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, VALUE
-from lens_mix.method import Method
+from lens_mix.method import Method, Scope
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class DecompX(VectorMethod):
     name: ClassVar[str] = "decompx"
     residual: ClassVar[float] = 0.0
     holds_residual: ClassVar[bool] = True
-    kind: ClassVar[Literal["layer", "input"]] = "input"
-    parts: ClassVar[tuple[str, ...]] = (*ALGEBRA_COMPONENTS, VALUE)
+    scope: ClassVar[Scope] = "stack"
+    needs: ClassVar[frozenset[str]] = frozenset({*ALGEBRA_COMPONENTS, VALUE})
     citation: ClassVar[str] = "modarressi-etal-2023-decompx"
 
     biases: Split = "absdot"
@@ -96,7 +96,7 @@ class DecompX(VectorMethod):
         for block in blocks:
             stages = decomposed(block, self.biases, self.slope, shares, state)
             yield stages
-            if self.kind == "input":
+            if self.scope == "stack":
                 shares, state = stages.output, block.resid_post.to(stages.output.dtype)
 
 
@@ -109,7 +109,7 @@ class DecompXLocal(DecompX):
     """
 
     name: ClassVar[str] = "decompx_local"
-    kind: ClassVar[Literal["layer", "input"]] = "layer"
+    scope: ClassVar[Scope] = "layer"
     of_stack = Method.of_stack
 
     def passes(self, blocks: Sequence[Block]) -> Passes | None:

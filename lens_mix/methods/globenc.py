@@ -53,11 +53,8 @@ class GlobEnc(VectorMethod):
             )
         return None
 
-    def relies_on_feed_forward(self, anatomy: BlockAnatomy) -> bool:
-        return anatomy.feed_forward_residual is not None
-
-    def reads_next_norm(self, anatomy: BlockAnatomy) -> bool:
-        return anatomy.feed_forward_residual is None
+    def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:
+        return self.needs | {"next_norm" if anatomy.feed_forward_residual is None else "feed_forward"}
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         heads = head_vectors(block)
@@ -67,7 +64,7 @@ class GlobEnc(VectorMethod):
     def vectors(self, block: Block, attention: AttentionVectors) -> Vectors:
         """The vectors whose norms the map holds."""
         anatomy = block.anatomy
-        if self.reads_next_norm(anatomy):
+        if anatomy.feed_forward_residual is None:
             state = block.resid_post.to(attention.resid_pre.dtype)
             return attention.normed.through(block.next_norm(), state)
         state = attention.mid

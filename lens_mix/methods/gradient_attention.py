@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, add_to_pattern, must_fire
-from lens_mix.method import CrossKeys
+from lens_mix.method import Method
 from lens_mix.methods import target_passes
 from lens_mix.methods.target_passes import BoundTarget, TargetMethod
 from lens_mix.targets import TargetLike, predicted
@@ -41,9 +41,9 @@ class GradientAttention(TargetMethod):
     """
 
     name: ClassVar[str] = "gradient_attention"
-    needs_gradients: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
     residual: ClassVar[float] = 0.5
-    cross: ClassVar[CrossKeys | None] = "source"
+    parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     records: ClassVar[frozenset[str]] = frozenset({"pattern"})
     citation: ClassVar[str] = "chefer-etal-2021-generic"
 

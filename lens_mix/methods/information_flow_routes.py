@@ -14,7 +14,7 @@ from lens_mix.algebra.distances import head_proximities
 from lens_mix.algebra.vectors import attention_vectors, head_vectors
 from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.method import CrossKeys
+from lens_mix.method import Method
 from lens_mix.methods.part_shares import ends_unknown, proximity, record_shares
 from lens_mix.methods.value_norms import VectorMethod
 
@@ -47,7 +47,7 @@ class InformationFlowRoutes(VectorMethod):
     name: ClassVar[str] = "information_flow_routes"
     residual: ClassVar[float] = 0.0
     holds_residual: ClassVar[bool] = True
-    cross: ClassVar[CrossKeys | None] = "source and residual"
+    parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     citation: ClassVar[str] = "ferrando-voita-2024-information"
 
     per_head: bool = False
@@ -57,8 +57,9 @@ class InformationFlowRoutes(VectorMethod):
         super().__post_init__()
         one_of("biases", self.biases, ("whole", "part"))
 
-    def relies_on_feed_forward(self, anatomy: BlockAnatomy) -> bool:
-        return anatomy.feed_forward_residual is not None and not ends_unknown(anatomy)
+    def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:
+        ends_in_known_norm = anatomy.feed_forward_residual is not None and not ends_unknown(anatomy)
+        return self.needs | {"feed_forward"} if ends_in_known_norm else self.needs
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
         heads = head_vectors(block)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lens_mix.algebra.quadrature import quadrature, rule_name
 from lens_mix.arguments import one_of, whole_number
 from lens_mix.lens.effort import GRADIENT_PASS, Passes
+from lens_mix.method import Method
 from lens_mix.methods import baselines
 from lens_mix.methods.row_targets import RowTargetMethod, RowTargets, bind_rows, row_passes
 from lens_mix.targets import TargetLike, predicted
@@ -64,8 +65,8 @@ class InputGradients(RowTargetMethod):
     """
 
     name: ClassVar[str] = "input_gradients"
-    needs_gradients: ClassVar[bool] = True
-    joint: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
+    parts: ClassVar[frozenset[str]] = Method.parts | {"joint"}
     citation: ClassVar[str] = "sundararajan-etal-2017-axiomatic"
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="logit"))

@@ -15,6 +15,7 @@ from lens_mix.arguments import one_of
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, mask_keys, must_fire, zero_values
 from lens_mix.lens.effort import Passes
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.method import Method
 from lens_mix.methods.replacements import Copies, TakesReplacements
 from lens_mix.methods.row_targets import bind_rows
 from lens_mix.targets import as_target
@@ -58,7 +59,7 @@ class Occlusion(TakesReplacements):
     """
 
     name: ClassVar[str] = "occlusion"
-    joint: ClassVar[bool] = True
+    parts: ClassVar[frozenset[str]] = Method.parts | {"joint"}
     citation: ClassVar[str] = "li-etal-2016-understanding"
 
     by: By = "replace"

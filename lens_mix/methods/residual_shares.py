@@ -30,9 +30,6 @@ class ResidualShares(VectorMethod):
     residual: ClassVar[float] = 0.0
     citation: ClassVar[str] = "ferrando-etal-2022-measuring"
 
-    def engine_for(self, asked: str) -> str:
-        return "auto"
-
     def key_groups(self, positions: int) -> list[list[int]]:
         return [list(range(positions))]
 

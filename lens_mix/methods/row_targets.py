@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.lens.effort import Passes
+from lens_mix.method import Scope
 from lens_mix.methods import target_passes
 from lens_mix.methods.target_passes import TargetMethod
 from lens_mix.targets import Context, Target, TargetFunction, TargetLike, as_target, predicted
@@ -27,8 +28,7 @@ class RowTargetMethod(TargetMethod):
     """Base of the methods whose one map, of the whole model, explains a target over each position."""
 
     residual: ClassVar[float] = 0.0
-    kind: ClassVar[Literal["layer", "input"]] = "input"
-    whole_model: ClassVar[bool] = True
+    scope: ClassVar[Scope] = "model"
 
     target: TargetLike = dataclasses.field(default_factory=lambda: predicted(of="log_probability"))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lens_mix.algebra.budget import budget_beside, vector_bytes
 from lens_mix.algebra.definitions import norms, value_vectors
 from lens_mix.algebra.vectors import attention_vectors, head_vectors
-from lens_mix.method import CrossKeys, Method
+from lens_mix.method import Method
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -24,7 +24,7 @@ class VectorMethod(Method):
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern", "value", "z", "resid_pre"})
     # What the vectors before the feed-forward are made of; a mixture's experts need no verification for them.
-    parts: ClassVar[tuple[str, ...]] = ("projection", "residual")
+    needs: ClassVar[frozenset[str]] = frozenset({"projection", "residual"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ValueNorms(VectorMethod):
 
     name: ClassVar[str] = "value_norm"
     residual: ClassVar[float] = 0.5
-    cross: ClassVar[CrossKeys | None] = "source"
+    parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     citation: ClassVar[str] = "kobayashi-etal-2020-attention"
 
     per_head: bool = False

@@ -18,7 +18,7 @@ from lens_mix.arguments import groups_of_positions, heads_by_layer, number, one_
 from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, must_fire, zero_values
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.effort import Passes, pair_passes
-from lens_mix.method import CrossKeys, Method
+from lens_mix.method import Method
 
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
@@ -58,7 +58,7 @@ class ValueZeroing(Method):
 
     name: ClassVar[str] = "value_zeroing"
     residual: ClassVar[float] = 0.0
-    cross: ClassVar[CrossKeys | None] = "source"
+    parts: ClassVar[frozenset[str]] = Method.parts | {"cross"}
     engines: ClassVar[tuple[str, ...]] = ("algebra", "hooks")
     records: ClassVar[frozenset[str]] = frozenset({"pattern", "value"})
     citation: ClassVar[str] = "mohebbi-etal-2023-quantifying"
@@ -84,17 +84,16 @@ class ValueZeroing(Method):
         if self.spans is not None:
             object.__setattr__(self, "spans", groups_of_positions("spans", self.spans))
 
-    def check(self, n_heads: int, n_layers: int) -> None:
-        for layer in self.named_layers():
-            if layer >= n_layers:
-                raise ValueError(f"heads: expected layers 0..{n_layers - 1}, got layer {layer}")
+    def check(self, n_heads: int, n_layers: int, layers: Sequence[int]) -> None:
+        named = sorted(self.heads) if isinstance(self.heads, Mapping) else []
+        if named and named[-1] >= n_layers:
+            raise ValueError(f"heads: expected layers 0..{n_layers - 1}, got layer {named[-1]}")
+        if not set(named) <= set(layers):
+            raise ValueError(f"heads: expected some of the layers with attention {list(layers)}, got {named}")
         for layer in range(n_layers):
             outside = [head for head in self._heads(layer) or () if head >= n_heads]
             if outside:
                 raise ValueError(f"heads: expected query heads 0..{n_heads - 1}, got {outside}")
-
-    def named_layers(self) -> Sequence[int]:
-        return list(self.heads) if isinstance(self.heads, Mapping) else ()
 
     def key_groups(self, positions: int) -> list[list[int]] | None:
         if self.spans is None:

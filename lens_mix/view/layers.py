@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lens_mix.maps import MixingMap
+from lens_mix.methods.alti_logit import AltiLogit
 from lens_mix.registry import all_methods
 
 
@@ -24,9 +25,10 @@ def layer_names(mixing_map: MixingMap) -> list[str]:
     method = None if aggregation else all_methods().get(mixing_map.method.split(" - ")[0])
     if len(labels) == 1 and aggregation.get("name") == "layer_mean":
         return ["mean of the layers"]
-    if len(labels) == 1 and method is not None and method.whole_model:
+    if len(labels) == 1 and method is not None and method.scope == "model":
         return ["whole model"]
-    reaches = "added by" if method is not None and method.is_additive else "up to"
+    # Layer l of `alti_logit` is what block l adds; of every other input map, what reached its output.
+    reaches = "added by" if method is AltiLogit else "up to"
     return [f"{reaches} layer {label}" for label in labels]
 
 

@@ -22,7 +22,7 @@ class Probe(lm.Method):
     residual: ClassVar[float] = 0.0
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern", "value"})
-    parts: ClassVar[tuple[str, ...]] = ("projection", "residual")
+    needs: ClassVar[frozenset[str]] = frozenset({"projection", "residual"})
 
     kept: list = dataclasses.field(default_factory=list)
 

@@ -79,7 +79,7 @@ def test_contributions_equal_alti_logit(gpt2):
 def test_logit_shares_equal_alti_logit(gpt2):
     known = reference("altilogit_gpt2_tiny_f64")
     blocks = prompt_blocks(gpt2, known["input_ids"][0], lm.AltiLogit()).blocks
-    head = blocks[-1].head()
+    head = blocks[-1].unembedding()
     # The two tokens that the authors' code was asked for.
     for place, token in enumerate((7, 9)):
         columns = head.W_U.T[torch.full((1, 9), token)]
@@ -93,7 +93,7 @@ def test_alti_logit_and_what_it_leaves_out_add_up_to_the_logit(gpt2):
     token = 11
     found = lm.run(gpt2, tokens, lm.AltiLogit(token=token))
     checked = prompt_blocks(gpt2, tokens, lm.AltiLogit())
-    head = checked.blocks[-1].head()
+    head = checked.blocks[-1].unembedding()
     columns = head.W_U.T[torch.full((1, len(tokens)), token)]
     direction = through_head(head, checked.blocks[-1].resid_post, columns)[0]
     rest = checked.blocks[0].resid_pre[0] + sum(

@@ -205,7 +205,7 @@ def test_logits_read_backwards_have_no_tensor_of_all_pairs():
     model = gpt2_like()
     blocks = prompt_blocks(model, tokens(model, 1, 32)[0], lm.DecompX()).blocks
     few = [*blocks[:-1], at_rows(blocks[-1], torch.tensor([[31]]))]
-    blocks[-1].head()
+    blocks[-1].unembedding()
     with PeakMemory() as backwards:
         input_shares_of_logits(lm.DecompX("drop"), few, torch.tensor([5]))
     with PeakMemory() as carried:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import ClassVar, Protocol, runtime_checkable
 
 from lens_mix.arguments import one_of
@@ -21,9 +21,17 @@ class HasEngines(Protocol):
     engines: ClassVar[tuple[str, ...]]
 
 
+def _needs(method: object) -> Collection[str]:
+    return getattr(method, "needs", ALGEBRA_COMPONENTS)
+
+
+def _scope(method: object) -> str:
+    return getattr(method, "scope", "layer")
+
+
 def needs_unembedding(methods: Iterable[object]) -> bool:
     """Whether one of the methods takes logits apart, so that the head has to be verified."""
-    return any(UNEMBEDDING in getattr(method, "parts", ()) for method in methods)
+    return any(UNEMBEDDING in _needs(method) for method in methods)
 
 
 def refusal(verification: Verification, engine: str, method: HasEngines | None = None) -> str | None:
@@ -37,13 +45,13 @@ def refusal(verification: Verification, engine: str, method: HasEngines | None =
     """
     if verification.hooks_failure is not None:
         return verification.hooks_failure
-    if getattr(method, "causal_only", False) and not verification.causal:
+    if "causal" in _needs(method) and not verification.causal:
         return "expected a causal model, got one whose positions read later ones"
     if engine == "algebra":
-        parts = getattr(method, "parts", ALGEBRA_COMPONENTS)
-        reason = verification.failure(parts) or _unsupported_block(verification, method)
-        return verification.unembedding_failure if reason is None and UNEMBEDDING in parts else reason
-    if getattr(method, "whole_model", False):
+        needs = _needs(method)
+        reason = verification.failure(needs) or _unsupported_block(verification, method)
+        return verification.unembedding_failure if reason is None and UNEMBEDDING in needs else reason
+    if _scope(method) == "model":
         # Its backward pass may follow changed rules, which the method may not have for every kind of block.
         return _unsupported_block(verification, method)
     if hasattr(method, "target") and verification.z_factors:
@@ -77,27 +85,28 @@ def find_obstacle(lens: Lens, method: HasEngines) -> str | None:
 
 
 def _reasons_against(lens: Lens, method: HasEngines) -> Iterator[str | None]:
-    if lens.stack.is_cross and getattr(method, "cross", None) is None:
+    parts = getattr(method, "parts", ())
+    if lens.stack.is_cross and "cross" not in parts:
         yield (
             "it speaks of self-attention, and is not defined on part='cross' (queries of the target, keys of "
             "the source); expected part='encoder' or 'decoder'"
         )
-    joint = getattr(method, "joint", False)
+    joint = "joint" in parts
     if lens.stack.source is not None and not joint:
         yield "it does not speak of part='joint'; lm.joint(lm.run(..., part='all')) joins maps of layers"
     if hasattr(method, "target"):
         yield known_faults.wrong_logits(lens.model_class, transformer_lens_version())
-    if getattr(method, "kind", "layer") == "input" and lens.stack.gaps is not None:
+    if _scope(method) != "layer" and lens.stack.gaps is not None:
         yield f"{lens.stack.gaps}, so that nothing can be followed through the whole stack"
-    if getattr(method, "whole_model", False) and lens.stack.name == "encoder":
+    if _scope(method) == "model" and lens.stack.name == "encoder":
         yield (
             "the logits stand over the decoder's tokens, and so would its rows; expected part='decoder' "
             "(the target's own tokens)" + " or part='joint' (the source's too)" * joint
         )
-    if getattr(method, "needs_gradients", False):
+    if "gradients" in _needs(method):
         yield without_gradients(lens.modules)
     places = lens.takes_input("position_ids") and not lens.stack.reads_target
-    if getattr(method, "places_tokens", False) and not places:
+    if "position_ids" in _needs(method) and not places:
         yield (
             "it runs tokens at repeated positions; expected a decoder-only TransformerBridge whose model "
             "takes position_ids"

@@ -173,13 +173,13 @@ def support_table(
 
 def _next_norm_failure(method: HasEngines, verification: Verification) -> str | None:
     """Why some layer has no map: the method asks for the norm that reads it, which is not known."""
-    asks = getattr(method, "reads_next_norm", lambda anatomy: False)
+    needs_for = getattr(method, "needs_for", lambda anatomy: ())
     reasons = verification.next_norm_failures.items()
     return next(
         (
             why
             for layer, why in reasons
-            if layer in verification.anatomy and asks(verification.anatomy[layer])
+            if layer in verification.anatomy and "next_norm" in needs_for(verification.anatomy[layer])
         ),
         None,
     )

@@ -69,7 +69,7 @@ def test_the_unembedding_is_verified_only_for_methods_that_split_logits(model, m
 
 def test_an_unembedding_that_was_not_compared_is_not_verified():
     verification = Verification((), {}, True)
-    assert UNEMBEDDING in lm.AltiLogit.parts
+    assert UNEMBEDDING in lm.AltiLogit.needs
     assert refusal(verification, "algebra", lm.AltiLogit()) == UNEMBEDDING_UNVERIFIED
     assert refusal(verification, "algebra", lm.Alti()) is None
 
