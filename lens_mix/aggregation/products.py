@@ -63,10 +63,9 @@ def cumulative(
 def lower_product(
     left: Float[Tensor, "query middle"], right: Float[Tensor, "middle key"]
 ) -> Float[Tensor, "query key"]:
-    """left @ right for causal maps, whose entries above the diagonal are zero.
+    """Return left @ right for causal maps, whose entries above the diagonal are zero.
 
-    The zeros are left out, some rows at a time: at 12 × 1,024 positions the products take 0.7 × the time,
-    and a rollout with the receptive field 0.77 ×.
+    Some rows are multiplied at a time, without the zeros to their right.
     """
     result = torch.zeros_like(left)
     for start in range(0, len(left), _ROWS):

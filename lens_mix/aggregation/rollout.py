@@ -166,7 +166,7 @@ def mixed_layers(chosen: MixingMap, weight: Residual) -> MixedLayers:
 
     A weight per row (measured) is the residual's share of the whole row. Scores below 0 are a ValueError.
     """
-    # One layer at a time, because a pass over a whole stack costs as much as a tenth of its rollout.
+    # One layer at a time, because a pass over a whole stack is slow beside the products of its rollout.
     shape = chosen.scores.shape
     maps = to_float64(chosen.scores.new_empty(shape[0], *shape[-2:]))
     sums = maps.new_empty(maps.shape[:-1])

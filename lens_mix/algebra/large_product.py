@@ -1,6 +1,6 @@
 """A large matrix product on a CPU, by the faster of the two libraries that PyTorch carries.
 
-MKL, which PyTorch takes, may use half of a vector unit: 98 GFLOP/s on AMD Zen 5, where oneDNN reaches 213.
+MKL, which PyTorch uses, leaves half of the vector unit of some processors unused; oneDNN does not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 _LEAST = 2**24  # multiplications below which a call's own cost decides
-_COPY_EARNED_BY = 512  # rows for which oneDNN saves what a copy of a matrix costs (measured: 270 to 700)
+_COPY_EARNED_BY = 512  # rows from which on oneDNN saves more time than a copy of the matrix costs
 _GAIN = 1.25  # oneDNN must be so many times as fast: near a tie last digits would vary by process
 
 
@@ -23,7 +23,7 @@ def add_product(
     matrix: Float[Tensor, "inner column"],
     factor: float = 1.0,
 ) -> None:
-    """Add factor · x @ matrix, without gradients; a matrix with gaps costs oneDNN a hundred times as long."""
+    """Add factor · x @ matrix, without gradients; oneDNN is very slow on a matrix with gaps."""
     if x.shape[0] * matrix.numel() >= _LEAST and matrix.is_contiguous() and by_onednn(x):
         into.add_(product_by_onednn(x, matrix), alpha=factor)
     else:

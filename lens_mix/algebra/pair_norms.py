@@ -28,7 +28,7 @@ class PairNorms(NamedTuple):
 def by_key(
     pattern: Float[Tensor, "batch head query key"], out: Float[Tensor, "batch key head query"]
 ) -> Float[Tensor, "batch key head query"]:
-    """The pattern with the key first, into `out`; head by head, three times as fast as in one step."""
+    """Write the pattern into `out` with the key first; head by head is faster than in one step."""
     for head in range(pattern.shape[1]):
         out[:, :, head] = pattern[:, head].mT
     return out

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _PERFECT = 1e-12  # a correlation this close to 1 is 1: what is left of the variance is rounding
 _DRAWS_AT_ONCE = 1000  # draws of the bootstrap that are held at once
-# Least standard deviation of a draw, as a share of that of the values; coverage is the same with 0 and 0.1.
+# Least standard deviation of a draw, as a share of that of the values; coverage hardly depends on it.
 _LEAST_SPREAD = 0.2
 
 
@@ -182,11 +182,10 @@ def bootstrap(
     interval's ends from the mean. Percentiles of the drawn means are too narrow for few values, and misplaced
     for skewed ones.
 
-    At confidence 0.95 the interval contained the true mean in 94 to 95 % of samples of 8 to 20 normal values,
-    93 to 96 % of exponential ones, and 91 to 93 % of log-normal ones with σ = 1 (percentiles: 89 to 93 %, 84
-    to 92 %, 74 to 86 %; 600 and 800 samples each). If a rare large value may be missing from the sample, no
-    interval that is computed from the sample does better. Values that are all equal have an interval of
-    length 0. The interval may go beyond the range of a bounded measure.
+    How often the interval contains the true mean of a few values was measured (docs/scales.md). If a rare
+    large value may be missing from the sample, no interval that is computed from the sample does better.
+    Values that are all equal have an interval of length 0. The interval may exceed the range of a bounded
+    measure.
 
     Args:
         values: one number per prompt, NaN where it is not defined.

@@ -39,7 +39,7 @@ def copies_within(
     copies = max(1, rows // positions)
     if max_memory is None:
         return copies
-    # A replay is first verified on three copies: measured, up to 1.8 times the estimate of one.
+    # A replay is first verified on three copies, which need less than twice the estimate of one.
     least = max(bytes_per_copy, 2 * through_one)
     if max_memory < least:
         raise ValueError(

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 # A run warns before a method that takes more forward passes than this for a prompt.
 _MANY = 20
 
-# One row's forward and backward pass, in forward passes. Measured on SmolLM2-135M at 32 and 64 tokens with
-# several rows in one pass (1.4 and 1.6).
+# The cost of one row's forward and backward pass in forward passes, with several rows in one pass. An
+# estimate, for the warning before a long run.
 GRADIENT_PASS = 1.5
 
 _LIBRARY = str(Path(__file__).resolve().parent.parent)

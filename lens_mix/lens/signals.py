@@ -10,7 +10,7 @@ the libraries below expect errors of a model, and would take a `TimeoutError` fo
 
 from __future__ import annotations
 
-import _signal  # `signal.getsignal` takes forty times as long
+import _signal  # `signal.getsignal` is much slower
 import signal
 import sys
 import threading

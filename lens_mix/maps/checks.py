@@ -172,7 +172,7 @@ def require_no_hidden_weight(mixing_map: MixingMap) -> None:
     """Raise a ValueError that names the first weight on a key that its query could not see, if any."""
     if mixing_map.mask is None and not mixing_map.causal:
         return
-    # One layer at a time and without a comparison of numbers: four times as fast.
+    # One layer at a time and without a comparison of numbers, because that is faster.
     for place, (matrices, keys) in enumerate(zip(mixing_map.scores, mixing_map.visible(), strict=True)):
         weighted = matrices.bool()
         if torch.equal(weighted & keys, weighted):

@@ -20,7 +20,7 @@ from lens_mix.methods.value_norms import VectorMethod
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-# The time of one row in forward passes: 0.08 to 0.13 on SmolLM2-135M (48 to 192 tokens) and on MiniLM.
+# The cost of one row in forward passes: an estimate, for the warning before a long run.
 _ROW = 0.1
 
 

@@ -27,8 +27,8 @@ from lens_mix.methods.value_norms import VectorMethod
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-# The time of one row in forward passes: 0.33 to 0.41 on SmolLM2-135M (24 to 192 tokens) and 0.33 on MiniLM;
-# of each block alone 0.25 to 0.36.
+# The cost of one row in forward passes, and of one row of each block alone: estimates, for the warning before
+# a long run.
 _ROW, _LOCAL_ROW = 0.35, 0.3
 
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 Metric = Literal["cosine", "euclidean"]
 LastLayer = Literal["before_final_norm", "after_final_norm"]
 
-# The time of one row by algebra, in forward passes: 0.10 to 0.14 on SmolLM2-135M (48 to 192 tokens) and on
-# MiniLM; of each head alone 0.07.
+# The cost of one row by algebra in forward passes, and of one row of one head: estimates, for the warning
+# before a long run.
 _ROW, _ROW_OF_HEAD = 0.11, 0.07
 
 

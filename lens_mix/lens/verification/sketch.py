@@ -33,7 +33,7 @@ def random_vectors(length: int, dtype: torch.dtype, device: torch.device) -> Flo
 def sketch(x: Float[Tensor, "*row column"]) -> Float[Tensor, "*row vector"]:
     """Scalar products with the random vectors, of a vector or of each row of a matrix."""
     vectors = random_vectors(x.shape[-1], x.dtype, x.device)
-    # The other way round, with so few columns on the right, MKL takes several times as long.
+    # The other way round, with so few columns on the right, MKL is much slower.
     return vectors @ x if x.ndim == 1 else (vectors @ x.T).T
 
 
