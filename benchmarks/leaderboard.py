@@ -2,6 +2,8 @@
 
     python -m benchmarks.leaderboard smollm2 importance        one model, one task; resumes where it stopped
     python -m benchmarks.leaderboard --tables                  all finished tables as Markdown
+    python -m benchmarks.leaderboard --record smollm2-importance   a finished table into LEADERBOARD.md, then:
+    python -m benchmarks.leaderboard --facts                   what is quoted of recorded tables (facts.py)
 
 Models: smollm2, gemma3, minilm. Tasks: importance, planted, removals, cells (of minilm: removals). Each
 table has the same methods on shuffled weights beside. Finished cases are kept in outputs/leaderboard/, one
@@ -13,10 +15,12 @@ from __future__ import annotations
 import random
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import lens_mix as lm
+from benchmarks import facts
 from benchmarks.input_map.prompts import make
 from lens_mix import evaluation
 
@@ -123,8 +127,21 @@ def main(model_name: str, task_name: str, count: str | None = None) -> None:
     print(f"{time.time() - start:.0f} s; refused: {board.refused}")
 
 
+def record(name: str) -> None:
+    """Put a finished table into LEADERBOARD.md with its date and releases, and write all facts anew."""
+    path = FOLDER / f"{name}.md"
+    date = time.strftime("%Y-%m-%d", time.gmtime(path.stat().st_mtime))
+    releases = f"TransformerLens {version('transformer-lens')}, torch {version('torch')}"
+    facts.record(name, path.read_text(), f"Measured {date} with {releases}.")
+    facts.write()
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--tables"]:
+    if sys.argv[1:] == ["--facts"]:
+        facts.write()
+    elif sys.argv[1:2] == ["--record"]:
+        record(sys.argv[2])
+    elif sys.argv[1:] == ["--tables"]:
         for path in sorted(FOLDER.glob("*.md")):
             print(f"## {path.stem}\n\n{path.read_text()}")
     else:

@@ -30,6 +30,7 @@ FLOORS = {
     "statistics": 5,
     "evaluation": 6,
     "map_prompts": 6,
+    "measured": 0,
     "method": 3,
     "runner": 6,
     "recommended": 7,

@@ -1,11 +1,11 @@
 """`lm.input_map`: the best map that a model allows, and why not a better one."""
 
-import json
-
 import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.measured import sentence
+from lens_mix.recommended import EVIDENCE
 from tests.matrix import build_or_skip
 from tests.tiny_models import bridge, hooked_encoder, hooked_encoder_decoder, hooked_transformer, tokens
 
@@ -22,7 +22,10 @@ def test_causal_bridges_get_patching_with_its_record():
     )
     expected = lm.run(model, prompt, lm.AttributionPatching(), queries=[-1])
     assert torch.equal(found.scores, expected.scores)
-    assert "0.51 [0.46, 0.57]" in json.dumps(found.provenance["input_map"])
+    assert found.provenance["input_map"] == {
+        "recipe": "attribution_patching",
+        "figures": sentence(*EVIDENCE["attribution_patching"]),
+    }
 
 
 @pytest.mark.parametrize(
@@ -52,7 +55,7 @@ def test_encoders_get_decompx_and_gradients_where_a_target_is_asked(name):
     assert (found.method, found.queries, len(found)) == ("decompx", [2, 6], 1)
     expected = lm.run(model, prompt, "decompx", queries=[2, -1], layers=[-1])
     assert torch.equal(found.scores, expected.scores)
-    assert "0.56 [0.52, 0.61]" in json.dumps(found.provenance["input_map"])
+    assert found.provenance["input_map"]["figures"] == sentence(*EVIDENCE["decompx"])
     asked = lm.input_map(model, prompt, target=lm.targets.logit(3))
     assert (asked.method, asked.parameters["activations"]) == ("gim", "ratio")
 
@@ -73,6 +76,7 @@ def test_feed_forwards_that_are_not_written_down():
     model = build_or_skip(bridge, "gpt_oss", torch.float64)
     found = lm.input_map(model, tokens(model, 1, 7, 1)[0])
     assert (found.method, found.parameters["activations"]) == ("gim", "gradient")
+    assert found.provenance["input_map"]["figures"] == "not measured on its own"
     assert "needs a feed-forward that is written down" in found.notes[-1]
 
 
@@ -95,7 +99,7 @@ def test_encoder_decoders_get_gradients_over_source_and_prefix(name):
         pytest.skip(str(reason))
     assert (found.method, found.parameters["score"], found.queries) == ("input_gradients", "norm", [4])
     assert (len(found.key_labels), found.provenance["joint"]["source"], found.notes) == (11, 6, ())
-    assert "flan-t5" in json.dumps(found.provenance["input_map"])
+    assert found.provenance["input_map"]["figures"] == sentence(*EVIDENCE["joint input_gradients"])
     method = lm.InputGradients(lm.targets.predicted(of="log_probability"))
     assert torch.equal(found.scores, lm.run(model, pair, method, part="joint", queries=[-1]).scores)
     asked = lm.input_map(model, pair, queries=[1, -1], target=lm.targets.logit(4))

@@ -16,6 +16,7 @@ import lens_mix as lm
 from lens_mix import registry
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.block import Block
+from lens_mix.measured import best_of_methods
 from tests.demos.tiny_folder import save_tiny_bert, save_tiny_classifier, save_tiny_llama
 from tests.matrix import build_or_skip
 from tests.tiny_models import available, bridge, toy_tokenizer
@@ -170,15 +171,15 @@ def test_the_examples_of_the_scales_run(model: Any) -> None:
     assert names["soft"]["random"].retained == 0.5
 
 
-def test_the_page_gives_the_scores_of_the_readmes_table() -> None:
-    """Of methods with a score of their own; several in one row share the best of them."""
-    from lens_mix.view.page import _SCORES
-
+def test_a_row_of_the_readmes_table_quotes_the_score_of_its_own_methods() -> None:
+    scored = best_of_methods()
     rows = [line.split("|") for line in README.splitlines() if line.startswith("| `")]
-    alone = {names[0]: row[4].strip() for row in rows if len(names := re.findall(r"`(\w+)`", row[1])) == 1}
-    scored = {name: float(score.replace("−", "-")) for name, score in alone.items() if score != "–"}
-    assert len(scored) > 10
-    assert {name: _SCORES.get(name) for name in scored} == scored
+    for row in rows:
+        named = [name for name in re.findall(r"`(\w+)`", row[1]) if name in scored]
+        quoted = re.findall(r"<!-- smollm2-importance: best of (\w+) -->", row[4])
+        best = max(named, key=lambda name: scored[name].value, default=None)
+        assert [scored[name].value for name in quoted] == ([scored[best].value] if best else []), row[1]
+        assert set(quoted) <= set(named)
 
 
 def test_the_readmes_table_is_the_list_of_methods() -> None:

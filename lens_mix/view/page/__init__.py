@@ -18,6 +18,7 @@ from lens_mix.arguments import file_path, instance
 from lens_mix.files import replacing
 from lens_mix.maps import MixingMap
 from lens_mix.maps.exchange import full_name
+from lens_mix.measured import best_of_methods
 from lens_mix.version import __version__
 from lens_mix.view.page.data import pack
 from lens_mix.view.page.trees import Graphs, trees_of
@@ -26,16 +27,6 @@ Maps = MixingMap | Mapping[str, MixingMap] | Sequence[MixingMap | Mapping[str, M
 
 # One script, in this order: the last one starts it.
 _SCRIPTS = ("numbers.js", "maps.js", "graphs.js", "export.js", "page.js")
-
-# What the leaderboard says of a method: the best partial correlation of its input maps with importance by
-# replacement, SmolLM2-135M, 40 prompts (docs/leaderboard.md).
-_SCORES = {
-    **{"attention": 0.18, "value_zeroing": 0.33, "value_norm": 0.27, "attn_res": 0.25, "attn_res_ln": 0.25},
-    **{"atb_ff_res_ln": 0.29, "globenc": 0.28, "alti": 0.32, "alti_logit": 0.17, "decompx": 0.42},
-    **{"gradient_attention": 0.30, "information_flow_routes": 0.36, "input_gradients": 0.28},
-    **{"gim": 0.41, "frozen_gradients": 0.25, "attribution_patching": 0.41, "occlusion": 0.36},
-    **{"context_length": -0.03},
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +93,12 @@ def page(
             there; trees for another number of prompts, or without levels, tokens and weights.
     """
     prompts = [_labelled(one) for one in _by_prompt(maps)]
+    best = best_of_methods()
+    scored = next(iter(best.values()))
     data = {
         "version": __version__,
-        "scores": _SCORES,
+        "scores": {name: fact.value for name, fact in best.items()},
+        "scored": f"{scored.score}; {scored.model}, {scored.n} {scored.cases}",
         "prompts": [[pack(m, label) for label, m in labelled.items()] for labelled in prompts],
         "trees": trees_of(prompts, trees),
     }

@@ -298,8 +298,8 @@ async function methodsView(view) {
     table.append(make("tr", { "data-map": m.label }, make("td", { text: m.label }), ...cells,
       make("td", { text: score(m) === undefined ? "–" : score(m).toFixed(2) })));
   }
-  view.append(make("div", { class: "pane" }, table), make("p", { class: "caption", text: "Spearman of the rows' sizes, as lm.compare has it. Leaderboard: how well the best input map of "
-    + "the method orders tokens as replacing them does (partial Spearman, SmolLM2-135M, 40 prompts); a rollout or flow that is shown here may do worse, and has no score." }));
+  view.append(make("div", { class: "pane" }, table), make("p", { class: "caption", text: "Spearman of the rows' sizes, as lm.compare has it. Leaderboard: the score of the method's "
+    + `best input map (${DATA.scored}). A rollout or flow that is shown here may do worse, and has no score.` }));
   const place = placeOf(base), mine = await rowOf(base, place, -1, state.query);
   for (const m of others.filter(alike)) {
     const there = sameLayer(m, state.layer);
