@@ -101,7 +101,6 @@ class Session:
                 f"layer's ({lens.n_layers - 1}); expected it among the layers, got {self.layers}"
             )
         self.recorded_layers = sorted(set().union(*map(self.layers_of, self.methods.values())))
-        self.run_cache: dict[Any, Any] = {}
 
     def read(self, prompt: Any, **options: Any) -> Prompt:
         """One prompt as the user gave it (`lens_mix.lens.prompts.read_prompt`)."""
@@ -304,7 +303,6 @@ class Session:
             watched=watched,
             stop_after=last,
             rows=rows,
-            run_cache=self.run_cache,
             graph=graph,
         )
 

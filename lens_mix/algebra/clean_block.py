@@ -30,8 +30,6 @@ class _NormChange:
     def __init__(self, norm: Norm, clean: Float[Tensor, "row d_model"]) -> None:
         self.norm = norm
         self._weight = None if norm.weight is None else norm.weight.to(clean.dtype)
-        # The mean is taken off as a projection: in other axes it is no mean.
-        self.mean: Float[Tensor, " d_model"] = torch.full_like(clean[0], clean.shape[1] ** -0.5)
         centred = self._centre(clean)
         self._square = centred.square().mean(-1, keepdim=True) + norm.eps
         self._size = self._square.sqrt()
@@ -57,8 +55,7 @@ class _NormChange:
         return out if self._weight is None else out.mul_(self._weight)
 
     def _centre(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        is_rms = self.norm.kind == "rms"
-        return x if is_rms else torch.addcmul(x, (x @ self.mean)[..., None], self.mean, value=-1)
+        return x if self.norm.kind == "rms" else x - x.mean(-1, keepdim=True)
 
 
 def products(
@@ -72,8 +69,7 @@ class CleanBlock:
     """What a block computed for its clean rows, as far as changes need it; neurons in parts of `widths`.
 
     `attention_out` is taken before any norm, and the pre-activations have its dtype; `final` is the model's
-    final norm, where the change after it is wanted. With `axes`, changes are given in these: there must be no
-    norm then but the one before the feed-forward (`folded_weights.rotated`).
+    final norm, where the change after it is wanted.
     """
 
     def __init__(
@@ -84,7 +80,6 @@ class CleanBlock:
         resid_post: Float[Tensor, "row d_model"],
         final: Norm | None,
         widths: Sequence[int],
-        axes: Float[Tensor, "d_model axis"] | None = None,
     ) -> None:
         self.multiplier = anatomy.residual_multiplier
         branch, residual = anatomy.attention_branch, anatomy.attention_residual
@@ -120,10 +115,6 @@ class CleanBlock:
         compared = resid_post if final is None else final(resid_post)
         self._size = torch.linalg.vector_norm(compared, dim=-1)
         self.direction = compared / self._size.clamp_min(torch.finfo(compared.dtype).tiny)[:, None]
-        if axes is not None:
-            self.direction = self.direction @ axes
-            for norm in self._norms:
-                norm.clean, norm.mean = norm.clean @ axes, norm.mean @ axes
 
     def to_pre_activations(
         self, rows: slice, change: Float[Tensor, "key row d_model"]

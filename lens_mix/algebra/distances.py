@@ -58,7 +58,7 @@ def _apart_by_key(
     for chunk in chunks(0, keys, size):
         head_vectors, pattern = heads.times(matrices, chunk).unbind(1), pairs.pattern[..., chunk]
         shape = (batch, pattern.shape[-1], heads.heads, queries)
-        turned = by_key(pattern, heads.workspace.like("key weights", pattern, shape, heads.dtype))
+        turned = by_key(pattern, pattern.new_empty(shape, dtype=heads.dtype))
         weights = turned.mT.unbind(1)
         for key, w, a in zip(range(chunk.start, chunk.stop), head_vectors, weights, strict=True):
             first, stop = ranges[key]
@@ -113,7 +113,7 @@ def _nearer(
             continue
         rows = slice(min(first for first, stop in ends if stop), max(stop for _, stop in ends))
         shape = (batch, chunk.stop - chunk.start, rows.stop - rows.start, heads.d_model)
-        apart = heads.workspace.like("apart", reduced, shape, heads.dtype)
+        apart = reduced.new_empty(shape, dtype=heads.dtype)
         torch.mul(weights[:, chunk, rows, None], head_vectors[:, chunk, None], out=apart)
         apart = apart.sub_(reduced[:, None, rows]).abs_().sum(-1)
         near[:, chunk, rows] = whole[..., rows] - apart

@@ -30,7 +30,7 @@ from lens_mix.algebra.budget import (
     feed_forward_bytes,
     hidden_bytes,
 )
-from lens_mix.algebra.folded_weights import folded, in_steps, pays, rotated
+from lens_mix.algebra.folded_weights import folded, pays
 from lens_mix.algebra.head_vectors import linear_part
 from lens_mix.algebra.large_product import add_product, as_right_factor
 from lens_mix.algebra.pair_norms import by_key
@@ -238,7 +238,7 @@ def _sequential(
 ) -> FeedForwardMaps:
     pairs, (batch, _, queries, keys) = vectors.pairs, vectors.pairs.pattern.shape
     maps = [vectors.scale.new_zeros((batch, keys, queries)) for _ in range(3)]  # keys first, as chunks come
-    by_head = None if pairs.writes_out else _ByHead(block, vectors, shares, norm)
+    by_head = None if pairs.writes_out else _ByHead(block, vectors, shares)
     pair_chunks = _written_out(vectors, shares) if by_head is None else by_head.chunks()
     for chunk, rows, residual, output in pair_chunks:
         maps[0][:, chunk, rows] = torch.linalg.vector_norm(output, dim=-1)
@@ -271,11 +271,10 @@ def _written_out(vectors: Vectors, shares: FeedForwardShares) -> Iterator[_Chunk
 class _ByHead:
     """W_in applied once per key and head; for each pair, H vectors of the hidden layer are mixed.
 
-    `vectors` are what the feed-forward reads, before its norm. Where no norm follows, the pairs' vectors that
-    come out may be in other axes: their lengths are what is asked for.
+    `vectors` are what the feed-forward reads, before its norm.
     """
 
-    def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares, norm: Norm | None) -> None:
+    def __init__(self, block: Block, vectors: Vectors, shares: FeedForwardShares) -> None:
         self._pairs, self._scale, self._shares = vectors.pairs, vectors.scale, shares
         # What scales a row's vectors goes into its multipliers: once per row and neuron, not per pair.
         self._multipliers = [m * (vectors.scale / shares.input_scale) for _, m in shares.multipliers]
@@ -284,12 +283,8 @@ class _ByHead:
         matrices, keep = [W for W, _ in shares.multipliers], block.max_memory is None
         self._folded = folded(block.anatomy, path, vectors_in_all, heads.dtype, keep, matrices)
         batch, _, queries, keys = vectors.pairs.pattern.shape
-        pairs = batch * queries * keys
-        # Where there are axes the chain is empty.
-        in_axes = rotated(block.anatomy, path, heads.dtype, pairs) if keep and norm is None else None
-        _, self._W_O, W_out = in_axes or (None, heads.after(vectors.pairs.chain), shares.W_out)
-        parts = in_steps(W_out, NEURONS, in_axes is not None)
-        self._W_out = [[as_right_factor(neurons, pairs) for neurons in part] for part in parts]
+        self._W_O = heads.after(vectors.pairs.chain)
+        self._W_out = [as_right_factor(part, batch * queries * keys) for part in shares.W_out.split(NEURONS)]
         self._pair_bytes = hidden_bytes(heads, shares.feed_forward, queries)
 
     def chunks(self) -> Iterator[_Chunk]:
@@ -329,7 +324,7 @@ class _ByHead:
         """W_in (W_gate and W_in) applied once per key and head."""
         heads = self._pairs.heads
         if self._folded is not None:
-            return [heads.times(matrices, keys, f"hidden {i}") for i, matrices in enumerate(self._folded)]
+            return [heads.times(matrices, keys) for matrices in self._folded]
         vectors = heads.times(heads.after(self._pairs.chain), keys)
         read = linear_part(self._shares.anatomy.feed_forward_input, vectors)
         return [read @ W for W, _ in self._shares.multipliers]
@@ -341,19 +336,15 @@ class _ByHead:
         hidden: list[Float[Tensor, "batch key head d_mlp"]],
     ) -> Float[Tensor, "batch key row d_model"]:
         """Σ_h a_ijh (w_jh W_in) ⊙ m_i through W_out, some neurons at a time, as the caches like."""
-        workspace, heads = self._pairs.heads.workspace, weights.flatten(0, 1)
-        output, last = weights.new_zeros((*weights.shape[:-1], self._shares.W_out.shape[1])), 0
-        for steps in self._W_out:
-            widths = list(map(len, steps))
-            neurons = slice(last, last := last + sum(widths))
+        heads, last = weights.flatten(0, 1), 0
+        output = weights.new_zeros((*weights.shape[:-1], self._shares.W_out.shape[1]))
+        for W_out in self._W_out:
+            neurons = slice(last, last := last + len(W_out))
             mixed: Tensor | None = None
-            for number, (vectors, m) in enumerate(zip(hidden, self._multipliers, strict=True)):
-                shape = (*weights.shape[:-1], neurons.stop - neurons.start)
-                out = workspace.like(f"mixed {number}", weights, shape, weights.dtype)
-                torch.bmm(heads, vectors[..., neurons].flatten(0, 1), out=out.flatten(0, 1))
+            for vectors, m in zip(hidden, self._multipliers, strict=True):
+                out = torch.bmm(heads, vectors[..., neurons].flatten(0, 1)).unflatten(0, weights.shape[:2])
                 of_rows = m[:, None, rows, neurons]
                 mixed = out.mul_(of_rows) if mixed is None else mixed.addcmul_(out, of_rows)
             if mixed is not None:
-                for part, W_out in zip(mixed.flatten(0, 2).split(widths, dim=1), steps, strict=True):
-                    add_product(output.flatten(0, 2)[:, : W_out.shape[1]], part, W_out)
+                add_product(output.flatten(0, 2), mixed.flatten(0, 2), W_out)
         return output

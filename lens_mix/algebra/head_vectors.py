@@ -11,7 +11,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.budget import chunk_size, chunks, vector_bytes
-from lens_mix.algebra.workspace import Workspace
 from lens_mix.lens.anatomy import Norm, ValuePath
 
 Chain = tuple[Norm, ...]  # norms whose linear parts vectors have gone through, the first one first
@@ -44,7 +43,6 @@ class HeadVectors:
         path: the block's value path; W_O has one matrix per query head.
         value: value vectors, with as many heads as the value hook has (fewer when grouped).
         budget: bytes for the temporaries of one chunk, where memory is bound.
-        workspace: memory for chunks, which the blocks of one run share.
     """
 
     def __init__(
@@ -52,14 +50,12 @@ class HeadVectors:
         path: ValuePath,
         value: Float[Tensor, "batch key value_head d_head"],
         budget: int | None = None,
-        workspace: Workspace | None = None,
     ) -> None:
         self.matrices: Float[Tensor, "head d_head d_model"] = path.W_O.detach().to(value.dtype)
         # Bytes, for budgets: weights of another dtype are copied.
         self.copied = 0 if path.W_O.dtype == value.dtype else self.matrices.nbytes
         self.heads, self.d_head, self.d_model = self.matrices.shape
         self.value, self.budget = value.detach(), budget
-        self.workspace = Workspace() if workspace is None else workspace
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,18 +67,13 @@ class HeadVectors:
         return through(chain, self.matrices)
 
     def times(
-        self, matrices: Float[Tensor, "head d_head width"], keys: slice = slice(None), name: str = "vectors"
+        self, matrices: Float[Tensor, "head d_head width"], keys: slice = slice(None)
     ) -> Float[Tensor, "batch key head width"]:
-        """Values times one matrix per head; with `after(chain)`, the vectors w of these keys.
-
-        They lie in the workspace, until the next ones of the same name are made. Measured: in new memory for
-        each chunk, a map takes half as long again.
-        """
+        """Values times one matrix per head; with `after(chain)`, the vectors w of these keys."""
         value = self._of_query_heads(self.value[:, keys])
         # One product per head; einsum would make it one per head and key.
         rows = value.movedim(2, 0).flatten(1, 2)
-        out = self.workspace.like(name, rows, (*rows.shape[:2], matrices.shape[-1]), self.dtype)
-        return torch.bmm(rows, matrices, out=out).unflatten(1, value.shape[:2]).movedim(0, 2)
+        return torch.bmm(rows, matrices).unflatten(1, value.shape[:2]).movedim(0, 2)
 
     def weighted(
         self, weights: Float[Tensor, "batch query key head"], keys: slice = slice(None)

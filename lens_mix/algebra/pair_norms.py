@@ -73,20 +73,19 @@ def norms_by_factors(
     norms, head_norms = value.new_empty((batch, keys, queries)), value.new_empty((batch, keys, count))
     diagonal = None if own_weights is None else value.new_empty((batch, keys, heads.d_model))
 
-    def workspace(name: str, rows: int, *shape: int) -> Tensor:
-        return heads.workspace.like(name, value, (batch, rows, *shape), torch.float64)
-
     size = chunk_size(batch * factor_bytes(heads, queries), value.device, heads.budget, PRODUCT_BYTES)
     for chunk in chunks(0, keys, size):
         rows, vectors = chunk.stop - chunk.start, heads.times(matrices, chunk)
         if diagonal is not None and own_weights is not None:
             diagonal[:, chunk] = (own_weights[:, chunk, None] @ vectors)[:, :, 0]
-        weights = by_key(pattern[..., chunk], workspace("weights", rows, count, queries))
-        wide = workspace("wide", rows, count, heads.d_model).copy_(vectors)
+        weights = by_key(
+            pattern[..., chunk], value.new_empty((batch, rows, count, queries), dtype=torch.float64)
+        )
+        wide = vectors.to(torch.float64, copy=True)
         factors = _qr_factor(wide) if exact else _gram(wide)
         squares = factors.square().sum(-2) if exact else factors.diagonal(dim1=-2, dim2=-1)
         head_norms[:, chunk] = squares.sqrt()
-        products = workspace("products", rows, factors.shape[2], queries).flatten(0, 1)
+        products = value.new_empty((batch * rows, factors.shape[2], queries), dtype=torch.float64)
         sizes = _factor_norms(factors.flatten(0, 1), weights.flatten(0, 1), exact, products)
         norms[:, chunk] = sizes.unflatten(0, (batch, rows))
     return PairNorms(norms.transpose(1, 2), head_norms, diagonal)

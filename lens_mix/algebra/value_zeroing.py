@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lens_mix.algebra.clean_block import CleanBlock
-from lens_mix.algebra.folded_weights import folded, in_steps, rotated
+from lens_mix.algebra.folded_weights import folded
 from lens_mix.algebra.large_product import add_product, as_right_factor
 from lens_mix.algebra.value_zeroing_pairs import (
     Groups,
@@ -36,7 +36,6 @@ from lens_mix.algebra.value_zeroing_pairs import (
     fitting,
 )
 from lens_mix.algebra.vectors import value_path
-from lens_mix.algebra.workspace import workspace_of
 from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import Norm
 
@@ -79,7 +78,7 @@ class _Maps:
     def __init__(
         self, block: Block, prompts: slice, groups: Groups, spans: Spans, final: Norm | None, sizes: Sizes
     ) -> None:
-        self._sizes, (narrow, wide), self._workspace = sizes, _dtypes(block), workspace_of(block)
+        self._sizes, (narrow, wide) = sizes, _dtypes(block)
         anatomy, path = block.anatomy, value_path(block)
         # No copy of all heads.
         self._groups = [slice(None) if len(group) == block.n_heads else group for group in groups]
@@ -99,13 +98,10 @@ class _Maps:
         product = folded(anatomy, path, None, wide, block.max_memory is None, matrices)
         self._folded = () if product is None else product
         W_out = None if feed_forward is None else feed_forward.W_out.to(narrow)
-        may_rotate = block.max_memory is None and final is None
-        in_axes = rotated(anatomy, path, narrow, pairs) if may_rotate else None
-        axes, self._W_O, W_out = in_axes or (None, self._W_O, W_out)
-        parts = [] if W_out is None else list(in_steps(W_out, sizes.neurons, in_axes is not None))
-        self._W_out = [[as_right_factor(neurons, pairs) for neurons in part] for part in parts]
-        self._widths = [sum(map(len, part)) for part in parts]
-        self._clean = CleanBlock(anatomy, pre, out, post, final, self._widths, axes)
+        parts = () if W_out is None else W_out.split(sizes.neurons)
+        self._W_out = [as_right_factor(part, pairs) for part in parts]
+        self._widths = list(map(len, parts))
+        self._clean = CleanBlock(anatomy, pre, out, post, final, self._widths)
 
     def _place_sources(self, multiplier: float) -> None:
         """Each source's prompt and positions, and each value's factor, on the maps' device."""
@@ -135,18 +131,15 @@ class _Maps:
         values = self._value[self._prompts[sources, None], positions][:, :, group]
         by_head = values.permute(2, 0, 1, 3).flatten(1, 2)
 
-        def through(name: str, matrix: Tensor) -> Float[Tensor, "source rank width"]:
-            # Into the workspace: new memory made a map of GPT-2 5 to 9 % slower. Some neurons at a time, as
-            # one product with all of them takes four times as long.
-            out = self._workspace.like(name, by_head, (*by_head.shape[:2], matrix.shape[2]), matrix.dtype)
-            of_heads = torch.bmm(by_head, matrix, out=out).unflatten(1, positions.shape)
+        def through(matrix: Tensor) -> Float[Tensor, "source rank width"]:
+            of_heads = torch.bmm(by_head, matrix).unflatten(1, positions.shape)
             # To [source, span · head, width]; a view, no copy, where each key is zeroed alone.
             return of_heads.permute(1, 2, 0, 3).flatten(1, 2)
 
         wide = [matrix[group].split(self._widths, dim=-1) for matrix in self._folded]
-        parts = enumerate(zip(*wide, strict=True))
-        hidden = [[through(f"{part}, {n}", x) for n, x in enumerate(parted)] for part, parted in parts]
-        head_vectors, pattern = through("head vectors", self._W_O[group]), self._pattern[:, group]
+        # Some neurons at a time, as one product with all of them takes four times as long.
+        hidden = [[through(x) for x in parted] for parted in zip(*wide, strict=True)]
+        head_vectors, pattern = through(self._W_O[group]), self._pattern[:, group]
         return _Values(positions, self._factors[sources, :, group], pattern, head_vectors, hidden)
 
     def _fill_chunk(
@@ -160,7 +153,7 @@ class _Maps:
             return [x.unflatten(0, shape) for x, shape in zip(pairs.split(counts), shapes, strict=True)]
 
         direction = clean.direction
-        mid = self._workspace.like("mid", direction, (sum(counts), direction.shape[1]), direction.dtype)
+        mid = direction.new_empty(sum(counts), direction.shape[1])
         # One tensor where no norm stands between the two: less memory to go through.
         added = mid if clean.added is None else torch.zeros_like(mid)
         entered, moved = [], []
@@ -174,13 +167,11 @@ class _Maps:
             moved.append(weights.any(-1))  # elsewhere no effect, not even a rounding error
             entered.append((rows, scales, weights * scale, rectangle.sources))
         factor = clean.multiplier if added is mid else 1.0  # else `CleanBlock.distance` multiplies
-        for neurons, steps, vectors in zip(clean.neurons, self._W_out, values.hidden_vectors, strict=True):
-            widths = list(map(len, steps))
-            hidden = self._workspace.like("hidden", mid, (len(mid), sum(widths)), mid.dtype)
+        for neurons, W_out, vectors in zip(clean.neurons, self._W_out, values.hidden_vectors, strict=True):
+            hidden = mid.new_empty(len(mid), len(W_out))
             for (rows, scales, weights, sources), out in zip(entered, rectangles(hidden), strict=True):
                 neurons.change(rows, scales, weights, [x[sources] for x in vectors], out)
-            for part, W_out in zip(hidden.split(widths, dim=1), steps, strict=True):
-                add_product(added[:, : W_out.shape[1]], part, W_out, factor)
+            add_product(added, hidden, W_out, factor)
         for rectangle, moves, out, more in zip(chunk, moved, rectangles(mid), rectangles(added), strict=True):
             distance = clean.distance(rectangle.lines(self._pattern.shape[2]), out, more, metric)
             columns = slice(rectangle.column, rectangle.column + rectangle.shape[0])
@@ -196,7 +187,7 @@ class _Values(NamedTuple):
     positions: Int[Tensor, "source span"]  # a short span is filled up
     factors: Float[Tensor, "source span head"]  # 0 where a span is filled up or nothing is sent
     pattern: Float[Tensor, "batch head query key"]
-    head_vectors: Float[Tensor, "source rank d_model"]  # v W_O, maybe in other axes; spans before heads
+    head_vectors: Float[Tensor, "source rank d_model"]  # v W_O; spans before heads
     hidden_vectors: Sequence[Sequence[Float[Tensor, "source rank neuron"]]]  # per part of neurons and matrix
 
     def weights(self, rectangle: Rectangle) -> Float[Tensor, "key row rank"]:

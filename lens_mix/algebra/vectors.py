@@ -28,7 +28,6 @@ from torch import Tensor
 from lens_mix.algebra.budget import attention_budget, chunk_size, chunks, written_out_bytes
 from lens_mix.algebra.head_vectors import Chain, HeadVectors, linear_part, through
 from lens_mix.algebra.pair_norms import PairNorms, norms_by_factors
-from lens_mix.algebra.workspace import workspace_of
 from lens_mix.lens.anatomy import Norm, ValuePath
 
 if TYPE_CHECKING:
@@ -259,7 +258,7 @@ def head_vectors(block: Block) -> HeadVectors:
     """u of a block; needs "value", and the attention's parts verified."""
     dtype = torch.promote_types(block.resid_pre.dtype, torch.float32)
     value = block.recorded("value").detach().to(dtype)
-    return HeadVectors(value_path(block), value, workspace=workspace_of(block))
+    return HeadVectors(value_path(block), value)
 
 
 def attention_vectors(block: Block, heads: HeadVectors | None = None) -> AttentionVectors:

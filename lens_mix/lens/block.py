@@ -65,7 +65,6 @@ class Block:
         logits_tokens: the tokens that the logits stand over.
         logits_real: which positions of the logits are the prompts' own: the decoder's, where there is one.
         tokenizer: the model's tokenizer; None where it has none.
-        run_cache: what the blocks of one run share, such as scratch memory.
         details, warnings, explained: per prompt, what `detail`, `warn` and `explain` have put down.
     """
 
@@ -105,7 +104,6 @@ class Block:
         self.queries: Int[Tensor, "batch query"] = every if queries is None else queries
         self.every_query: bool = queries is None
         self.tokenizer: Any = getattr(lens.model, "tokenizer", None)
-        self.run_cache: dict[Any, Any] = clean.run_cache
         self.details: list[dict[str, Any]] = [{} for _ in batch.prompts]
         self.warnings: list[list[str]] = [[] for _ in batch.prompts]
         self.default_rows: list[int | None] = [None for _ in batch.prompts]

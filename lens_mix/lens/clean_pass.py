@@ -50,7 +50,6 @@ class CleanPass:
         rows: the rows that `recorded` patterns, z and `attended` hold; None: all positions.
         replays: per block, the way it is run again, once that has been verified.
         cache: per block, what the methods of one run share about it, for as long as it is being mapped.
-        run_cache: what the blocks of one run share, such as scratch memory.
         z_factors: by layer, what hooks multiply z of each head by (`Verification.z_factors`).
         entering: per block that is read by its cross-attention, the residual stream before that.
         source_calls: of the joint part, the arguments and output of the encoder's first block.
@@ -65,7 +64,6 @@ class CleanPass:
     rows: Rows | None = None
     replays: dict[int, BlockReplay] = dataclasses.field(default_factory=dict)
     cache: dict[int, dict[Any, Any]] = dataclasses.field(default_factory=dict)
-    run_cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
     z_factors: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
     entering: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
     source_calls: dict[int, BlockCall] = dataclasses.field(default_factory=dict)
@@ -142,7 +140,6 @@ def clean_pass(
     watched: Sequence[int] | None = None,
     stop_after: int = -1,
     rows: Rows | None = None,
-    run_cache: dict[Any, Any] | None = None,
     as_given: bool = False,
     graph: AutogradGraph | None = None,
 ) -> CleanPass:
@@ -157,7 +154,6 @@ def clean_pass(
         watched: layers of which it is kept which keys got weight; None: all that run and have attention.
         stop_after: last block to run; the pass ends there.
         rows: the rows that the hooks record, and that are watched; None: all positions.
-        run_cache: what the passes of one run share.
         as_given: as in `Lens.forward`.
         graph: is built by the pass, which has to reach the last block.
 
@@ -169,8 +165,7 @@ def clean_pass(
     recorded = {} if recorded is None else recorded
     present = [layer for layer in lens.stack.attention_layers if layer <= last]
     layers = present if watched is None else list(watched)
-    run_cache = {} if run_cache is None else run_cache
-    clean = CleanPass(lens, batch, {}, recorded, {}, rows, run_cache=run_cache, graph=graph)
+    clean = CleanPass(lens, batch, {}, recorded, {}, rows, graph=graph)
     template = lens.stack.attention_template
     watching = [watch_pattern(layer, _watch_keys(layer, clean), attention=template) for layer in layers]
     capturing = captured_calls(dict(enumerate(lens.stack.blocks[: last + 1])), clean.calls)
