@@ -25,13 +25,13 @@ UNCHECKED = JAXTYPING_DISABLE=1
 # Nor is anything found twice by the tests marked `once` (tests/conftest.py); CASES= runs these too.
 test-tl3 test-tl2: CASES = -m "not slow and not once"
 
-.PHONY: help demo test test-tl4 test-tl3 test-tl2 test-oldest browser lint format types wheel clean bench peers
+.PHONY: help demo test test-tl4 test-tl3 test-tl2 test-oldest browser lint format types stub wheel clean bench peers
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 	@echo 'make test-tl4 | test-tl3 | test-tl2   the suite on one release; PYTEST="..." passes arguments to pytest,'
 	@echo '    CASES= adds the slow cases, WORKERS=8 runs eight processes'
-	@echo 'make lint | format | types | wheel | clean'
+	@echo 'make lint | format | types | stub | wheel | clean'
 
 demo: $(TL4)/.ready
 	@$(TL4)/bin/python demos/main.py
@@ -87,6 +87,10 @@ format: $(TL4)/.ready
 
 types: $(TL4)/.ready
 	@$(TL4)/bin/mypy --no-error-summary lens_mix
+
+# Methods are found by their files; the stub names them for type checkers.
+stub: $(TL4)/.ready
+	@$(TL4)/bin/python -m tests.stub
 
 wheel: $(TL4)/.ready
 	@$(TL4)/bin/python -m pip wheel -qq --no-deps --wheel-dir dist .

@@ -27,7 +27,11 @@ import torch
 from benchmarks.common import MODELS, gemm, interleaved, random_tokens
 from lens_mix.algebra.feed_forward import feed_forward_maps, feed_forward_shares
 from lens_mix.algebra.vectors import Vectors, attention_vectors
-from lens_mix.methods import Alti, AtbFfResLn, AttnResLn, Method, ValueNorms
+from lens_mix.method import Method
+from lens_mix.methods.alti import Alti
+from lens_mix.methods.atb_ff import AtbFfResLn
+from lens_mix.methods.attn_res import AttnResLn
+from lens_mix.methods.value_norms import ValueNorms
 from lens_mix.statistics.mixing_ratio import block_mixing_ratios
 from lens_mix.statistics.passes import prompt_blocks
 

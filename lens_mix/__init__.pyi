@@ -14,33 +14,26 @@ from .lens.model import Lens
 from .lens.model_classes import UnsupportedModelError
 from .lens.verification.support import check
 from .maps import MixingMap
-from .methods import (
-    METHODS,
-    Alti,
-    AltiLogit,
-    AtbFf,
-    AtbFfRes,
-    AtbFfResLn,
-    AttentionAttribution,
-    AttentionWeights,
-    AttnRes,
-    AttnResLn,
-    AttnResWeights,
-    AttributionPatching,
-    ContextLength,
-    DecompX,
-    DecompXLocal,
-    FrozenGradients,
-    Gim,
-    GlobEnc,
-    GradientAttention,
-    InformationFlowRoutes,
-    InputGradients,
-    Method,
-    Occlusion,
-    ValueNorms,
-    ValueZeroing,
-)
+from .method import Method
+from .methods import METHODS
+from .methods.alti import Alti
+from .methods.alti_logit import AltiLogit
+from .methods.atb_ff import AtbFf, AtbFfRes, AtbFfResLn
+from .methods.attention import AttentionWeights, AttnResWeights
+from .methods.attention_attribution import AttentionAttribution
+from .methods.attn_res import AttnRes, AttnResLn
+from .methods.attribution_patching import AttributionPatching
+from .methods.context_length import ContextLength
+from .methods.decompx import DecompX, DecompXLocal
+from .methods.frozen_gradients import FrozenGradients
+from .methods.gim import Gim
+from .methods.globenc import GlobEnc
+from .methods.gradient_attention import GradientAttention
+from .methods.information_flow_routes import InformationFlowRoutes
+from .methods.input_gradients import InputGradients
+from .methods.occlusion import Occlusion
+from .methods.value_norms import ValueNorms
+from .methods.value_zeroing import ValueZeroing
 from .recommended import input_map
 from .registry import register
 from .runner import run, run_many, support

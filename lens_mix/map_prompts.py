@@ -22,7 +22,7 @@ from lens_mix.lens.masks import AllowedKeys, PromptMask
 from lens_mix.maps import MixingMap
 from lens_mix.maps.characters import joined
 from lens_mix.method import RESIDUAL_KEY, Method
-from lens_mix.methods.residual_shares import ResidualShares
+from lens_mix.residual_shares import ResidualShares
 from lens_mix.session import CheckedPass, Session
 from lens_mix.targets import as_target
 

@@ -11,7 +11,11 @@ from lens_mix.lens.rows import Selection
 from lens_mix.lens.texts import token_ids
 from lens_mix.maps import MixingMap
 from lens_mix.measured import sentence
-from lens_mix.methods import AttributionPatching, DecompX, Gim, InputGradients, Method
+from lens_mix.method import Method
+from lens_mix.methods.attribution_patching import AttributionPatching
+from lens_mix.methods.decompx import DecompX
+from lens_mix.methods.gim import Gim
+from lens_mix.methods.input_gradients import InputGradients
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike, predicted
 

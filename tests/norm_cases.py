@@ -13,7 +13,7 @@ import torch
 import lens_mix as lm
 from lens_mix.algebra.definitions import residual_vectors, through_norm, value_vectors
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
-from lens_mix.methods import Method
+from lens_mix.method import Method
 from lens_mix.statistics.passes import prompt_blocks
 from tests.matrix import Case, cases, prompt_of, slow, wide_cases
 

@@ -34,6 +34,7 @@ FLOORS = {
     "method": 3,
     "runner": 6,
     "recommended": 7,
+    "residual_shares": 5,
     "registry": 5,
     "testing": 8,
     "version": 0,

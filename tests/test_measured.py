@@ -61,13 +61,9 @@ def test_what_counts_as_a_measured_figure(text: str, quotes: bool) -> None:
     assert quotes_a_measurement(text) is quotes
 
 
-# What is fast about these files is being measured again: their figures go with that change.
-LATER = {"algebra/folded_weights.py", "algebra/value_zeroing.py"}
-
-
 def test_no_docstring_or_comment_quotes_a_measured_figure() -> None:
     found = [(where, text) for where, text in texts() if quotes_a_measurement(text)]
-    assert [(where, text) for where, text in found if where.split(":")[0] not in LATER] == []
+    assert [(where, text) for where, text in found] == []
 
 
 def test_a_fact_has_its_interval_cases_and_origin() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import lens_mix as lm
 from tests.source_tree import ROOT, trees
+from tests.stub import STUB, stub_text
 
 # Imported by another name than the distribution has.
 DISTRIBUTIONS = {"lazy_loader": "lazy-loader", "transformer_lens": "transformer-lens"}
@@ -45,6 +46,10 @@ def test_type_checkers_see_the_same_names():
     stub = ast.parse((ROOT / "lens_mix" / "__init__.pyi").read_text())
     names = next(node.value for node in stub.body if isinstance(node, ast.Assign))
     assert sorted(ast.literal_eval(names)) == sorted(lm.__all__)
+
+
+def test_the_stub_has_every_method():
+    assert STUB.read_text(encoding="utf-8") == stub_text(), "run `make stub`"
 
 
 @pytest.mark.parametrize("name", sorted(lm.METHODS))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.methods import METHODS, Method
+from lens_mix.method import Method
+from lens_mix.methods import METHODS
 from lens_mix.methods.attn_res import attn_res
 from lens_mix.session import Session
 from tests.matrix import build_or_skip, cases, prompt_of

@@ -7,7 +7,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.lens.model_classes import transformer_lens_version
-from lens_mix.methods import Method
+from lens_mix.method import Method
 from tests.matrix import build_or_skip, prompt_of
 from tests.reference_models import to_bridge, to_hooked
 from tests.tiny_models import (

@@ -38,7 +38,7 @@ class _NormChange:
     def sizes(self, rows: slice, change: Float[Tensor, "key row d_model"]) -> _Changed:
         """What changes of some rows' inputs do to the sizes."""
         centred, size = self._centre(change), self._size[rows]
-        square_change = products(centred, self.clean[rows])[..., None].mul_(2 * size)
+        square_change = _scalar_products(centred, self.clean[rows])[..., None].mul_(2 * size)
         square_change += torch.linalg.vector_norm(centred, dim=-1, keepdim=True) ** 2
         square_change /= centred.shape[-1]
         # Where all that was read is taken away, eps is left; without eps, rounding could leave less than 0.
@@ -58,7 +58,7 @@ class _NormChange:
         return x if self.norm.kind == "rms" else x - x.mean(-1, keepdim=True)
 
 
-def products(
+def _scalar_products(
     change: Float[Tensor, "key row d_model"], clean: Float[Tensor, "row d_model"]
 ) -> Float[Tensor, "key row"]:
     """Scalar products with the clean rows, by one batched product: it reads what is changed once."""
@@ -156,7 +156,7 @@ class CleanBlock:
         if metric == "euclidean":
             return torch.linalg.vector_norm(mid, dim=-1)
         direction, size = self.direction[rows], self._size[rows]
-        along = products(mid, direction)
+        along = _scalar_products(mid, direction)
         # No difference of two squares: where a vector is stretched, nothing would be left of the rest.
         rest = torch.addcmul(mid, direction, along[..., None], value=-1)
         across, near = torch.linalg.vector_norm(rest, dim=-1).square_(), along + size

@@ -137,7 +137,7 @@ class _Maps:
             return of_heads.permute(1, 2, 0, 3).flatten(1, 2)
 
         wide = [matrix[group].split(self._widths, dim=-1) for matrix in self._folded]
-        # Some neurons at a time, as one product with all of them takes four times as long.
+        # Some neurons at a time, because one product with all of them is slower.
         hidden = [[through(x) for x in parted] for parted in zip(*wide, strict=True)]
         head_vectors, pattern = through(self._W_O[group]), self._pattern[:, group]
         return _Values(positions, self._factors[sources, :, group], pattern, head_vectors, hidden)

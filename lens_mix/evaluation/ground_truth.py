@@ -28,7 +28,10 @@ from lens_mix.evaluation.candidates import Aggregation
 from lens_mix.evaluation.constructed import ConstructedModel, Routes, constructed_models
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.maps import MixingMap
-from lens_mix.methods import METHODS, AltiLogit, GradientAttention, Method
+from lens_mix.method import Method
+from lens_mix.methods import METHODS
+from lens_mix.methods.alti_logit import AltiLogit
+from lens_mix.methods.gradient_attention import GradientAttention
 from lens_mix.runner import MethodLike, read_methods, run
 
 if TYPE_CHECKING:

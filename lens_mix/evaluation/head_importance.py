@@ -22,7 +22,10 @@ from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelEr
 from lens_mix.lens.prompts import read_prompt
 from lens_mix.lens.verification.kept import verification_of
 from lens_mix.lens.verification.support import any_prompt
-from lens_mix.methods import AttentionAttribution, AttentionWeights, GradientAttention, Method
+from lens_mix.method import Method
+from lens_mix.methods.attention import AttentionWeights
+from lens_mix.methods.attention_attribution import AttentionAttribution
+from lens_mix.methods.gradient_attention import GradientAttention
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike
 

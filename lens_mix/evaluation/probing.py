@@ -19,7 +19,7 @@ from torch import Tensor
 from lens_mix.arguments import instance, number, real_tensor, several, whole_number
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.lens.rows import Selection
-from lens_mix.methods import AttentionWeights
+from lens_mix.methods.attention import AttentionWeights
 from lens_mix.statistics.passes import each_prompt
 from lens_mix.statistics.ranks import spearman
 

@@ -25,7 +25,7 @@ from lens_mix.evaluation.cells import Operator, keep_cells
 from lens_mix.evaluation.curves import removal_curves
 from lens_mix.evaluation.removal import Removal
 from lens_mix.lens.model_classes import TransformerLensModel
-from lens_mix.methods import Occlusion
+from lens_mix.methods.occlusion import Occlusion
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike
 

@@ -18,7 +18,7 @@ from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
 from lens_mix.lens.prompts import device_of, read_prompt
 from lens_mix.lens.token_strings import token_strings
 from lens_mix.maps import MixingMap
-from lens_mix.methods import AttentionAttribution
+from lens_mix.methods.attention_attribution import AttentionAttribution
 from lens_mix.runner import run
 from lens_mix.targets import TargetLike
 

@@ -65,7 +65,7 @@ class Block:
         logits_tokens: the tokens that the logits stand over.
         logits_real: which positions of the logits are the prompts' own: the decoder's, where there is one.
         tokenizer: the model's tokenizer; None where it has none.
-        details, warnings, explained: per prompt, what `detail`, `warn` and `explain` have put down.
+        details, warnings, default_rows: per prompt, what `detail`, `warn` and `set_default_row` have recorded.
     """
 
     def __init__(

@@ -1,50 +1,30 @@
-"""One paper, one file: each method is a small frozen dataclass with one call."""
+"""One paper, one file: each method is a small frozen dataclass with one call.
+
+`METHODS` contains every method that a module of this package defines, so a new method needs a file alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
 
 from lens_mix.method import Method
-from lens_mix.methods.alti import Alti
-from lens_mix.methods.alti_logit import AltiLogit
-from lens_mix.methods.atb_ff import AtbFf, AtbFfRes, AtbFfResLn
-from lens_mix.methods.attention import AttentionWeights, AttnResWeights
-from lens_mix.methods.attention_attribution import AttentionAttribution
-from lens_mix.methods.attn_res import AttnRes, AttnResLn
-from lens_mix.methods.attribution_patching import AttributionPatching
-from lens_mix.methods.context_length import ContextLength
-from lens_mix.methods.decompx import DecompX, DecompXLocal
-from lens_mix.methods.frozen_gradients import FrozenGradients
-from lens_mix.methods.gim import Gim
-from lens_mix.methods.globenc import GlobEnc
-from lens_mix.methods.gradient_attention import GradientAttention
-from lens_mix.methods.information_flow_routes import InformationFlowRoutes
-from lens_mix.methods.input_gradients import InputGradients
-from lens_mix.methods.occlusion import Occlusion
-from lens_mix.methods.value_norms import ValueNorms
-from lens_mix.methods.value_zeroing import ValueZeroing
 
-METHODS: dict[str, type[Method]] = {
-    method.name: method
-    for method in (
-        AttentionWeights,
-        ValueZeroing,
-        ValueNorms,
-        AttnRes,
-        AttnResLn,
-        AttnResWeights,
-        AtbFf,
-        AtbFfRes,
-        AtbFfResLn,
-        AttentionAttribution,
-        GradientAttention,
-        GlobEnc,
-        Alti,
-        InformationFlowRoutes,
-        DecompX,
-        DecompXLocal,
-        AltiLogit,
-        InputGradients,
-        Occlusion,
-        ContextLength,
-        FrozenGradients,
-        Gim,
-        AttributionPatching,
-    )
-}
+
+def _find_methods() -> dict[str, type[Method]]:
+    """Return the methods that the modules of this package define, by their names in strings.
+
+    A base class of several methods has no `name`, and is left out.
+    """
+    methods: dict[str, type[Method]] = {}
+    for found in pkgutil.iter_modules(__path__, f"{__name__}."):
+        module = importlib.import_module(found.name)
+        for kind in vars(module).values():
+            defined_here = inspect.isclass(kind) and kind.__module__ == found.name
+            if defined_here and issubclass(kind, Method) and hasattr(kind, "name"):
+                methods[kind.name] = kind
+    return methods
+
+
+METHODS: dict[str, type[Method]] = _find_methods()

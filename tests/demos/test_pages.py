@@ -182,12 +182,6 @@ def test_a_row_of_the_readmes_table_quotes_the_score_of_its_own_methods() -> Non
         assert set(quoted) <= set(named)
 
 
-def test_the_readmes_table_is_the_list_of_methods() -> None:
-    rows = [line.split("|")[1] for line in README.splitlines() if line.startswith("| `")]
-    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-    assert sorted(named) == sorted(lm.METHODS)
-
-
 def test_the_example_method_of_the_page_runs(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     method, use = examples(HOW_TO)
     # A dataclass looks its module up by name.

@@ -8,7 +8,7 @@ import torch
 import lens_mix as lm
 from lens_mix.lens.clean_pass import clean_pass
 from lens_mix.lens.continuation import logits_from
-from lens_mix.methods import Method
+from lens_mix.method import Method
 from tests.matrix import Case, cases, prompt_of
 from tests.tiny_models import inputs, toy_tokenizer
 

@@ -35,7 +35,9 @@ GOING_BACK = {"gim", "frozen_gradients"}
 def test_every_method_that_runs_the_model_again_is_known():
     again = {name for name, method in METHODS.items() if "hooks" in method.engines}
     assert again == {*INTERVENING, *GOING_BACK, *ELSEWHERE}
-    overriding = {name for name, method in METHODS.items() if method.interventions is not Method.interventions}
+    overriding = {
+        name for name, method in METHODS.items() if method.interventions is not Method.interventions
+    }
     assert overriding == {*INTERVENING, *GOING_BACK}
 
 

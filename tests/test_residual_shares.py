@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lens_mix as lm
-from lens_mix.methods.residual_shares import residual_shares
+from lens_mix.residual_shares import residual_shares
 from tests.tiny_models import available, bridge, bridge_or_hooked, tokens, wrapped_model
 
 # the module that reads the sum of residual stream and attention, in the wrapped model

@@ -1,0 +1,34 @@
+"""The stub `lens_mix/__init__.pyi` with the names of all methods; `make stub` writes it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from lens_mix.methods import METHODS
+
+STUB = Path(__file__).parents[1] / "lens_mix" / "__init__.pyi"
+_IMPORT = re.compile(r"^from \.methods\.\w+ import (.*)\n", re.MULTILINE)
+_NAME = re.compile(r'^    "(\w+)",\n', re.MULTILINE)
+
+
+def stub_text() -> str:
+    """Return the stub with an import and a public name for every method."""
+    text = STUB.read_text(encoding="utf-8")
+    by_file: dict[str, list[str]] = {}
+    for method in METHODS.values():
+        by_file.setdefault(method.__module__.removeprefix("lens_mix"), []).append(method.__name__)
+    imports = [f"from {module} import {', '.join(sorted(by_file[module]))}\n" for module in sorted(by_file)]
+    before = {name for listed in _IMPORT.findall(text) for name in listed.split(", ")}
+    names = set(_NAME.findall(text)) - before | {method.__name__ for method in METHODS.values()}
+    text = _IMPORT.sub("", text).replace("from .recommended", "".join(imports) + "from .recommended", 1)
+    listed = "".join(f'    "{name}",\n' for name in sorted(names, key=_as_ruff_sorts))
+    return re.sub(r'(?<=__all__ = \[\n)(?:    "\w+",\n)*', listed, text)
+
+
+def _as_ruff_sorts(name: str) -> tuple[bool, bool, str]:
+    return not name.isupper(), not name[0].isupper(), name
+
+
+if __name__ == "__main__":
+    STUB.write_text(stub_text(), encoding="utf-8")
