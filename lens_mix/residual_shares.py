@@ -1,4 +1,4 @@
-"""How much of a position's representation after attention is its own residual stream."""
+"""Compute how much of a position's representation after attention is its own residual stream."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ResidualShares(VectorMethod):
-    """The residual stream's share in its sum with the attention branch, by proximity.
+    """Compute the share of the residual stream in its sum with the attention branch, by proximity.
 
-    With x the residual stream, a what the attention branch adds and y = x + a: p(x) / (p(x) + p(a)) with
-    p(s) = max(0, ‖y‖₁ − ‖y − s‖₁), the proximity of Ferrando et al. (EMNLP 2022, eq. 6) for two parts;
-    1/2 where both are 0. Shape [layer, query, 1], in 0..1. Not one of `METHODS`, as it tells no keys apart:
-    `lm.run(..., residual_shares=True)` puts it into the maps, for `lm.rollout(m, residual="measured")`.
+    score[l, i] = p(x) / (p(x) + p(a)), where x is the residual stream, a is what the attention branch adds
+    and y = x + a. p(s) = max(0, ‖y‖₁ − ‖y − s‖₁) is the proximity of Ferrando et al. (EMNLP 2022, eq. 6), for
+    two components. If both are 0, the share is 1/2. Shape [layer, query, 1], values in 0..1.
+
+    This is not one of `METHODS`, because it does not distinguish keys. `lm.run(..., residual_shares=True)`
+    adds it to the maps, for `lm.rollout(m, residual="measured")`.
     """
 
     name: ClassVar[str] = "residual_shares"
@@ -41,7 +43,12 @@ class ResidualShares(VectorMethod):
 def residual_shares(
     resid_pre: Float[Tensor, "batch query d_model"], summed: Float[Tensor, "batch query d_model"]
 ) -> Float[Tensor, "batch query"]:
-    """The definition: the share of `resid_pre` in `summed`, the residual stream after attention."""
+    """Return the share of the residual stream in its sum with the attention branch.
+
+    Args:
+        resid_pre: x, the residual stream that enters the block.
+        summed: y, the residual stream after attention.
+    """
     whole = summed.abs().sum(-1)
     residual = (whole - (summed - resid_pre).abs().sum(-1)).clamp(min=0)
     mixed = (whole - resid_pre.abs().sum(-1)).clamp(min=0)

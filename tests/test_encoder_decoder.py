@@ -12,7 +12,7 @@ import lens_mix as lm
 from lens_mix.algebra.definitions import norms, through_norm, value_vectors
 from lens_mix.lens.anatomy import Norm
 from lens_mix.method import RESIDUAL_KEY
-from lens_mix.methods.alti import alti, shares
+from lens_mix.methods.alti import alti, normalize_rows
 from lens_mix.statistics.contextualisation import top_pairs
 from lens_mix.statistics.mixing_ratio import mixing_ratios
 from tests.matrix import build_or_skip, prompt_of, slow, zeroed
@@ -141,7 +141,7 @@ def test_norm_maps_equal_their_definitions_and_their_vectors_sum_to_the_real_out
             "value_norm": norms(sent),
             "attn_res": norms(whole),
             "attn_res_ln": norms(normed),
-            "alti": shares(alti(normed, after)),
+            "alti": normalize_rows(alti(normed, after)),
         }
         for method, scores in expected.items():
             torch.testing.assert_close(maps[method].scores[layer], scores[0], atol=1e-9, rtol=0)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.methods.part_shares import PartShares
+from lens_mix.methods.component_shares import PartShares
 
 Node = tuple[int, int]
 # What heads sent, and what was there before.

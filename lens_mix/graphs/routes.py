@@ -22,7 +22,7 @@ from lens_mix.graphs.route_stacks import RouteStack, grown
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import query_position
 from lens_mix.maps.words import merge_axis, resolve_groups
-from lens_mix.methods.part_shares import PartShares, own_share, part_shares
+from lens_mix.methods.component_shares import PartShares, own_share, part_shares
 
 Words = Literal["words"] | Sequence[str] | Sequence[Sequence[int]] | None
 

@@ -1,4 +1,4 @@
-"""ALTI: how much nearer a key's vector brings the query's representation to what it is."""
+"""Compute ALTI: how much closer the vector of a key brings the query's representation to its true value."""
 
 from __future__ import annotations
 
@@ -24,19 +24,24 @@ Distance = Literal["l1", "l2"]
 
 @dataclasses.dataclass(frozen=True)
 class Alti(VectorMethod):
-    """ALTI's contributions (Ferrando et al., EMNLP 2022, eq. 9-11).
+    """Compute the contributions of ALTI (Ferrando et al., EMNLP 2022, eq. 9-11).
 
-    score[l, i, j] = c_ij / Σ_k c_ik with c_ij = max(0, ‖y_i‖ - ‖y_i - T_ij‖), y_i the true representation
-    after the attention branch, biases included, and T_ij what of it came from key j. Shape [layer, query,
-    key], in 0..1, rows sum to 1; a row in which no key brings y_i nearer stays zero.
+    score[l, i, j] = c_ij / Σ_k c_ik with c_ij = max(0, ‖y_i‖ - ‖y_i - T_ij‖). y_i is the true representation
+    after the attention branch, biases included. T_ij is the vector that key j contributes to it.
 
-    Post-norm blocks: after the norm, T_ij as in `attn_res_ln`. Pre-norm blocks, with the norm inside the
-    vectors, are the decoder form of ALTI-Logit (Ferrando et al., ACL 2023, eq. 7-8): T_ij as in
-    `attn_res`. The maps hold the residual stream, so roll-outs add no identity.
+    Shape [layer, query, key], values in 0..1, and rows sum to 1. A row in which no key brings y_i closer is
+    zero. The map contains the residual stream, so roll-outs add no identity.
+
+    In post-norm blocks, T_ij is taken after the norm, as in `attn_res_ln`. In pre-norm blocks, where the norm
+    is inside the vectors, T_ij is as in `attn_res`: the decoder form of ALTI-Logit (Ferrando et al.,
+    ACL 2023, eq. 7-8).
 
     Args:
-        distance: "l1", the paper's, or "l2".
-        normalize: divide rows by their sum; False keeps the c_ij.
+        distance: The vector norm ‖·‖: "l1" (as in the paper) or "l2".
+        normalize: Whether rows are divided by their sum. False returns the c_ij.
+
+    Raises:
+        ValueError: `distance` is unknown.
     """
 
     name: ClassVar[str] = "alti"
@@ -59,7 +64,7 @@ class Alti(VectorMethod):
         order = 1 if self.distance == "l1" else 2
         size = lengths(vectors.mid, order)[..., None]
         nearer = (size - distances(vectors.normed, vectors.mid, order)).clamp_min(0)
-        return shares(nearer) if self.normalize else nearer
+        return normalize_rows(nearer) if self.normalize else nearer
 
 
 def alti(
@@ -67,18 +72,18 @@ def alti(
     state: Float[Tensor, "batch query d_model"],
     order: int = 1,
 ) -> Float[Tensor, "batch query key"]:
-    """The definition: c_ij = max(0, ‖y_i‖ - ‖y_i - T_ij‖).
+    """Return c_ij = max(0, ‖y_i‖ - ‖y_i - T_ij‖), as the paper defines it.
 
     Args:
-        vectors: T, from `residual_vectors`, after the norm where the block has one.
-        state: y, what the vectors are shares of.
-        order: of the norm, 1 or 2.
+        vectors: T, from `residual_vectors`, after the norm if the block has one.
+        state: y, the sum that the vectors are terms of.
+        order: The order of the vector norm, 1 or 2.
     """
     apart = torch.linalg.vector_norm(state[:, :, None] - vectors, ord=order, dim=-1)
     return (torch.linalg.vector_norm(state, ord=order, dim=-1)[..., None] - apart).clamp_min(0)
 
 
-def shares(scores: Float[Tensor, "*batch key"]) -> Float[Tensor, "*batch key"]:
-    """Rows divided by their sum; all-zero rows stay."""
+def normalize_rows(scores: Float[Tensor, "*batch key"]) -> Float[Tensor, "*batch key"]:
+    """Return the rows divided by their sums. A row of zeros stays zero."""
     total = scores.sum(-1, keepdim=True)
     return torch.where(total > 0, scores / total, torch.zeros_like(scores))

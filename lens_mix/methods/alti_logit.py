@@ -1,4 +1,4 @@
-"""ALTI-Logit: which input tokens put how much into a token's logit, layer by layer."""
+"""Compute ALTI-Logit: how much each input token adds to a token's logit, layer by layer."""
 
 from __future__ import annotations
 
@@ -25,27 +25,32 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class AltiLogit(VectorMethod):
-    """ALTI-Logit (Ferrando et al., ACL 2023, eq. 6 and 9): an input map of logits.
+    """Compute ALTI-Logit, an input map of logits (Ferrando et al., ACL 2023, eq. 6 and 9).
 
-    score[l, i, s] = Σ_k Δ_ik M_ks, where Δ_ik is what the attention of block l, by way of key k, adds to
-    the logit of position i's token, through the final norm held linear at its true scale, and M is the
-    product of the ALTI maps of the blocks below l. Shape [layer, query, key], in logits, of either sign.
-    The sum over layers is the tokens' share of the logit; the feed-forwards, the biases and the residual
-    stream that enters the first block are not in it, as in the paper.
+    score[l, i, s] = Σ_k Δ_ik M_ks. Δ_ik is what the attention of block l, from key k, adds to the logit that
+    is explained at position i. The final norm is applied as a linear map, at the scale of the clean pass.
+    M is the product of the ALTI maps of the blocks below block l.
 
-    Only where the blocks' residual stream is never normed itself (no post-norm), and the logits are final
-    norm and unembedding: soft caps are refused. `max_memory` bounds each block's step; the logits that the
-    tokens are taken from are not counted.
+    Shape [layer, query, key], in units of the logit, of either sign. The sum over layers is the share of each
+    input token in the logit. As in the paper, it leaves out the feed-forwards, the biases and the residual
+    stream that enters the first block.
+
+    The method is defined if no norm is applied to the residual stream itself (no post-norm), and if the
+    logits are the final norm followed by the unembedding (no soft cap). `max_memory` bounds the memory of
+    each block's computation. It does not count the logits from which the tokens are chosen.
 
     Args:
-        token: whose logit: "predicted" (the likeliest after each position; a note names the positions where
-            only rounding decides), "next" (the prompt's next token; after the last position the likeliest),
-            or one vocabulary number for all positions.
-        against: a vocabulary number whose logit is subtracted (a contrast); None for none.
-        distance: as in `alti`.
+        token: The token whose logit is explained.
+
+            - "predicted": the most likely token after each position. A note names the positions where only
+              rounding decides which token that is.
+            - "next": the next token of the prompt. After the last position it is the most likely one.
+            - a vocabulary number: the same token for all positions.
+        against: The vocabulary number of a token whose logit is subtracted (a contrast). None: no contrast.
+        distance: As in `alti`.
 
     Raises:
-        ValueError: an unknown option.
+        ValueError: An argument is unknown or out of range.
     """
 
     name: ClassVar[str] = "alti_logit"
@@ -70,9 +75,9 @@ class AltiLogit(VectorMethod):
 
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         if anatomy.attention_residual is not None:
-            return "a norm on the residual stream (post-norm) stands between the block and the logits"
+            return "a norm on the residual stream (post-norm) lies between the block and the logits"
         if anatomy.cross:
-            return "expected a block without cross-attention: the other stack's tokens have no place here"
+            return "expected a block without cross-attention: the map has no keys for the other part's tokens"
         return None
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
@@ -81,13 +86,13 @@ class AltiLogit(VectorMethod):
         below: Tensor | None = None
         maps = []
         for block in blocks:
-            # Before the logit's shares, which need less memory: ALTI refuses where `max_memory` is too small
-            # for it, and says how much it needs.
+            # ALTI runs before the shares of the logit, because it needs more memory: if `max_memory` is too
+            # small, its error says how much is needed.
             alti = None if block is last else Alti(self.distance)(block).to(directions.dtype)
             added = logit_shares(block, directions, last)
             maps.append(added if below is None else added @ below)
             if alti is not None:
-                # Padded rows may hold anything; they feed nothing but themselves.
+                # Rows of padding may have any value, and nothing but padding reads them.
                 alti = alti.masked_fill_(~block.real[:, :, None], 0)
                 below = alti if below is None else alti @ below
         return maps
@@ -98,12 +103,13 @@ def alti_logit(
     directions: Float[Tensor, "batch query d_model"],
     maps: Sequence[Float[Tensor, "batch query key"]],
 ) -> list[Float[Tensor, "batch query token"]]:
-    """The definition: score[l, i, s] = Σ_k Δ_ik M_ks, Δ_ik = (Σ_h a_ikh v_kh W_O^h) · d_i.
+    """Return score[l, i, s] = Σ_k Δ_ik M_ks with Δ_ik = (Σ_h a_ikh v_kh W_O^h) · d_i.
 
     Args:
-        vectors: per block, what its attention branch brings from key k to query i (`value_vectors`).
+        vectors: For each block, the vector that attention adds to query i from key k (`value_vectors`).
         directions: d, from `through_head`.
-        maps: the blocks' ALTI maps; M is the product of those below block l, the identity below the first.
+        maps: The ALTI maps of the blocks. M is the product of those below block l, and the identity for the
+            first block.
     """
     identity = torch.eye(maps[0].shape[-1], dtype=directions.dtype, device=directions.device)
     scores, below = [], identity.expand_as(maps[0])

@@ -1,4 +1,4 @@
-"""Attention and feed-forward blocks: what a key's vector has become after the feed-forward."""
+"""Compute the maps of attention and feed-forward together, from each key's vector after both."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
 # The cost of one row in forward passes: an estimate, for the warning before a long run.
-_ROW = 0.1
+_PASSES_PER_ROW = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class AtbFf(VectorMethod):
-    """The feed-forward's output by key, ATBFF (Kobayashi et al., ICLR 2024, section 4).
+    """Compute the output of the feed-forward by key, ATBFF (Kobayashi et al., ICLR 2024, section 4).
 
-    score[l, i, j] = ‖F^FF_ij‖, F^FF_ij = ((F_ij W_in) ⊙ m_i) W_out, where F_ij is what the feed-forward
-    reads of key j and m_i the integrated gradients through the activation, in closed form (gated
-    feed-forwards: one integral per neuron, by quadrature; see `lens_mix.algebra.activations`). Shape
-    [layer, query, key], from 0 up, in the units of the feed-forward's output.
+    score[l, i, j] = ‖F^FF_ij‖ with F^FF_ij = ((F_ij W_in) ⊙ m_i) W_out. F_ij is the vector of key j in what
+    the feed-forward reads at query i. m_i are the integrated gradients through the activation, in closed
+    form. For gated feed-forwards, each neuron has one integral, which is computed by quadrature
+    (`lens_mix.algebra.activations`).
 
-    In parallel blocks, where the feed-forward reads the block's input, only the diagonal is not zero.
+    Shape [layer, query, key], at least 0, in the units of the feed-forward's output. In parallel blocks, the
+    feed-forward reads the block's input, so that only the diagonal differs from zero.
 
     Args:
-        biases: where the path of the integrated gradients starts. "on_path" (variant A, the default): at
-            zero, so the biases grow along with the vectors and get shares, which are dropped. "fixed"
-            (variant B): at the biases, so the vectors' shares add up to all of the change.
+        biases: The start of the path of the integrated gradients.
+
+            - "on_path" (the paper's variant A): zero. The biases grow along with the vectors and get shares,
+              which are dropped.
+            - "fixed" (the paper's variant B): the biases. The vectors' shares sum to the whole change.
 
     Raises:
-        ValueError: an unknown variant.
+        ValueError: The variant is unknown.
     """
 
     name: ClassVar[str] = "atb_ff"
@@ -59,7 +62,7 @@ class AtbFf(VectorMethod):
         return unsupported_feed_forward(anatomy)
 
     def passes(self, blocks: Sequence[Block]) -> Passes | None:
-        return pair_passes(blocks, _ROW)
+        return pair_passes(blocks, _PASSES_PER_ROW)
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         return feed_forward_maps(block, self.biases).output
@@ -67,11 +70,14 @@ class AtbFf(VectorMethod):
 
 @dataclasses.dataclass(frozen=True)
 class AtbFfRes(AtbFf):
-    """Feed-forward and its residual connection, ATBFFRES (Kobayashi et al., ICLR 2024, section 4).
+    """Compute the feed-forward with its residual connection, ATBFFRES (Kobayashi et al., 2024, section 4).
 
-    score[l, i, j] = ‖F_ij + F^FF_ij‖, with F_ij what the block held of key j before the feed-forward and
-    F^FF_ij as in `atb_ff`, through the norm and the multiplier of the branch where there are any. Shape
-    [layer, query, key], from 0 up. `biases` as in `atb_ff`.
+    score[l, i, j] = ‖F_ij + F^FF_ij‖. F_ij is the vector of key j in the residual stream before the
+    feed-forward. F^FF_ij is as in `atb_ff`, after the norm and the multiplier of the feed-forward's branch
+    if there are any. Shape [layer, query, key], at least 0.
+
+    Args:
+        biases: As in `atb_ff`.
     """
 
     name: ClassVar[str] = "atb_ff_res"
@@ -84,15 +90,17 @@ class AtbFfRes(AtbFf):
 
 @dataclasses.dataclass(frozen=True)
 class AtbFfResLn(AtbFf):
-    """The whole block, ATBFFRESLN (Kobayashi et al., ICLR 2024, section 4).
+    """Compute the map of the whole block, ATBFFRESLN (Kobayashi et al., ICLR 2024, section 4).
 
-    The vectors of `atb_ff_res` through the norm on the residual stream at the block's end, held linear at
-    its true scale, β in no vector. Shape [layer, query, key], from 0 up. Only post-norm blocks have that
-    norm; on all others the map equals `atb_ff_res`, unless `next_norm`. `biases` as in `atb_ff`.
+    score[l, i, j] is the norm of a vector of `atb_ff_res` after the norm on the residual stream at the end of
+    the block. That norm is applied as a linear map, at the scale of the clean pass, and its β is in no
+    vector. Shape [layer, query, key], at least 0. Only post-norm blocks have that norm. In all other blocks
+    the map equals `atb_ff_res`, unless `next_norm` is set.
 
     Args:
-        next_norm: where the block has no such norm, apply the one that reads its output next: the next
-            block's first norm, after the last block the model's final norm.
+        biases: As in `atb_ff`.
+        next_norm: Whether blocks without such a norm use the one that reads their output next: the first norm
+            of the next block, and for the last block the final norm of the model.
     """
 
     name: ClassVar[str] = "atb_ff_res_ln"
@@ -116,10 +124,18 @@ def atb_ff(
     m: Float[Tensor, "batch query d_mlp"],
     W_out: Float[Tensor, "d_mlp d_model"],
 ) -> Float[Tensor, "batch query key d_model"]:
-    """The definition: F^FF_ij = ((F_ij W_in) ⊙ m_i) W_out, on a path from zero m_i = ∫₀¹ act'(α p_i) dα.
+    """Return F^FF_ij = ((F_ij W_in) ⊙ m_i) W_out, as the paper defines it.
 
-    p_i is what the activation reads, biases in. A gated feed-forward adds the same of W_gate: with p the gate
-    and u_i what it multiplies, m_gate_i = ∫₀¹ act'(α p_i) α u_i dα, and m_i = ∫₀¹ act(α p_i) dα.
+    m_i = ∫₀¹ act'(α p_i) dα on a path from zero, where p_i is what the activation reads, biases included.
+
+    In a gated feed-forward, p_i is the gate and u_i is what it multiplies. Then m_i = ∫₀¹ act(α p_i) dα, and
+    W_gate adds a term of the same form with m_gate_i = ∫₀¹ act'(α p_i) α u_i dα.
+
+    Args:
+        vectors: F, the vectors that the feed-forward reads.
+        W_in: The weights of the first layer.
+        m: The multipliers m_i of the neurons.
+        W_out: The weights of the second layer.
     """
     hidden = einsum(vectors, W_in, "batch query key d_model, d_model d_mlp -> batch query key d_mlp")
     shares = einsum(hidden, m, "batch query key d_mlp, batch query d_mlp -> batch query key d_mlp")

@@ -1,4 +1,4 @@
-"""Attention weights, as they are and with the residual connection as half an identity."""
+"""Compute attention weights, alone and averaged with the identity for the residual connection."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionWeights(Method):
-    """Attention weights as a mixing map (Clark et al., BlackboxNLP 2019).
+    """Return attention weights as a map (Clark et al., BlackboxNLP 2019).
 
-    Shape [layer, query, key], the mean over heads, or [layer, head, query, key] with `per_head`; in 0..1,
-    rows sum to 1 (less on models with attention sinks that are not tokens; a note says so).
+    Shape [layer, query, key], the mean over heads, or [layer, head, query, key] with `per_head`. Values are
+    in 0..1, and rows sum to 1. On models with attention sinks that are not tokens they sum to less, and a
+    note says so.
 
-    The weights say where a query looked, not how much came of it: a key with a small value vector can
-    take most of the weight (Kobayashi et al., EMNLP 2020).
+    A weight measures how much a query attends to a key, not how much it receives: a key with a small value
+    vector can have most of the weight (Kobayashi et al., EMNLP 2020).
 
     Args:
-        per_head: keep the heads apart.
+        per_head: Whether each head has a map of its own.
     """
 
     name: ClassVar[str] = "attention"
@@ -49,11 +50,11 @@ class AttentionWeights(Method):
 
 @dataclasses.dataclass(frozen=True)
 class AttnResWeights(Method):
-    """Attention weights with the residual connection as half an identity, AttnRes-W.
+    """Average attention weights and the identity, AttnRes-W.
 
-    score[l, i, j] = 0.5 Ā_ij + 0.5 δ_ij, Ā the mean over heads (Abnar and Zuidema, ACL 2020; the
-    weight-based counterpart in Kobayashi et al., EMNLP 2021, section 4). Shape [layer, query, key], in
-    0..1, rows sum to 1 (less on models with attention sinks that are no token).
+    score[l, i, j] = 0.5 Ā_ij + 0.5 δ_ij, where Ā is the mean over heads (Abnar and Zuidema, ACL 2020). This
+    is the counterpart by weights in Kobayashi et al. (EMNLP 2021, section 4). Shape [layer, query, key],
+    values in 0..1, and rows sum to 1. On models with attention sinks that are not tokens they sum to less.
     """
 
     name: ClassVar[str] = "attn_res_w"
@@ -75,11 +76,11 @@ class AttnResWeights(Method):
 
 
 def attention_weights(pattern: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch query key"]:
-    """The definition: Ā_ij, the mean over heads."""
+    """Return Ā_ij, the mean of the weights over heads, as the paper defines it."""
     return reduce(pattern, "batch head query key -> batch query key", "mean")
 
 
 def attn_res_w(pattern: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch query key"]:
-    """The definition: 0.5 Ā_ij + 0.5 δ_ij."""
+    """Return 0.5 Ā_ij + 0.5 δ_ij, as the paper defines it."""
     same = torch.eye(pattern.shape[-1], dtype=pattern.dtype, device=pattern.device)
     return 0.5 * attention_weights(pattern) + 0.5 * same

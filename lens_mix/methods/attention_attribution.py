@@ -1,4 +1,4 @@
-"""Self-attention attribution: integrated gradients on attention patterns."""
+"""Compute self-attention attribution: integrated gradients with respect to attention patterns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lens_mix.hooks import DEFAULT_ATTENTION, HookPair, replace_pattern
 from lens_mix.lens.effort import GRADIENT_PASS, Passes
 from lens_mix.method import Method
 from lens_mix.methods import target_passes
-from lens_mix.methods.baselines import baseline_of, check_baseline, describe_baseline
+from lens_mix.methods.baselines import check_baseline, describe_baseline, make_pattern_baseline
 from lens_mix.methods.path_integral import Integral, Path
 from lens_mix.methods.target_passes import BoundTarget, TargetMethod
 
@@ -26,42 +26,48 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionAttribution(TargetMethod):
-    """Self-attention attribution (Hao et al., AAAI 2021, eq. 3-4).
+    """Compute self-attention attribution (Hao et al., AAAI 2021, eq. 3-4).
 
-    Attr_h(A) = (A_h - B_h) ⊙ ∫₀¹ ∂F(B + α (A - B)) / ∂A_h dα, for one layer's pattern A at a time: all heads
-    of the layer move together from the baseline B, and the layers above run again. F is the target. Shape
-    [layer, query, key], the sum over heads, or [layer, head, query, key] with `per_head`; signed, in the
-    target's unit. The entries of a layer sum to F(A) - F(B) (completeness), but for the quadrature's error.
+    Attr_h(A) = (A_h - B_h) ⊙ ∫₀¹ ∂F(B + α (A - B)) / ∂A_h dα. A is the pattern of one layer, B the baseline
+    and F the target. All heads of the layer move together from B to A, and the layers above run again.
 
-    Each layer takes as many points as it needs: 3, then 7, 15 and 31 (Patterson's rules, each with the points
-    of the one before), until the estimated error (`path_integral.Integral.error`) is accepted. With ReLU or
-    experts the gradient jumps along the path and the error falls slowly, so that it is not accepted in many
-    layers (measurements: docs/attribution.md). A note names the layers where it was not, and
-    `provenance["details"]` holds per layer completeness_gap, target_value F(A), baseline_value F(B), steps,
-    estimated_error and visible_share.
+    Shape [layer, query, key], the sum over heads, or [layer, head, query, key] with `per_head`. Scores are
+    signed, in the target's unit. Except for the error of the quadrature, the scores of a layer sum to
+    F(A) - F(B) (completeness).
 
-    Where a norm follows attention directly (Gemma 2 and 3, OLMo 2), F sees the scale of the pattern only next
-    to α = 0: the entries still rank, but their sum says nothing, and a note tells so.
+    Each layer uses as many points as it needs: 3, then 7, 15 and 31 (Patterson's rules, each of which
+    includes the points of the one before). It stops when the estimated error is at most the tolerance
+    (`path_integral.Integral.error`). With ReLU or experts the gradient jumps along the path, the error falls
+    slowly, and many layers do not reach the tolerance (docs/attribution.md has the measurements). A note
+    names these layers.
+
+    `provenance["details"]` has for each layer: completeness_gap, target_value F(A), baseline_value F(B),
+    steps, estimated_error and visible_share.
+
+    If a norm directly follows attention (Gemma 2 and 3, OLMo 2), F depends on the scale of the pattern only
+    near α = 0. The scores then still rank keys, but their sum has no meaning, and a note says so.
 
     Args:
-        target: what is explained (`lens_mix.targets`, or any callable logits -> [copy]); by default the
-            probability of what the model predicts last, as in the paper.
-        n_steps: exactly so many points, in every layer; None: as many as each layer needs.
-        method: how `n_steps` points are placed: "gauss_legendre", "riemann_left" (the paper's code, with 20
-            steps), "riemann_right" (the paper's formula), "riemann_middle" or "trapezoid".
-        baseline: B: "zero" (the paper), "uniform" (even over the keys that a query could see), a tensor
-            [layer, head, query, key] for a single prompt, or a function (pattern, layer) -> B.
-        per_head: keep the heads apart.
-        internal_batch_size: most rows (prompts x points) in one pass; None: what `max_memory` allows.
-        tolerance: largest accepted error, in the target's unit. None: 1 % of the sum of the layer's absolute
-            scores, for a probability at most 0.01. With `n_steps` it only decides what is noted: a gap above
-            it, or with None a gap above 10 % of F(A) - F(B).
-        max_steps: most points that a layer may take, 3 or more; rules end at 63. The last rule, half of all
-            points, is only taken where it promises to do.
+        target: The number that is explained: one of `lens_mix.targets`, or any callable logits -> [copy]. The
+            default is the probability of the prediction at the last position, as in the paper.
+        n_steps: The number of points in every layer. None: as many as each layer needs.
+        method: The rule that places `n_steps` points: "gauss_legendre", "riemann_left" (the paper's code,
+            with 20 points), "riemann_right" (the paper's formula), "riemann_middle" or "trapezoid".
+        baseline: B: "zero" (as in the paper), "uniform" (equal weights on the keys that a query can see), a
+            tensor [layer, head, query, key] for a single prompt, or a function (pattern, layer) -> B.
+        per_head: Whether each head has a map of its own.
+        internal_batch_size: The largest number of points of all prompts in one pass. None: as many as
+            `max_memory` allows.
+        tolerance: The largest accepted error, in the target's unit. None: 1 % of the sum of the layer's
+            absolute scores, and for a probability at most 0.01. With `n_steps` it only decides when a note is
+            written: if the gap is above it or, for None, above 10 % of F(A) - F(B).
+        max_steps: The largest number of points in a layer, at least 3. The largest rule has 63. The last rule
+            adds half of all points, and is used only if it is expected to reach the tolerance.
 
     Raises:
-        TypeError, ValueError: an unknown option; a target or baseline that does not fit.
-        RuntimeError: inside torch.inference_mode.
+        TypeError: An option has the wrong type.
+        ValueError: An option is unknown, or the target or the baseline does not fit the prompt.
+        RuntimeError: torch.inference_mode is on.
     """
 
     name: ClassVar[str] = "attention_attribution"
@@ -84,10 +90,10 @@ class AttentionAttribution(TargetMethod):
         name, size = rule_name(self.method), self.internal_batch_size
         if self.n_steps is None and name != "gauss_legendre":
             raise ValueError(
-                f"method: {name!r} needs n_steps, got n_steps=None (as many as each layer needs)"
+                f"method: {name!r} needs n_steps, got n_steps=None (as many points as each layer needs)"
             )
         whole_number("max_steps", self.max_steps, 3)
-        self._rules()
+        self._choose_rules()
         check_baseline(self.baseline)
         if size is not None:
             whole_number("internal_batch_size", size, 1)
@@ -100,7 +106,7 @@ class AttentionAttribution(TargetMethod):
 
     def passes(self, blocks: Sequence[Block]) -> Passes:
         steps = self.n_steps or nested_rules(self.max_steps).counts[1] + 1
-        # A layer's points run the blocks from there on.
+        # A pass starts at the layer whose pattern moves, so that the blocks below cost nothing.
         above = sum(block.n_layers - block.layer for block in blocks) / blocks[-1].n_layers
         counts = [steps * GRADIENT_PASS * above] * len(blocks[-1].batch)
         reason = f"{steps} {'points' if self.n_steps else 'or more points'} for each layer"
@@ -112,32 +118,36 @@ class AttentionAttribution(TargetMethod):
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch *head query key"]]:
         bound = target_passes.bind(blocks[-1], self.target)
         layers = blocks[-1].with_bar(blocks, len(blocks), "layers")
-        return [self._layer(block, bound) for block in layers]
+        return [self._attribute_layer(block, bound) for block in layers]
 
     def interventions(
         self, layer: int, pattern: Float[Tensor, "row head query key"], *, attention: str = DEFAULT_ATTENTION
     ) -> list[HookPair]:
-        """The hooks that put a point of the path into a pass: one layer's pattern is replaced.
+        """Return the hooks that replace the pattern of one layer by a point of the path.
 
-        F, as a function of this pattern (a leaf gets its gradient), is what is integrated. On your run:
+        They make F a function of this pattern, which is what is integrated. A leaf gets its gradient. In
+        your own run:
 
             pattern = baseline + alpha * (clean_pattern - baseline)
             logits = model.run_with_hooks(tokens, fwd_hooks=method.interventions(layer, pattern))
 
-        Args as in `lens_mix.hooks.replace_pattern`.
+        Args:
+            layer: The number of the block.
+            pattern: The pattern that replaces the layer's own.
+            attention: The name of the attention module, with `{layer}`.
         """
         return [replace_pattern(layer, pattern, attention=attention)]
 
-    def _rules(self) -> NestedRules:
+    def _choose_rules(self) -> NestedRules:
         return nested_rules(self.max_steps) if self.n_steps is None else one_rule(self.method, self.n_steps)
 
-    def _layer(self, block: Block, bound: BoundTarget) -> Float[Tensor, "batch *head query key"]:
-        # The points of the path move the whole pattern, and its error counts all rows.
+    def _attribute_layer(self, block: Block, bound: BoundTarget) -> Float[Tensor, "batch *head query key"]:
+        # The points of the path move the pattern of all rows, and the error is a sum over all rows.
         whole = block.with_every_query()
         pattern = whole.recorded("pattern")
-        baseline = baseline_of(self.baseline, whole, pattern)
+        baseline = make_pattern_baseline(self.baseline, whole, pattern)
         path = Path(whole, bound, pattern, baseline, self.interventions, self.internal_batch_size)
-        integral = Integral(path, self._rules(), is_smooth=block.is_smooth)
+        integral = Integral(path, self._choose_rules(), is_smooth=block.is_smooth)
         integral.refine(self.tolerance)
         for prompt in range(len(pattern)):
             integral.report(prompt, self.tolerance, self.max_steps if self.n_steps is None else None)
@@ -152,10 +162,16 @@ def integrated_gradients(
     points: Float[Tensor, " point"],
     weights: Float[Tensor, " point"],
 ) -> Float[Tensor, "batch head query key"]:
-    """Equation 4 as it stands: (A - B) ⊙ Σ_k w_k ∂F(B + α_k (A - B)) / ∂A; slow, the oracle of the method.
+    """Return (A - B) ⊙ Σ_k w_k ∂F(B + α_k (A - B)) / ∂A: equation 4, computed point by point.
 
-    F is the target as a function of one layer's pattern A, B the baseline; the points α_k and weights w_k are
-    those of a rule of quadrature over 0..1.
+    This is slow. Tests compare the method with it.
+
+    Args:
+        target: F, as a function of the pattern of one layer.
+        pattern: A.
+        baseline: B.
+        points: α_k, the points of a quadrature rule over 0..1.
+        weights: w_k, the weights of the points.
     """
     total = torch.zeros_like(pattern)
     for point, weight in zip(points.tolist(), weights.tolist(), strict=True):

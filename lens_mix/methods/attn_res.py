@@ -1,4 +1,4 @@
-"""Attention with the residual connection, by vector norms, before and after the norm layer."""
+"""Compute attention with the residual connection by vector norms, before and after the norm of the block."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class AttnRes(VectorMethod):
-    """Attention and residual stream, AttnRes-N (Kobayashi et al., EMNLP 2021, eq. 8).
+    """Compute attention with the residual stream, AttnRes-N (Kobayashi et al., EMNLP 2021, eq. 8).
 
-    score[l, i, j] = ‖F_ij‖ with F_ij = Σ_h a_ijh u_jh + δ_ij x_i: what query i got from key j, its own
-    residual stream on the diagonal. Shape [layer, query, key], from 0 up. A norm on the attention branch
-    (sandwich and branch-norm blocks) is held linear at its true scale, and a residual multiplier counts.
-    The sum of F_ij over keys is the residual stream after attention, less b_O and less the branch norm's β.
+    score[l, i, j] = ‖F_ij‖ with F_ij = Σ_h a_ijh u_jh + δ_ij x_i: what query i receives from key j. The
+    diagonal includes the query's own residual stream. Shape [layer, query, key], at least 0.
+
+    A norm on the attention branch (sandwich and branch-norm blocks) is applied as a linear map, at the scale
+    of the clean pass. A residual multiplier is applied too. The sum of F_ij over keys is the residual stream
+    after attention, without b_O and without the β of the branch norm.
     """
 
     name: ClassVar[str] = "attn_res"
@@ -40,17 +42,19 @@ class AttnRes(VectorMethod):
 
 @dataclasses.dataclass(frozen=True)
 class AttnResLn(AttnRes):
-    """Attention, residual stream and layer norm, AttnResLn-N (Kobayashi et al., EMNLP 2021, eq. 11).
+    """Compute attention, residual stream and norm, AttnResLn-N (Kobayashi et al., EMNLP 2021, eq. 11).
 
-    score[l, i, j] = ‖γ ⊙ (F_ij - mean F_ij) / s_i‖ with the F_ij of `attn_res` and s_i the standard
-    deviation of the true sum (for RMSNorm: no centring, the root mean square); β is in no vector. Shape
-    [layer, query, key], from 0 up.
+    score[l, i, j] = ‖γ ⊙ (F_ij - mean F_ij) / s_i‖ with the F_ij of `attn_res`. s_i is the standard deviation
+    of the true sum. RMSNorm has no mean, and its s_i is the root mean square. β is in no vector. Shape
+    [layer, query, key], at least 0.
 
-    Only post-norm blocks have a norm there. On all others the map equals `attn_res`, unless `next_norm`.
+    Only post-norm blocks have this norm. In all other blocks the map equals `attn_res`, unless `next_norm`
+    is set.
 
     Args:
-        next_norm: where the block has no such norm, apply the one that reads the sum next, before the
-            feed-forward; there is none where that reads the block's input (parallel), or the sum as it is.
+        next_norm: Whether blocks without such a norm use the one that reads the sum next, before the
+            feed-forward. There is none if the feed-forward reads the block's input (parallel blocks) or the
+            sum without a norm.
     """
 
     name: ClassVar[str] = "attn_res_ln"
@@ -61,7 +65,12 @@ class AttnResLn(AttnRes):
         return self.vectors(block, attention_vectors(block)).norms()
 
     def vectors(self, block: Block, attention: AttentionVectors) -> Vectors:
-        """The vectors whose norms the map holds."""
+        """Return the vectors whose norms are the map.
+
+        Args:
+            block: The block.
+            attention: Its vectors up to the residual stream after attention.
+        """
         anatomy = block.anatomy
         if not self.next_norm or anatomy.attention_residual is not None or anatomy.parallel:
             return attention.normed
@@ -75,7 +84,14 @@ def attn_res(
     W_O: Float[Tensor, "head d_head d_model"],
     resid_pre: Float[Tensor, "batch query d_model"],
 ) -> Float[Tensor, "batch query key"]:
-    """The definition: ‖Σ_h a_ijh v_jh W_O^h + δ_ij x_i‖."""
+    """Return ‖Σ_h a_ijh v_jh W_O^h + δ_ij x_i‖, as the paper defines it.
+
+    Args:
+        pattern: The attention weights a.
+        value: The values v, with their bias.
+        W_O: The output weights of the heads.
+        resid_pre: x, the residual stream that enters the block.
+    """
     return norms(residual_vectors(pattern, value, W_O, resid_pre))
 
 
@@ -84,5 +100,11 @@ def attn_res_ln(
     norm: Norm | None,
     state: Float[Tensor, "batch query d_model"],
 ) -> Float[Tensor, "batch query key"]:
-    """The definition: ‖γ ⊙ (F_ij - mean F_ij) / s_i‖ with F from `residual_vectors` and s of the true sum."""
+    """Return ‖γ ⊙ (F_ij - mean F_ij) / s_i‖, as the paper defines it.
+
+    Args:
+        vectors: F, from `residual_vectors`.
+        norm: The norm that is applied. None: no norm.
+        state: The true sum, of which s is computed.
+    """
     return norms(through_norm(norm, vectors, state))

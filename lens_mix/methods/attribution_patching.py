@@ -1,4 +1,4 @@
-"""Attribution patching of edges between tokens, and replaced tokens that the last one sees."""
+"""Compute attribution patching between tokens, with an exact direct effect for the strongest keys."""
 
 from __future__ import annotations
 
@@ -30,42 +30,58 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class AttributionPatching(TakesReplacements):
-    """What replacing a token would do to the output, from about five passes instead of one per token.
+    """Estimate what replacing each token would do to the output, from a few passes per row.
 
-    score[query, key] adds two estimates of the change of the target F at the query, read at its position:
+    Measuring it takes one pass per token (`Occlusion`). score[query, key] adds two estimates of the change of
+    the target F, read at the query's position:
 
-    - Between: sqrt(sum_i E[i, j]²) over the positions i between key j and the query. E[i, j] is what F loses
-      when i no longer sees j, to first order: the sum over layers and heads of g · dz, g the gradient of F by
-      the head's mixed values z_i, and dz their change when the softmax is worked out anew without j,
-      dz = (z - p v_j) / (1 - p) - z with p the weight of j (attribution patching of edges, Syed et al., 2023,
-      with the softmax exact as in the "QK fix" of AtP*, Kramár et al., 2024, arXiv 2403.00745).
-    - Direct: |F(the query's token sees j's stand-in, in every layer) - F|, the mean over stand-ins, by one
-      pass over copies of the query's token; of the query's own token it is the replacement itself. It is
-      exact, as attention is causal: the stand-in sees the tokens before j. Where a row has more keys than
-      `n_exact`, this is for those that are strongest to first order; the others have |E[query, j]|.
+    - Between: sqrt(Σ_i E[i, j]²), a sum over the positions i between key j and the query. E[i, j] is the
+      first-order change of F when i no longer sees j: the sum of g · dz over layers and heads. g is the
+      gradient of F with respect to the mixed values z_i of a head. dz is their change when the softmax is
+      computed without j: dz = (z - p v_j) / (1 - p) - z, where p is the weight of j. This is attribution
+      patching of edges (Syed et al., 2023) with an exact softmax, as in the "QK fix" of AtP* (Kramár et al.,
+      2024, arXiv 2403.00745).
+    - Direct: the mean over replacements of |F' - F|. F' is the target when the query's token sees the
+      replacement of j instead of j, in every layer. One pass over copies of the query's token computes it.
+      For the query's own token, that token itself is replaced. Since attention is causal and the replacement
+      sees the tokens before j, the term is exact. It is computed for the `n_exact` keys that are strongest to
+      first order. The other keys have |E[query, j]|.
 
-    g is of a backward pass with changed rules: norms at their scale, the softmax at temperature 2,
-    activations and gates by their ratio (`lens_mix.lens.changed_backward`). The sum, the root and the rules
-    are this library's choice, made on data: docs/input_map.md has the figures.
+    g is the gradient of a backward pass with changed rules (`lens_mix.lens.changed_backward`): norms are
+    linear maps at the scale of the clean pass, the softmax has temperature 2, and activations and gates are
+    multiplied by their ratio. The sum, the square root and the rules are a choice of this library, made on
+    data: docs/input_map.md has the measurements.
 
-    One map [1, query, key], 0 or more, in the target's unit. Each row takes a backward pass, and a forward
-    pass of N + 2 `n_exact` tokens for every stand-in: ask for the rows that you need.
+    The result is one map [1, query, key], at least 0, in the target's unit. Each row takes one backward pass,
+    and for every replacement a forward pass over N + 2 `n_exact` tokens, where N is the row's number of
+    tokens. Ask only for the rows that you need.
+
+    The method needs a causal model that takes position ids and whose attention reads nothing but tokens and
+    their positions.
 
     Args:
-        target: what is explained (`lens_mix.targets`, or any callable logits -> [copy]), read at the row's
-            position instead of its own; by default the log probability of what the model predicts there.
-        replacements: stand-ins, as text of one token or as numbers; None: `n_samples` drawn from the
-            vocabulary without special tokens. A token is never its own stand-in: the next number serves.
-        n_samples, seed: how many are drawn, and from where.
+        target: The number that is explained: one of `lens_mix.targets`, or any callable logits -> [copy]. It
+            is read at the row's position instead of its own. The default is the log probability of the
+            prediction there.
+        replacements: The tokens that replace others, as text of one token or as vocabulary numbers. A token
+            never replaces itself: the next vocabulary number is used instead. None: `n_samples` tokens, drawn
+            from the vocabulary without special tokens.
+        n_samples: The number of drawn replacements.
+        seed: The seed of the draw.
         paths: "all", or one of the two terms: "direct" or "between".
-        n_exact: for how many keys of a row, besides its own token, the direct term is exact.
+        n_exact: The number of keys of a row, besides the query's own, whose direct term is exact.
 
     Raises:
-        TypeError, ValueError: an unknown option; a target or stand-in that does not fit.
-        UnsupportedModelError: a model that is not causal, that takes no positions, or whose attention reads
-            more than these (a sliding window shorter than the passes, ALiBi), or mixes in transformers' own
-            code; hooks on it that act by position; model inputs besides tokens; a target that reads several
-            positions.
+        TypeError: An option has the wrong type.
+        ValueError: An option is unknown, or the target or a replacement does not fit the prompt.
+        UnsupportedModelError: The method is not defined here. That is the case for
+
+            - a model that is not causal or takes no position ids;
+            - a model whose attention reads more than tokens and positions (a sliding window shorter than the
+              passes, ALiBi), or computes its mixing inside transformers;
+            - hooks on the model that act on some positions only;
+            - model inputs besides tokens;
+            - a target that reads several positions.
     """
 
     name: ClassVar[str] = "attribution_patching"
@@ -74,7 +90,7 @@ class AttributionPatching(TakesReplacements):
 
     replacements: Sequence[str | int] | None = None
     n_samples: int = 2
-    # Not that of `Occlusion`, the yardstick: a map that is scored must not know the yardstick's tokens.
+    # `Occlusion` has another seed: it scores these maps, which must not use the tokens of their own measure.
     seed: int = 1
     paths: Literal["all", "direct", "between"] = "all"
     n_exact: int = 24
@@ -85,7 +101,7 @@ class AttributionPatching(TakesReplacements):
         one_of("paths", self.paths, ("all", "direct", "between"))
 
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
-        """Refuse offloaded feed-forwards, with which the map would be another than with weights in place."""
+        """Return why offloaded feed-forwards are unsupported: they would give other maps than loaded ones."""
         if anatomy.feed_forward_kind != "offloaded":
             return None
         return "the weights of its feed-forward are offloaded and not read; load the model on one device"
@@ -98,18 +114,22 @@ class AttributionPatching(TakesReplacements):
     def interventions(
         self, layer: int, allowed: Bool[Tensor, "index index"], *, attention: str = DEFAULT_ATTENTION
     ) -> list[HookPair]:
-        """The hooks that let each index of a prompt with stand-ins beside it see what its layout allows.
+        """Return the hooks that let each index of the pass see only what the layout allows.
 
-        On your run, for the direct term of the tokens `chosen`, the last of which is the prompt's last:
+        In your own run, for the direct term of the tokens `chosen`, the last of which is the last token of
+        the prompt:
 
-            layout = Layout.of(len(tokens), chosen, sets=1)  # of lens_mix.methods.side_by_side
+            layout = Layout.of(len(tokens), chosen, sets=1)  # from lens_mix.methods.side_by_side
             hooks = [pair for layer in layers for pair in method.interventions(layer, layout.allowed)]
             with model.hooks(fwd_hooks=hooks):
-                beside = layout.filled(tokens, stand_ins[None])  # one token per chosen one
+                beside = layout.fill(tokens, replacements[None])  # one replacement for each chosen token
                 logits = model(beside[None], position_ids=layout.positions[None])[0]
             direct = (target(logits[layout.read[0]]) - target(logits[len(tokens) - 1])).abs()
 
-        Args as in `lens_mix.hooks.mask_attention`.
+        Args:
+            layer: The number of the block.
+            allowed: Which indices of the pass each index may see.
+            attention: The name of the attention module, with `{layer}`.
         """
         return [mask_attention(layer, allowed, attention=attention)]
 
@@ -132,16 +152,16 @@ class AttributionPatching(TakesReplacements):
         for prompt in bound.prompts.unique().tolist():
             if first.batch.prompts[prompt].inputs:
                 raise UnsupportedModelError(
-                    "model inputs: expected tokens alone, as they are run at repeated positions, got "
-                    f"{sorted(first.batch.prompts[prompt].inputs)} besides"
+                    "model inputs: expected tokens alone, because they run at repeated positions, got also "
+                    f"{sorted(first.batch.prompts[prompt].inputs)}"
                 )
             graph = first.graph(prompt, rules)
             rows_of_prompt = (bound.prompts == prompt).nonzero()[:, 0].tolist()
             for row in first.with_bar(rows_of_prompt, len(rows_of_prompt), "rows"):
-                self._fill(rows[row], blocks, bound, row, graph)
+                self._fill_row(rows[row], blocks, bound, row, graph)
         return [bound.scattered(rows, blocks[-1])]
 
-    def _fill(
+    def _fill_row(
         self,
         scores: Float[Tensor, " pos"],
         blocks: Sequence[Block],
@@ -149,7 +169,7 @@ class AttributionPatching(TakesReplacements):
         row: int,
         graph: AutogradGraph,
     ) -> None:
-        """One row, of its prompt up to the query."""
+        """Write one row of scores, from the tokens of its prompt up to the query."""
         places = bound.first.real[bound.prompts[row]].nonzero()[:, 0]
         places = places[places <= bound.queries[row]]
         layers = graph.mixing(bound.value_in(graph, row))
@@ -162,28 +182,31 @@ class AttributionPatching(TakesReplacements):
             chosen = torch.tensor([*sorted(strongest), last], dtype=torch.long, device="cpu")
             mixed = {layer: each.mixed for layer, each in mixing.items()}
             beside = SideBySide(blocks, bound, row, places, chosen, mixed, self.interventions)
-            changes = beside.changes(self.stand_ins(bound.first, beside.tokens[chosen]).T)
+            changes = beside.compute_changes(self.stand_ins(bound.first, beside.tokens[chosen]).T)
             direct[chosen] = changes.abs().mean(0).to(direct.dtype)
         terms = {"direct": direct, "between": between, "all": direct + between}
         scores[places] = terms[self.paths].to(scores.dtype)
 
 
 def hidden_effects(mixing: Mixing) -> Float[Tensor, "query key"]:
-    """g · dz of one layer when a query no longer sees a key, summed over heads (the class's docstring).
+    """Return Σ_h g · dz of one layer, for each query that no longer sees a key (see `AttributionPatching`).
 
-    Of one prompt, all without a batch axis; a row that sees one key alone has nothing left without it.
+    The result has no meaning for a query that sees only one key, because nothing remains without it.
+
+    Args:
+        mixing: The pattern, values, mixed values and gradient of one prompt, without a batch axis.
     """
     wide = torch.promote_types(mixing.mixed.dtype, torch.float32)
     pattern, values, gradient = (each.to(wide) for each in (mixing.pattern, mixing.values, mixing.gradient))
     values = values.repeat_interleave(pattern.shape[0] // values.shape[1], dim=1)
     attributions = pattern * einsum(gradient, values, "query head d_head, key head d_head -> head query key")
-    # Sums over the other keys: 1 - p has no digits left where one key has nearly all of the weight.
-    left = (_of_others(pattern) + sink(mixing.pattern)).clamp_min(torch.finfo(attributions.dtype).tiny)
-    return (_of_others(attributions) / left - attributions.sum(-1, keepdim=True)).sum(0)
+    # 1 - p loses all digits if one key has nearly all of the weight, so the other keys are summed instead.
+    left = (_sum_others(pattern) + sink(mixing.pattern)).clamp_min(torch.finfo(attributions.dtype).tiny)
+    return (_sum_others(attributions) / left - attributions.sum(-1, keepdim=True)).sum(0)
 
 
-def _of_others(x: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
-    """For every key, the sum over all others."""
+def _sum_others(x: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
+    """Return, for every key, the sum over all other keys."""
     before = torch.nn.functional.pad(x.cumsum(-1)[..., :-1], (1, 0))
     after = torch.nn.functional.pad(x.flip(-1).cumsum(-1)[..., :-1], (1, 0)).flip(-1)
     return before + after
@@ -194,7 +217,15 @@ def hidden_key_effects(
     values: Float[Tensor, "key head d_head"],
     gradient: Float[Tensor, "query head d_head"],
 ) -> Float[Tensor, "query key"]:
-    """E as it stands, g · ((z - p v) / (1 - p) - z), summed over heads; the oracle of `hidden_effects`."""
+    """Return E, the sum over heads of g · ((z - p v) / (1 - p) - z), by the formula.
+
+    This is slow. Tests compare `hidden_effects` with it.
+
+    Args:
+        pattern: The weights p.
+        values: The values v, one head for each query head.
+        gradient: g, the gradient of the target with respect to the mixed values z.
+    """
     mixed = einsum(pattern, values, "head query key, key head d_head -> query head d_head")
     weight = rearrange(pattern, "head query key -> query key head 1")
     mixed = rearrange(mixed, "query head d_head -> query 1 head d_head")

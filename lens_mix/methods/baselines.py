@@ -1,4 +1,4 @@
-"""Baselines, of attention patterns and of embeddings: where a path starts, and how far its sum is off."""
+"""Provide the baselines of integrated gradients, for attention patterns and for embeddings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ if TYPE_CHECKING:
     from lens_mix.lens.block import Block
     from lens_mix.methods.row_targets import RowTargets
 
-# A completeness gap is noted where it is larger than this share of F(x) - F(baseline).
+# A larger completeness gap than this share of F(x) - F(baseline) gets a note.
 LARGE_GAP = 0.1
 
 
 def check_baseline(baseline: object) -> None:
-    """Refuse (TypeError, ValueError) what is neither a known name, a tensor nor a function."""
+    """Check that a baseline of attention patterns is a known name, a tensor or a function.
+
+    Raises:
+        ValueError: The name is unknown.
+        TypeError: The baseline is of another type.
+    """
     expected = "baseline: expected 'zero', 'uniform', a tensor or a function"
     if isinstance(baseline, str) and baseline not in ("zero", "uniform"):
         raise ValueError(f"{expected}, got {baseline!r}")
@@ -28,7 +33,7 @@ def check_baseline(baseline: object) -> None:
 
 
 def describe_baseline(baseline: Any) -> str:
-    """The baseline in words, for records."""
+    """Return a short text that describes the baseline, for the map's record."""
     if isinstance(baseline, Tensor):
         return f"a tensor of shape {list(baseline.shape)}"
     if isinstance(baseline, str):
@@ -36,12 +41,19 @@ def describe_baseline(baseline: Any) -> str:
     return getattr(baseline, "__qualname__", type(baseline).__name__)
 
 
-def baseline_of(
+def make_pattern_baseline(
     baseline: Any, block: Block, pattern: Float[Tensor, "batch head query key"]
 ) -> Float[Tensor, "batch head query key"]:
-    """The baseline of one block's pattern: "zero", "uniform", a tensor or a function (pattern, layer) -> it.
+    """Return the baseline of one block's pattern.
 
-    Raises ValueError: another shape than the pattern's, or weight where the mask allows none.
+    Args:
+        baseline: "zero", "uniform", a tensor [layer, head, query, key] or a function (pattern, layer) -> the
+            baseline.
+        block: The block.
+        pattern: The pattern of the clean pass.
+
+    Raises:
+        ValueError: The baseline has another shape than the pattern, or weight where the mask allows none.
     """
     if isinstance(baseline, str) and baseline == "zero":
         return torch.zeros_like(pattern)
@@ -49,7 +61,7 @@ def baseline_of(
         attended = block.attended[:, None].to(pattern.dtype).expand_as(pattern)
         return attended / attended.sum(-1, keepdim=True).clamp_min(1)
     whole = isinstance(baseline, Tensor)
-    given = _of_layer(baseline, pattern, block.layer) if whole else baseline(pattern, block.layer)
+    given = _select_layer(baseline, pattern, block.layer) if whole else baseline(pattern, block.layer)
     if not torch.is_tensor(given) or given.shape != pattern.shape:
         got = list(given.shape) if torch.is_tensor(given) else type(given).__name__
         raise ValueError(f"baseline: expected shape {list(pattern.shape)} in layer {block.layer}, got {got}")
@@ -57,13 +69,14 @@ def baseline_of(
     hidden = ~block.attended[:, None] & block.real[:, None, :, None]
     if bool((given.masked_select(hidden.expand_as(given)) != 0).any()):
         raise ValueError(
-            f"baseline: expected 0 where a query gives no weight to a key (layer {block.layer}), "
-            "got weight there: the attention mask would be broken"
+            f"baseline: expected 0 where a query gives no weight to a key, got another weight in layer "
+            f"{block.layer}, which would break the attention mask"
         )
     return given
 
 
-def _of_layer(baseline: Tensor, pattern: Tensor, layer: int) -> Tensor:
+def _select_layer(baseline: Tensor, pattern: Tensor, layer: int) -> Tensor:
+    """Return the baseline of one layer, with a batch axis, out of a tensor for all layers."""
     if baseline.ndim != 4 or len(baseline) <= layer:
         shape = list(baseline.shape)
         raise ValueError(
@@ -77,11 +90,15 @@ def _of_layer(baseline: Tensor, pattern: Tensor, layer: int) -> Tensor:
     return baseline[layer][None]
 
 
-# ------------------------------------------------------------------ of embeddings
+# ------------------------------------------------------------------ baselines of embeddings
 
 
 def check_input_baseline(baseline: Any) -> None:
-    """Refuse (ValueError) what is neither a known name nor a tensor [d_model] or [pos, d_model]."""
+    """Check that a baseline of embeddings is a known name or a tensor [d_model] or [pos, d_model].
+
+    Raises:
+        ValueError: The baseline is anything else.
+    """
     if not isinstance(baseline, Tensor):
         one_of("baseline", baseline, ("zero", "mean"))
     elif baseline.ndim not in (1, 2):
@@ -89,12 +106,18 @@ def check_input_baseline(baseline: Any) -> None:
         raise ValueError(f"baseline: expected a tensor [d_model] or [pos, d_model], got shape {got}")
 
 
-def input_baseline(
+def make_input_baseline(
     baseline: Any, x: Float[Tensor, "row pos d_model"], real: Bool[Tensor, "row pos"]
 ) -> Float[Tensor, "row pos d_model"]:
-    """The baseline of embeddings: "zero", "mean" over a row's real positions, or a tensor.
+    """Return the baseline of embeddings.
 
-    Raises ValueError: a tensor of another width, or of another number of positions than the prompt's.
+    Args:
+        baseline: "zero", "mean" over the real positions of each example, or a tensor.
+        x: The embeddings.
+        real: Which positions are not padding.
+
+    Raises:
+        ValueError: A tensor has another width, or another number of positions than the prompt.
     """
     if not isinstance(baseline, Tensor):
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -118,7 +141,15 @@ def note_convergence(
     n_steps: int,
     last: Block,
 ) -> None:
-    """Record Σ scores − (F(x) − F(x')) of each row, with a note where it is large; `start` is F(x')."""
+    """Record Σ scores − (F(x) − F(x')) of each row, and add a note if it is large.
+
+    Args:
+        bound: The target of every row.
+        scores: The scores of every row.
+        start: F(x'), the target at the baseline, of every row.
+        n_steps: The number of points of the path.
+        last: The block whose record gets the numbers.
+    """
     differences = (bound.clean - start).to(scores.dtype)
     gaps = scores.sum(-1) - differences
     large = gaps.abs() > (LARGE_GAP * differences.abs()).clamp_min(1e-6)

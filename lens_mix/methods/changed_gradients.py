@@ -1,4 +1,4 @@
-"""Gradient times input under changed rules of the backward pass: what several papers share."""
+"""Compute gradient times input under changed rules of the backward pass, which several papers share."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ from lens_mix.targets import TargetLike, predicted
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-# Conservation fails, and a note says so, where the gap is a larger share than this of what is added up.
+# If the gap is a larger share than this of the sum's absolute terms, a note says that conservation fails.
 _CONSERVATION_TOLERANCE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class ChangedGradients(RowTargetMethod):
-    """Base: g · x of a target, with the gradient g of a pass that goes back by the method's `edits`."""
+    """Provide g · x of a target, where the backward pass of the gradient g follows the method's hooks.
+
+    Base class. Its fields are described by `Gim`.
+    """
 
     parts: ClassVar[frozenset[str]] = Method.parts | {"joint"}
     needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
@@ -42,25 +45,25 @@ class ChangedGradients(RowTargetMethod):
     internal_batch_size: int | None = None
 
     def interventions(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
-        """The hooks that change the gradient at one layer's attention (`lens_mix.hooks.gradient`)."""
+        """Return the hooks that change the gradient at one layer's attention (`lens_mix.hooks.gradient`)."""
         raise NotImplementedError(f"{type(self).__name__} defines no edits")
 
     @property
     def conserves(self) -> bool:
-        """Whether the rules hand on all of the target, so that this can be checked."""
+        """Return whether the rules distribute all of the target, so that conservation can be checked."""
         return False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("readout", self.readout, ("signed_sum", "absolute"))
         one_of("activations", self.activations, ("gradient", "ratio"))
-        if not self._numbers():
+        if not self._list_streams():
             raise ValueError("after_blocks: expected at least one number of blocks, got none")
         if self.internal_batch_size is not None:
             whole_number("internal_batch_size", self.internal_batch_size, 1)
 
     def check(self, n_heads: int, n_layers: int, layers: Sequence[int]) -> None:
-        for number in self._numbers():
+        for number in self._list_streams():
             whole_number("after_blocks", number, 0, n_layers - 1)
 
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
@@ -73,49 +76,51 @@ class ChangedGradients(RowTargetMethod):
         return row_passes(blocks, GRADIENT_PASS, "a backward pass for each row")
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
-        if blocks[0].is_joint and self._numbers() != [0]:
+        if blocks[0].is_joint and self._list_streams() != [0]:
             raise ValueError(
-                "after_blocks: expected 0 with part='joint', as the blocks of the two stacks are not side by "
-                f"side, got {self.after_blocks!r}"
+                "after_blocks: expected 0 with part='joint', because the encoder and the decoder have "
+                f"separate residual streams, got {self.after_blocks!r}"
             )
         bound = bind_rows(blocks, self.target)
-        chunks = [self._scores(blocks, bound, rows) for rows in bound.chunks(self.internal_batch_size)]
+        chunks = [
+            self._compute_scores(blocks, bound, rows) for rows in bound.chunks(self.internal_batch_size)
+        ]
         scores, sums, constants = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         if self.conserves:
-            self._report(bound, sums, constants, blocks[-1])
+            self._report_conservation(bound, sums, constants, blocks[-1])
         return [bound.scattered(scores, blocks[-1])]
 
-    def _numbers(self) -> list[int]:
-        """After how many blocks relevance is read; 0: at the embeddings."""
+    def _list_streams(self) -> list[int]:
+        """Return after how many blocks relevance is read. 0 means at the embeddings."""
         given: Any = self.after_blocks
         if isinstance(given, Sequence):
             return [whole_number("after_blocks", number, 0) for number in several("after_blocks", given, "")]
         return list(range(whole_number("after_blocks", given, 0) + 1))
 
-    def _scores(
+    def _compute_scores(
         self, blocks: Sequence[Block], bound: RowTargets, rows: Tensor
     ) -> tuple[Float[Tensor, "row key"], Float[Tensor, " row"], Float[Tensor, " row"]]:
-        """The scores of some rows; the sum of g · x at the embeddings; the share of the constants."""
+        """Return some rows' scores, sums of g · x at the embeddings, and shares of the constants."""
         x = bound.first.inputs[bound.prompts[rows]].detach().requires_grad_(True)
         wide = torch.promote_types(x.dtype, torch.float32)
         ones = torch.ones(len(rows), dtype=wide, device=x.device, requires_grad=True)
-        numbers = self._numbers()
+        numbers = self._list_streams()
         after = [number for number in numbers if number]
         constants = ones if self.conserves else None
         changed = bound.first.changed_backward(
             self, blocks[1:], after=after, constants=constants, logits=bound.target.reads == "logits"
         )
         with torch.enable_grad(), changed as streams:
-            # Times 0, so that it has a gradient where nothing is constant.
+            # Adding 0 times the ones gives them a gradient even if nothing in the model is constant.
             values = bound.values(rows, resid_pre=x, gradients=True) + 0 * ones
             states = [x, *(streams[number] for number in after)]
             *gradients, constant_shares = target_passes.gradients_of(values, [*states, ones])
         products = [g.to(wide) * state.detach().to(wide) for g, state in zip(gradients, states, strict=True)]
-        scores = self._read(products if 0 in numbers else products[1:])
+        scores = self._read_out(products if 0 in numbers else products[1:])
         return scores, products[0].sum((-2, -1)), constant_shares
 
-    def _read(self, products: Sequence[Float[Tensor, "row pos d_model"]]) -> Float[Tensor, "row pos"]:
-        """Σ_d of each product, or of its absolute values; of several streams the mean of scaled rows."""
+    def _read_out(self, products: Sequence[Float[Tensor, "row pos d_model"]]) -> Float[Tensor, "row pos"]:
+        """Return Σ_d of each product or its absolute values. For several streams, average the scaled rows."""
         signed = self.readout == "signed_sum"
         axes = "row pos d_model -> row pos"
         scores = torch.stack([reduce(p if signed else p.abs(), axes, "sum") for p in products])
@@ -125,7 +130,8 @@ class ChangedGradients(RowTargetMethod):
         return (scores / torch.where(sizes > 0, sizes, 1)).mean(dim=0)
 
     @staticmethod
-    def _report(bound: RowTargets, sums: Tensor, constants: Tensor, last: Block) -> None:
+    def _report_conservation(bound: RowTargets, sums: Tensor, constants: Tensor, last: Block) -> None:
+        """Record each row's conservation gap and share of the constants, with a note on large gaps."""
         gaps = sums + constants - bound.clean.to(sums.dtype)
         sizes = sums.abs() + constants.abs()
         for prompt in range(len(last.batch)):
@@ -138,6 +144,6 @@ class ChangedGradients(RowTargetMethod):
                 last.warn(
                     prompt,
                     f"conservation fails in {int(large.sum())} of {len(large)} rows, by {worst:.2g} at most: "
-                    "the target is no linear function of the last residual stream behind a frozen norm (a "
-                    "probability, a soft cap, a layer in the head), or precision is low",
+                    "the target is not linear in the last residual stream after a frozen norm (a "
+                    "probability, a soft cap, a layer in the classifier), or the precision is low",
                 )

@@ -1,4 +1,4 @@
-"""Context length probing: what each token adds when the context is cut just before it."""
+"""Compute context length probing: what each token adds when the context is cut just before it."""
 
 from __future__ import annotations
 
@@ -20,22 +20,27 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ContextLength(RowTargetMethod):
-    """Context length probing (Cífka & Liutkus, ACL 2023, eq. 5), for causal models.
+    """Compute context length probing (Cífka & Liutkus, ACL 2023, eq. 5), for causal models.
 
-    score[query, key] = F(key..query) − F(key+1..query): what the target F at the position of the row gains
-    when the context, cut from the left, takes in one token more. Signed, in the target's unit; a row sums to
-    F(whole prompt) − F(the query alone), and its own key has 0. One map [1, query, key]; a forward pass per
-    token serves all rows. Tokens after the query stay in the prompt; they matter only if a model's rotary
-    angles depend on its length (long RoPE, dynamic NTK).
+    score[query, key] = F(key..query) − F(key+1..query), where F is the target at the position of the row. It
+    is what F gains when a context that is cut on the left gets one more token. Scores are signed, in the
+    target's unit. A row sums to F(whole prompt) − F(the query alone), and its own key has 0.
+
+    The result is one map [1, query, key]. One forward pass per token is enough for all rows. Tokens after the
+    query stay in the prompt. They matter only if the model's rotary angles depend on the prompt's length
+    (long RoPE, dynamic NTK).
 
     Args:
-        target: what is explained (`lens_mix.targets`, or any callable logits -> [copy]), read at the row's
-            position instead of its own; by default the log probability of what the model predicts there.
-        keep_first: keep the prompt's first token (a beginning-of-sequence token) before every cut; its own
-            column is then 0. None: where the tokenizer calls it one.
+        target: The number that is explained: one of `lens_mix.targets`, or any callable logits -> [copy]. It
+            is read at the row's position instead of its own. The default is the log probability of the
+            prediction there.
+        keep_first: Whether the first token of the prompt (a beginning-of-sequence token) stays in front of
+            every cut. Its own score is then 0. None: if it is the tokenizer's beginning-of-sequence token.
 
     Raises:
-        TypeError, ValueError: an unknown option; a target that does not fit; model inputs besides tokens.
+        TypeError: An option has the wrong type.
+        ValueError: An option is unknown, the target does not fit the prompt, or the model has inputs besides
+            tokens.
     """
 
     name: ClassVar[str] = "context_length"
@@ -57,41 +62,41 @@ class ContextLength(RowTargetMethod):
         bound = bind_rows(blocks, self.target)
         scores = bound.first.zeros(len(bound.functions), bound.first.real.shape[1])
         for prompt in bound.prompts.unique().tolist():
-            self._fill(scores, bound, prompt)
+            self._fill_rows(scores, bound, prompt)
         return [bound.scattered(scores, blocks[-1])]
 
-    def _fill(self, scores: Float[Tensor, "row key"], bound: RowTargets, prompt: int) -> None:
-        """Write the rows of one prompt."""
+    def _fill_rows(self, scores: Float[Tensor, "row key"], bound: RowTargets, prompt: int) -> None:
+        """Write the rows of one prompt into the scores."""
         first, rows = bound.first, (bound.prompts == prompt).nonzero()[:, 0]
         places = first.real[prompt].nonzero()[:, 0]
         queries = bound.queries[rows] - places[0]
-        prefix = self._prefix(first, prompt)
+        prefix = self._count_prefix(first, prompt)
         starts = torch.arange(prefix, int(queries.max()) + 1, device=places.device)
         if len(starts) < 2:
-            return  # nothing that could be cut stands before these rows
+            return  # No token before these rows can be cut.
         with torch.no_grad():
             chunks = first.chunks(len(starts), logits=not bound.reads_one_position)
             lengths = prefix + len(places) - starts
             values = [
-                self._values(bound, rows, prompt, prefix, some)
+                self._compute_values(bound, rows, prompt, prefix, some)
                 for chunk in chunks
-                for some in starts[chunk].split(_at_once(first, lengths[chunk]))
+                for some in starts[chunk].split(_count_contexts_per_batch(first, lengths[chunk]))
             ]
         keys, gained = starts[:-1], gains(torch.cat(values, dim=1))
         scores[rows[:, None], places[keys]] = gained.masked_fill(keys >= queries[:, None], 0)
 
-    def _prefix(self, first: Block, prompt: int) -> int:
-        """How many tokens stay before every cut."""
+    def _count_prefix(self, first: Block, prompt: int) -> int:
+        """Return how many tokens stay in front of every cut."""
         if self.keep_first is None:
             token = first.batch.prompts[prompt].tokens[0]
             return int(getattr(first.tokenizer, "bos_token_id", None) == int(token))
         return int(self.keep_first)
 
     @staticmethod
-    def _values(
+    def _compute_values(
         bound: RowTargets, rows: Tensor, prompt: int, prefix: int, starts: Int[Tensor, " start"]
     ) -> Float[Tensor, "row start"]:
-        """The target of some rows of a prompt, for contexts that start at `starts`."""
+        """Return the target of some rows of a prompt, for contexts that start at `starts`."""
         first, whole = bound.first, bound.first.own_tokens(prompt)
         batch = first.prompts_with(prompt, [torch.cat([whole[:prefix], whole[s:]]) for s in starts.tolist()])
         positions, queries = None, bound.queries[rows] - first.real[prompt].int().argmax()
@@ -100,8 +105,9 @@ class ContextLength(RowTargetMethod):
         output = target_passes.output_of(first, bound.target, positions=positions, batch=batch)
         has_cut = positions is None and output.ndim == 3
         if has_cut:
-            # Back to the positions of the whole prompt, which targets use. What was cut has no output, so it
-            # becomes NaN: a target that reads it (a loss of the whole prompt) must not get a number for it.
+            # Targets use the positions of the whole prompt, so the output is moved back to them. What was cut
+            # has no output and becomes NaN, so that a target that reads it (a loss of the whole prompt) does
+            # not get a number.
             index = torch.arange(len(whole), device=starts.device)
             places = (index - starts[:, None] + prefix).clamp_min(0)
             output = output[torch.arange(len(starts), device=starts.device)[:, None], places]
@@ -117,17 +123,17 @@ class ContextLength(RowTargetMethod):
             if not has_cut:
                 raise
             raise ValueError(
-                "context_length: expected a target that reads the row's position alone, because the "
-                "positions before the cut are gone; got one that reads them"
+                "context_length: expected a target that reads only the row's position, because the positions "
+                "before the cut do not exist; got one that reads them"
             ) from problem
         return values
 
 
-def _at_once(first: Block, lengths: Int[Tensor, " start"]) -> int:
+def _count_contexts_per_batch(first: Block, lengths: Int[Tensor, " start"]) -> int:
     """Return how many contexts of these lengths run in one batch: one, if a model's angles depend on them."""
     return 1 if first.angles_differ(int(lengths.min()), int(lengths.max())) else len(lengths)
 
 
 def gains(values: Float[Tensor, "row start"]) -> Float[Tensor, "row key"]:
-    """Equation 5: what a context that starts at the key gains over the one that starts after it."""
+    """Return what a context that starts at the key gains over one that starts after it (equation 5)."""
     return values[:, :-1] - values[:, 1:]

@@ -1,4 +1,4 @@
-"""DecompX: the vectors that every input token sends, carried whole through all layers."""
+"""Compute DecompX: the vectors of every input token, decomposed through all layers."""
 
 from __future__ import annotations
 
@@ -29,31 +29,36 @@ if TYPE_CHECKING:
 
 # The cost of one row in forward passes, and of one row of each block alone: estimates, for the warning before
 # a long run.
-_ROW, _LOCAL_ROW = 0.35, 0.3
+_PASSES_PER_ROW, _PASSES_PER_LOCAL_ROW = 0.35, 0.3
 
 
 @dataclasses.dataclass(frozen=True)
 class DecompX(VectorMethod):
-    """DecompX (Modarressi et al., ACL 2023): an input map, with nothing left to roll out.
+    """Compute DecompX, an input map that needs no roll-out (Modarressi et al., ACL 2023).
 
-    score[l, i, s] = ‖X_is‖ after block l, where X_is is input token s's share of the residual stream at
-    position i, carried through every block (`decompx` has the formula). With every bias handed out to the
-    tokens the shares add up to the true residual stream. Shape [layer, query, key], from 0 up. `vectors`
-    gives the shares themselves; `lens_mix.methods.decompx_logits` what they make of the logits.
+    score[l, i, s] = ‖X_is‖ after block l. X_is is the share of input token s in the residual stream at
+    position i, propagated through every block (`decompx` has the formula). If every bias is distributed over
+    the tokens, the shares sum to the true residual stream. Shape [layer, query, key], at least 0. `vectors`
+    returns the shares themselves, and `lens_mix.methods.decompx_logits` their shares of the logits.
 
-    Keeps query × key × d_model numbers, and makes a product with every weight matrix for each pair that has
-    a share. A `max_memory` that can't hold about twice these numbers and one query's chunk is refused.
+    The computation stores query × key × d_model numbers, and multiplies the vector of each pair that has a
+    share by every weight matrix. `max_memory` has to allow about twice these numbers and one chunk of a
+    query.
 
     Args:
-        biases: how a bias is handed out: "absdot" (the paper's), "abssim", "norm", "equal", "first"
-            (the code's `cls`), "dot"; "drop" leaves all biases out, then the shares don't add up.
-        slope: the line that stands for the activation: "zero_origin" through zero and the true value (the
-            code's GeLU_ZO; the closed form of integrated gradients), "tangent" (GeLU_LA; what it misses is
-            handed out as a bias), "relu" (passes what is positive; shares don't add up). Gated feed-forwards,
-            which DecompX doesn't speak of, have integrated gradients: "zero_origin" only.
+        biases: The rule that distributes a bias over the tokens: "absdot" (as in the paper), "abssim",
+            "norm", "equal", "first" (`cls` in the authors' code) or "dot". With "drop" all biases are left
+            out, and the shares do not sum to the residual stream.
+        slope: The line that replaces an activation:
+
+            - "zero_origin": the line through zero and the true value (GeLU_ZO in the authors' code, and the
+              closed form of integrated gradients). It is the only one for gated feed-forwards, which
+              DecompX does not define.
+            - "tangent": the tangent (GeLU_LA in the authors' code). What it misses is distributed as a bias.
+            - "relu": 1 for positive inputs and 0 for others. The shares do not sum to the residual stream.
 
     Raises:
-        ValueError: an unknown option.
+        ValueError: An option is unknown.
     """
 
     name: ClassVar[str] = "decompx"
@@ -80,17 +85,20 @@ class DecompX(VectorMethod):
         return None
 
     def passes(self, blocks: Sequence[Block]) -> Passes | None:
-        return pair_passes(blocks, _ROW, "gim with queries=[-1] takes about four", every_row=True)
+        return pair_passes(blocks, _PASSES_PER_ROW, "gim with queries=[-1] takes about four", every_row=True)
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         *below, last = (lengths for lengths, _ in carried(blocks, self.biases, self.slope))
-        # The last block may hold some rows only, all of those below are read.
+        # The last block may have only some rows, but those of the blocks below are all read.
         return [*(blocks[-1].rows_of(lengths) for lengths in below), last]
 
     def vectors(self, blocks: Sequence[Block]) -> Iterator[DecomposedBlock]:
-        """The shares after each block, and at the stages inside of it, from the first block up.
+        """Yield the shares after each block and at the stages inside it, from the first block up.
 
-        All pairs at once, and `max_memory` not asked: the slow way.
+        This is slow: it computes all pairs together and does not respect `max_memory`.
+
+        Args:
+            blocks: All blocks of the stack.
         """
         shares = state = None
         for block in blocks:
@@ -102,10 +110,15 @@ class DecompX(VectorMethod):
 
 @dataclasses.dataclass(frozen=True)
 class DecompXLocal(DecompX):
-    """DecompX of each block alone: every block's input counts as one vector per position. Arguments as there.
+    """Compute DecompX of each block alone, where every position of the block's input is one vector.
 
-    score[l, i, j] = ‖X_ij‖, the share of position j's input to block l in position i's output. Shape
-    [layer, query, key], from 0 up; holds the residual stream. With `biases="drop"` it is `atb_ff_res_ln`.
+    score[l, i, j] = ‖X_ij‖, the share of the input at position j of block l in its output at position i.
+    Shape [layer, query, key], at least 0. The map contains the residual stream. With `biases="drop"` it
+    equals `atb_ff_res_ln`.
+
+    Args:
+        biases: As in `DecompX`.
+        slope: As in `DecompX`.
     """
 
     name: ClassVar[str] = "decompx_local"
@@ -113,7 +126,7 @@ class DecompXLocal(DecompX):
     of_stack = Method.of_stack
 
     def passes(self, blocks: Sequence[Block]) -> Passes | None:
-        return pair_passes(blocks, _LOCAL_ROW)
+        return pair_passes(blocks, _PASSES_PER_LOCAL_ROW)
 
     def __call__(self, block: Block) -> Float[Tensor, "batch query key"]:
         return Decomposition(block, None, self.biases, self.slope, keeps=False).lengths()
@@ -126,44 +139,45 @@ def decompx(
     rule: Split,
     alone: bool,
 ) -> Float[Tensor, "batch pos source d_model"]:
-    """The definition: from the shares X of what enters a block to those of its output; LN is a norm or none.
+    """Return the shares of a block's output from the shares X of its input, as the paper defines them.
 
         attention_is = Σ_h Σ_j a_hij LN(X_js) W_V^h W_O^h
         mid_is       = LN(X_is + attention_is)
         output_is    = LN(mid_is + ((LN(mid_is) W_in) ⊙ m_i) W_out)      m = act(p) / p, p the sum over s
 
-    A gated feed-forward has the same of W_gate besides, each with the m of its integrated gradients.
-    After each term its bias is handed out, so that the shares add up to the true state: a norm is held linear
-    at the scale of their sum.
+    LN is the norm at that place, if the block has one. A gated feed-forward has a second term with W_gate,
+    and each term has the m of its integrated gradients. After each term its bias is distributed, so that the
+    shares sum to the true state. A norm is applied as a linear map, at the scale of that sum.
 
     Args:
         vectors: X.
-        pattern: a.
-        anatomy: of a block with a plain or gated feed-forward, no norm or multiplier on a branch.
-        rule: how a bias is handed out; not "drop".
-        alone: whether each position is its own only source, as in the first block; b_V is then the key's.
+        pattern: The attention weights a.
+        anatomy: A block with a plain or gated feed-forward, and no norm or multiplier on a branch.
+        rule: The rule that distributes a bias, except "drop".
+        alone: Whether each position is its own only source, as in the first block. Then b_V belongs to the
+            key.
 
     Raises:
-        ValueError: another feed-forward.
+        ValueError: The block has another feed-forward.
     """
     path, feed_forward = anatomy.value_path, anatomy.feed_forward
     if path is None or feed_forward is None:
         raise ValueError(f"feed-forward: expected a plain or gated one, got {anatomy.feed_forward_kind!r}")
 
-    def normed(norm: Norm | None, shares: Tensor) -> Tensor:
+    def apply_norm(norm: Norm | None, shares: Tensor) -> Tensor:
         return split_bias(through_norm(norm, shares, shares.sum(2)), norm.bias if norm else None, rule)
 
-    read = normed(anatomy.attention_input, vectors)
+    read = apply_norm(anatomy.attention_input, vectors)
     axes = "batch key source d_model, head d_model d_head -> source batch key head d_head"
     value = einsum(read, path.W_V, axes)
-    by_source = [value_vectors(pattern, of_source, path.W_O).sum(2) for of_source in value]
+    by_source = [value_vectors(pattern, source_value, path.W_O).sum(2) for source_value in value]
     attention = rearrange(by_source, "source batch query d_model -> batch query source d_model")
     b_V = torch.zeros_like(value[0]) if path.b_V is None else path.b_V.expand_as(value[0])
     b_O = torch.zeros_like(path.W_O[0, 0]) if path.b_O is None else path.b_O
     of_keys = value_vectors(pattern, b_V, path.W_O)
     attention, bias = (attention + of_keys, b_O) if alone else (attention, of_keys.sum(2) + b_O)
-    mid = normed(anatomy.attention_residual, split_bias(vectors + attention, bias, rule))
-    read = normed(anatomy.feed_forward_input, vectors if anatomy.parallel else mid)
+    mid = apply_norm(anatomy.attention_residual, split_bias(vectors + attention, bias, rule))
+    read = apply_norm(anatomy.feed_forward_input, vectors if anatomy.parallel else mid)
     hidden = through_linear(feed_forward.W_in, feed_forward.b_in, read, rule)
     if feed_forward.W_gate is None:
         hidden = hidden * plain_multiplier(feed_forward.activation, hidden.sum(2), None)[:, :, None]
@@ -173,4 +187,4 @@ def decompx(
         hidden = gate * m_gate[:, :, None] + hidden * m_up[:, :, None]
     hidden = split_bias(hidden, feed_forward.b_hidden, rule)
     added = through_linear(feed_forward.W_out, feed_forward.b_out, hidden, rule)
-    return normed(anatomy.feed_forward_residual, mid + added)
+    return apply_norm(anatomy.feed_forward_residual, mid + added)

@@ -1,4 +1,4 @@
-"""What DecompX's shares make of the logits; read backwards from a logit where no bias is handed out."""
+"""Compute DecompX's shares of the logits, by a backward pass from the logit if no bias is distributed."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ def logit_shares(
     tokens: Int[Tensor, " token"] | None = None,
     biases: Split = "absdot",
 ) -> Float[Tensor, "batch query source token"]:
-    """Every input token's share of the logits; with the biases handed out they add up to the logits.
+    """Return the share of every input token in the logits.
+
+    If the biases are distributed, the shares sum to the logits.
 
     Args:
-        block: the last block.
-        shares: of its output, `DecomposedBlock.output`.
-        tokens: vocabulary numbers; None for the whole vocabulary (query × source × vocabulary numbers).
-        biases: how the final norm's β and the unembedding's bias are handed out.
+        block: The last block.
+        shares: The shares of its output, `DecomposedBlock.output`.
+        tokens: The vocabulary numbers of the logits. None: the whole vocabulary, for which the result has
+            query × source × vocabulary numbers.
+        biases: The rule that distributes the final norm's β and the bias of the unembedding.
 
     Raises:
-        ValueError: another block than the last.
-        UnsupportedModelError: the logits are not final norm, then unembedding.
+        ValueError: The block is not the last one.
+        UnsupportedModelError: The logits are not the final norm followed by the unembedding.
     """
     if not block.is_last:
-        raise ValueError(f"head: expected the last block, got block {block.layer}")
+        raise ValueError(f"block: expected the last block, got block {block.layer}")
     head = block.unembedding()
     read = HeldNorm(head.norm, block.resid_post.to(shares.dtype)).shares(shares, biases)
     W_U, b_U = head.W_U, head.b_U
@@ -50,34 +53,36 @@ def logit_shares(
 def input_shares_of_logits(
     method: DecompX, blocks: Sequence[Block], tokens: Int[Tensor, " token"]
 ) -> Float[Tensor, "batch query source token"]:
-    """Every input token's share of some logits, at the last block's rows: `logit_shares` of the last shares.
+    """Return the share of every input token in some logits, at the rows of the last block.
 
-    `DecompX("drop")` is linear in the shares, so a logit's are read backwards from it: one pass back through
-    the blocks, for a few times the cost of a forward pass, and no query × source × d_model numbers
-    (`max_memory` is not asked). The other rules hand a bias out by the shares themselves, which are carried
-    up through all blocks, as for the map.
+    The shares are those that `logit_shares` returns. `DecompX("drop")` is linear in the shares, so they are
+    computed backwards from each logit. That takes the time of a few forward passes, and needs no query ×
+    source × d_model numbers. It does not respect `max_memory`. The other rules distribute a bias according to
+    the shares themselves, so these are propagated up through all blocks, as for the map.
 
     Args:
-        method: the rule for biases and the line for the activation.
-        blocks: all blocks of the stack; all but the last with all rows.
-        tokens: vocabulary numbers.
+        method: The rule for biases and the line that replaces the activation.
+        blocks: All blocks of the stack. All but the last have all rows.
+        tokens: The vocabulary numbers of the logits.
 
     Raises:
-        ValueError, UnsupportedModelError: as in `logit_shares`.
+        ValueError: As in `logit_shares`.
+        UnsupportedModelError: As in `logit_shares`.
     """
     if method.biases == "drop":
         with torch.inference_mode(False), torch.enable_grad():
-            return _backwards(method, blocks, tokens)
+            return _propagate_backwards(method, blocks, tokens)
     *_, (_, shares) = carried(blocks, method.biases, method.slope)
     return logit_shares(blocks[-1], shares, tokens, method.biases)
 
 
-def _backwards(
+def _propagate_backwards(
     method: DecompX, blocks: Sequence[Block], tokens: Int[Tensor, " token"]
 ) -> Float[Tensor, "batch query source token"]:
-    """Without biases: the gradient of each logit by how much of each source's vector enters.
+    """Return the shares by differentiating each logit with respect to the factor of each source's vector.
 
-    Block by block from above, for each is linear at its own recorded states.
+    Without biases each block is linear at its own recorded states, so the gradient is propagated from one
+    block to the one below.
     """
     last, (batch, queries) = blocks[-1], blocks[-1].queries.shape
     dtype = torch.promote_types(last.resid_post.dtype, torch.float32)
@@ -85,24 +90,24 @@ def _backwards(
     ones = torch.eye(queries * len(tokens), dtype=dtype, device=tokens.device)
     ones = ones.view(-1, 1, queries, 1, len(tokens)).expand(-1, batch, -1, -1, -1)
     out = []
-    for gradient in ones.split(_at_once(last)):
+    for gradient in ones.split(_count_logits_per_chunk(last)):
         shares = last.resid_post.to(dtype)[:, :, None].clone().requires_grad_()
-        gradient = _pulled_back(logit_shares(last, shares, tokens, "drop"), shares, gradient)
+        gradient = _pull_back(logit_shares(last, shares, tokens, "drop"), shares, gradient)
         for block, state in zip(reversed(blocks), reversed(entering), strict=True):
-            # One source: all that enters.
+            # At the input, each token's vector is the whole of what enters: one source with a factor of 1.
             shares = ones.new_ones(*block.real.shape, 1) if state is None else state[:, :, None].clone()
             stages = decomposed(block, method.biases, method.slope, shares.requires_grad_(), state)
-            gradient = _pulled_back(stages.output, shares, gradient)
+            gradient = _pull_back(stages.output, shares, gradient)
         out.append(gradient[..., 0])
     axes = "(query token) batch source -> batch query source token"
     return rearrange(torch.cat(out), axes, query=queries) * last.real_queries[:, :, None, None]
 
 
-def _pulled_back(output: Tensor, shares: Tensor, gradient: Tensor) -> Tensor:
-    """Gradients by what was put out -> by the shares it was made of, [logit, *shares]."""
+def _pull_back(output: Tensor, shares: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradients with respect to `shares`, [logit, *shares], from those of the output."""
     return torch.autograd.grad(output, shares, gradient, is_grads_batched=True)[0]
 
 
-def _at_once(block: Block) -> int:
-    """So many logits share the states a block is held linear at; their hidden layers take 64 MB each."""
+def _count_logits_per_chunk(block: Block) -> int:
+    """Return how many logits share the states of one backward pass. Their hidden layers take 64 MB each."""
     return max(1, 16 * HIDDEN_ELEMENTS // (block.real.numel() * hidden_width(block)))

@@ -1,4 +1,4 @@
-"""Gradient times input with patterns and norms frozen."""
+"""Compute gradient times input with attention patterns and norm scales frozen."""
 
 from __future__ import annotations
 
@@ -15,25 +15,34 @@ from lens_mix.methods.changed_gradients import ChangedGradients
 
 @dataclasses.dataclass(frozen=True)
 class FrozenGradients(ChangedGradients):
-    """Gradient × input with attention patterns and norm scales frozen (Ali et al., ICML 2022).
+    """Compute gradient × input with attention patterns and norm scales frozen (Ali et al., ICML 2022).
 
-    g · x per token, where x is the residual stream that enters the first block and g the gradient of the
-    target F, read at the row's position, with the paper's two rules: attention patterns (AH-rule) and the
-    scales that LayerNorm or RMSNorm divide by (LN-rule) are constants in the backward pass.
+    score[query, key] = g · x at the position of the key. x is the residual stream that enters the first
+    block. g is the gradient of the target F, read at the row's position, with the paper's two rules:
+    attention patterns (AH-rule) and the scales that LayerNorm or RMSNorm divide by (LN-rule) are constants in
+    the backward pass.
 
-    With `activations="ratio"` an activation is z times act(z)/z with the factor held, as in DecompX, and each
-    factor of a gated feed-forward gets half of the gradient. What is left of the model is linear, and a row
-    conserves: with `readout="signed_sum"` at the embeddings it sums to F less what comes from no token
-    (biases; what an encoder sends). `provenance["details"]` holds that per row as `constant_share`, and what
-    is missing then, 0 but for rounding, as `conservation_gap`. A note says where it is not: the target has to
-    be linear in the logits, and these in what the last norm gives.
+    With `activations="ratio"` an activation is z times the constant act(z)/z, as in DecompX, and each factor
+    of a gated feed-forward gets half of the gradient. The rest of the model is linear, so a row conserves the
+    target. With `readout="signed_sum"` at the embeddings, a row sums to F minus what comes from no token:
+    biases, and what an encoder contributes. `provenance["details"]` has that share for each row as
+    `constant_share`, and what is then missing as `conservation_gap`. Except for rounding the gap is 0 if the
+    target is linear in the logits, and the logits in the output of the last norm. A note says if it is not 0.
 
-    One map [1, query, key], signed, in the target's unit, a backward pass per row.
+    The result is one map [1, query, key], signed, in the target's unit. Each row takes a backward pass.
 
     Args:
-        target, readout, after_blocks, activations, internal_batch_size: as `Gim`.
+        target: As in `Gim`.
+        readout: As in `Gim`.
+        after_blocks: As in `Gim`.
+        activations: As in `Gim`.
+        internal_batch_size: As in `Gim`.
 
-    Raises: as `Gim`.
+    Raises:
+        TypeError: As in `Gim`.
+        ValueError: As in `Gim`.
+        RuntimeError: As in `Gim`.
+        UnsupportedModelError: As in `Gim`.
     """
 
     name: ClassVar[str] = "frozen_gradients"
@@ -44,9 +53,13 @@ class FrozenGradients(ChangedGradients):
         return self.activations == "ratio"
 
     def interventions(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
-        """The hook that makes one layer's pattern a constant going back: the AH-rule.
+        """Return the hook that makes the pattern of one layer a constant in the backward pass (AH-rule).
 
-        For the LN-rule, hold the norms; a run of your own, and arguments, as in `Gim.interventions`.
+        The LN-rule needs a hook on every norm. `Gim.interventions` shows a complete run of your own.
+
+        Args:
+            layer: The number of the block.
+            attention: The name of the attention module, with `{layer}`.
         """
         return [scale_pattern_gradient(layer, 0, attention=attention)]
 
@@ -54,7 +67,14 @@ class FrozenGradients(ChangedGradients):
 def frozen_attention(
     scores: Float[Tensor, "head query key"], values: Float[Tensor, "head key d_head"]
 ) -> Float[Tensor, "head query d_head"]:
-    """The AH-rule (section 4): y_i = Σ_j [p_ij] v_j, what is in brackets held; slow, the oracle."""
+    """Return y_i = Σ_j [p_ij] v_j, where the bracket is constant (AH-rule, section 4).
+
+    This is slow. Tests compare the method with it.
+
+    Args:
+        scores: The attention scores before the softmax.
+        values: The values v.
+    """
     axes = "head query key, head key d_head -> head query d_head"
     return einsum(scores.softmax(dim=-1).detach(), values, axes)
 
@@ -62,9 +82,14 @@ def frozen_attention(
 def frozen_norm(
     x: Float[Tensor, "pos d_model"], eps: float, centred: bool = True
 ) -> Float[Tensor, "pos d_model"]:
-    """The LN-rule (section 4): y = (x − E[x]) / [√(ε + Var[x])], what is in brackets held; slow, the oracle.
+    """Return y = (x − E[x]) / [√(ε + Var[x])], where the bracket is constant (LN-rule, section 4).
 
-    Without weight and bias; an RMSNorm is not centred.
+    This is slow, and has no weight and bias. Tests compare the method with it.
+
+    Args:
+        x: The input.
+        eps: ε.
+        centred: Whether the mean is subtracted: True for LayerNorm, False for RMSNorm.
     """
     x = x - reduce(x, "pos d_model -> pos 1", "mean") if centred else x
     return x / (eps + reduce(x.square(), "pos d_model -> pos 1", "mean")).sqrt().detach()

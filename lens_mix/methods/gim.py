@@ -1,4 +1,4 @@
-"""Gradient interaction modifications."""
+"""Compute GIM: gradient times input under gradient interaction modifications."""
 
 from __future__ import annotations
 
@@ -18,35 +18,43 @@ from lens_mix.methods.changed_gradients import ChangedGradients
 
 @dataclasses.dataclass(frozen=True)
 class Gim(ChangedGradients):
-    """GIM, gradient interaction modifications (Edin et al., 2025, arXiv 2505.17630): g · x per token.
+    """Compute GIM, gradient interaction modifications (Edin et al., 2025, arXiv 2505.17630).
 
-    x is the residual stream that enters the first block, g the gradient of the target F, read at the row's
-    position, of a backward pass with three changed rules; the forward pass is the model's own.
+    score[query, key] = g · x at the position of the key. x is the residual stream that enters the first
+    block. g is the gradient of the target F, read at the row's position. The forward pass is the model's own,
+    and the backward pass has three changed rules:
 
-    - The softmax of attention goes back at `temperature` T: with P_T = softmax(scores / T), the gradient by
-      the scores is P_T ⊙ (g_P − Σ_k P_T g_P) (as in the authors' code, without a derivative's factor 1/T).
-    - Gradients of queries and keys are times `queries_keys`, of values times `values`.
-    - Norms go back at their scale, held: those of the blocks, on queries and keys, the last one.
+    - The softmax of attention is differentiated at `temperature` T. With P_T = softmax(scores / T), the
+      gradient with respect to the scores is P_T ⊙ (g_P − Σ_k P_T g_P). As in the authors' code, it lacks the
+      factor 1/T of a derivative.
+    - Gradients of queries and keys are multiplied by `queries_keys`, and those of values by `values`.
+    - Norms are linear maps at the scale of the forward pass: those of the blocks, those on queries and keys,
+      and the final norm.
 
-    One map [1, query, key], signed, in the target's unit, a backward pass per row: ask for the rows that you
-    need. Rows sum to nothing in particular. The authors' package subtracts the embedding of a space from x;
-    here the baseline is 0. Where patterns hold an attention sink (gpt-oss), it counts as a key.
+    The result is one map [1, query, key], signed, in the target's unit. Each row takes a backward pass, so
+    ask only for the rows that you need. The sum of a row has no meaning. The authors' package subtracts the
+    embedding of a space from x; here the baseline is 0. If patterns contain an attention sink (gpt-oss), it
+    counts as a key.
 
     Args:
-        target: as `InputGradients`.
-        readout: "signed_sum" Σ_d g_d x_d (the paper), or "absolute" Σ_d |g_d x_d|, 0 or more.
-        after_blocks: read relevance off the embeddings and the residual stream after each of the first n
-            blocks: each row is scaled to Σ|scores| = 1, then their mean is taken. A list names the streams
-            (0: the embeddings). 0, or a list of one: that stream alone, not scaled.
-        activations: "gradient" (the paper), or "ratio": act(z)/z, held, in place of act'(z), and half of the
-            gradient to each factor of a gated feed-forward (needs feed-forwards that are written down).
+        target: As in `InputGradients`.
+        readout: "signed_sum" for Σ_d g_d x_d (as in the paper), or "absolute" for Σ_d |g_d x_d|, at least 0.
+        after_blocks: The residual streams at which relevance is read. A number n: the embeddings and the
+            streams after each of the first n blocks. A list names the streams, where 0 is the embeddings. If
+            there are several, each row is scaled to Σ|scores| = 1 and their mean is returned.
+        activations: "gradient" (as in the paper), or "ratio": act'(z) is replaced by the constant act(z)/z,
+            and each factor of a gated feed-forward gets half of the gradient. "ratio" needs feed-forwards
+            whose formula is known.
         temperature: T, above 0.
-        queries_keys, values: the factors; 0 or more.
-        internal_batch_size: most rows in one pass; None: what `max_memory` allows.
+        queries_keys: The factor of the gradients of queries and keys, at least 0.
+        values: The factor of the gradients of values, at least 0.
+        internal_batch_size: The largest number of rows in one pass. None: as many as `max_memory` allows.
 
     Raises:
-        TypeError, ValueError: an unknown option; a target that does not fit. RuntimeError: inside
-            torch.inference_mode. UnsupportedModelError: a rule that can't be put on this model.
+        TypeError: An option has the wrong type.
+        ValueError: An option is unknown, or the target does not fit the prompt.
+        RuntimeError: torch.inference_mode is on.
+        UnsupportedModelError: A rule cannot be applied to this model.
     """
 
     name: ClassVar[str] = "gim"
@@ -63,7 +71,9 @@ class Gim(ChangedGradients):
         number("values", self.values, 0)
 
     def interventions(self, layer: int, *, attention: str = DEFAULT_ATTENTION) -> list[HookPair]:
-        """The hooks that change the gradient at one layer's attention. On your run, for one position's row:
+        """Return the hooks that change the gradient at one layer's attention.
+
+        In your own run, for one position's row:
 
             store, layers = {}, range(model.cfg.n_layers)
             hooks = [record(store, "blocks.0.hook_resid_pre", detach=False)]
@@ -74,16 +84,18 @@ class Gim(ChangedGradients):
             (gradient,) = torch.autograd.grad(logits[0, position].max(), x)
             row = (gradient * x).sum(dim=-1)
 
-        Norms are no part of it, as which there are is the model's matter: with `lens_mix.hooks.freeze_scale`
-        hold each one, on queries and keys and after branches too. The norms of a T5's TransformerBridge show
-        no scale, nor do some that transformers keeps to itself: the method goes by torch's own hooks there.
-        Attention by a fused kernel shows no pattern: ask for eager attention, as `lm.run` does, and put
-        `must_fire` around both passes. `activations="ratio"` takes `lens_mix.hooks.hold_activation_ratio` in
-        every layer besides.
+        The hooks do not include norms, because models have different ones. Freeze each norm with
+        `lens_mix.hooks.freeze_scale`, including those on queries and keys and those after branches. Some
+        norms have no hook point for their scale: those of a T5's TransformerBridge, and those that are inside
+        transformers. For these the method uses torch's own hooks.
+
+        Attention by a fused kernel has no pattern to hook. Ask for eager attention, as `lm.run` does, and put
+        `must_fire` around the forward and the backward pass. `activations="ratio"` also needs
+        `lens_mix.hooks.hold_activation_ratio` in every layer.
 
         Args:
-            layer: which block.
-            attention: name of the attention module, with `{layer}`, as in `lens_mix.hooks.zero_values`.
+            layer: The number of the block.
+            attention: The name of the attention module, with `{layer}`, as in `lens_mix.hooks.zero_values`.
         """
         pattern = scale_pattern_gradient(
             layer, self.queries_keys, temperature=self.temperature, attention=attention
@@ -98,9 +110,17 @@ def modified_attention(
     queries_keys: float = 0.25,
     values_factor: float = 0.5,
 ) -> Float[Tensor, "head query d_head"]:
-    """softmax(scores) · V, differentiated as GIM does; slow, the oracle of the method.
+    """Return softmax(scores) · V with the gradients that GIM defines.
 
-    T · softmax(scores / T) has the derivative P_T ⊙ (g − Σ_k P_T g) that takes the softmax's place.
+    This is slow. Tests compare the method with it. T · softmax(scores / T) has the derivative
+    P_T ⊙ (g − Σ_k P_T g), which replaces that of the softmax.
+
+    Args:
+        scores: The attention scores before the softmax.
+        values: V.
+        temperature: T.
+        queries_keys: The factor of the gradients of queries and keys.
+        values_factor: The factor of the gradients of values.
     """
     tempered = temperature * (scores / temperature).softmax(dim=-1)
     pattern = with_gradient_of(queries_keys * tempered, scores.softmax(dim=-1))

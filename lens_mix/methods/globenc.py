@@ -1,4 +1,4 @@
-"""GlobEnc: the whole block by norms, the feed-forward through the scale of the norm after it."""
+"""Compute GlobEnc: vector norms of the whole block, with the scale of the norm after the feed-forward."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class GlobEnc(VectorMethod):
-    """GlobEnc's N_Enc (Modarressi et al., NAACL 2022, eq. 9-12).
+    """Compute N_Enc of GlobEnc (Modarressi et al., NAACL 2022, eq. 9-12).
 
-    score[l, i, j] = ‖γ₂ ⊙ (F_ij - mean F_ij) / s₂_i‖: the vectors of `attn_res_ln` through the second norm
-    of the block, held linear at the true state, which the feed-forward's output is part of. The
-    feed-forward itself is left out. Shape [layer, query, key], from 0 up.
+    score[l, i, j] = ‖γ₂ ⊙ (F_ij - mean F_ij) / s₂_i‖, where F_ij are the vectors of `attn_res_ln`. The second
+    norm of the block is applied to them as a linear map, at the scale of the true state, which includes the
+    output of the feed-forward. The feed-forward itself is left out. Shape [layer, query, key], at least 0.
 
-    Blocks that have no norm on the residual stream (all but post-norm ones): the second norm is the one
-    that reads the block's output, the next block's first norm, after the last block the final norm.
+    Only post-norm blocks have a norm on the residual stream. For all other blocks, the second norm is the one
+    that reads the block's output: the first norm of the next block, and for the last block the final norm.
 
-    GlobEnc's own roll-out is a product of these maps as they are, without identity and without dividing
-    rows: `lens_mix.methods.globenc.rollout`.
+    GlobEnc's own roll-out is a product of these maps, without identity and without dividing rows:
+    `lens_mix.methods.globenc.rollout`.
     """
 
     name: ClassVar[str] = "globenc"
@@ -43,13 +43,13 @@ class GlobEnc(VectorMethod):
     def unsupported_block(self, anatomy: BlockAnatomy) -> str | None:
         if anatomy.cross:
             return (
-                "cross-attention lies between the two norms: the vectors of this stack are not all that "
-                "the second norm reads (expected a block without cross-attention)"
+                "cross-attention lies between the two norms, so the vectors of this part are not all that "
+                "the second norm reads; expected a block without cross-attention"
             )
         if anatomy.feed_forward_residual is not None and anatomy.feed_forward is None:
             return (
-                "the second norm reads the feed-forward's output, which can't be rebuilt "
-                f"({anatomy.feed_forward_kind!r}); expected a plain or gated feed-forward"
+                "the second norm reads the feed-forward's output, which cannot be rebuilt; expected a plain "
+                f"or gated feed-forward, got {anatomy.feed_forward_kind!r}"
             )
         return None
 
@@ -62,7 +62,12 @@ class GlobEnc(VectorMethod):
         return self.vectors(block, attention_vectors(block, heads)).norms()
 
     def vectors(self, block: Block, attention: AttentionVectors) -> Vectors:
-        """The vectors whose norms the map holds."""
+        """Return the vectors whose norms are the map.
+
+        Args:
+            block: The block.
+            attention: Its vectors up to the residual stream after attention.
+        """
         anatomy = block.anatomy
         if anatomy.feed_forward_residual is None:
             state = block.resid_post.to(attention.resid_pre.dtype)
@@ -81,24 +86,26 @@ def globenc(
     second: Norm | None,
     output: Float[Tensor, "batch query d_model"],
 ) -> Float[Tensor, "batch query key"]:
-    """The definition: the norms of F through both norms, each held linear.
+    """Return the norms of F after two norms, each applied as a linear map.
 
     Args:
-        vectors: F of `residual_vectors`.
-        first, mid: the norm after attention (None for none), and the true sum that it reads.
-        second, output: the block's second norm, and the true sum that it reads, feed-forward included.
+        vectors: F, from `residual_vectors`.
+        first: The norm after attention. None: no norm.
+        mid: The true sum that `first` reads.
+        second: The second norm of the block. None: no norm.
+        output: The true sum that `second` reads, which includes the feed-forward.
     """
     return norms(through_norm(second, through_norm(first, vectors, mid), output))
 
 
 def rollout(scores: Float[Tensor, "layer query key"]) -> Float[Tensor, "layer query key"]:
-    """GlobEnc's aggregation: products of the maps up to each layer, rows as they are (eq. 13).
+    """Return the products of the maps up to each layer, without dividing rows (eq. 13).
 
     Args:
-        scores: the scores of one map.
+        scores: The scores of one map.
 
     Raises:
-        ValueError: scores of another shape.
+        ValueError: The scores have another shape.
     """
     if scores.ndim != 3 or scores.shape[1] != scores.shape[2]:
         raise ValueError(f"scores: expected [layer, query, key], got shape {list(scores.shape)}")

@@ -1,4 +1,4 @@
-"""Attention weighted by its gradient."""
+"""Compute attention weighted by its gradient."""
 
 from __future__ import annotations
 
@@ -23,21 +23,25 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class GradientAttention(TargetMethod):
-    """Attention weighted by its gradient (Chefer et al., ICCV 2021, eq. 5): mean_h (∂F/∂A_h ⊙ A_h)⁺.
+    """Compute attention weighted by its gradient (Chefer et al., ICCV 2021, eq. 5).
 
-    F is the target; the gradient is total, through all layers above. One forward and one backward pass
-    serve all layers. Shape [layer, query, key], or [layer, head, query, key] with `per_head`; 0 or more, in
-    the target's unit, rows don't sum to 1. `lm.gradient_rollout` chains the maps to the paper's relevance R,
-    or to a rollout of attention adjusted by gradients.
+    score[l] = mean_h (∂F/∂A_h ⊙ A_h)⁺, where A is the pattern of layer l and F the target. The gradient is
+    total: it passes through all layers above. One forward and one backward pass serve all layers.
+
+    Shape [layer, query, key], or [layer, head, query, key] with `per_head`. Scores are at least 0, in the
+    target's unit, and rows do not sum to 1. `lm.gradient_rollout` combines the maps into the paper's
+    relevance R, or into a roll-out of attention adjusted by gradients.
 
     Args:
-        target: what is explained (`lens_mix.targets`, or any callable logits -> [copy]); by default the logit
-            of what the model predicts last, as in the paper's code.
-        per_head: keep the heads apart.
-        rectify: keep only what speaks for the target, (...)⁺; False: signed.
+        target: The number that is explained: one of `lens_mix.targets`, or any callable logits -> [copy]. The
+            default is the logit of the prediction at the last position, as in the authors' code.
+        per_head: Whether each head has a map of its own.
+        rectify: Whether negative products are set to 0. False keeps the sign.
 
     Raises:
-        TypeError, ValueError: a target that does not fit. RuntimeError: inside torch.inference_mode.
+        TypeError: An option has the wrong type.
+        ValueError: The target does not fit the prompt.
+        RuntimeError: torch.inference_mode is on.
     """
 
     name: ClassVar[str] = "gradient_attention"
@@ -59,7 +63,7 @@ class GradientAttention(TargetMethod):
         lowest = min(blocks, key=lambda block: block.layer)
         rows = torch.arange(len(lowest.batch), device=lowest.resid_pre.device)
         chunks = rows.split(lowest.gradient_rows(len(rows), logits=bound.reads_logits))
-        gradients = torch.cat([self._gradients(blocks, lowest, bound, chunk) for chunk in chunks])
+        gradients = torch.cat([self._compute_gradients(blocks, lowest, bound, chunk) for chunk in chunks])
         maps = []
         for place, block in enumerate(blocks):
             for prompt, value in enumerate(bound.clean.tolist()):
@@ -72,24 +76,30 @@ class GradientAttention(TargetMethod):
     def interventions(
         self, layer: int, addition: Float[Tensor, "row head query key"], *, attention: str = DEFAULT_ATTENTION
     ) -> list[HookPair]:
-        """The hooks that make a pass differentiable by one layer's pattern: a leaf of zeros is added to it.
+        """Return the hooks that make a pass differentiable with respect to one layer's pattern.
 
-        The patterns above still depend on what lies below: the derivative by the leaf is total. On your run:
+        They add a leaf of zeros to the pattern. The patterns above still depend on what is below, so the
+        derivative with respect to the leaf is total. In your own run:
 
             leaf = torch.zeros(batch, head, query, key, requires_grad=True)
             logits = model.run_with_hooks(tokens, fwd_hooks=method.interventions(layer, leaf))
             (gradient,) = torch.autograd.grad(target(logits).sum(), leaf)
 
-        Args as in `lens_mix.hooks.add_to_pattern`.
+        Args:
+            layer: The number of the block.
+            addition: What is added to the pattern.
+            attention: The name of the attention module, with `{layer}`.
         """
         return [add_to_pattern(layer, addition, attention=attention)]
 
-    def _gradients(
+    def _compute_gradients(
         self, blocks: Sequence[Block], lowest: Block, bound: BoundTarget, rows: Tensor
     ) -> Float[Tensor, "row layer head query key"]:
-        """The total derivative of the target by each block's asked rows, of all in one backward pass."""
+        """Return the total derivative of the target with respect to each block's asked rows, by one pass."""
         leaves = [torch.zeros_like(block.recorded("pattern")[rows]).requires_grad_(True) for block in blocks]
-        additions = [_among_all(block, leaf, rows) for block, leaf in zip(blocks, leaves, strict=True)]
+        additions = [
+            _expand_to_all_rows(block, leaf, rows) for block, leaf in zip(blocks, leaves, strict=True)
+        ]
         pairs = [
             pair
             for block, addition in zip(blocks, additions, strict=True)
@@ -101,8 +111,8 @@ class GradientAttention(TargetMethod):
         return torch.stack(gradients, dim=1).to(torch.promote_types(gradients[0].dtype, torch.float32))
 
 
-def _among_all(block: Block, leaf: Float[Tensor, "row head query key"], rows: Tensor) -> Tensor:
-    """A leaf of the asked rows as an addition to the whole pattern: 0 in all other rows."""
+def _expand_to_all_rows(block: Block, leaf: Float[Tensor, "row head query key"], rows: Tensor) -> Tensor:
+    """Return a leaf of the asked rows as an addition to the whole pattern, with 0 in all other rows."""
     if block.every_query:
         return leaf
     index = block.queries[rows][:, None, :, None].expand_as(leaf)
@@ -114,7 +124,14 @@ def weighted_by_gradient(
     target: Callable[[Float[Tensor, "batch head query key"]], Float[Tensor, " batch"]],
     pattern: Float[Tensor, "batch head query key"],
 ) -> Float[Tensor, "batch query key"]:
-    """Equation 5 as it stands, for one layer: mean_h (∂F/∂A_h ⊙ A_h)⁺; slow, the oracle of the method."""
+    """Return mean_h (∂F/∂A_h ⊙ A_h)⁺ of one layer: equation 5, without hooks.
+
+    This is slow. Tests compare the method with it.
+
+    Args:
+        target: F, as a function of the pattern of one layer.
+        pattern: A.
+    """
     leaf = pattern.detach().requires_grad_(True)
     (gradient,) = torch.autograd.grad(target(leaf).sum(), leaf)
     return reduce((gradient * pattern).clamp_min(0), "batch head query key -> batch query key", "mean")

@@ -1,4 +1,4 @@
-"""Information flow routes: how much nearer heads, residual and feed-forward bring the residual stream."""
+"""Compute information flow routes: how much closer each component brings the residual stream to its value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lens_mix.algebra.vectors import attention_vectors, head_vectors
 from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.method import Method
-from lens_mix.methods.part_shares import ends_unknown, proximity, record_shares
+from lens_mix.methods.component_shares import lacks_block_output, proximity, record_shares
 from lens_mix.methods.value_norms import VectorMethod
 
 if TYPE_CHECKING:
@@ -24,24 +24,30 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class InformationFlowRoutes(VectorMethod):
-    """Importance of the edges of the information-flow graph (Ferrando & Voita, EMNLP 2024, section 2).
+    """Compute the importance of edges in the information-flow graph (Ferrando & Voita, 2024, section 2).
 
-    A part p of a state s has the proximity max(0, ‖s‖₁ - ‖s - p‖₁), and of all parts' proximities the share
-    that is its importance. s is the residual stream after the attention branch; its parts are what each head
-    sent from each key, a_ijh u_jh (b_V in), and the residual x_i. score[l, i, j] = Σ_h importance(a_ijh
-    u_jh), on the diagonal with that of x_i. Shape [layer, query, key] or [layer, head, query, key], 0 to 1.
-    Rows, summed over heads, sum to 1; where no part brings s nearer they stay zero. Roll-outs add no
-    identity.
+    A component p of a state s has the proximity max(0, ‖s‖₁ - ‖s - p‖₁). Its importance is its share of the
+    proximities of all components. Here s is the residual stream after the attention branch. Its components
+    are a_ijh u_jh, what each head adds from each key (with b_V), and the residual stream x_i.
 
-    The residual stream after the block has two parts, the feed-forward's output and what it was added to:
-    `part_shares(m)` has their importance, and that of x_i alone. docs/information_flow_routes.md says what
-    the parts are on every kind of block.
+    score[l, i, j] = Σ_h importance(a_ijh u_jh), and on the diagonal also the importance of x_i. Shape [layer,
+    query, key], or [layer, head, query, key] with `per_head`, values in 0..1. Rows, summed over heads, sum to
+    1. A row is zero if no component brings s closer. The map contains the residual stream, so roll-outs add
+    no identity.
+
+    The residual stream after the block has two components: the output of the feed-forward, and what it was
+    added to. `lens_mix.methods.component_shares.part_shares(m)` returns their importance, and that of x_i
+    alone. docs/information_flow_routes.md lists the components of every kind of block.
 
     Args:
-        per_head: keep the heads apart. x_i is no head's: each has an equal part of its importance where the
-            map holds that, so that the heads' sum is the map, and roll-outs are the same.
-        biases: "whole" has b_O, and β of norms, in s alone, as the authors' code does; with "part" they are a
-            part of their own, whose importance is in no entry, so that rows sum to less.
+        per_head: Whether each head has a map of its own. x_i belongs to no head, so each head gets an equal
+            share of its importance. The sum over heads is the map without `per_head`, and roll-outs are the
+            same.
+        biases: "whole": b_O and the β of norms are in s alone, as in the authors' code. "part": they are a
+            component whose importance is in no entry, so that rows sum to less than 1.
+
+    Raises:
+        ValueError: `biases` is unknown.
     """
 
     name: ClassVar[str] = "information_flow_routes"
@@ -58,7 +64,7 @@ class InformationFlowRoutes(VectorMethod):
         one_of("biases", self.biases, ("whole", "part"))
 
     def needs_for(self, anatomy: BlockAnatomy) -> frozenset[str]:
-        ends_in_known_norm = anatomy.feed_forward_residual is not None and not ends_unknown(anatomy)
+        ends_in_known_norm = anatomy.feed_forward_residual is not None and not lacks_block_output(anatomy)
         return self.needs | {"feed_forward"} if ends_in_known_norm else self.needs
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
@@ -78,22 +84,27 @@ class InformationFlowRoutes(VectorMethod):
         scores.div_(total[:, None, :, None] if self.per_head else total[..., None])
         shares = {name: value / total for name, value in near.items()}
         record_shares(block, attention, shares)
-        return _with_own(block, scores, shares["resid_pre"])
+        return _add_residual(block, scores, shares["resid_pre"])
 
 
 def importance(
     parts: Float[Tensor, "batch query part d_model"], whole: Float[Tensor, "batch query d_model"]
 ) -> Float[Tensor, "batch query part"]:
-    """The definition: each part's proximity, divided by the sum over parts; of heads' parts `head_parts`."""
+    """Return the proximity of each component, divided by the sum over components.
+
+    Args:
+        parts: The components. `head_parts` returns those of the heads.
+        whole: s, their sum.
+    """
     near = (whole.abs().sum(-1)[..., None] - (whole[:, :, None] - parts).abs().sum(-1)).clamp_min(0)
     total = near.sum(-1, keepdim=True)
     return near / torch.where(total > 0, total, 1)
 
 
-def _with_own(
+def _add_residual(
     block: Block, scores: Float[Tensor, "batch *head query key"], shares: Float[Tensor, "batch query"]
 ) -> Float[Tensor, "batch *head query keys"]:
-    """With the residual's share on the diagonal, or as a last key; evenly over heads where there are any."""
+    """Add the importance of x_i, on the diagonal or as a last key, in equal shares over heads if any."""
     index, share = block.queries[..., None], shares[..., None].to(scores.dtype)
     if scores.ndim == 4:
         index, share = (

@@ -1,4 +1,4 @@
-"""Gradients by the input embeddings."""
+"""Compute gradients with respect to the input embeddings."""
 
 from __future__ import annotations
 
@@ -28,40 +28,43 @@ Score = Literal["norm", "times_input", "integrated"]
 
 @dataclasses.dataclass(frozen=True)
 class InputGradients(RowTargetMethod):
-    """Gradients of a target by the embeddings x (Simonyan et al., 2014; Sundararajan et al., ICML 2017).
+    """Compute gradients with respect to the embeddings.
 
-    F is the target at the position of the row; x is the residual stream that enters the first block: the
-    embeddings, with position embeddings and an embedding norm where the model has them. Per token j:
+    Papers: Simonyan et al., 2014; Sundararajan et al., ICML 2017. F is the target at the position of the row.
+    x is the residual stream that enters the first block: the embeddings, with position embeddings and an
+    embedding norm if the model has them. `score` chooses the number for token j:
 
-    - "norm": ‖∂F/∂x_j‖₂ (Li et al., NAACL 2016), 0 or more;
-    - "times_input": ∂F/∂x_j · x_j, signed, in the target's unit;
-    - "integrated": (x_j − x'_j) · ∫₀¹ ∂F(x' + α (x − x'))/∂x_j dα (Sundararajan et al., eq. 1) from the
-      baseline x', signed; a row sums to F(x) − F(x') but for the quadrature's error, which
-      `provenance["details"]["convergence_delta"]` holds per row (captum's name), as Σ − (F(x) − F(x')). A
-      note tells where it is more than 10 % of that difference.
+    - "norm": ‖∂F/∂x_j‖₂ (Li et al., NAACL 2016), at least 0.
+    - "times_input": ∂F/∂x_j · x_j, signed, in the target's unit.
+    - "integrated": (x_j − x'_j) · ∫₀¹ ∂F(x' + α (x − x'))/∂x_j dα (Sundararajan et al., eq. 1), signed, where
+      x' is the baseline. Except for the error of the quadrature, a row sums to F(x) − F(x').
+      `provenance["details"]["convergence_delta"]` has Σ − (F(x) − F(x')) for each row (captum's name). A note
+      says if it is more than 10 % of that difference.
 
-    The baseline 0 is degenerate behind a norm: αx normed is x normed, for all α but the smallest, so that F
-    jumps next to α = 0, where no rule has points enough, and the gradient along the rest of the path is 0 or
-    nearly. On pre-norm models (LayerNorm or RMSNorm, without position embeddings above all) take "mean".
+    The baseline 0 is degenerate if a norm follows: for all but the smallest α, αx and x have the same norm
+    output. F then changes only near α = 0, where no rule has enough points, and the gradient along the rest
+    of the path is almost 0. On pre-norm models use "mean", especially on those without position embeddings.
 
-    One map [1, query, key], a backward pass per row (times `n_steps` for "integrated"): ask for the rows that
-    you need (`queries=[-1]`). A causal model's row ends at its own position.
+    The result is one map [1, query, key]. Each row takes a backward pass, and "integrated" takes `n_steps` of
+    them. Ask only for the rows that you need (`queries=[-1]`). In a causal model a row ends at its own
+    position.
 
     Args:
-        target: what is explained (`lens_mix.targets`, or any callable logits -> [copy]), read at the row's
-            position instead of its own; by default the logit of what the model predicts there. A target that
-            names no position needs a single row.
-        score: which of the three.
-        baseline: x' of "integrated": "zero"; "mean" over the prompt's own positions of x (later ones too: a
-            row of a causal model then depends on them); a tensor [d_model], or [pos, d_model] for prompts
-            of so many tokens.
-        n_steps: points of the path; "integrated" only.
-        method: how they are placed (as `AttentionAttribution`); "integrated" only.
-        internal_batch_size: most rows in one pass; None: what `max_memory` allows.
+        target: The number that is explained: one of `lens_mix.targets`, or any callable logits -> [copy]. It
+            is read at the row's position instead of its own. The default is the logit of the prediction
+            there. A target without a position needs a single row.
+        score: "norm", "times_input" or "integrated".
+        baseline: x' of "integrated": "zero", "mean", a tensor [d_model], or a tensor [pos, d_model] for
+            prompts of that many tokens. "mean" is over all positions of the prompt, so that a row of a causal
+            model depends on later positions too.
+        n_steps: The number of points of the path, for "integrated" only.
+        method: The rule that places the points, for "integrated" only. See `AttentionAttribution`.
+        internal_batch_size: The largest number of rows in one pass. None: as many as `max_memory` allows.
 
     Raises:
-        TypeError, ValueError: an unknown option; a target that does not fit. RuntimeError: inside
-            torch.inference_mode.
+        TypeError: An option has the wrong type.
+        ValueError: An option is unknown, or the target or the baseline does not fit the prompt.
+        RuntimeError: torch.inference_mode is on.
     """
 
     name: ClassVar[str] = "input_gradients"
@@ -96,21 +99,21 @@ class InputGradients(RowTargetMethod):
 
     def of_stack(self, blocks: Sequence[Block]) -> list[Float[Tensor, "batch query key"]]:
         bound, last = bind_rows(blocks, self.target), blocks[-1]
-        chunks = [self._scores(bound, rows) for rows in bound.chunks(self.internal_batch_size)]
+        chunks = [self._compute_scores(bound, rows) for rows in bound.chunks(self.internal_batch_size)]
         scores, start = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         if self.score == "integrated":
             baselines.note_convergence(bound, scores, start, self.n_steps, last)
         return [bound.scattered(scores, last)]
 
-    def _scores(
+    def _compute_scores(
         self, bound: RowTargets, rows: Tensor
     ) -> tuple[Float[Tensor, "row key"], Float[Tensor, " row"]]:
-        """The scores of some rows, and F at the baseline."""
+        """Return the scores of some rows, and F at the baseline."""
         prompts, gradient = bound.prompts[rows], functools.partial(bound.gradients, rows)
         x = bound.first.inputs[prompts]
         if self.score == "integrated":
             points, weights = quadrature(self.method, self.n_steps)
-            baseline = baselines.input_baseline(self.baseline, x, bound.first.real_inputs[prompts])
+            baseline = baselines.make_input_baseline(self.baseline, x, bound.first.real_inputs[prompts])
             start = bound.values(rows, resid_pre=baseline)
             return integrated_gradients(gradient, x, baseline, points, weights), start
         score = gradient_norm if self.score == "norm" else gradient_times_input
@@ -121,13 +124,13 @@ Gradient = Callable[[Float[Tensor, "row pos d_model"]], Float[Tensor, "row pos d
 
 
 def gradient_norm(gradient: Gradient, x: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos"]:
-    """‖∂F/∂x_j‖₂ for every position j."""
-    return _wide(gradient(x)).norm(dim=-1)
+    """Return ‖∂F/∂x_j‖₂ for every position j."""
+    return _widen(gradient(x)).norm(dim=-1)
 
 
 def gradient_times_input(gradient: Gradient, x: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos"]:
-    """∂F/∂x_j · x_j for every position j."""
-    return einsum(_wide(gradient(x)), _wide(x), "row pos d_model, row pos d_model -> row pos")
+    """Return ∂F/∂x_j · x_j for every position j."""
+    return einsum(_widen(gradient(x)), _widen(x), "row pos d_model, row pos d_model -> row pos")
 
 
 def integrated_gradients(
@@ -137,13 +140,21 @@ def integrated_gradients(
     points: Float[Tensor, " point"],
     weights: Float[Tensor, " point"],
 ) -> Float[Tensor, "row pos"]:
-    """Equation 1 by a rule of quadrature: (x_j − x'_j) · Σ_k w_k ∂F(x' + α_k (x − x'))/∂x_j."""
-    total = torch.zeros_like(_wide(x))
+    """Return (x_j − x'_j) · Σ_k w_k ∂F(x' + α_k (x − x'))/∂x_j: equation 1 by a quadrature rule.
+
+    Args:
+        gradient: The gradient of F, as a function of the embeddings.
+        x: The embeddings.
+        baseline: x'.
+        points: α_k, the points of the rule.
+        weights: w_k, the weights of the points.
+    """
+    total = torch.zeros_like(_widen(x))
     for point, weight in zip(points.tolist(), weights.tolist(), strict=True):
-        total += weight * _wide(gradient(baseline + point * (x - baseline)))
-    return reduce((_wide(x) - _wide(baseline)) * total, "row pos d_model -> row pos", "sum")
+        total += weight * _widen(gradient(baseline + point * (x - baseline)))
+    return reduce((_widen(x) - _widen(baseline)) * total, "row pos d_model -> row pos", "sum")
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """In float32 at least: sums over d_model of bfloat16 lose too much."""
+def _widen(tensor: Tensor) -> Tensor:
+    """Return the tensor in at least float32, because sums over d_model lose too many digits in bfloat16."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Integrated gradients along the line from a baseline pattern to a block's, with an error estimate."""
+"""Integrate gradients along the line from a baseline pattern to that of a block, with an error estimate."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from lens_mix.methods.target_passes import BoundTarget
 if TYPE_CHECKING:
     from lens_mix.lens.block import Block
 
-# Below this share of the sizes of its terms, dF/dα counts as cancelled, as where a norm hides the scale of
-# the pattern. Elsewhere the sum keeps far more of them.
-_INVISIBLE = 2e-3
-# By default: of the sum of a layer's absolute scores.
+# If the terms of dF/dα cancel to less than this share of their sizes, a norm hides the scale of the pattern.
+_LARGEST_DEGENERATE_SHARE = 2e-3
+# The default tolerance, as a share of the sum of a layer's absolute scores.
 _TOLERANCE = 0.01
-# What rounding leaves of F(A) - F(B), in units of the last place of F.
+# The rounding error of F(A) - F(B), in units of the last place of F.
 _ROUNDING = 30
 
 
@@ -34,9 +33,14 @@ _ROUNDING = 30
 class Path:
     """The straight line B + α (A - B) from the baseline B to the pattern A of one block.
 
-    F is the target `bound`; `edits` makes the hooks that put a pattern into a pass, as
-    `AttentionAttribution.interventions`; `largest_chunk`: most rows (prompts x points) of one pass, None: what memory
-    allows.
+    Attributes:
+        block: The block.
+        bound: The target F.
+        pattern: A.
+        baseline: B.
+        edits: The function that makes the hooks for a point of the path: `AttentionAttribution.interventions`.
+        largest_chunk: The largest number of points of all prompts in one pass. None: as many as memory
+            allows.
     """
 
     block: Block
@@ -48,13 +52,13 @@ class Path:
 
     @functools.cached_property
     def difference(self) -> Float[Tensor, "batch head query key"]:
-        """A - B."""
+        """Return A - B."""
         return self.pattern - self.baseline
 
     def gradients(
         self, prompts: Int[Tensor, " row"], alphas: Float[Tensor, " row"]
     ) -> tuple[Float[Tensor, " row"], Float[Tensor, "row head query key"]]:
-        """F and its gradient at one point of the path per row."""
+        """Return F and its gradient with respect to the pattern, at one point of the path per row."""
         scale = alphas.to(self.pattern)[:, None, None, None]
         leaf = (self.baseline[prompts] + scale * self.difference[prompts]).detach().requires_grad_(True)
         pairs = self.interventions(self.block.layer, leaf, attention=self.block.attention_template)
@@ -63,20 +67,30 @@ class Path:
         return values.detach(), target_passes.gradients_of(values, [leaf])[0]
 
     def chunks(self, rows: int) -> Iterator[slice]:
-        """Slices of `rows`, as many at a time as memory allows."""
+        """Return slices over `rows` rows, with as many rows in each as memory allows."""
         step = self.block.gradient_rows(rows, logits=self.bound.reads_logits)
         step = step if self.largest_chunk is None else min(step, self.largest_chunk)
         return (slice(start, start + step) for start in range(0, rows, step))
 
 
 class Integral:
-    """The integral of the gradient along a path, per prompt, by the first rules of a nested family.
+    """The integral of the gradient along a path, for every prompt, by the rules of a nested family.
 
-    With every rule the points of the smaller ones are used again, so that one sum per rule is kept, and no
-    gradient. F at the baseline needs no gradient, but is computed with the first points all the same, because
-    on short prompts that is faster than a forward pass of its own. `is_smooth` is False if the gradient may
-    jump along the path (ReLU, experts). `rule` is the rule that each prompt has reached, `at_baseline` its
-    F(B).
+    Each rule uses the points of the smaller ones again. So one sum per rule is stored, and no gradients. F at
+    the baseline needs no gradient, but is computed in the same pass as the first points, because on short
+    prompts that is faster than a forward pass of its own.
+
+    Args:
+        path: The path.
+        rules: The nested rules.
+        is_smooth: False if the gradient may jump along the path (ReLU, experts).
+
+    Attributes:
+        path: As given.
+        rules: As given.
+        is_smooth: As given.
+        rule: For each prompt, the number of the largest rule so far.
+        at_baseline: For each prompt, F(B).
     """
 
     def __init__(self, path: Path, rules: NestedRules, is_smooth: bool = True) -> None:
@@ -88,7 +102,7 @@ class Integral:
         self._shares: list[list[float]] = [[] for _ in range(batch)]
 
     def _advance(self, prompts: list[int], rule: int) -> None:
-        """Bring some prompts to a rule, by the points that it adds."""
+        """Evaluate the points that a rule adds, for some prompts."""
         start = self.rules.counts[self.rule[prompts[0]]] if self._shares[prompts[0]] else 0
         added = slice(start, self.rules.counts[rule])
         points, weights = self.rules.points[added], self.rules.weights[:, added]
@@ -99,19 +113,19 @@ class Integral:
         rows = rows.repeat_interleave(len(points))
         alphas, weights = points.repeat(len(prompts)), weights.repeat(1, len(prompts)).to(self._sums)
         for chunk in self.path.chunks(len(rows)):
-            self._add(rows[chunk], alphas[chunk], weights[:, chunk])
+            self._add_points(rows[chunk], alphas[chunk], weights[:, chunk])
         for prompt in prompts:
             self.rule[prompt] = rule
 
-    def _add(
+    def _add_points(
         self, prompts: Int[Tensor, " row"], alphas: Float[Tensor, " row"], weights: Float[Tensor, "rule row"]
     ) -> None:
         values, gradients = self.path.gradients(prompts, alphas)
         gradients = gradients.to(self._sums.dtype)
         terms = (gradients * self.path.difference[prompts]).flatten(1)
-        # all terms 0 (0 / 0): nothing cancels
+        # If all terms are 0, the quotient is 0 / 0: no terms cancel, so the share is 1.
         shares = (terms.sum(-1).abs() / terms.abs().sum(-1)).nan_to_num(1.0)
-        # a point without weight may have no gradient at all (a norm of zero)
+        # A point without weight may have no finite gradient, for example if a norm divides by zero.
         counts = (weights != 0).any(0)
         axes = "rule row, row head query key -> rule head query key"
         for prompt in prompts.unique().tolist():
@@ -122,34 +136,34 @@ class Integral:
         self.at_baseline[prompts[starts]] = values[starts].to(self.at_baseline)
 
     def scores(self, prompt: int, rule: int | None = None) -> Float[Tensor, "head query key"]:
-        """The attribution (A - B) ⊙ ∫ ∂F/∂A dα, by the rule that is reached or another one."""
+        """Return the attribution (A - B) ⊙ ∫ ∂F/∂A dα, by the largest rule so far or by the given one."""
         rule = self.rule[prompt] if rule is None else rule
         return self._sums[rule, prompt] * self.path.difference[prompt]
 
     def steps(self, prompt: int) -> int:
-        """How many points were taken."""
+        """Return the number of points so far."""
         return self.rules.counts[self.rule[prompt]]
 
     def gap(self, prompt: int) -> float:
-        """The completeness gap Σ scores - (F(A) - F(B))."""
+        """Return the completeness gap Σ scores - (F(A) - F(B))."""
         difference = self.path.bound.clean[prompt].double() - self.at_baseline[prompt].double()
         return (self.scores(prompt).double().sum() - difference).item()
 
     def size(self, prompt: int) -> float:
-        """The sum of the absolute scores."""
+        """Return the sum of the absolute scores."""
         return self.scores(prompt).double().abs().sum().item()
 
     def error(self, prompt: int) -> float:
-        """The larger of the completeness gap and the estimated error of the scores, summed over the entries.
+        """Return the larger of the completeness gap and the estimated error, summed over the scores.
 
-        A gap of 0 may be an accident, since errors of two signs cancel in it. So the scores are held against
-        those of the rule before: that they differ by the share δ of their absolute sum is the error of the
-        smaller rule. A rule that is exact up to degree d errs as the (d + 1)-th power of the distance of its
-        points, so that the larger one, exact up to D, errs by the share δ^((D + 1) / (d + 1)): the cube for 3
-        points after 1, the square from then on.
+        The gap alone can be 0 by accident, because errors of two signs cancel in it. So the scores are also
+        compared with those of the smaller rule. Their difference, the share δ of the absolute sum, estimates
+        the error of the smaller rule. A rule that is exact up to degree d has an error that falls with the
+        (d + 1)-th power of the distance of its points. So the larger rule, exact up to degree D, has the
+        error δ^((D + 1) / (d + 1)): δ³ for 3 points after 1, and δ² from then on.
 
-        If the gradient jumps along the path, errors fall only like 1 / points, whatever the degree, so that
-        the share δ itself is the estimate. What was seen of both estimates: docs/attribution.md.
+        If the gradient jumps along the path, errors fall only like 1 / points, whatever the degree, so δ
+        itself is the estimate. docs/attribution.md compares both estimates with true errors.
         """
         rule, size = self.rule[prompt], self.size(prompt)
         if rule == 0 or size == 0:
@@ -162,17 +176,18 @@ class Integral:
         return max(abs(self.gap(prompt)), size * share)
 
     def visible(self, prompt: int) -> float:
-        """The share of Σ|A g| that the signed sum keeps, at the median of the points."""
+        """Return the share of Σ|A g| that remains in the signed sum, at the median of the points."""
         return torch.tensor(self._shares[prompt], dtype=torch.float64, device="cpu").median().item()
 
     def is_degenerate(self, prompt: int) -> bool:
-        """Whether F does not see the scale of the pattern on most of the path."""
-        return self.visible(prompt) < _INVISIBLE
+        """Return whether F does not depend on the scale of the pattern on most of the path."""
+        return self.visible(prompt) < _LARGEST_DEGENERATE_SHARE
 
     def accepted(self, prompt: int, tolerance: float | None) -> float:
-        """The largest accepted error: the tolerance; None: 1 % of the sum of the absolute scores.
+        """Return the largest accepted error, in the target's unit.
 
-        With None a probability may never be wrong by more than 0.01; what rounding leaves of F is accepted.
+        It is the tolerance. If that is None, it is 1 % of the sum of the absolute scores, but for a
+        probability at most 0.01, and never less than the rounding error of F.
         """
         if tolerance is not None:
             return tolerance
@@ -182,10 +197,11 @@ class Integral:
         return max(_TOLERANCE * size, _ROUNDING * torch.finfo(self.path.pattern.dtype).eps * largest)
 
     def refine(self, tolerance: float | None) -> None:
-        """Take the rules one after the other until each prompt's error is accepted.
+        """Use one rule after the other until the error of each prompt is accepted.
 
-        A degenerate path is left after its first points. The last rule takes half of all points: it is taken
-        only if the error would be accepted when its share is squared (if not `is_smooth`, halved) once more.
+        A degenerate path is not refined after its first points. The last rule adds half of all points. It is
+        used only if its expected error is accepted: the square of the current share of the error, or half of
+        it if the gradient may jump.
         """
         todo, last = list(range(len(self.rule))), len(self.rules.counts) - 1
         for rule in range(min(1, last), last + 1):
@@ -200,13 +216,16 @@ class Integral:
             return False
         before_last = self.rule[prompt] + 2 == len(self.rules.counts)
         # Twice the points square the share of the error, or halve it if the gradient jumps.
-        promises = error**2 <= accepted * self.size(prompt) if self.is_smooth else error <= 2 * accepted
-        return not before_last or promises
+        is_promising = error**2 <= accepted * self.size(prompt) if self.is_smooth else error <= 2 * accepted
+        return not before_last or is_promising
 
     def report(self, prompt: int, tolerance: float | None, max_steps: int | None) -> None:
-        """Put into the record what was found, and why it is not to be relied on where it is not.
+        """Record the results, and a note if they are not reliable.
 
-        `max_steps`: how many points `refine` could take; None where their number was given.
+        Args:
+            prompt: The number of the prompt.
+            tolerance: As in `refine`.
+            max_steps: The largest number of points that `refine` could use. None: the number was given.
         """
         block, clean = self.path.block, self.path.bound.clean[prompt].item()
         block.detail(prompt, "completeness_gap", self.gap(prompt))
@@ -216,24 +235,28 @@ class Integral:
         block.detail(prompt, "visible_share", self.visible(prompt))
         if max_steps is not None:
             block.detail(prompt, "estimated_error", self.error(prompt))
-        if text := self._warning(prompt, tolerance, max_steps, clean - self.at_baseline[prompt].item()):
+        if text := self._describe_problem(
+            prompt, tolerance, max_steps, clean - self.at_baseline[prompt].item()
+        ):
             block.warn(prompt, text)
 
-    def _warning(self, prompt: int, tolerance: float | None, max_steps: int | None, difference: float) -> str:
+    def _describe_problem(
+        self, prompt: int, tolerance: float | None, max_steps: int | None, difference: float
+    ) -> str:
         gap, steps = self.gap(prompt), self.steps(prompt)
         size = f"completeness gap {gap:.2g} with {steps} points, where F(A) - F(baseline) is {difference:.2g}"
         if self.is_degenerate(prompt):
             return (
-                "completeness is degenerate: along most of the path the target does not see the scale of "
-                "this pattern (a norm follows attention), the signed terms cancel to "
+                "completeness is degenerate: on most of the path the target does not depend on the scale of "
+                "this pattern (a norm follows attention), and the signed terms cancel to "
                 f"{self.visible(prompt):.1e} of their absolute sum; {size}"
             )
         if max_steps is not None:
             error, accepted = self.error(prompt), self.accepted(prompt, tolerance)
             unmet = f"{size}; estimated error of the scores {error:.2g} (max_steps={max_steps})"
-            unmet += "" if self.is_smooth else "; with ReLU or experts the error only falls like 1 / points"
+            unmet += "" if self.is_smooth else "; with ReLU or experts the error falls only like 1 / points"
             return f"tolerance {accepted:.2g} was not met: {unmet}" if error > accepted else ""
         if tolerance is not None and abs(gap) > tolerance:
             return f"tolerance {tolerance:.2g} was not met: {size}"
         large = abs(gap) > max(LARGE_GAP * abs(difference), 1e-6)
-        return f"{size}: raise n_steps, or leave it to each layer (n_steps=None)" if large else ""
+        return f"{size}: raise n_steps, or let each layer choose (n_steps=None)" if large else ""

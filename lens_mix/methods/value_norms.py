@@ -1,4 +1,4 @@
-"""Value-weighted norms: how long the vector is that a key sends to a query."""
+"""Compute the norms of the value-weighted vectors that keys send to queries."""
 
 from __future__ import annotations
 
@@ -19,29 +19,33 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class VectorMethod(Method):
-    """Base of the methods on the vectors that keys send, which algebra makes of values and weights."""
+    """Provide what the methods on vectors of keys share: the algebra engine and its recorded tensors.
+
+    Base class.
+    """
 
     engines: ClassVar[tuple[str, ...]] = ("algebra",)
     records: ClassVar[frozenset[str]] = frozenset({"pattern", "value", "z", "resid_pre"})
-    # What the vectors before the feed-forward are made of; a mixture's experts need no verification for them.
+    # The vectors up to the feed-forward need only these components, so experts need no verification.
     needs: ClassVar[frozenset[str]] = frozenset({"projection", "residual"})
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueNorms(VectorMethod):
-    """Norms of the value-weighted vectors, AttnN (Kobayashi et al., EMNLP 2020, eq. 3).
+    """Compute the norms of the value-weighted vectors, AttnN (Kobayashi et al., EMNLP 2020, eq. 3).
 
-    score[l, i, j] = ‖Σ_h a_ijh u_jh‖ with u_jh = v_jh W_O^h, b_V in and b_O out: what the attention of
-    block l adds to query i from key j. Shape [layer, query, key], or with `per_head` [layer, head, query,
-    key] with ‖a_ijh u_jh‖ = a_ijh ‖u_jh‖. From 0 up, rows sum to anything. In the units of the attention's
-    output, before any norm or multiplier that some blocks put on the branch.
+    score[l, i, j] = ‖Σ_h a_ijh u_jh‖ with u_jh = v_jh W_O^h. v includes b_V, and u does not include b_O. It
+    is the norm of what the attention of block l adds to query i from key j. Shape [layer, query, key]. With
+    `per_head` the scores are ‖a_ijh u_jh‖ = a_ijh ‖u_jh‖, of shape [layer, head, query, key]. Scores are at
+    least 0, in the units of the attention's output, before any norm or multiplier on the attention branch.
+    The sums of rows have no meaning.
 
-    The residual stream is not in it (`attn_res` is with it), so roll-outs mix in half an identity.
-    Folding b_V into b_O (`fold_value_biases`) changes the map: then b_V is in no vector; the record says
-    which under `value_biases`.
+    The map does not contain the residual stream (that of `attn_res` does), so roll-outs mix in half an
+    identity. Folding b_V into b_O (`fold_value_biases`) changes the map, because b_V is then in no vector.
+    `value_biases` in the record says where it is.
 
     Args:
-        per_head: keep the heads apart.
+        per_head: Whether each head has a map of its own.
     """
 
     name: ClassVar[str] = "value_norm"
@@ -67,5 +71,13 @@ def value_norms(
     value: Float[Tensor, "batch key value_head d_head"],
     W_O: Float[Tensor, "head d_head d_model"],
 ) -> Float[Tensor, "batch query key"]:
-    """The definition: ‖Σ_h a_ijh v_jh W_O^h‖; `per_head` has the norms of `definitions.head_parts`."""
+    """Return ‖Σ_h a_ijh v_jh W_O^h‖, as the paper defines it.
+
+    `definitions.head_parts` returns the vectors whose norms are the map with `per_head`.
+
+    Args:
+        pattern: The attention weights a.
+        value: The values v, with their bias.
+        W_O: The output weights of the heads.
+    """
     return norms(value_vectors(pattern, value, W_O))

@@ -1,4 +1,4 @@
-"""Value Zeroing: how much a representation changes when a token's value vector is zeroed."""
+"""Compute Value Zeroing: how much a representation changes when the value vector of a token is zeroed."""
 
 from __future__ import annotations
 
@@ -28,32 +28,36 @@ LastLayer = Literal["before_final_norm", "after_final_norm"]
 
 # The cost of one row by algebra in forward passes, and of one row of one head: estimates, for the warning
 # before a long run.
-_ROW, _ROW_OF_HEAD = 0.11, 0.07
+_PASSES_PER_ROW, _PASSES_PER_HEAD_ROW = 0.11, 0.07
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueZeroing(Method):
-    """Value Zeroing (Mohebbi et al., EACL 2023, eq. 3-5).
+    """Compute Value Zeroing (Mohebbi et al., EACL 2023, eq. 3-5).
 
-    score[l, i, j] is the distance between block l's output at position i and the same output when
-    position j's value vector is zeroed in block l alone; the block's input, queries and keys, and so the
-    pattern, stay as in the clean run. Shape [layer, query, key], or [layer, head, query, key] with
-    `per_head`. Cosine distances lie in 0..2, euclidean ones in 0..inf. The maps hold the effect of the
-    residual stream already (a large residual makes every distance small), so roll-outs add no identity.
+    score[l, i, j] is the distance between the output of block l at position i, and the same output when the
+    value vector of position j is zeroed in block l alone. The block's input, its queries and its keys stay as
+    in the clean pass, and so does the pattern.
+
+    Shape [layer, query, key], or [layer, head, query, key] with `per_head`. Cosine distances are in 0..2,
+    euclidean ones at least 0. The map contains the effect of the residual stream, because a large residual
+    stream makes every distance small. So roll-outs add no identity.
 
     Args:
-        metric: "cosine" (1 - cos, the paper's) or "euclidean".
-        per_head: zero one query head at a time; the map gets a head axis.
-        heads: zero only these query heads, together; the same in every layer, or {layer: heads}
-            (layers that are not named: all heads). With `per_head`, only these heads get a map.
-        spans: groups of positions that are zeroed as one unit, e.g. [(0, 1), (2,), (3, 4, 5)]; the key axis
-            then stands for the groups. Positions in no group are never zeroed.
-        last_layer: what of the last block is compared: its output ("before_final_norm", the official
-            code and the paper) or the output after the model's final norm (inseq and others).
-        threshold: raw scores below it count as 0 (inseq: 1e-5); None keeps all, as the official code.
+        metric: "cosine" (1 - cos, as in the paper) or "euclidean".
+        per_head: Whether one query head is zeroed at a time, so that each has a map of its own.
+        heads: The query heads that are zeroed together, in every layer, or {layer: heads}. Layers that are
+            not named zero all heads. With `per_head`, only these heads get a map.
+        spans: Groups of positions that are zeroed as one, for example [(0, 1), (2,), (3, 4, 5)]. The key axis
+            then has one entry for each group. Positions in no group are never zeroed.
+        last_layer: What is compared in the last block: its output ("before_final_norm", as in the official
+            code and the paper) or the output after the final norm ("after_final_norm", as in inseq and
+            others).
+        threshold: Scores below it are set to 0 (inseq: 1e-5). None keeps all scores, as the official code
+            does.
 
     Raises:
-        ValueError: an unknown option, a head or a position that the model or the prompt does not have.
+        ValueError: An option is unknown, or the model or the prompt lacks a head or a position.
     """
 
     name: ClassVar[str] = "value_zeroing"
@@ -91,7 +95,7 @@ class ValueZeroing(Method):
         if not set(named) <= set(layers):
             raise ValueError(f"heads: expected some of the layers with attention {list(layers)}, got {named}")
         for layer in range(n_layers):
-            outside = [head for head in self._heads(layer) or () if head >= n_heads]
+            outside = [head for head in self._select_heads(layer) or () if head >= n_heads]
             if outside:
                 raise ValueError(f"heads: expected query heads 0..{n_heads - 1}, got {outside}")
 
@@ -107,33 +111,33 @@ class ValueZeroing(Method):
         if anatomy.cross:
             return (
                 "cross-attention reads the middle of the block, which zeroing changes, so its pattern "
-                "changes too; only running the block again tells how"
+                "changes too; only a replay of the block shows how"
             )
         return None
 
     def passes(self, blocks: Sequence[Block]) -> Passes | None:
-        heads = [len(self._heads(block.layer) or range(block.n_heads)) for block in blocks]
+        heads = [len(self._select_heads(block.layer) or range(block.n_heads)) for block in blocks]
         if blocks[-1].engine == "algebra":
-            each = _ROW_OF_HEAD * sum(heads) / len(heads) if self.per_head else _ROW
+            each = _PASSES_PER_HEAD_ROW * sum(heads) / len(heads) if self.per_head else _PASSES_PER_ROW
             return pair_passes(blocks, each)
         replays = sum(heads if self.per_head else [1] * len(heads)) / blocks[-1].n_layers
         keys = blocks[-1].real_keys.sum(dim=1).tolist()
         counts = [replays * (count if self.spans is None else len(self.spans)) for count in keys]
-        reason = "each block is run again without each token's values, as no closed form applies"
+        reason = "each block is replayed without each token's values, because no closed form applies"
         return Passes(counts, reason, "layers=[-1] maps the last layer alone")
 
     def __call__(self, block: Block) -> Float[Tensor, "batch *head query key"]:
-        heads = self._heads(block.layer)
+        heads = self._select_heads(block.layer)
         chosen = list(range(block.n_heads)) if heads is None else list(heads)
         groups = [[head] for head in chosen] if self.per_head else [chosen]
         if block.engine == "algebra":
-            norm = block.final_norm() if self._after_final_norm(block) else None
+            norm = block.final_norm() if self._reads_final_norm(block) else None
             scores = value_zeroing_maps(block, groups, self.spans, self.metric, norm)
             scores = scores if self.per_head else scores[:, 0]
         elif self.per_head:
-            scores = torch.stack([self._map(block, group) for group in groups], dim=1)
+            scores = torch.stack([self._compute_map(block, group) for group in groups], dim=1)
         else:
-            scores = self._map(block, heads)
+            scores = self._compute_map(block, heads)
         return scores if self.threshold is None else scores.masked_fill(scores < self.threshold, 0)
 
     def interventions(
@@ -144,7 +148,9 @@ class ValueZeroing(Method):
         heads: Sequence[int] | None = None,
         attention: str = DEFAULT_ATTENTION,
     ) -> list[HookPair]:
-        """The hooks that zero values in one layer's attention. On your run, for column j of a map:
+        """Return the hooks that zero values in one layer's attention.
+
+        In your own run, for the column of key j:
 
             logits, cache = model.run_with_cache(tokens)
             with model.hooks(fwd_hooks=method.interventions(layer, j)):
@@ -152,17 +158,21 @@ class ValueZeroing(Method):
             name = f"blocks.{layer}.hook_resid_post"
             column = 1 - torch.cosine_similarity(cache[name], zeroed[name], dim=-1)
 
-        Args as in `lens_mix.hooks.zero_values`; `heads` are the method's own where none are given.
+        Args:
+            layer: The number of the block.
+            position: The position or positions whose values are zeroed, as in `lens_mix.hooks.zero_values`.
+            heads: The query heads that are zeroed. None: those of the method.
+            attention: The name of the attention module, with `{layer}`.
         """
-        heads = self._heads(layer) if heads is None else heads
+        heads = self._select_heads(layer) if heads is None else heads
         return [zero_values(layer, position, heads=heads, attention=attention)]
 
-    def _heads(self, layer: int) -> Sequence[int] | None:
+    def _select_heads(self, layer: int) -> Sequence[int] | None:
         return self.heads.get(layer) if isinstance(self.heads, Mapping) else self.heads
 
-    def _map(self, block: Block, heads: Sequence[int] | None) -> Float[Tensor, "batch query key"]:
+    def _compute_map(self, block: Block, heads: Sequence[int] | None) -> Float[Tensor, "batch query key"]:
         real = block.real_keys
-        # One copy of the prompt per key or span, whatever attends to it.
+        # Every key or span gets a copy of the prompt, because which queries read it is not known beforehand.
         copies = find_sources(real[:, None], real, self.spans)
         zeroed = torch.zeros((len(copies), real.shape[1]), dtype=torch.bool, device=real.device)
         for is_zeroed, copy in zip(zeroed, copies, strict=True):
@@ -170,21 +180,21 @@ class ValueZeroing(Method):
         places = [(copy.prompt, copy.column) for copy in copies]
         rows, keys = torch.tensor(places, device=real.device, dtype=torch.long).unbind(1)
         scores = block.zeros(*block.real.shape, real.shape[1] if self.spans is None else len(self.spans))
-        clean = self._compared(block, block.resid_post)
+        clean = self._select_output(block, block.resid_post)
         for chunk in block.chunks(len(copies)):
             edits = self.interventions(
                 block.layer, zeroed[chunk], heads=heads, attention=block.attention_template
             )
             with must_fire(*edits) as hooks:
-                out = self._compared(block, block.replay(rows[chunk], hooks))
-            scores[rows[chunk], :, keys[chunk]] = distance(clean[rows[chunk]], out, self.metric)
+                zeroed_output = self._select_output(block, block.replay(rows[chunk], hooks))
+            scores[rows[chunk], :, keys[chunk]] = distance(clean[rows[chunk]], zeroed_output, self.metric)
         return scores
 
-    def _after_final_norm(self, block: Block) -> bool:
+    def _reads_final_norm(self, block: Block) -> bool:
         return block.is_last and self.last_layer == "after_final_norm"
 
-    def _compared(self, block: Block, resid: Tensor) -> Tensor:
-        return block.after_final_norm(resid) if self._after_final_norm(block) else resid
+    def _select_output(self, block: Block, resid: Tensor) -> Tensor:
+        return block.after_final_norm(resid) if self._reads_final_norm(block) else resid
 
 
 def value_zeroing(
@@ -192,11 +202,12 @@ def value_zeroing(
     value: Float[Tensor, "batch key value_head d_head"],
     metric: Metric,
 ) -> Float[Tensor, "batch query key"]:
-    """The definition: how far the output is from that without one key's values.
+    """Return the distance of the output from the output without one key's values, for every query and key.
 
     Args:
-        output: what the block makes of value vectors, its input and pattern as in the clean run.
-        value: those of the clean run.
+        output: The block's output as a function of the value vectors, with the input and the pattern of the
+            clean pass.
+        value: The value vectors of the clean pass.
         metric: "cosine" or "euclidean".
     """
     others = 1 - torch.eye(value.shape[1], dtype=value.dtype, device=value.device)

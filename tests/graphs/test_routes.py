@@ -6,7 +6,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.graphs import information_flow_routes, load_graph, prune_graph, save_graph
-from lens_mix.methods.part_shares import part_shares
+from lens_mix.methods.component_shares import part_shares
 from lens_mix.view import information_flow
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import bridge, hooked_encoder_decoder, hooked_transformer, tokens

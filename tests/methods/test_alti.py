@@ -9,7 +9,7 @@ import lens_mix as lm
 from lens_mix.algebra.distances import distances, lengths
 from lens_mix.algebra.logit_shares import logit_shares, through_head, token_directions
 from lens_mix.algebra.vectors import attention_vectors
-from lens_mix.methods.alti import alti, shares
+from lens_mix.methods.alti import alti, normalize_rows
 from lens_mix.methods.alti_logit import alti_logit
 from lens_mix.statistics.passes import prompt_blocks
 from tests.matrix import build_or_skip
@@ -124,7 +124,7 @@ def test_equals_the_definition_written_out(case, distance):
         nearer = alti(definition.normed, definition.mid, order)
         assert largest(lm.Alti(distance, normalize=False)(block), nearer) < 1e-10
         rows = lm.Alti(distance)(block)
-        assert largest(rows, shares(nearer)) < 1e-8
+        assert largest(rows, normalize_rows(nearer)) < 1e-8
         assert largest(rows.sum(-1), (nearer.sum(-1) > 0).double()) < 1e-12
 
 
@@ -149,7 +149,7 @@ def test_the_methods_logits_are_those_of_the_definition(case):
     except lm.UnsupportedModelError as reason:
         pytest.skip(f"refused: {reason}")
     definitions = [written_out(block) for block in blocks]
-    maps = [shares(alti(definition.normed, definition.mid)) for definition in definitions]
+    maps = [normalize_rows(alti(definition.normed, definition.mid)) for definition in definitions]
     expected = alti_logit([definition.branch for definition in definitions], directions, maps)
     for found, scores in zip(method.of_stack(blocks), expected, strict=True):
         assert largest(found, scores) < 1e-9

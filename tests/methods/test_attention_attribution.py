@@ -206,7 +206,7 @@ def test_a_baseline_may_not_break_the_mask():
     model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     for baseline, message in [
-        (torch.full((2, 4, 7, 7), 1 / 7), "attention mask would be broken"),
+        (torch.full((2, 4, 7, 7), 1 / 7), "which would break the attention mask"),
         (torch.zeros(2, 4, 6, 6), r"expected shape \[1, 4, 7, 7\]"),
         (torch.zeros(4, 7, 7), r"\[layer, head, query, key\]"),
     ]:

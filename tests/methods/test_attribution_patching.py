@@ -95,8 +95,8 @@ def test_little_memory_changes_nothing():
 def test_hooks_that_know_positions_are_refused(position):
     model, prompt = build_or_skip(bridge, "gpt2", torch.float64), torch.arange(3, 10)
     pairs = [zero_values(layer, position) for layer in (0, 1)]
-    # Of the last position the control tells, of others the tokens that stand in for themselves.
-    reason = "tokens and their positions alone" if position == 6 else "alike at all positions"
+    # The control detects hooks at the last position. Tokens that replace themselves detect other hooks.
+    reason = "only tokens and their positions" if position == 6 else "alike at all positions"
     with model.hooks(fwd_hooks=pairs), pytest.raises(lm.UnsupportedModelError, match=reason):
         last_row(model, prompt)
 
@@ -219,7 +219,7 @@ def test_edits_on_a_run_of_ones_own_give_the_direct_term(name, bound):
     stand_ins = torch.full((1, len(chosen)), STAND_INS[0])
     stand_ins += stand_ins == prompt[chosen]
     with torch.no_grad(), must_fire(*hooks) as pairs, model.hooks(fwd_hooks=pairs):
-        beside = layout.filled(prompt, stand_ins)
+        beside = layout.fill(prompt, stand_ins)
         logits = model(beside[None], position_ids=layout.positions[None])[0].log_softmax(-1)
     log_p = logits[:, logits[last].argmax()]
     expected = (log_p[layout.read[0]] - log_p[last]).abs()
@@ -271,7 +271,7 @@ def test_one_token():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mistral", "a sliding window shorter than the prompt and its stand-ins"),
+        ("mistral", "a sliding window shorter than the prompt and its replacements"),
         ("gptj", "leaves attention to transformers"),
     ],
 )

@@ -67,7 +67,7 @@ def test_batches():
 def test_a_target_of_the_positions_that_are_cut_is_refused():
     model = build_or_skip(bridge, "gpt2", torch.float64)
     method = lm.ContextLength(target=lm.targets.loss())
-    with pytest.raises(ValueError, match="expected a target that reads the row's position alone"):
+    with pytest.raises(ValueError, match="expected a target that reads only the row's position"):
         lm.run(model, prompt_of(model).flatten(), method, queries=[-1])
     target = lm.targets.head(lambda resid: resid[:, -1, 0])
     found = lm.run(model, prompt_of(model).flatten(), lm.ContextLength(target=target), queries=[-1])

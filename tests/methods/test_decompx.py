@@ -179,7 +179,7 @@ def test_rows_of_padded_prompts_are_those_of_each_prompt_alone(name, side):
 @pytest.mark.parametrize("chunk", [None, 1])
 def test_logits_read_backwards_are_those_of_the_shares(name, chunk, monkeypatch):
     if chunk is not None:
-        monkeypatch.setattr("lens_mix.methods.decompx_logits._at_once", lambda block: chunk)
+        monkeypatch.setattr("lens_mix.methods.decompx_logits._count_logits_per_chunk", lambda block: chunk)
     model = gpt2_like(torch.float64) if name == "gpt2" else build_or_skip(bridge, name, torch.float64)
     wanted = torch.tensor([3, 17, 4])
     slopes = ("zero_origin",) if name in ("llama", "gemma", "olmo2", "mistral", "granite") else SLOPES
@@ -232,7 +232,7 @@ def test_shares_add_up_to_the_logits(class_name):
     assert largest(found.sum(2), logits) < 1e-10
     some = logit_shares(blocks[-1], last.output, torch.tensor([3, 70]))
     assert largest(some.sum(2), logits[..., [3, 70]]) < 1e-10
-    with pytest.raises(ValueError, match="head: expected the last block, got block 0"):
+    with pytest.raises(ValueError, match="block: expected the last block, got block 0"):
         logit_shares(blocks[0], last.output)
 
 

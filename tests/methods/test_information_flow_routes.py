@@ -9,8 +9,8 @@ from lens_mix.algebra.distances import head_proximities
 from lens_mix.algebra.head_vectors import HeadVectors
 from lens_mix.algebra.vectors import Pairs, Vectors
 from lens_mix.lens.anatomy import ValuePath
+from lens_mix.methods.component_shares import part_shares
 from lens_mix.methods.information_flow_routes import importance
-from lens_mix.methods.part_shares import part_shares
 from lens_mix.statistics.passes import prompt_blocks
 from tests.matrix import build_or_skip, prompt_of
 from tests.norm_cases import CASES, blocks_of, heads_of, largest, written_out

@@ -18,7 +18,7 @@ from lens_mix.maps import MixingMap
 from lens_mix.maps.characters import whole_texts
 from lens_mix.maps.exchange import as_json
 from lens_mix.maps.words import is_special, word_groups
-from lens_mix.methods.part_shares import part_shares
+from lens_mix.methods.component_shares import part_shares
 from lens_mix.view.layers import layer_names
 
 _MOST_FLOAT16 = 400_000  # up to so many numbers are kept as float16 (three digits), more as one byte each

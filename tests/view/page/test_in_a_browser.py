@@ -20,7 +20,7 @@ from scipy.stats import spearmanr
 import lens_mix as lm
 from lens_mix.graphs import information_flow_routes
 from lens_mix.measured import best_of_methods
-from lens_mix.methods.part_shares import part_shares
+from lens_mix.methods.component_shares import part_shares
 from lens_mix.tables import read_cell
 from lens_mix.view.page.data import _starts
 from tests.matrix import slow

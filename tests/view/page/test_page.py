@@ -15,7 +15,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.maps.words import word_groups
-from lens_mix.methods.part_shares import part_shares
+from lens_mix.methods.component_shares import part_shares
 from tests.random_maps import map_of, random_attention
 from tests.view.page.routes import routes_map
 from tests.view.page.tokens import NASTY

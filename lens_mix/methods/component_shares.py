@@ -1,4 +1,4 @@
-"""What a map of information flow routes has on record of the parts that came from no other token."""
+"""Read and write the importance of residual stream and feed-forward in maps of information flow routes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class PartShares(NamedTuple):
-    """Importance of the parts that came from no other token, `[layer, query]`, 0 to 1.
+    """Importance of the components that came from no other token, in 0..1.
 
     Attributes:
-        resid_pre: of the residual stream that enters the block, in the one after the attention branch.
-        resid_mid: of the latter in the block's output.
-        mlp_out: of the feed-forward in the block's output.
-        parallel: per layer, whether the feed-forward reads what enters the block.
+        resid_pre: That of the residual stream that enters the block, in the one after the attention branch.
+        resid_mid: That of the residual stream after the attention branch, in the block's output.
+        mlp_out: That of the feed-forward, in the block's output.
+        parallel: For each layer, whether the feed-forward reads the block's input.
     """
 
     resid_pre: Float[Tensor, "layer query"]
@@ -38,45 +38,57 @@ class PartShares(NamedTuple):
 
 
 def part_shares(mixing_map: MixingMap) -> PartShares:
-    """What the map's record says of residual and feed-forward, for the layers and rows that the map holds.
+    """Return the importance of residual stream and feed-forward, for the layers and rows of the map.
+
+    Args:
+        mixing_map: A map of `information_flow_routes`.
 
     Raises:
-        ValueError: no map of `information_flow_routes`; tokens dropped or merged since; blocks whose
-            feed-forward can't be told apart (cross-attention).
+        TypeError: It is not a map.
+        ValueError: The map is of another method, its tokens were dropped or merged since the run, or the
+            components of a block's output are not known (cross-attention).
     """
-    chosen = _entries(mixing_map)
+    chosen = _read_entries(mixing_map)
     unknown = next((entry["layer"] for entry in chosen if "mlp_out" not in entry), None)
     if unknown is not None:
         raise ValueError(
-            f"mixing_map: expected blocks whose output is attention, feed-forward and residual, got block "
-            f"{unknown}, which has cross-attention, or a post-norm feed-forward that can't be rebuilt"
+            f"mixing_map: expected blocks whose output is attention, feed-forward and residual stream, got "
+            f"block {unknown}, which has cross-attention, or a post-norm feed-forward that cannot be rebuilt"
         )
     resid_pre, resid_mid, mlp_out = (
-        _held(mixing_map, chosen, name) for name in ("resid_pre", "resid_mid", "mlp_out")
+        _select_rows(mixing_map, chosen, name) for name in ("resid_pre", "resid_mid", "mlp_out")
     )
     return PartShares(resid_pre, resid_mid, mlp_out, [entry["parallel"] for entry in chosen])
 
 
-# What `record_shares` writes about every block.
-_ENTRY = {"layer", "tokens", "queries", "parallel", "resid_pre"}
+# The fields that `record_shares` writes for every block.
+_FIELDS = {"layer", "tokens", "queries", "parallel", "resid_pre"}
 
 
 def own_share(mixing_map: MixingMap) -> Float[Tensor, "layer query"]:
-    """`PartShares.resid_pre`, which every part of an encoder-decoder has. ValueError: as `part_shares`."""
-    return _held(mixing_map, _entries(mixing_map), "resid_pre")
+    """Return `PartShares.resid_pre` of a map, which is known in every part of an encoder-decoder.
+
+    Args:
+        mixing_map: A map of `information_flow_routes`.
+
+    Raises:
+        TypeError: As in `part_shares`.
+        ValueError: The map is of another method, or its tokens were dropped or merged since the run.
+    """
+    return _select_rows(mixing_map, _read_entries(mixing_map), "resid_pre")
 
 
-def _entries(mixing_map: MixingMap) -> list[dict[str, Any]]:
-    """What the record says of each layer that the map holds."""
+def _read_entries(mixing_map: MixingMap) -> list[dict[str, Any]]:
+    """Return the record of each layer of the map."""
     instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     details = mixing_map.provenance.get("details")
     entries = details.get("parts") if isinstance(details, dict) else None
     listed = entries if isinstance(entries, list) else []
-    whole = [entry for entry in listed if isinstance(entry, dict) and _ENTRY.issubset(entry)]
+    whole = [entry for entry in listed if isinstance(entry, dict) and _FIELDS.issubset(entry)]
     by_layer = {entry["layer"]: entry for entry in whole if isinstance(entry["layer"], int)}
     missing = [layer for layer in mixing_map.layer_labels if layer not in by_layer]
     if missing:
-        got = f"got method {mixing_map.method!r} and none of its record for layers {missing}"
+        got = f"got method {mixing_map.method!r} without a record of the shares in layers {missing}"
         raise ValueError(f"mixing_map: expected a map of information_flow_routes, {got}")
     chosen = [by_layer[layer] for layer in mixing_map.layer_labels]
     if chosen[0]["tokens"] != len(mixing_map.tokens):
@@ -87,8 +99,10 @@ def _entries(mixing_map: MixingMap) -> list[dict[str, Any]]:
     return chosen
 
 
-def _held(mixing_map: MixingMap, chosen: Sequence[dict[str, Any]], name: str) -> Float[Tensor, "layer query"]:
-    """One of the shares, at the rows that the map holds."""
+def _select_rows(
+    mixing_map: MixingMap, chosen: Sequence[dict[str, Any]], name: str
+) -> Float[Tensor, "layer query"]:
+    """Return one of the recorded shares, at the rows of the map."""
     queries = mixing_map.query_positions
     rows = [[entry[name][entry["queries"].index(query)] for query in queries] for entry in chosen]
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
@@ -97,26 +111,29 @@ def _held(mixing_map: MixingMap, chosen: Sequence[dict[str, Any]], name: str) ->
 def record_shares(
     block: Block, attention: AttentionVectors, shares: dict[str, Float[Tensor, "batch query"]]
 ) -> None:
-    """Put each prompt's shares on record by the positions of its rows, padding cut away.
+    """Record each prompt's shares by the positions of its rows, without padding.
 
-    `shares` are those after the attention branch; those of the block's output are added.
+    Args:
+        block: The block, whose record gets the shares.
+        attention: Its vectors up to the residual stream after attention.
+        shares: Those after the attention branch. Those of the block's output are added.
     """
-    shares = shares | _after_feed_forward(block, attention, "biases_mid" in shares)
+    shares = shares | _compute_output_shares(block, attention, "biases_mid" in shares)
     for index, real in enumerate(block.real):
         is_real, place = real.tolist(), (real.cumsum(0) - 1).tolist()
-        # A prompt with fewer rows than another repeats its last one.
+        # A prompt with fewer rows than another repeats its last row, so a position may occur twice.
         rows = {place[p]: row for row, p in enumerate(block.queries[index].tolist()) if is_real[p]}
         values = {name: share[index, list(rows.values())].tolist() for name, share in shares.items()}
         entry = {"layer": block.layer, "tokens": sum(is_real), "queries": list(rows)}
         block.detail(index, "parts", {**entry, "parallel": block.anatomy.parallel, **values})
 
 
-def _after_feed_forward(
+def _compute_output_shares(
     block: Block, attention: AttentionVectors, biases: bool
 ) -> dict[str, Float[Tensor, "batch query"]]:
-    """Importance of the parts of the block's output; none where they can't be told."""
+    """Return the importance of the components of the block's output, or nothing if they are not known."""
     anatomy, mid = block.anatomy, attention.mid
-    if ends_unknown(anatomy):
+    if lacks_block_output(anatomy):
         return {}
     whole, norm, residual = block.resid_post.to(mid.dtype), anatomy.feed_forward_residual, mid
     added = torch.zeros_like(mid) if anatomy.feed_forward_kind == "none" else whole - mid
@@ -132,8 +149,8 @@ def _after_feed_forward(
     return {name: value / torch.where(total > 0, total, 1) for name, value in near.items()}
 
 
-def ends_unknown(anatomy: BlockAnatomy) -> bool:
-    """Whether the feed-forward's share of the block's output can't be told."""
+def lacks_block_output(anatomy: BlockAnatomy) -> bool:
+    """Return whether the feed-forward's share of the block's output is unknown."""
     unbuilt = anatomy.feed_forward is None and anatomy.feed_forward_kind != "none"
     return anatomy.cross or (anatomy.feed_forward_residual is not None and unbuilt)
 
@@ -141,5 +158,5 @@ def ends_unknown(anatomy: BlockAnatomy) -> bool:
 def proximity(
     part: Float[Tensor, "*batch d_model"], whole: Float[Tensor, "*batch d_model"]
 ) -> Float[Tensor, "*batch"]:
-    """max(0, ‖whole‖₁ - ‖whole - part‖₁)."""
+    """Return max(0, ‖whole‖₁ - ‖whole - part‖₁)."""
     return (lengths(whole, 1) - lengths(whole - part, 1)).clamp_min(0)
