@@ -1,4 +1,4 @@
-"""How far to trust a map: scales and the leaderboard; and what to do with it: pruning, triggers."""
+"""Measure how far to trust a map (scales, the leaderboard), and use maps to prune heads and find triggers."""
 
 from lens_mix.evaluation.agreement import (
     Interval,

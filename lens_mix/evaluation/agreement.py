@@ -1,9 +1,10 @@
-"""How well one row of scores agrees with another, or with the keys that matter; and intervals over prompts.
+"""Measure how well one row of scores agrees with another, or with the relevant keys, and compute intervals.
 
-A row is a 1-D tensor: one score per key. Rows that are compared stand over the same keys; whoever compares
-them cuts out what is not to be scored (the first token, say). What is not defined is NaN, never an error:
-`bootstrap` leaves NaNs out and counts them. Where ties leave an order open, the value is the mean over all
-orders, so that it does not hang on where a key stands, unless the measure has a convention of its own.
+A row is a 1-D tensor with one score per key. Rows that are compared have the same keys, so callers first
+remove the keys that are not scored (for example the first token). A measure that is not defined is NaN and
+not an error: `bootstrap` leaves NaNs out and counts them. If ties leave an order open, the value is the mean
+over all orders, so that it does not depend on the order of keys. Measures with a convention of their own say
+so.
 """
 
 from __future__ import annotations
@@ -23,122 +24,145 @@ from lens_mix.statistics import ranks
 if TYPE_CHECKING:
     import pandas
 
-_PERFECT = 1e-12  # a correlation this close to 1 is 1: what is left of the variance is rounding
-_DRAWS_AT_ONCE = 1000  # draws of the bootstrap that are held at once
+_PERFECT = 1e-12  # A correlation this close to 1 counts as 1, because the difference is a rounding error.
+_DRAWS_PER_CHUNK = 1000  # The number of bootstrap draws that are in memory together.
 # Least standard deviation of a draw, as a share of that of the values; coverage hardly depends on it.
 _LEAST_SPREAD = 0.2
 
 
 def spearman(row: Float[Tensor, " key"], other: Float[Tensor, " key"]) -> float:
-    """Spearman's rank correlation, -1 to 1; tied scores share their mean rank.
+    """Return Spearman's rank correlation, -1 to 1. Tied scores share their mean rank.
 
-    NaN where a row is constant or there are fewer than two keys.
+    It is NaN if a row is constant or has fewer than two keys.
+
+    Args:
+        row: One score per key.
+        other: One score per key.
 
     Raises:
-        TypeError, ValueError: no rows of finite numbers; rows of different lengths.
+        TypeError: A row is not a series of numbers.
+        ValueError: A row has numbers that are not finite, or the rows have different lengths.
     """
-    return ranks.spearman(*_rows(row=row, other=other))
+    return ranks.spearman(*_read_rows(row=row, other=other))
 
 
 def partial_spearman(
     row: Float[Tensor, " key"], other: Float[Tensor, " key"], given: Float[Tensor, " key"] | None = None
 ) -> float:
-    """Spearman's rank correlation of two rows with a third one partialled out, -1 to 1.
+    """Return Spearman's rank correlation of two rows, controlled for a third one, -1 to 1.
 
-    (r_xy − r_xz r_yz) / √((1 − r_xz²)(1 − r_yz²)) with rank correlations r: what is left of the agreement
-    once both rows are cleared, in ranks, of what a straight line of z explains. A row that is nothing but the
-    position, as many rollouts are, has no partial correlation at all.
+    (r_xy − r_xz r_yz) / √((1 − r_xz²)(1 − r_yz²)), where r are rank correlations. It is the agreement that
+    remains after removing from both rows, in ranks, what a straight line of z explains. A row that follows
+    the position exactly, as many roll-outs do, has no partial correlation.
+
+    It is NaN if a row is constant, in the order of `given` or its reverse, or has fewer than three keys.
 
     Args:
-        row, other: one score per key.
-        given: z; None: the position, 0, 1, 2, ….
-
-    NaN where a row is constant or in the order of `given` (or its reverse), and with fewer than three keys.
+        row: One score per key.
+        other: One score per key.
+        given: z, one number per key. None: the position, 0, 1, 2, ….
 
     Raises:
-        TypeError, ValueError: as `spearman`.
+        TypeError: As in `spearman`.
+        ValueError: As in `spearman`.
     """
-    x, y = _rows(row=row, other=other)
-    z = np.arange(len(x), dtype=np.float64) if given is None else _rows(row=row, given=given)[1]
+    x, y = _read_rows(row=row, other=other)
+    z = np.arange(len(x), dtype=np.float64) if given is None else _read_rows(row=row, given=given)[1]
     if len(x) < 3:
         return math.nan
     r_xy, r_xz, r_yz = ranks.spearman(x, y), ranks.spearman(x, z), ranks.spearman(y, z)
-    left = (1 - r_xz**2) * (1 - r_yz**2)
-    # A comparison with NaN is false.
-    return (r_xy - r_xz * r_yz) / math.sqrt(left) if left > _PERFECT else math.nan
+    remaining = (1 - r_xz**2) * (1 - r_yz**2)
+    # If a correlation is NaN, the comparison is false and the result is NaN.
+    return (r_xy - r_xz * r_yz) / math.sqrt(remaining) if remaining > _PERFECT else math.nan
 
 
 def top_k_overlap(row: Float[Tensor, " key"], other: Float[Tensor, " key"], k: int) -> float:
-    """How many of the `k` highest keys two rows have in common, as a share of k, 0 to 1.
+    """Return how many of the `k` highest keys two rows have in common, as a share of k, 0 to 1.
 
-    Keys that are tied at the cut share the places that are left: the mean over all orders of the ties. With n
-    keys two unrelated rows, and any row with a constant one, come to k / n.
+    Keys that are tied at the k-th place share the remaining places: the mean over all orders of the ties.
+    For n keys, the expected value of two unrelated rows is k / n, and so is that of any row with a constant
+    one. The measure is NaN if there are fewer than `k` keys.
 
-    NaN where there are fewer than `k` keys.
+    Args:
+        row: One score per key.
+        other: One score per key.
+        k: How many of the highest keys are compared, at least 1.
 
     Raises:
-        TypeError, ValueError: as `spearman`; k below 1.
+        TypeError: As in `spearman`.
+        ValueError: As in `spearman`, or k is below 1.
     """
     k = whole_number("k", k, 1)
-    x, y = _rows(row=row, other=other)
-    return float((_in_top(x, k) * _in_top(y, k)).sum() / k) if len(x) >= k else math.nan
+    x, y = _read_rows(row=row, other=other)
+    return float((_share_in_top(x, k) * _share_in_top(y, k)).sum() / k) if len(x) >= k else math.nan
 
 
 def average_precision(row: Float[Tensor, " key"], relevant: Bool[Tensor, " key"]) -> float:
-    """Average precision of the relevant keys in the order of the scores, above 0 to 1.
+    """Return the average precision of the relevant keys in the order of the scores, above 0 to 1.
 
-    Σ_n (R_n − R_{n−1}) P_n over the distinct scores from the highest, P_n and R_n precision and recall of the
-    keys that score as high or higher: scikit-learn's `average_precision_score`, tied keys entering together.
-    A constant row comes to the share of keys that are relevant.
+    Σ_n (R_n − R_{n−1}) P_n over the distinct scores, from the highest. P_n and R_n are precision and recall
+    of the keys that have that score or a higher one. This is scikit-learn's `average_precision_score`, in
+    which tied keys enter together. For a constant row it is the share of relevant keys. It is NaN if no key
+    is relevant.
 
-    NaN where no key is relevant.
+    Args:
+        row: One score per key.
+        relevant: One boolean per key.
 
     Raises:
-        TypeError, ValueError: as `spearman`; `relevant` is no boolean per key.
+        TypeError: As in `spearman`.
+        ValueError: As in `spearman`, or `relevant` is not one boolean per key.
     """
-    scores, marks = _scores_and_relevant(row, relevant)
+    scores, marks = _read_scores_and_relevant(row, relevant)
     if not marks.any():
         return math.nan
-    _, group = np.unique(-scores, return_inverse=True)  # numbered from the highest score
+    _, group = np.unique(-scores, return_inverse=True)  # The minus makes 0 the group of the highest score.
     hits = np.bincount(group, marks)
     precision = hits.cumsum() / np.bincount(group).cumsum()
     return float((hits * precision).sum() / marks.sum())
 
 
 def reciprocal_rank(row: Float[Tensor, " key"], relevant: Bool[Tensor, " key"]) -> float:
-    """1 / the rank of the highest relevant key, above 0 to 1; its mean over prompts is the MRR.
+    """Return 1 / the rank of the highest relevant key, above 0 to 1. Its mean over prompts is the MRR.
 
-    Where other keys tie with it, the mean over all orders of the ties.
+    If other keys are tied with it, the value is the mean over all orders of the ties. It is NaN if no key is
+    relevant.
 
-    NaN where no key is relevant.
+    Args:
+        row: One score per key.
+        relevant: One boolean per key.
 
     Raises:
-        TypeError, ValueError: as `average_precision`.
+        TypeError: As in `average_precision`.
+        ValueError: As in `average_precision`.
     """
-    scores, marks = _scores_and_relevant(row, relevant)
+    scores, marks = _read_scores_and_relevant(row, relevant)
     if not marks.any():
         return math.nan
     best = scores[marks].max()
     ties = scores == best
     above, tied, right = (int(keys.sum()) for keys in (scores > best, ties, marks & ties))
     orders = math.comb(tied, right)
-    # The first relevant one of the tied keys stands at place p where the others are all behind it.
+    # If the first relevant key of the tied ones is at place p, the other relevant ones are all after it.
     return sum(
         math.comb(tied - place, right - 1) / orders / (above + place) for place in range(1, tied - right + 2)
     )
 
 
 def mass_accuracy(row: Float[Tensor, " key"], relevant: Bool[Tensor, " key"]) -> float:
-    """The share of a row's positive mass that lies on relevant keys, 0 to 1 (Arras et al., 2022).
+    """Return the share of a row's positive scores that is on relevant keys, 0 to 1 (Arras et al., 2022).
 
-    Negative scores count as 0.
+    Negative scores count as 0. The share is NaN if no score is positive or no key is relevant.
 
-    NaN where no score is positive, and where no key is relevant.
+    Args:
+        row: One score per key.
+        relevant: One boolean per key.
 
     Raises:
-        TypeError, ValueError: as `average_precision`.
+        TypeError: As in `average_precision`.
+        ValueError: As in `average_precision`.
     """
-    scores, marks = _scores_and_relevant(row, relevant)
+    scores, marks = _read_scores_and_relevant(row, relevant)
     mass = scores.clip(0)
     return float(mass[marks].sum() / mass.sum()) if marks.any() and mass.sum() > 0 else math.nan
 
@@ -151,11 +175,12 @@ class Interval:
     """A mean over prompts with its bootstrap interval.
 
     Attributes:
-        mean: of the values (of the differences, where two were compared); NaN without any.
-        low, high: ends of the interval; NaN with fewer than two values.
-        count: how many values the mean is over.
-        left_out: how many were left out as NaN (pairs, where either was).
-        confidence: the share of samples whose interval is to contain the true mean.
+        mean: The mean of the values, or of the differences if two measures were compared. NaN without values.
+        low: The lower end of the interval. NaN for fewer than two values.
+        high: The upper end of the interval. NaN for fewer than two values.
+        count: The number of values.
+        left_out: The number of values that were left out as NaN, or of pairs in which one was NaN.
+        confidence: The share of samples whose interval contains the true mean.
     """
 
     mean: float
@@ -166,7 +191,7 @@ class Interval:
     confidence: float
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """One row, the attributes as columns."""
+        """Return a table with one row, whose columns are the attributes."""
         import pandas as pd
 
         return pd.DataFrame([dataclasses.asdict(self)])
@@ -179,31 +204,31 @@ def bootstrap(
 
     For each draw, t is the distance of its mean from the mean of the values, in units of the draw's own
     standard error. The quantiles of t, times the standard error of the values, are the distances of the
-    interval's ends from the mean. Percentiles of the drawn means are too narrow for few values, and misplaced
-    for skewed ones.
+    interval's ends from the mean. Percentiles of the drawn means would be too narrow for few values, and
+    misplaced for skewed ones.
 
-    How often the interval contains the true mean of a few values was measured (docs/scales.md). If a rare
-    large value may be missing from the sample, no interval that is computed from the sample does better.
-    Values that are all equal have an interval of length 0. The interval may exceed the range of a bounded
-    measure.
+    docs/scales.md lists how often the interval contained the true mean of a few values. If a rare large value
+    may be missing from the sample, no interval that is computed from the sample does better. Values that are
+    all equal have an interval of length 0. The interval may exceed the range of a bounded measure.
 
     Args:
-        values: one number per prompt, NaN where it is not defined.
-        against: another measure of the same prompts in the same order: the interval is that of the mean
-            paired difference values − against. Where it leaves 0 out, the two differ by more than the choice
-            of prompts explains.
-        draws: how often as many prompts are drawn anew, with replacement.
-        confidence: the share of samples whose interval is to contain the true mean, 0 to 1.
-        seed: of the draws: the same numbers give the same interval.
+        values: One number per prompt. NaN means that the measure is not defined.
+        against: Another measure of the same prompts in the same order. The interval is then that of the mean
+            paired difference values − against. If it does not contain 0, the two measures differ by more than
+            the choice of prompts explains.
+        draws: The number of samples that are drawn with replacement, each as large as the values.
+        confidence: The share of samples whose interval contains the true mean, 0 to 1.
+        seed: The seed of the draws. The same seed gives the same interval.
 
     Raises:
-        TypeError, ValueError: no series of numbers; infinite ones; another number of them in `against`.
+        TypeError: `values` or `against` is not a series of numbers.
+        ValueError: A number is infinite, an option is out of range, or `against` has another length.
     """
     draws, seed = whole_number("draws", draws, 1), whole_number("seed", seed, 0)
     confidence = number("confidence", confidence, 0, 1)
-    given = _series("values", values)
+    given = _read_series("values", values)
     if against is not None:
-        other = _series("against", against)
+        other = _read_series("against", against)
         if other.shape != given.shape:
             raise ValueError(f"against: expected {len(given)} values, one per value, got {len(other)}")
         given = given - other
@@ -212,22 +237,22 @@ def bootstrap(
     low = high = math.nan
     if len(numbers) > 1:
         tail = (1 - confidence) / 2
-        below, above = np.quantile(_drawn_t(numbers, draws, seed), [1 - tail, tail])
+        below, above = np.quantile(_draw_t(numbers, draws, seed), [1 - tail, tail])
         error = numbers.std(ddof=1) / math.sqrt(len(numbers))
         low, high = float(mean - below * error), float(mean - above * error)
     return Interval(mean, low, high, len(numbers), len(given) - len(numbers), confidence)
 
 
-def _drawn_t(values: np.ndarray, draws: int, seed: int) -> np.ndarray:
-    """Return how far the mean of each draw is from that of the values, in standard errors of the draw."""
+def _draw_t(values: np.ndarray, draws: int, seed: int) -> np.ndarray:
+    """Return the distance of each draw's mean from that of the values, in standard errors of the draw."""
     generator = np.random.default_rng(seed)
-    # Draws of few or tied values may be all alike, with a standard error of 0.
+    # The values of a draw may be all equal, so its standard error needs a lower bound.
     least = _LEAST_SPREAD * values.std(ddof=1)
     if least == 0:
         return np.zeros(draws)
     found = []
-    for start in range(0, draws, _DRAWS_AT_ONCE):
-        size = min(_DRAWS_AT_ONCE, draws - start)
+    for start in range(0, draws, _DRAWS_PER_CHUNK):
+        size = min(_DRAWS_PER_CHUNK, draws - start)
         drawn = values[generator.integers(0, len(values), (size, len(values)))]
         error = np.maximum(drawn.std(1, ddof=1), least) / math.sqrt(len(values))
         found.append((drawn.mean(1) - values.mean()) / error)
@@ -237,11 +262,11 @@ def _drawn_t(values: np.ndarray, draws: int, seed: int) -> np.ndarray:
 # ------------------------------------------------------------------ reading arguments
 
 
-def _rows(**given: Any) -> list[np.ndarray]:
-    """Rows of finite numbers of one length, in float64."""
+def _read_rows(**given: Any) -> list[np.ndarray]:
+    """Return rows of finite numbers of one length, as float64 arrays."""
     read = {}
     for name, values in given.items():
-        read[name] = _series(name, values)
+        read[name] = _read_series(name, values)
         if not np.isfinite(read[name]).all():
             raise ValueError(f"{name}: expected finite scores, got NaN or infinity")
     first, *others = read
@@ -253,18 +278,18 @@ def _rows(**given: Any) -> list[np.ndarray]:
     return list(read.values())
 
 
-def _series(name: str, values: Any) -> np.ndarray:
+def _read_series(name: str, values: Any) -> np.ndarray:
     tensor = real_tensor(name, values)
     if tensor.ndim != 1:
         raise ValueError(f"{name}: expected a 1-D tensor, got shape {list(tensor.shape)}")
     series = tensor.to("cpu", torch.float64).numpy()
     if np.isinf(series).any():
-        raise ValueError(f"{name}: expected finite numbers (or NaN: not defined), got infinity")
+        raise ValueError(f"{name}: expected finite numbers (or NaN for not defined), got infinity")
     return series
 
 
-def _scores_and_relevant(row: Any, relevant: Any) -> tuple[np.ndarray, np.ndarray]:
-    (scores,) = _rows(row=row)
+def _read_scores_and_relevant(row: Any, relevant: Any) -> tuple[np.ndarray, np.ndarray]:
+    (scores,) = _read_rows(row=row)
     marks = real_tensor("relevant", relevant)
     if marks.dtype != torch.bool or tuple(marks.shape) != scores.shape:
         raise ValueError(
@@ -274,8 +299,8 @@ def _scores_and_relevant(row: Any, relevant: Any) -> tuple[np.ndarray, np.ndarra
     return scores, marks.cpu().numpy()
 
 
-def _in_top(scores: np.ndarray, k: int) -> np.ndarray:
-    """How much of each key is among the `k` highest: 1, 0, or a share of the places left at the cut."""
+def _share_in_top(scores: np.ndarray, k: int) -> np.ndarray:
+    """Return the share of each key in the `k` highest: 1, 0, or its part of the places that ties share."""
     cut = np.sort(scores)[-k]
     above, tied = scores > cut, scores == cut
     return above + tied * ((k - above.sum()) / tied.sum())

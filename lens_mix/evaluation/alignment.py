@@ -1,6 +1,6 @@
-"""Word alignments read off cross-attention (Kobayashi et al., EMNLP 2020, §5).
+"""Compute word alignments from cross-attention (Kobayashi et al., EMNLP 2020, section 5).
 
-A link is a pair (source word, target word), both counted from 0.
+A link is a pair (source word, target word). Both are numbered from 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lens_mix.maps import MixingMap
 
 Link = tuple[int, int]
 Words = Sequence[Sequence[int]]
-# "AWI": the row whose input is the target word; "AWO": the row whose output it is, one before.
+# "AWI": the row that has the target word as input. "AWO": the row before, which has it as output.
 Rows = Literal["AWI", "AWO"]
 
 
@@ -31,26 +31,32 @@ def align(
     head: int | None = None,
     null_keys: Sequence[int] = (),
 ) -> frozenset[Link]:
-    """The link of each target word to the source word that a cross-attention map gives the most.
+    """Return the link of each target word to the source word with the highest score in a cross-attention map.
 
-    The scores of a word's pieces are summed over the source's and averaged over the target's. A key of no
-    word is left out (a prompt before the sentence, the decoder's own residual) unless it is one of
-    `null_keys`: those compete, and a word that one of them wins has no link. The paper's rule is
-    `null_keys=[position of the end of the sentence]`.
+    The scores of a word's tokens are summed over the source and averaged over the target. Keys that belong
+    to no word are left out (a prompt before the sentence, the decoder's own residual stream), except the
+    `null_keys`. These compete with the words, and a target word whose highest score is on a null key has no
+    link. The paper uses `null_keys=[position of the end of the sentence]`.
 
     Args:
-        cross: rows are the decoder's input tokens [start, y1, …], keys the source's tokens.
-        source_words: key positions of each word.
-        target_words: positions of each word's pieces among the decoder's *input* tokens: y1 is 1.
-        rows: "AWO", alignment with the output word: the row that predicts a piece, one before its own;
-            "AWI", with the input word: the row whose input it is.
-        layer: label of the layer; negative: from the end.
-        head: None: of maps with heads their mean, as merged by `cross.merge_heads()`.
-        null_keys: positions of keys that are no word and compete all the same.
+        cross: A map whose rows are the decoder's input tokens [start, y1, …] and whose keys are the tokens of
+            the source.
+        source_words: For each word, the positions of its keys.
+        target_words: For each word, the positions of its tokens among the decoder's *input* tokens. y1 has
+            position 1.
+        rows: "AWO" (alignment with the output word): the row that predicts a token, one before its own.
+            "AWI" (alignment with the input word): the row that has it as input.
+        layer: The label of the layer. Negative numbers count from the end.
+        head: The number of a head. None: the mean over heads, as `cross.merge_heads()` returns it.
+        null_keys: Positions of keys that belong to no word and still compete.
+
+    Returns:
+        The links, (source word, target word).
 
     Raises:
-        TypeError, ValueError: positions outside the map or twice, a word without pieces, a target word whose
-            row is not held, a head of a map without heads.
+        TypeError: `cross` is not a map, or words are not lists of positions.
+        ValueError: A position is outside the map or occurs twice, a word has no tokens, the map lacks the row
+            of a target word, or `head` is given for a map without heads.
     """
     instance("cross", cross, MixingMap, "a MixingMap")
     if head is not None and not cross.has_heads:
@@ -62,12 +68,12 @@ def align(
             raise ValueError(f"head: expected one of {len(scores)} heads, from 0, got {head}")
         scores = scores[head]
     one_of("rows", rows, ("AWI", "AWO"))
-    back = 1 if rows == "AWO" else 0
-    pieces = _word_positions("target_words", target_words, len(cross.tokens), first=back)
-    held = {position: row for row, position in enumerate(cross.query_positions)}
-    if missing := sorted({place - back for word in pieces for place in word} - held.keys()):
-        raise ValueError(f"target_words: expected words whose rows the map holds, got none for {missing}")
-    target_rows = [[held[place - back] for place in word] for word in pieces]
+    offset = 1 if rows == "AWO" else 0
+    pieces = _read_word_positions("target_words", target_words, len(cross.tokens), first=offset)
+    row_of_position = {position: row for row, position in enumerate(cross.query_positions)}
+    if missing := sorted({place - offset for word in pieces for place in word} - row_of_position.keys()):
+        raise ValueError(f"target_words: expected words whose rows the map has, got none for {missing}")
+    target_rows = [[row_of_position[place - offset] for place in word] for word in pieces]
     best = align_words(scores, source_words, target_rows, null_keys)
     return frozenset((source, target) for target, source in enumerate(best) if source is not None)
 
@@ -75,27 +81,39 @@ def align(
 def align_words(
     scores: Float[Tensor, "query key"], source_words: Words, target_rows: Words, null_keys: Sequence[int] = ()
 ) -> list[int | None]:
-    """The source word of each target word, whose rows are given; None where a null key wins.
+    """Return the source word of each target word, or None if a null key has the highest score.
 
-    Of equal scores the first word's counts, a null key's only if it is higher. Errors are as of `align`.
+    If scores are equal, the first word is chosen, and a null key only if its score is higher.
+
+    Args:
+        scores: The map of one layer.
+        source_words: As in `align`.
+        target_rows: For each target word, the rows of its tokens.
+        null_keys: As in `align`.
+
+    Raises:
+        TypeError: As in `align`.
+        ValueError: As in `align`.
     """
     queries, keys = scores.shape
-    source = _word_positions("source_words", source_words, keys)
-    nulls = _word_positions("null_keys", [null_keys], keys, empty=True)
+    source = _read_word_positions("source_words", source_words, keys)
+    nulls = _read_word_positions("null_keys", [null_keys], keys, empty=True)
     if both := {key for word in source for key in word} & set(nulls[0]):
         raise ValueError(f"null_keys: expected keys of no source word, got {sorted(both)}")
-    rows = _word_positions("target_rows", target_rows, queries)
+    rows = _read_word_positions("target_rows", target_rows, queries)
     groups = [*source, *([key] for key in nulls[0])]
     if not rows or not groups:
         return [None] * len(rows)
     words = torch.stack([scores[:, list(word)].sum(1) for word in groups], 1)
     means = torch.stack([words[list(word)].mean(0) for word in rows])
-    best = means.cpu().argmax(1).tolist()  # on the CPU the first of equal ones
+    best = (
+        means.cpu().argmax(1).tolist()
+    )  # Only on the CPU is it certain that the first of equal scores wins.
     return [place if place < len(source) else None for place in best]
 
 
-def _word_positions(name: str, words: object, count: int, first: int = 0, empty: bool = False) -> Words:
-    """Lists of positions from `first` to below `count`, each position once."""
+def _read_word_positions(name: str, words: object, count: int, first: int = 0, empty: bool = False) -> Words:
+    """Return lists of positions from `first` to below `count`, in which each position occurs once."""
     read: list[list[int]] = []
     for word in several(name, words, "a list of positions per word"):
         places = [whole_number(name, place, first) for place in several(name, word, "positions")]
@@ -111,6 +129,13 @@ def _word_positions(name: str, words: object, count: int, first: int = 0, empty:
 
 
 def diagonal(source: int, target: int) -> frozenset[Link]:
-    """The floor of any aligner: each of `target` words to the one of `source` words at the same share."""
+    """Return the links of the diagonal, the lower bound of any aligner.
+
+    Each target word is linked to the source word at the same fraction of the sentence.
+
+    Args:
+        source: The number of source words.
+        target: The number of target words.
+    """
     source, target = whole_number("source", source, 1), whole_number("target", target, 0)
     return frozenset(((2 * word + 1) * source // (2 * target), word) for word in range(target))

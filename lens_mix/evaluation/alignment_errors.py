@@ -1,4 +1,4 @@
-"""How far word alignments are from gold: the alignment error rate (Och & Ney, 2003)."""
+"""Measure the errors of word alignments against gold: the alignment error rate (Och & Ney, 2003)."""
 
 from __future__ import annotations
 
@@ -16,27 +16,35 @@ _LINK = re.compile(r"([0-9]+)([-p])([0-9]+)")
 
 
 class GoldAlignment(NamedTuple):
-    """What annotators say of one sentence pair; `possible` holds the sure links too."""
+    """The links that annotators gave to one sentence pair.
+
+    Attributes:
+        sure: The links that are certain.
+        possible: The links that are acceptable, including the sure ones.
+    """
 
     sure: frozenset[Link]
     possible: frozenset[Link]
 
 
 def read_gold(path: str | os.PathLike[str], first: int = 1) -> list[GoldAlignment]:
-    """Gold alignments in the Talp format: one pair per line, `3-4` a sure link, `3p4` a possible one.
+    """Return gold alignments from a file in the Talp format.
+
+    Each line is one sentence pair, in which `3-4` is a sure link and `3p4` a possible one.
 
     Args:
-        first: the number that the file gives to the first word.
+        path: The file.
+        first: The number that the file gives to the first word.
 
     Raises:
-        ValueError: something that is no link, or a word before the first; the line is named.
+        ValueError: Something is not a link, or a word has a number below `first`. The error names the line.
     """
     first = whole_number("first", first, 0)
     with open(path, encoding="utf-8") as file:
-        return [_gold_line(line, number, first) for number, line in enumerate(file, 1)]
+        return [_parse_gold_line(line, number, first) for number, line in enumerate(file, 1)]
 
 
-def _gold_line(line: str, number: int, first: int) -> GoldAlignment:
+def _parse_gold_line(line: str, number: int, first: int) -> GoldAlignment:
     links: dict[str, set[Link]] = {"-": set(), "p": set()}
     for text in line.split():
         match = _LINK.fullmatch(text)
@@ -51,13 +59,13 @@ def _gold_line(line: str, number: int, first: int) -> GoldAlignment:
 
 @dataclasses.dataclass(frozen=True)
 class AlignmentErrors:
-    """How alignments of a corpus differ from gold; each list has one number per sentence pair.
+    """The differences of a corpus's alignments from gold. Each list has one number per sentence pair.
 
     Attributes:
-        links: how many the alignment has, |A|.
-        sure: how many sure ones gold has, |S|.
+        links: |A|, the number of links of the alignment.
+        sure: |S|, the number of sure links of gold.
         sure_found: |A ∩ S|.
-        possible_found: |A ∩ P|; P holds S.
+        possible_found: |A ∩ P|, where P includes S.
     """
 
     links: list[int]
@@ -67,26 +75,29 @@ class AlignmentErrors:
 
     @property
     def error_rate(self) -> float:
-        """AER = 1 − (|A ∩ S| + |A ∩ P|) / (|A| + |S|), 0 to 1, sums over the corpus; NaN for 0 / 0."""
+        """Return AER = 1 − (|A ∩ S| + |A ∩ P|) / (|A| + |S|), 0 to 1, with sums over the corpus.
+
+        It is NaN for 0 / 0.
+        """
         total = sum(self.links) + sum(self.sure)
         return 1 - (sum(self.sure_found) + sum(self.possible_found)) / total if total else float("nan")
 
     @property
     def precision(self) -> float:
-        """|A ∩ P| / |A|; NaN without links."""
+        """Return |A ∩ P| / |A|, or NaN without links."""
         return sum(self.possible_found) / sum(self.links) if sum(self.links) else float("nan")
 
     @property
     def recall(self) -> float:
-        """|A ∩ S| / |S|; NaN without sure links in gold."""
+        """Return |A ∩ S| / |S|, or NaN if gold has no sure links."""
         return sum(self.sure_found) / sum(self.sure) if sum(self.sure) else float("nan")
 
     def per_pair(self) -> list[float]:
-        """One number per pair whose mean is the error rate, for `bootstrap` and its paired differences.
+        """Return one number per pair whose mean is the error rate, for `bootstrap`.
 
-        A rate over a corpus is a ratio of two sums, no mean over pairs. With n_i its numerator and d_i its
-        denominator in pair i, these are the terms AER + ((1 − AER) d_i − n_i) / mean(d) of its linear
-        expansion, whose bootstrap is that of the ratio up to terms of order 1 / pairs.
+        The error rate of a corpus is a ratio of two sums, and not a mean over pairs. With numerator n_i and
+        denominator d_i in pair i, the numbers are the terms AER + ((1 − AER) d_i − n_i) / mean(d) of its
+        linear expansion. Their bootstrap is that of the ratio, up to terms of order 1 / pairs.
         """
         rate, count = self.error_rate, len(self.links)
         mean = (sum(self.links) + sum(self.sure)) / count if count else float("nan")
@@ -94,18 +105,24 @@ class AlignmentErrors:
         return [rate + ((1 - rate) * (a + s) - (in_s + in_p)) / mean for a, s, in_s, in_p in counts]
 
     def interval(self, against: AlignmentErrors | None = None, **options: Any) -> Interval:
-        """The error rate, or how much it is above another's on the same pairs, with its bootstrap interval.
+        """Return the error rate with its bootstrap interval, or its excess over that of other alignments.
 
-        `options`: of `bootstrap`.
+        Args:
+            against: Other alignments of the same sentence pairs. None: the error rate itself.
+            **options: The options of `bootstrap`.
         """
         return bootstrap(self.per_pair(), None if against is None else against.per_pair(), **options)
 
 
 def alignment_errors(alignments: Iterable[Iterable[Link]], gold: Sequence[GoldAlignment]) -> AlignmentErrors:
-    """Alignments of a corpus against gold, pair by pair.
+    """Return the errors of a corpus's alignments against gold.
+
+    Args:
+        alignments: For each sentence pair, its links.
+        gold: For each sentence pair, its gold alignment.
 
     Raises:
-        ValueError: another number of alignments than of gold ones.
+        ValueError: The number of alignments differs from that of gold.
     """
     link_sets = [frozenset(links) for links in alignments]
     if len(link_sets) != len(gold):
@@ -115,6 +132,6 @@ def alignment_errors(alignments: Iterable[Iterable[Link]], gold: Sequence[GoldAl
         [len(links) for links, _ in pairs],
         [len(true.sure) for _, true in pairs],
         [len(links & true.sure) for links, true in pairs],
-        # Of a `GoldAlignment` made by hand too: P holds S.
+        # A `GoldAlignment` that was made by hand may lack the sure links in its possible ones.
         [len(links & (true.possible | true.sure)) for links, true in pairs],
     )

@@ -1,4 +1,4 @@
-"""From a map to the one row of it that is scored."""
+"""Choose the one row of a map that is scored."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from lens_mix.arguments import several
 from lens_mix.maps import MixingMap
 from lens_mix.methods.alti_logit import AltiLogit
 
-Aggregation = Callable[[MixingMap], MixingMap]  # from layer maps to an input map
+Aggregation = Callable[[MixingMap], MixingMap]  # A function from layer maps to an input map.
 
-AS_IT_IS = "-"  # what a map of the whole stack is called where it is taken as it is
+AS_IT_IS = "-"  # The name of the aggregation of an input map, which needs none.
 
 
 def aggregations_by_name(asked: Sequence[str] | Mapping[str, Aggregation]) -> dict[str, Aggregation]:
-    """Functions from layer maps to an input map, by their names in tables.
+    """Return functions from layer maps to an input map, by their names in tables.
 
-    "rollout", "rollout, receptive field", "rollout, residual measured", "flow", "gradient_rollout",
-    "mean" (of the layers' raw rows), "last" (the last layer's row), or functions of your own as a mapping.
+    Args:
+        asked: Names, or functions of your own by name. The names are "rollout", "rollout, receptive field",
+            "rollout, residual measured", "flow", "gradient_rollout", "mean" (of the layers' raw rows) and
+            "last" (the row of the last layer).
 
     Raises:
-        ValueError: none of these, or none at all.
+        ValueError: A name is unknown, or none is given.
     """
     if isinstance(asked, Mapping):
         return dict(asked)
@@ -51,11 +53,17 @@ def aggregations_by_name(asked: Sequence[str] | Mapping[str, Aggregation]) -> di
 def candidate_rows(
     m: MixingMap, query: int, aggregations: Mapping[str, Aggregation], refused: dict[str, str] | None = None
 ) -> dict[str, Float[Tensor, " key"]]:
-    """A map's row for one position, by the name of the aggregation that made it; float64.
+    """Return a map's row for one position, for each aggregation by its name, in float64.
 
-    A map of the whole stack is taken as it is: its last layer, or the sum over layers where the layers are
-    shares of one number (`alti_logit`). An aggregation that such a map can't have (rollout of signed scores)
-    is left out, and its reason put into `refused`.
+    An input map needs no aggregation: its row is that of the last layer, or the sum over layers if they are
+    shares of one number (`alti_logit`). An aggregation that is not defined for the map (a roll-out of signed
+    scores) is left out.
+
+    Args:
+        m: The map.
+        query: The position of the row.
+        aggregations: The aggregations by name.
+        refused: A dict that gets the reason for each aggregation that is left out.
     """
     if m.kind == "input":
         whole = m.scores.sum(0) if m.method == AltiLogit.name else m.scores[-1]
@@ -73,9 +81,9 @@ def candidate_rows(
 
 
 def layer_forms(m: MixingMap) -> dict[str, MixingMap]:
-    """A layer map as it is ("raw") and, where no score is below 0, with rows that sum to 1 ("shares").
+    """Return a layer map with raw scores ("raw") and, if none is negative, with normalized rows ("shares").
 
-    Where cells of all layers are ranked together, it matters how the layers are scaled.
+    If cells of all layers are ranked together, the scale of each layer matters.
     """
     forms = {"raw": m.merge_heads()}
     if bool((m.scores >= 0).all()):

@@ -1,4 +1,4 @@
-"""Faithfulness of a layer map without any rollout: keep its best cells, remove the rest, see what is left."""
+"""Measure the faithfulness of a layer map without a roll-out, by removing all but its highest cells."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ _FRACTIONS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9
 
 @dataclasses.dataclass(frozen=True)
 class CellFaithfulness:
-    """The target by the share of a layer map's cells that are kept, on one prompt (or pooled over several).
+    """The target as a function of the share of a layer map's cells that are kept.
+
+    It is that of one prompt, or pooled over several (`pool_cells`).
 
     Attributes:
-        name: of the map.
-        operator: what became of the other cells, "zero" or "mean".
-        shares: the shares of all ranked cells that were kept, ascending from 0 to 1.
-        values: the target with these.
-        cells: how many cells were ranked.
+        name: The name of the map.
+        operator: What replaces the other cells, "zero" or "mean".
+        shares: The shares of all ranked cells that were kept, ascending from 0 to 1.
+        values: The target for each share.
+        cells: The number of ranked cells.
     """
 
     name: str
@@ -51,9 +53,9 @@ class CellFaithfulness:
 
     @property
     def faithfulness(self) -> tuple[float, ...]:
-        """f(k) = (F(k) − F(0)) / (F(1) − F(0)) at each share: 0 with none kept, 1 with all.
+        """Return f(k) = (F(k) − F(0)) / (F(1) − F(0)) at each share: 0 if no cell is kept, 1 if all are.
 
-        NaN where removing all cells leaves the target as it is. Neither 0 nor 1 are bounds.
+        It is NaN if removing all cells does not change the target. f may be below 0 and above 1.
         """
         removed, whole = self.values[0], self.values[-1]
         if abs(whole - removed) <= FLAT * max(abs(whole), abs(removed)):
@@ -62,33 +64,34 @@ class CellFaithfulness:
 
     @property
     def area(self) -> float:
-        """∫₀¹ F(k) dk, in the target's unit: `cpr` before it is normalised, for intervals over prompts.
+        """Return ∫₀¹ F(k) dk, in the target's unit: `cpr` without normalisation, for intervals over prompts.
 
-        The ends F(0) and F(1) are the prompt's and the same for every map, so that differences between two
-        maps' areas are paired without dividing by what may be next to nothing.
+        The ends F(0) and F(1) belong to the prompt and are the same for every map. So paired differences of
+        two maps' areas compare the maps without dividing by a number that may be almost 0.
         """
         return _area(self.values, self.shares)
 
     @property
     def distance(self) -> float:
-        """∫₀¹ abs(F(1) − F(k)) dk, in the target's unit, likewise of `cmd`; lower is better."""
+        """Return ∫₀¹ abs(F(1) − F(k)) dk, in the target's unit: `cmd` without normalisation."""
         return _area([abs(self.values[-1] - value) for value in self.values], self.shares)
 
     @property
     def cpr(self) -> float:
-        """∫₀¹ f(k) dk, as MIB's circuit performance ratio: higher is better.
+        """Return ∫₀¹ f(k) dk, MIB's circuit performance ratio (CPR). Higher is better.
 
-        Where F(1) is next to F(0) it is as large as may be: pool prompts (`pool_cells`) rather than average.
+        If F(1) is close to F(0), it can be arbitrarily large. So pool prompts (`pool_cells`) instead of
+        averaging it.
         """
         return _area(self.faithfulness, self.shares)
 
     @property
     def cmd(self) -> float:
-        """∫₀¹ abs(1 − f(k)) dk, as MIB's circuit-model distance: lower is better, 0 the best."""
+        """Return ∫₀¹ abs(1 − f(k)) dk, MIB's circuit-model distance (CMD). Lower is better, and 0 is best."""
         return _area([abs(1 - one) for one in self.faithfulness], self.shares)
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """Columns map, operator, share, value, faithfulness."""
+        """Return a table with the columns map, operator, share, value and faithfulness."""
         from lens_mix.tables import Table
 
         lines = zip(self.shares, self.values, self.faithfulness, strict=True)
@@ -110,43 +113,47 @@ def keep_cells(
     seed: int = 0,
     **options: Any,
 ) -> Any:
-    """Faithfulness of layer maps: the target when only the top share of their cells is kept.
+    """Measure the faithfulness of layer maps: the target when only the highest cells are kept.
 
-    A cell (layer, query, key), of one head where the map has heads, is what the query takes from the key
-    there: A_qk v_k. The cells of all layers are ranked together by the map's scores, as they are; where
-    layers are scaled differently, that is part of what is measured. For each fraction one pass runs in which
-    only the first so many cells are kept, in all layers at once. Patterns are frozen: A is the clean run's,
-    no key gets more because another is gone, while the values are those of the edited run. What becomes of
-    the other cells says the operator:
+    A cell (layer, query, key) is what the query receives from the key there: A_qk v_k. If the map has heads,
+    each head has cells of its own. The cells of all layers are ranked together by the map's raw scores, so
+    the scale of each layer is part of what is measured. For each fraction there is one pass in which only the
+    highest cells are kept, in all layers together. Patterns are those of the clean pass: removing a key does
+    not give more weight to another. Values are those of the pass with interventions.
 
-    - "zero": nothing is taken from them, A_qk becomes 0;
-    - "mean": each is taken from the mean of the values that the query sees, Σ_j v_j / n, with its own A_qk:
-      only where the weight lies is lost, not how much of it there is. (Equal to spreading the row's removed
-      weight evenly over the keys that it sees.)
+    `operator` says what replaces the other cells:
 
-    Cells are those that the model's mask allows, whatever the map says of others. No cell is left out for not
-    reaching the target: those of the last layer's other queries, say, are ranked like any.
+    - "zero": A_qk becomes 0.
+    - "mean": v_k becomes the mean of the values that the query can see, Σ_j v_j / n, and A_qk stays. So the
+      position of the weight is removed, and its amount stays. (This equals distributing the row's removed
+      weight evenly over the keys that the query can see.)
+
+    All cells that the model's mask allows are ranked, also those that cannot influence the target (the other
+    queries of the last layer, for example).
 
     Args:
-        model, prompt: as in `lm.run`.
-        maps: a `MixingMap` of kind "layer" of this prompt, with all its rows, or several by name. Layers that
-            a map does not hold stay as they are. Heads that are merged are removed together. Negative scores
-            rank last: give their absolute values for what matters in either direction.
+        model: As in `lm.run`.
+        prompt: As in `lm.run`.
+        maps: A layer map of this prompt with all its rows, or several by name. Layers that a map lacks stay
+            unchanged. Heads that are merged in the map are removed together. Negative scores rank last: pass
+            absolute values to rank what matters in either direction.
         operator: "zero" or "mean".
-        fractions: shares of the ranked cells to keep, 0 to 1; 0 and 1 are added.
-        target: what is measured; None: the log probability of what the model predicts last.
-        keep_diagonal: cells (q, q) are always kept and not ranked, since maps that hold the residual put it
-            there and the others don't; False: they are ranked like any.
-        seed: ties are broken at random, alike for every map.
-        options: part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
+        fractions: The shares of the ranked cells to keep, 0 to 1. 0 and 1 are added.
+        target: What is measured. None: the log probability of the prediction at the last position.
+        keep_diagonal: Whether cells (q, q) are always kept and not ranked. Maps that contain the residual
+            stream have it there, and other maps do not.
+        seed: The seed that orders ties, the same for every map.
+        **options: part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
 
     Returns:
-        `CellFaithfulness`; a dict of them by name for maps by name.
+        A `CellFaithfulness`, or a dict of them by name if `maps` has names.
 
     Raises:
-        TypeError, ValueError: bad input; a map of another prompt, of rows, of spans, or of kind "input".
-        UnsupportedModelError: patterns and values don't make the model's attention, so that a cell can't be
-            removed, or keeping all of them does not give the clean target.
+        TypeError: An argument has the wrong type.
+        ValueError: An option is unknown or out of range, or a map is of another prompt, lacks rows, has spans
+            as keys, or is not a layer map.
+        UnsupportedModelError: Patterns and values do not give the model's attention, so that a cell cannot be
+            removed, or keeping all cells does not give the clean target.
     """
     one_of("operator", operator, ("zero", "mean"))
     flags(keep_diagonal=keep_diagonal)
@@ -160,29 +167,34 @@ def keep_cells(
     with intervention_passes(model, prompt, target, **options) as passes:
         for name, mixing in named.items():
             _check_map(name, mixing, passes)
-        visible = _visible(passes)
+        visible = _list_visible(passes)
         ranked = {
             name: RankedCells.of(mixing, visible, keep_diagonal, seed) for name, mixing in named.items()
         }
         counts = {name: [round(one * cells.count) for one in asked] for name, cells in ranked.items()}
         jobs = [(cells, count) for name, cells in ranked.items() for count in counts[name]]
-        by_map = _values(passes, jobs, visible, operator).view(len(ranked), len(asked)).tolist()
+        by_map = _compute_values(passes, jobs, visible, operator).view(len(ranked), len(asked)).tolist()
         curves = {}
         for (name, cells), values in zip(ranked.items(), by_map, strict=True):
-            _check_whole(passes, values[-1])
+            _check_all_kept(passes, values[-1])
             shares = [count / cells.count for count in counts[name]] if cells.count else asked
             curves[name] = CellFaithfulness(name, operator, tuple(shares), tuple(values), cells.count)
     return curves["map"] if isinstance(maps, MixingMap) else curves
 
 
 def pool_cells(curves: Sequence[CellFaithfulness]) -> CellFaithfulness:
-    """One map's curves on several prompts as one, the targets averaged BEFORE f is made, as MIB does.
+    """Pool one map's curves on several prompts: average the targets first and compute f from the means.
 
-    A prompt on which removing everything changes little can't blow up its mean, as it can the mean of `cpr`.
-    Shares are averaged too: prompts of different lengths round them differently.
+    MIB does the same. If removing all cells changes little on a prompt, the mean of `cpr` can become
+    arbitrarily large, and the pooled one cannot. Shares are averaged too, because prompts of different
+    lengths round them differently.
+
+    Args:
+        curves: The curves of one map with one operator and the same fractions.
 
     Raises:
-        TypeError, ValueError: no curves; of different maps, operators or numbers of fractions.
+        TypeError: A curve is not a `CellFaithfulness`.
+        ValueError: There are no curves, or they differ in map, operator or number of fractions.
     """
     listed = several("curves", curves, "curves of one map", least=1, kind=CellFaithfulness)
     settings = {(one.name, one.operator, len(one.shares)) for one in listed}
@@ -198,7 +210,7 @@ def pool_cells(curves: Sequence[CellFaithfulness]) -> CellFaithfulness:
 
 
 def _area(values: Sequence[float], shares: Sequence[float]) -> float:
-    """∫ over the shares, by trapezoids."""
+    """Return the integral over the shares, by the trapezoidal rule."""
     return float(
         torch.trapezoid(*(torch.tensor(one, dtype=torch.float64, device="cpu") for one in (values, shares)))
     )
@@ -207,8 +219,8 @@ def _area(values: Sequence[float], shares: Sequence[float]) -> float:
 # ------------------------------------------------------------------ ranks and passes
 
 
-def _visible(passes: InterventionPasses) -> dict[int, Bool[Tensor, "query key"]]:
-    """Per layer, the keys that each query of the prompt may see."""
+def _list_visible(passes: InterventionPasses) -> dict[int, Bool[Tensor, "query key"]]:
+    """Return, for each layer, the keys that each query of the prompt may see."""
     positions = slice(0, passes.length)
     return {
         layer: mask[0, positions, positions].cpu()
@@ -216,10 +228,10 @@ def _visible(passes: InterventionPasses) -> dict[int, Bool[Tensor, "query key"]]
     }
 
 
-def _values(
+def _compute_values(
     passes: InterventionPasses, jobs: Sequence[Job], visible: Visible, operator: str
 ) -> Float[Tensor, " job"]:
-    """The target of each job: so many of a map's cells kept."""
+    """Return the target of each job, which keeps some number of a map's cells."""
     stack, step, values = passes.checked.session.lens.stack, passes.at_once, []
     layers = sorted({layer for cells, _ in jobs for layer in cells.ranks})
     for start in range(0, len(jobs), step):
@@ -227,8 +239,8 @@ def _values(
         for layer in layers:
             clean = passes.checked.clean.recorded[stack.hook_name("pattern", layer)]
             pattern, padding = clean[..., : passes.length, : passes.length], clean.shape[-1] - passes.length
-            # In the pass, so that the copies' patterns of one layer live at a time.
-            edit = functools.partial(
+            # The hook makes the patterns of the copies, so that only one layer's are in memory.
+            make_pattern = functools.partial(
                 kept_pattern,
                 layer=layer,
                 jobs=chunk,
@@ -236,7 +248,9 @@ def _values(
                 operator=operator,
                 padding=padding,
             )
-            hooks.append(freeze_pattern(layer, pattern, edit=edit, attention=stack.attention_template))
+            hooks.append(
+                freeze_pattern(layer, pattern, edit=make_pattern, attention=stack.attention_template)
+            )
         with must_fire(*hooks) as pairs:
             values.append(passes.values(len(chunk), pairs))
     return torch.cat(values).double()
@@ -261,12 +275,12 @@ def _check_map(name: str, given: Any, passes: InterventionPasses) -> None:
         )
 
 
-def _check_whole(passes: InterventionPasses, whole: float) -> None:
-    """Patterns that are put in again must give the model's own target."""
+def _check_all_kept(passes: InterventionPasses, whole: float) -> None:
+    """Raise an error if the clean patterns, put in by hooks, do not give the model's own target."""
     lens = passes.checked.session.lens
     bound = 10 * tolerance(lens.dtype) * max(1.0, abs(passes.clean))
     if not abs(whole - passes.clean) <= bound:
         raise UnsupportedModelError(
             f"keep_cells: expected the clean target, {passes.clean:.6g}, with all cells kept, got "
-            f"{whole:.6g}: patterns and values don't make this model's attention"
+            f"{whole:.6g}: patterns and values do not give this model's attention"
         )

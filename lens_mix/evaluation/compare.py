@@ -1,4 +1,4 @@
-"""Do maps agree? Rank correlation and shared top keys of every two, layer by layer."""
+"""Compare maps with each other: rank correlation and shared top keys of every pair, layer by layer."""
 
 from __future__ import annotations
 
@@ -26,53 +26,61 @@ def compare(
     k: int = 5,
     drop_first: bool = False,
 ) -> pandas.DataFrame:
-    """How far every two maps of one prompt agree on which keys a query used, per layer.
+    """Measure, for every pair of maps of one prompt, how far they agree on the keys of a query, per layer.
 
-    Rows are compared over the keys that both can see, scores by magnitude where there are any below 0, heads
-    by their mean; only the order counts, so that units may differ.
+    Rows are compared over the keys that both maps can see. If a row has negative scores, absolute values are
+    used. Maps with heads are compared by the mean over heads. Only the order of keys counts, so units may
+    differ.
 
     Args:
-        maps: two or more, by label or one after the other (then called by their methods), over the same
-            tokens: layer maps, or input maps (`lm.rollout`, `lm.input_map`). Layers that both hold are
-            compared; two input maps of one layer each are, whichever layer that is.
-        queries: the rows to compare, as in `lm.run`; None: all that both hold, except where they hold no
-            more than `k` keys.
-        k: how many of the largest keys to look at, 1 or more.
-        drop_first: leave position 0 out of the keys, which many maps give the most to.
+        maps: Two or more maps over the same tokens, by label or as a list (then their labels are their
+            methods). All are layer maps, or all are input maps (`lm.rollout`, `lm.input_map`). The layers
+            that both maps of a pair have are compared. Two input maps of one layer each are always compared.
+        queries: The rows to compare, as in `lm.run`. None: all rows that both maps have and that can see more
+            than `k` keys.
+        k: The number of the highest keys that are compared, at least 1.
+        drop_first: Whether position 0 is left out of the keys. In many maps it has the highest scores.
 
     Returns:
-        A row per pair and layer, with columns first, second, layer, spearman (-1 to 1), top_k_overlap (0 to
-        1; of unrelated rows of n keys about k / n), both means over the rows where they are defined, and
-        rows, how many were compared; NaN where none is.
+        One row per pair and layer, with the columns
+
+        - first and second: the labels of the maps;
+        - layer;
+        - spearman (-1 to 1) and top_k_overlap (0 to 1; about k / n for unrelated rows of n keys), both means
+          over the rows where they are defined;
+        - rows: the number of compared rows.
+
+        Means are NaN if they are defined for no row.
 
     Raises:
-        TypeError: no maps. ValueError: fewer than two; other tokens; layer maps beside input maps; no row or
-            layer in common.
+        TypeError: `maps` contains something else than maps.
+        ValueError: There are fewer than two maps, their tokens differ, layer maps and input maps are mixed,
+            or two maps have no row or layer in common.
     """
     k = whole_number("k", k, 1)
-    named = _named(maps)
+    named = _read_maps(maps)
     records = []
     for (first, one), (second, other) in itertools.combinations(named.items(), 2):
-        _require_alike(first, one, second, other)
-        rows = _rows(one, other, queries)
-        of_one, of_other = (m.select_queries(rows) for m in _at_common_layers(first, one, second, other))
+        _check_comparable(first, one, second, other)
+        rows = _find_common_rows(one, other, queries)
+        of_one, of_other = (m.select_queries(rows) for m in _select_common_layers(first, one, second, other))
         visible = of_one.visible() & of_other.visible().to(of_one.scores.device)
         visible[..., 0] &= not drop_first
         for layer, label in enumerate(of_one.layer_labels):
             both = zip(visible[layer], of_one.scores[layer], of_other.scores[layer], strict=True)
-            pairs = [(_by_size(x[keys]), _by_size(y.to(x.device)[keys])) for keys, x, y in both]
+            pairs = [(_use_magnitudes(x[keys]), _use_magnitudes(y.to(x.device)[keys])) for keys, x, y in both]
             if queries is None:
-                # Where no more than k keys are seen, the top k are the same whatever the maps say.
+                # Up to k keys, the top k are all of them for every map, so the overlap has no information.
                 pairs = [pair for pair in pairs if len(pair[0]) > k] or pairs
-            correlations = _mean([spearman(x, y) for x, y in pairs])
-            overlaps = _mean([top_k_overlap(x, y, k) for x, y in pairs])
+            correlations = _mean_of_defined([spearman(x, y) for x, y in pairs])
+            overlaps = _mean_of_defined([top_k_overlap(x, y, k) for x, y in pairs])
             records.append((first, second, label, correlations, overlaps, len(pairs)))
     from lens_mix.tables import Table
 
     return Table(records, columns=["first", "second", "layer", "spearman", "top_k_overlap", "rows"])
 
 
-def _named(maps: Mapping[str, MixingMap] | Sequence[MixingMap]) -> dict[str, MixingMap]:
+def _read_maps(maps: Mapping[str, MixingMap] | Sequence[MixingMap]) -> dict[str, MixingMap]:
     what = "maps by label, or a list of maps"
     if isinstance(maps, Mapping):
         named = dict(maps)
@@ -90,12 +98,12 @@ def _named(maps: Mapping[str, MixingMap] | Sequence[MixingMap]) -> dict[str, Mix
     return {name: each.merge_heads() for name, each in named.items()}
 
 
-def _require_alike(first: str, one: MixingMap, second: str, other: MixingMap) -> None:
+def _check_comparable(first: str, one: MixingMap, second: str, other: MixingMap) -> None:
     if (one.tokens, one.key_labels) != (other.tokens, other.key_labels):
         raise ValueError(
             f"maps: expected the same tokens in all, got {first!r} over {len(one.key_labels)} keys "
             f"{one.key_labels[:4]} … and {second!r} over {len(other.key_labels)} {other.key_labels[:4]} …; "
-            "where one has lost its first token, use .drop_bos() on the others"
+            "if one has lost its first token, use .drop_bos() on the others"
         )
     if one.kind != other.kind:
         raise ValueError(
@@ -104,10 +112,10 @@ def _require_alike(first: str, one: MixingMap, second: str, other: MixingMap) ->
         )
 
 
-def _at_common_layers(
+def _select_common_layers(
     first: str, one: MixingMap, second: str, other: MixingMap
 ) -> tuple[MixingMap, MixingMap]:
-    """Both with the layers that are compared."""
+    """Return both maps with the layers that are compared."""
     if one.kind == "input" and len(one) == len(other) == 1:
         return one, other
     common = [label for label in one.layer_labels if label in other.layer_labels]
@@ -119,23 +127,23 @@ def _at_common_layers(
     return one.select_layers(common), other.select_layers(common)
 
 
-def _rows(one: MixingMap, other: MixingMap, queries: Queries | None) -> list[int]:
-    """The positions whose rows are compared."""
+def _find_common_rows(one: MixingMap, other: MixingMap, queries: Queries | None) -> list[int]:
+    """Return the positions whose rows are compared."""
     if queries is not None:
         return as_positions(queries, len(one.tokens))
     common = [position for position in one.query_positions if position in other.query_positions]
     if not common:
         raise ValueError(
-            f"maps: expected a row that all hold, got those of {shortened(one.query_positions)} and of "
+            f"maps: expected a row that both have, got those of {shortened(one.query_positions)} and of "
             f"{shortened(other.query_positions)}"
         )
     return common
 
 
-def _by_size(scores: Float[Tensor, " key"]) -> Float[Tensor, " key"]:
+def _use_magnitudes(scores: Float[Tensor, " key"]) -> Float[Tensor, " key"]:
     return scores.abs() if bool((scores < 0).any()) else scores
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean_of_defined(values: Sequence[float]) -> float:
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan

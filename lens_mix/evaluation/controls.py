@@ -1,4 +1,4 @@
-"""What a map has to beat: chance, the position, and the same method on a model that has learned nothing."""
+"""Make the controls that a map has to beat: chance, the position, and a model with shuffled weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from lens_mix.maps import MixingMap
 
 
 def control_rows(keys: int, seed: int, axes: Sequence[int] = ()) -> dict[str, Float[Tensor, "*axes key"]]:
-    """Rows that know nothing of the prompt: "random", and "position" (later tokens matter more)."""
+    """Return rows that do not depend on the prompt: "random", and "position" (later tokens score higher).
+
+    Args:
+        keys: The number of keys.
+        seed: The seed of the random row.
+        axes: The sizes of leading axes.
+    """
     generator = torch.Generator().manual_seed(seed)
     return {
         "random": torch.rand(*axes, keys, generator=generator, dtype=torch.float64, device="cpu"),
@@ -26,7 +32,7 @@ def control_rows(keys: int, seed: int, axes: Sequence[int] = ()) -> dict[str, Fl
 
 
 def control_maps(like: MixingMap, seed: int) -> dict[str, MixingMap]:
-    """Layer maps that know nothing of the prompt, of another one's layers, heads left out, and positions."""
+    """Return layer maps that do not depend on the prompt, with the layers and positions of another map."""
     merged = like.merge_heads()
     hidden = ~merged.visible().cpu()
     *axes, keys = merged.scores.shape
@@ -38,15 +44,23 @@ def control_maps(like: MixingMap, seed: int) -> dict[str, MixingMap]:
 
 @contextlib.contextmanager
 def randomised(model: TransformerLensModel, *, seed: int = 0, part: str | None = None) -> Iterator[Any]:
-    """The model with its blocks' matrices shuffled, inside a `with` block (Adebayo et al., NeurIPS 2018).
+    """Shuffle the matrices of the model's blocks inside a `with` block (Adebayo et al., NeurIPS 2018).
 
-    Each weight matrix keeps its numbers, in another order; vectors (biases, the norms' weights), embeddings
-    and head stay. A map that looks the same on this model does not tell what the model has learned. The
-    weights are as before afterwards, to the bit.
+    Each weight matrix keeps its numbers in another order. Vectors (biases, weights of norms), the embeddings
+    and the unembedding stay. A map that looks the same on this model does not show what the model has
+    learned. Afterwards the weights are the same as before, to the bit.
 
     Args:
-        seed: of the order.
-        part: as in `lm.run`.
+        model: The model.
+        seed: The seed of the order.
+        part: As in `lm.run`.
+        stack: As `part`.
+
+    Yields:
+        The model.
+
+    Raises:
+        UnsupportedModelError: The weights are offloaded.
     """
     generator = torch.Generator().manual_seed(whole_number("seed", seed, 0))
     lens = Lens(model, part)
@@ -61,7 +75,7 @@ def randomised(model: TransformerLensModel, *, seed: int = 0, part: str | None =
             "randomised: expected weights that can be shuffled, got offloaded ones, which accelerate keeps "
             "elsewhere; load the model on one device"
         )
-    # Taken before the first is touched: whatever happens inside, all can be put back.
+    # All matrices are copied before the first one changes, so that they can be restored after any error.
     before = [(parameter, parameter.detach().clone()) for parameter in matrices.values()]
     try:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Deletion and insertion curves of a row of an input map, and their area normalised per prompt."""
+"""Compute deletion and insertion curves of a row of an input map, and their area normalised per prompt."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ from lens_mix.targets import TargetLike
 if TYPE_CHECKING:
     import pandas
 
-# A set of positions, as the bits of a number; what a function of it gives, for as many sets.
+# A set of positions, as the bits of a number, and a function that returns a value for each of several sets.
 _Bits = Sequence[int]
-_ValueOf = Callable[[_Bits], list[float]]
+_SetFunction = Callable[[_Bits], list[float]]
 
 
 @dataclasses.dataclass(frozen=True)
 class RemovalCurves:
-    """What happens to the target as a row's positions are removed or restored in its order.
+    """The target as the positions of a row are removed or restored in the order of the row's scores.
 
     Attributes:
-        name: of the row.
-        positions: the positions that are ranked, the most important first.
-        deletion: the target with the i most important removed, i = 0 .. N.
-        insertion: the target with all of them removed but the i most important, i = 0 .. N.
-        lower, upper: least and greatest AOPC that any order has on this prompt; NaN where not asked for.
-        exact: whether these are the true bounds (else a beam search's).
+        name: The name of the row.
+        positions: The ranked positions, the most important first.
+        deletion: The target with the i most important positions removed, i = 0 .. N.
+        insertion: The target with all ranked positions removed except the i most important, i = 0 .. N.
+        lower: The smallest AOPC of any order on this prompt. NaN if it was not asked for.
+        upper: The largest AOPC of any order on this prompt. NaN if it was not asked for.
+        exact: Whether these are the true bounds. False: they are those that a beam search found.
     """
 
     name: str
@@ -54,28 +55,31 @@ class RemovalCurves:
     exact: bool
 
     def aopc(self, curve: Literal["deletion", "insertion"] = "deletion") -> float:
-        """Raw area over the perturbation curve, in the target's unit: no headline.
+        """Return the raw area over the perturbation curve (AOPC), in the target's unit.
 
-        (1 / N) Σ_{i=1..N} (F(x) − F(x without i positions)), the most important removed first
-        (comprehensiveness) or last ("insertion", sufficiency). Its range is the model's and the prompt's own,
-        so that it ranks neither models nor prompts (Edin et al., ACL 2025), and a mean over prompts is made
-        of those that react most. Use `comprehensiveness` and `sufficiency`.
+        (1 / N) Σ_{i=1..N} (F(x) − F(x without i positions)). The most important positions are removed first
+        (comprehensiveness), or last for "insertion" (sufficiency). The range of the AOPC depends on the model
+        and the prompt. So it ranks neither models nor prompts (Edin et al., ACL 2025), and the prompts that
+        react most dominate its mean. `comprehensiveness` and `sufficiency` are normalised instead.
+
+        Args:
+            curve: "deletion" or "insertion".
         """
         without = self.deletion[1:] if curve == "deletion" else self.insertion[:-1]
         return self.deletion[0] - sum(without) / len(without)
 
     @property
     def comprehensiveness(self) -> float:
-        """Normalised AOPC of the deletion curve, 0 to 1; higher is better."""
-        return self._normalised(self.aopc("deletion"))
+        """Return the normalised AOPC of the deletion curve, 0 to 1. Higher is better."""
+        return self._normalise(self.aopc("deletion"))
 
     @property
     def sufficiency(self) -> float:
-        """Normalised AOPC of the insertion curve, 0 to 1; LOWER is better: the best, kept, lose little."""
-        return self._normalised(self.aopc("insertion"))
+        """Return the normalised AOPC of the insertion curve, 0 to 1. LOWER is better: little is lost."""
+        return self._normalise(self.aopc("insertion"))
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """Columns row, count, deletion, insertion: one line per number of positions removed or restored."""
+        """Return a table with the columns row, count, deletion and insertion, one row per count."""
         from lens_mix.tables import Table
 
         lines = enumerate(zip(self.deletion, self.insertion, strict=True))
@@ -84,9 +88,9 @@ class RemovalCurves:
             columns=["row", "count", "deletion", "insertion"],
         )
 
-    def _normalised(self, aopc: float) -> float:
+    def _normalise(self, aopc: float) -> float:
         scale = max(1e-12, *map(abs, self.deletion))
-        # A comparison with NaN is false.
+        # If a bound is NaN, the comparison is false and the result is NaN.
         if not self.upper - self.lower > FLAT * scale:
             return math.nan
         return (aopc - self.lower) / (self.upper - self.lower)
@@ -105,63 +109,70 @@ def removal_curves(
     seed: int = 0,
     **options: Any,
 ) -> Any:
-    """Deletion and insertion curves of rows of input maps, normalised per prompt.
+    """Compute deletion and insertion curves of rows of input maps, normalised per prompt.
 
-    Normalised AOPC (Edin et al., "Normalized AOPC", ACL 2025): (AOPC − lower) / (upper − lower), where lower
-    and upper are the least and the greatest AOPC of all orders of the prompt's positions. With up to `exact`
-    positions all 2^N sets are run and the bounds are true. With more, a beam search in each direction adds
-    one position at a time and keeps the `beam` best sets: at most beam × N (N + 1) sets, each run once for
-    all rows. Orders of the rows given count too, so that no value is outside 0 to 1.
+    The normalised AOPC (Edin et al., "Normalized AOPC", ACL 2025) is (AOPC − lower) / (upper − lower), where
+    lower and upper are the smallest and the largest AOPC of all orders of the prompt's positions. For up to
+    `exact` positions all 2^N sets are run and the bounds are true. For more, a beam search in each direction
+    adds one position at a time and keeps the `beam` best sets. It runs at most beam × N (N + 1) sets, each of
+    them once for all rows. The orders of the given rows count too, so that no value is outside 0 to 1.
 
     Args:
-        model, prompt: as in `lm.run`; any TransformerLens model.
-        rows: scores over all positions of the prompt [key], a row of an input map that explains the target;
-            or several by name, which share the bounds and all passes.
+        model: As in `lm.run`. Any TransformerLens model.
+        prompt: As in `lm.run`.
+        rows: Scores over all positions of the prompt [key], a row of an input map that explains the target.
+            Or several rows by name, which share the bounds and all passes.
         removal: "sample" (a token drawn at random), "drop" (the attention mask), "zero_values" (in every
-            layer), or a `Removal` with its parameters: `ReplaceTokens(" the")`, `SampleTokens(samples=4)`.
-        target: what is measured; None: the log probability of what the model predicts last. (The paper takes
-            a probability: `lm.targets.predicted()`.)
-        positions: which positions are ranked and removed; None: all that the target's position can see, with
-            "drop" without that position itself.
-        exact: most positions for exact bounds.
-        beam: width of the search; 0: no bounds, normalised values are NaN.
-        seed: ties of a row are broken at random, alike for every row.
-        options: part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
+            layer), or a `Removal` with parameters: `ReplaceTokens(" the")`, `SampleTokens(samples=4)`.
+        target: What is measured. None: the log probability of the prediction at the last position. (The paper
+            uses a probability: `lm.targets.predicted()`.)
+        positions: The positions that are ranked and removed. None: all that the target's position can see,
+            and for "drop" without that position itself.
+        exact: The largest number of positions for exact bounds.
+        beam: The width of the search. 0: no bounds, and normalised values are NaN.
+        seed: The seed that orders the ties of a row, the same for every row.
+        **options: part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
 
     Returns:
-        `RemovalCurves`; a dict of them by name for rows by name. With one position, or where removing changes
-        nothing, normalised values are NaN.
+        A `RemovalCurves`, or a dict of them by name if `rows` has names. Normalised values are NaN for one
+        position, or if removing positions does not change the target.
 
     Raises:
-        TypeError, ValueError: bad input, naming what was expected.
-        UnsupportedModelError: the model can't be trusted; with "drop", it does not mask.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is unknown, out of range, or does not fit the prompt.
+        UnsupportedModelError: The verification of the model fails, or it has no attention mask for "drop".
     """
-    how = as_removal(removal)
-    exact, beam = whole_number("exact", exact, 0, 20), whole_number("beam", beam, 0)  # 2^20: a million passes
+    chosen_removal = as_removal(removal)
+    exact, beam = (
+        whole_number("exact", exact, 0, 20),
+        whole_number("beam", beam, 0),
+    )  # 2^20 sets: a million passes.
     seed = whole_number("seed", seed, 0)
     with intervention_passes(model, prompt, target, **options) as passes:
         named, single = read_rows(rows, passes.length)
-        places = _places(passes, how, positions)
-        value_of = _Values(passes, how, places)
-        orders = {name: falling(row[places], seed).tolist() for name, row in named.items()}
-        paths = {name: _prefixes(order) for name, order in orders.items()}
-        every = (1 << len(places)) - 1
+        ranked_positions = _read_positions(passes, chosen_removal, positions)
+        value_of = _CachedTarget(passes, chosen_removal, ranked_positions)
+        orders = {name: falling(row[ranked_positions], seed).tolist() for name, row in named.items()}
+        paths = {name: _list_prefixes(order) for name, order in orders.items()}
+        every = (1 << len(ranked_positions)) - 1
         sets = {one for path in paths.values() for taken in path for one in (taken, every ^ taken)}
-        value_of(sorted(sets))  # those of all rows at once: full batches, and each set once
-        lower, upper, true = _bounds(value_of, len(places), paths.values(), passes.clean, exact, beam)
+        value_of(sorted(sets))  # Running the sets of all rows together fills batches and runs each set once.
+        lower, upper, true = _find_bounds(
+            value_of, len(ranked_positions), paths.values(), passes.clean, exact, beam
+        )
     curves = {}
     for name, path in paths.items():
         deletion, insertion = value_of(path), value_of([every ^ taken for taken in path])
-        ranked = tuple(places[index] for index in orders[name])
+        ranked = tuple(ranked_positions[index] for index in orders[name])
         curves[name] = RemovalCurves(name, ranked, tuple(deletion), tuple(insertion), lower, upper, true)
     return curves["row"] if single else curves
 
 
-class _Values:
-    """The target by which of the ranked positions are removed; each set is run once."""
+class _CachedTarget:
+    """The target as a function of the removed positions. Each set is run only once."""
 
-    def __init__(self, passes: InterventionPasses, removal: Removal, places: Sequence[int]) -> None:
-        self._passes, self._removal, self._places = passes, removal, places
+    def __init__(self, passes: InterventionPasses, removal: Removal, ranked_positions: Sequence[int]) -> None:
+        self._passes, self._removal, self._ranked_positions = passes, removal, ranked_positions
         self._known = {0: passes.clean}
 
     def __call__(self, sets: _Bits) -> list[float]:
@@ -169,52 +180,56 @@ class _Values:
         if new:
             removed = torch.zeros(len(new), self._passes.length, dtype=torch.bool, device="cpu")
             for row, taken in enumerate(new):
-                removed[row, [place for bit, place in enumerate(self._places) if taken >> bit & 1]] = True
+                removed[
+                    row, [position for bit, position in enumerate(self._ranked_positions) if taken >> bit & 1]
+                ] = True
             values = self._removal.values(self._passes, removed)
             self._known.update(zip(new, values.double().tolist(), strict=True))
         return [self._known[taken] for taken in sets]
 
 
-def _places(passes: InterventionPasses, removal: Removal, asked: Selection | None) -> list[int]:
-    places = passes.positions(asked)
+def _read_positions(passes: InterventionPasses, removal: Removal, asked: Selection | None) -> list[int]:
+    ranked_positions = passes.positions(asked)
     if not removal.keeps_target:
-        return places
+        return ranked_positions
     if asked is None and passes.place is not None:
-        places = [place for place in places if place != passes.place]
-    if not places or passes.place in places or len(places) == passes.length:
+        ranked_positions = [position for position in ranked_positions if position != passes.place]
+    if not ranked_positions or passes.place in ranked_positions or len(ranked_positions) == passes.length:
         raise ValueError(
-            "positions: with 'drop' one position at least has to stay, as a query that sees nothing is not "
-            "defined; expected some of the prompt's, without the one that the target reads, got "
-            f"{places or 'none'} of {passes.length}"
+            "positions: with 'drop' at least one position has to stay, because a query that sees nothing is "
+            "not defined; expected some of the prompt's, without the one that the target reads, got "
+            f"{ranked_positions or 'none'} of {passes.length}"
         )
-    return places
+    return ranked_positions
 
 
-def _prefixes(order: Sequence[int]) -> list[int]:
-    """The sets of the first 0, 1, 2, … of an order."""
+def _list_prefixes(order: Sequence[int]) -> list[int]:
+    """Return the sets of the first 0, 1, 2, … positions of an order."""
     return list(itertools.accumulate((1 << index for index in order), operator.or_, initial=0))
 
 
-def _bounds(
-    value_of: _ValueOf, count: int, paths: Iterable[Sequence[int]], clean: float, exact: int, beam: int
+def _find_bounds(
+    value_of: _SetFunction, count: int, paths: Iterable[Sequence[int]], clean: float, exact: int, beam: int
 ) -> tuple[float, float, bool]:
-    """Least and greatest AOPC, and whether they are exact."""
+    """Return the smallest and the largest AOPC, and whether they are exact."""
     if beam == 0 and count > exact:
         return math.nan, math.nan, False
-    # The greatest area is over the lowest curve.
-    sums = [_extreme_sum(value_of, count, best, None if count <= exact else beam) for best in (max, min)]
+    # A larger sum of the target is a smaller area over the curve.
+    sums = [_find_extreme_sum(value_of, count, best, None if count <= exact else beam) for best in (max, min)]
     every = (1 << count) - 1
-    for path in paths:  # what the rows' own orders reach counts too: a beam may have missed it
+    for path in paths:  # A beam search may have missed the orders of the rows, so they count too.
         backwards = [every ^ taken for taken in path]
         sums += [sum(value_of(path[1:])), sum(value_of(backwards[:-1]))]
     return clean - max(sums) / count, clean - min(sums) / count, count <= exact
 
 
-def _extreme_sum(value_of: _ValueOf, count: int, best: Callable[..., float], beam: int | None) -> float:
-    """The greatest (`best` max) or least sum of the target along an order of removal.
+def _find_extreme_sum(
+    value_of: _SetFunction, count: int, best: Callable[..., float], beam: int | None
+) -> float:
+    """Return the largest (`best` is max) or smallest (min) sum of the target along an order of removal.
 
-    From every set that is kept, each position that is left is removed in turn; a set that is reached in
-    several ways keeps the best of them. Without a `beam` all sets are kept, and the sum is exact.
+    From every stored set, each remaining position is removed in turn. If a set is reached in several ways,
+    the best sum is stored. Without a `beam` all sets are stored, and the sum is exact.
     """
     level = {0: 0.0}
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""The finished cases of an evaluation, kept in a file so that a run can go on where it stopped."""
+"""Store the finished cases of an evaluation in a file, so that a stopped run can be resumed."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 from lens_mix.arguments import instance
 from lens_mix.files import replacing
 
-# The first line of a file is {"<this>": the header of the evaluation}.
+# The first line of a file is a JSON object with this key, whose value is the header of the evaluation.
 _TITLE = "lens_mix.evaluate"
 _START = f'{{"{_TITLE}": '
 
 
 class FinishedCases:
-    """The cases that are done, in memory and in a file.
+    """The finished cases of an evaluation, in memory and in a file.
 
     Args:
-        path: the file; it is made, with its folder, if it is not there. None: in memory only.
-        header: what identifies the evaluation, made of what JSON has; the header of the file must be equal.
-        cases: how many cases there are.
-        metrics: the scores of each record.
+        path: The file. If it does not exist, it is created together with its folder. None: memory only.
+        header: Plain JSON values that identify the evaluation. The header of the file has to be equal.
+        cases: The number of cases.
+        metrics: The scores of each record.
 
     Attributes:
-        records: by the cases' numbers.
-        refused: why methods were left out.
+        records: The records of each finished case, by its number.
+        refused: The reasons why methods were left out.
 
     Raises:
-        ValueError: the path is a folder, or the file is not one of this very evaluation.
+        ValueError: The path is a folder, or the file is of another evaluation.
     """
 
     def __init__(
@@ -44,20 +44,22 @@ class FinishedCases:
         self._cases, self._metrics = cases, metrics
         self.records: dict[int, list[dict[str, Any]]] = {}
         self.refused: dict[str, str] = {}
-        header = json.loads(json.dumps(header))  # as it comes back from a file
+        header = json.loads(
+            json.dumps(header)
+        )  # JSON changes types (tuples), and the file's header is compared.
         self._path = None
         if path is None:
             return
         self._path = Path(instance("resume", path, str | os.PathLike, "the path of a file"))
-        text = _text(self._path)
+        text = _read_text(self._path)
         first, *lines = text.split("\n")
         if _is_cut_header(first, lines):
             _write(self._path, header, [])
             return
-        _require_same(self._path, first, header)
-        kept = [line for line in lines if self._take(line)]
+        _check_header(self._path, first, header)
+        kept = [line for line in lines if self._add_line(line)]
         if text != "\n".join([first, *kept, ""]):
-            # A run that was stopped may leave half a line at the end, and no line may be written behind it.
+            # A stopped run may leave an incomplete last line, after which no line may be written.
             *lines, end = lines or [""]
             broken = sum(line.strip() != "" for line in lines) + (end in kept) - len(kept)
             if broken:
@@ -69,19 +71,19 @@ class FinishedCases:
             _write(self._path, header, kept)
 
     def add(self, number: int, records: list[dict[str, Any]]) -> None:
-        """Keep a case; one without records, of which a file could not say that it is done, in memory only."""
+        """Add a finished case. One without records is in memory only, because the file could not show it."""
         self.records[number] = records
         if records:
             self._append({"case": number, "records": records})
 
     def note_refused(self, refused: Mapping[str, str]) -> None:
-        """Keep why methods were left out, so that a resumed run can tell."""
+        """Store why methods were left out, so that a resumed run knows it."""
         if refused and dict(refused) != self.refused:
             self._append({"refused": dict(refused)})
 
-    def _take(self, line: str) -> bool:
-        """Add the records or reasons of a line; return False if it has none of this evaluation."""
-        entry = _parsed(line)
+    def _add_line(self, line: str) -> bool:
+        """Add the records or reasons of a line. Return False if they are not of this evaluation."""
+        entry = _parse(line)
         if entry is None:
             return False
         refused = entry.get("refused")
@@ -114,8 +116,8 @@ class FinishedCases:
                 file.write(json.dumps(entry) + "\n")
 
 
-def _text(path: Path) -> str:
-    """Return the text of the file; if there is no file yet, make its folder and return ""."""
+def _read_text(path: Path) -> str:
+    """Return the text of the file. If it does not exist, create its folder and return ""."""
     if path.is_dir():
         raise ValueError(f"resume: expected a file, got the folder {path}; give a path in it")
     if not path.exists():
@@ -124,34 +126,40 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as problem:
-        raise _another_file(path, "it is not a text file") from problem
+        raise _make_error(path, "it is not a text file") from problem
 
 
-def _another_file(path: Path, reason: str) -> ValueError:
+def _make_error(path: Path, reason: str) -> ValueError:
     return ValueError(
         f"resume: expected a file of finished cases that lm.evaluate wrote, got {path}: {reason}; give "
-        "another path, or delete the file to start anew"
+        "another path, or delete the file to start again"
     )
 
 
 def _write(path: Path, header: Mapping[str, Any], lines: Sequence[str]) -> None:
-    """Write the file anew, in one step: a run that ends meanwhile loses nothing."""
+    """Write the file in one step, so that a run that stops meanwhile loses nothing."""
     with replacing(path) as beside:
         Path(beside).write_text("\n".join([json.dumps({_TITLE: header}), *lines, ""]), encoding="utf-8")
 
 
-def _require_same(path: Path, first: str, header: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the first line of a file is the expected header."""
-    entry = _parsed(first)
-    there = None if entry is None else entry.get(_TITLE)
-    if not isinstance(there, dict):
-        raise _another_file(path, "its first line is not the header of an evaluation")
-    names = [name for name in {**header, **there} if there.get(name) != header.get(name)]
+def _check_header(path: Path, first: str, header: Mapping[str, Any]) -> None:
+    """Check that the first line of a file is the expected header.
+
+    Raises:
+        ValueError: It is not.
+    """
+    entry = _parse(first)
+    file_header = None if entry is None else entry.get(_TITLE)
+    if not isinstance(file_header, dict):
+        raise _make_error(path, "its first line is not the header of an evaluation")
+    names = [name for name in {**header, **file_header} if file_header.get(name) != header.get(name)]
     if names:
-        different = ", ".join(_difference(name, there.get(name), header.get(name)) for name in names)
+        different = ", ".join(
+            _describe_difference(name, file_header.get(name), header.get(name)) for name in names
+        )
         raise ValueError(
-            f"resume: expected a file of this very evaluation, got {path}, which differs in {different}; "
-            "give another path, or delete the file to start anew"
+            f"resume: expected a file of this evaluation, got {path}, which differs in {different}; "
+            "give another path, or delete the file to start again"
         )
 
 
@@ -160,20 +168,21 @@ def _is_cut_header(first: str, lines: Sequence[str]) -> bool:
     if any(line.strip() for line in lines):
         return False
     started = first.startswith(_START) or _START.startswith(first.strip())
-    return started and _parsed(first) is None
+    return started and _parse(first) is None
 
 
-def _difference(name: str, there: Any, here: Any) -> str:
+def _describe_difference(name: str, there: Any, here: Any) -> str:
     """Return the name of a difference, with both values if they are short."""
     if isinstance(there, dict) and isinstance(here, dict):
         inner = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-        return f"{name} ({', '.join(_difference(key, there.get(key), here.get(key)) for key in inner)})"
+        differences = (_describe_difference(key, there.get(key), here.get(key)) for key in inner)
+        return f"{name} ({', '.join(differences)})"
     values = json.dumps(there), json.dumps(here)
     return f"{name}: {values[0]} there, {values[1]} here" if max(map(len, values)) <= 24 else name
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
-    """Return the JSON object of a line; None if it is not one."""
+def _parse(line: str) -> dict[str, Any] | None:
+    """Return the JSON object of a line, or None if it is not one."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""Maps against the truth: area under the ROC curve on models whose routes are known (`constructed`).
+"""Score maps against a known truth: the area under the ROC curve on models with known routes (`constructed`).
 
-A layer map is scored by its cells: in all rows through which something can come to the answer, do the cells
-that bring it there score above the others? The diagonal is left out: some methods count there what stays in
-the residual stream, others don't. An input map is scored by its row at the answer.
+A layer map is scored by its cells. In all rows through which information can reach the answer, the cells that
+transport it should score above the others. The diagonal is left out, because only some methods add to it what
+stays in the residual stream. An input map is scored by its row at the answer.
 """
 
 from __future__ import annotations
@@ -37,18 +37,24 @@ from lens_mix.runner import MethodLike, read_methods, run
 if TYPE_CHECKING:
     import pandas as pd
 
-# Scores that differ by less than this share of the map's largest one tie: rounding decides no order.
+# Scores that differ by less than this share of the map's largest score are tied: rounding decides nothing.
 _TIE = 1e-5
 
 
 def roc_area(scores: Float[Tensor, "*shape"], truth: Bool[Tensor, "*shape"]) -> float:
-    """Area under the ROC curve: the chance that something true scores above something false, ties half.
+    """Return the area under the ROC curve.
 
-    The Mann-Whitney U over the number of pairs. 1: all true ones on top; 0.5: as a constant; 0: all at the
-    bottom; NaN where nothing is true, or nothing false.
+    It is the probability that a true entry scores above a false one, where ties count half: the Mann-Whitney
+    U divided by the number of pairs. 1: all true entries are on top. 0.5: as for constant scores. 0: all are
+    at the bottom. It is NaN if no entry is true, or none is false.
+
+    Args:
+        scores: One score per entry.
+        truth: One boolean per entry.
 
     Raises:
-        TypeError, ValueError: no tensors, or none of one shape; scores that are not finite.
+        TypeError: An argument is not a tensor, or `truth` is not boolean.
+        ValueError: The shapes differ, or a score is not finite.
     """
     instance("scores", scores, Tensor, "a tensor")
     if not isinstance(truth, Tensor) or truth.dtype != torch.bool:
@@ -68,33 +74,37 @@ def roc_area(scores: Float[Tensor, "*shape"], truth: Bool[Tensor, "*shape"]) -> 
     return float((ranks[right].sum() - positive * (positive + 1) / 2) / (positive * negative))
 
 
-def _layer_area(mixing_map: MixingMap, routes: Routes) -> float:
-    """`roc_area` of layer maps, over what the rows on the way to the answer could see but themselves."""
+def _compute_layer_area(mixing_map: MixingMap, routes: Routes) -> float:
+    """Return `roc_area` of a layer map, over cells off the diagonal in rows that reach the answer."""
     visible = mixing_map.visible().cpu()
     others = ~torch.eye(visible.shape[-1], dtype=torch.bool, device="cpu")
     cells = visible & others & routes.rows()[:, :, None]
-    return roc_area(_with_ties(mixing_map.merge_heads().scores.cpu())[cells], routes.layers[cells])
+    return roc_area(_round_to_ties(mixing_map.merge_heads().scores.cpu())[cells], routes.layers[cells])
 
 
-def _input_area(mixing_map: MixingMap, routes: Routes) -> float:
-    """`roc_area` of an input map's last layer, in the answers' rows, over the keys that they could see."""
+def _compute_input_area(mixing_map: MixingMap, routes: Routes) -> float:
+    """Return `roc_area` of an input map's last layer, in the rows of answers, over visible keys."""
     rows = list(routes.queries)
     cells = mixing_map.visible()[-1].cpu()[rows]
-    return roc_area(_with_ties(mixing_map.scores[-1].cpu()[rows])[cells], routes.inputs[rows][cells])
+    return roc_area(_round_to_ties(mixing_map.scores[-1].cpu()[rows])[cells], routes.inputs[rows][cells])
 
 
-def _with_ties(scores: Tensor) -> Tensor:
-    """Absolute values, in steps of a share of the largest one."""
+def _round_to_ties(scores: Tensor) -> Tensor:
+    """Return absolute values, rounded to multiples of a small share of the largest one."""
     scores = scores.detach().double().abs()
     largest = scores.max()
     return (scores / (largest * _TIE)).round() if largest > 0 else scores
 
 
-def _aggregations_of(method: Method) -> dict[str, Aggregation]:
-    """From a method's layer maps to input maps: mean, rollout, flow; for Chefer's maps their own way too."""
-    ways: dict[str, Aggregation] = {"mean": layer_mean, "rollout": rollout}
-    ways["flow"] = functools.partial(flow, layer=-1)
-    return {**ways, "gradient_rollout": gradient_rollout} if isinstance(method, GradientAttention) else ways
+def _list_aggregations(method: Method) -> dict[str, Aggregation]:
+    """Return the aggregations of a method's layer maps: mean, roll-out, flow, and Chefer's own roll-out."""
+    functions: dict[str, Aggregation] = {"mean": layer_mean, "rollout": rollout}
+    functions["flow"] = functools.partial(flow, layer=-1)
+    return (
+        {**functions, "gradient_rollout": gradient_rollout}
+        if isinstance(method, GradientAttention)
+        else functions
+    )
 
 
 def score_constructed(
@@ -106,27 +116,34 @@ def score_constructed(
     count: int = 8,
     progress: bool = False,
 ) -> pd.DataFrame:
-    """What methods make of constructed models.
+    """Score methods on constructed models, whose routes are known.
 
-    Maps with signs are scored, and aggregated, by their absolute values; ALTI-Logit is summed over layers
-    before. A method with a target explains the model's prediction at the answer. The method "position" is a
-    control: the later the key, the higher.
+    Maps with signs are scored and aggregated by their absolute values. ALTI-Logit is first summed over
+    layers. A method with a target explains the model's prediction at the answer. The method "position" is a
+    control in which later keys have higher scores.
 
     Args:
-        methods: names or methods; None: all.
-        models: None: all (`constructed_models()`).
-        aggregations: ways from layer maps to an input map, by name; None: the mean over layers, rollout and
-            flow, and for Chefer's maps their own rollout.
-        seed, count: of the prompts of each model.
-        progress: show a bar over models and methods.
+        methods: Names or methods. None: all.
+        models: The constructed models. None: all of `constructed_models()`.
+        aggregations: Functions from layer maps to an input map, by name. None: the mean over layers, roll-out
+            and flow, and for Chefer's maps their own roll-out.
+        seed: The seed of the prompts of each model.
+        count: The number of prompts of each model.
+        progress: Whether a bar over models and methods is shown.
 
     Returns:
-        Columns: model; method; aggregation ("layers" for the cells of layer maps, "input" for methods that
-        give input maps themselves); area, the mean over prompts, 0 to 1; low and high, its 95 % bootstrap
-        interval; n, the prompts that have an area; note, why there is none.
+        A table with the columns
+
+        - model and method;
+        - aggregation: "layers" for the cells of layer maps, "input" for methods that return input maps;
+        - area: the mean over prompts, 0 to 1;
+        - low and high: its 95 % bootstrap interval;
+        - n: the number of prompts that have an area;
+        - note: the reason if there is none.
 
     Raises:
-        TypeError, ValueError: unknown methods, models that are none, bad numbers.
+        TypeError: A model is not a constructed model, or a number has the wrong type.
+        ValueError: A method is unknown, or a number is out of range.
     """
     flags(progress=progress)
     labelled, _ = read_methods(list(METHODS) if methods is None else methods)
@@ -138,47 +155,56 @@ def score_constructed(
     with tqdm(total=len(chosen) * len(labelled), disable=not progress) as bar:
         for built in chosen:
             model, prompts = built.model(), built.prompts(seed, count)
-            controls = [(_later_is_more(built, len(prompt)), built.routes(prompt)) for prompt in prompts]
-            rows.append(_row(built, "position", "layers", list(itertools.starmap(_layer_area, controls))))
-            rows.append(_row(built, "position", "input", list(itertools.starmap(_input_area, controls))))
+            controls = [(_make_position_map(built, len(prompt)), built.routes(prompt)) for prompt in prompts]
+            rows.append(
+                _summarise(
+                    built, "position", "layers", list(itertools.starmap(_compute_layer_area, controls))
+                )
+            )
+            rows.append(
+                _summarise(built, "position", "input", list(itertools.starmap(_compute_input_area, controls)))
+            )
             for label, method in labelled.items():
-                areas, note = _areas(built, model, prompts, method, aggregations)
-                rows += [_row(built, label, name, values, note) for name, values in areas.items()]
+                areas, note = _compute_areas(built, model, prompts, method, aggregations)
+                rows += [_summarise(built, label, name, values, note) for name, values in areas.items()]
                 bar.update()
     return Table(rows)
 
 
-def _areas(
+def _compute_areas(
     built: ConstructedModel,
     model: TransformerLensModel,
     prompts: Sequence[Int[Tensor, " pos"]],
     method: Method,
     aggregations: Mapping[str, Aggregation] | None,
 ) -> tuple[dict[str, list[float]], str]:
-    """One area per prompt, by aggregation; and why there are none."""
-    ways = _aggregations_of(method) if aggregations is None else aggregations
+    """Return one area per prompt for each aggregation, and the reason if there are none."""
+    functions = _list_aggregations(method) if aggregations is None else aggregations
     by_prompt = []
     for prompt in prompts:
         routes = built.routes(prompt)
         try:
-            mixing_map = run(model, prompt, _explaining(method, routes.queries[0]), progress=None)
+            mixing_map = run(model, prompt, _explain_answer(method, routes.queries[0]), progress=None)
         except UnsupportedModelError as problem:
             return {"layers" if method.scope == "layer" else "input": []}, str(problem)
-        if isinstance(method, AltiLogit):  # its layers are shares of one logit
+        if isinstance(method, AltiLogit):  # Its layers are shares of one logit, so they are summed.
             summed = mixing_map.scores.sum(0, keepdim=True)
             mixing_map = mixing_map.select_layers(mixing_map.layer_labels[-1:]).replace(scores=summed)
         mixing_map = mixing_map.replace(scores=mixing_map.scores.abs())
         if method.scope == "layer":
-            areas = {"layers": _layer_area(mixing_map, routes)}
-            areas |= {name: _input_area(way(mixing_map), routes) for name, way in ways.items()}
+            areas = {"layers": _compute_layer_area(mixing_map, routes)}
+            areas |= {
+                name: _compute_input_area(function(mixing_map), routes)
+                for name, function in functions.items()
+            }
         else:
-            areas = {"input": _input_area(mixing_map, routes)}
+            areas = {"input": _compute_input_area(mixing_map, routes)}
         by_prompt.append(areas)
     return {name: [areas[name] for areas in by_prompt] for name in by_prompt[0]}, ""
 
 
-def _explaining(method: Method, answer: int) -> Method:
-    """The method with its target read at the answer, where its target stands at a position."""
+def _explain_answer(method: Method, answer: int) -> Method:
+    """Return the method with its target at the answer, if its target has a position."""
     target: Any = getattr(method, "target", None)
     if not hasattr(target, "position"):
         return method
@@ -186,8 +212,8 @@ def _explaining(method: Method, answer: int) -> Method:
     return dataclasses.replace(method, **changed)
 
 
-def _later_is_more(built: ConstructedModel, length: int) -> MixingMap:
-    """The control, as a map."""
+def _make_position_map(built: ConstructedModel, length: int) -> MixingMap:
+    """Return a map in which later keys have higher scores, as a control."""
     weights = built.weights()
     scores = torch.arange(length, dtype=torch.float32, device="cpu").expand(
         len(weights.query), length, length
@@ -196,10 +222,10 @@ def _later_is_more(built: ConstructedModel, length: int) -> MixingMap:
     return MixingMap(scores=scores, tokens=["?"] * length, method="position", causal=weights.causal)
 
 
-def _row(
+def _summarise(
     built: ConstructedModel, method: str, aggregation: str, areas: list[float], note: str = ""
 ) -> dict[str, Any]:
-    """The mean, and its bootstrap interval over the prompts."""
+    """Return the mean and its bootstrap interval over the prompts, as a row of the table."""
     over_prompts = bootstrap(areas)
     figures = {"area": over_prompts.mean, "low": over_prompts.low, "high": over_prompts.high}
     named = {"model": built.name, "method": method, "aggregation": aggregation}

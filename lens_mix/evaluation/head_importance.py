@@ -1,4 +1,4 @@
-"""How important each attention head is, over a set of prompts (Hao et al., AAAI 2021, section 4)."""
+"""Measure how important each attention head is, over a set of prompts (Hao et al., AAAI 2021, section 4)."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ Head = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeadImportance:
-    """One number per head; the larger, the more important.
+    """One number per head. Larger numbers are more important.
 
     Attributes:
         scores: [layer, head], float64.
-        name: how it was measured.
-        examples: over how many prompts.
-        notes: what the maps behind it warned of (completeness), with the number of prompts.
+        name: The name of the measure.
+        examples: The number of prompts.
+        notes: The notes of the underlying maps (about completeness), with the number of prompts.
     """
 
     scores: Float[Tensor, "layer head"]
@@ -64,20 +64,25 @@ class HeadImportance:
         object.__setattr__(self, "examples", whole_number("examples", self.examples, 0))
 
     def ranking(self) -> list[Head]:
-        """(layer, head), the least important first; ties by layer, then head."""
+        """Return (layer, head) pairs, the least important first. Ties are ordered by layer, then head."""
         order = self.scores.flatten().argsort(stable=True).tolist()
-        return [divmod(place, self.scores.shape[1]) for place in order]
+        return [divmod(layer_and_head, self.scores.shape[1]) for layer_and_head in order]
 
     def top(self, k: int = 5) -> list[tuple[int, int, float]]:
-        """The `k` most important heads: (layer, head, score)."""
+        """Return the `k` most important heads as (layer, head, score)."""
         best = self.ranking()[::-1][: whole_number("k", k, 1)]
-        return [(*place, self.scores[place].item()) for place in best]
+        return [(*layer_and_head, self.scores[layer_and_head].item()) for layer_and_head in best]
 
     def correlation(self, other: HeadImportance, how: Statistic = "pearson") -> float:
-        """Correlation over all heads with another importance of the same model, -1 to 1.
+        """Return the correlation over all heads with another importance of the same model, -1 to 1.
+
+        Args:
+            other: The other importance.
+            how: "pearson" or "spearman".
 
         Raises:
-            ValueError: other shapes; an unknown statistic; constant scores.
+            TypeError: `other` is not a `HeadImportance`.
+            ValueError: The shapes differ, the statistic is unknown, or scores are constant.
         """
         one_of("how", how, ("pearson", "spearman"))
         instance("other", other, HeadImportance, "a HeadImportance")
@@ -94,7 +99,7 @@ class HeadImportance:
         return float(statistic(*pair).statistic)
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """Columns layer, head, importance."""
+        """Return a table with the columns layer, head and importance."""
         import pandas as pd
 
         scores = self.scores.tolist()
@@ -102,7 +107,11 @@ class HeadImportance:
         return pd.DataFrame(rows, columns=["layer", "head", "importance"])
 
     def show(self, **options: Any) -> Any:
-        """A heat map, layer x head; `options` go to `lens_mix.view.attribution_figures.head_map`."""
+        """Draw a heat map, layer x head.
+
+        Args:
+            **options: Those of `lens_mix.view.attribution_figures.head_map`.
+        """
         from lens_mix.view import attribution_figures
 
         return attribution_figures.head_map(self, **options)
@@ -120,49 +129,58 @@ def head_importance(
     progress: bool = False,
     **options: Any,
 ) -> HeadImportance:
-    """Importance of every head over some prompts.
+    """Measure the importance of every head over some prompts.
 
     | `by` | importance of head h |
     |---|---|
-    | "attribution" | E_x[max_ij Attr_h], the paper's; by default of the predicted probability |
-    | "attention" | E_x[max_ij A_h], its baseline, over the queries that see two keys or more |
-    | "taylor" | E_x abs(Σ_ij A_h ∂L/∂A_h) (Michel et al., NeurIPS 2019); L by default the next-token loss |
+    | "attribution" | E_x[max_ij Attr_h] (the paper's), by default of the predicted probability |
+    | "attention" | E_x[max_ij A_h] (the paper's baseline), over the queries that see at least two keys |
+    | "taylor" | E_x abs(Σ_ij A_h ∂L/∂A_h) (Michel et al., 2019), by default of the next-token loss L |
 
-    The released code sums over examples where this averages, and its Taylor expansion differentiates the sum
-    of the logits where this differentiates the loss. For accuracy differences see `ablation_importance`.
+    The released code sums over examples, and this function averages. The released Taylor expansion
+    differentiates the sum of the logits, and this one the loss. `ablation_importance` measures accuracy
+    differences.
 
     Args:
-        prompts: as in `lm.run`, one or more.
-        targets: one for all prompts, or one per prompt.
-        statistic: "max" over the entries of a head's map, or their "mean" over visible keys. (The mean of
-            attention says nothing: rows sum to 1, so that every head has the same.)
-        method: the attribution to use ("attribution" only); its target is replaced by `targets`, if given.
-        part, options: as in `lm.run`.
+        model: As in `lm.run`.
+        prompts: As in `lm.run`, at least one.
+        by: "attribution", "attention" or "taylor".
+        targets: One target for all prompts, or one per prompt.
+        statistic: "max" over the entries of a head's map, or "mean" over its visible keys. The mean of
+            attention has no information: rows sum to 1, so it is the same for every head.
+        method: The attribution, for "attribution" only. `targets` replace its target if they are given.
+        part: As in `lm.run`.
+        stack: As `part`.
+        progress: Whether a bar over the prompts is shown.
+        **options: As in `lm.run`.
 
     Raises:
-        ValueError: no prompts; an unknown option; another number of targets than of prompts.
-        UnsupportedModelError: a hybrid, some of whose blocks have no heads; else as `lm.run`.
+        ValueError: There are no prompts, an option is unknown, or the number of targets does not fit.
+        UnsupportedModelError: Some blocks of the model have no heads (a hybrid), or as in `lm.run`.
     """
     one_of("by", by, ("attribution", "attention", "taylor"))
     flags(progress=progress)
     if method is not None and by != "attribution":
         raise ValueError(f"method: applies to by='attribution' only, got by={by!r}")
     prompts = several("prompts", prompts, "several prompts", least=1)
-    by_prompt = one_target_each("prompts", prompts, targets)
-    part = every_block_has_heads(model, part, "head_importance").stack.name
+    by_prompt = list_targets("prompts", prompts, targets)
+    part = open_with_heads_in_every_block(model, part, "head_importance").stack.name
     if "layers" in options:
-        raise ValueError("layers: expected none, as importances have a row for every layer; cut the scores")
+        raise ValueError(
+            "layers: expected none, because importances have a row for every layer; cut the scores"
+        )
     one_of("statistic", statistic, ("max", "mean"))
     values = []
     warned: collections.Counter[str] = collections.Counter()
     for prompt, target in zip(tqdm(prompts, disable=not progress, desc=by), by_prompt, strict=True):
-        mixing = run(model, prompt, method_for(by, target, method), part=part, progress=None, **options)
+        mixing = run(model, prompt, choose_method(by, target, method), part=part, progress=None, **options)
         scores = mixing.scores.to("cpu", torch.float64)
-        warned.update(note.split(":")[0] for note in mixing.notes if "completeness" in note)  # by layer
+        # The text of a note before the colon names the layer.
+        warned.update(note.split(":")[0] for note in mixing.notes if "completeness" in note)
         if by == "attention":
-            # a query that sees one key gives it 1 in every head: in causal models always the first
-            alone = (mixing.visible().sum(-1) < 2).cpu()
-            scores = scores.masked_fill(alone[:, None, :, None], 0)
+            # A query that sees one key gives it weight 1 in every head, as the first query of a causal model.
+            sees_one_key = (mixing.visible().sum(-1) < 2).cpu()
+            scores = scores.masked_fill(sees_one_key[:, None, :, None], 0)
         if by == "taylor":
             values.append(scores.sum((-2, -1)).abs())
         elif statistic == "max":
@@ -176,16 +194,21 @@ def head_importance(
 
 @contextlib.contextmanager
 def pruned(model: TransformerLensModel, heads: Iterable[Head], *, part: str | None = None) -> Iterator[Any]:
-    """The model without some heads, inside a `with` block: their patterns count as zero.
+    """Remove some heads from the model inside a `with` block, by setting their patterns to zero.
 
     Args:
+        model: The model.
         heads: (layer, head) pairs.
-        part: as in `lm.run`.
+        part: As in `lm.run`.
+        stack: As `part`.
+
+    Yields:
+        The model.
 
     Raises:
-        ValueError: a layer or head that the model does not have.
-        RuntimeError: at the end, when nothing ran the model inside.
-        UnsupportedModelError: hooks on values and patterns can't be trusted on this model.
+        ValueError: The model does not have a layer or a head.
+        RuntimeError: The model did not run inside the block.
+        UnsupportedModelError: Hooks on values and patterns have no reliable effect on this model.
     """
     lens = Lens(model, part)
     by_layer: dict[int, list[int]] = collections.defaultdict(list)
@@ -200,7 +223,7 @@ def pruned(model: TransformerLensModel, heads: Iterable[Head], *, part: str | No
         raise UnsupportedModelError(f"pruned can't run on this model: {reason}")
     template = lens.stack.attention_template
     pruning = [prune_heads(layer, chosen, attention=template) for layer, chosen in by_layer.items()]
-    # In the precision that the user runs the model in, with and without the heads.
+    # The model runs in the user's precision, so that it is compared with itself with all heads.
     with lens.evaluation_mode(precise=False), must_fire(*pruning) as hooks, lens.hooked(hooks):
         yield model
 
@@ -213,32 +236,44 @@ def ablation_importance(
     examples: int = 0,
     progress: bool = False,
 ) -> HeadImportance:
-    """Accuracy difference: metric(model) - metric(model without the head), head by head.
+    """Measure accuracy differences: metric(model) - metric(model without the head), for every head.
 
     Args:
-        metric: a function of the model, larger is better, that runs it on data of its own; it is called
-            1 + layers x heads times.
-        part: as in `lm.run`.
-        examples: how many examples the metric is over, for the record.
+        model: The model.
+        metric: A function of the model that runs it on data of its own and returns a number. Larger is
+            better. It is called 1 + layers x heads times.
+        part: As in `lm.run`.
+        stack: As `part`.
+        examples: The number of examples of the metric, for the record.
+        progress: Whether a bar over the heads is shown.
 
     Raises:
-        RuntimeError: the metric does not run the model.
-        UnsupportedModelError: as `head_importance`.
+        RuntimeError: The metric does not run the model.
+        UnsupportedModelError: As in `head_importance`.
     """
     flags(progress=progress)
     examples = whole_number("examples", examples, 0)
-    lens = every_block_has_heads(model, part, "ablation_importance")
-    whole = measured(metric, model)
+    lens = open_with_heads_in_every_block(model, part, "ablation_importance")
+    whole = measure_model(metric, model)
     scores = torch.zeros(lens.n_layers, lens.n_heads, dtype=torch.float64, device="cpu")
-    places = list(itertools.product(range(lens.n_layers), range(lens.n_heads)))
-    for place in tqdm(places, disable=not progress, desc="ablation"):
-        with pruned(model, [place], part=lens.stack.name):
-            scores[place] = whole - measured(metric, model)
+    layers_and_heads = list(itertools.product(range(lens.n_layers), range(lens.n_heads)))
+    for layer_and_head in tqdm(layers_and_heads, disable=not progress, desc="ablation"):
+        with pruned(model, [layer_and_head], part=lens.stack.name):
+            scores[layer_and_head] = whole - measure_model(metric, model)
     return HeadImportance(scores, "ablation", examples)
 
 
-def every_block_has_heads(model: TransformerLensModel, part: str | None, what: str) -> Lens:
-    """The face of a model whose heads are a table, layer x head; a hybrid is refused."""
+def open_with_heads_in_every_block(model: TransformerLensModel, part: str | None, what: str) -> Lens:
+    """Return the lens of a model in which every block has heads, so that importances are a table.
+
+    Args:
+        model: The model.
+        part: The part of an encoder-decoder.
+        what: The caller's name, for errors.
+
+    Raises:
+        UnsupportedModelError: Some blocks have no heads (a hybrid).
+    """
     lens = Lens(model, part)
     if lens.stack.gaps is not None:
         raise UnsupportedModelError(
@@ -248,8 +283,13 @@ def every_block_has_heads(model: TransformerLensModel, part: str | None, what: s
     return lens
 
 
-def measured(metric: Metric, model: TransformerLensModel) -> float:
-    """What a metric says of the model; TypeError, ValueError: no function, or no finite number."""
+def measure_model(metric: Metric, model: TransformerLensModel) -> float:
+    """Return the value of a metric of the model.
+
+    Raises:
+        TypeError: The metric is not a function, or its value is not a number.
+        ValueError: Its value is not finite.
+    """
     instance("metric", metric, Callable, "a function of the model")
     return number("metric", metric(model))
 
@@ -257,10 +297,15 @@ def measured(metric: Metric, model: TransformerLensModel) -> float:
 def importance_correlations(
     importances: Mapping[str, HeadImportance], how: Statistic = "pearson"
 ) -> pandas.DataFrame:
-    """Correlation of head importance between tasks (or measures): a symmetric table, names on both axes.
+    """Return the correlations of head importance between tasks or measures, as a symmetric table.
+
+    Args:
+        importances: At least two importances of one model, by name.
+        how: "pearson" or "spearman".
 
     Raises:
-        ValueError: fewer than two; else as `HeadImportance.correlation`.
+        TypeError: Something is not a `HeadImportance`.
+        ValueError: There are fewer than two, or as in `HeadImportance.correlation`.
     """
     from lens_mix.tables import Table
 
@@ -271,18 +316,18 @@ def importance_correlations(
     return Table(table, index=list(importances), columns=list(importances))
 
 
-def one_target_each(
+def list_targets(
     name: str, items: Sequence[Any], targets: TargetLike | Sequence[TargetLike] | None
 ) -> list[TargetLike | None]:
-    """A target for each of the prompts or examples (`name`, for errors), of which there must be one."""
+    """Return a target for each of the prompts or examples. `name` is what errors call them."""
     each: list[Any] = list(targets) if isinstance(targets, (list, tuple)) else [targets] * len(items)
     if len(each) != len(items):
         raise ValueError(f"targets: expected one, or one for each of {len(items)} {name}, got {len(each)}")
     return each
 
 
-def method_for(by: str, target: TargetLike | None, method: AttentionAttribution | None) -> Method:
-    """What measures by "attribution", "attention" or "taylor"; a target or method of None is the default."""
+def choose_method(by: str, target: TargetLike | None, method: AttentionAttribution | None) -> Method:
+    """Return the method of "attribution", "attention" or "taylor". None: the default target or method."""
     if by == "attention":
         return AttentionWeights(per_head=True)
     if by == "taylor":

@@ -1,4 +1,4 @@
-"""Identities of models, methods, functions and options as plain text, to compare two evaluations.
+"""Identify models, methods, functions and options by plain text, to compare two evaluations.
 
 Things with the same identity give the same numbers. Something whose identity would differ in another process
 (an open file, an object written in C) raises an error.
@@ -30,24 +30,27 @@ from lens_mix.lens.state import all_modules
 from lens_mix.lens.users_hooks import plain_values, settings_of_users_modules, users_functions
 from lens_mix.version import __version__
 
-# Their versions are compared, so that the name of one of their functions or classes identifies it.
+# An identity has the versions of these libraries, so the names of their functions and classes are enough.
 _VERSIONS = {
     "lens_mix": __version__,
     "transformer_lens": ".".join(map(str, transformer_lens_version())),
     "torch": str(torch.__version__),
     "transformers": transformers.__version__,
 }
-# Settings that are a model's place and names, and those that lens_mix sets itself.
+# Settings that are the model's place or name, or that lens_mix sets itself, do not identify a model.
 _NO_SETTINGS = frozenset({"training", "device", "n_devices", "model_name", "tokenizer_name", "dtype", "seed"})
-# The special methods that are always written by hand: decorators (dataclass) make others.
+# These special methods are always written by hand. Decorators such as dataclass write others.
 _WRITTEN = ("__call__", "__post_init__")
 
 
 def identity_of_model(model: TransformerLensModel) -> dict[str, Any]:
     """Return what a model's numbers depend on: weights, settings, tokenizer, user hooks, versions.
 
+    Args:
+        model: The model.
+
     Raises:
-        ValueError: weights that are not in memory, or a hook without an identity.
+        ValueError: Weights are not in memory, or a hook has no identity.
     """
     module: nn.Module = model  # type: ignore[assignment]
     modules = all_modules(module)
@@ -56,24 +59,24 @@ def identity_of_model(model: TransformerLensModel) -> dict[str, Any]:
         "model": model_name(model),
         "dtype": sorted({str(dtype).removeprefix("torch.") for dtype in floating}),
         "weights": _digest_of_weights(modules),
-        "settings": _digest(
-            [_settings(module), *map(_settings, modules), settings_of_users_modules(modules)]
+        "settings": _digest_json(
+            [_read_settings(module), *map(_read_settings, modules), settings_of_users_modules(modules)]
         ),
-        "tokenizer": _digest(_tokenizer(getattr(model, "tokenizer", None))),
+        "tokenizer": _digest_json(_identify_tokenizer(getattr(model, "tokenizer", None))),
         "hooks": [[place, identity(function)] for place, function in users_functions(modules)],
         "versions": _VERSIONS,
     }
 
 
 def identity(thing: Any, inside: tuple[int, ...] = ()) -> Any:
-    """Return the identity of a value, made of what JSON has.
+    """Return the identity of a value, made of plain JSON values.
 
     Args:
-        thing: the value.
-        inside: the ids of the containers that it is in, so that cycles end.
+        thing: The value.
+        inside: The ids of the containers around it, so that cycles end.
 
     Raises:
-        ValueError: it has none.
+        ValueError: The value has no identity.
     """
     if thing is None or isinstance(thing, bool | int | str):
         return thing
@@ -87,7 +90,7 @@ def identity(thing: Any, inside: tuple[int, ...] = ()) -> Any:
         thing = torch.from_numpy(np.array(thing))
     if isinstance(thing, Tensor):
         hashed = hashlib.blake2b(digest_size=16)
-        _add(hashed, thing)
+        _add_tensor(hashed, thing)
         return f"{thing.dtype} {list(thing.shape)} {hashed.hexdigest()}"
     if id(thing) in inside:
         return "itself"
@@ -101,57 +104,65 @@ def identity(thing: Any, inside: tuple[int, ...] = ()) -> Any:
         return [identity(one, inside) for one in thing]
     if isinstance(thing, nn.Module):
         modules = list(thing.modules())
-        return [_name(type(thing)), _digest_of_weights(modules), _digest(list(map(_settings, modules)))]
+        return [
+            _full_name(type(thing)),
+            _digest_of_weights(modules),
+            _digest_json(list(map(_read_settings, modules))),
+        ]
     if isinstance(thing, transformers.PreTrainedTokenizerBase):
-        return _tokenizer(thing)
+        return _identify_tokenizer(thing)
     if isinstance(thing, type):
-        return _of_class(thing, inside)
+        return _identify_class(thing, inside)
     if isinstance(thing, functools.partial):
         return {"partial": identity([thing.func, thing.args, thing.keywords], inside)}
     if isinstance(thing, types.FunctionType):
-        return _of_function(thing, inside)
+        return _identify_function(thing, inside)
     if isinstance(thing, types.MethodType):
-        return {_name(thing.__func__): identity([thing.__func__, thing.__self__], inside)}
+        return {_full_name(thing.__func__): identity([thing.__func__, thing.__self__], inside)}
     if isinstance(thing, types.ModuleType):
         return thing.__name__
     if isinstance(thing, types.BuiltinFunctionType) and isinstance(thing.__self__, types.ModuleType | None):
-        return _name(thing)
+        return _full_name(thing)
     if dataclasses.is_dataclass(thing) or hasattr(thing, "__dict__"):
         fields = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
         values = {field.name: getattr(thing, field.name) for field in fields} or vars(thing)
-        return {_name(type(thing)): identity([type(thing), values], inside)}
+        return {_full_name(type(thing)): identity([type(thing), values], inside)}
     raise ValueError(
         f"resume: expected values that can be compared in another run (plain values, functions, dataclasses "
-        f"of these), got {thing!r:.80}, of type {type(thing).__name__}, which can't; leave out this value or "
+        f"of these), got {thing!r:.80}, of type {type(thing).__name__}; leave out this value or "
         "resume="
     )
 
 
-def _name(thing: Any) -> str:
+def _full_name(thing: Any) -> str:
     return f"{thing.__module__}.{thing.__qualname__}"
 
 
-def _digest(value: Any) -> str:
+def _digest_json(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
-def digest_of(thing: Any) -> str:
-    """Return a digest of an identity that may be long, 32 characters. Raises ValueError as `identity`."""
-    return _digest(identity(thing))
+def digest_identity(thing: Any) -> str:
+    """Return a digest of 32 characters of an identity that may be long.
+
+    Raises:
+        ValueError: As in `identity`.
+    """
+    return _digest_json(identity(thing))
 
 
 # ------------------------------------------------------------------ functions and classes
 
 
-def _of_function(function: types.FunctionType, inside: tuple[int, ...]) -> Any:
+def _identify_function(function: types.FunctionType, inside: tuple[int, ...]) -> Any:
     """Return a function's name, closure and defaults; for a user's function also its code and globals."""
     held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    found = [_name(function), identity([held, function.__defaults__, function.__kwdefaults__], inside)]
+    found = [_full_name(function), identity([held, function.__defaults__, function.__kwdefaults__], inside)]
     if not _is_of_a_library(function.__globals__.get("__name__")):
-        steps = [step for code in _codes(function.__code__) for step in dis.get_instructions(code)]
+        steps = [step for code in _iterate_codes(function.__code__) for step in dis.get_instructions(code)]
         names = sorted({step.argval for step in steps if step.opname == "LOAD_GLOBAL"})
         read = {name: function.__globals__[name] for name in names if name in function.__globals__}
-        found += [_of_code(function.__code__), identity(read, inside)]
+        found += [_identify_code(function.__code__), identity(read, inside)]
     return found
 
 
@@ -162,30 +173,30 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def _iterate_codes(code: types.CodeType) -> Iterator[types.CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from _iterate_codes(constant)
 
 
-def _of_code(code: types.CodeType) -> str:
+def _identify_code(code: types.CodeType) -> str:
     parts = []
-    for one in _codes(code):
+    for one in _iterate_codes(code):
         constants = [constant for constant in one.co_consts if not isinstance(constant, types.CodeType)]
-        parts.append([one.co_code.hex(), one.co_names, list(map(_of_constant, constants))])
-    return _digest(parts)
+        parts.append([one.co_code.hex(), one.co_names, list(map(_identify_constant, constants))])
+    return _digest_json(parts)
 
 
-def _of_constant(constant: object) -> str:
-    # The order of a set differs between processes.
+def _identify_constant(constant: object) -> str:
+    # The order of a set differs between processes, so it is sorted.
     return str(sorted(map(repr, constant))) if isinstance(constant, frozenset) else repr(constant)
 
 
-def _of_class(kind: type, inside: tuple[int, ...]) -> Any:
+def _identify_class(kind: type, inside: tuple[int, ...]) -> Any:
     """Return a class's name; for a user's class also its attributes and those of its bases."""
     if _is_of_a_library(kind.__module__):
-        return _name(kind)
+        return _full_name(kind)
     written = {}
     for name, value in sorted(vars(kind).items()):
         value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
@@ -193,7 +204,7 @@ def _of_class(kind: type, inside: tuple[int, ...]) -> Any:
         is_plain = isinstance(value, bool | int | float | str | tuple | frozenset | None)
         if (is_code or is_plain) and (name in _WRITTEN or not name.startswith("__")):
             written[name] = identity(value, inside)
-    return {_name(kind): [written, [_of_class(base, inside) for base in kind.__bases__]]}
+    return {_full_name(kind): [written, [_identify_class(base, inside) for base in kind.__bases__]]}
 
 
 def _is_of_a_library(module: str | None) -> bool:
@@ -210,7 +221,7 @@ def _is_of_a_library(module: str | None) -> bool:
 
 
 def _digest_of_weights(modules: list[nn.Module]) -> str:
-    """Return a digest of every parameter and buffer with its dtype; shared ones are read once."""
+    """Return a digest of all parameters and buffers with their dtypes. Shared ones are read once."""
     hashed = hashlib.blake2b(digest_size=16)
     seen: dict[int, int] = {}
     for place, module in enumerate(modules):
@@ -220,19 +231,19 @@ def _digest_of_weights(modules: list[nn.Module]) -> str:
             first = seen.setdefault(id(tensor), len(seen))
             hashed.update(f"{place} {name} {first};".encode())
             if first == len(seen) - 1:
-                _add(hashed, tensor)
+                _add_tensor(hashed, tensor)
     return hashed.hexdigest()
 
 
-def _add(hashed: Any, tensor: Tensor) -> None:
-    """Add dtype, shape and bytes of a tensor."""
+def _add_tensor(hashed: Any, tensor: Tensor) -> None:
+    """Add dtype, shape and bytes of a tensor to a hash."""
     tensor = tensor.detach()
     hashed.update(f"{tensor.dtype} {list(tensor.shape)};".encode())
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
         hashed.update(repr(context).encode())
         for name in names:
-            _add(hashed, getattr(tensor, name))
+            _add_tensor(hashed, getattr(tensor, name))
         return
     if tensor.is_meta:
         raise ValueError("resume: expected weights in memory, got a model with weights on 'meta' (offloaded)")
@@ -244,25 +255,25 @@ def _add(hashed: Any, tensor: Tensor) -> None:
     hashed.update(values.view(torch.uint8).numpy())
 
 
-def _settings(thing: Any) -> dict[str, Any]:
+def _read_settings(thing: Any) -> dict[str, Any]:
     """Return the plain values among a module's attributes, and those of its configuration."""
-    found: dict[str, Any] = {"class": _name(type(thing)), "values": _plain_attributes(thing)}
+    found: dict[str, Any] = {"class": _full_name(type(thing)), "values": _read_plain_attributes(thing)}
     for name in ("cfg", "config"):
         config = vars(thing).get(name)
         if config is not None and hasattr(config, "__dict__"):
-            found[name] = _plain_attributes(config)
+            found[name] = _read_plain_attributes(config)
     return found
 
 
-def _plain_attributes(thing: Any) -> list[tuple[str, tuple[Any, ...]]]:
-    # What is None may be filled by the first pass.
+def _read_plain_attributes(thing: Any) -> list[tuple[str, tuple[Any, ...]]]:
+    # The first pass may fill an attribute that is None, so these are left out.
     names = [name for name in vars(thing) if name not in _NO_SETTINGS and not name.startswith("_")]
     values = {name: plain_values(vars(thing)[name]) for name in names if vars(thing)[name] is not None}
     return sorted((name, value) for name, value in values.items() if value is not None)
 
 
-def _tokenizer(tokenizer: Any) -> Any:
-    """Return how strings are split, without the padding and truncation of the last call."""
+def _identify_tokenizer(tokenizer: Any) -> Any:
+    """Return what determines how strings are split, without the padding and truncation of the last call."""
     if tokenizer is None:
         return None
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}

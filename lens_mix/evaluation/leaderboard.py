@@ -1,4 +1,4 @@
-"""The leaderboard: methods and aggregations, scored on tasks, with controls and intervals."""
+"""Score methods and aggregations on tasks, with controls and intervals: the leaderboard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lens_mix.evaluation.candidates import (
 )
 from lens_mix.evaluation.controls import control_maps, control_rows, randomised
 from lens_mix.evaluation.finished import FinishedCases
-from lens_mix.evaluation.identity import digest_of, identity, identity_of_model
+from lens_mix.evaluation.identity import digest_identity, identity, identity_of_model
 from lens_mix.evaluation.tasks import Case, Task
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
@@ -37,15 +37,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Leaderboard:
-    """Scores per case, method and aggregation.
+    """The scores of every case, method and aggregation.
 
     Attributes:
-        records: one dict per case, method and aggregation: `case` (number), `method`, `aggregation`, and a
-            score per metric (None where undefined).
-        task: what was scored, in plain words and numbers.
-        metrics: the task's metrics; the first is the one that ranks.
-        model: the model's name.
-        refused: methods that this model can't run, and aggregations that a map can't have, with the reason.
+        records: One dict per case, method and aggregation: `case` (its number), `method`, `aggregation`, and
+            a score per metric (None if it is not defined).
+        task: A description of the task in plain words and numbers.
+        metrics: The metrics of the task. The first one ranks.
+        model: The model's name.
+        refused: The methods that are not defined on this model, and the aggregations that are not defined
+            for a map, with the reason.
     """
 
     records: tuple[dict[str, Any], ...]
@@ -55,21 +56,24 @@ class Leaderboard:
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """One row per case, method and aggregation."""
+        """Return a table with one row per case, method and aggregation."""
         from lens_mix.tables import Table
 
         frame = Table(self.records, columns=["case", "method", "aggregation", *self.metrics])
         return frame.astype(dict.fromkeys(self.metrics, float))
 
     def table(self, against: str | None = "position") -> pandas.DataFrame:
-        """The mean of each metric with its 95 % interval, best first.
+        """Return the mean of each metric with its 95 % interval, best first.
 
-        Columns: method, aggregation, cases, then per metric its mean, `<metric>_low` and `<metric>_high`
-        (bootstrap over the cases), and `<metric>_gain`, `<metric>_gain_low`, `<metric>_gain_high`, the paired
-        difference to the row of the method `against`; None for no differences.
+        Columns: method, aggregation and cases, then for each metric its mean, `<metric>_low` and
+        `<metric>_high` (bootstrap over the cases). With `against`, also `<metric>_gain`, `<metric>_gain_low`
+        and `<metric>_gain_high`: the paired difference from the row of that method.
+
+        Args:
+            against: The method of the paired differences. None: no differences.
 
         Raises:
-            ValueError: no such method to compare with.
+            ValueError: There is no such method.
         """
         from lens_mix.tables import Table
 
@@ -77,20 +81,24 @@ class Leaderboard:
         base = None
         if against is not None:
             one_of("against", against, sorted(set(frame["method"])))
-            # Of several aggregations the first.
+            # If the method has several aggregations, the first one is the base of the differences.
             base = frame[frame["method"] == against].drop_duplicates("case").set_index("case")
         rows = []
         for (method, aggregation), group in frame.groupby(["method", "aggregation"], sort=False):
             row: dict[str, Any] = {"method": method, "aggregation": aggregation, "cases": len(group)}
             scores = group.set_index("case")
             for metric in self.metrics:
-                row |= _summary(metric, scores[metric], None if base is None else base[metric])
+                row |= _summarise(metric, scores[metric], None if base is None else base[metric])
             rows.append(row)
         table = Table(rows)
         return table.sort_values(self.metrics[0], ascending=False, ignore_index=True)
 
     def to_markdown(self, against: str | None = None) -> str:
-        """The table as Markdown: mean [low, high] per metric; with `against`, the difference to it too."""
+        """Return the table as Markdown, with mean [low, high] for each metric.
+
+        Args:
+            against: The method whose paired difference is added. None: no differences.
+        """
         table = self.table(against)
         columns = [(metric, metric) for metric in self.metrics]
         if against is not None:
@@ -99,12 +107,12 @@ class Leaderboard:
         lines = [f"| method | aggregation | {titles} | cases |"]
         lines.append("|---" * (len(columns) + 3) + "|")
         for _, row in table.iterrows():
-            cells = [_interval(row, name) for name, _ in columns]
+            cells = [_format_interval(row, name) for name, _ in columns]
             lines.append(f"| {row['method']} | {row['aggregation']} | {' | '.join(cells)} | {row['cases']} |")
         return "\n".join(lines)
 
     def show(self, metric: str | None = None) -> Figure:
-        """One bar with its interval per method and aggregation, best on top."""
+        """Draw one bar with its interval per method and aggregation, the best on top."""
         from lens_mix.view.leaderboard_figure import leaderboard_figure
 
         chosen = self.metrics[0] if metric is None else metric
@@ -125,39 +133,39 @@ def evaluate(
     progress: bool = False,
     **options: Any,
 ) -> Leaderboard:
-    """Score methods on a task: which of their maps say what the model uses?
+    """Score methods on a task that measures which of their maps show what the model uses.
 
-    Every table has two controls, "random" (a seeded order per case) and "position" (later is more). Methods
-    that this model can't run are named in `refused`.
+    Every table has two controls: "random" (a seeded order per case) and "position" (later keys score higher).
+    Methods that are not defined on this model are listed in `refused`.
 
     Args:
-        model: any TransformerLens model.
-        task: what is scored (`lens_mix.evaluation.Importance`, `Cues`, or a `Task` of your own).
-        methods: as in `lm.run`. Those with a `target` explain the case's, where it has one.
-        aggregations: how layer maps become an input map: names (`candidates.aggregations_by_name`), or
-            functions MixingMap -> MixingMap by name. Maps of the whole model are taken as they are ("-").
-        randomised_model: score every method on a copy of the model's shuffled weights too, as a control: the
-            rows "<method>, randomised model".
-        resume: a file of finished cases (JSON, one per line), which is filled, and read when it is there. Its
-            first line identifies the evaluation: the model's weights, dtype, settings, tokenizer and hooks,
-            versions, the task with its prompts, methods, aggregations and options. If one of these differs
-            now, an error is raised. Cases whose lines are broken are computed again.
-        progress: show a bar over the cases.
-        options: as in `lm.run`.
+        model: Any TransformerLens model.
+        task: What is scored (`lens_mix.evaluation.Importance`, `Cues`, or a `Task` of your own).
+        methods: As in `lm.run`. A method with a `target` explains the target of the case, if it has one.
+        aggregations: How layer maps become an input map: names (`candidates.aggregations_by_name`), or
+            functions MixingMap -> MixingMap by name. Input maps need none and are named "-".
+        randomised_model: Whether every method is also scored on the model with shuffled weights, as a
+            control: the rows "<method>, randomised model".
+        resume: A file of finished cases (JSON, one per line). It is read if it exists, and new cases are
+            added. Its first line identifies the evaluation: the model's weights, dtype, settings, tokenizer
+            and hooks, versions, the task with its prompts, methods, aggregations and options. If one of these
+            differs, an error is raised. Cases whose lines are broken are computed again.
+        progress: Whether a bar over the cases is shown.
+        **options: As in `lm.run`.
 
     Raises:
-        TypeError, ValueError: as `lm.run`; a file of another evaluation, or of something else; with
-            `resume`, weights that are not in memory, and functions and objects that can't be compared in
-            another process.
+        TypeError: As in `lm.run`.
+        ValueError: As in `lm.run`, or `resume` is not a file of this evaluation. With `resume` also if
+            weights are not in memory, or if functions and objects cannot be compared in another process.
     """
     flags(randomised_model=randomised_model, progress=progress)
     instance("task", task, Task, "a task of lens_mix.evaluation")
     if options.get("part") == "all":
-        Lens(model, "all")  # raises, and names the parts
+        Lens(model, "all")  # It raises an error that lists the parts.
     chosen, by_name = read_methods(methods)[0], aggregations_by_name(aggregations)
     evaluation = _Evaluation(model, task, chosen, by_name, randomised_model, options)
     cases = task.cases(model)
-    # Only a file needs a header, and making one reads all weights.
+    # Making a header reads all weights, and only a file needs one.
     header = {} if resume is None else evaluation.header(cases)
     finished = FinishedCases(resume, header, len(cases), task.metrics)
     for number, case in enumerate(tqdm(cases, disable=not progress, desc=task.name)):
@@ -171,7 +179,7 @@ def evaluate(
 
 @dataclasses.dataclass(frozen=True)
 class _Evaluation:
-    """One call of `evaluate`, case by case."""
+    """One call of `evaluate`, which is computed case by case."""
 
     model: TransformerLensModel
     task: Task
@@ -182,15 +190,15 @@ class _Evaluation:
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def header(self, cases: Sequence[Case]) -> dict[str, Any]:
-        """What a file of finished cases must agree on."""
-        # Memory bounds change no number.
+        """Return what identifies the evaluation in a file of finished cases."""
+        # The memory bound changes no number, so it does not identify an evaluation.
         options = {name: value for name, value in self.options.items() if name != "max_memory"}
         return {
             **identity_of_model(self.model),
             "task": identity(self.task.describe()),
-            # Digests, because prompts may be long.
-            "cases": digest_of(cases),
-            "scores": digest_of(self.task),
+            # Prompts may be long, so the header has digests of them.
+            "cases": digest_identity(cases),
+            "scores": digest_identity(self.task),
             "methods": {label: identity(method) for label, method in self.methods.items()},
             "aggregations": {name: identity(function) for name, function in self.aggregations.items()},
             "randomised_model": self.randomised_model,
@@ -198,11 +206,11 @@ class _Evaluation:
         }
 
     def scores(self, number: int, case: Case) -> list[dict[str, Any]]:
-        """The records of one case."""
-        candidates = self._candidates(case, "")
+        """Return the records of one case."""
+        candidates = self._make_candidates(case, "")
         if self.randomised_model:
             with randomised(self.model, part=self.options.get("part")):
-                candidates |= self._candidates(case, ", randomised model")
+                candidates |= self._make_candidates(case, ", randomised model")
         if candidates:
             like = next(iter(candidates.values()))
             of_maps = self.task.layer_maps
@@ -213,14 +221,17 @@ class _Evaluation:
         records = []
         for method, aggregation in candidates:
             metrics = scores[f"{method} {aggregation}"]
-            # NaN, which differs from itself, is no JSON.
+            # JSON has no NaN. NaN is the only number that differs from itself.
             known = {metric: None if score != score else score for metric, score in metrics.items()}
             records.append({"case": number, "method": method, "aggregation": aggregation, **known})
         return records
 
-    def _map(self, case: Case, method: Method) -> MixingMap:
-        """A layer map comes with measured shares of the residual, for rollouts, where they can be had."""
-        # Of an input map its row is all that is scored; rows of layer maps are aggregated.
+    def _make_map(self, case: Case, method: Method) -> MixingMap:
+        """Return a map of one case, with measured shares of the residual stream if that is possible.
+
+        Roll-outs need these shares.
+        """
+        # Only one row of an input map is scored, but an aggregation needs all rows of layer maps.
         asked: dict[str, Any] = {"queries": [case.query]} if method.scope != "layer" else {}
         asked["progress"] = None
         if not self.task.layer_maps:
@@ -228,14 +239,14 @@ class _Evaluation:
                 return run(self.model, case.prompt, method, residual_shares=True, **asked, **self.options)
         return run(self.model, case.prompt, method, **asked, **self.options)
 
-    def _candidates(self, case: Case, suffix: str) -> dict[tuple[str, str], Any]:
-        """Rows of input maps, or the layer maps themselves where the task scores those."""
+    def _make_candidates(self, case: Case, suffix: str) -> dict[tuple[str, str], Any]:
+        """Return rows of input maps, or the layer maps themselves if the task scores those."""
         candidates: dict[tuple[str, str], Any] = {}
         for label, method in self.methods.items():
             if case.target is not None and hasattr(method, "target"):
                 method = dataclasses.replace(method, **{"target": case.target})
             try:
-                m = self._map(case, method)
+                m = self._make_map(case, method)
             except UnsupportedModelError as problem:
                 self.refused[label + suffix] = str(problem)
                 continue
@@ -251,8 +262,8 @@ class _Evaluation:
         return candidates
 
 
-def _summary(metric: str, scores: pandas.Series, base: pandas.Series | None) -> dict[str, float]:
-    """Mean and interval of a metric, and of its difference to another method's on the same cases."""
+def _summarise(metric: str, scores: pandas.Series, base: pandas.Series | None) -> dict[str, float]:
+    """Return mean and interval of a metric, and of its paired difference from another method's."""
     intervals = {metric: bootstrap(scores)}
     if base is not None:
         intervals[f"{metric}_gain"] = bootstrap(scores, against=base.reindex(scores.index))
@@ -262,7 +273,7 @@ def _summary(metric: str, scores: pandas.Series, base: pandas.Series | None) -> 
     return row
 
 
-def _interval(row: Any, name: str) -> str:
-    # Adding 0 turns -0 into 0.
+def _format_interval(row: Any, name: str) -> str:
+    # Adding 0 turns -0 into 0, which prints without a sign.
     mean, low, high = (round(row[column], 2) + 0.0 for column in (name, f"{name}_low", f"{name}_high"))
     return f"{mean:.2f} [{low:.2f}, {high:.2f}]"

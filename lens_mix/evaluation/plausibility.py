@@ -1,4 +1,4 @@
-"""Prompts whose deciding words are known: BLiMP's minimal pairs, and facts planted in long prompts."""
+"""Provide prompts whose deciding words are known: BLiMP's minimal pairs, and planted facts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
 from lens_mix.lens.prompts import is_causal_model, read_prompt
 from lens_mix.lens.texts import token_ids
 
-# Where the word that decides stands in the context (the prefix) of BLiMP's minimal pairs.
+# Which words of the context (the prefix) decide in BLiMP's minimal pairs.
 _BLIMP_CUES = {
     "anaphor_number_agreement": "subject",
     "determiner_noun_agreement_1": "last",
@@ -28,18 +28,19 @@ _BLIMP_FIELDS = {"UID", "one_prefix_prefix", "one_prefix_word_good", "one_prefix
 def blimp_cases(
     model: TransformerLensModel, path: str | os.PathLike[str], count: int | None = None
 ) -> list[Case]:
-    """Minimal pairs of BLiMP (Warstadt et al., TACL 2020), for causal models: the prefix, and what decides.
+    """Return minimal pairs of BLiMP (Warstadt et al., TACL 2020) as cases, for causal models.
 
-    The target is the logit difference of the good and the bad word, by the first token in which they differ
-    (pairs without one are left out). The cue is the word that decides: the determiner before a noun, the
-    subject's words otherwise; all its tokens are relevant.
+    The prompt is the prefix. The target is the logit difference of the good and the bad word, by their first
+    tokens. Pairs whose first tokens are equal are left out. The relevant tokens are all tokens of the words
+    that decide: the determiner before a noun, and otherwise the words of the subject.
 
     Args:
-        path: a .jsonl file of BLiMP with `one_prefix_method`.
-        count: the first so many pairs that can be used; None: all.
+        model: A causal model.
+        path: A .jsonl file of BLiMP with `one_prefix_method`.
+        count: The number of pairs to return, from the beginning of the file. None: all.
 
     Raises:
-        ValueError: a model that is not causal; a file without prefixes, or no pair that can be used.
+        ValueError: The model is not causal, or the file has no prefixes or no usable pair.
     """
     if not is_causal_model(model, model_class_of(model)):
         raise ValueError("model: expected a causal decoder, which predicts the word after a prefix")
@@ -60,7 +61,7 @@ def blimp_cases(
                     f"path: expected BLiMP pairs with one_prefix_method (one context, two next words), got "
                     f"{pair.get('UID', 'something else')!r} without"
                 )
-            case = _blimp_case(model, pair)
+            case = _make_blimp_case(model, pair)
             cases += [] if case is None else [case]
             if len(cases) == count:
                 break
@@ -69,23 +70,23 @@ def blimp_cases(
     return cases
 
 
-def _blimp_case(model: TransformerLensModel, pair: dict[str, Any]) -> Case | None:
+def _make_blimp_case(model: TransformerLensModel, pair: dict[str, Any]) -> Case | None:
     prefix = pair["one_prefix_prefix"]
     words = [pair["one_prefix_word_good"], pair["one_prefix_word_bad"]]
     good, bad = (token_ids(model.tokenizer, f" {word}") for word in words)
     if good[0] == bad[0]:
         return None
     tokens = read_prompt(model, model_class_of(model), prefix).tokens
-    start, end = _cue_span(prefix, _BLIMP_CUES.get(pair["UID"], "whole"))
+    start, end = _find_cue(prefix, _BLIMP_CUES.get(pair["UID"], "whole"))
     offsets = model.tokenizer(prefix, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    # special tokens that the model put in front
+    # The tokens that the model puts in front have no characters, so they shift the positions.
     added = len(tokens) - len(offsets)
     relevant = tuple(added + place for place, (a, b) in enumerate(offsets) if a < end and b > start)
     return Case(tokens, -1, relevant, targets.logit_difference(good[0], bad[0])) if relevant else None
 
 
-def _cue_span(prefix: str, where: str) -> tuple[int, int]:
-    """Characters of the cue: the last word, the whole prefix, or the subject at its start."""
+def _find_cue(prefix: str, where: str) -> tuple[int, int]:
+    """Return the range of characters of the cue: the last word, the whole prefix, or the subject."""
     words = prefix.split(" ")
     if where == "last":
         return len(prefix) - len(words[-1]), len(prefix)
@@ -96,7 +97,7 @@ def _cue_span(prefix: str, where: str) -> tuple[int, int]:
 
 
 _NAMES = ("Anna", "Peter", "Maria", "David", "Laura", "Simon", "Helen", "Robert")
-# What is asked about a person, the sentence that plants it, and what can stand there: one word each.
+# For each fact, the sentence about a person, and the words of one token that can complete it.
 _FACTS = (
     ("{0}'s favourite colour is{1}.", (" green", " red", " blue", " yellow", " white", " black")),
     ("{0} lives in the city of{1}.", (" Paris", " London", " Rome", " Berlin", " Madrid", " Tokyo")),
@@ -119,20 +120,20 @@ _FILLERS = (
 def planted_facts(
     model: TransformerLensModel, count: int = 40, *, sentences: int = 6, seed: int = 0
 ) -> list[Case]:
-    """Long prompts in which one planted sentence holds the answer: does a map find its word? Causal models.
+    """Return long prompts in which one planted sentence has the answer, as cases for causal models.
 
-    Sentences on other matters surround "Anna lives in the city of Rome."; the prompt ends with the sentence's
-    beginning once more. Only prompts that the model completes with the planted word are kept; that word's
-    token is relevant, and what the model predicts is the target.
+    Sentences on other subjects surround "Anna lives in the city of Rome.", and the prompt ends with the
+    beginning of that sentence. Only prompts that the model completes with the planted word are returned. The
+    token of that word is relevant, and the prediction is the target.
 
     Args:
-        model: with a tokenizer.
-        count: how many prompts to make, before those without the right answer go.
-        sentences: how many other sentences there are.
-        seed: of the draw.
+        model: A causal model with a tokenizer.
+        count: The number of prompts that are made. Those with a wrong prediction are then left out.
+        sentences: The number of other sentences.
+        seed: The seed of the draw.
 
     Raises:
-        ValueError: the model finds none of the answers.
+        ValueError: The model predicts none of the answers.
     """
     lens, draw, cases = Lens(model), random.Random(whole_number("seed", seed, 0)), []
     for _ in range(whole_number("count", count, 1)):
@@ -146,9 +147,9 @@ def planted_facts(
         tokens = read_prompt(model, lens.model_class, prompt).tokens
         position = len(read_prompt(model, lens.model_class, before).tokens)
         answer = token_ids(model.tokenizer, word)
-        # The word has to stand where it is thought to: tokens may be cut otherwise in the whole prompt.
-        right = int(tokens[position]) == answer[0] == int(lens.logits(tokens)[-1].argmax())
-        cases += [Case(tokens, -1, (position,))] if right else []
+        # The whole prompt may be split into other tokens than its beginning, so the position is checked.
+        is_correct = int(tokens[position]) == answer[0] == int(lens.logits(tokens)[-1].argmax())
+        cases += [Case(tokens, -1, (position,))] if is_correct else []
     if not cases:
         raise ValueError("model: expected one that finds planted facts, got none of its answers right")
     return cases

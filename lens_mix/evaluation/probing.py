@@ -1,9 +1,9 @@
-"""Agreement with probing: does a map say that a cue was mixed in where a probe finds it?
+"""Measure agreement with probing: does a map show that a cue was mixed in where a probe finds it?
 
-The third evaluation of Value Zeroing (Mohebbi et al., EACL 2023, section 6): per layer, a linear probe for a
-feature of the cue (its number) on the representation of another position, against how much of the cue a map
-says is there. A probe's accuracy alone may be the probe's own doing, so each has a control task (Hewitt &
-Liang, EMNLP 2019): the same probe for labels that every type of cue was given at random.
+This is the third evaluation of Value Zeroing (Mohebbi et al., EACL 2023, section 6). In each layer, a linear
+probe predicts a feature of the cue (its number) from the representation of another position. It is compared
+with the cue's score at that position in a map. A probe can reach a high accuracy by itself, so each has a
+control task (Hewitt & Liang, EMNLP 2019): the same probe for labels that were drawn for every type of cue.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Probing:
-    """What the probes of every layer found on prompts that they were not fitted to.
+    """The results of the probes of every layer on held-out prompts.
 
     Attributes:
         accuracy: [layer], 0 to 1.
-        control: [layer], accuracy of the control task, 0 to 1.
-        evidence: [layer, held-out prompt], log probability of the right value, in nats.
-        held_out: which of the prompts these are.
-        majority: accuracy of always saying the commonest value.
+        control: [layer], the accuracy of the control task, 0 to 1.
+        evidence: [layer, held-out prompt], the log probability of the right value, in nats.
+        held_out: The numbers of the held-out prompts.
+        majority: The accuracy of always predicting the most common value.
     """
 
     accuracy: Float[Tensor, " layer"]
@@ -47,11 +47,11 @@ class Probing:
 
     @property
     def selectivity(self) -> Float[Tensor, " layer"]:
-        """Accuracy minus that of the control task: what is the representation's and not the probe's."""
+        """Return accuracy minus that of the control task: what is not due to the probe itself."""
         return self.accuracy - self.control
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """Columns layer (by place, from 0), accuracy, control, selectivity."""
+        """Return a table with the columns layer (numbered from 0), accuracy, control and selectivity."""
         import pandas as pd
 
         columns = {"accuracy": self.accuracy, "control": self.control, "selectivity": self.selectivity}
@@ -60,12 +60,12 @@ class Probing:
 
 
 class ProbingAgreement(NamedTuple):
-    """Spearman's rank correlation over layers, -1 to 1; NaN where one side is constant.
+    """Spearman's rank correlations over layers, -1 to 1. NaN if one side is constant.
 
     Attributes:
-        accuracy: of the mean map with the probes' accuracy.
-        selectivity: of the mean map with their selectivity.
-        prompts: [held-out prompt], of the map with the evidence for the right value, prompt by prompt.
+        accuracy: That of the mean map with the accuracy of the probes.
+        selectivity: That of the mean map with the selectivity of the probes.
+        prompts: [held-out prompt], that of each prompt's map with its evidence for the right value.
     """
 
     accuracy: float
@@ -81,31 +81,33 @@ def residuals_at(
     layers: Selection | None = None,
     **options: Any,
 ) -> Float[Tensor, "layer prompt d_model"]:
-    """The residual stream after every block, at one position of every prompt.
+    """Return the residual stream after every block, at one position of every prompt.
 
     Args:
-        positions: one for all prompts, or one each; negative from the end.
-        layers: as in `lm.run`; None: all.
-        options: `part`, `prepend_bos`, … as in `lm.run`.
+        model: As in `lm.run`.
+        prompts: As in `lm.run`, at least one.
+        positions: One position for all prompts, or one for each. Negative ones count from the end.
+        layers: As in `lm.run`. None: all.
+        **options: `part`, `prepend_bos`, … as in `lm.run`.
 
     Raises:
-        TypeError: `queries` among the options.
-        ValueError: no prompts; another number of positions; a position that a prompt does not have.
-        UnsupportedModelError: the model can't be trusted.
+        TypeError: `queries` is among the options.
+        ValueError: There are no prompts, the number of positions does not fit, or a prompt lacks a position.
+        UnsupportedModelError: The verification of the model fails.
     """
     if "queries" in options:
         raise TypeError("queries: expected the rows as `positions`, got queries too; leave them out")
     prompts = several("prompts", prompts, "several prompts", least=1)
     given = several("positions", positions, "a position for each prompt", alone=True)
-    places = given * len(prompts) if len(given) == 1 else given
-    if len(places) != len(prompts):
+    per_prompt = given * len(prompts) if len(given) == 1 else given
+    if len(per_prompt) != len(prompts):
         raise ValueError(
-            f"positions: expected one, or one for each of {len(prompts)} prompts, got {len(places)}"
+            f"positions: expected one, or one for each of {len(prompts)} prompts, got {len(per_prompt)}"
         )
     states = []
-    for prompt, place in zip(prompts, places, strict=True):
+    for prompt, position in zip(prompts, per_prompt, strict=True):
         for checked in each_prompt(
-            model, [prompt], AttentionWeights(), queries=[place], layers=layers, **options
+            model, [prompt], AttentionWeights(), queries=[position], layers=layers, **options
         ):
             states.append(torch.stack([block.resid_post[0, 0] for block in checked.blocks]))
     return torch.stack(states, dim=1)
@@ -120,28 +122,29 @@ def probe_layers(
     penalty: float = 1.0,
     seed: int = 0,
 ) -> Probing:
-    """A linear probe per layer for a feature, with its control task.
+    """Fit a linear probe per layer for a feature, with its control task.
 
-    A probe is a logistic regression on standardised features, fitted to the prompts that are not held out:
-    the smallest Σ cross-entropy + penalty/2 · ‖weights‖² (scikit-learn's with C = 1/penalty).
+    A probe is a logistic regression on standardised features. It is fitted to the prompts that are not held
+    out, and minimises Σ cross-entropy + penalty/2 · ‖weights‖² (as scikit-learn does with C = 1/penalty).
 
     Args:
-        states: what to probe, as `residuals_at` gives it.
-        values: the feature's value in each prompt (the cue's number).
-        types: the cue's type in each prompt (its word). In the control task every type has a value drawn at
-            random, as often as the values occur.
-        held_out: the share of prompts, 0 to 1 without the ends, that is only measured on.
-        penalty: above 0.
-        seed: of the split and of the control task.
+        states: The representations to probe, as `residuals_at` returns them.
+        values: The value of the feature in each prompt (the number of the cue).
+        types: The type of the cue in each prompt (its word). In the control task every type has a value that
+            is drawn at random, with the frequencies of the values.
+        held_out: The share of prompts that is used only for measuring, above 0 and below 1.
+        penalty: The weight of the penalty, above 0.
+        seed: The seed of the split and of the control task.
 
     Raises:
-        ValueError: lengths that differ; fewer than two values to fit to; numbers out of range.
+        TypeError: An argument has the wrong type.
+        ValueError: Lengths differ, there are fewer than two values to fit to, or a number is out of range.
     """
     states = real_tensor("states", states).to("cpu", torch.float64)
     if states.ndim != 3 or not bool(torch.isfinite(states).all()):
         raise ValueError(f"states: expected finite [layer, prompt, d_model], got {list(states.shape)}")
     count = states.shape[1]
-    labels, type_numbers = _numbered("values", values, count), _numbered("types", types, count)
+    labels, type_numbers = _number_values("values", values, count), _number_values("types", types, count)
     held_out, penalty = number("held_out", held_out, 0, 1), number("penalty", penalty, 0, above=True)
     draw = torch.Generator("cpu").manual_seed(whole_number("seed", seed))
     order = torch.randperm(count, generator=draw, device="cpu")
@@ -151,20 +154,20 @@ def probe_layers(
             f"held_out: expected two values or more in {len(fitted)} prompts that are fitted to, and one "
             f"prompt or more beside them, got held_out={held_out:g} of {count}"
         )
-    # One draw per type: values in the order of the prompts, shuffled, are as frequent as in the task.
+    # Each type draws the value of a random prompt, so values are as frequent as in the task.
     control = labels[torch.randint(count, (count,), generator=draw, device="cpu")][type_numbers]
     classes = int(labels.max()) + 1
-    right, evidence, by_chance = [], [], []
+    hits, evidence, control_hits = [], [], []
     for layer in states:
-        scores = _probe(layer[fitted], labels[fitted], classes, penalty)(layer[measured])
-        right.append(scores.argmax(-1) == labels[measured])
+        scores = _fit_probe(layer[fitted], labels[fitted], classes, penalty)(layer[measured])
+        hits.append(scores.argmax(-1) == labels[measured])
         evidence.append(scores.gather(-1, labels[measured, None])[:, 0])
-        scores = _probe(layer[fitted], control[fitted], classes, penalty)(layer[measured])
-        by_chance.append(scores.argmax(-1) == control[measured])
+        scores = _fit_probe(layer[fitted], control[fitted], classes, penalty)(layer[measured])
+        control_hits.append(scores.argmax(-1) == control[measured])
     commonest = labels[fitted].mode().values
     return Probing(
-        accuracy=torch.stack(right).double().mean(-1),
-        control=torch.stack(by_chance).double().mean(-1),
+        accuracy=torch.stack(hits).double().mean(-1),
+        control=torch.stack(control_hits).double().mean(-1),
         evidence=torch.stack(evidence),
         held_out=measured,
         majority=(labels[measured] == commonest).double().mean().item(),
@@ -172,15 +175,16 @@ def probe_layers(
 
 
 def probing_agreement(probing: Probing, mixed: Float[Tensor, "layer prompt"]) -> ProbingAgreement:
-    """Whether a map says that the cue is mixed in where the probes find it.
+    """Measure whether a map shows that the cue is mixed in where the probes find it.
 
     Args:
-        probing: of every layer that the map speaks of.
-        mixed: what the map says of the cue at the probed position, for every prompt that was given to the
-            probes (those that they were fitted to are left out here).
+        probing: The probes of every layer of the map.
+        mixed: The map's score of the cue at the probed position, for every layer and every prompt that was
+            given to `probe_layers`. Prompts that are not held out are ignored.
 
     Raises:
-        TypeError, ValueError: no such probing; other shapes; numbers that are not finite.
+        TypeError: An argument has the wrong type.
+        ValueError: The shape of `mixed` does not fit, or a number is not finite.
     """
     instance("probing", probing, Probing, "a Probing, as probe_layers returns it")
     mixed = real_tensor("mixed", mixed).to("cpu", torch.float64)
@@ -205,17 +209,17 @@ def probing_agreement(probing: Probing, mixed: Float[Tensor, "layer prompt"]) ->
 # ------------------------------------------------------------------ details
 
 
-def _numbered(name: str, values: Sequence[Hashable], count: int) -> Int[Tensor, " prompt"]:
-    """Each value as a number from 0, in the order in which they first occur."""
+def _number_values(name: str, values: Sequence[Hashable], count: int) -> Int[Tensor, " prompt"]:
+    """Return the number of each value, from 0, in the order in which values first occur."""
     listed = values.tolist() if isinstance(values, Tensor) else several(name, values, "one for each prompt")
     if len(listed) != count:
         raise ValueError(f"{name}: expected one for each of {count} prompts, got {len(listed)}")
-    numbers = {value: place for place, value in enumerate(dict.fromkeys(listed))}
+    numbers = {value: index for index, value in enumerate(dict.fromkeys(listed))}
     return torch.tensor([numbers[value] for value in listed], dtype=torch.long, device="cpu")
 
 
 class _Probe(NamedTuple):
-    """log softmax(standardised features · weights + bias)."""
+    """A classifier: log softmax(standardised features · weights + bias)."""
 
     mean: Float[Tensor, " d_model"]
     scale: Float[Tensor, " d_model"]
@@ -226,11 +230,11 @@ class _Probe(NamedTuple):
         return (((features - self.mean) / self.scale) @ self.weights + self.bias).log_softmax(-1)
 
 
-def _probe(
+def _fit_probe(
     features: Float[Tensor, "prompt d_model"], labels: Int[Tensor, " prompt"], classes: int, penalty: float
 ) -> _Probe:
     mean, scale = features.mean(0), features.std(0, correction=0)
-    # A feature that never changes says nothing; what is left of it is rounding.
+    # A constant feature has no information, and its deviation is a rounding error, so its scale is infinite.
     scale = torch.where(scale > 1e-9 * features.abs().amax(0), scale, torch.inf)
     with torch.enable_grad():
         weights = features.new_zeros(features.shape[1], classes, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Pruning curves: how a metric falls as heads are removed (Hao et al., AAAI 2021, section 4)."""
+"""Compute pruning curves: how a metric changes as heads are removed (Hao et al., AAAI 2021, section 4)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lens_mix.evaluation.head_importance import (
     Head,
     HeadImportance,
     Metric,
-    every_block_has_heads,
-    measured,
+    measure_model,
+    open_with_heads_in_every_block,
     pruned,
 )
 from lens_mix.lens.model import Lens
@@ -32,14 +32,15 @@ _FRACTIONS = tuple(step / 10 for step in range(11))
 
 @dataclasses.dataclass(frozen=True)
 class PruningCurves:
-    """A metric against the share of heads removed, one curve per ranking.
+    """A metric as a function of the share of removed heads, one curve per ranking.
 
     Attributes:
-        fractions: shares of all heads, 0 to 1.
-        removed: how many heads each share is.
-        values: ranking -> one value per share (of "random": the mean over its draws).
-        lowest, highest: of "random", over its draws; elsewhere equal to the values.
-        total: how many heads the model has.
+        fractions: The shares of all heads, 0 to 1.
+        removed: The number of heads of each share.
+        values: For each ranking, one value per share. For "random" it is the mean over its draws.
+        lowest: The lowest value over the draws of "random". For other rankings the value itself.
+        highest: The highest value over the draws of "random". For other rankings the value itself.
+        total: The number of heads of the model.
     """
 
     fractions: tuple[float, ...]
@@ -50,7 +51,7 @@ class PruningCurves:
     total: int
 
     def area(self) -> dict[str, float]:
-        """Area under each curve, over the shares: the mean metric on the way."""
+        """Return the area under each curve over the shares, which is the mean of the metric."""
         shares = torch.tensor(self.fractions, dtype=torch.float64, device="cpu")
         return {
             name: float(torch.trapezoid(shares.new_tensor(values), shares))
@@ -58,7 +59,7 @@ class PruningCurves:
         }
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """Columns ranking, fraction, heads_removed, value, lowest, highest."""
+        """Return a table with the columns ranking, fraction, heads_removed, value, lowest and highest."""
         from lens_mix.tables import Table
 
         shares = (self.fractions, self.removed)
@@ -71,7 +72,11 @@ class PruningCurves:
         return Table(rows, columns=columns)
 
     def show(self, **options: Any) -> Any:
-        """All curves in one figure; `options` go to `lens_mix.view.attribution_figures.pruning_figure`."""
+        """Draw all curves in one figure.
+
+        Args:
+            **options: Those of `lens_mix.view.attribution_figures.pruning_figure`.
+        """
         from lens_mix.view import attribution_figures
 
         return attribution_figures.pruning_figure(self, **options)
@@ -89,24 +94,28 @@ def pruning_curves(
     part: str | None = None,
     progress: bool = False,
 ) -> PruningCurves:
-    """Remove heads in the order of each ranking, over all layers, and measure on the way.
+    """Remove heads in the order of each ranking, over all layers, and measure the model at each share.
 
     Args:
-        metric: a function of the model that runs it on data of its own; called once per ranking and number of
-            heads (numbers that several rankings share, none and all, once).
-        rankings: name -> importance [layer, head].
-        fractions: shares of all heads to remove, 0 to 1, ascending.
-        remove: the "least" important heads first (the paper), or the "most".
-        random: how many random orders to average under the name "random"; 0 for none.
-        seed: of the random orders.
-        part: as in `lm.run`.
+        model: The model.
+        metric: A function of the model that runs it on data of its own and returns a number. It is called
+            once for each distinct set of removed heads.
+        rankings: Importances [layer, head] by name.
+        fractions: The shares of all heads to remove, 0 to 1, ascending.
+        remove: Which heads are removed first: the "least" important (as in the paper), or the "most".
+        random: The number of random orders, which are averaged under the name "random". 0: none.
+        seed: The seed of the random orders.
+        part: As in `lm.run`.
+        stack: As `part`.
+        progress: Whether a bar is shown.
 
     Raises:
-        ValueError: no ranking; scores of another shape than [layer, head]; shares that do not ascend in 0..1.
-        RuntimeError: the metric does not run the model.
-        UnsupportedModelError: a hybrid, some of whose blocks have no heads.
+        TypeError: An argument has the wrong type.
+        ValueError: There is no ranking, scores are not [layer, head], or shares do not ascend in 0..1.
+        RuntimeError: The metric does not run the model.
+        UnsupportedModelError: Some blocks of the model have no heads (a hybrid).
     """
-    lens = every_block_has_heads(model, part, "pruning_curves")
+    lens = open_with_heads_in_every_block(model, part, "pruning_curves")
     total = lens.n_layers * lens.n_heads
     given = several("fractions", fractions, "ascending shares from 0 to 1", least=1)
     fractions = [number("fractions", fraction, 0, 1) for fraction in given]
@@ -115,16 +124,16 @@ def pruning_curves(
     one_of("remove", remove, ("least", "most"))
     flags(progress=progress)
     random, seed = whole_number("random", random, 0), whole_number("seed", seed, -(2**63), 2**63 - 1)
-    orders = _orders(rankings, lens, remove, random, seed)
+    orders = _order_heads(rankings, lens, remove, random, seed)
     removed = tuple(round(fraction * total) for fraction in fractions)
     results: dict[frozenset[Head], float] = {}
-    # Each set of heads is measured once: all rankings share the first, and the last.
+    # Rankings share sets of heads, at least the first and the last one, so each set is measured once.
     every_order = [order for draws in orders.values() for order in draws]
     distinct = dict.fromkeys(frozenset(order[:count]) for count in removed for order in every_order)
     for heads in tqdm(distinct, disable=not progress, desc="pruning"):
         with pruned(model, sorted(heads), part=lens.stack.name):
-            results[heads] = measured(metric, model)
-    # ranking -> per share -> per draw
+            results[heads] = measure_model(metric, model)
+    # values[ranking] has a list per share, which has a value per draw.
     values = {
         name: [[results[frozenset(order[:count])] for order in draws] for count in removed]
         for name, draws in orders.items()
@@ -139,7 +148,7 @@ def pruning_curves(
     )
 
 
-def _orders(
+def _order_heads(
     rankings: Mapping[str, HeadImportance | Tensor], lens: Lens, remove: str, random: int, seed: int
 ) -> dict[str, list[list[Head]]]:
     instance("rankings", rankings, Mapping, "a dict of importances by their names")
@@ -159,8 +168,8 @@ def _orders(
         order = HeadImportance(scores, name, 0).ranking()
         orders[name] = [order if remove == "least" else order[::-1]]
     if random > 0:
-        # On the CPU by name, as its generator: the default device may be another.
+        # The device is named, because the default device may be another one than the generator's.
         generator, count = torch.Generator("cpu").manual_seed(seed), lens.n_layers * lens.n_heads
         draws = [torch.randperm(count, generator=generator, device="cpu") for _ in range(random)]
-        orders["random"] = [[divmod(place, lens.n_heads) for place in draw.tolist()] for draw in draws]
+        orders["random"] = [[divmod(index, lens.n_heads) for index in draw.tolist()] for draw in draws]
     return orders

@@ -1,4 +1,4 @@
-"""Soft erasure of a row of an input map, every map keeping as much of the input: π-Soft-NC and π-Soft-NS."""
+"""Measure soft erasure of a row of an input map, with the same share of the input kept for every row."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class SoftFaithfulness:
-    """Soft comprehensiveness and sufficiency of one row at one share of retention.
+    """Soft comprehensiveness and sufficiency of one row, for one share of kept input.
 
     Attributes:
-        name: of the row.
-        retained: π, the share of input coordinates kept on average, the same for every row.
-        clean: the target, a probability.
-        erased: the target with nothing of the ranked positions left.
-        without: the target when important positions keep little, its mean over the samples.
-        with_only: the target when important positions keep much, likewise.
-        comprehensiveness: π-Soft-NC, 0 or more; higher is better. NaN where erasing all lowers nothing.
-        sufficiency: π-Soft-NS, up to 1; higher is better. NaN likewise.
-        samples: how many draws the means are over.
+        name: The name of the row.
+        retained: π, the share of input coordinates that is kept on average, the same for every row.
+        clean: The target, a probability.
+        erased: The target when nothing of the ranked positions is kept.
+        without: The target when important positions keep little, the mean over the samples.
+        with_only: The target when important positions keep much, the mean over the samples.
+        comprehensiveness: π-Soft-NC, at least 0. Higher is better. NaN if erasing all does not lower the
+            target.
+        sufficiency: π-Soft-NS, at most 1. Higher is better. NaN if erasing all does not lower the target.
+        samples: The number of draws of the means.
     """
 
     name: str
@@ -48,7 +49,7 @@ class SoftFaithfulness:
     samples: int
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """One line, the attributes as columns."""
+        """Return a table with one row, whose columns are the attributes."""
         import pandas as pd
 
         return pd.DataFrame([dataclasses.asdict(self)])
@@ -66,42 +67,47 @@ def soft_faithfulness(
     seed: int = 0,
     **options: Any,
 ) -> Any:
-    """Soft normalised comprehensiveness and sufficiency with retention matched (π-Soft-NC, π-Soft-NS).
+    """Compute soft normalised comprehensiveness and sufficiency, with matched retention.
 
-    Soft-NC and Soft-NS (Zhao and Aletras, EMNLP 2023): position i keeps each coordinate of its input vector
-    with a probability that follows its importance, independently, the others being 0. With p the target's
-    probability, x' the input where important positions keep more, x'' the one where they keep less, and 0 the
-    one that keeps nothing:
+    In Soft-NC and Soft-NS (Zhao and Aletras, EMNLP 2023), position i keeps each coordinate of its input
+    vector, independently, with a probability that depends on its importance. The other coordinates become 0.
+    p is the target's probability. Important positions keep more in the input x', and less in x''. The input 0
+    keeps nothing.
 
-        Soft-S  = 1 − max(0, p(x) − p(x'))     Soft-NS = (Soft-S − S(0)) / (1 − S(0)),  S(0) as of input 0
+        Soft-S  = 1 − max(0, p(x) − p(x'))     Soft-NS = (Soft-S − S(0)) / (1 − S(0)),  S(0) for the input 0
         Soft-C  = max(0, p(x) − p(x''))        Soft-NC = Soft-C / (1 − S(0))
 
-    There a map with larger scores keeps more of the input, and wins by that (Huang and Chan, 2026, who call
-    the measures with the expected retention held fixed π-Soft-NC and π-Soft-NS). Here retention is matched
-    in our own way, as only the abstract of theirs was at hand: a row's positive scores are multiplied by the
-    one factor that brings the mean of min(1, factor × score) to π. Where all positive scores are at 1 before
-    that, scores of 0 or less share the rest alike. For x'' the share that is REMOVED is made in this way,
-    with mean 1 − π. So every row keeps the same expected share π in both. All see the same random numbers.
+    In these measures a map with larger scores keeps more of the input, which is an advantage. Huang and Chan
+    (2026) keep the expected retention fixed, and call the measures π-Soft-NC and π-Soft-NS. Only the abstract
+    of their paper was available, so the retention is matched in a way of our own: a row's positive scores are
+    multiplied by the one factor for which the mean of min(1, factor × score) is π. If all positive scores
+    reach 1 before, the other positions share the rest equally. For x'' the share that is REMOVED is computed
+    in this way, with mean 1 − π. So every row keeps the same expected share π in both inputs. All rows use
+    the same random numbers.
 
-    What is masked is the vector that enters the first block: the token's embedding, with the position's where
-    the model adds one, after the embedding's norm where there is one. (The paper masks token embeddings.)
+    The mask is applied to the vector that enters the first block: the token's embedding, plus a position
+    embedding if the model adds one, after the embedding norm if there is one. (The paper masks token
+    embeddings.)
 
     Args:
-        model, prompt: as in `lm.run`.
-        rows: scores over all positions of the prompt [key], or several by name; what is negative counts as 0.
+        model: As in `lm.run`.
+        prompt: As in `lm.run`.
+        rows: Scores over all positions of the prompt [key], or several rows by name. Negative scores count as
+            0.
         retained: π, above 0 and below 1.
-        samples: draws of the masks to average over.
-        target: a probability (`lm.targets.predicted()`, the default, or `.probability(...)`).
-        positions: which positions are masked; None: all that the target's position can see. The rest stay.
-        seed: of the draws.
-        options: part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
+        samples: The number of draws of the masks, over which the target is averaged.
+        target: A probability: `lm.targets.predicted()` (the default) or `.probability(...)`.
+        positions: The positions that are masked. None: all that the target's position can see.
+        seed: The seed of the draws.
+        **options: part, max_memory, prepend_bos, attention_mask and model inputs, as in `lm.run`.
 
     Returns:
-        `SoftFaithfulness`; a dict of them by name for rows by name.
+        A `SoftFaithfulness`, or a dict of them by name if `rows` has names.
 
     Raises:
-        TypeError, ValueError: bad input; a target that is no probability.
-        UnsupportedModelError: the model can't be trusted.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range, or the target is not a probability.
+        UnsupportedModelError: The verification of the model fails.
     """
     retained = number("retained", retained, 0, 1, above=True)
     if retained == 1:
@@ -112,61 +118,68 @@ def soft_faithfulness(
         if not passes.bound.is_probability:
             raise ValueError("target: expected a probability (lm.targets.probability), got another measure")
         named, single = read_rows(rows, passes.length)
-        places = passes.positions(positions)
-        shape = (samples, len(places), passes.first_block.whole_resid_pre.shape[-1])
+        masked_positions = passes.positions(positions)
+        shape = (samples, len(masked_positions), passes.first_block.whole_resid_pre.shape[-1])
         uniform = torch.rand(
             shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu"
         )
-        # No draw decides: one will do.
-        erased = _mean_target(passes, places, torch.zeros_like(uniform[:1], dtype=torch.bool))
+        # Erasing everything does not depend on the random numbers, so one sample is enough.
+        erased = _average_target(passes, masked_positions, torch.zeros_like(uniform[:1], dtype=torch.bool))
         faithfulness = {}
         for name, row in named.items():
-            keep, lose = _matched(row[places], retained), _matched(row[places], 1 - retained)
-            with_only = _mean_target(passes, places, uniform < keep[:, None])
-            without = _mean_target(passes, places, uniform < (1 - lose)[:, None])
-            scores = _scores(passes.clean, erased, without, with_only)
+            keep, lose = (
+                _match_mean(row[masked_positions], retained),
+                _match_mean(row[masked_positions], 1 - retained),
+            )
+            with_only = _average_target(passes, masked_positions, uniform < keep[:, None])
+            without = _average_target(passes, masked_positions, uniform < (1 - lose)[:, None])
+            scores = _compute_scores(passes.clean, erased, without, with_only)
             faithfulness[name] = SoftFaithfulness(
                 name, retained, passes.clean, erased, without, with_only, *scores, samples
             )
     return faithfulness["row"] if single else faithfulness
 
 
-def _matched(row: Float[Tensor, " key"], mean: float) -> Float[Tensor, " key"]:
-    """Probabilities that follow a row's positive scores, with a given mean: min(1, factor × score).
+def _match_mean(row: Float[Tensor, " key"], mean: float) -> Float[Tensor, " key"]:
+    """Return probabilities with a given mean that follow a row's positive scores: min(1, factor × score).
 
-    Scores of 0 or less get 0, unless all others are at 1 and the mean asks for more: then they share it
-    alike. A row without a positive score is the same everywhere.
+    Scores of 0 or less get 0, unless all others are 1 and the mean requires more. Then they share the rest
+    equally. A row without a positive score gets equal probabilities.
+
+    Args:
+        row: One score per key.
+        mean: The mean of the probabilities, 0 to 1.
     """
     row = row.clamp_min(0)
     total, positive = mean * len(row), int((row > 0).sum())
     if positive <= total:
         rest = (total - positive) / max(1, len(row) - positive)
         return torch.where(row > 0, 1.0, rest).to(row)
-    # With the k highest at 1, the factor that brings the others to what is left; the right k is the first
-    # that leaves none of the others above 1.
+    # If the k highest scores become 1, the factor follows from the rest of the sum. The right k is the
+    # smallest for which no other score exceeds 1.
     ordered = row.sort(descending=True).values
-    behind = ordered.flip(0).cumsum(0).flip(0)
+    sum_from = ordered.flip(0).cumsum(0).flip(0)
     for full in range(len(row)):
-        factor = (total - full) / behind[full]
+        factor = (total - full) / sum_from[full]
         if factor * ordered[full] <= 1:
             break
     return (row * factor).clamp(0, 1)
 
 
-def _mean_target(
-    passes: InterventionPasses, places: list[int], masks: Bool[Tensor, "copy key d_model"]
+def _average_target(
+    passes: InterventionPasses, masked_positions: list[int], masks: Bool[Tensor, "copy key d_model"]
 ) -> float:
-    """The target over copies of the prompt of whose input only some coordinates are kept."""
+    """Return the mean target over copies of the prompt, in which only some input coordinates are kept."""
     values = []
     for chunk in masks.split(passes.at_once):
         resid = passes.first_block.whole_resid_pre.repeat(len(chunk), 1, 1)
-        resid[:, places] *= chunk.to(resid)
+        resid[:, masked_positions] *= chunk.to(resid)
         values.append(passes.values(len(chunk), resid_pre=resid))
     return float(torch.cat(values).mean())
 
 
-def _scores(clean: float, erased: float, without: float, with_only: float) -> tuple[float, float]:
-    """Soft-NC and Soft-NS; NaN where erasing everything lowers nothing."""
+def _compute_scores(clean: float, erased: float, without: float, with_only: float) -> tuple[float, float]:
+    """Return Soft-NC and Soft-NS. They are NaN if erasing everything does not lower the target."""
     nothing = max(0.0, clean - erased)
     if nothing == 0:
         return math.nan, math.nan

@@ -1,4 +1,4 @@
-"""What a map is scored on: the truth about a row, tokens taken out in its order, cells that are kept."""
+"""Define what a map is scored on: the truth about a row, removed tokens, or kept cells."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from lens_mix.targets import TargetLike
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One prompt and the row that is scored.
+    """One prompt, and the row that is scored.
 
     Attributes:
-        prompt: as `lm.run` takes it.
-        query: position of the row; negative from the end.
-        relevant: positions of the tokens that decide, where that is known.
-        target: what is explained there; None: what the model predicts.
+        prompt: As in `lm.run`.
+        query: The position of the row. Negative positions count from the end.
+        relevant: The positions of the tokens that decide, if they are known.
+        target: What is explained there. None: the prediction.
     """
 
     prompt: Any
@@ -48,12 +48,12 @@ class Case:
 
 
 class Task(abc.ABC):
-    """Cases, and how a map's row is scored on each.
+    """Cases, and the rule that scores a map's row on each of them.
 
-    Class attributes:
-        name: in tables.
-        metrics: the names of its scores; higher is better.
-        layer_maps: whether layer maps are scored as they are, and no input maps.
+    Attributes:
+        name: The name in tables. A class attribute.
+        metrics: The names of its scores, of which higher ones are better. A class attribute.
+        layer_maps: Whether layer maps are scored instead of rows of input maps. A class attribute.
     """
 
     name: ClassVar[str]
@@ -62,23 +62,23 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def cases(self, model: TransformerLensModel) -> list[Case]:
-        """The prompts, as the model reads them."""
+        """Return the cases, with prompts as the model reads them."""
 
     @abc.abstractmethod
     def scores(
         self, model: TransformerLensModel, case: Case, candidates: Mapping[str, Any], **options: Any
     ) -> dict[str, dict[str, float]]:
-        """The scores of each candidate by metric; NaN where undefined.
+        """Return the scores of each candidate by metric. A score that is not defined is NaN.
 
         Args:
-            model: the model.
-            case: one of `cases`.
-            candidates: by name, rows [key] of input maps for the case's query, or with `layer_maps` the maps.
-            options: as in `lm.run`.
+            model: The model.
+            case: One of `cases`.
+            candidates: By name, rows [key] of input maps for the case's query, or with `layer_maps` the maps.
+            **options: As in `lm.run`.
         """
 
     def describe(self) -> dict[str, Any]:
-        """The task in plain words and numbers, for records."""
+        """Return a description of the task in plain words and numbers, for records."""
         return {"task": self.name}
 
 
@@ -87,11 +87,17 @@ class RowTask(Task):
 
     @abc.abstractmethod
     def truth(self, model: TransformerLensModel, case: Case, **options: Any) -> Float[Tensor, " key"]:
-        """What the row is compared with, a number per key, NaN where it is not; `options` as in `lm.run`."""
+        """Return the number of each key that the row is compared with, or NaN for keys that are not scored.
+
+        Args:
+            model: The model.
+            case: One of `cases`.
+            **options: As in `lm.run`.
+        """
 
     @abc.abstractmethod
     def score(self, row: Float[Tensor, " key"], truth: Float[Tensor, " key"], query: int) -> dict[str, float]:
-        """The scores of one row, by metric; NaN where undefined."""
+        """Return the scores of one row by metric. A score that is not defined is NaN."""
 
     def scores(
         self, model: TransformerLensModel, case: Case, candidates: Mapping[str, Any], **options: Any
@@ -102,17 +108,20 @@ class RowTask(Task):
 
 @dataclasses.dataclass(frozen=True)
 class Importance(RowTask):
-    """Does the map order the tokens as taking them out does?
+    """Score whether a map ranks tokens as their measured removal does.
 
-    The truth is `Occlusion` of the model's own prediction at the query, mean of the sizes; a map's row is
-    taken by size too. Scored are the keys that the query may see but the left-out ones: Spearman, the same
-    with the position partialled out (ranks), and whether the strongest source but the query is the same.
+    The truth is `Occlusion` of the prediction at the query, the mean of absolute values. A map's row is
+    scored by its absolute values too, over the keys that the query may see. The metrics are
+
+    - partial_spearman: the rank correlation, controlled for position;
+    - spearman: the rank correlation;
+    - top_1: whether the strongest key except the query is the same.
 
     Args:
-        prompts: as `lm.run` takes them.
-        occlusion: how tokens are taken out.
-        leave_out: positions that are not scored; by default the first (a causal model's sink).
-        query: position of the row.
+        prompts: As in `lm.run`.
+        occlusion: The removal of tokens.
+        leave_out: Positions that are not scored. The default is the first (a causal model's sink).
+        query: The position of the row.
     """
 
     name: ClassVar[str] = "importance"
@@ -141,13 +150,13 @@ class Importance(RowTask):
         positions = torch.arange(len(truth), dtype=torch.float64, device="cpu")
         others = scored & (positions != query % len(truth))
         ours, theirs = row.abs(), truth.abs()
-        beyond = partial_spearman(ours[scored], theirs[scored], positions[scored])
+        partial = partial_spearman(ours[scored], theirs[scored], positions[scored])
         plain = spearman(ours[scored], theirs[scored])
         if int(scored.sum()) > 2 and float(theirs[scored].max()) > float(theirs[scored].min()):
-            # A map that is constant, or nothing but the position, says nothing that the position does not.
-            beyond, plain = (0.0 if math.isnan(value) else value for value in (beyond, plain))
+            # A constant map, or one that follows the position exactly, adds nothing to the position: 0.
+            partial, plain = (0.0 if math.isnan(value) else value for value in (partial, plain))
         return {
-            "partial_spearman": beyond,
+            "partial_spearman": partial,
             "spearman": plain,
             "top_1": top_k_overlap(ours[others], theirs[others], 1),
         }
@@ -158,11 +167,11 @@ class Importance(RowTask):
 
 @dataclasses.dataclass(frozen=True)
 class Cues(RowTask):
-    """Does the map put its weight on the words that are known to decide?
+    """Score whether a map puts its weight on the words that are known to decide.
 
     Args:
-        given: cases with `relevant` positions, and a contrast as target where there is one.
-        leave_out: positions that are not scored.
+        given: Cases with `relevant` positions, and a contrast as target if they have one.
+        leave_out: Positions that are not scored.
     """
 
     name: ClassVar[str] = "cues"
@@ -199,7 +208,7 @@ class Cues(RowTask):
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfPrompts(Task):
+class _PromptTask(Task):
     """A task whose cases are the last positions of prompts."""
 
     prompts: Sequence[Any]
@@ -209,16 +218,17 @@ class _OfPrompts(Task):
 
 
 @dataclasses.dataclass(frozen=True)
-class Removals(_OfPrompts):
-    """Does the answer go when the tokens that the map ranks first go, and stay when they stay?
+class Removals(_PromptTask):
+    """Score whether the target changes when the tokens with the highest scores are removed.
 
-    Normalised AOPC of the deletion and of the insertion curve (`removal_curves`), the latter as
-    1 − sufficiency, so that higher is better in both.
+    deletion is the normalised AOPC of the deletion curve, and insertion is 1 − that of the insertion curve
+    (`removal_curves`), so that higher is better for both.
 
     Args:
-        prompts: as `lm.run` takes them.
-        removal: how tokens are taken out: "sample", "drop", "zero_values", or a `Removal`.
-        exact, beam: as in `removal_curves`.
+        prompts: As in `lm.run`.
+        removal: "sample", "drop", "zero_values", or a `Removal`.
+        exact: As in `removal_curves`.
+        beam: As in `removal_curves`.
     """
 
     name: ClassVar[str] = "removals"
@@ -244,15 +254,15 @@ class Removals(_OfPrompts):
 
 
 @dataclasses.dataclass(frozen=True)
-class Cells(_OfPrompts):
-    """Do the cells that a layer map ranks first carry the answer? Layer maps as they are, no rollout.
+class Cells(_PromptTask):
+    """Score whether the highest cells of a layer map are enough for the target, without a roll-out.
 
-    `closeness` is −∫ abs(F(1) − F(k)) dk over the share k of cells that stay (`keep_cells`), `area` is
-    ∫ F(k) dk, both in the target's unit, so that means over prompts divide by nothing that may be next to 0.
-    Each map is scored as it is ("raw") and with rows that sum to 1 ("shares").
+    `closeness` is −∫ abs(F(1) − F(k)) dk over the share k of cells that are kept (`keep_cells`). `area` is
+    ∫ F(k) dk. Both are in the target's unit, so that means over prompts do not divide by a number that may be
+    almost 0. Each map is scored with raw scores ("raw") and with rows that sum to 1 ("shares").
 
     Args:
-        prompts: as `lm.run` takes them.
+        prompts: As in `lm.run`.
         operator: "zero" or "mean".
     """
 

@@ -1,4 +1,4 @@
-"""Adversarial triggers from attribution (Hao et al., AAAI 2021, section 6)."""
+"""Find and insert adversarial triggers by attribution (Hao et al., AAAI 2021, section 6)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tqdm.auto import tqdm
 
 from lens_mix.arguments import flags, instance, number, pairs, several, whole_number
-from lens_mix.evaluation.head_importance import method_for, one_target_each
+from lens_mix.evaluation.head_importance import choose_method, list_targets
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, model_class_of
 from lens_mix.lens.prompts import device_of, read_prompt
@@ -34,10 +34,10 @@ class Example:
     """One labelled prompt.
 
     Attributes:
-        tokens: token numbers, special tokens included.
-        label: its right class.
-        segments: (start, stop) spans that triggers come from and go into, one after the other; None: runs
-            between special tokens.
+        tokens: The token numbers, special tokens included.
+        label: The right class.
+        segments: (start, stop) spans in ascending order. Triggers come from them and are inserted into them.
+            None: the runs between special tokens.
     """
 
     tokens: tuple[int, ...]
@@ -55,14 +55,28 @@ class Example:
 
     @classmethod
     def read(cls, model: TransformerLensModel, prompt: Any, label: Hashable, **options: Any) -> Example:
-        """From a prompt as `lm.run` takes it."""
+        """Return the example of a prompt.
+
+        Args:
+            model: The model whose tokenizer reads the prompt.
+            prompt: As in `lm.run`.
+            label: The right class.
+            **options: Those of `read_prompt`.
+        """
         read = read_prompt(model, model_class_of(model), prompt, **options)
         return cls(tuple(read.tokens.tolist()), label)
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One token of a trigger: its number, its segment, and where in it, as a share of its length, 0 to 1."""
+    """One token of a trigger.
+
+    Attributes:
+        token: The token number.
+        text: Its text.
+        segment: The number of its segment.
+        place: Its position in the segment, as a share of the segment's length, 0 to 1.
+    """
 
     token: int
     text: str
@@ -72,12 +86,15 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Trigger:
-    """The tokens of the strongest pairs of one example.
+    """The tokens of the two strongest pairs of one example.
 
     Attributes:
-        pieces: the tokens, in order.
-        strength, pairs: scores and places (query, key) of the two pairs in `source`, the example.
-        layer, head: where they are.
+        pieces: The tokens, in order.
+        strength: The scores of the two pairs.
+        pairs: The positions (query, key) of the two pairs in `source`.
+        layer: The layer of the pairs.
+        head: The head of the pairs.
+        source: The example.
     """
 
     pieces: tuple[Piece, ...]
@@ -105,48 +122,61 @@ def extract_triggers(
     progress: bool = False,
     **options: Any,
 ) -> list[Trigger]:
-    """Over-confident pairs over a data set, strongest first.
+    """Return the triggers of a data set, the strongest first.
 
-    Per example: the head whose attribution has the largest entry of all layers, and the two largest entries
-    in it. Their tokens are the trigger, special tokens left out. As in the released code, a pattern
-    is dropped if the two entries sum to less than `least`, and only the first pair is used if the second is
-    less than `second` of it.
+    For each example, the head with the largest attribution of all layers is chosen, and in it the two largest
+    entries. Their tokens are the trigger, without special tokens. As in the released code, a trigger is
+    dropped if its two entries sum to less than `least`, and it has only the first pair if the second entry is
+    less than `second` times the first.
 
     Args:
-        targets: one for all examples, or one each; None: the method's own.
-        method: the attribution to use; None: the default one (probability of what the model predicts).
-        special: token numbers that are never part of a trigger and end a segment ([CLS], [SEP], BOS).
-        least, second: thresholds, as above; the entries are in the target's unit.
-        part, options: as in `lm.run`.
+        model: As in `lm.run`.
+        examples: The examples, at least one.
+        targets: One target for all examples, or one for each. None: that of the method.
+        method: The attribution. None: the default one, of the probability of the prediction.
+        special: The token numbers that are never part of a trigger and that end a segment ([CLS], [SEP],
+            BOS).
+        least: The smallest sum of the two entries, in the target's unit.
+        second: The smallest ratio of the second entry to the first.
+        part: As in `lm.run`.
+        stack: As `part`.
+        progress: Whether a bar over the examples is shown.
+        **options: As in `lm.run`.
 
     Raises:
-        ValueError: no examples; another number of targets than of examples.
+        ValueError: There are no examples, or the number of targets does not fit.
     """
     flags(progress=progress)
     least, second = number("least", least), number("second", second)
-    examples, special = _examples(examples), _special(special)
-    by_example = one_target_each("examples", examples, targets)
-    part = Lens(model, part).stack.name  # one of them: "all" is refused
+    examples, special = _read_examples(examples), _read_special(special)
+    by_example = list_targets("examples", examples, targets)
+    part = Lens(model, part).stack.name  # A map has a single part, so "all" raises an error.
     triggers = []
     bar = tqdm(examples, disable=not progress, desc="triggers")
     for example, target in zip(bar, by_example, strict=True):
         tokens = torch.tensor(example.tokens, device=device_of(model), dtype=torch.long)
-        attribution = method_for("attribution", target, method)
+        attribution = choose_method("attribution", target, method)
         mixing = run(model, tokens, attribution, part=part, progress=None, **options)
-        trigger = _trigger(model, mixing, example, special, second)
+        trigger = _make_trigger(model, mixing, example, special, second)
         if trigger.pieces and sum(trigger.strength) >= least:
             triggers.append(trigger)
     return sorted(triggers, key=lambda trigger: -sum(trigger.strength))
 
 
 def insert_trigger(trigger: Trigger, example: Example, special: Collection[int] = ()) -> Example:
-    """The example with the trigger's tokens in it, at the same relative positions of the same segments.
+    """Return the example with the trigger's tokens, at the same relative positions of the same segments.
+
+    Args:
+        trigger: The trigger.
+        example: The example.
+        special: As in `extract_triggers`.
 
     Raises:
-        ValueError: the example has no such segment.
+        TypeError: An argument has the wrong type.
+        ValueError: The example lacks a segment of the trigger.
     """
     instance("trigger", trigger, Trigger, "a Trigger")
-    segments = _segments(instance("example", example, Example, "an Example"), _special(special))
+    segments = _find_segments(instance("example", example, Example, "an Example"), _read_special(special))
     last_segment = max((piece.segment for piece in trigger.pieces), default=-1)
     if last_segment >= len(segments):
         raise ValueError(f"example: expected at least {last_segment + 1} segments, got {len(segments)}")
@@ -158,8 +188,8 @@ def insert_trigger(trigger: Trigger, example: Example, special: Collection[int] 
         inside = list(example.tokens[start:stop])
         length, previous = len(inside) + len(pieces), -1
         for piece in pieces:
-            at = round(length * piece.place)
-            previous = at + 1 if at == previous else at
+            index_in_segment = round(length * piece.place)
+            previous = index_in_segment + 1 if index_in_segment == previous else index_in_segment
             inside.insert(previous, piece.token)
         tokens[start + shift : stop + shift] = inside
         moved.append((start + shift, start + shift + len(inside)))
@@ -169,12 +199,16 @@ def insert_trigger(trigger: Trigger, example: Example, special: Collection[int] 
 
 @dataclasses.dataclass(frozen=True)
 class TriggerReport:
-    """What the triggers did: rows (trigger, class, examples, metric before, metric after)."""
+    """The effect of triggers, as rows (trigger, class, examples, metric before, metric after).
+
+    Attributes:
+        rows: One row per trigger and class.
+    """
 
     rows: tuple[tuple[Trigger, Hashable, int, float, float], ...]
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """Columns trigger, label, examples, before, after."""
+        """Return a table with the columns trigger, label, examples, before and after."""
         from lens_mix.tables import Table
 
         return Table(
@@ -192,29 +226,34 @@ def trigger_report(
     special: Collection[int] = (),
     progress: bool = False,
 ) -> TriggerReport:
-    """A metric before and after each trigger is inserted, per class, without the example it comes from.
+    """Measure a metric before and after each trigger is inserted, per class.
+
+    The example that a trigger comes from is left out.
 
     Args:
-        examples: those that the triggers go into.
-        predict: examples -> their predicted classes (`predict_by_token` makes one).
-        metric: (right classes, predicted classes) -> number; None: accuracy.
-        special: as in `extract_triggers`.
+        examples: The examples into which triggers are inserted.
+        triggers: The triggers.
+        predict: A function of examples that returns their predicted classes. `predict_by_token` makes one.
+        metric: A function of the right and the predicted classes that returns a number. None: accuracy.
+        special: As in `extract_triggers`.
+        progress: Whether a bar over the triggers is shown.
 
     Raises:
-        ValueError: no examples; as many predictions as examples were expected.
+        TypeError: An argument has the wrong type.
+        ValueError: There are no examples, or the number of predictions differs from that of the examples.
     """
     flags(progress=progress)
-    examples = _examples(examples)
+    examples = _read_examples(examples)
     triggers = several("triggers", triggers, "Triggers", kind=Trigger)
-    metric = _accuracy if metric is None else metric
+    metric = _compute_accuracy if metric is None else metric
     instance("metric", metric, Callable, "a function of the right and the predicted classes")
-    before = _predictions(predict, examples)
+    before = _predict(predict, examples)
     labels = list(dict.fromkeys(example.label for example in examples))
     rows = []
     for trigger in tqdm(triggers, disable=not progress, desc="triggers"):
         others = [place for place, example in enumerate(examples) if example != trigger.source]
         changed = [insert_trigger(trigger, examples[place], special) for place in others]
-        after = dict(zip(others, _predictions(predict, changed), strict=True))
+        after = dict(zip(others, _predict(predict, changed), strict=True))
         for label in labels:
             places = [place for place in others if examples[place].label == label]
             if places:
@@ -228,12 +267,19 @@ def trigger_report(
 def predict_by_token(
     model: TransformerLensModel, choices: Mapping[Hashable, int | Sequence[int]], position: int = -1
 ) -> Predict:
-    """Classify by the model's next token: the class whose tokens (the best of each) have the largest logit.
+    """Return a function that predicts the class whose tokens have the largest logit.
 
-    `choices` is class -> token number, or several; `position` is where the logits are read.
+    If a class has several tokens, its largest logit counts.
+
+    Args:
+        model: The model.
+        choices: For each class, one or several token numbers.
+        position: The position at which the logits are read. Negative ones count from the end.
 
     Raises:
-        ValueError: fewer than two classes; when the function is called, an example without such a position.
+        TypeError: An argument has the wrong type.
+        ValueError: There are fewer than two classes, or a token is not in the vocabulary. The returned
+            function raises it for an example that lacks the position.
     """
     lens, expected = Lens(model), "two classes or more, each with its token numbers"
     several("choices", instance("choices", choices, Mapping, expected).values(), expected, least=2)
@@ -248,7 +294,7 @@ def predict_by_token(
 
     def predict(examples: Sequence[Example]) -> list[Hashable]:
         classes: list[Hashable] = []
-        lens = Lens(model)  # of this call: modules may have come and gone since
+        lens = Lens(model)  # The model may have changed since, so each call makes a lens of its own.
         for example in examples:
             by_position = lens.logits(list(example.tokens))
             count = len(by_position)
@@ -263,14 +309,14 @@ def predict_by_token(
 # ------------------------------------------------------------------ details
 
 
-def _trigger(
+def _make_trigger(
     model: TransformerLensModel, mixing: MixingMap, example: Example, special: Collection[int], second: float
 ) -> Trigger:
     scores = mixing.scores
     _, heads, count, _ = scores.shape
     layer, head = divmod(int(scores.flatten(2).amax(-1).argmax()), heads)
     best = torch.sort(scores[layer, head].flatten(), descending=True, stable=True)
-    # A map of one token has one entry.
+    # A map of one token has only one entry, so there is no second one.
     strength = (best.values[0].item(), best.values[1].item() if count > 1 else 0.0)
     pairs = [divmod(index, count) for index in best.indices[:2].tolist()]
     both = strength[0] <= 0 or strength[1] / strength[0] >= second
@@ -278,15 +324,15 @@ def _trigger(
     pieces = [
         Piece(example.tokens[position], texts[position], index, (position - start + 1) / (stop - start))
         for position in sorted({position for pair in (pairs if both else pairs[:1]) for position in pair})
-        for index, (start, stop) in enumerate(_segments(example, special))
+        for index, (start, stop) in enumerate(_find_segments(example, special))
         if start <= position < stop and example.tokens[position] not in special
     ]
     label = mixing.layer_labels[layer]
     return Trigger(tuple(pieces), strength, (pairs[0], pairs[-1]), label, head, example)
 
 
-def _segments(example: Example, special: Collection[int]) -> list[Span]:
-    """The spans given, or the runs between special tokens."""
+def _find_segments(example: Example, special: Collection[int]) -> list[Span]:
+    """Return the spans of the example, or the runs between special tokens."""
     if example.segments is not None:
         return list(example.segments)
     ends = [position for position, token in enumerate(example.tokens) if token in special]
@@ -294,15 +340,15 @@ def _segments(example: Example, special: Collection[int]) -> list[Span]:
     return [(before + 1, after) for before, after in runs if after > before + 1]
 
 
-def _examples(examples: Any) -> list[Example]:
+def _read_examples(examples: Any) -> list[Example]:
     return several("examples", examples, "Examples", least=1, kind=Example)
 
 
-def _special(special: Any) -> list[int]:
+def _read_special(special: Any) -> list[int]:
     return [whole_number("special", one, 0) for one in several("special", special, "token numbers")]
 
 
-def _predictions(predict: Predict, examples: Sequence[Example]) -> list[Hashable]:
+def _predict(predict: Predict, examples: Sequence[Example]) -> list[Hashable]:
     instance("predict", predict, Callable, "a function of examples")
     classes = several("predict", predict(examples), "classes, one per example")
     if len(classes) != len(examples):
@@ -310,5 +356,5 @@ def _predictions(predict: Predict, examples: Sequence[Example]) -> list[Hashable
     return classes
 
 
-def _accuracy(right: Sequence[Hashable], predicted: Sequence[Hashable]) -> float:
+def _compute_accuracy(right: Sequence[Hashable], predicted: Sequence[Hashable]) -> float:
     return sum(map(operator.eq, right, predicted)) / len(right)

@@ -47,7 +47,7 @@ def test_links_by_hand(rows: str, null_keys: list, links: set) -> None:
 def test_rows_that_were_asked_for_are_found_by_their_positions() -> None:
     some = cross_map(SCORES[None, [3, 0]], queries=[3, 0])
     assert align(some, SOURCE, [[1], [4]]) == {(1, 0), (0, 1)}
-    with pytest.raises(ValueError, match=r"target_words: .* rows the map holds, got none for \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"target_words: .* rows the map has, got none for \[1, 2\]"):
         align(some, SOURCE, TARGET)
 
 

@@ -72,7 +72,7 @@ def test_what_can_be_compared():
         (lambda m: m.drop_bos(), r"same tokens .*drop_bos"),
         (lambda m: m.replace(layers=[7, 8, 9]), "a layer in common, got .* 'b' with .7, 8, 9."),
         (lm.rollout, "'b' of kind 'input'; lm.rollout"),
-        (lambda m: m.select_queries([1]), "a row that all hold"),
+        (lambda m: m.select_queries([1]), "a row that both have"),
     ],
 )
 def test_refused(second, message):

@@ -8,7 +8,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.evaluation import RemovalCurves, ReplaceTokens, bootstrap, removal_curves
-from lens_mix.evaluation.curves import _bounds
+from lens_mix.evaluation.curves import _find_bounds
 from tests import tiny_models
 from tests.tiny_models import llama_like
 
@@ -94,7 +94,7 @@ def table_of(values: dict[int, float]):
 def test_bounds_by_hand():
     # Removing 0 first costs 1 at once; removing 1 first costs nothing before both are gone.
     value_of, _ = table_of({0b00: 3.0, 0b01: 2.0, 0b10: 3.0, 0b11: 0.0})
-    lower, upper, exact = _bounds(value_of, 2, [], 3.0, exact=8, beam=5)
+    lower, upper, exact = _find_bounds(value_of, 2, [], 3.0, exact=8, beam=5)
     assert (lower, upper, exact) == (1.5, 2.0, True)
 
 
@@ -103,14 +103,14 @@ def test_a_wide_beam_is_exact_and_a_narrow_one_inside(seed):
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(64, generator=generator, dtype=torch.float64).tolist()
     value_of, _ = table_of(dict(enumerate(drawn)))
-    exact = _bounds(value_of, 6, [], drawn[0], exact=6, beam=0)[:2]
+    exact = _find_bounds(value_of, 6, [], drawn[0], exact=6, beam=0)[:2]
     orders = [
         sum(drawn[sum(1 << bit for bit in order[: i + 1])] for i in range(6)) / 6
         for order in itertools.permutations(range(6))
     ]
     assert exact == pytest.approx((drawn[0] - max(orders), drawn[0] - min(orders)))
-    assert _bounds(value_of, 6, [], drawn[0], exact=0, beam=20)[:2] == pytest.approx(exact)
-    lower, upper, true = _bounds(value_of, 6, [], drawn[0], exact=0, beam=1)
+    assert _find_bounds(value_of, 6, [], drawn[0], exact=0, beam=20)[:2] == pytest.approx(exact)
+    lower, upper, true = _find_bounds(value_of, 6, [], drawn[0], exact=0, beam=1)
     assert exact[0] <= lower <= upper <= exact[1]
     assert not true
 
@@ -118,10 +118,10 @@ def test_a_wide_beam_is_exact_and_a_narrow_one_inside(seed):
 def test_the_search_has_a_bounded_cost():
     """At most beam x N (N + 1) sets, and without a search none."""
     value_of, asked = table_of({taken: math.sin(taken) for taken in range(1 << 9)})
-    _bounds(value_of, 9, [], 0.0, exact=8, beam=2)
+    _find_bounds(value_of, 9, [], 0.0, exact=8, beam=2)
     assert 0 < len(set(asked)) <= 2 * 9 * 10
     asked.clear()
-    lower, upper, exact = _bounds(value_of, 9, [], 0.0, exact=8, beam=0)
+    lower, upper, exact = _find_bounds(value_of, 9, [], 0.0, exact=8, beam=0)
     assert math.isnan(lower)
     assert math.isnan(upper)
     assert not exact
@@ -132,9 +132,9 @@ def test_orders_that_are_given_widen_the_bounds():
     """A beam of one misses the order that looks bad at first; a row that has it gets 1 and no more."""
     values = dict.fromkeys(range(8), 5.0) | {0b001: 4.0, 0b110: 0.0, 0b111: 0.0, 0b010: 4.5}
     value_of, _ = table_of(values)
-    alone = _bounds(value_of, 3, [], 5.0, exact=0, beam=1)
+    alone = _find_bounds(value_of, 3, [], 5.0, exact=0, beam=1)
     path = [0b000, 0b010, 0b110, 0b111]
-    given = _bounds(value_of, 3, [path], 5.0, exact=0, beam=1)
+    given = _find_bounds(value_of, 3, [path], 5.0, exact=0, beam=1)
     assert alone[1] < given[1] == pytest.approx(5 - 4.5 / 3)
 
 

@@ -21,7 +21,7 @@ from tests.lens.test_users_hooks import Noting, containing_itself, with_a_noting
 from tests.matrix import build_or_skip
 from tests.source_tree import ROOT
 
-SENTENCE = r"resume: expected .*; give another path, or delete the file to start anew$"
+SENTENCE = r"resume: expected .*; give another path, or delete the file to start again$"
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_another_question_is_refused(own, path, changes, named):
 
 def test_the_middle_of_long_prompts_the_row_the_cues_and_the_target_count():
     def digest(**changes):
-        return identity.digest_of(dataclasses.replace(Case(far_tokens(5), -1, (2,)), **changes))
+        return identity.digest_identity(dataclasses.replace(Case(far_tokens(5), -1, (2,)), **changes))
 
     changes = [{}, {"prompt": far_tokens(6)}, {"query": -2}, {"relevant": (3,)}]
     changes += [{"target": lm.targets.token(5)}, {"target": lm.targets.token(6)}]
@@ -224,27 +224,29 @@ def test_functions_are_told_apart_by_what_they_do(monkeypatch):
 
     functions = [scaled, powered(2), powered(3), lambda m: m.scores + 1, lambda m: m.scores + 2]
     functions += [functools.partial(lm.rollout, residual=0.25), functools.partial(lm.rollout, residual=0.5)]
-    found = [identity.digest_of(function) for function in functions]
+    found = [identity.digest_identity(function) for function in functions]
     assert len(set(found)) == len(functions)
-    assert identity.digest_of(powered(2)) == found[1]
+    assert identity.digest_identity(powered(2)) == found[1]
     monkeypatch.setitem(globals(), "FACTOR", 3.0)
-    assert identity.digest_of(scaled) != found[0]
+    assert identity.digest_identity(scaled) != found[0]
 
 
 def test_methods_of_the_users_are_told_apart_by_their_code():
     def made(body):
         names = {"Method": lm.method.Method, "__name__": "__main__"}
         exec(f"class Own(Method):\n    name = 'own'\n    def __call__(self, block):\n        {body}", names)
-        return identity.digest_of(names["Own"]())
+        return identity.digest_identity(names["Own"]())
 
     assert made("return 1") == made("return 1") != made("return 2")
 
 
 def test_a_function_has_the_same_identity_in_another_process():
-    code = "from tests.evaluation.test_finished import *; print(identity.digest_of([scaled, {'a', 'b'}]))"
+    code = (
+        "from tests.evaluation.test_finished import *; print(identity.digest_identity([scaled, {'a', 'b'}]))"
+    )
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == identity.digest_of([scaled, {"a", "b"}])
+    assert done.stdout.strip() == identity.digest_identity([scaled, {"a", "b"}])
 
 
 def test_what_has_no_identity_is_refused(own, path):
@@ -256,7 +258,7 @@ def test_what_has_no_identity_is_refused(own, path):
     assert not path.exists()
     meta = torch.empty(2, device="meta")
     with pytest.raises(ValueError, match="offloaded"):
-        identity.digest_of(meta)
+        identity.digest_identity(meta)
 
 
 # ------------------------------------------------------------------ broken files

@@ -12,7 +12,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.evaluation import constructed_models, roc_area, score_constructed
-from lens_mix.evaluation.ground_truth import _input_area, _layer_area
+from lens_mix.evaluation.ground_truth import _compute_input_area, _compute_layer_area
 from tests.shared_models import constructed
 
 MODELS = constructed_models()
@@ -67,10 +67,10 @@ def test_a_permuted_map_scores_as_chance():
     for _ in range(100):
         scores = clean.scores.clone()
         scores[-1, -1] = row[torch.randperm(len(row), generator=generator)]
-        areas.append(_input_area(clean.replace(scores=scores, kind="input"), routes))
+        areas.append(_compute_input_area(clean.replace(scores=scores, kind="input"), routes))
     areas = torch.tensor(areas)
     assert abs(areas.mean() - 0.5) < 3 * areas.std() / len(areas) ** 0.5
-    assert _input_area(clean.replace(kind="input"), routes) == 1
+    assert _compute_input_area(clean.replace(kind="input"), routes) == 1
 
 
 # ------------------------------------------------------------------ on paper: layer maps
@@ -168,7 +168,10 @@ def test_layer_maps_score_as_on_paper(name, methods, area):
     for prompt in built.prompts(seed=7, count=2):
         for method, layers in lm.run(model, prompt, list(methods)).items():
             layers = layers.replace(scores=layers.scores.abs())
-            assert _layer_area(layers, built.routes(prompt)) == pytest.approx(area(prompt)), (method, prompt)
+            assert _compute_layer_area(layers, built.routes(prompt)) == pytest.approx(area(prompt)), (
+                method,
+                prompt,
+            )
 
 
 # ------------------------------------------------------------------ on paper: input maps
@@ -217,7 +220,7 @@ def test_input_maps_score_as_on_paper(name, method, aggregate, area):
     model = constructed(built)
     for prompt in built.prompts(seed=8, count=2):
         made = aggregate(lm.run(model, prompt, method))
-        assert _input_area(made, built.routes(prompt)) == pytest.approx(area(prompt)), prompt
+        assert _compute_input_area(made, built.routes(prompt)) == pytest.approx(area(prompt)), prompt
 
 
 def test_alti_logit_does_not_see_through_a_feed_forward():
@@ -286,5 +289,5 @@ def test_the_example_of_the_page_runs():
     names = {}
     exec(compile(example, page.name, "exec"), names)
     assert names["built"].name == "induction"
-    assert _layer_area(names["m"], names["built"].routes(names["prompt"])) > 0.9
+    assert _compute_layer_area(names["m"], names["built"].routes(names["prompt"])) > 0.9
     assert set(names["frame"].method) == {"position", "attention", "value_zeroing"}

@@ -8,7 +8,7 @@ import scipy.optimize
 import torch
 
 from lens_mix.evaluation import Probing, probe_layers, probing_agreement, residuals_at
-from lens_mix.evaluation.probing import _probe
+from lens_mix.evaluation.probing import _fit_probe
 from tests import tiny_models
 from tests.tiny_models import available, bridge, gpt2_like
 
@@ -37,7 +37,7 @@ def test_two_points_by_hand():
     """x = ±1 with one label each: by symmetry the classes' weights are ±w, and penalty · w = 2 σ(−2w)."""
     w = 0.5
     penalty = 2 / (1 + math.e) / w
-    probe = _probe(torch.tensor([[-1.0], [1.0]]).double(), torch.tensor([0, 1]), 2, penalty)
+    probe = _fit_probe(torch.tensor([[-1.0], [1.0]]).double(), torch.tensor([0, 1]), 2, penalty)
     assert (probe.weights - torch.tensor([[-w, w]])).abs().max() < 1e-6
     assert (probe.bias[0] - probe.bias[1]).abs() < 1e-6
     right = probe(torch.tensor([[1.0]]).double())[0, 1].exp().item()
@@ -48,7 +48,7 @@ def test_the_minimum_that_scipy_finds():
     generator = torch.Generator().manual_seed(0)
     features = 3 + 5 * torch.randn(60, 4, generator=generator, dtype=torch.float64)
     labels = torch.randint(3, (60,), generator=generator)
-    probe = _probe(features, labels, 3, 0.7)
+    probe = _fit_probe(features, labels, 3, 0.7)
     standard = ((features - features.mean(0)) / features.std(0, correction=0)).numpy()
 
     def loss(flat: np.ndarray) -> float:
@@ -65,7 +65,7 @@ def test_the_minimum_that_scipy_finds():
 
 def test_a_feature_that_never_changes_is_left_out():
     features = torch.tensor([[0.1, -1.0], [0.1, 1.0]]).double()
-    probe = _probe(features, torch.tensor([0, 1]), 2, 1.0)
+    probe = _fit_probe(features, torch.tensor([0, 1]), 2, 1.0)
     assert probe.weights[0].abs().max() == 0
     assert torch.isfinite(probe(features)).all()
 

@@ -133,7 +133,7 @@ def test_dropping_is_refused_where_nothing_is_masked():
 def test_the_position_of_the_target_can_not_be_dropped(model, prompt):
     found = removal_curves(model, prompt, torch.arange(6.0), removal="drop")
     assert found.positions == (4, 3, 2, 1, 0)
-    with pytest.raises(ValueError, match="positions: with 'drop' one position at least has to stay"):
+    with pytest.raises(ValueError, match="positions: with 'drop' at least one position has to stay"):
         removal_curves(model, prompt, torch.arange(6.0), removal="drop", positions=[1, 5])
 
 

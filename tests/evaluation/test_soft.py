@@ -7,7 +7,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.evaluation import bootstrap, soft_faithfulness
-from lens_mix.evaluation.soft import _matched, _scores
+from lens_mix.evaluation.soft import _compute_scores, _match_mean
 from tests import tiny_models
 from tests.matrix import cases, prompt_of
 from tests.tiny_models import llama_like
@@ -23,14 +23,14 @@ def row(*scores: float) -> torch.Tensor:
 
 
 def test_matched_by_hand():
-    assert _matched(row(1, 2, 3, 4), 0.25).tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert _match_mean(row(1, 2, 3, 4), 0.25).tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
     # The highest is full at 1: the others share what is left by their scores.
-    assert _matched(row(1, 2, 3, 94), 0.5).tolist() == pytest.approx([1 / 6, 2 / 6, 3 / 6, 1])
+    assert _match_mean(row(1, 2, 3, 94), 0.5).tolist() == pytest.approx([1 / 6, 2 / 6, 3 / 6, 1])
     # More is asked for than the positive scores can hold: the others share the rest alike.
-    assert _matched(row(5, 0, -3, 1), 0.75).tolist() == pytest.approx([1, 0.5, 0.5, 1])
-    assert _matched(row(2, 2), 0.3).tolist() == pytest.approx([0.3, 0.3])
-    assert _matched(row(0, 0, 0), 0.4).tolist() == pytest.approx([0.4] * 3)
-    assert _matched(row(7), 0.4).tolist() == pytest.approx([0.4])
+    assert _match_mean(row(5, 0, -3, 1), 0.75).tolist() == pytest.approx([1, 0.5, 0.5, 1])
+    assert _match_mean(row(2, 2), 0.3).tolist() == pytest.approx([0.3, 0.3])
+    assert _match_mean(row(0, 0, 0), 0.4).tolist() == pytest.approx([0.4] * 3)
+    assert _match_mean(row(7), 0.4).tolist() == pytest.approx([0.4])
 
 
 @pytest.mark.parametrize("mean", [0.01, 0.3, 0.5, 0.9, 0.999])
@@ -38,13 +38,13 @@ def test_matched_by_hand():
 def test_every_row_keeps_as_much(mean, seed):
     drawn = torch.randn(12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).exp() ** 3
     for scores in (drawn, drawn * 1e6, drawn - drawn.median(), drawn.round()):
-        kept = _matched(scores, mean)
+        kept = _match_mean(scores, mean)
         assert float(kept.mean()) == pytest.approx(mean)
         assert bool(((kept >= 0) & (kept <= 1)).all())
         # No position with a lower score keeps more.
         order = scores.argsort()
         assert bool((kept[order].diff() >= -1e-12).all())
-    assert _matched(drawn, mean).tolist() == pytest.approx(_matched(drawn * 1e6, mean).tolist())
+    assert _match_mean(drawn, mean).tolist() == pytest.approx(_match_mean(drawn * 1e6, mean).tolist())
 
 
 # ------------------------------------------------------------------ the measure
@@ -52,10 +52,10 @@ def test_every_row_keeps_as_much(mean, seed):
 
 def test_formulas_by_hand():
     # p(x) = 0.8, p(0) = 0.2: S(0) = 1 - 0.6. Without: 0.5, Soft-C = 0.3. With only: 0.7, Soft-S = 0.9.
-    assert _scores(0.8, 0.2, 0.5, 0.7) == pytest.approx((0.3 / 0.6, (0.9 - 0.4) / 0.6))
+    assert _compute_scores(0.8, 0.2, 0.5, 0.7) == pytest.approx((0.3 / 0.6, (0.9 - 0.4) / 0.6))
     # What raises the target counts as nothing lost.
-    assert _scores(0.8, 0.2, 0.9, 0.9) == pytest.approx((0, 1))
-    assert all(map(math.isnan, _scores(0.2, 0.3, 0.1, 0.1)))
+    assert _compute_scores(0.8, 0.2, 0.9, 0.9) == pytest.approx((0, 1))
+    assert all(map(math.isnan, _compute_scores(0.2, 0.3, 0.1, 0.1)))
 
 
 def test_vectors_are_masked_as_by_hand(model, prompt):
@@ -83,7 +83,7 @@ def test_vectors_are_masked_as_by_hand(model, prompt):
         # 3 of 5 are removed: all of the first, and the others by their scores, 2 in 5.
         without = probability(1 - row(1, 0.4, 0, 0.8, 0.8))
         assert found.without == pytest.approx(without, abs=1e-9)
-    expected = _scores(found.clean, found.erased, found.without, found.with_only)
+    expected = _compute_scores(found.clean, found.erased, found.without, found.with_only)
     assert (found.comprehensiveness, found.sufficiency) == pytest.approx(expected, nan_ok=True)
     assert list(found.to_dataframe()["retained"]) == [0.4]
 

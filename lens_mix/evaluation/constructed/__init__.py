@@ -1,11 +1,11 @@
-"""Constructed models: small transformers whose routes are known exactly, by hand or compiled from RASP.
+"""Provide constructed models: small transformers with known routes, made by hand or compiled from RASP.
 
     model = constructed_models()["induction"]
     prompt = model.prompts(seed=0, count=1)[0]
-    model.routes(prompt).layers     # [layer, query, key]: the cells that the answer goes through
+    model.routes(prompt).layers     # [layer, query, key]: the cells that the answer depends on
     m = lm.run(model.model(), prompt, "value_zeroing")
 
-`docs/constructed_models.md` says what each is and what the methods make of it.
+`docs/constructed_models.md` describes each model and how the methods score on it.
 """
 
 from lens_mix.evaluation.constructed.by_hand import by_hand
@@ -16,5 +16,5 @@ __all__ = ["ConstructedModel", "Routes", "constructed_models"]
 
 
 def constructed_models() -> dict[str, ConstructedModel]:
-    """All constructed models by their names."""
+    """Return all constructed models by their names."""
     return {model.name: model for model in (*by_hand(), *compiled())}

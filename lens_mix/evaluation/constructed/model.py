@@ -1,4 +1,4 @@
-"""What a constructed model is: a transformer, prompts for it, and the truth about each prompt."""
+"""Define a constructed model: a transformer, prompts for it, and the true routes of each prompt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Spare = Callable[[list[int], int], list[int]]
 
 
 def draw(generator: torch.Generator, choices: Sequence[int], minimum: int, maximum: int) -> list[int]:
-    """Different ones, from `minimum` to `maximum` of them."""
+    """Draw different choices, from `minimum` to `maximum` of them."""
     count = int(torch.randint(minimum, maximum + 1, (), generator=generator, device="cpu"))
     places = torch.randperm(len(choices), generator=generator, device="cpu")[:count]
     return [choices[place] for place in places.tolist()]
@@ -28,13 +28,14 @@ def draw(generator: torch.Generator, choices: Sequence[int], minimum: int, maxim
 
 @dataclasses.dataclass(frozen=True)
 class Routes:
-    """The truth about one prompt, as interventions show it.
+    """The true routes of one prompt, as interventions show them.
 
     Attributes:
-        layers: True where the answer changes if the attention of that layer brings nothing from key to query
-            (the value is zeroed in this cell alone).
-        inputs: True where the answer at the query changes if the key's token does; rows of answers alone.
-        queries: the positions whose answer it is.
+        layers: Whether the answer changes if the attention of that layer moves nothing from key to query (the
+            value is zeroed for this cell alone).
+        inputs: Whether the answer at the query changes if the key's token changes. Only rows of answers have
+            true entries.
+        queries: The positions of the answers.
     """
 
     layers: Bool[Tensor, "layer query key"]
@@ -42,13 +43,13 @@ class Routes:
     queries: tuple[int, ...]
 
     def rows(self) -> Bool[Tensor, "layer query"]:
-        """The rows through which something can come to the answer: by staying, or by a true cell above."""
+        """Return the rows that can reach the answer, through the residual stream or a true cell above."""
         rows = torch.zeros(self.layers.shape[:2], dtype=torch.bool, device="cpu")
-        here = torch.zeros(self.layers.shape[1], dtype=torch.bool, device="cpu")
-        here[list(self.queries)] = True
+        can_reach = torch.zeros(self.layers.shape[1], dtype=torch.bool, device="cpu")
+        can_reach[list(self.queries)] = True
         for layer in reversed(range(len(rows))):
-            rows[layer] = here
-            here = here | self.layers[layer][here].any(dim=0)
+            rows[layer] = can_reach
+            can_reach = can_reach | self.layers[layer][can_reach].any(dim=0)
         return rows
 
 
@@ -57,13 +58,15 @@ class ConstructedModel:
     """A model whose routes are known by construction.
 
     Attributes:
-        name: in tables.
-        description: what it does.
-        weights: makes its weights.
-        sample: draws a prompt, as token numbers.
-        trace: a prompt's true cells (layer, query, key), its true input positions, its answer's position.
-        spare: tokens that may stand at a position instead without opening another route (a second key, say);
-            none where the model relies on the token that is there.
+        name: The name in tables.
+        description: What the model does.
+        weights: A function that makes its weights.
+        sample: A function that draws a prompt, as token numbers.
+        trace: A function of a prompt that returns its true cells (layer, query, key), its true input
+            positions and the position of its answer.
+        spare: A function of a prompt and a position that returns the tokens that may replace the one there
+            without opening another route (a second key, say). It returns none if the model relies on the
+            token.
     """
 
     name: str
@@ -74,14 +77,19 @@ class ConstructedModel:
     spare: Spare
 
     def model(self) -> TransformerLensModel:
-        """The model, of the class that the installed TransformerLens has for it; without a tokenizer."""
+        """Return the model, in the installed TransformerLens's class for it, without a tokenizer."""
         return model_from_weights(self.weights())
 
     def prompts(self, seed: int = 0, count: int = 8) -> list[Int[Tensor, " pos"]]:
-        """Prompts as token numbers, of several lengths; a seed always gives the same.
+        """Draw prompts as token numbers, of several lengths.
+
+        Args:
+            seed: The seed of the draw.
+            count: The number of prompts.
 
         Raises:
-            TypeError, ValueError: a seed or a count that is no whole number; fewer than one prompt.
+            TypeError: A number has the wrong type.
+            ValueError: `count` is below 1.
         """
         generator = torch.Generator().manual_seed(whole_number("seed", seed))
         return [
@@ -90,7 +98,7 @@ class ConstructedModel:
         ]
 
     def routes(self, prompt: Int[Tensor, " pos"]) -> Routes:
-        """The truth about one of `prompts`."""
+        """Return the true routes of one of `prompts`."""
         cells, sources, answer = self.trace(prompt.tolist())
         layers = torch.zeros(
             len(self.weights().query), len(prompt), len(prompt), dtype=torch.bool, device="cpu"
@@ -102,5 +110,5 @@ class ConstructedModel:
         return Routes(layers, inputs, (answer,))
 
     def replacements(self, prompt: Int[Tensor, " pos"], position: int) -> list[int]:
-        """Tokens that may stand at a position instead, without opening another route."""
+        """Return the tokens that may replace the one at a position without opening another route."""
         return self.spare(prompt.tolist(), whole_number("position", position, 0, len(prompt) - 1))
