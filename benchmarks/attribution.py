@@ -1,12 +1,13 @@
-"""Self-attention attribution against the released code's schedule: time, error, memory.
+"""Compare self-attention attribution with the released code's schedule: time, error and memory.
 
     python benchmarks/attribution.py                     12 layers x 64 tokens, about two minutes
     python benchmarks/attribution.py --layers 4 --positions 32 --repeats 3
 
-The released schedule (YRdddream/attattr) takes 20 left Riemann steps in one batch, for every layer through
-the whole model. It is written here for a plain transformers BERT, with its attention function replaced by one
-that takes the scaled pattern, and with one clean pass for all layers where the released code makes one each.
-Both explain the probability of a class by the same classifier; the truth is 64 Gauss-Legendre points.
+The released schedule (YRdddream/attattr) runs 20 left Riemann steps in one batch, for every layer, through
+the whole model. It is rewritten here for a plain transformers BERT, whose attention function is replaced by
+one that uses the scaled pattern. It makes one clean pass for all layers, and the released code one for each.
+Both explain the probability of a class by the same classifier. Errors are relative to 64 Gauss-Legendre
+points.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Head = Callable[[Tensor], Tensor]
 
 
 def classifier(d_model: int) -> Head:
-    """A pooled classifier of three classes with random weights: last residual -> probability of class 1."""
+    """Return a function from the last residual stream to the probability of class 1, with random weights."""
     generator = torch.Generator().manual_seed(7)
     pool = torch.randn(d_model, d_model, generator=generator) / d_model**0.5
     out = torch.randn(d_model, 3, generator=generator) * 3 / d_model**0.5
@@ -40,7 +41,7 @@ def classifier(d_model: int) -> Head:
 
 @contextlib.contextmanager
 def injected(patterns: dict[Any, Tensor], kept: dict[Any, Tensor] | None = None) -> Iterator[None]:
-    """BERT's attention function with some modules' patterns given (and all kept)."""
+    """Replace the patterns of some modules in BERT's attention function, and store those of the others."""
     from transformers.models.bert import modeling_bert
 
     original = modeling_bert.eager_attention_forward
@@ -62,7 +63,7 @@ def injected(patterns: dict[Any, Tensor], kept: dict[Any, Tensor] | None = None)
 
 
 def released_schedule(model: Any, tokens: Tensor, head: Head, steps: int = 20) -> Tensor:
-    """[layer, head, query, key]: every layer, the whole model, all steps in one batch."""
+    """Return [layer, head, query, key]: each layer by the whole model, with all steps in one batch."""
     modules = [layer.attention.self for layer in model.bert.encoder.layer]
     kept: dict[Any, Tensor] = {}
     with torch.no_grad(), injected({}, kept):
@@ -80,17 +81,18 @@ def released_schedule(model: Any, tokens: Tensor, head: Head, steps: int = 20) -
 
 
 def attribution(model: Any, tokens: Tensor, head: Head, **options: Any) -> Tensor:
-    """lens_mix on the same model under a TransformerBridge."""
+    """Return the scores of lens_mix on the same model in a TransformerBridge."""
     method = lm.AttentionAttribution(target=lm.targets.head(head), per_head=True, **options)
     return lm.run(model, tokens, method).scores
 
 
 def relative_errors(found: Tensor, truth: Tensor) -> Tensor:
-    """Per layer, the norm of the difference over the norm."""
+    """Return, for each layer, the norm of the difference divided by the norm of the truth."""
     return (found - truth).flatten(1).norm(dim=1) / truth.flatten(1).norm(dim=1)
 
 
 def speed(layers: int, positions: int, repeats: int) -> dict[str, Any]:
+    """Return the times of both, and their errors."""
     plain = common.bert_like(layers, wrapped=False)
     bridge = common.bert_like(layers)
     tokens = common.random_tokens(bridge, positions)
@@ -103,7 +105,7 @@ def speed(layers: int, positions: int, repeats: int) -> dict[str, Any]:
     def ours() -> None:
         found["lens_mix"] = attribution(bridge, tokens, head)
 
-    attribution(bridge, tokens[:8], head)  # the verification of the model, once
+    attribution(bridge, tokens[:8], head)  # The first run verifies the model, which is not timed.
     seconds = common.interleaved(
         {"released": released, "lens_mix": ours}, repeats, warm_up=None if repeats > 1 else ()
     )
@@ -115,13 +117,13 @@ def speed(layers: int, positions: int, repeats: int) -> dict[str, Any]:
         "released s": seconds["released"],
         "lens_mix s": seconds["lens_mix"],
         "ratio": seconds["released"] / seconds["lens_mix"],
-        "released error (median, worst)": _two(errors["released"]),
-        "lens_mix error (median, worst)": _two(errors["lens_mix"]),
+        "released error (median, worst)": _format_errors(errors["released"]),
+        "lens_mix error (median, worst)": _format_errors(errors["lens_mix"]),
     }
 
 
 def against_captum(layers: int, positions: int, repeats: int, steps: int = 8) -> dict[str, Any]:
-    """Integrated gradients of every layer's pattern: captum by whole passes of the model, same steps."""
+    """Compare integrated gradients of every layer's pattern with captum, which uses whole passes."""
     from captum.attr import IntegratedGradients
 
     model = common.gpt2_like(layers)
@@ -162,7 +164,7 @@ def against_captum(layers: int, positions: int, repeats: int, steps: int = 8) ->
 def against_eight_points(
     name: str, layers: int, positions: int, repeats: int, tolerance: float | None
 ) -> dict[str, Any]:
-    """The points that each layer needs for a tolerance, beside eight Gauss-Legendre points in every layer."""
+    """Compare the points that each layer needs for a tolerance with eight points in every layer."""
     model = common.smollm2() if name == "SmolLM2-135M" else common.MODELS[name](layers=layers)
     tokens = common.random_tokens(model, positions)
     found: dict[str, lm.MixingMap] = {}
@@ -191,12 +193,12 @@ def against_eight_points(
     }
 
 
-def _two(errors: Tensor) -> str:
+def _format_errors(errors: Tensor) -> str:
     return f"{errors.median():.1e}, {errors.max():.1e}"
 
 
 def memory(layers: int, positions: int) -> list[dict[str, Any]]:
-    """Peak bytes of new tensors by `internal_batch_size`, and of the released schedule."""
+    """Return the peak bytes of new tensors for each `internal_batch_size`, and of the released schedule."""
     plain = common.bert_like(layers, wrapped=False)
     bridge = common.bert_like(layers)
     tokens = common.random_tokens(bridge, positions)
@@ -213,6 +215,7 @@ def memory(layers: int, positions: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    """Print all tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--positions", type=int, default=64)

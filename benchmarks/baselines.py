@@ -1,8 +1,8 @@
-"""What Value Zeroing is compared with: plain loops over a transformers model, without any library between.
+"""Provide what Value Zeroing is compared with: plain loops over a transformers model, without a library.
 
-`naive_block_loop` is what one writes first: per layer and position, run the block again with that position's
-value vector zeroed. `batched_replay` runs as many copies of the block at once as the caches like. Both know
-that only one block has to run again, and that it starts from the clean residual stream.
+The naive block loop is the first thing that one would write: for each layer and position, it runs the block
+again with that position's value vector zeroed. The batched replay runs several copies of the block together,
+as many as the caches hold. Both run only one block again, from the clean residual stream.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class PlainModel:
-    """A transformers model with the places named that the loops need.
+    """A transformers model with the modules that the loops need.
 
     Args:
         model: GPT-2, Llama or BERT of transformers, not wrapped, with eager attention.
@@ -43,11 +43,11 @@ class PlainModel:
 
     @torch.no_grad()
     def calls(self, tokens: Tensor) -> list[tuple[tuple[Any, ...], dict[str, Any], Tensor]]:
-        """Per block: arguments and output of a clean pass."""
+        """Return, for each block, the arguments and the output of a clean pass."""
         found: list[tuple[tuple[Any, ...], dict[str, Any], Tensor]] = []
 
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            found.append((args, dict(kwargs), _first(output)))
+            found.append((args, dict(kwargs), _first_tensor(output)))
 
         with contextlib.ExitStack() as stack:
             for block in self.blocks:
@@ -58,7 +58,7 @@ class PlainModel:
 
     @contextlib.contextmanager
     def zeroed(self, layer: int, keys: Tensor) -> Iterator[None]:
-        """Copy c of the block runs without the value of position keys[c]."""
+        """Zero the value of position keys[c] in copy c of the block, inside a `with` block."""
 
         def zero(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             output = output.clone()
@@ -72,31 +72,31 @@ class PlainModel:
             handle.remove()
 
 
-def _first(output: Any) -> Tensor:
+def _first_tensor(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
 @torch.no_grad()
 def value_zeroing_by_blocks(plain: PlainModel, tokens: Tensor, copies: int = 1) -> Tensor:
-    """Value Zeroing [layer, query, key], `copies` positions at a time (1: the naive block loop)."""
+    """Return Value Zeroing [layer, query, key], `copies` positions at a time (1: the naive block loop)."""
     positions = len(tokens)
     layers = []
     for layer, (args, kwargs, clean) in enumerate(plain.calls(tokens)):
         scores = torch.zeros(positions, positions, dtype=clean.dtype)
         for start in range(0, positions, copies):
             keys = torch.arange(start, min(start + copies, positions))
-            many = tuple(_expanded(value, len(keys)) for value in args)
-            named = {name: _expanded(value, len(keys)) for name, value in kwargs.items()}
+            many = tuple(_expand(value, len(keys)) for value in args)
+            named = {name: _expand(value, len(keys)) for name, value in kwargs.items()}
             with plain.zeroed(layer, keys):
-                out = _first(plain.blocks[layer](*many, **named))
+                out = _first_tensor(plain.blocks[layer](*many, **named))
             scores[:, keys] = 1 - nn.functional.cosine_similarity(clean, out, dim=-1).T
         layers.append(scores)
     return torch.stack(layers)
 
 
-def _expanded(value: Any, copies: int) -> Any:
+def _expand(value: Any, copies: int) -> Any:
     if torch.is_tensor(value) and value.ndim >= 2 and value.shape[0] == 1:
         return value.expand(copies, *value.shape[1:])
     if isinstance(value, tuple):
-        return tuple(_expanded(item, copies) for item in value)
+        return tuple(_expand(item, copies) for item in value)
     return value

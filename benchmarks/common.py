@@ -1,7 +1,7 @@
-"""What all benchmarks share: base-size models, interleaved timing, peak memory, the GEMM floor.
+"""Provide what the benchmarks share: base-size models, interleaved timing, peak memory, matrix products.
 
-Ratios are only made of times from one run: the compared variants take turns, and each gives its median. A
-single time says as much about the machine's other work as about the code.
+Ratios are made only of times from one run, in which the compared variants take turns, and each has its
+median. A single time depends on the machine's other work as much as on the code.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from lens_mix.algebra.large_product import by_onednn, product_by_onednn
 
 
 def gpt2_like(layers: int = 12, context: int = 1024, seed: int = 0, wrapped: bool = True) -> Any:
-    """GPT-2 base: d_model 768, 12 heads, d_mlp 3072, LayerNorm before, tanh GELU; random weights."""
+    """Return GPT-2 base: d_model 768, 12 heads, d_mlp 3072, pre-norm LayerNorm, tanh GELU, random weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=layers, n_positions=context, vocab_size=1000, bos_token_id=1, eos_token_id=2)
-    return _built(GPT2LMHeadModel, config, seed, wrapped)
+    return _build(GPT2LMHeadModel, config, seed, wrapped)
 
 
 def llama_like(layers: int = 12, context: int = 1024, seed: int = 0, wrapped: bool = True) -> Any:
-    """Base size in Llama's shape: 12 heads over 4 value heads, RMSNorm, gated feed-forward of 2048."""
+    """Return a base-size Llama: 12 heads, 4 value heads, gated feed-forward of 2048, random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -51,15 +51,15 @@ def llama_like(layers: int = 12, context: int = 1024, seed: int = 0, wrapped: bo
         max_position_embeddings=context,
         vocab_size=1000,
     )
-    return _built(LlamaForCausalLM, config, seed, wrapped)
+    return _build(LlamaForCausalLM, config, seed, wrapped)
 
 
 def bert_like(layers: int = 12, context: int = 1024, seed: int = 0, wrapped: bool = True) -> Any:
-    """BERT base: bidirectional, LayerNorm after, exact GELU; random weights."""
+    """Return BERT base: bidirectional, post-norm LayerNorm, exact GELU, random weights."""
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(num_hidden_layers=layers, max_position_embeddings=context, vocab_size=1000)
-    return _built(BertForMaskedLM, config, seed, wrapped)
+    return _build(BertForMaskedLM, config, seed, wrapped)
 
 
 MODELS: dict[str, Callable[..., Any]] = {
@@ -70,20 +70,20 @@ MODELS: dict[str, Callable[..., Any]] = {
 
 
 def smollm2() -> Any:
-    """SmolLM2-135M, the real model of the demos."""
+    """Return SmolLM2-135M, the trained model of the demos."""
     from demos.models import smollm2 as load
 
     return load()
 
 
-def _built(model_class: Any, config: Any, seed: int, wrapped: bool) -> Any:
-    """The transformers model with random weights; in a TransformerBridge, if it is to be wrapped."""
+def _build(model_class: Any, config: Any, seed: int, wrapped: bool) -> Any:
+    """Return a transformers model with random weights, in a TransformerBridge if `wrapped`."""
     config.architectures = [model_class.__name__]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config).eval()
         for name, parameter in model.named_parameters():
-            # Biases and norm weights that are not exactly 0 and 1: no term is free by accident.
+            # Biases and norm weights differ from 0 and 1, so that no term vanishes by accident.
             if parameter.ndim == 1:
                 parameter.data.add_(0.05 * torch.randn_like(parameter))
             elif "wte" not in name and "embed" not in name:
@@ -97,7 +97,7 @@ def _built(model_class: Any, config: Any, seed: int, wrapped: bool) -> Any:
 
 
 def random_tokens(model: Any, positions: int, seed: int = 1) -> torch.Tensor:
-    """Token ids [positions]."""
+    """Return random token numbers [positions]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, min(int(model.cfg.d_vocab), 1000), (positions,), generator=generator)
 
@@ -108,12 +108,12 @@ def random_tokens(model: Any, positions: int, seed: int = 1) -> torch.Tensor:
 def interleaved(
     variants: Mapping[str, Callable[[], object]], repeats: int = 5, warm_up: Collection[str] | None = None
 ) -> dict[str, float]:
-    """Median seconds of each variant; they take turns, so that other load on the machine falls on all.
+    """Return the median seconds of each variant. They take turns, so that other load falls on all.
 
     Args:
-        variants: name -> what to time.
-        repeats: rounds.
-        warm_up: which are run once before the clock starts; None: all.
+        variants: The functions to time, by name.
+        repeats: The number of rounds.
+        warm_up: The variants that run once before the clock starts. None: all.
     """
     for name in variants if warm_up is None else warm_up:
         variants[name]()
@@ -129,7 +129,7 @@ def interleaved(
 
 
 def synchronize() -> None:
-    """Wait for the GPU where there is one."""
+    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -137,9 +137,10 @@ def synchronize() -> None:
 def gemm(
     rows: int, inner: int, outer: int, repeats: int = 1, device: str = "cpu", plain: bool = False
 ) -> Callable[[], object]:
-    """A matrix product [rows, inner] @ [inner, outer], `repeats` times: the floor that others are held to.
+    """Return a function that makes a matrix product [rows, inner] @ [inner, outer] `repeats` times.
 
-    By the faster of a CPU's two libraries; `plain`: by `torch.mm`, which the models themselves use.
+    Its time is a lower bound for other computations. It uses the faster of a CPU's two libraries, or for
+    `plain` `torch.mm`, which the models use.
     """
     left, right = torch.randn(rows, inner, device=device), torch.randn(inner, outer, device=device)
     out = torch.empty(rows, outer, device=device)
@@ -156,7 +157,7 @@ def gemm(
 
 
 def gemm_rates(rows: int = 1536, inner: int = 3072, outer: int = 768, repeats: int = 7) -> dict[str, float]:
-    """Measured 10^9 floating point operations per second of a large matrix product."""
+    """Return the measured 10^9 floating point operations per second of a large matrix product."""
     ways = {
         "GEMM GFLOP/s": gemm(rows, inner, outer),
         "torch.mm GFLOP/s": gemm(rows, inner, outer, plain=True),
@@ -166,7 +167,7 @@ def gemm_rates(rows: int = 1536, inner: int = 3072, outer: int = 768, repeats: i
 
 
 def growth_exponent(sizes: Sequence[int], values: Sequence[float]) -> float:
-    """Slope of log value over log size, least squares."""
+    """Return the slope of log value over log size, by least squares."""
     x, y = [math.log(size) for size in sizes], [math.log(value) for value in values]
     mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
     above = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
@@ -177,10 +178,14 @@ def growth_exponent(sizes: Sequence[int], values: Sequence[float]) -> float:
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of tensors that come to life inside the context and are alive at the same time.
+    """Count the bytes of tensors that are made inside the context and exist at the same time.
 
-    Exact and repeatable, where a process's resident memory depends on the allocator. What a matrix library
-    takes for itself is not seen.
+    The count is exact and repeatable. The resident memory of a process depends on the allocator. Memory that
+    a matrix library allocates for itself is not counted.
+
+    Attributes:
+        live: The bytes that exist now.
+        peak: The largest value of `live`.
     """
 
     def __init__(self) -> None:
@@ -190,9 +195,9 @@ class PeakMemory(TorchDispatchMode):
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {_storage_key(t) for t in _tensors((args, kwargs))}
+        before = {_storage_key(t) for t in _iterate_tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        for tensor in _tensors(out):
+        for tensor in _iterate_tensors(out):
             storage = tensor.untyped_storage()
             if _storage_key(tensor) in before or storage in self._known:
                 continue
@@ -200,21 +205,21 @@ class PeakMemory(TorchDispatchMode):
             size = storage.nbytes()
             self.live += size
             self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._freed, size)
+            weakref.finalize(storage, self._release, size)
         return out
 
-    def _freed(self, size: int) -> None:
+    def _release(self, size: int) -> None:
         self.live -= size
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def _iterate_tensors(values: Any) -> Iterator[torch.Tensor]:
     if torch.is_tensor(values):
         yield values
     elif isinstance(values, (tuple, list)):
         for value in values:
-            yield from _tensors(value)
+            yield from _iterate_tensors(value)
     elif isinstance(values, dict):
-        yield from _tensors(tuple(values.values()))
+        yield from _iterate_tensors(tuple(values.values()))
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
@@ -222,7 +227,7 @@ def _storage_key(tensor: torch.Tensor) -> int:
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Most bytes of new tensors alive at one time while `run` runs, its result included."""
+    """Return the largest number of bytes of new tensors while `run` runs, its result included."""
     gc.collect()
     counter = PeakMemory()
     with counter:
@@ -234,7 +239,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return what the figures depend on: the machine and the versions of the libraries."""
     import importlib.metadata as metadata
 
     names = ("torch", "transformer-lens", "transformers")
@@ -253,14 +258,14 @@ def machine() -> dict[str, Any]:
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a Markdown table; numbers with three digits; None as an empty cell."""
+    """Return the rows as a Markdown table. Numbers have three digits, and None is an empty cell."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(_cell(row.get(name)) for name in columns) + " |" for row in rows]
+    lines += ["| " + " | ".join(_format_cell(row.get(name)) for name in columns) + " |" for row in rows]
     return "\n".join(lines)
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
@@ -269,7 +274,7 @@ def _cell(value: Any) -> str:
 
 
 def write_table(out: Path, title: str, rows: Iterable[Mapping[str, Any]], note: str = "") -> None:
-    """One table of `out`/results.json and `out`/RESULTS.md, row by row as they are found; the others stay."""
+    """Write one table of results.json and RESULTS.md in `out`, row by row. Other tables stay unchanged."""
     out.mkdir(parents=True, exist_ok=True)
     file = out / "results.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
@@ -278,16 +283,16 @@ def write_table(out: Path, title: str, rows: Iterable[Mapping[str, Any]], note: 
         print(title, row, flush=True)
         table["rows"].append(row)
         found[title] = table
-        (out / "RESULTS.md").write_text(_report(found))
+        (out / "RESULTS.md").write_text(_format_report(found))
         file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 
-def _report(found: dict[str, Any]) -> str:
-    """The tables as Markdown."""
+def _format_report(found: dict[str, Any]) -> str:
+    """Return the tables as Markdown."""
     lines = [
         "# Benchmark results",
         "",
-        "Written by `make bench` from real runs; medians; what is compared ran in turns.",
+        "Written by `make bench` from real runs. Times are medians, and compared variants ran in turns.",
     ]
     for title, table in found.items():
         machine = ", ".join(
@@ -298,7 +303,7 @@ def _report(found: dict[str, Any]) -> str:
         own = "" if plain is None else f"; by torch.mm, which models use, at {plain:.0f}"
         lines += [f"One large matrix product ran at {rate:.0f} GFLOP/s (float32){own}."]
         if table["machine"]["gpu"] is None:
-            lines += ["No GPU was at hand."]
+            lines += ["No GPU was available."]
         if table["note"]:
             lines += [table["note"]]
         lines += ["", markdown_table(table["rows"])]

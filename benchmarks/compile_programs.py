@@ -1,13 +1,13 @@
 """Compile the RASP programs of lens_mix/evaluation/constructed/ with Tracr and store their weights.
 
-Tracr (Lindner et al., NeurIPS 2023; Apache-2.0) is needed for this script alone. It brings JAX, so it wants
-an environment of its own:
+Only this script needs Tracr (Lindner et al., NeurIPS 2023; Apache-2.0). Tracr requires JAX, so it needs an
+environment of its own:
 
     python -m venv .environments/tracr
     .environments/tracr/bin/pip install tracr-pypi==1.0.0
     .environments/tracr/bin/python benchmarks/compile_programs.py
 
-Names in the file: `<program>/<name of lens_mix.lens.from_weights.Weights>`.
+The arrays of the file have the names `<program>/<name of lens_mix.lens.from_weights.Weights>`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 from tracr.compiler import assemble, compiling, lib
 from tracr.rasp import rasp
 
-LENGTH = 7  # without the first token
+LENGTH = 7  # The first token is not counted.
 LETTERS = "abcdefgh"
 FILE = Path(__file__).parents[1] / "lens_mix" / "evaluation" / "constructed" / "tracr.npz"
 
-# What each program says of a prompt; token 0 is Tracr's beginning-of-sequence.
+# What each program returns for a prompt. Token 0 is Tracr's beginning-of-sequence token.
 PROGRAMS = {
     "fraction": (lib.make_frac_prevs(rasp.numerical(rasp.tokens == "a")), LETTERS),
     "reverse": (lib.make_reverse(rasp.tokens), LETTERS),
@@ -32,7 +32,7 @@ PROGRAMS = {
 
 
 def weights(program: rasp.SOp, vocabulary: object) -> dict[str, np.ndarray]:
-    """A compiled program's parameters by our names; tokens in their own order after the first."""
+    """Return the parameters of a compiled program by our names, with tokens in order."""
     model = compiling.compile_rasp_to_model(
         program, vocab=set(vocabulary), max_seq_len=LENGTH, compiler_bos="BOS"
     )
@@ -61,14 +61,15 @@ def weights(program: rasp.SOp, vocabulary: object) -> dict[str, np.ndarray]:
         "unembedding": unembedding(model, program),
     }
     parts = ("attn/query", "attn/key", "attn/value", "attn/linear", "mlp/linear_1", "mlp/linear_2")
-    assert not any(stacked(part, "b").any() for part in parts)  # Tracr's constants stand in the stream
+    # Tracr puts constants into the residual stream, so that its layers need no biases.
+    assert not any(stacked(part, "b").any() for part in parts)
     return {name: value.astype(np.float32) for name, value in made.items()}
 
 
 def unembedding(model: assemble.AssembledTransformerModel, program: rasp.SOp) -> np.ndarray:
-    """From the residual stream to the program's output: a column per category, or one for a number.
+    """Return the unembedding: one column per category of the program's output, or one for a number.
 
-    A number gets an empty column beside it, so that there is something to predict.
+    A number gets a second, empty column, so that a prediction has two choices.
     """
     categories = getattr(model.output_encoder, "encoding_map", None)
     names = [f"{program.label}:{value}" for value in categories] if categories else [program.label]

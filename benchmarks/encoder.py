@@ -1,10 +1,10 @@
-"""Which map to believe on an encoder with a trained masked-language head: reactions, one token masked.
+"""Score maps on an encoder with a trained masked-language head: chemical reactions with one masked token.
 
     PYTHONPATH=.:demos python -m benchmarks.encoder [prompts]     one table, in outputs/leaderboard/
 
-The only encoder of some size with such a head that needs no model hub is one of chemistry: a BERT of twelve
-layers that reads reactions as SMILES (rxnfp, Schwaller et al., 2021). A token of the product is masked; the
-truth is what the model's own answer there loses when a token is replaced by one of four drawn ones.
+The only large encoder with such a head that is available without a model hub is a BERT of twelve layers that
+reads chemical reactions as SMILES (rxnfp, Schwaller et al., 2021). A token of the product is masked. The
+truth is how much the model's own prediction there changes when a token is replaced by one of four drawn ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHA256 = {
     "pytorch_model.bin": "50a6ed263d33ae759affa82c1e85554cc5ea9f56145f5c7fb39b6c25d4356437",
     "vocab.txt": "399868a653e85549ce150af4a1f6cd2776240c6a3d951ced2120565f00f027fd",
 }
-# how SMILES are cut into tokens: an atom in brackets, an element, a bond, a ring, an arrow
+# The tokens of SMILES: an atom in brackets, an element, a bond, a ring or an arrow.
 TOKEN = re.compile(r"\[[^\]]+\]|Br|Cl|>>|%\d\d|[A-Za-z0-9()=#.+\-/\\:~@*$]")
 RESIDUES = ("C", "CC", "CCC", "c1ccccc1", "Cc1ccccc1", "c1ccc(Cl)cc1", "c1ccc(F)cc1", "C1CCCCC1", "CCOC")
 REACTIONS = (
@@ -45,7 +45,11 @@ REACTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class MaskedImportance(evaluation.Importance):
-    """`Importance` of the other tokens for what stands behind a mask, wherever that is."""
+    """Score whether a map ranks the other tokens by their effect on the prediction at the mask.
+
+    Attributes:
+        mask: The number of the mask token.
+    """
 
     mask: int = 0
 
@@ -59,7 +63,7 @@ class MaskedImportance(evaluation.Importance):
 
 
 def folder() -> Path:
-    """The model's folder; downloaded on the first call."""
+    """Return the model's folder, which is downloaded on the first call."""
     import models
 
     files = {f"rxnfp/models/transformers/bert_pretrained/{name}": digest for name, digest in SHA256.items()}
@@ -68,7 +72,7 @@ def folder() -> Path:
 
 
 def load() -> tuple[Any, list[str]]:
-    """The model as a TransformerBridge, and its vocabulary."""
+    """Return the model as a TransformerBridge, and its vocabulary."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
     from transformers import BertConfig, BertForMaskedLM
 
@@ -87,7 +91,7 @@ def load() -> tuple[Any, list[str]]:
 
 
 def reactions(vocabulary: list[str], count: int, seed: int = 0) -> list[Tensor]:
-    """Tokens of reactions, one of the product masked."""
+    """Return the tokens of reactions, with one token of the product masked."""
     draw = random.Random(seed)
     texts = [
         form.format(first, second)
@@ -103,6 +107,11 @@ def reactions(vocabulary: list[str], count: int, seed: int = 0) -> list[Tensor]:
 
 
 def main(count: str = "40") -> None:
+    """Run the table as far as it is not finished.
+
+    Args:
+        count: The number of prompts.
+    """
     torch.set_num_threads(1)
     model, vocabulary = load()
     prompts = reactions(vocabulary, int(count))
@@ -119,7 +128,7 @@ def main(count: str = "40") -> None:
     )
     (FOLDER / "rxnfp-importance.md").write_text(board.to_markdown("position") + "\n")
     print(board.to_markdown("position"))
-    print(f"refused: {board.refused}")
+    print(f"not defined on this model: {board.refused}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Attention flow: how much faster than networkx on the same pairs, and how the time grows with the tokens.
+"""Compare attention flow with networkx on the same pairs, and measure how the time grows with the tokens.
 
     python benchmarks/flow.py            the ratios, about two minutes
     python benchmarks/flow.py --full     128 tokens too, about five
 
-Maps are random (softmax of normal numbers, four heads averaged), residual weight 0.5. networkx is its default
-`maximum_flow_value` on the float capacities; it solves a random sample of the pairs, spread over the run, and
-its time for all pairs is the sample's mean times their number. Pairs that a causal map cannot connect are
-left out on both sides.
+Maps are random: the softmax of normal numbers, averaged over four heads. The residual weight is 0.5. networkx
+runs its default `maximum_flow_value` on the float capacities. It solves a random sample of the pairs, spread
+over the run, and its time for all pairs is the sample's mean times their number. Pairs that a causal map
+cannot connect are left out on both sides.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from lens_mix.aggregation.max_flow import LayeredFlow
 
 
 def random_map(layers: int, tokens: int, causal: bool, seed: int = 0) -> lm.MixingMap:
+    """Return a random map whose rows sum to 1."""
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(layers, 4, tokens, tokens, generator=generator, dtype=torch.float64)
     if causal:
@@ -40,7 +41,7 @@ def random_map(layers: int, tokens: int, causal: bool, seed: int = 0) -> lm.Mixi
 
 
 def against_networkx(layers: int, tokens: int, causal: bool, rounds: int, sample: int) -> dict[str, Any]:
-    """All pairs from the last layer: ours in whole, networkx on `sample` pairs per round, taking turns."""
+    """Solve all pairs from the last layer, and `sample` pairs per round by networkx, in turns."""
     mixing_map = random_map(layers, tokens, causal)
     capacities = 0.5 * mixing_map.scores.numpy() + 0.5 * np.eye(tokens)
     graph = nx.DiGraph()
@@ -82,7 +83,7 @@ def against_networkx(layers: int, tokens: int, causal: bool, rounds: int, sample
 
 
 def growth(layers: int, sizes: list[int], rounds: int) -> dict[str, Any]:
-    """Seconds for all pairs of causal maps of several lengths, taking turns."""
+    """Measure the seconds for all pairs of causal maps of several lengths, in turns."""
     maps = {size: random_map(layers, size, causal=True) for size in sizes}
     seconds = common.interleaved(
         {str(size): (lambda size=size: lm.flow(maps[size], layer=-1)) for size in sizes},
@@ -95,9 +96,10 @@ def growth(layers: int, sizes: list[int], rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Print all tables, and write them to a file if it is asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--full", action="store_true", help="more rounds, and three lengths")
-    parser.add_argument("--json", help="write the figures here too")
+    parser.add_argument("--json", help="a file to write the figures to")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rounds = 7 if options.full else 3

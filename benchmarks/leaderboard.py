@@ -1,13 +1,13 @@
-"""The leaderboard of docs/leaderboard.md: every method and aggregation, on real models, scored and dated.
+"""Compute the leaderboard of docs/leaderboard.md: every method and aggregation on trained models.
 
-    python -m benchmarks.leaderboard smollm2 importance        one model, one task; resumes where it stopped
+    python -m benchmarks.leaderboard smollm2 importance        one model, one task; resumes a stopped run
     python -m benchmarks.leaderboard --tables                  all finished tables as Markdown
     python -m benchmarks.leaderboard --record smollm2-importance   a finished table into LEADERBOARD.md, then:
     python -m benchmarks.leaderboard --facts                   what is quoted of recorded tables (facts.py)
 
-Models: smollm2, gemma3, minilm. Tasks: importance, planted, removals, cells (of minilm: removals). Each
-table has the same methods on shuffled weights beside. Finished cases are kept in outputs/leaderboard/, one
-file per model and task; a third argument bounds the number of prompts.
+Models: smollm2, gemma3, minilm. Tasks: importance, planted, removals, cells (for minilm: removals). Each
+table also has the same methods on shuffled weights. Finished cases are stored in outputs/leaderboard/, one
+file per model and task. A third argument limits the number of prompts.
 """
 
 from __future__ import annotations
@@ -85,16 +85,16 @@ SENTENCES = (
 
 
 def short_prompts(count: int, longest: int = 160) -> list[str]:
-    """Some prompts of the search's choosing half, of all kinds."""
+    """Return short prompts of the half on which the search was made, of all kinds."""
     texts = [prompt.text for prompt in make() if prompt.half == "choose" and len(prompt.text) <= longest]
     random.Random(7).shuffle(texts)
     return texts[:count]
 
 
 def task_of(name: str, model_name: str, model: Any, count: int | None = None) -> evaluation.Task:
-    """The cases of a model and a task; `count` bounds the number of prompts."""
+    """Return the task of a model. `count` limits the number of prompts."""
     if model_name == "minilm":
-        # What counts is the sentence's vector: the first position's residual stream stands for it here.
+        # A sentence's vector is what counts, and the residual stream at the first position represents it.
         return evaluation.Removals(SENTENCES, "sample", beam=2)
     if name == "importance":
         return evaluation.Importance(short_prompts(count or 40))
@@ -106,7 +106,13 @@ def task_of(name: str, model_name: str, model: Any, count: int | None = None) ->
 
 
 def main(model_name: str, task_name: str, count: str | None = None) -> None:
-    """Run one table as far as it is not finished."""
+    """Run one table as far as it is not finished.
+
+    Args:
+        model_name: "smollm2", "gemma3" or "minilm".
+        task_name: "importance", "planted", "removals" or "cells".
+        count: The largest number of prompts.
+    """
     import models
 
     model = {"smollm2": models.smollm2, "gemma3": models.gemma3, "minilm": models.minilm}[model_name]()
@@ -124,7 +130,7 @@ def main(model_name: str, task_name: str, count: str | None = None) -> None:
     )
     (FOLDER / f"{model_name}-{task_name}.md").write_text(board.to_markdown("position") + "\n")
     print(board.to_markdown("position"))
-    print(f"{time.time() - start:.0f} s; refused: {board.refused}")
+    print(f"{time.time() - start:.0f} s; not defined on this model: {board.refused}")
 
 
 def record(name: str) -> None:

@@ -1,10 +1,10 @@
-"""The norm-based family at base size (d_model 768, 12 heads, 12 layers), against one forward pass.
+"""Measure the norm-based methods at base size (d_model 768, 12 heads, 12 layers), beside one forward pass.
 
     python benchmarks/norms.py                 quick: 32 and 128 positions
     python benchmarks/norms.py --full          32, 128, 512 and 1024 positions, and memory at each
 
-Printed are medians of interleaved runs, as ratios to what ran beside them: one plain forward pass of the same
-model, and a straightforward version that writes out every pair's vector (query × key × d_model).
+The printed medians are of interleaved runs, as ratios to what ran beside them: one plain forward pass of the
+same model, and a straightforward version that computes every pair's vector (query × key × d_model).
 
 - seven outputs: AttnN per head and per layer, AttnRes, AttnResLn, and the mixing ratios of the last three
 - atb_ff: all three maps after the feed-forward, against one matrix product [pairs, d_mlp] @ [d_mlp, d_model]
@@ -36,12 +36,13 @@ from lens_mix.statistics.mixing_ratio import block_mixing_ratios
 from lens_mix.statistics.passes import prompt_blocks
 
 QUICK, FULL = (32, 128), (32, 128, 512, 1024)
-# Above this the straightforward versions take minutes, and tens of gigabytes.
+# Above this number of positions the straightforward versions take minutes, and tens of gigabytes.
 WRITTEN_OUT_UP_TO = 256
 NORM_STAGES = ("attn_n", "attn_res", "attn_res_ln")
 
 
 def main() -> None:
+    """Print all measurements, or the memory of one of them for the script itself."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--threads", type=int, default=1)
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def seven(model: Any, tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """All seven outputs of every block."""
+    """Return all seven outputs of every block."""
     outputs = []
     with torch.no_grad():
         for block in prompt_blocks(model, tokens, AttnResLn()).blocks:
@@ -85,7 +86,7 @@ def seven(model: Any, tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
 
 
 def seven_written_out(model: Any, tokens: torch.Tensor) -> None:
-    """The same from query × key × d_model vectors."""
+    """Compute the same from query × key × d_model vectors."""
     with torch.no_grad():
         for block in prompt_blocks(model, tokens, AttnResLn()).blocks:
             vectors = attention_vectors(block)
@@ -97,6 +98,7 @@ def seven_written_out(model: Any, tokens: torch.Tensor) -> None:
 
 
 def written_out_outputs(stage: Vectors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norms and mixing ratios of a stage from the vectors of all pairs."""
     dense = stage.pairs.written_out() * stage.scale[..., None]
     dense.diagonal(dim1=1, dim2=2).copy_(stage.diagonal.mT)
     own = dense.diagonal(dim1=1, dim2=2).transpose(1, 2)
@@ -105,6 +107,7 @@ def written_out_outputs(stage: Vectors) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def seven_outputs(model: Any, positions: int, repeats: int) -> None:
+    """Print the times of a forward pass, of the seven outputs, and of the straightforward version."""
     tokens = random_tokens(model, positions)
     variants = {"forward": lambda: forward(model, tokens), "seven": lambda: seven(model, tokens)}
     if positions <= WRITTEN_OUT_UP_TO:
@@ -118,6 +121,7 @@ def seven_outputs(model: Any, positions: int, repeats: int) -> None:
 
 
 def forward(model: Any, tokens: torch.Tensor) -> None:
+    """Run one forward pass."""
     with torch.no_grad():
         model(tokens[None])
 
@@ -126,7 +130,7 @@ def forward(model: Any, tokens: torch.Tensor) -> None:
 
 
 def memory(model: str, positions: int, threads: int) -> None:
-    """Largest resident memory of two fresh processes, one forward pass and the seven outputs."""
+    """Print the largest resident memory of two new processes: one forward pass, and the seven outputs."""
     peaks = {}
     for what in ("forward", "seven"):
         command = [sys.executable, __file__, "--model", model, "--threads", str(threads)]
@@ -142,6 +146,7 @@ def memory(model: str, positions: int, threads: int) -> None:
 
 
 def print_memory(name: str, what: str, positions: int) -> None:
+    """Print the largest resident memory of one computation in this process, in MB."""
     model = MODELS[name]()
     tokens = random_tokens(model, positions)
     if what == "forward":
@@ -152,10 +157,10 @@ def print_memory(name: str, what: str, positions: int) -> None:
 
 
 def peak_resident() -> float:
-    """Largest resident memory of this process so far, in MB."""
+    """Return the largest resident memory of this process so far, in MB."""
     status = Path("/proc/self/status")
     if status.exists():
-        # Not what getrusage says: that starts with what the parent had.
+        # The number of getrusage includes that of the parent process, and this one does not.
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) / 1024
     import resource
@@ -169,12 +174,13 @@ def peak_resident() -> float:
 
 
 def block_of(model: Any, positions: int, method: Method) -> Any:
-    """The middle block of a clean pass."""
+    """Return the middle block of a clean pass."""
     with torch.no_grad():
         return prompt_blocks(model, random_tokens(model, positions), method).blocks[6]
 
 
 def after_feed_forward(model: Any, positions: int, repeats: int) -> None:
+    """Print the time of the maps after the feed-forward, beside a matrix product as a lower bound."""
     block = block_of(model, positions, AtbFfResLn())
     pairs = int((block.recorded("pattern")[0] != 0).any(0).sum())
     feed_forward = block.anatomy.feed_forward
@@ -192,7 +198,7 @@ def after_feed_forward(model: Any, positions: int, repeats: int) -> None:
             shares = feed_forward_shares(block, vectors, "on_path")
             sent = vectors.pairs.heads.times(vectors.pairs.heads.after(vectors.normed.pairs.chain))
             for query in range(positions):
-                # One query at a time: the hidden layers of all pairs at once do not fit.
+                # The hidden layers of all pairs together do not fit in memory, so this runs per query.
                 weights = vectors.normed.pairs.pattern[0, :, query]
                 dense = torch.einsum("hk,khd->kd", weights, sent[0])
                 hidden = sum((dense @ W) * m[0, query] for W, m in shares.multipliers)
@@ -211,7 +217,8 @@ def after_feed_forward(model: Any, positions: int, repeats: int) -> None:
 
 
 def l1_distances(model: Any, positions: int, repeats: int) -> None:
-    # All blocks in a row: behind gigabytes of written-out vectors one block alone would find no cache warm.
+    """Print the time of ALTI's distances, beside vectors per head."""
+    # All blocks run in a row, because gigabytes of pair vectors would leave no warm cache for a single block.
     with torch.no_grad():
         blocks = prompt_blocks(model, random_tokens(model, positions), Alti()).blocks
 
@@ -222,7 +229,7 @@ def l1_distances(model: Any, positions: int, repeats: int) -> None:
                 Alti()(block)
 
     def by_heads() -> None:
-        """As the released code has it: heads × query × key × d_model, summed over heads, then normed."""
+        """Compute as the released code does: heads × query × key × d_model, then summed over heads."""
         with torch.no_grad():
             for block in blocks:
                 written_out_distances(block, positions)
@@ -235,7 +242,7 @@ def l1_distances(model: Any, positions: int, repeats: int) -> None:
 
 
 def written_out_distances(block: Any, positions: int) -> torch.Tensor:
-    """L1 distances from vectors that are all in memory at once."""
+    """Return L1 distances from vectors that are all in memory together."""
     vectors = attention_vectors(block)
     pattern = block.recorded("pattern")[0]
     sent = vectors.pairs.heads.times(vectors.pairs.heads.matrices)

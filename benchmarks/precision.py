@@ -1,10 +1,10 @@
-"""How many digits float32 keeps: Value Zeroing by algebra, and by hooks, against hooks in float64.
+"""Measure the digits of float32: Value Zeroing by algebra and by hooks, against hooks in float64.
 
     python -m benchmarks.precision        # SmolLM2-135M, and base-size random models of 3 layers
 
-The float64 model has the float32 model's weights. Three errors are told apart: the engine's own, the one that
-comes with the float32 clean pass (algebra in float64 on what that pass recorded), and that of the definition
-by hooks in float32. Only scores above 1e-7 count.
+The float64 model has the float32 model's weights. There are three errors: that of the algebra engine in
+float32, that of the float32 clean pass alone (algebra in float64 on what that pass recorded), and that of the
+definition by hooks in float32. Only scores above 1e-7 count.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SMALLEST = 1e-7
 
 
 def errors(model: Any, tokens: torch.Tensor) -> dict[str, float]:
-    """Largest and 99th percentile of the relative error of each way."""
-    exact = lm.run(_in_float64(model), tokens, "value_zeroing", engine="hooks").scores
+    """Return the largest relative error of each variant, and its 99th percentile."""
+    exact = lm.run(_copy_to_float64(model), tokens, "value_zeroing", engine="hooks").scores
     found = {"scores": float((exact > SMALLEST).sum())}
     ways = {"algebra": "algebra", "clean pass alone": "algebra", "hooks": "hooks"}
     wide = (torch.float64, torch.float64)
@@ -43,8 +43,8 @@ def errors(model: Any, tokens: torch.Tensor) -> dict[str, float]:
     return found
 
 
-def _in_float64(model: Any) -> Any:
-    """A copy in float64, its norms too: transformers computes RMSNorm in float32 whatever comes in."""
+def _copy_to_float64(model: Any) -> Any:
+    """Return a copy in float64, norms included: transformers computes RMSNorm in float32 for any input."""
     exact = copy.deepcopy(model).to(torch.float64)
     for module in exact.modules():
         if type(module).__name__ == "LlamaRMSNorm":
@@ -57,7 +57,7 @@ def _rms_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> list[dict[str, Any]]:
-    """A row per model."""
+    """Return a row per model."""
     torch.set_num_threads(1)
     rows = []
     for name, build in common.MODELS.items():

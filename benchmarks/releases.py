@@ -1,9 +1,9 @@
-"""Value Zeroing of two checkouts of this repository, in turns, one process each, one thread, processor time.
+"""Compare Value Zeroing of two checkouts of this repository, in turns, by processor time on one thread.
 
     git worktree add ../old d092647
     python -m benchmarks.releases ../old . --repeats 5 --out benchmarks
 
-Both sides take the same library for large products (MKL, what PyTorch takes by itself).
+Each side runs in a process of its own. Both use the same library for large products (MKL, PyTorch's default).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LARGE_PRODUCT = ("lens_mix.algebra.large_product", "lens_mix.methods.large_produ
 
 
 def answer(root: str, name: str, layers: int) -> None:
-    """A worker: the seconds of one run per length that is asked on standard input."""
+    """Run a worker: print the seconds of one run for each length that is read from standard input."""
     sys.path.insert(0, root)
     import torch
 
@@ -42,6 +42,7 @@ def answer(root: str, name: str, layers: int) -> None:
 
 
 def seconds(worker: subprocess.Popen[str], length: int) -> float:
+    """Return the seconds of one run of a worker."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     worker.stdin.write(f"{length}\n")
@@ -53,7 +54,7 @@ def seconds(worker: subprocess.Popen[str], length: int) -> float:
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """A row per model and length, with two workers that live as long as the model is measured."""
+    """Yield a row per model and length, from two workers that run as long as the model is measured."""
     for name in options.models:
         workers = []
         for root in (options.old.resolve(), options.new.resolve()):
@@ -67,7 +68,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, object]]:
                 seconds(worker, length)
             times = [[seconds(worker, length) for worker in workers] for _ in range(options.repeats)]
             old, new = (statistics.median(column) for column in zip(*times, strict=True))
-            # By turns: from one second to the next the same product may take a third longer.
+            # The speed of a product may change by a third within a second, so ratios are made within a turn.
             ratio = statistics.median(before / after for before, after in times)
             yield {"model": name, "positions": length, "old s": old, "new s": new, "old ÷ new": ratio}
         for worker in workers:
@@ -75,6 +76,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def main() -> None:
+    """Print the table or write it to a folder."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
@@ -87,7 +89,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         return answer(options.old, options.models[0], options.layers)
-    # Only here: a worker's `benchmarks.common` is that of its own checkout.
+    # This import is not at the top, because a worker has to use the `benchmarks.common` of its own checkout.
     from benchmarks import common
 
     if options.out is not None:

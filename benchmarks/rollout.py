@@ -1,4 +1,4 @@
-"""Attention rollout beside the loop that one would write: 12 layers of 1024 tokens, random maps.
+"""Compare attention roll-out with the loop that one would write: 12 layers of 1024 tokens, random maps.
 
 python -m benchmarks.rollout
 """
@@ -15,7 +15,7 @@ from benchmarks.flow import random_map
 
 
 def plain_loop(maps: torch.Tensor, residual: float = 0.5) -> torch.Tensor:
-    """The rollout of maps [layer, query, key] whose rows sum to 1: no check, no note, no null model."""
+    """Return the roll-out of maps [layer, query, key] whose rows sum to 1, without checks and notes."""
     identity = torch.eye(maps.shape[-1], dtype=maps.dtype)
     rolled = [identity]
     for scores in maps:
@@ -24,7 +24,7 @@ def plain_loop(maps: torch.Tensor, residual: float = 0.5) -> torch.Tensor:
 
 
 def against_plain_loop(layers: int, tokens: int, causal: bool, repeats: int) -> dict[str, Any]:
-    """Both in float64; and the rollout that is normalised by the receptive field."""
+    """Compare both in float64, and measure the roll-out that is normalised by the receptive field."""
     mixing_map = random_map(layers, tokens, causal)
     error = float((lm.rollout(mixing_map).scores - plain_loop(mixing_map.scores)).abs().max())
     seconds = common.interleaved(
@@ -47,6 +47,7 @@ def against_plain_loop(layers: int, tokens: int, causal: bool, repeats: int) -> 
 
 
 def main() -> None:
+    """Print the table."""
     torch.set_num_threads(1)
     print(common.markdown_table([against_plain_loop(12, 1024, causal, 5) for causal in (True, False)]))
 

@@ -1,14 +1,17 @@
-"""All benchmarks: `make bench` (quick, minutes) or `make bench BENCH=--full` (an hour or more).
+"""Run all benchmarks: `make bench` (quick, minutes) or `make bench BENCH=--full` (an hour or more).
 
     python -m benchmarks.run             gpt2-like, llama-like, bert-like of 3 layers; 32 and 128 positions
     python -m benchmarks.run --full      12 layers; 32 to 256 positions, the norm maps to 1024; SmolLM2-135M
 
-Writes benchmarks/RESULTS.md and results.json, or where --out points, row by row as they are found: every
-method's time as a ratio to one forward pass of the same model, its peak of tensors, how both grow with the
-length; Value Zeroing beside everything that it could be compared with, attribution beside captum, flow beside
-networkx. Ratios are of medians from one run. Each table says when and where it was measured; --tables
-measures some, and the others stay. A method that is slower than --patience seconds at one length is not run
-at the next.
+The results are benchmarks/RESULTS.md and results.json (or those in the folder of --out), written row by row:
+
+- for every method, its time as a ratio to one forward pass of the same model, its peak of tensors, and how
+  both grow with the length;
+- Value Zeroing beside all alternatives, attribution beside captum, flow beside networkx.
+
+Ratios are of medians from one run. Each table has its date and machine. --tables measures some tables, and
+the others stay unchanged. A method that takes more than --patience seconds at one length is not run at the
+next one.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ SMOLLM2 = "SmolLM2-135M"
 def all_methods(
     name: str, sizes: list[int], layers: int, repeats: int, patience: float
 ) -> Iterator[dict[str, Any]]:
-    """A row per method and length."""
+    """Yield a row per method and length."""
     model = common.smollm2() if name == SMOLLM2 else common.MODELS[name](layers=layers)
     forward: dict[int, float] = {}
     for method in METHODS:
@@ -46,7 +49,7 @@ def all_methods(
                 continue
             tokens = common.random_tokens(model, size)
             try:
-                row = _one(model, method, tokens, repeats)
+                row = _measure_method(model, method, tokens, repeats)
             except (ValueError, RuntimeError) as problem:
                 yield {"model": name, "positions": size, "method": method, "note": str(problem)[:120]}
                 break
@@ -59,7 +62,7 @@ def all_methods(
                 break
 
 
-def _one(model: Any, method: str, tokens: torch.Tensor, repeats: int) -> dict[str, float]:
+def _measure_method(model: Any, method: str, tokens: torch.Tensor, repeats: int) -> dict[str, float]:
     def run() -> object:
         return lm.run(model, tokens, method)
 
@@ -78,7 +81,7 @@ def _one(model: Any, method: str, tokens: torch.Tensor, repeats: int) -> dict[st
 
 
 def longest(layers: int) -> dict[str, Any]:
-    """1024 positions in a process of its own, for its resident memory."""
+    """Measure 1024 positions in a process of its own, to get its resident memory."""
     command = [sys.executable, "-m", "benchmarks.value_zeroing", "--memory", "1024", "--layers", str(layers)]
     command += ["--threads", str(torch.get_num_threads())]
     done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=True)
@@ -89,7 +92,7 @@ def longest(layers: int) -> dict[str, Any]:
 
 
 def compared(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Value Zeroing beside everything else; 256 positions for one model, for a loop over them takes hours."""
+    """Measure Value Zeroing beside all alternatives, 256 positions for one model only."""
     layers, sizes = (12, [32, 64, 128]) if options.full else (3, [64, 128])
     names = [name for name in options.models if name != SMOLLM2]
     for name in names:
@@ -98,44 +101,44 @@ def compared(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def long_prompt(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """1024 positions."""
+    """Measure 1024 positions."""
     if options.full:
         yield longest(12)
 
 
 def digits(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What float32 loses."""
+    """Measure the digits that float32 loses."""
     if options.full:
         yield from precision.main()
 
 
 def methods(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every method on one model."""
+    """Measure every method on one model."""
     layers, sizes = (12, [32, 64, 128, 256, 512, 1024]) if options.full else (3, [32, 128])
     yield from all_methods(name, options.sizes or sizes, layers, options.repeats, options.patience)
 
 
 def captum(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Attribution of attention beside captum's integrated gradients."""
+    """Measure attribution of attention beside captum's integrated gradients."""
     for positions in (32, 64) if options.full else (32,):
         yield attribution.against_captum(12 if options.full else 3, positions, options.repeats)
 
 
 def eight_points(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Attribution with the points that each layer needs beside eight in every layer."""
+    """Measure attribution with the points that each layer needs, beside eight in every layer."""
     layers = 12 if options.full else 3
     for name, tolerance in itertools.product(options.models, (None, 0.01)):
         yield attribution.against_eight_points(name, layers, 64, options.repeats, tolerance)
 
 
 def plain_loop(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rollout beside a loop of three lines."""
+    """Measure roll-out beside a loop of three lines."""
     for causal in (True, False):
         yield rollout.against_plain_loop(12, 1024, causal, options.repeats)
 
 
 def networkx(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Attention flow beside networkx, which solves a sample of the pairs."""
+    """Measure attention flow beside networkx, which solves a sample of the pairs."""
     for layers, causal in ((12, False), (12, True), (6, False)) if options.full else ((6, True),):
         yield flow.against_networkx(layers, 32, causal, options.repeats, sample=6)
 
@@ -144,7 +147,7 @@ TABLES = ("compared", "long", "rows", "digits", "captum", "points", "rollout", "
 
 
 def tables(options: argparse.Namespace) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
-    """The tables that are asked for: title and rows. Each model's methods are one, as they take long."""
+    """Yield the title and rows of each table that is asked for. Each model has a table of all methods."""
     if "compared" in options.tables:
         yield "Value Zeroing compared", compared(options)
     if "long" in options.tables:
@@ -170,6 +173,7 @@ def tables(options: argparse.Namespace) -> Iterator[tuple[str, Iterator[dict[str
 
 
 def main() -> None:
+    """Write the tables that are asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--threads", type=int, default=1)

@@ -1,19 +1,19 @@
-"""Value Zeroing by algebra against everything that it could be compared with, at base size.
+"""Compare Value Zeroing by algebra with all alternatives, at base size.
 
     python -m benchmarks.value_zeroing                       quick: gpt2-like, 3 layers, 64 and 128 positions
     python -m benchmarks.value_zeroing --full                12 layers, three models, 32 to 256 positions
     python -m benchmarks.value_zeroing --memory 1024         one run of 1024 positions, its memory
 
-Compared, in turns, medians of one run:
+The alternatives run in turns, and times are medians of one run:
 
 - forward: one plain pass of the same model
 - hooks: the library's definition, whole blocks replayed in copies
-- naive: a plain loop over layers and positions, one block call each (transformers, no library between)
+- naive: a plain loop over layers and positions, one block call each, in transformers without a library
 - naive in TransformerLens: the same loop over the wrapped model's blocks, with its hooks
-- batched: the same with as many copies at once as suits the caches
-- one product: pairs × d_mlp × d_model, the floor of any exact way that applies W_out per pair
-- two products: with W_in applied per pair too (and W_gate, where there is one)
-- inseq: one forward pass per position (benchmarks/peers), where its environment is there
+- batched: the same with as many copies per call as the caches hold
+- one product: pairs × d_mlp × d_model, the lower bound of any exact method that applies W_out per pair
+- two products: with W_in applied per pair too (and W_gate, if there is one)
+- inseq: one forward pass per position (benchmarks/peers), if its environment exists
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from benchmarks.baselines import PlainModel, value_zeroing_by_blocks
 from benchmarks.peers import peer_seconds
 from lens_mix.lens.block import Block
 
-# Above these the slow ways take minutes.
+# Above these numbers of positions the slow alternatives take minutes.
 HOOKS_UP_TO, NAIVE_UP_TO, BATCHED_UP_TO = 128, 128, 256
 ROWS = 1536
 
 
 def compare(name: str, positions: int, layers: int, repeats: int, peers: bool = False) -> dict[str, Any]:
-    """Seconds of each way and ratios to the algebra engine."""
+    """Return the seconds of each alternative, and their ratios to the algebra engine."""
     model = common.MODELS[name](layers=layers)
     plain = PlainModel(common.MODELS[name](layers=layers, wrapped=False))
     tokens = common.random_tokens(model, positions)
     ways: dict[str, Callable[[], object]] = {
         "algebra": lambda: lm.run(model, tokens, "value_zeroing", engine="algebra"),
-        "forward": lambda: _forward(model, tokens),
-        "product": _one_product(model, positions, name),
+        "forward": lambda: _run_forward(model, tokens),
+        "product": _make_product(model, positions, name),
     }
     if positions <= HOOKS_UP_TO:
         ways["hooks"] = lambda: lm.run(model, tokens, "value_zeroing", engine="hooks")
     if positions <= NAIVE_UP_TO:
         ways["naive"] = lambda: value_zeroing_by_blocks(plain, tokens)
-        ways["naive in TransformerLens"] = lambda: _one_by_one(model, tokens)
+        ways["naive in TransformerLens"] = lambda: _run_one_by_one(model, tokens)
     if positions <= BATCHED_UP_TO:
         ways["batched"] = lambda: value_zeroing_by_blocks(plain, tokens, max(1, 2048 // positions))
-    # The slow ways are many passes each: their first run is like the others.
+    # The slow alternatives make many passes each, so their first run is like the others.
     seconds = common.interleaved(ways, repeats, warm_up=("algebra", "forward", "product"))
-    pairs = _pairs(name, positions)
+    pairs = _count_pairs(name, positions)
     one = seconds.pop("product") * layers * pairs / min(pairs, ROWS)
-    first = 2 if _gated(model) else 1
+    first = 2 if _has_gate(model) else 1
     seconds |= {"one product": one, "two products": (1 + first) * one}
     if peers and name == "gpt2-like":
         seconds |= peer_seconds("inseq_value_zeroing", layers, positions)
@@ -72,32 +72,32 @@ def compare(name: str, positions: int, layers: int, repeats: int, peers: bool = 
 
 
 @torch.no_grad()
-def _forward(model: Any, tokens: torch.Tensor) -> None:
+def _run_forward(model: Any, tokens: torch.Tensor) -> None:
     model(tokens[None])
 
 
-def _one_by_one(model: Any, tokens: torch.Tensor) -> None:
-    """The definition by hooks, one copy of a block at a time."""
+def _run_one_by_one(model: Any, tokens: torch.Tensor) -> None:
+    """Run the definition by hooks, one copy of a block at a time."""
     single = lambda block, copies: (slice(start, start + 1) for start in range(copies))  # noqa: E731
     with mock.patch.object(Block, "chunks", single):
         lm.run(model, tokens, "value_zeroing", engine="hooks")
 
 
-def _gated(model: Any) -> bool:
+def _has_gate(model: Any) -> bool:
     return getattr(model.cfg, "gated_mlp", False) or hasattr(model.blocks[0].mlp, "gate")
 
 
-def _pairs(name: str, positions: int) -> int:
+def _count_pairs(name: str, positions: int) -> int:
     return positions**2 if name == "bert-like" else positions * (positions + 1) // 2
 
 
-def _one_product(model: Any, positions: int, name: str) -> Callable[[], object]:
+def _make_product(model: Any, positions: int, name: str) -> Callable[[], object]:
     d_mlp = int(model.cfg.d_mlp or 4 * model.cfg.d_model)
-    return common.gemm(min(_pairs(name, positions), ROWS), d_mlp, model.cfg.d_model)
+    return common.gemm(min(_count_pairs(name, positions), ROWS), d_mlp, model.cfg.d_model)
 
 
 def memory(positions: int, layers: int = 12) -> dict[str, Any]:
-    """One run on a fresh gpt2-like model; to be called in a process of its own."""
+    """Measure one run on a new gpt2-like model. It needs a process of its own."""
     model = common.gpt2_like(layers=layers, context=max(1024, positions))
     tokens = common.random_tokens(model, positions)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -118,11 +118,12 @@ def memory(positions: int, layers: int = 12) -> dict[str, Any]:
 def rows(
     models: Sequence[str], sizes: Sequence[int], layers: int, repeats: int, peers: bool = False
 ) -> list[dict[str, Any]]:
-    """A row per model and length."""
+    """Return a row per model and length."""
     return [compare(name, size, layers, repeats, peers) for name in models for size in sizes]
 
 
 def main() -> None:
+    """Print the table, or the memory of one run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--memory", type=int, metavar="POSITIONS")

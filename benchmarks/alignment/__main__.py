@@ -1,7 +1,7 @@
-"""Cross-attention as a word aligner (Kobayashi et al., EMNLP 2020, §5); writes results/ beside this file.
+"""Measure cross-attention as a word aligner (Kobayashi et al., EMNLP 2020, section 5), and write results/.
 
-python -m benchmarks.alignment                     both parts; goes on where it was interrupted
-python -m benchmarks.alignment --only known        a small translator whose alignment is known, trained here
+python -m benchmarks.alignment                     both experiments; continues an interrupted run
+python -m benchmarks.alignment --only known        a small translator with a known alignment, trained here
 python -m benchmarks.alignment --only hansards     flan-t5 on English–French pairs with gold alignments
 python -m benchmarks.alignment --pairs 20          fewer pairs
 """
@@ -19,8 +19,9 @@ PARTS = {"known": known.tables, "hansards": hansards.tables}
 
 
 def main() -> None:
+    """Write the pages that are asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=list(PARTS), help="one part; default: all")
+    parser.add_argument("--only", choices=list(PARTS), help="one experiment; default: both")
     parser.add_argument("--pairs", type=int, help="how many; default: 200 of known, all of hansards")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder")
     options = parser.parse_args()
@@ -31,7 +32,7 @@ def main() -> None:
 
 
 def make(name: str, pairs: int | None) -> str:
-    """A page of results, with where and when it was made."""
+    """Return a page of results, with its date and machine."""
     start = time.perf_counter()
     texts = list(PARTS[name](pairs))
     facts = ", ".join(f"{key} {value}" for key, value in machine().items() if value is not None)

@@ -1,4 +1,4 @@
-"""Every layer and head of cross-attention maps as an aligner, counted against gold."""
+"""Score every layer and head of cross-attention maps as an aligner against gold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lens_mix import MixingMap
 from lens_mix.evaluation import AlignmentErrors, GoldAlignment, Interval, align, alignment_errors, bootstrap
 
 ROWS = ("AWI", "AWO")
-# Maps that need a clean pass only.
+# The maps that need only a clean pass.
 FORWARD_METHODS: dict[str, Any] = {
     "weights": lm.AttentionWeights(per_head=True),
     "norms": lm.ValueNorms(),
@@ -21,7 +21,7 @@ FORWARD_METHODS: dict[str, Any] = {
     "attn_res": lm.AttnRes(),
     "alti": lm.Alti(),
 }
-# Counted per pair: links, sure, sure_found, possible_found of `AlignmentErrors`.
+# The counts of one pair: links, sure, sure_found, possible_found of `AlignmentErrors`.
 Counts = tuple[int, int, int, int]
 
 
@@ -29,11 +29,11 @@ class Cell(NamedTuple):
     """One aligner.
 
     Attributes:
-        map: its name.
+        map: The name of the map.
         rows: "AWI" or "AWO".
-        end: whether the end of the sentence competes (the paper's rule) or is left out.
-        layer: label.
-        head: None: all heads together.
+        end: Whether the end of the sentence competes (the paper's rule) or is left out.
+        layer: The label of the layer.
+        head: The number of the head. None: all heads together.
     """
 
     map: str
@@ -51,14 +51,16 @@ def count_cells(
     gold: GoldAlignment,
     ends: Iterable[bool] = (True, False),
 ) -> dict[Cell, Counts]:
-    """What each layer and head of one pair's maps comes to.
+    """Return the counts of each layer and head of one pair's maps.
 
     Args:
-        maps: by name. A map with heads is read head by head, and so is their mean, unless its name ends in
-            "by head".
-        source_words, target_words: as in `lens_mix.evaluation.align`.
-        end: key position of the end of the sentence.
-        ends: whether it competes.
+        maps: The maps by name. A map with heads is read head by head, and so is its mean over heads, unless
+            its name ends in "by head".
+        source_words: As in `lens_mix.evaluation.align`.
+        target_words: As in `lens_mix.evaluation.align`.
+        end: The key position of the end of the sentence.
+        gold: The gold alignment of the pair.
+        ends: Whether the end of the sentence competes; every value is counted.
     """
     found = {}
     for name, cross in maps.items():
@@ -79,24 +81,28 @@ def count_cells(
 
 
 def counts_of(links: Iterable[tuple[int, int]], gold: GoldAlignment) -> Counts:
-    """The counts of one pair."""
+    """Return the counts of one pair."""
     errors = alignment_errors([links], [gold])
     return errors.links[0], errors.sure[0], errors.sure_found[0], errors.possible_found[0]
 
 
 def errors_of(counts: Iterable[Counts]) -> AlignmentErrors:
-    """The counts of a corpus, pair by pair."""
+    """Return the counts of a corpus, pair by pair."""
     return AlignmentErrors(*map(list, zip(*counts, strict=True)))
 
 
 class Table:
-    """The cells of a corpus."""
+    """The alignment errors of a corpus, for every cell.
+
+    Attributes:
+        errors: The errors by cell.
+    """
 
     def __init__(self, pairs: Sequence[Mapping[Cell, Counts]]) -> None:
         self.errors = {cell: errors_of(pair[cell] for pair in pairs) for cell in pairs[0]}
 
     def select(self, name: str, rows: str, end: bool, heads: bool = False) -> dict[Cell, AlignmentErrors]:
-        """The layers of a map, or (`heads`) the heads of all its layers."""
+        """Return the layers of a map, or with `heads` the heads of all its layers."""
         return {
             cell: errors
             for cell, errors in self.errors.items()
@@ -104,33 +110,33 @@ class Table:
         }
 
     def best(self, name: str, rows: str, end: bool, heads: bool = False) -> tuple[Cell, AlignmentErrors]:
-        """The layer or head with the lowest error rate."""
+        """Return the layer or head with the lowest error rate."""
         return min(self.select(name, rows, end, heads).items(), key=lambda item: item[1].error_rate)
 
     def best_elsewhere(self, name: str, rows: str, end: bool, heads: bool = False) -> float:
-        """The error rate of the layer or head that is best on every second pair, on the other pairs."""
+        """Return, for each pair, the mean over layers of the terms whose mean is the error rate of a layer."""
         cells = self.select(name, rows, end, heads)
         chosen = min(cells, key=lambda cell: every_second(cells[cell], 0).error_rate)
         return every_second(cells[chosen], 1).error_rate
 
     def layer_mean(self, name: str, rows: str, end: bool) -> np.ndarray:
-        """Per pair, the mean over the layers of the terms whose mean is a layer's error rate."""
+        """Return the mean over layers, for each pair, of the terms whose mean is a layer's error rate."""
         return np.mean([errors.per_pair() for errors in self.select(name, rows, end).values()], 0)
 
 
 def every_second(errors: AlignmentErrors, first: int) -> AlignmentErrors:
-    """Half of the pairs."""
+    """Return half of the pairs."""
     halves = (errors.links, errors.sure, errors.sure_found, errors.possible_found)
     return AlignmentErrors(*(values[first::2] for values in halves))
 
 
 def percent(interval: Interval) -> str:
-    """An interval in percent."""
+    """Return an interval in percent."""
     return f"{100 * interval.mean:.1f} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
 
 
 def compared(table: Table, ends: Iterable[bool] = (True, False), heads: bool = True) -> list[dict[str, str]]:
-    """The paper's table: mean of the layers, best layer and best head of weights and of norms."""
+    """Return the paper's table: mean of the layers, best layer and best head, of weights and of norms."""
     lines = []
     for end in ends:
         for rows in ROWS:
@@ -144,8 +150,8 @@ def compared(table: Table, ends: Iterable[bool] = (True, False), heads: bool = T
             for each in (False, True) if heads else (False,):
                 (a, left), (b, right) = (table.best(name, rows, end, each) for name in ("weights", "norms"))
                 line |= {"aligner": "best head" if each else "best layer"}
-                line |= {"weights": f"{percent(left.interval())} ({_place(a)})"}
-                line |= {"norms": f"{percent(right.interval())} ({_place(b)})"}
+                line |= {"weights": f"{percent(left.interval())} ({_describe_place(a)})"}
+                line |= {"norms": f"{percent(right.interval())} ({_describe_place(b)})"}
                 line |= {"norms − weights": percent(right.interval(left))}
                 elsewhere = (table.best_elsewhere(name, rows, end, each) for name in ("weights", "norms"))
                 line |= {"chosen on the other half": ", ".join(f"{100 * rate:.1f}" for rate in elsewhere)}
@@ -154,7 +160,7 @@ def compared(table: Table, ends: Iterable[bool] = (True, False), heads: bool = T
 
 
 def by_layer(table: Table, names: Sequence[str], end: bool) -> list[dict[str, str]]:
-    """Error rates of all maps at every layer."""
+    """Return the error rates of all maps in every layer."""
     return [
         {"map": name, "rows": rows}
         | {
@@ -167,7 +173,7 @@ def by_layer(table: Table, names: Sequence[str], end: bool) -> list[dict[str, st
 
 
 def by_head(table: Table, name: str, rows: str, end: bool) -> list[dict[str, str]]:
-    """Error rates of a map, layers down and heads across."""
+    """Return the error rates of a map, with a row per layer and a column per head."""
     lines: dict[int, dict[str, str]] = {}
     for cell, errors in table.select(name, rows, end, heads=True).items():
         line = lines.setdefault(cell.layer, {"layer": str(cell.layer)})
@@ -175,5 +181,5 @@ def by_head(table: Table, name: str, rows: str, end: bool) -> list[dict[str, str
     return list(lines.values())
 
 
-def _place(cell: Cell) -> str:
+def _describe_place(cell: Cell) -> str:
     return f"layer {cell.layer}" + ("" if cell.head is None else f", head {cell.head}")

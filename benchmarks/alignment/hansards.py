@@ -1,4 +1,4 @@
-"""The cross-attention of flan-t5 as a word aligner, on 447 English–French pairs with gold alignments."""
+"""Measure the cross-attention of flan-t5 as a word aligner, on 447 English–French pairs with gold."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lens_mix.evaluation import GoldAlignment, bootstrap, diagonal, read_gold
 
 DATA = Path(__file__).parents[2] / "demos" / "data" / "alignment"
 PROMPT = "translate English to French:".split()
-# Published on the same 447 pairs (Dou & Neubig, EACL 2021, and the data's README).
+# Published error rates on the same 447 pairs (Dou & Neubig, EACL 2021, and the data's README).
 PUBLISHED = {
     "fast_align, one direction": 16.4,
     "fast_align, both directions": 10.5,
@@ -43,13 +43,14 @@ PUBLISHED = {
 
 @dataclasses.dataclass(frozen=True)
 class Forced:
-    """A pair in tokens, with the translation forced on the decoder.
+    """A pair as tokens, with the translation as the decoder's input.
 
     Attributes:
-        source: the prompt's tokens, the sentence's, and the end of the sentence.
-        target: what the decoder reads: the start token and the translation.
-        source_words, target_words: positions of each word's pieces.
-        prompt: how many tokens the prompt has.
+        source: The tokens of the prompt, of the sentence, and of the end of the sentence.
+        target: The tokens that the decoder reads: the start token and the translation.
+        source_words: The positions of each word's tokens in `source`.
+        target_words: The positions of each word's tokens in `target`.
+        prompt: The number of tokens of the prompt.
     """
 
     source: list[int]
@@ -60,21 +61,21 @@ class Forced:
 
 
 def sentences() -> list[tuple[list[str], list[str]]]:
-    """English and French words of each pair."""
+    """Return the English and French words of each pair."""
     lines = (DATA / "enfr.src-tgt").read_text(encoding="utf-8").splitlines()
     return [tuple(side.split() for side in line.split("|||")) for line in lines]  # type: ignore[misc]
 
 
 def forced(tokenizer: Any, english: list[str], french: list[str], start: int, end: int) -> Forced:
-    """The pair word by word, so that every piece belongs to a word of gold."""
-    source, words = _pieces(tokenizer, [*PROMPT, *english])
-    target, target_words = _pieces(tokenizer, french)
+    """Return the tokens of a pair, word by word, so that every token belongs to a word of gold."""
+    source, words = _tokenize_words(tokenizer, [*PROMPT, *english])
+    target, target_words = _tokenize_words(tokenizer, french)
     source_words = words[len(PROMPT) :]
     shifted = [[place + 1 for place in word] for word in target_words]
     return Forced([*source, end], [start, *target], source_words, shifted, source_words[0][0])
 
 
-def _pieces(tokenizer: Any, words: list[str]) -> tuple[list[int], list[list[int]]]:
+def _tokenize_words(tokenizer: Any, words: list[str]) -> tuple[list[int], list[list[int]]]:
     ids: list[int] = []
     groups = []
     for word in words:
@@ -85,7 +86,7 @@ def _pieces(tokenizer: Any, words: list[str]) -> tuple[list[int], list[list[int]
 
 
 def measure(model: Any, number: int, gold: GoldAlignment) -> dict[str, Any]:
-    """Everything that is said of one pair, ready for JSON."""
+    """Return all measurements of one pair, ready for JSON."""
     config, pairs = model.original_model.config, sentences()
     special = config.decoder_start_token_id, config.eos_token_id
     pair = forced(model.tokenizer, *pairs[number], *special)
@@ -103,15 +104,15 @@ def measure(model: Any, number: int, gold: GoldAlignment) -> dict[str, Any]:
         "counts": [[*cell, *values] for cell, values in counts.items()],
         "shares": torch.stack([share.sum(-1) for share in shares], -1).tolist(),
         "tokens": len(pair.target),
-        "loss": _loss(model, tensors[0], pair, special[1]),
-        "loss of another source": _loss(model, torch.tensor(other.source), pair, special[1]),
-        "loss without a source": _loss(model, nothing, pair, special[1]),
+        "loss": _compute_loss(model, tensors[0], pair, special[1]),
+        "loss of another source": _compute_loss(model, torch.tensor(other.source), pair, special[1]),
+        "loss without a source": _compute_loss(model, nothing, pair, special[1]),
     }
 
 
 @torch.no_grad()
-def _loss(model: Any, source: torch.Tensor, pair: Forced, end: int) -> float:
-    """−log probability of the translation and its end, given a source."""
+def _compute_loss(model: Any, source: torch.Tensor, pair: Forced, end: int) -> float:
+    """Return −log probability of the translation and its end, given a source."""
     target = torch.tensor([pair.target])
     logits = model.original_model(input_ids=source[None], decoder_input_ids=target).logits[0]
     return float(
@@ -120,14 +121,14 @@ def _loss(model: Any, source: torch.Tensor, pair: Forced, end: int) -> float:
 
 
 def measured(count: int | None = None, file: Path | None = None) -> list[dict[str, Any]]:
-    """All pairs; what an earlier call has measured is read from its file."""
+    """Return the measurements of all pairs. Those of an earlier call are read from its file."""
     file = file or cache_folder() / "alignment" / "hansards.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    # A line that was cut off by an interruption has no end.
+    # A line that an interruption cut off has no end, and its pair is measured again.
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
     whole = [line for line in lines if line.endswith("\n")]
     file.write_text("".join(whole), encoding="utf-8")
-    # By its number, so that a pair counts once that two runs side by side have both measured.
+    # Two runs at the same time may both have measured a pair, so each pair is stored by its number.
     found = {(one := json.loads(line))["pair"]: one for line in whole}
     gold = read_gold(DATA / "enfr.gold")
     wanted = range(len(gold) if count is None else count)
@@ -141,12 +142,14 @@ def measured(count: int | None = None, file: Path | None = None) -> list[dict[st
 
 
 def tables(count: int | None = None) -> Iterator[str]:
-    """The page's tables."""
+    """Yield the tables of the page."""
     pairs = measured(count)
     gold = read_gold(DATA / "enfr.gold")[: len(pairs)]
-    table = Table([_counts(pair) for pair in pairs])
-    yield "## Does it translate?\n\n" + markdown_table(_perplexities(pairs))
-    yield "## Floors and published aligners\n\nAER in percent.\n\n" + markdown_table(_floors(table, gold))
+    table = Table([_read_counts(pair) for pair in pairs])
+    yield "## Does it translate?\n\n" + markdown_table(_compute_perplexities(pairs))
+    yield "## Floors and published aligners\n\nAER in percent.\n\n" + markdown_table(
+        _compute_floors(table, gold)
+    )
     yield "## Weights and norms\n\n" + markdown_table(compared(table))
     names = [name for name in FORWARD_METHODS if not name.endswith("by head")]
     for end in (True, False):
@@ -158,15 +161,17 @@ def tables(count: int | None = None) -> Iterator[str]:
         for rows in ("AWI", "AWO"):
             title = f"## By head: {name}, {rows}, the end of the sentence left out\n\n"
             yield title + markdown_table(by_head(table, name, rows, False))
-    yield "## Where the attention goes\n\nMean of heads and rows.\n\n" + markdown_table(_shares(pairs))
+    yield "## Attention by source token\n\nMean of heads and rows.\n\n" + markdown_table(
+        _average_shares(pairs)
+    )
 
 
-def _counts(pair: Mapping[str, Any]) -> dict[Cell, Counts]:
+def _read_counts(pair: Mapping[str, Any]) -> dict[Cell, Counts]:
     return {Cell(*line[:5]): tuple(line[5:]) for line in pair["counts"]}
 
 
-def _perplexities(pairs: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Perplexity per token of the references; intervals over pairs, of the log."""
+def _compute_perplexities(pairs: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return the perplexity per token of the references, with intervals over pairs of its logarithm."""
     lines, tokens = [], np.array([pair["tokens"] for pair in pairs])
     for source, key in (
         ("its own", "loss"),
@@ -175,14 +180,14 @@ def _perplexities(pairs: list[dict[str, Any]]) -> list[dict[str, str]]:
     ):
         losses = np.array([pair[key] for pair in pairs])
         mean = losses.sum() / tokens.sum()
-        # The terms of the ratio of sums, as in AlignmentErrors.per_pair.
+        # These are the terms of a ratio of sums, as in AlignmentErrors.per_pair.
         interval = bootstrap(mean + (losses - mean * tokens) / tokens.mean())
         low, high = math.exp(interval.low), math.exp(interval.high)
         lines.append({"source": source, "perplexity": f"{math.exp(mean):.1f} [{low:.1f}, {high:.1f}]"})
     return lines
 
 
-def _floors(table: Table, gold: list[GoldAlignment]) -> list[dict[str, str]]:
+def _compute_floors(table: Table, gold: list[GoldAlignment]) -> list[dict[str, str]]:
     words = sentences()[: len(gold)]
     straight = [diagonal(len(english), len(french)) for english, french in words]
     errors = errors_of(counts_of(links, one) for links, one in zip(straight, gold, strict=True))
@@ -203,7 +208,7 @@ def _floors(table: Table, gold: list[GoldAlignment]) -> list[dict[str, str]]:
     return lines + [{"aligner": f"{name} (published)", "AER": str(rate)} for name, rate in PUBLISHED.items()]
 
 
-def _shares(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _average_shares(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     shares = np.mean([pair["shares"] for pair in pairs], 0)
     names = ("prompt", "sentence", "its end")
     return [

@@ -1,4 +1,4 @@
-"""Every cross-attention map of a small Marian model against an alignment that is known."""
+"""Measure every cross-attention map of a small Marian model against a known alignment."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ METHODS: dict[str, Any] = {**FORWARD_METHODS, "attn_res_ln": lm.AttnResLn()}
 
 
 def reference(pair: Pair) -> Any:
-    """A target of lens_mix: the log probability of the whole translation."""
+    """Return a target of lens_mix: the log probability of the whole translation."""
     labels = torch.tensor(pair.target)
 
     def log_probability(logits: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def reference(pair: Pair) -> Any:
 
 
 def maps_of(model: Any, pair: Pair) -> dict[str, MixingMap]:
-    """Every cross-attention map of one pair, by name; those with a target explain the whole translation."""
+    """Return every cross-attention map of one pair. Those with a target explain the whole translation."""
     target = reference(pair)
     methods = {
         **METHODS,
@@ -66,17 +66,17 @@ def maps_of(model: Any, pair: Pair) -> dict[str, MixingMap]:
 
 
 def gold_of(pair: Pair) -> GoldAlignment:
-    """Every link is sure."""
+    """Return the gold alignment, in which every link is sure."""
     return GoldAlignment(pair.links, pair.links)
 
 
 def target_words(pair: Pair) -> list[list[int]]:
-    """Positions among what the decoder reads, where the start token is 0."""
+    """Return the positions of each word in the decoder's input, whose position 0 is the start token."""
     return [[place + 1 for place in word] for word in pair.target_words]
 
 
 def measure(model: Any, examples: Sequence[Pair]) -> Table:
-    """All maps of all pairs. No target word is without a source word: the end does not compete."""
+    """Score all maps of all pairs, with and without competition of the end of the sentence."""
     counts = []
     for pair in examples:
         words, end = (pair.source_words, target_words(pair)), len(pair.source) - 1
@@ -86,10 +86,11 @@ def measure(model: Any, examples: Sequence[Pair]) -> Table:
 
 @torch.no_grad()
 def by_swapping(model: Any, pair: Pair) -> tuple[frozenset[tuple[int, int]], GoldAlignment]:
-    """What the model goes by: for each word of the translation the source word that it can't do without.
+    """Return the links that the model uses: the source word on which each word of the translation depends.
 
-    Each source word in turn becomes another one of its kind; the word of the translation that loses the most
-    log probability is its own. Second: gold without the words that have no other.
+    Each source word in turn is replaced by another one of its kind. A word of the translation is linked to
+    the source word whose replacement loses the most log probability. Also return gold without the words that
+    cannot be replaced.
     """
     swapped = [number for number, other in enumerate(pair.others) if other]
     rows = [pair.source]
@@ -109,7 +110,7 @@ def by_swapping(model: Any, pair: Pair) -> tuple[frozenset[tuple[int, int]], Gol
 
 
 def tables(count: int | None = None, recipe: Recipe | None = None, seeds: int = 3) -> Iterator[str]:
-    """The page's tables."""
+    """Yield the tables of the page."""
     recipe, examples = recipe or Recipe(), held_out(count or 200)
     floor = errors_of(
         counts_of(diagonal(len(p.source_words), len(p.target_words)), gold_of(p)) for p in examples

@@ -1,9 +1,9 @@
-"""Two made languages whose alignment is known: words in pieces, other words, another order.
+"""Make two artificial languages with a known alignment: words of several tokens, in another order.
 
-A clause of the source is `determiner adjectives noun verb [adverb] determiner adjectives noun`, and a
-sentence one clause or two with a comma between. Its translation puts the adverb (two words) first and the
-verb last, adjectives behind their noun in reverse order, and drops the plain determiner. Every target word
-has exactly one source word, some source words have two or none; the position does not tell which is which.
+A clause of the source is `determiner adjectives noun verb [adverb] determiner adjectives noun`. A sentence is
+one clause, or two with a comma between. Its translation has the adverb (two words) first and the verb last.
+Adjectives follow their noun in reverse order, and the plain determiner is dropped. Every target word has
+exactly one source word, and some source words have two or none. Positions do not determine the links.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 PAD, END, COMMA = 0, 1, 2
 SIZES = {"determiner": 3, "adjective": 10, "noun": 16, "verb": 8, "adverb": 4}
-# The first determiner has no translation.
+# This first determiner has no translation.
 PLAIN = ("determiner", 0)
-# Pieces that start a word, and pieces that continue one, in each language.
+# The numbers of tokens that start a word, and that continue one, in each language.
 STARTS, CONTINUATIONS = 24, 12
 FIRST_PIECE = 3
 VOCABULARY = FIRST_PIECE + STARTS + CONTINUATIONS
@@ -26,14 +26,16 @@ Word = tuple[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A sentence and its translation, as token ids with the end of the sentence.
+    """A sentence and its translation, as token numbers with the end of the sentence.
 
     Attributes:
-        source, target: token ids.
-        source_words, target_words: positions of each word's pieces, counted from 0 in both.
+        source: The token numbers of the sentence.
+        target: The token numbers of the translation.
+        source_words: The positions of each word's tokens in `source`, from 0.
+        target_words: The positions of each word's tokens in `target`, from 0.
         links: (source word, target word).
-        others: the pieces of another word of the same kind for each source word, with which the sentence has
-            a translation in the same order; none for the comma and the determiner that is dropped.
+        others: For each source word, the tokens of another word of its kind, whose sentence has a translation
+            in the same order. It is empty for the comma and the determiner that is dropped.
     """
 
     source: tuple[int, ...]
@@ -45,64 +47,64 @@ class Pair:
 
 
 def pairs(seed: int) -> Iterator[Pair]:
-    """Pairs without end; the same seed gives the same ones."""
+    """Yield pairs without end. The same seed gives the same pairs."""
     generator = random.Random(seed)
-    source, target = _lexicon(1), _lexicon(2)
+    source, target = _draw_lexicon(1), _draw_lexicon(2)
     while True:
-        words, order = _sentence(generator)
-        yield _written(words, order, source, target)
+        words, order = _draw_sentence(generator)
+        yield _write(words, order, source, target)
 
 
-def _sentence(generator: random.Random) -> tuple[list[Word], list[tuple[int, int]]]:
-    """Source words, and for each target word its source word and which of its translations it is."""
+def _draw_sentence(generator: random.Random) -> tuple[list[Word], list[tuple[int, int]]]:
+    """Draw source words, and for each target word its source word and which of its translations it is."""
     words: list[Word] = []
     order: list[tuple[int, int]] = []
     for number in range(generator.choice((1, 1, 1, 2))):
         if number:
             order.append((len(words), 0))
             words.append(("comma", 0))
-        subject, subject_order = _phrase(generator, len(words))
+        subject, subject_order = _draw_phrase(generator, len(words))
         words += subject
         verb = len(words)
-        words.append(_draw(generator, "verb"))
+        words.append(_draw_word(generator, "verb"))
         adverb = [len(words)] if generator.random() < 0.5 else []
-        words += [_draw(generator, "adverb") for _ in adverb]
-        objects, object_order = _phrase(generator, len(words))
+        words += [_draw_word(generator, "adverb") for _ in adverb]
+        objects, object_order = _draw_phrase(generator, len(words))
         words += objects
         order += [(place, half) for place in adverb for half in (0, 1)]
         order += [*subject_order, *object_order, (verb, 0)]
     return words, order
 
 
-def _phrase(generator: random.Random, start: int) -> tuple[list[Word], list[tuple[int, int]]]:
+def _draw_phrase(generator: random.Random, start: int) -> tuple[list[Word], list[tuple[int, int]]]:
     adjectives = generator.choice((0, 1, 2))
-    words = [_draw(generator, "determiner")]
-    words += [_draw(generator, "adjective") for _ in range(adjectives)]
-    words.append(_draw(generator, "noun"))
+    words = [_draw_word(generator, "determiner")]
+    words += [_draw_word(generator, "adjective") for _ in range(adjectives)]
+    words.append(_draw_word(generator, "noun"))
     noun = start + len(words) - 1
     order = [] if words[0] == PLAIN else [(start, 0)]
     return words, [*order, (noun, 0), *((place, 0) for place in range(noun - 1, start, -1))]
 
 
-def _draw(generator: random.Random, kind: str) -> Word:
+def _draw_word(generator: random.Random, kind: str) -> Word:
     return kind, generator.randrange(SIZES[kind])
 
 
-def _lexicon(seed: int) -> dict[tuple[Word, int], tuple[int, ...]]:
-    """Each word's pieces, one to three, drawn at random; an adverb has a second word."""
+def _draw_lexicon(seed: int) -> dict[tuple[Word, int], tuple[int, ...]]:
+    """Draw the tokens of each word, one to three. An adverb has a second word."""
     generator = random.Random(seed)
     lexicon: dict[tuple[Word, int], tuple[int, ...]] = {(("comma", 0), 0): (COMMA,)}
     for kind, count in SIZES.items():
         for number in range(count):
             for half in (0, 1) if kind == "adverb" else (0,):
-                spelt = _spelt(generator)
+                spelt = _spell(generator)
                 while spelt in lexicon.values():
-                    spelt = _spelt(generator)
+                    spelt = _spell(generator)
                 lexicon[(kind, number), half] = spelt
     return lexicon
 
 
-def _spelt(generator: random.Random) -> tuple[int, ...]:
+def _spell(generator: random.Random) -> tuple[int, ...]:
     start = FIRST_PIECE + generator.randrange(STARTS)
     rest = (
         FIRST_PIECE + STARTS + generator.randrange(CONTINUATIONS)
@@ -111,15 +113,15 @@ def _spelt(generator: random.Random) -> tuple[int, ...]:
     return start, *rest
 
 
-def _written(words: list[Word], order: list[tuple[int, int]], source: dict, target: dict) -> Pair:
-    source_ids, source_words = _joined([source[word, 0] for word in words])
-    target_ids, target_words = _joined([target[words[place], half] for place, half in order])
+def _write(words: list[Word], order: list[tuple[int, int]], source: dict, target: dict) -> Pair:
+    source_ids, source_words = _join([source[word, 0] for word in words])
+    target_ids, target_words = _join([target[words[place], half] for place, half in order])
     links = frozenset((place, number) for number, (place, _) in enumerate(order))
-    others = tuple(source[other, 0] if (other := _other(word)) else () for word in words)
+    others = tuple(source[other, 0] if (other := _replace_word(word)) else () for word in words)
     return Pair(source_ids, target_ids, source_words, target_words, links, others)
 
 
-def _other(word: Word) -> Word | None:
+def _replace_word(word: Word) -> Word | None:
     kind, number = word
     if kind == "comma" or word == PLAIN:
         return None
@@ -127,7 +129,7 @@ def _other(word: Word) -> Word | None:
     return (kind, 1) if following == PLAIN else following
 
 
-def _joined(pieces: list[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+def _join(pieces: list[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     ids: list[int] = []
     groups = []
     for word in pieces:

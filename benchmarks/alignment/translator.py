@@ -1,4 +1,4 @@
-"""A small Marian model that learns to translate the made language; trained once and kept in the cache."""
+"""Train a small Marian model to translate the artificial language, and store it in the cache."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from benchmarks.alignment.language import END, PAD, VOCABULARY, Pair, pairs
 from demos.models import cache_folder, made_once
 
-# No pair of training has this seed.
+# No pair that a model is trained on has this seed.
 HELD_OUT_SEED = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What the model is and how it is trained; another recipe is another model in the cache."""
+    """The settings of the model and of its training. Each recipe has a model of its own in the cache."""
 
     seed: int = 0
     layers: int = 2
@@ -32,12 +32,12 @@ class Recipe:
 
 
 def held_out(count: int) -> list[Pair]:
-    """Pairs that no model was trained on, but for those that come twice by chance."""
+    """Return pairs that no model was trained on, except for accidental repetitions."""
     return list(itertools.islice(pairs(HELD_OUT_SEED), count))
 
 
 def translator(recipe: Recipe) -> Any:
-    """The trained MarianMTModel of `transformers`, in eval mode; from the cache after the first call."""
+    """Return the trained MarianMTModel of `transformers`, in eval mode. Later calls read the cache."""
     from transformers import MarianMTModel
 
     name = "-".join(f"{name}{value}" for name, value in dataclasses.asdict(recipe).items())
@@ -46,14 +46,14 @@ def translator(recipe: Recipe) -> Any:
 
 
 def bridged(model: Any) -> Any:
-    """The model in a TransformerBridge."""
+    """Return the model in a TransformerBridge."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
     return build_bridge_from_module(model, architecture="MarianMTModel", hf_config=model.config).eval()
 
 
 def untrained(recipe: Recipe) -> Any:
-    """The model before its first step."""
+    """Return the model before its first training step."""
     from transformers import MarianConfig, MarianMTModel
 
     sides = {f"{side}_layers": recipe.layers for side in ("encoder", "decoder")}
@@ -85,7 +85,7 @@ def _train(recipe: Recipe, folder: Path) -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.rate, recipe.steps, pct_start=0.1)
     stream, losses = pairs(recipe.seed), []
     for _ in range(recipe.steps):
-        loss = _loss(model, list(itertools.islice(stream, recipe.batch)))
+        loss = _compute_loss(model, list(itertools.islice(stream, recipe.batch)))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -96,28 +96,28 @@ def _train(recipe: Recipe, folder: Path) -> None:
     (folder / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
 
 
-def _loss(model: Any, batch: Sequence[Pair]) -> torch.Tensor:
-    """Cross-entropy per token of the translation."""
-    logits, labels = _logits(model, batch)
+def _compute_loss(model: Any, batch: Sequence[Pair]) -> torch.Tensor:
+    """Return the cross-entropy per token of the translation."""
+    logits, labels = _compute_logits(model, batch)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
 def accuracy(model: Any, examples: Sequence[Pair]) -> float:
-    """How many translations have every token right, each token predicted from the right ones before it."""
+    """Return the share of translations without a wrong token, each predicted from the right ones before."""
     right = 0
     with torch.no_grad():
         for start in range(0, len(examples), 100):
-            logits, labels = _logits(model, examples[start : start + 100])
+            logits, labels = _compute_logits(model, examples[start : start + 100])
             right += int(((logits.argmax(-1) == labels) | (labels == -100)).all(1).sum())
     return right / len(examples)
 
 
 def decoder_input(pair: Pair) -> tuple[int, ...]:
-    """What the decoder reads as the translation is forced on it: the start token, and all but the end."""
+    """Return what the decoder reads: the start token, and the translation without its end."""
     return PAD, *pair.target[:-1]
 
 
-def _logits(model: Any, batch: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_logits(model: Any, batch: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
     source, real = padded([pair.source for pair in batch], PAD)
     given, _ = padded([decoder_input(pair) for pair in batch], PAD)
     labels, _ = padded([pair.target for pair in batch], -100)
@@ -125,7 +125,7 @@ def _logits(model: Any, batch: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tens
 
 
 def padded(rows: Sequence[tuple[int, ...]], fill: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of one length, and 1 where they are not filled up."""
+    """Return rows filled up to one length, and 1 where they are not filled up."""
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])
     real = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])

@@ -1,0 +1,1 @@
+"""Search and score an input map for causal decoders against measured replacement."""

@@ -1,4 +1,4 @@
-"""Forms of the recipe that take fewer passes, and their table (docs/input_map.md, "In five forwards").
+"""Score cheaper variants of the recipe, with fewer passes (docs/input_map.md, "In five forwards").
 
 python -m benchmarks.input_map.cheaper smollm2 choose       (or gemma3, held_out)
 """
@@ -21,12 +21,12 @@ from benchmarks.input_map.prompts import make
 from benchmarks.input_map.recipe import RULES, WORDS, word_states
 from benchmarks.input_map.table import agreement, interval
 
-# What one stand-in can be, after the two words of the recipe.
+# The single replacements that are tried, besides the two words of the recipe.
 AVERAGES = ("vocabulary's mean", "two words' mean", "eight words' mean", "four tokens' mean")
 
 
 def stand_ins(decoder: Decoder, words: Tensor) -> Float[Tensor, "set d_model"]:
-    """The embeddings of the recipe's two words, then of `AVERAGES`."""
+    """Return the embeddings of the recipe's two words, then of `AVERAGES`."""
     eight, vocabulary = decoder.embed(words), decoder.embed.weight[::7]
     drawn = torch.randperm(len(vocabulary), generator=torch.Generator().manual_seed(0))[:4]
     averages = [each.mean(0) for each in (vocabulary, eight[:2], eight, vocabulary[drawn])]
@@ -36,7 +36,7 @@ def stand_ins(decoder: Decoder, words: Tensor) -> Float[Tensor, "set d_model"]:
 def last_copies_of_all(
     decoder: Decoder, layers: list[Layer], replaced: list[tuple[Tensor, Tensor]]
 ) -> Float[Tensor, "pos d_vocab"]:
-    """As `Decoder.last_copies`, but copy j sees every stand-in for j, each at an equal part of its weight."""
+    """Return logits as `Decoder.last_copies`, but copy j sees all replacements of j, with equal weights."""
     (sets, _, count, _), diagonal = replaced[0][0].shape, torch.arange(len(layers[0].entering))
     x = layers[0].entering[-1].expand(1, count, -1)
     angles = decoder.angles(torch.tensor([count - 1]))
@@ -47,7 +47,7 @@ def last_copies_of_all(
         scores[..., diagonal, diagonal] = -torch.inf
         scores[..., -1] = (query * key.repeat_interleave(groups, 1)).sum(-1) * scaling
         others = (query * keys.repeat_interleave(groups, 1)).sum(-1) * scaling - np.log(sets)
-        # The last token sees itself; its own replacement is read elsewhere.
+        # The last token sees itself, because its own replacement is measured by another pass.
         others[..., -1] = -torch.inf
         both = torch.cat([scores[0], others.permute(1, 2, 0)], -1).softmax(-1)
         pattern, read = both.split([count, sets], -1)
@@ -61,9 +61,9 @@ def last_copies_of_all(
 
 
 def hidden_effects(layer: Layer, gradient: Tensor) -> Float[Tensor, "query key"]:
-    """The first-order change of the answer when query q no longer sees key j, in one layer.
+    """Return the first-order change of the answer if query q no longer sees key j, in one layer.
 
-    Sums over the other keys, as 1 - p has no digits left where one key has nearly all of the weight.
+    The other keys are summed, because 1 - p loses all digits if one key has nearly all of the weight.
     """
     count, groups = len(layer.entering), layer.query.shape[0] // layer.key.shape[0]
     others = 1 - torch.eye(count, dtype=gradient.dtype)
@@ -76,7 +76,7 @@ def hidden_effects(layer: Layer, gradient: Tensor) -> Float[Tensor, "query key"]
 def hidden_rows(
     decoder: Decoder, tokens: Tensor, words: Tensor, counts: Sequence[int]
 ) -> dict[str, Float[Tensor, " pos"]]:
-    """Where only the direct term is by stand-ins, for as many tokens as are counted, and the last."""
+    """Return rows in which the direct term is exact for `count` tokens and the last one, for each count."""
     layers, log_p, at_mixed, _ = gradients(decoder, decoder.embed(tokens), RULES)
     answer = log_p.argmax()
     effects = sum(hidden_effects(layer, gradient) for layer, gradient in zip(layers, at_mixed, strict=True))
@@ -97,7 +97,7 @@ def hidden_rows(
 def rows_of_words(
     decoder: Decoder, tokens: Tensor, words: Tensor, states: list[tuple[Tensor, Tensor]]
 ) -> dict[str, Float[Tensor, " pos"]]:
-    """The rows of the last position where words alone after the first token stand in, kept once per model."""
+    """Return the last position's rows if the replacements are words alone after the first token."""
     count = len(tokens)
     layers, log_p, at_mixed, _ = gradients(decoder, decoder.embed(tokens), RULES)
     answer = log_p.argmax()
@@ -127,7 +127,7 @@ def rows_of_words(
 
 @torch.no_grad()
 def rows_of(decoder: Decoder, tokens: Tensor, others: Tensor) -> dict[str, Float[Tensor, " pos"]]:
-    """The rows of the last position."""
+    """Return the rows of the last position."""
     layers, log_p, at_mixed, _ = gradients(decoder, decoder.embed(tokens), RULES)
     answer = log_p.argmax()
     copies, streams = decoder.copies(others[:, None].expand(-1, len(tokens), -1), layers)
@@ -156,6 +156,7 @@ def rows_of(decoder: Decoder, tokens: Tensor, others: Tensor) -> dict[str, Float
 
 
 def main(model_name: str, half: str) -> None:
+    """Make all rows that are missing, and print their agreement with measured replacement."""
     torch.set_num_threads(1)
     model, tokenizer = load(model_name)
     decoder = Decoder(model.requires_grad_(False))

@@ -1,7 +1,7 @@
-"""The plain Llama and Gemma 3 of transformers, layer by layer, with a backward pass under changed rules.
+"""Run the plain Llama and Gemma 3 of transformers layer by layer, with changed rules of the backward pass.
 
-One prompt at a time, causal attention over all earlier positions (prompts are shorter than Gemma's window).
-The forward pass is the model's own; `Rules` change derivatives only.
+There is one prompt at a time, and attention sees all earlier positions (prompts are shorter than Gemma's
+window). The forward pass is the model's own. `Rules` change only derivatives.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What the backward pass is told instead of the truth.
+    """The rules of the backward pass that replace the true derivatives.
 
     Attributes:
-        temperature: of the softmax's derivative; None: patterns are constants.
-        pattern, values: factors of the gradients through the pattern and through the values.
-        norms: the scales of norms are constants.
-        ratio: an activation's derivative is act(z)/z.
-        product: factor of the gradients at gate times up.
+        temperature: That of the softmax's derivative. None: patterns are constants.
+        pattern: The factor of the gradients through the pattern.
+        values: The factor of the gradients through the values.
+        norms: Whether the scales of norms are constants.
+        ratio: Whether an activation's derivative is act(z)/z.
+        product: The factor of the gradients at gate times up.
     """
 
     temperature: float | None = 1.0
@@ -36,9 +37,10 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What one block's attention had: per head, keys and values not repeated over their groups.
+    """The tensors of one block's attention. Keys and values are not repeated over their groups.
 
-    `mixed` is pattern @ value, the input of the output projection; `entering` is the residual stream.
+    `mixed` is pattern @ value, the input of the output projection. `entering` is the residual stream before
+    the block.
     """
 
     entering: Float[Tensor, " pos d_model"]
@@ -50,7 +52,7 @@ class Layer:
 
 
 class Decoder:
-    """One model, its parts by the names that Llama and Gemma 3 share."""
+    """One model, with the module names that Llama and Gemma 3 share."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.blocks = model.model, list(model.model.layers)
@@ -59,7 +61,7 @@ class Decoder:
         self.types = getattr(model.config, "layer_types", None)
 
     def angles(self, positions: Int[Tensor, " pos"]) -> list[tuple[Tensor, Tensor]]:
-        """Cosine and sine per block, each [pos d_head]."""
+        """Return cosine and sine for each block, [pos d_head]."""
         rotary, some = self.model.rotary_emb, self.embed.weight[:1]
         if not self.sandwich:
             cosine, sine = rotary(some, positions[None])
@@ -70,7 +72,7 @@ class Decoder:
     def projected(
         self, block: Any, x: Tensor, angle: tuple[Tensor, Tensor], rules: Rules
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries, rotated keys and values, each [... head pos d_head]."""
+        """Return rotated queries, rotated keys and values, each [... head pos d_head]."""
         attention = block.self_attn
         h = norm(block.input_layernorm, x, rules)
 
@@ -83,7 +85,7 @@ class Decoder:
         return rotate(query, *angle), rotate(key, *angle), value
 
     def finish(self, block: Any, x: Tensor, mixed: Tensor, rules: Rules) -> Tensor:
-        """The block's output from its input and the mixed values [... head pos d_head]."""
+        """Return the block's output from its input and the mixed values [... head pos d_head]."""
         out = block.self_attn.o_proj(mixed.transpose(-3, -2).flatten(-2))
         if self.sandwich:
             x = x + norm(block.post_attention_layernorm, out, rules)
@@ -93,11 +95,11 @@ class Decoder:
         return x + feed_forward(block.mlp, norm(block.post_attention_layernorm, x, rules), rules)
 
     def logits(self, x: Tensor, rules: Rules = Rules()) -> Tensor:
-        """From the last residual stream."""
+        """Return the logits of a last residual stream."""
         return self.head(norm(self.model.norm, x, rules))
 
     def forward(self, x: Float[Tensor, " pos d_model"], rules: Rules = Rules()) -> tuple[list[Layer], Tensor]:
-        """The layers, and the logits at the last position."""
+        """Return the layers, and the logits at the last position."""
         count, layers = len(x), []
         hidden = torch.ones(count, count, dtype=torch.bool).triu(1)
         for block, angle in zip(self.blocks, self.angles(torch.arange(count)), strict=True):
@@ -113,11 +115,11 @@ class Decoder:
     def copies(
         self, x: Float[Tensor, " set pos d_model"], layers: list[Layer]
     ) -> tuple[list[tuple[Tensor, Tensor]], Float[Tensor, " block set pos d_model"]]:
-        """Every token replaced, each alone: copy j has another embedding and sees the clean tokens before it.
+        """Return what each token becomes in all layers if it alone is replaced.
 
-        As attention is causal, this is what token j becomes in all layers when it alone is replaced; one
-        pass over as many tokens as the prompt has. Keys and values per layer [set group pos d_head], and
-        the streams entering every block, and leaving the last.
+        Copy j has another embedding and sees the clean tokens before it. As attention is causal, one pass
+        over as many tokens as the prompt has is enough. The result has keys and values per layer [set group
+        pos d_head], and the residual streams before every block and after the last one.
         """
         plain, found, streams = Rules(), [], [x]
         count = x.shape[1]
@@ -140,10 +142,10 @@ class Decoder:
     def last_copies(
         self, layers: list[Layer], replaced: list[tuple[Tensor, Tensor]]
     ) -> Float[Tensor, " set pos d_vocab"]:
-        """Logits of the last token when it sees copy j in the place of token j, for every j.
+        """Return the logits of the last token if it sees copy j instead of token j, for every j.
 
-        The tokens between stay clean: what j does through them is left out. The entry of the last position
-        is a pass of the clean token.
+        The tokens between stay clean, so the effect of j through them is left out. The entry of the last
+        position is a pass of the clean token.
         """
         plain = Rules()
         sets, _, count, _ = replaced[0][0].shape
@@ -159,7 +161,7 @@ class Decoder:
             scores[..., diagonal, diagonal] = swapped
             scores[..., -1] = own
             pattern = scores.softmax(-1)
-            # what a copy reads at its own place and at the last one is not the clean value
+            # A copy reads other values than the clean ones at position j and at its own, so these are added.
             at_own = pattern[..., diagonal, diagonal].unsqueeze(-1)
             at_last = pattern[..., -1:]
             mixed = pattern @ clean.value.repeat_interleave(groups, 0)
@@ -178,9 +180,10 @@ class Decoder:
         zeroed: Bool[Tensor, " copy rest"],
         dropped: Bool[Tensor, " copy rest"],
     ) -> Float[Tensor, " copy d_vocab"]:
-        """Last logits of copies of the prompt that are clean before the first position of `x`.
+        """Return the last logits of copies of the prompt that are clean before the first position of `x`.
 
-        In all layers, values are zero where `zeroed`, and no later position may attend to what is `dropped`.
+        In all layers, values are zero where `zeroed`, and no later position may attend to `dropped`
+        positions.
         """
         plain, (copies, rest, _) = Rules(), x.shape
         count = len(layers[0].entering)
@@ -202,17 +205,17 @@ class Decoder:
 
 
 def straight(value: Tensor, other: Tensor) -> Tensor:
-    """The first one's numbers, the second one's gradient."""
+    """Return the numbers of the first tensor with the gradient of the second."""
     return other + (value - other).detach()
 
 
 def scaled(tensor: Tensor, factor: float) -> Tensor:
-    """The same numbers, a factor on the gradient."""
+    """Return the same numbers, with a factor on the gradient."""
     return tensor if factor == 1 else straight(tensor, tensor * factor)
 
 
 def softmax(scores: Tensor, rules: Rules) -> Tensor:
-    """Over keys."""
+    """Return the softmax over keys, differentiated by the rules."""
     pattern = scores.softmax(-1)
     if rules.temperature is None:
         return pattern.detach()
@@ -222,7 +225,7 @@ def softmax(scores: Tensor, rules: Rules) -> Tensor:
 
 
 def norm(module: Any, x: Tensor, rules: Rules) -> Tensor:
-    """RMSNorm, of Llama's form or Gemma's (which stores its weight less 1)."""
+    """Return the RMSNorm of x, in Llama's form or Gemma's (which stores its weight minus 1)."""
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     weight = module.weight if hasattr(module, "variance_epsilon") else 1 + module.weight
     scale = (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
@@ -230,16 +233,16 @@ def norm(module: Any, x: Tensor, rules: Rules) -> Tensor:
 
 
 def feed_forward(mlp: Any, x: Tensor, rules: Rules) -> Tensor:
-    """The gated feed-forward."""
+    """Return the output of the gated feed-forward, differentiated by the rules."""
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
     act = mlp.act_fn(gate)
     if rules.ratio:
-        # at 0 both activations have the derivative 1/2, which is the limit of the ratio
+        # At 0 both activations have the derivative 1/2, which is the limit of the ratio.
         act = gate * torch.where(gate == 0, 0.5, act / gate).detach()
     return mlp.down_proj(scaled(act * up, rules.product))
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary positions."""
+    """Return x with rotary positions."""
     first, second = x.chunk(2, -1)
     return x * cosine + torch.cat([-second, first], -1) * sine

@@ -1,4 +1,4 @@
-"""What replacing each token would do, estimated from a few passes; the parts kept on disk for the search.
+"""Estimate what replacing each token would do from a few passes, and store the terms for the search.
 
 python -m benchmarks.input_map.effects smollm2 choose [limit]       (or gemma3, held_out)
 """
@@ -18,7 +18,7 @@ from benchmarks.input_map.decoder import Decoder, Layer, Rules
 from benchmarks.input_map.importance import file_of, folder, load
 from benchmarks.input_map.prompts import make
 
-# None of them is a word of the yardstick.
+# The measured replacement uses none of these words.
 WORDS = (" thing", " green", " went", " people")
 RULES = {
     "true": Rules(),
@@ -31,7 +31,7 @@ RULES = {
 
 
 def gradients(decoder: Decoder, x: Tensor, rules: Rules) -> tuple[list[Layer], Tensor, list[Tensor], Tensor]:
-    """The layers, the log probabilities, and the gradients of the answer's at every z and every stream."""
+    """Return layers, log probabilities, and the answer's gradients at every z and every residual stream."""
     with torch.enable_grad():
         layers, logits = decoder.forward(x.detach().requires_grad_(True), rules)
         log_p = logits.log_softmax(-1)
@@ -44,10 +44,10 @@ def gradients(decoder: Decoder, x: Tensor, rules: Rules) -> tuple[list[Layer], T
 def attention_effects(
     layer: Layer, gradient: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> Float[Tensor, "set head query key"]:
-    """The first-order change of the answer when query q sees copy j instead of token j, in one layer.
+    """Return the first-order change of the answer if query q sees copy j instead of token j, in one layer.
 
-    The softmax is recomputed exactly: a pattern with one score changed by d is p_j e^d and p_i elsewhere,
-    over 1 - p_j + p_j e^d.
+    The softmax is recomputed exactly. If one score changes by d, the pattern becomes p_j e^d for that key and
+    p_i for the others, divided by 1 - p_j + p_j e^d.
     """
     groups = layer.query.shape[0] // layer.key.shape[0]
     values = layer.value.repeat_interleave(groups, 0)
@@ -63,7 +63,7 @@ def attention_effects(
 
 @torch.no_grad()
 def effects(decoder: Decoder, tokens: Tensor, others: Tensor) -> dict[str, Any]:
-    """Everything the search reads, for one prompt."""
+    """Return all terms that the search reads, for one prompt."""
     x = decoder.embed(tokens)
     count, out = len(tokens), {}
     layers, logits = decoder.forward(x)
@@ -84,7 +84,7 @@ def effects(decoder: Decoder, tokens: Tensor, others: Tensor) -> dict[str, Any]:
             layers, at_mixed, replaced, decoder.blocks, strict=True
         ):
             effect = attention_effects(layer, gradient, key, value, block.self_attn.scaling)
-            # the entry of a token on itself is its own stream, not an edge
+            # The entry of a token on itself is its own residual stream, and not an edge between tokens.
             effect.diagonal(dim1=-2, dim2=-1).zero_()
             merged = effect.sum(1)
             by_query = by_query + merged
@@ -105,20 +105,21 @@ def effects(decoder: Decoder, tokens: Tensor, others: Tensor) -> dict[str, Any]:
 
 
 def replacements(decoder: Decoder, tokenizer: Any) -> Tensor:
-    """The mean embedding, then words."""
+    """Return the mean embedding, then the embeddings of words."""
     mean = decoder.embed(torch.arange(0, decoder.embed.num_embeddings, 7)).mean(0)
     words = [tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in WORDS]
     return torch.cat([mean[None], decoder.embed(torch.tensor(words))])
 
 
 def main(model_name: str, half: str, limit: str = "1000") -> None:
+    """Store the terms of all prompts of one half."""
     torch.set_num_threads(1)
     model, tokenizer = load(model_name)
     decoder = Decoder(model.requires_grad_(False))
     others = replacements(decoder, tokenizer)
     kept = folder(f"{model_name} effects")
     prompts = [prompt for prompt in make() if prompt.half == half]
-    # In an order that makes whatever is done fair to all kinds.
+    # A random order, so that a run that stops early has prompts of all kinds.
     random.Random(0).shuffle(prompts)
     prompts = prompts[: int(limit)]
     start = time.time()

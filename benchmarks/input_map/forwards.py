@@ -1,4 +1,4 @@
-"""What input maps of the last position cost, in forward passes of the same prompt: medians of turns.
+"""Measure the cost of input maps of the last position, in forward passes of the same prompt.
 
 python -m benchmarks.input_map.forwards smollm2 64
 """
@@ -16,6 +16,7 @@ REPEATS = 9
 
 
 def main(model_name: str, count: str) -> None:
+    """Print the medians of runs in turns."""
     import models
 
     torch.set_num_threads(1)
@@ -34,8 +35,8 @@ def main(model_name: str, count: str) -> None:
     }
     seconds = interleaved(ways, REPEATS)
     for name, taken in seconds.items():
-        print(f"{name:10s} {taken / seconds['forward']:.2f} forwards")
-    print(f"one forward of {count} tokens: {seconds['forward']:.3f} s")
+        print(f"{name:10s} {taken / seconds['forward']:.2f} forward passes")
+    print(f"one forward pass of {count} tokens: {seconds['forward']:.3f} s")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""The yardstick: what replacing each token does to the model's own answer, kept on disk.
+"""Measure what replacing each token does to the model's own answer, and store it.
 
     python -m benchmarks.input_map.importance smollm2 choose [limit]       (or gemma3, held_out)
 
-Per prompt a file with the tokens, the answer, and for every scored position the mean over four replacement
-words of abs(Δ log p(answer)) and of KL(p ‖ p replaced), besides three more ways to take the token out: its
-embedding replaced by the mean embedding, its values zeroed in all layers, and the attention to it masked. The
-first token is left out; of prompts with more than 48 tokens 32 positions are drawn, and the last one.
+Each prompt has a file with the tokens, the answer, and two numbers for every scored position: the means over
+four replacement words of abs(Δ log p(answer)) and of KL(p ‖ p replaced). Three more removals of the token are
+measured: its embedding is replaced by the mean embedding, its values are zeroed in all layers, and the
+attention to it is masked. The first token is left out. In prompts of more than 48 tokens, 32 positions are
+drawn, and the last one is added.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ TOKENS = 600
 
 
 def folder(model_name: str) -> Path:
-    """Where one model's files are kept."""
+    """Return the folder of one model's files."""
     path = Path("outputs") / "input_map" / model_name
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def file_of(model_name: str, prompt: Prompt) -> Path:
-    """A prompt's file."""
+    """Return the path of a prompt's file."""
     return folder(model_name) / f"{hashlib.sha256(prompt.text.encode()).hexdigest()[:16]}.pt"
 
 
 def tokens_of(tokenizer: Any, prompt: Prompt) -> Int[Tensor, " pos"]:
-    """With the model's first token, where it has one."""
+    """Return the tokens of a prompt, after the model's first token if it has one."""
     text = (tokenizer.bos_token or "") + prompt.text
     return tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
 
 
 def load(model_name: str):
-    """The plain model of transformers and its tokenizer."""
+    """Return the plain model of transformers and its tokenizer."""
     import models
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -61,9 +62,9 @@ def load(model_name: str):
 
 @torch.no_grad()
 def measure(decoder: Decoder, tokenizer: Any, tokens: Tensor) -> dict[str, Tensor]:
-    """Importance of the scored positions of one prompt.
+    """Return the importance of the scored positions of one prompt.
 
-    As attention is causal, what stands before a replaced token is computed once.
+    As attention is causal, the tokens before a replaced one are computed only once.
     """
     count = len(tokens)
     positions = list(range(1, count))
@@ -80,7 +81,7 @@ def measure(decoder: Decoder, tokenizer: Any, tokens: Tensor) -> dict[str, Tenso
     changes, divergences = [], []
     while len(changes) < len(positions):
         start = positions[len(changes)]
-        # small products are slow, so several positions go together, from the first of them on
+        # Small products are slow, so one pass serves several positions, from the first of them on.
         together = positions[len(changes) :][: max(1, TOKENS // (ways * (count - start)))]
         copies = whole[start:].repeat(len(together), ways, 1, 1)
         zeroed, dropped = torch.zeros(2, len(together), ways, count - start, dtype=torch.bool)
@@ -102,19 +103,20 @@ def measure(decoder: Decoder, tokenizer: Any, tokens: Tensor) -> dict[str, Tenso
         "divergence": divergence[:, :4].mean(-1),
         "mean_embedding": change[:, 4].abs(),
         "values_zeroed": change[:, 5].abs(),
-        # of the last position nothing is masked: not to be scored
+        # At the last position nothing is masked, so this entry must not be scored.
         "dropped": change[:, 6].abs(),
         "halves": torch.stack([change[:, :2].abs().mean(-1), change[:, 2:4].abs().mean(-1)]),
     }
 
 
 def main(model_name: str, half: str, limit: str = "1000") -> None:
+    """Store the importance of all prompts of one half."""
     torch.set_num_threads(1)
     model, tokenizer = load(model_name)
     decoder = Decoder(model)
     start = time.time()
     prompts = [prompt for prompt in make() if prompt.half == half]
-    # In an order that makes whatever is done fair to all kinds.
+    # A random order, so that a run that stops early has prompts of all kinds.
     random.Random(0).shuffle(prompts)
     prompts = prompts[: int(limit)]
     for number, prompt in enumerate(prompts):

@@ -1,10 +1,10 @@
-"""Joint input maps of flan-t5 against measured replacement, on short pairs of the Hansards.
+"""Score joint input maps of flan-t5 against measured replacement, on short pairs of the Hansards.
 
-    python -m benchmarks.input_map.joint choose 30        (or held_out): measures, keeps, prints the table
-    python -m benchmarks.input_map.joint choose 30 table  (prints what is kept)
+    python -m benchmarks.input_map.joint choose 30        (or held_out): measures, stores, prints the table
+    python -m benchmarks.input_map.joint choose 30 table  (prints what is stored)
 
-Per pair three decoder positions of the forced French reference. The yardstick is the mean over four words of
-abs(Δ log p) of what the model predicts there; start token and end of the sentence are not scored.
+Each pair has three decoder positions of the French reference. Maps are compared with the mean over four words
+of abs(Δ log p) of the prediction there. The start token and the end of the sentence are not scored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.alignment.hansards import Forced, forced, sentences
 from benchmarks.common import markdown_table
 from lens_mix.evaluation import bootstrap, partial_spearman, spearman
 
-# Words of both languages, each one token.
+# These words are in both languages, and each is one token.
 WORDS = (("table", "question"), ("minute", "public"))
 SHORTEST, LONGEST, QUERIES = 6, 22, 3
 ROLLED = {
@@ -40,7 +40,7 @@ ROLLED = {
 
 
 def gradients() -> dict[str, lm.methods.Method]:
-    """The maps of the whole model, by name."""
+    """Return the methods whose maps are of the whole model, by name."""
     target = lm.targets.predicted(of="log_probability")
     mean = {"score": "integrated", "baseline": "mean", "n_steps": 16}
     return {
@@ -59,7 +59,7 @@ def gradients() -> dict[str, lm.methods.Method]:
 
 
 def chosen(tokenizer: Any, half: str, count: int) -> Iterator[tuple[int, Forced, list[int]]]:
-    """Pairs of one half with their asked positions; every second short pair is of the other half."""
+    """Yield pairs of one half with their positions. Every second short pair belongs to the other half."""
     pairs = sentences()
     order = random.Random(0).sample(range(len(pairs)), len(pairs))
     short = [n for n in order if all(SHORTEST <= len(side) <= LONGEST for side in pairs[n])]
@@ -71,7 +71,7 @@ def chosen(tokenizer: Any, half: str, count: int) -> Iterator[tuple[int, Forced,
 
 
 def measure(model: Any, pair: Forced, queries: list[int]) -> dict[str, Any]:
-    """Importance by each half of the words, and every candidate's rows [query, key]."""
+    """Return the importance by each half of the words, and the rows of every map [query, key]."""
     prompt = torch.tensor(pair.source), torch.tensor(pair.target)
     log_p = lm.targets.predicted(of="log_probability")
     importance = [
@@ -101,13 +101,13 @@ def measure(model: Any, pair: Forced, queries: list[int]) -> dict[str, Any]:
 
 
 def scored(record: dict[str, Any], place: int) -> Tensor:
-    """The keys of one row that are scored: no start token, no end of the sentence, nothing later."""
+    """Return the scored keys of one row: no start token, no end of the sentence, and nothing later."""
     source, query = record["source"], record["queries"][place]
     return torch.tensor([*range(source - 1), *range(source + 1, source + query + 1)])
 
 
 def agreement(record: dict[str, Any], name: str) -> dict[str, float]:
-    """One candidate on one pair, the mean of its rows."""
+    """Return the agreement of one map on one pair, the mean over its rows."""
     found: dict[str, list[float]] = {}
     for place in range(len(record["queries"])):
         keys, source = scored(record, place), record["source"]
@@ -125,13 +125,13 @@ def agreement(record: dict[str, Any], name: str) -> dict[str, float]:
         values["source alone"] = partial_spearman(row[side], important[side])
         values["prefix alone"] = spearman(row[~side], important[~side])
         for key, value in values.items():
-            # A constant row, or one in the order of the position, agrees by 0.
+            # A constant row, or one that follows the position exactly, has an agreement of 0.
             found.setdefault(key, []).append(0.0 if math.isnan(value) else value)
     return {key: sum(values) / len(values) for key, values in found.items()}
 
 
 def table(records: list[dict[str, Any]], reference: str = "input_gradients, norm") -> str:
-    """All candidates, the best first, with 95 % intervals over pairs."""
+    """Return a table of all maps, the best first, with 95 % intervals over pairs."""
     names = [*records[0]["rows"], "position", "random"]
     names += ["measured with two of the words, against the other two"]
     by_name = {name: [agreement(record, name) for record in records] for name in names}
@@ -152,6 +152,7 @@ def table(records: list[dict[str, Any]], reference: str = "input_gradients, norm
 
 
 def main(half: str, count: str = "30", only: str = "") -> None:
+    """Measure the pairs that are missing, and print the table."""
     from demos.models import flan_t5
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Rows of the library's own maps of the whole model, kept on disk for the table.
+"""Store rows of the library's own maps of the whole model, for the table.
 
 python -m benchmarks.input_map.library smollm2 held_out       (or gemma3, choose)
 """
@@ -23,6 +23,7 @@ METHODS: dict[str, Any] = {
 
 
 def main(model_name: str, half: str) -> None:
+    """Store the rows of all prompts of one half."""
     import models
 
     torch.set_num_threads(1)

@@ -1,12 +1,12 @@
-"""Prompts for the search of an input map: two halves for good, with no template in both.
+"""Make the prompts for the search of an input map: two fixed halves, with no template in both.
 
-    python -m benchmarks.input_map.prompts          prints how many there are of each kind
+    python -m benchmarks.input_map.prompts          prints the number of prompts of each kind
 
-Each kind has families of templates for the half to choose on and others for the half that is held out. What
-is explained is whatever the model itself says next, so no prompt needs to be answered rightly.
+Each kind has families of templates for the half on which the search is made, and others for the half that is
+held out. The prediction of the model itself is explained, so it need not be right.
 """
 
-# ruff: noqa: E501 (templates are read more easily whole)
+# ruff: noqa: E501 (a template is easier to read on one line)
 
 from __future__ import annotations
 
@@ -67,7 +67,14 @@ FILLERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One prompt: its half, kind, template family and text."""
+    """One prompt.
+
+    Attributes:
+        half: "choose" or "held_out".
+        kind: The kind of prompt.
+        family: The template family.
+        text: The text.
+    """
 
     half: str
     kind: str
@@ -75,17 +82,17 @@ class Prompt:
     text: str
 
 
-def _fillers(draw: random.Random, half: str, count: int) -> list[str]:
+def _draw_fillers(draw: random.Random, half: str, count: int) -> list[str]:
     return draw.sample(FILLERS[half], count)
 
 
-def _planted(draw: random.Random, half: str, fact: str, question: str, others: int) -> str:
-    sentences = _fillers(draw, half, others)
+def _plant(draw: random.Random, half: str, fact: str, question: str, others: int) -> str:
+    sentences = _draw_fillers(draw, half, others)
     place = draw.randrange(len(sentences) + 1)
     return " ".join([*sentences[:place], fact, *sentences[place:], question])
 
 
-def _pick(draw: random.Random) -> dict[str, str]:
+def _draw_words(draw: random.Random) -> dict[str, str]:
     name, other, third = draw.sample(NAMES, 3)
     place = draw.randrange(len(CITIES))
     colour, second_colour = draw.sample(COLOURS, 2)
@@ -100,7 +107,7 @@ def _pick(draw: random.Random) -> dict[str, str]:
     }  # fmt: skip
 
 
-# kind -> half -> families
+# SHORT[kind][half] has the template families.
 SHORT: dict[str, dict[str, tuple[str, ...]]] = {
     "fact": {
         "choose": (
@@ -224,7 +231,7 @@ STORIES: dict[str, tuple[str, ...]] = {
 
 
 def make() -> list[Prompt]:
-    """All prompts, in an order that is the same every time."""
+    """Return all prompts, always in the same order."""
     draw = random.Random(SEED)
     made: dict[str, Prompt] = {}
 
@@ -235,15 +242,15 @@ def make() -> list[Prompt]:
         for kind, families in SHORT.items():
             for number, family in enumerate(families[half]):
                 for _ in range(4):
-                    add(half, kind, f"{kind} {number}", family.format(**_pick(draw)))
+                    add(half, kind, f"{kind} {number}", family.format(**_draw_words(draw)))
         for number, (fact, question) in enumerate(FACTS[half]):
             for others in (2, 3, 5, 8):
-                words = _pick(draw)
-                text = _planted(draw, half, fact.format(**words), question.format(**words), others)
+                words = _draw_words(draw)
+                text = _plant(draw, half, fact.format(**words), question.format(**words), others)
                 add(half, "planted fact", f"planted fact {number}", text)
         for number, story in enumerate(STORIES[half]):
             for before in (0, 0, 2):
-                text = " ".join([*_fillers(draw, half, before), story.format(**_pick(draw))])
+                text = " ".join([*_draw_fillers(draw, half, before), story.format(**_draw_words(draw))])
                 add(half, "story", f"story {number}", text)
     return list(made.values())
 

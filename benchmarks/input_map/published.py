@@ -1,4 +1,4 @@
-"""What the published maps say of every prompt, kept on disk.
+"""Store the rows of published maps for every prompt.
 
 python -m benchmarks.input_map.published smollm2 choose [limit]       (or gemma3, held_out)
 """
@@ -30,14 +30,14 @@ LONGEST_DECOMPX = 48
 
 
 def rows(bridge: Any, tokens: Tensor) -> dict[str, Tensor]:
-    """Rows of the last position: layer maps aggregated in several ways, and input maps."""
+    """Return rows of the last position: layer maps with several aggregations, and input maps."""
     maps = lm.run(bridge, tokens, list(LAYER_MAPS))
     found = {}
     for name, m in maps.items():
         count = len(m.layer_labels)
         found[f"{name} rollout"] = lm.rollout(m).scores[-1, -1]
         found[f"{name} rollout, receptive field"] = lm.rollout(m, receptive_field=True).scores[-1, -1]
-        # alti and the norms hold the residual: a weight of 1 - mixing / layers on top of it
+        # alti and the norms contain the residual stream, and get a weight of 1 - mixing / layers in addition.
         for mixing in (1.5, 5):
             row = lm.rollout(m, residual=max(0, 1 - mixing / count)).scores[-1, -1]
             found[f"{name} rollout, total mixing {mixing}"] = row
@@ -52,6 +52,7 @@ def rows(bridge: Any, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def main(model_name: str, half: str, limit: str = "1000") -> None:
+    """Store the rows of all prompts of one half."""
     from transformer_lens.model_bridge import TransformerBridge
 
     torch.set_num_threads(1)
@@ -59,7 +60,7 @@ def main(model_name: str, half: str, limit: str = "1000") -> None:
     bridge = TransformerBridge.boot_transformers(str(model.config._name_or_path), dtype=torch.float32).eval()
     kept = folder(f"{model_name} published")
     prompts = [prompt for prompt in make() if prompt.half == half]
-    # In an order that makes whatever is done fair to all kinds.
+    # A random order, so that a run that stops early has prompts of all kinds.
     random.Random(0).shuffle(prompts)
     prompts = prompts[: int(limit)]
     start = time.time()

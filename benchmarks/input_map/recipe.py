@@ -1,4 +1,4 @@
-"""The recipe that the search found, and its cheaper and dearer forms; rows kept on disk.
+"""Store the rows of the recipe that the search found, and of its cheaper and more expensive variants.
 
 python -m benchmarks.input_map.recipe smollm2 choose [limit]       (or gemma3, held_out)
 """
@@ -18,7 +18,7 @@ from benchmarks.input_map.effects import attention_effects, gradients
 from benchmarks.input_map.importance import file_of, folder, load, tokens_of
 from benchmarks.input_map.prompts import make
 
-# None of them is a word of the yardstick. The first two are also read in the prompt's own context.
+# The measured replacement uses none of these words. The first two are also read in the prompt's own context.
 WORDS = (" thing", " green", " went", " people", " small", " of", " and", " house")
 IN_CONTEXT = 2
 RULES = Rules(temperature=2, norms=True, ratio=True, product=0.5)
@@ -26,9 +26,9 @@ RULES = Rules(temperature=2, norms=True, ratio=True, product=0.5)
 
 @torch.no_grad()
 def word_states(decoder: Decoder, words: Tensor, first: int) -> list[tuple[Tensor, Tensor]]:
-    """Per layer: keys before rotation and values of each word alone after the first token.
+    """Return, for each layer, keys before rotation and values of each word alone after the first token.
 
-    [word group 1 d_head] each; once per model.
+    Each is [word group 1 d_head]. They depend only on the model.
     """
     angles = decoder.angles(torch.tensor([1]))
     found = []
@@ -50,7 +50,7 @@ def word_states(decoder: Decoder, words: Tensor, first: int) -> list[tuple[Tenso
 def recipe_rows(
     decoder: Decoder, tokens: Tensor, words: Tensor, states: list[tuple[Tensor, Tensor]]
 ) -> dict[str, Float[Tensor, " pos"]]:
-    """The rows of the last position."""
+    """Return the rows of the last position."""
     count, x = len(tokens), decoder.embed(tokens)
     layers, log_p, at_mixed, _ = gradients(decoder, x, RULES)
     answer = log_p.argmax()
@@ -72,7 +72,7 @@ def recipe_rows(
         by_query = 0
         for layer, gradient, (key, value), block in zip(layers, at_mixed, read, decoder.blocks, strict=True):
             effect = attention_effects(layer, gradient, key, value, block.self_attn.scaling).sum(1)
-            # a token's use of itself is no edge between tokens
+            # What a token takes from itself is not an edge between tokens.
             effect.diagonal(dim1=-2, dim2=-1).zero_()
             by_query = by_query + effect
         between = by_query[:, :-1]
@@ -88,13 +88,14 @@ def recipe_rows(
 
 
 def main(model_name: str, half: str, limit: str = "1000") -> None:
+    """Store the rows of all prompts of one half."""
     torch.set_num_threads(1)
     model, tokenizer = load(model_name)
     decoder = Decoder(model.requires_grad_(False))
     words = torch.tensor([tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in WORDS])
     kept, states = folder(f"{model_name} recipe"), None
     prompts = [prompt for prompt in make() if prompt.half == half]
-    # In an order that makes whatever is done fair to all kinds.
+    # A random order, so that a run that stops early has prompts of all kinds.
     random.Random(0).shuffle(prompts)
     start = time.time()
     for number, prompt in enumerate(prompts[: int(limit)]):

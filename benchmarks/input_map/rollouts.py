@@ -1,8 +1,9 @@
-"""Rollouts with other residual weights, with and without the receptive field, scored by importance.
+"""Score roll-outs with other residual weights, with and without the receptive field, against importance.
 
     python -m benchmarks.input_map.rollouts smollm2 held_out [limit]       (or gemma3, choose)
 
-Needs the files of `benchmarks.input_map.importance`; prompts of up to 48 tokens. Prints a Markdown table.
+It needs the files of `benchmarks.input_map.importance`, uses prompts of up to 48 tokens, and prints a
+Markdown table.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 
 
 def rows(model: Any, tokens: Tensor) -> dict[tuple[str, str, bool], Tensor]:
-    """The last position's row by method, weight, and whether it is normalised by the receptive field."""
+    """Return the last position's row by method, weight, and whether the receptive field normalises it."""
     maps = lm.run(model, tokens, list(METHODS), residual_shares=True)
     found = {}
     for name, m in maps.items():
@@ -43,12 +44,13 @@ def rows(model: Any, tokens: Tensor) -> dict[tuple[str, str, bool], Tensor]:
 
 
 def cell(values: list[float]) -> str:
-    """Mean and interval; a row without an order (all tied, or all on one token) counts as 0."""
+    """Return mean and interval. A row without an order (all tied, or all on one token) counts as 0."""
     whole = bootstrap(torch.tensor(values, dtype=torch.float64).nan_to_num(0.0))
     return f"{whole.mean:.2f} [{whole.low:.2f}, {whole.high:.2f}]"
 
 
 def main(model_name: str, half: str, limit: str = "1000") -> None:
+    """Print the table."""
     from transformer_lens.model_bridge import TransformerBridge
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The table: every row against the yardstick, with intervals.
+"""Print the table of all rows against measured replacement, with intervals.
 
 python -m benchmarks.input_map.table smollm2 choose        (or gemma3, held_out)
 """
@@ -23,9 +23,10 @@ YARDSTICKS = {
 
 
 def agreement(row: np.ndarray, other: np.ndarray, position: np.ndarray) -> tuple[float, float, float]:
-    """Spearman with the position partialled out, Spearman, and whether the strongest before the last agrees.
+    """Return Spearman controlled for position, Spearman, and whether the strongest key is the same.
 
-    A constant row, or one in the order of the position, agrees by 0.
+    The strongest key is one before the last. A constant row, or one that follows the position exactly, has
+    an agreement of 0.
     """
     ranks = [rankdata(values) for values in (np.round(row, 12), other, position)]
     if np.ptp(ranks[0]) == 0:
@@ -37,7 +38,7 @@ def agreement(row: np.ndarray, other: np.ndarray, position: np.ndarray) -> tuple
 
 
 def collect(model_name: str, half: str, target: str = "importance") -> tuple[dict[str, dict], list]:
-    """Candidate -> prompt number -> agreement; the prompts."""
+    """Return the agreement of each candidate by prompt number, and the prompts."""
     found: dict[str, dict[int, tuple[float, float, float]]] = {}
     used = []
     for prompt in make():
@@ -65,13 +66,14 @@ def collect(model_name: str, half: str, target: str = "importance") -> tuple[dic
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
-    """95 % of the means of prompts drawn again."""
+    """Return the 95 % interval of the means of prompts that are drawn again."""
     draws = np.random.default_rng(0).integers(0, len(values), (DRAWS, len(values)))
     low, high = np.quantile(values[draws].mean(1), (0.025, 0.975))
     return float(low), float(high)
 
 
 def main(model_name: str, half: str, main_row: str = "ours: copies, root of squares + direct") -> None:
+    """Print the table, and the recipe by kind, by length and against other measures."""
     found, used = collect(model_name, half)
     against = found[main_row]
     print(f"{model_name}, {half}: {len(used)} prompts\n")
@@ -88,7 +90,7 @@ def main(model_name: str, half: str, main_row: str = "ours: copies, root of squa
             f"| {name} | {len(values)} | {partial:.2f} | {low:.2f} to {high:.2f} | {plain:.2f} | {top:.2f} "
             f"| {paired.mean():.2f} ({less:.2f} to {more:.2f}) |"
         )
-    print("\nThe recipe by kind, and by length: partial / Spearman / of the position (prompts)")
+    print("\nThe recipe by kind, and by length: partial / Spearman / Spearman of the position (prompts)")
     groups: dict[str, list[int]] = {}
     for number, (prompt, count) in enumerate(used):
         groups.setdefault(prompt.kind, []).append(number)

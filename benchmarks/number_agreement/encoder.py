@@ -1,9 +1,9 @@
-"""Abnar & Zuidema's encoder (6 layers, 8 heads, d_model 128), trained here to classify the verb's number.
+"""Train Abnar & Zuidema's encoder (6 layers, 8 heads, d_model 128) to classify the number of the verb.
 
-Theirs has the blocks of GPT-2 without the causal mask, and reads the class off [CLS]: here a native
-TransformerBridge whose answers are two words of its vocabulary. `blocks="bert"` is the same with BERT's
-blocks (norms after the sums) and a class head on a pooler. The weights depend on the recipe alone and are
-kept in the cache folder.
+Their encoder has the blocks of GPT-2 without the causal mask, and reads the class at [CLS]. Here it is a
+native TransformerBridge whose answers are two words of its vocabulary. `blocks="bert"` has BERT's blocks
+(norms after the sums) and a classifier on a pooler instead. The weights depend only on the recipe, and are
+stored in the cache folder.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from benchmarks.number_agreement.sentences import (
 )
 from demos.models import cache_folder, made_once
 
-# What a task asks of a sentence.
+# For each task, the function that returns the right answer for a sentence.
 TASKS: dict[str, Callable[[Sentence], bool]] = {
     "verb": lambda sentence: sentence.plural,
     "last noun": lambda sentence: sentence.last_noun_plural,
     "fronted": lambda sentence: sentence.fronted,
 }
 CONTEXT = 40
-# Far from the seeds of the sentences that are trained on.
+# This seed is far from those of the sentences that are trained on.
 HELD_OUT_SEED = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Everything that the weights depend on. Every other task is tuned from the verb's encoder."""
+    """The settings that determine the weights. All other tasks are tuned from the verb's encoder."""
 
     blocks: Literal["gpt2", "bert"] = "gpt2"
     layers: int = 6
@@ -58,7 +58,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """A folder's name."""
+        """Return the name of the recipe's folder."""
         return "-".join(map(str, dataclasses.astuple(self)))
 
 
@@ -70,26 +70,26 @@ class Classifier:
     recipe: Recipe
 
     def of_output(self, output: Tensor) -> Tensor:
-        """Class logits [row, class] of the model's output."""
+        """Return the class logits [row, class] of the model's output."""
         if output.ndim == 2:
             return output
         return output[:, 0, [vocabulary()[name] for name in CLASSES]]
 
     def probability(self, answer: int) -> Callable[[Tensor], Tensor]:
-        """A target of lens_mix: the probability of an answer."""
+        """Return a target of lens_mix: the probability of an answer."""
         return lambda output: self.of_output(output).softmax(-1)[:, answer]
 
     def margin(self, answer: int) -> Callable[[Tensor], Tensor]:
-        """A target of lens_mix: by how much the logit of an answer is above the other's."""
+        """Return a target of lens_mix: the logit of an answer minus that of the other one."""
         return lambda output: self.of_output(output) @ torch.tensor([1.0, -1.0]).roll(answer)
 
     def loss(self, answer: int) -> Callable[[Tensor], Tensor]:
-        """A target of lens_mix: the cross-entropy where an answer is right."""
+        """Return a target of lens_mix: the cross-entropy if an answer is right."""
         return lambda output: -self.of_output(output).log_softmax(-1)[:, answer]
 
     @torch.no_grad()
     def logits(self, rows: Sequence[Sequence[int]], batch: int = 256) -> Tensor:
-        """Class logits [row, class] of rows of token numbers."""
+        """Return the class logits [row, class] of rows of token numbers."""
         parts = []
         for start in range(0, len(rows), batch):
             tokens, mask = padded(rows[start : start + batch])
@@ -97,14 +97,14 @@ class Classifier:
         return torch.cat(parts)
 
     def accuracy(self, examples: Sequence[Sentence], task: str = "verb") -> float:
-        """The share of right answers."""
+        """Return the share of right answers."""
         answers = torch.tensor([int(TASKS[task](example)) for example in examples])
         logits = self.logits([token_ids(example) for example in examples])
         return (logits.argmax(-1) == answers).double().mean().item()
 
 
 def classifier(task: str, recipe: Recipe) -> Classifier:
-    """Trained on the first call (minutes), then loaded."""
+    """Return the trained classifier. The first call trains it (minutes), and later calls load it."""
     home = cache_folder() / "number-agreement" / recipe.name
     folder = made_once(home / task.replace(" ", "-"), lambda empty: _train_into(empty, task, recipe))
     found = untrained(recipe)
@@ -113,12 +113,12 @@ def classifier(task: str, recipe: Recipe) -> Classifier:
 
 
 def held_out(count: int, seed: int = HELD_OUT_SEED, least_attractors: int = 1) -> list[Sentence]:
-    """Sentences that nothing was trained on."""
+    """Return sentences on which nothing was trained."""
     return list(itertools.islice(sentences(seed, least_attractors), count))
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Tokens and attention mask, [row, position]."""
+    """Return tokens and attention mask, [row, position]."""
     tokens = torch.full((len(rows), max(map(len, rows))), vocabulary()[PAD])
     mask = torch.zeros_like(tokens)
     for place, row in enumerate(rows):
@@ -127,15 +127,15 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 def untrained(recipe: Recipe) -> Classifier:
-    """The classifier with random weights."""
-    make = {"gpt2": _gpt2, "bert": _bert}[recipe.blocks]
+    """Return the classifier with random weights."""
+    make = {"gpt2": _build_gpt2, "bert": _build_bert}[recipe.blocks]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         return Classifier(make(recipe).eval(), recipe)
 
 
-def _gpt2(recipe: Recipe) -> Any:
-    """Norms before, as in GPT-2; every position sees every other."""
+def _build_gpt2(recipe: Recipe) -> Any:
+    """Return an encoder with norms before the blocks, as in GPT-2, in which positions see all others."""
     from transformer_lens.config import TransformerBridgeConfig
     from transformer_lens.model_bridge import TransformerBridge
 
@@ -155,8 +155,11 @@ def _gpt2(recipe: Recipe) -> Any:
     return TransformerBridge.boot_native(config)
 
 
-def _bert(recipe: Recipe) -> Any:
-    """Norms after, as in BERT. Of its classifiers TransformerBridge holds the one for the next sentence."""
+def _build_bert(recipe: Recipe) -> Any:
+    """Return an encoder with norms after the sums, as in BERT.
+
+    TransformerBridge supports only one of BERT's classifiers, that for the next sentence.
+    """
     from transformer_lens.model_bridge.sources import build_bridge_from_module
     from transformers import BertConfig, BertForNextSentencePrediction
 
@@ -168,17 +171,17 @@ def _bert(recipe: Recipe) -> Any:
         vocab_size=len(vocabulary()),
         max_position_embeddings=CONTEXT,
         pad_token_id=vocabulary()[PAD],
-        # Every sentence is new: there is nothing to learn by heart.
+        # Every sentence is new, so the model cannot learn any by heart, and needs no dropout.
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
     model = BertForNextSentencePrediction._from_config(config, attn_implementation="eager")
-    # The adapter is that of the masked language model; the class head runs as it is.
+    # The adapter is that of the masked language model, and the classifier runs unchanged.
     return build_bridge_from_module(model, architecture="BertForMaskedLM", hf_config=model.config)
 
 
 def _train_into(folder: Path, task: str, recipe: Recipe) -> None:
-    """The verb from scratch, any other task from there (as one BERT is tuned for all tasks in the paper)."""
+    """Train the verb from scratch, and any other task from there (the paper tunes one BERT for all tasks)."""
     found = untrained(recipe) if task == "verb" else classifier("verb", recipe)
     _train(found, task, recipe.steps if task == "verb" else recipe.tuning_steps)
     torch.save(found.model.state_dict(), folder / "weights.pt")
@@ -189,8 +192,8 @@ def _train(found: Classifier, task: str, steps: int) -> None:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
     warm_up = min(100, steps // 5 + 1)
-    # A seed of its own per task, so that a task is not tuned on what the verb was trained on.
-    batches = _batches(recipe, 1 + list(TASKS).index(task))
+    # Each task has a seed of its own, so that it is not tuned on the sentences of the verb's training.
+    batches = _make_batches(recipe, 1 + list(TASKS).index(task))
     for step, examples in zip(range(steps), batches, strict=False):
         share = (step + 1) / warm_up if step < warm_up else 0.5 + 0.5 * math.cos(math.pi * step / steps)
         for group in optimizer.param_groups:
@@ -211,8 +214,8 @@ def _train(found: Classifier, task: str, steps: int) -> None:
     model.eval()
 
 
-def _batches(recipe: Recipe, seed: int) -> Iterator[list[tuple[list[int], Sentence]]]:
-    """Token numbers and sentences, some words unknown; sentences without an attractor are among them."""
+def _make_batches(recipe: Recipe, seed: int) -> Iterator[list[tuple[list[int], Sentence]]]:
+    """Yield token numbers and sentences, with some unknown words and some sentences without an attractor."""
     seed += 1000 * recipe.seed
     stream, draw = sentences(seed, least_attractors=0), random.Random(seed)
     unknown = vocabulary()[UNK]

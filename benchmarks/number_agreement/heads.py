@@ -1,4 +1,4 @@
-"""The experiments of self-attention attribution (Hao et al., AAAI 2021) on the trained classifier."""
+"""Repeat the experiments of self-attention attribution (Hao et al., AAAI 2021) on the trained classifier."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from benchmarks.number_agreement.encoder import TASKS, Classifier
 from benchmarks.number_agreement.sentences import CLS, Sentence, token_ids, vocabulary
 from lens_mix import evaluation
 
-# The paper prunes in steps of a tenth.
+# The shares of pruned heads. The paper uses steps of a tenth too.
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-# The options under which lens_mix grows the released code's tree.
+# With these options lens_mix makes the tree of the released code.
 RELEASED_CODE: dict[str, Any] = {
     "special": [0],
     "top_layer": -2,
@@ -28,22 +28,22 @@ RELEASED_CODE: dict[str, Any] = {
 
 
 def answers(examples: Sequence[Sentence], task: str = "verb") -> list[int]:
-    """The right ones."""
+    """Return the right answers."""
     return [int(TASKS[task](example)) for example in examples]
 
 
 def prompts(examples: Sequence[Sentence]) -> list[torch.Tensor]:
-    """Token numbers."""
+    """Return the token numbers."""
     return [torch.tensor(token_ids(example)) for example in examples]
 
 
 def accuracy_of(found: Classifier, examples: Sequence[Sentence]) -> Callable[[Any], float]:
-    """A metric: the share of right answers."""
+    """Return a metric: the share of right answers."""
     return lambda model: found.accuracy(examples)
 
 
 def likelihood_of(found: Classifier, examples: Sequence[Sentence]) -> Callable[[Any], float]:
-    """A metric that moves where the accuracy does not: the mean log probability of the right answer."""
+    """Return a metric that changes even if accuracy does not: the right answer's mean log probability."""
     ids, right = [token_ids(example) for example in examples], torch.tensor(answers(examples))
     return lambda model: found.logits(ids).log_softmax(-1).gather(1, right[:, None]).mean().item()
 
@@ -52,13 +52,16 @@ def likelihood_of(found: Classifier, examples: Sequence[Sentence]) -> Callable[[
 
 
 def by_attribution(found: Classifier, examples: Sequence[Sentence], task: str) -> evaluation.HeadImportance:
-    """E_x[max Attr_h] of the right answer's probability."""
+    """Return E_x[max Attr_h] of the right answer's probability."""
     targets = [found.probability(answer) for answer in answers(examples, task)]
     return evaluation.head_importance(found.model, prompts(examples), targets=targets)
 
 
 def rankings(found: Classifier, examples: Sequence[Sentence]) -> dict[str, evaluation.HeadImportance]:
-    """Attribution and its baselines; where every head's loss of accuracy is 0, the likelihood tells more."""
+    """Return importance by attribution and its baselines.
+
+    If no head changes the accuracy, the likelihood still distinguishes them.
+    """
     losses = [found.loss(answer) for answer in answers(examples)]
     count, given = len(examples), prompts(examples)
     ablation = evaluation.ablation_importance
@@ -74,7 +77,7 @@ def rankings(found: Classifier, examples: Sequence[Sentence]) -> dict[str, evalu
 def pruning(
     found: Classifier, ranked: dict[str, evaluation.HeadImportance], others: Sequence[Sentence]
 ) -> pd.DataFrame:
-    """Accuracy on sentences that the rankings have not seen, the least important heads pruned first."""
+    """Return the accuracy on other sentences as the least important heads are pruned first."""
     curves = evaluation.pruning_curves(
         found.model, accuracy_of(found, others), ranked, fractions=SHARES, random=5
     )
@@ -91,7 +94,7 @@ def between_tasks(
     examples: Sequence[Sentence],
     count: int,
 ) -> pd.DataFrame:
-    """Correlation of head importance; a model of another seed shows what chance gives."""
+    """Return correlations of head importance. A model of another seed shows the level of chance."""
     by_construction = {
         kind: [example for example in examples if example.construction == kind][:count]
         for kind in ("phrase", "clause")
@@ -112,9 +115,10 @@ def between_tasks(
 def trees(
     found: Classifier, examples: Sequence[Sentence]
 ) -> tuple[pd.DataFrame, dict[str, str], pd.DataFrame]:
-    """The edges of the trees, how the first one looks, and what the trees hold.
+    """Return the edges of the trees, drawings of the first trees, and what the trees contain.
 
-    "from [CLS]" is rooted where the answer is read; "released code" at the token with the strongest row.
+    The root of "from [CLS]" is the position at which the answer is read. The root of "released code" is the
+    token with the strongest row.
     """
     kinds: dict[str, dict[str, Any]] = {"from [CLS]": {"root": 0}, "released code": RELEASED_CODE}
     edges, shown, held = [], {}, []
@@ -145,7 +149,7 @@ def trees(
 
 
 def distances(edges: pd.DataFrame) -> pd.DataFrame:
-    """The receptive field: how far apart the two tokens of an edge are, by layer."""
+    """Return the distances between the two tokens of an edge, by layer: the receptive field."""
     groups = edges.groupby(["tree", "layer"], sort=False)["distance"]
     table = groups.describe()[["count", "mean", "25%", "50%", "75%", "max"]]
     return table.sort_index(ascending=[False, True]).reset_index()
@@ -157,13 +161,13 @@ def distances(edges: pd.DataFrame) -> pd.DataFrame:
 def triggers(
     found: Classifier, examples: Sequence[Sentence], others: Sequence[Sentence], keep: int = 5
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """What the strongest triggers of some sentences do to the answers of others; and the mean over all.
+    """Return the effect of the strongest triggers of some sentences on the answers of others, and its mean.
 
-    "own" are sentences with the answer of the sentence that a trigger comes from, "other" the rest. The
-    control puts as many random words of the sentences' own at the same places.
+    "own" are sentences with the same answer as the trigger's sentence, and "other" are the rest. The control
+    inserts as many random words of the sentences at the same positions.
     """
     special = [vocabulary()[CLS]]
-    found_in, into = _labelled(examples), _labelled(others)
+    found_in, into = _make_examples(examples), _make_examples(others)
     targets = [found.probability(answer) for answer in answers(examples)]
     strongest = evaluation.extract_triggers(found.model, found_in, targets=targets, special=special)
     distinct = {tuple(piece.token for piece in one.pieces): one for one in reversed(strongest)}
@@ -176,21 +180,21 @@ def triggers(
         for one in kept
     ]
     tables = {
-        "triggers": _drops(found, into, kept, special),
-        "random words": _drops(found, into, by_chance, special),
+        "triggers": _measure_drops(found, into, kept, special),
+        "random words": _measure_drops(found, into, by_chance, special),
     }
     means = pd.DataFrame({name: table[["own", "other"]].mean() for name, table in tables.items()}).T
     counts = {"triggers": len(strongest), "random words": len(strongest)}
     return tables["triggers"].head(keep), means.assign(count=counts, distinct=len(kept))
 
 
-def _drops(
+def _measure_drops(
     found: Classifier,
     into: Sequence[evaluation.Example],
     triggers: Sequence[evaluation.Trigger],
     special: Sequence[int],
 ) -> pd.DataFrame:
-    """Per trigger: the accuracy that is lost."""
+    """Return the lost accuracy of each trigger."""
 
     def predict(examples: Sequence[evaluation.Example]) -> list[bool]:
         return found.logits([example.tokens for example in examples]).argmax(-1).bool().tolist()
@@ -206,5 +210,5 @@ def _drops(
     return pd.DataFrame(lines)
 
 
-def _labelled(examples: Sequence[Sentence]) -> list[evaluation.Example]:
+def _make_examples(examples: Sequence[Sentence]) -> list[evaluation.Example]:
     return [evaluation.Example(tuple(token_ids(example)), example.plural) for example in examples]

@@ -1,4 +1,4 @@
-"""Agreement with probing: is the subject's number at [CLS] by the layer from which a map says so?"""
+"""Measure agreement with probing: is the subject's number at [CLS] in the layers where a map shows it?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lens_mix.evaluation.probing import Probing, probe_layers, probing_agreement
 
 
 def probed(found: Classifier, examples: Sequence[Sentence]) -> dict[str, Probing]:
-    """Probes at [CLS] for the number of the subject and, as a contrast, of the noun next to the verb."""
+    """Probe [CLS] for the number of the subject and, as a contrast, of the noun next to the verb."""
     ids = [torch.tensor(token_ids(example)) for example in examples]
     states = residuals_at(found.model, ids, 0)
     places = {"subject": [example.subject for example in examples]}
@@ -33,7 +33,7 @@ def probed(found: Classifier, examples: Sequence[Sentence]) -> dict[str, Probing
 
 
 def agreement(found: Classifier, examples: Sequence[Sentence], probing: Probing) -> pd.DataFrame:
-    """Per map: how much of [CLS] is the subject, and its rank correlation over layers with the probes."""
+    """Return each map's share of the subject in [CLS], and its correlation with the probes over layers."""
     shares: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     names = supported(found)
     for example in tqdm(examples, disable=None, desc="probing"):
@@ -45,7 +45,7 @@ def agreement(found: Classifier, examples: Sequence[Sentence], probing: Probing)
     table = []
     for (method, aggregation), by_layer in shares.items():
         if len(by_layer) < len(probing.accuracy):
-            # A map of the whole model says nothing of the layers between.
+            # A map of the whole model has no scores for the layers between.
             continue
         mixed = torch.tensor([by_layer[layer] for layer in sorted(by_layer)], dtype=torch.float64)
         found_agreement = probing_agreement(probing, mixed)

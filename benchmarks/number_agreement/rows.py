@@ -1,4 +1,4 @@
-"""What every map says [CLS] took from each word of a sentence, and how important each word is."""
+"""Compute the rows of [CLS] in all maps over the words of a sentence, and the importance of each word."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.number_agreement.sentences import CLASSES, UNK, Sentence, token_
 
 
 class Row(NamedTuple):
-    """One map's row of [CLS] over the words, [CLS] itself left out."""
+    """The row of [CLS] in one map, over the words without [CLS] itself."""
 
     method: str
     aggregation: str
@@ -23,18 +23,18 @@ class Row(NamedTuple):
     scores: np.ndarray
 
 
-# ------------------------------------------------------------------ importance, in plain words
+# ------------------------------------------------------------------ importance without lens_mix
 
 
 def blank_out(found: Classifier, ids: list[int], answer: int) -> Tensor:
-    """|change of the answer's probability| as each word becomes [UNK], one forward pass per word: [word]."""
+    """Return the absolute change of the answer's probability as each word becomes [UNK], [word]."""
     blanked = [[*ids[:place], vocabulary()[UNK], *ids[place + 1 :]] for place in range(1, len(ids))]
     probabilities = found.logits([ids, *blanked]).double().softmax(-1)[:, answer]
     return (probabilities[1:] - probabilities[0]).abs()
 
 
 def input_gradients(found: Classifier, ids: list[int], answer: int) -> Tensor:
-    """Norm of the gradient of the answer's margin by each word's embedding: [word]."""
+    """Return the norm of the margin's gradient with respect to each word's embedding, [word]."""
     words = next(
         module
         for module in found.model.modules()
@@ -52,7 +52,7 @@ def input_gradients(found: Classifier, ids: list[int], answer: int) -> Tensor:
 
 
 def importance(found: Classifier, ids: list[int], answer: int) -> dict[str, np.ndarray]:
-    """Both, by their names."""
+    """Return both, by name."""
     return {
         "blank-out": blank_out(found, ids, answer).numpy(),
         "gradients": input_gradients(found, ids, answer).double().numpy(),
@@ -63,12 +63,12 @@ def importance(found: Classifier, ids: list[int], answer: int) -> dict[str, np.n
 
 
 def supported(found: Classifier) -> list[str]:
-    """Names of the methods of lens_mix that run on the encoder."""
+    """Return the names of the methods of lens_mix that run on the encoder."""
     return [name for name, engine, _ in lm.support(found.model) if engine is not None]
 
 
-def _methods(found: Classifier, answer: int, names: Sequence[str]) -> list[Any]:
-    """Those with a target explain the answer."""
+def _choose_methods(found: Classifier, answer: int, names: Sequence[str]) -> list[Any]:
+    """Return the methods. Those with a target explain the answer."""
     chosen: list[Any] = []
     for name in names:
         kind: Any = lm.METHODS[name]
@@ -78,7 +78,7 @@ def _methods(found: Classifier, answer: int, names: Sequence[str]) -> list[Any]:
         elif name == "gradient_attention" or kind.scope == "model":
             chosen.append(kind(target=found.margin(answer)))
         elif name == "attention_attribution":
-            # Points enough for an order; as many as its error asks for would take most of the time.
+            # This many points are enough for an order. As many as its error requires take most of the time.
             chosen.append(kind(target=found.margin(answer), n_steps=8))
         else:
             chosen.append(kind())
@@ -86,48 +86,48 @@ def _methods(found: Classifier, answer: int, names: Sequence[str]) -> list[Any]:
 
 
 def rows(found: Classifier, ids: list[int], answer: int, names: Sequence[str]) -> Iterator[Row]:
-    """Every method, aggregation and depth (1 is the first layer)."""
-    asked = _methods(found, answer, names)
+    """Yield the row of every method, aggregation and depth (1 is the first layer)."""
+    asked = _choose_methods(found, answer, names)
     maps: dict[str, lm.MixingMap] = {}
     for method in asked:
-        # A map of the whole model is of one row, with the answer as its target.
+        # A map of the whole model has one row, whose target is the answer.
         row = {"queries": [0]} if method.scope == "model" else {}
         maps[method.name] = lm.run(found.model, torch.tensor(ids), method, **row)
     for name, mixing in maps.items():
         if mixing.kind == "input":
-            # alti_logit says what each layer adds: up to a layer is their sum.
+            # alti_logit has what each layer adds, so the map up to a layer is a sum.
             summed = mixing.scores.cumsum(0) if name == "alti_logit" else mixing.scores
-            # A map of the whole model has one layer, the last.
+            # A map of the whole model has one layer, which counts as the last.
             first = found.recipe.layers - len(summed) + 1
-            yield from _of_layers(name, "input map", summed.abs(), first)
+            yield from _yield_layers(name, "input map", summed.abs(), first)
             continue
-        # Attributions are signed, importance is not.
+        # Attributions are signed and importance is not, so absolute values are compared.
         size = mixing.replace(scores=mixing.scores.abs())
-        yield from _of_layers(name, "row", size.scores)
+        yield from _yield_layers(name, "row", size.scores)
         counts = torch.arange(1, len(size.scores) + 1)[:, None, None]
-        yield from _of_layers(name, "mean of rows", size.scores.double().cumsum(0) / counts)
+        yield from _yield_layers(name, "mean of rows", size.scores.double().cumsum(0) / counts)
         if name == "gradient_attention":
-            yield from _of_layers(name, "rollout", lm.gradient_rollout(mixing).scores)
+            yield from _yield_layers(name, "rollout", lm.gradient_rollout(mixing).scores)
             continue
-        yield from _of_layers(name, "rollout", lm.rollout(size).scores)
+        yield from _yield_layers(name, "rollout", lm.rollout(size).scores)
         if name == "attention":
-            yield from _of_layers(name, "flow", lm.flow(size, queries=[0]).scores)
+            yield from _yield_layers(name, "flow", lm.flow(size, queries=[0]).scores)
 
 
 def controls(sentence: Sentence, draw: np.random.Generator) -> Iterator[Row]:
-    """What knows nothing of the model: chance, the position, the subject's place (as if it was known)."""
+    """Yield controls that do not depend on the model: chance, the position, and the subject's position."""
     count = len(sentence.words)
     yield Row("random", "control", 0, draw.random(count))
     yield Row("position (later is more)", "control", 0, np.arange(count, dtype=float))
     yield Row("the subject alone", "control", 0, np.eye(count)[sentence.subject])
 
 
-def _of_layers(method: str, aggregation: str, scores: Tensor, first: int = 1) -> Iterator[Row]:
+def _yield_layers(method: str, aggregation: str, scores: Tensor, first: int = 1) -> Iterator[Row]:
     for layer, row in enumerate(scores[:, 0, 1:].double().numpy(), start=first):
         yield Row(method, aggregation, layer, row)
 
 
 def ids_and_answer(found: Classifier, sentence: Sentence) -> tuple[list[int], int]:
-    """Token numbers, and what the model answers."""
+    """Return the token numbers, and the model's answer."""
     ids = token_ids(sentence)
     return ids, int(found.logits([ids])[0].argmax())

@@ -1,8 +1,8 @@
-"""Sentences up to their verb, whose number is to be predicted, with other nouns in between (attractors).
+"""Make sentences up to their verb, whose number is predicted, with other nouns between (attractors).
 
-A grammar stands in for the sentences of Linzen et al. (2016): a subject, one to four nouns after it in
-prepositional phrases and relative clauses, and at least one of them of the other number. Something may stand
-before the subject (a fronted phrase, or a clause that reports), so that its place does not give it away.
+A grammar replaces the sentences of Linzen et al. (2016): a subject and one to four nouns after it, in
+prepositional phrases and relative clauses. At least one of these nouns has the other number. Something may
+precede the subject (a fronted phrase, or a clause that reports), so that its position is not always the same.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import random
 from collections.abc import Iterator, Sequence
 
 PAD, UNK, CLS = "[PAD]", "[UNK]", "[CLS]"
-# What a classifier answers: its two classes. They stand in no sentence.
+# The two classes of a classifier. They are in no sentence.
 CLASSES = ("[NO]", "[YES]")
 SPECIAL = (PAD, UNK, CLS, *CLASSES)
-# Every noun and every verb has a singular and a plural form that are words of their own.
+# Each noun and each verb has two words, a singular and a plural form.
 NOUNS = (
     "author banker captain dancer doctor farmer guard lawyer manager pilot senator student teacher writer "
     "actor artist baker chef driver editor judge king lord miner nurse officer painter poet queen ranger "
@@ -30,7 +30,7 @@ ADJECTIVES = (
     "old young tall small red green quiet loud rich poor clever kind strange famous happy angry"
 ).split()
 ADVERBS = "often rarely usually never always sometimes".split()
-# Most determiners say nothing about the number; these few do.
+# Most determiners do not show the number, and these few do.
 NEUTRAL, SINGULAR, PLURAL = ("the", "my", "her", "our"), ("this", "every"), ("these", "many")
 OTHERS = ("that", ",", "and")
 
@@ -40,13 +40,13 @@ class Sentence:
     """A sentence up to its verb.
 
     Attributes:
-        words: without [CLS].
-        plural: whether the verb is plural.
-        nouns: the places of all nouns among the words.
-        noun_plural: their numbers.
-        subject: the place of the verb's subject.
-        construction: what follows the subject: "phrase", "clause" or "both".
-        fronted: whether anything stands before the subject's noun phrase.
+        words: The words without [CLS].
+        plural: Whether the verb is plural.
+        nouns: The indices of all nouns among the words.
+        noun_plural: Whether each noun is plural.
+        subject: The index of the verb's subject.
+        construction: What follows the subject: "phrase", "clause" or "both".
+        fronted: Whether anything precedes the noun phrase of the subject.
     """
 
     words: tuple[str, ...]
@@ -59,25 +59,25 @@ class Sentence:
 
     @property
     def attractors(self) -> int:
-        """How many nouns after the subject have the other number."""
+        """Return how many nouns after the subject have the other number."""
         pairs = zip(self.nouns, self.noun_plural, strict=True)
         return sum(plural != self.plural for place, plural in pairs if place > self.subject)
 
     @property
     def last_noun_plural(self) -> bool:
-        """The number of the noun next to the verb."""
+        """Return whether the noun next to the verb is plural."""
         return self.noun_plural[-1]
 
 
 class _Writer:
-    """Words written so far, and which of them are nouns."""
+    """The words so far, and which of them are nouns."""
 
     def __init__(self, draw: random.Random) -> None:
         self.draw, self.words, self.nouns, self.numbers = draw, [], [], []
         self.kinds: set[str] = set()
 
     def noun_phrase(self, plural: bool) -> int:
-        """Determiner, adjectives, noun; the noun's place."""
+        """Write determiner, adjectives and noun, and return the noun's index."""
         draw = self.draw
         agreeing = PLURAL if plural else SINGULAR
         self.words.append(draw.choice(agreeing if draw.random() < 0.1 else NEUTRAL))
@@ -89,12 +89,19 @@ class _Writer:
         return self.nouns[-1]
 
     def verb(self, verbs: Sequence[str], plural: bool) -> None:
+        """Write an optional adverb and a verb."""
         if self.draw.random() < 0.2:
             self.words.append(self.draw.choice(ADVERBS))
         self.words.append(self.draw.choice(verbs) + "s" * (not plural))
 
     def modifier(self, owner: bool, clause: bool, plural: bool) -> None:
-        """A phrase or a relative clause with one noun; `owner` is the number of the noun it belongs to."""
+        """Write a phrase or a relative clause with one noun.
+
+        Args:
+            owner: Whether the noun that it belongs to is plural.
+            clause: Whether it is a relative clause.
+            plural: Whether its own noun is plural.
+        """
         self.kinds.add("clause" if clause else "phrase")
         if not clause:
             self.words.append(self.draw.choice(PREPOSITIONS))
@@ -110,7 +117,7 @@ class _Writer:
 
 
 def sentence(draw: random.Random, least_attractors: int = 1) -> Sentence:
-    """One sentence with at least so many attractors (0 or 1)."""
+    """Make one sentence with at least so many attractors (0 or 1)."""
     writer = _Writer(draw)
     front = draw.random()
     if front < 0.2:
@@ -124,7 +131,7 @@ def sentence(draw: random.Random, least_attractors: int = 1) -> Sentence:
         writer.words.append("that")
     plural = draw.random() < 0.5
     between = draw.choices((1, 2, 3, 4), (4, 3, 2, 1))[0]
-    # Each number by itself a fair coin, drawn again until there is an attractor.
+    # Each number is drawn with equal chances. All are drawn again until there is an attractor.
     while True:
         numbers = [draw.random() < 0.5 for _ in range(between)]
         if sum(number != plural for number in numbers) >= least_attractors:
@@ -132,8 +139,8 @@ def sentence(draw: random.Random, least_attractors: int = 1) -> Sentence:
     subject = writer.noun_phrase(plural)
     owner = plural
     for place, number in enumerate(numbers):
-        # A clause belongs to the noun before it, the subject itself at first; two in a row are hard to read.
-        clause = draw.random() < 0.5 and not (place and writer.words[-1] not in _noun_forms())
+        # A clause belongs to the noun before it. Two clauses in a row would be hard to read.
+        clause = draw.random() < 0.5 and not (place and writer.words[-1] not in _list_noun_forms())
         writer.modifier(owner, clause, number)
         owner = number
     construction = "both" if len(writer.kinds) == 2 else next(iter(writer.kinds))
@@ -149,26 +156,26 @@ def sentence(draw: random.Random, least_attractors: int = 1) -> Sentence:
 
 
 def sentences(seed: int, least_attractors: int = 1) -> Iterator[Sentence]:
-    """An endless stream; the same for the same seed."""
+    """Yield sentences without end. The same seed gives the same sentences."""
     draw = random.Random(seed)
     while True:
         yield sentence(draw, least_attractors)
 
 
 @functools.cache
-def _noun_forms() -> frozenset[str]:
+def _list_noun_forms() -> frozenset[str]:
     return frozenset((*NOUNS, *(noun + "s" for noun in NOUNS)))
 
 
 @functools.cache
 def vocabulary() -> dict[str, int]:
-    """word -> token number, special tokens first."""
+    """Return the token number of each word, special tokens first."""
     forms = [stem + end for stem in (*NOUNS, *VERBS, *REPORTS) for end in ("", "s")]
     words = (*SPECIAL, *NEUTRAL, *SINGULAR, *PLURAL, *OTHERS, *PREPOSITIONS, *ADJECTIVES, *ADVERBS, *forms)
     return {word: number for number, word in enumerate(dict.fromkeys(words))}
 
 
 def token_ids(sentence: Sentence) -> list[int]:
-    """[CLS] and the words as token numbers."""
+    """Return [CLS] and the words as token numbers."""
     numbers = vocabulary()
     return [numbers[word] for word in (CLS, *sentence.words)]

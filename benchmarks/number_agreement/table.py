@@ -1,4 +1,4 @@
-"""The table of Abnar & Zuidema (ACL 2020): rank correlation of [CLS]'s row with the words' importance."""
+"""Compute the table of Abnar & Zuidema (ACL 2020): rank correlation of [CLS]'s row with importance."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from benchmarks.number_agreement.sentences import Sentence
 
 
 def measure(found: Classifier, examples: Sequence[Sentence], randomised: bool = True) -> pd.DataFrame:
-    """One line per sentence, map and importance: `spearman`, and `partial`, with the position partialled out.
+    """Return one row per sentence, map and importance: `spearman`, and `partial` (controlled for position).
 
-    With `randomised` the maps of the encoder before its training, against the same importance, are there too,
-    as `weights` "untrained".
+    With `randomised`, the maps of the encoder before its training are compared with the same importance, as
+    `weights` "untrained".
     """
     draw, blank, names = np.random.default_rng(0), untrained(found.recipe), supported(found)
     frames = []
     for number, sentence in enumerate(tqdm(examples, disable=None, desc="table")):
         ids, answer = ids_and_answer(found, sentence)
         important = importance(found, ids, answer)
-        # How far one importance says what the other does: no map can be expected to do better.
+        # The agreement of one importance with the other is an upper bound for maps.
         others = [Row(name, "importance", 0, scores) for name, scores in important.items()]
         given = {"trained": [*rows(found, ids, answer, names), *controls(sentence, draw), *others]}
         if randomised:
@@ -34,13 +34,16 @@ def measure(found: Classifier, examples: Sequence[Sentence], randomised: bool = 
             given["untrained"] = [row for row in before if row.layer == found.recipe.layers]
         for weights, found_rows in given.items():
             for name, scores in important.items():
-                frame = _correlations(found_rows, scores)
+                frame = _correlate(found_rows, scores)
                 frames.append(frame.assign(weights=weights, importance=name, sentence=number))
     return pd.concat(frames, ignore_index=True)
 
 
 def summary(measured: pd.DataFrame) -> pd.DataFrame:
-    """Means over the sentences, standard errors, and how many are `undefined` (a constant row)."""
+    """Return means over the sentences, standard errors, and the number of `undefined` ones.
+
+    A correlation is undefined if the row is constant.
+    """
     keys = ["weights", "importance", "method", "aggregation", "layer"]
     groups = measured.groupby(keys, sort=False)
     table = groups[["spearman", "partial"]].mean()
@@ -49,12 +52,12 @@ def summary(measured: pd.DataFrame) -> pd.DataFrame:
     return table.reset_index()
 
 
-def _correlations(given: Sequence[Row], importance: np.ndarray) -> pd.DataFrame:
-    """Of every row with the importance of the words; NaN where one is constant."""
+def _correlate(given: Sequence[Row], importance: np.ndarray) -> pd.DataFrame:
+    """Return the correlation of every row with the importance of the words, or NaN if one is constant."""
     ranks = rankdata(np.stack([row.scores for row in given]), axis=1)
     important, position = rankdata(importance), np.arange(len(importance), dtype=float)
-    spearman, by_position = _pearson(ranks, important), _pearson(ranks, position)
-    known = _pearson(important[None], position)[0]
+    spearman, by_position = _compute_pearson(ranks, important), _compute_pearson(ranks, position)
+    known = _compute_pearson(important[None], position)[0]
     with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
         rest = (1 - by_position**2) * (1 - known**2)
         partial = np.where(rest > 1e-9, (spearman - by_position * known) / np.sqrt(rest), np.nan)
@@ -62,8 +65,8 @@ def _correlations(given: Sequence[Row], importance: np.ndarray) -> pd.DataFrame:
     return pd.DataFrame({**names, "spearman": spearman, "partial": partial})
 
 
-def _pearson(ranks: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Of each row with one other row."""
+def _compute_pearson(ranks: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return the correlation of each row with one other row."""
     left, right = ranks - ranks.mean(1, keepdims=True), other - other.mean()
     with np.errstate(invalid="ignore", divide="ignore"):
         return left @ right / np.sqrt((left**2).sum(1) * (right**2).sum())

@@ -1,4 +1,4 @@
-"""Other libraries, timed in an environment of their own (`make peers` makes it): they want other versions.
+"""Time other libraries in an environment of their own (`make peers` makes it), which needs other versions.
 
 Each script prints {"seconds": ..., "versions": {...}} as its last line.
 """
@@ -16,7 +16,7 @@ PYTHON = ROOT / ".environments" / "peers" / "bin" / "python"
 
 
 def peer_seconds(script: str, layers: int, positions: int, timeout: float = 900) -> dict[str, float]:
-    """{name: seconds} of a script of this folder; empty where the environment or the library is not there."""
+    """Return {name: seconds} of a script of this folder, or {} if its environment or library is missing."""
     name = script.partition("_")[0]
     if not PYTHON.exists():
         return {}

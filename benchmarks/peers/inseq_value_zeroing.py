@@ -1,4 +1,7 @@
-"""inseq's value zeroing of one sentence on a base-size random GPT-2: arguments layers, positions, threads."""
+"""Time inseq's value zeroing of one sentence on a base-size random GPT-2.
+
+The arguments are layers, positions and threads.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,14 @@ import torch
 
 
 def main(layers: int, positions: int, threads: int) -> None:
+    """Print the seconds of the faster of two runs, and the versions."""
     import inseq
     import inseq.models.model_config
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
     torch.set_num_threads(threads)
-    # inseq 0.7.1 looks for a variable `value`; the transformers that it asks for calls it `value_states`.
+    # inseq 0.7.1 looks for a variable `value`, which its version of transformers calls `value_states`.
     inseq.models.model_config.MODEL_CONFIGS["GPT2LMHeadModel"].value_vector = "value_states"
     words = {"<eos>": 0, **{f"w{number}": number for number in range(1, 1000)}}
     inner = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
@@ -32,7 +36,7 @@ def main(layers: int, positions: int, threads: int) -> None:
         GPT2LMHeadModel(config).eval(), "value_zeroing", tokenizer=tokenizer, device="cpu"
     )
     text = " ".join(f"w{3 + (number * 37) % 900}" for number in range(positions - 1))
-    # One more word is generated, so that inseq goes through the given positions once.
+    # One more word is generated, so that inseq makes one pass over the given positions.
     options = {"step_scores": [], "show_progress": False, "pretty_progress": False}
     seconds = []
     for _ in range(2):

@@ -44,8 +44,8 @@ def test_a_clause_is_put_in_the_order_of_the_other_language() -> None:
     words = [("determiner", 1), ("adjective", 0), ("adjective", 1), ("noun", 0), ("verb", 0)]
     words += [("adverb", 0), language.PLAIN, ("noun", 1)]
     order = [(5, 0), (5, 1), (0, 0), (3, 0), (2, 0), (1, 0), (7, 0), (4, 0)]
-    source, target = language._lexicon(1), language._lexicon(2)
-    sentences = (language._sentence(random.Random(seed)) for seed in itertools.count())
+    source, target = language._draw_lexicon(1), language._draw_lexicon(2)
+    sentences = (language._draw_sentence(random.Random(seed)) for seed in itertools.count())
     kinds = [word[0] for word in words]
     found = next(
         found_order
@@ -54,14 +54,14 @@ def test_a_clause_is_put_in_the_order_of_the_other_language() -> None:
         and [word == language.PLAIN for word in found_words] == [word == language.PLAIN for word in words]
     )
     assert found == order
-    pair = language._written(words, order, source, target)
+    pair = language._write(words, order, source, target)
     assert pair.links == {(5, 0), (5, 1), (0, 2), (3, 3), (2, 4), (1, 5), (7, 6), (4, 7)}
     assert tuple(pair.target[place] for place in pair.target_words[3]) == target[("noun", 0), 0]
     assert tuple(pair.target[place] for place in pair.target_words[1]) == target[("adverb", 0), 1]
 
 
 def test_another_word_of_its_kind_changes_its_own_translation_alone() -> None:
-    source, target = language._lexicon(1), language._lexicon(2)
+    source, target = language._draw_lexicon(1), language._draw_lexicon(2)
     words = {pieces: word for (word, half), pieces in source.items() if half == 0}
     for pair in some(50):
         for number, other in enumerate(pair.others):
