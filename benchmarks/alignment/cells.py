@@ -114,7 +114,7 @@ class Table:
         return min(self.select(name, rows, end, heads).items(), key=lambda item: item[1].error_rate)
 
     def best_elsewhere(self, name: str, rows: str, end: bool, heads: bool = False) -> float:
-        """Return, for each pair, the mean over layers of the terms whose mean is the error rate of a layer."""
+        """Return the error rate, on half of the pairs, of the layer or head that is best on the others."""
         cells = self.select(name, rows, end, heads)
         chosen = min(cells, key=lambda cell: every_second(cells[cell], 0).error_rate)
         return every_second(cells[chosen], 1).error_rate
