@@ -1,4 +1,4 @@
-"""Measured residual shares: by hand, against the wrapped model's own tensors, and in the record."""
+"""Test measured residual shares by hand, against the wrapped model's own tensors, and in the record."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import lens_mix as lm
 from lens_mix.residual_shares import residual_shares
 from tests.tiny_models import available, bridge, bridge_or_hooked, tokens, wrapped_model
 
-# the module that reads the sum of residual stream and attention, in the wrapped model
+# For each model, the module that reads the sum of residual stream and attention in the wrapped model.
 READS_THE_SUM = {
     "gpt2": "transformer.h.{}.ln_2",
     "llama": "model.layers.{}.post_attention_layernorm",
@@ -20,7 +20,8 @@ DOUBLE = torch.float64
 def test_by_hand():
     x = torch.tensor([[[3.0, 0.0], [1.0, 0.0], [1.0, 0.0], [1.0, 2.0]]])
     a = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]]])
-    # y = (4, 0): p(x) = 4 − 1, p(a) = 4 − 3; equal parts; nothing is left of either; no attention at all
+    # y = (4, 0): p(x) = 4 − 1, p(a) = 4 − 3. Then equal shares, nothing left of either, and no attention at
+    # all.
     assert residual_shares(x, x + a).tolist() == [[0.75, 0.5, 0.5, 1.0]]
 
 
@@ -51,7 +52,7 @@ def test_equal_the_wrapped_models_own_tensors(name):
     assert set(maps) == {"attention", "value_zeroing", "attn_res"}
     assert torch.allclose(maps["attention"].residual_shares, expected, rtol=0, atol=1e-6)
     assert torch.equal(maps["value_zeroing"].residual_shares, maps["attention"].residual_shares)
-    # its diagonal holds them already
+    # Its diagonal contains them already.
     assert maps["attn_res"].residual_shares is None
     rows = lm.run(model, prompt, "attention", residual_shares=True, queries=[-1, 2], layers=[1])
     assert torch.allclose(rows.residual_shares, expected[1:, [-1, 2]], rtol=0, atol=1e-6)
@@ -108,7 +109,7 @@ def test_another_engine_of_the_method_changes_nothing_of_them(model):
 
 @pytest.mark.parametrize("name", ["rollout", "flow", "gradient_rollout", "layer_mean"])
 def test_aggregations_of_maps_that_carry_them(model, name):
-    """They are no part of what comes out, and change nothing unless they are asked for."""
+    """They are not in the map, and change nothing unless they are asked for."""
     carries = lm.run(model, tokens(model)[0], "attention", residual_shares=True)
     aggregate = getattr(lm, name)
     found, plain = aggregate(carries), aggregate(carries.replace(residual_shares=None))

@@ -1,4 +1,4 @@
-"""The benchmark of word alignment, on a translator of one layer that has seen two batches."""
+"""Test the benchmark of word alignment, on a translator of one layer that was trained on two batches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_word_of_the_translation_has_one_source_word() -> None:
 
 
 def test_a_clause_is_put_in_the_order_of_the_other_language() -> None:
-    """determiner adjective adjective noun verb adverb determiner noun, by hand."""
+    """The clause is determiner, two adjectives, noun, verb, adverb, determiner and noun."""
     words = [("determiner", 1), ("adjective", 0), ("adjective", 1), ("noun", 0), ("verb", 0)]
     words += [("adverb", 0), language.PLAIN, ("noun", 1)]
     order = [(5, 0), (5, 1), (0, 0), (3, 0), (2, 0), (1, 0), (7, 0), (4, 0)]
@@ -89,7 +89,7 @@ def test_the_translator_is_trained_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Copier(torch.nn.Module):
-    """Knows of each pair which source word a word of the translation hangs on, and no other."""
+    """A model that knows the source word of each word of a translation, and nothing else."""
 
     def __init__(self, pair: language.Pair) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_the_best_is_chosen_on_one_half_and_measured_on_the_other() -> None:
 
 
 class Words:
-    """A tokenizer that makes a piece of every letter."""
+    """A tokenizer that makes a token of every letter."""
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [*map(ord, text), *([1] if add_special_tokens else [])]}
@@ -185,7 +185,7 @@ def test_a_forced_pair_has_the_prompt_the_start_and_the_end() -> None:
 
 
 def test_measuring_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After two whole lines, one of them twice, and half of a third."""
+    """The file has two whole lines, one of them twice, and half of a third."""
     file, asked = tmp_path / "pairs.jsonl", []
     lines = [json.dumps({"pair": number, "tokens": 7}) + "\n" for number in (2, 0, 0)]
     file.write_text("".join(lines) + '{"pair": 1, "tok')
@@ -200,4 +200,4 @@ def test_measuring_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch:
         found = hansards.measured(4, file)
         assert [(one["pair"], one["tokens"]) for one in found] == [(0, 7), (1, 5), (2, 7), (3, 5)]
     assert [number for number, _ in asked] == [1, 3]
-    assert asked[0][1] == 2  # the sure links of the second pair
+    assert asked[0][1] == 2  # These are the sure links of the second pair.

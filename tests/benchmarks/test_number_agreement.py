@@ -1,4 +1,4 @@
-"""The benchmark of number agreement, on an encoder of two layers that has seen three batches."""
+"""Test the benchmark of number agreement, on an encoder of two layers that was trained on three batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ with_bridge = pytest.mark.skipif(
 
 
 def has_native() -> bool:
-    """Whether this TransformerLens can make a native bridge."""
+    """Return whether this TransformerLens can make a native bridge."""
     try:
         encoder.untrained(TINY)
     except (ImportError, AttributeError):
@@ -73,7 +73,7 @@ def test_the_verb_agrees_with_the_subject_and_something_stands_between():
 
 
 def test_verbs_in_clauses_agree_too():
-    """After "that": a verb agrees with the noun before it, and a noun phrase with the verb after it."""
+    """After "that", a verb agrees with the noun before it, or a noun phrase with the verb after it."""
     forms = dict.fromkeys(VERBS, True) | {verb + "s": False for verb in VERBS}
     seen = 0
     for sentence in some(300):
@@ -119,7 +119,7 @@ def test_training_is_kept_and_the_same_again(found, tmp_path, monkeypatch):
     assert torch.equal(encoder.classifier("verb", found.recipe).logits(ids), logits)
     monkeypatch.setenv("LENS_MIX_CACHE", str(tmp_path / "again"))
     assert torch.equal(encoder.classifier("verb", found.recipe).logits(ids), logits)
-    # Padding changes nothing.
+    # Padding changes no logits.
     alone = torch.cat([found.logits([row]) for row in ids])
     assert (alone - logits).abs().max() < 1e-5
 
@@ -189,7 +189,7 @@ def test_every_method_has_its_rows(found):
     by_name = {(row.method, row.aggregation, row.layer): row.scores for row in made}
     mean = (by_name["attention", "row", 1] + by_name["attention", "row", 2]) / 2
     assert np.abs(by_name["attention", "mean of rows", 2] - mean).max() < 1e-6
-    # One layer: rollout with half an identity halves the row, and the flow is the same.
+    # With one layer, a roll-out with half an identity halves the row, and the flow is the same.
     first = by_name["attention", "row", 1] / 2
     assert np.abs(by_name["attention", "rollout", 1] - first).max() < 1e-6
     assert np.abs(by_name["attention", "flow", 1] - first).max() < 1e-6
@@ -205,7 +205,7 @@ def test_correlations_are_scipys():
     frame = table._correlations(given, importance)
     assert frame.spearman[0] == pytest.approx(scipy.stats.spearmanr(given[0].scores, importance).statistic)
     assert math.isnan(frame.spearman[1])
-    # Partial correlation: that of what a line through the position's ranks leaves over.
+    # The partial correlation is that of the residuals of a line through the ranks of the position.
     position = np.arange(12.0)
 
     def left(values):

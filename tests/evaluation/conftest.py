@@ -1,3 +1,5 @@
+"""Share a decoder's tokens between the tests of scales."""
+
 import pytest
 
 from tests import tiny_models
@@ -5,5 +7,5 @@ from tests import tiny_models
 
 @pytest.fixture(scope="module")
 def prompt(model, request):
-    """The shared decoder's tokens, as many as the file's PROMPT_LENGTH says."""
+    """Return the shared decoder's tokens, as many as the file's PROMPT_LENGTH."""
     return tiny_models.tokens(model, 1, request.module.PROMPT_LENGTH)[0]

@@ -1,3 +1,5 @@
+"""Test measures of agreement against numbers by hand and against other libraries, and their intervals."""
+
 from __future__ import annotations
 
 import itertools
@@ -38,7 +40,7 @@ def random_rows(keys: int, ties: bool, seed: int) -> tuple[torch.Tensor, torch.T
 
 
 def test_spearman_by_hand():
-    # ranks 1 2 3 4 and 1 3 2 4: 1 - 6 * 2 / (4 * 15)
+    # The ranks are 1 2 3 4 and 1 3 2 4, so the correlation is 1 - 6 * 2 / (4 * 15).
     assert spearman(row(1, 2, 3, 4), row(0.1, 0.3, 0.2, 9)) == pytest.approx(0.8)
     assert spearman(row(1, 2, 3), row(3, 2, 1)) == pytest.approx(-1)
 
@@ -66,7 +68,7 @@ def test_partial_correlation_is_that_of_the_residuals_of_ranks(ties, given):
 
 
 def test_partial_correlation_by_hand():
-    # Σ d² is 8 between them, 2 and 6 to the position: r = 1 - Σ d² / 10.
+    # Σ d² is 8 between the rows, and 2 and 6 to the position. r = 1 - Σ d² / 10.
     x, y = row(1, 3, 2, 4), row(3, 1, 2, 4)
     r = [spearman(x, y), spearman(x, torch.arange(4.0)), spearman(y, torch.arange(4.0))]
     assert r == pytest.approx([0.2, 0.8, 0.4])
@@ -104,7 +106,7 @@ def test_overlap_by_hand():
 
 
 def every_order(scores: torch.Tensor) -> list[list[int]]:
-    """All orders by falling score that ties leave open."""
+    """Yield all orders by descending score that ties allow."""
     orders = itertools.permutations(range(len(scores)))
     return [list(order) for order in orders if bool((scores[list(order)].diff() <= 0).all())]
 
@@ -125,20 +127,21 @@ def test_a_constant_row_overlaps_by_chance():
 
 
 def test_average_precision_by_hand():
-    # Relevant keys stand first and third: (1 / 1 + 2 / 3) / 2.
+    # The relevant keys are first and third: (1 / 1 + 2 / 3) / 2.
     assert average_precision(row(9, 8, 7, 1), mask(1, 0, 1, 0)) == pytest.approx(5 / 6)
     assert average_precision(row(1, 2, 3), mask(1, 0, 0)) == pytest.approx(1 / 3)
     assert average_precision(row(3, 2, 1), mask(1, 1, 1)) == 1
-    # scikit-learn's own example: average_precision_score([0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]) is 0.83...
+    # This is scikit-learn's own example: average_precision_score([0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]) is
+    # 0.83...
     assert average_precision(row(0.1, 0.4, 0.35, 0.8), mask(0, 0, 1, 1)) == pytest.approx(0.8333333)
-    # Tied keys enter together: one threshold with precision 2 / 3 and recall 1.
+    # Tied keys enter together, at one threshold with precision 2 / 3 and recall 1.
     assert average_precision(row(2, 2, 2, 1), mask(1, 1, 0, 0)) == pytest.approx(2 / 3)
     assert average_precision(row(1, 1, 1, 1), mask(0, 1, 0, 0)) == 0.25
     assert math.isnan(average_precision(row(1, 2), mask(0, 0)))
 
 
 def average_precision_by_thresholds(scores, relevant) -> float:
-    """Σ (R_n - R_{n-1}) P_n, threshold by threshold."""
+    """Return Σ (R_n - R_{n-1}) P_n, threshold by threshold."""
     total, before = 0.0, 0.0
     for threshold in sorted(set(scores.tolist()), reverse=True):
         found = scores >= threshold
@@ -160,7 +163,7 @@ def test_average_precision_by_its_definition(ties, seed):
 def test_reciprocal_rank_by_hand():
     assert reciprocal_rank(row(9, 8, 7), mask(0, 0, 1)) == pytest.approx(1 / 3)
     assert reciprocal_rank(row(9, 8, 7), mask(0, 1, 1)) == 0.5
-    # One of two tied keys is relevant: first or second.
+    # One of two tied keys is relevant, so it is first or second.
     assert reciprocal_rank(row(5, 5), mask(1, 0)) == pytest.approx(0.75)
     assert math.isnan(reciprocal_rank(row(5, 4), mask(0, 0)))
 
@@ -184,7 +187,7 @@ def test_mass_accuracy_by_hand():
 
 
 def test_the_interval_is_studentised():
-    """Against the definition, and near Student's where values are normal."""
+    """The interval equals its definition, and is close to Student's for normal values."""
     values = np.random.default_rng(1).normal(2, 1, 25)
     found = bootstrap(torch.tensor(values), draws=20_000)
     drawn = np.random.default_rng(5).choice(values, (20_000, len(values)))
@@ -199,7 +202,7 @@ def test_the_interval_is_studentised():
     assert found.low != bootstrap(torch.tensor(values), draws=20_000, seed=1).low
 
 
-# How often an interval of 95 % has to contain the true mean at least, and at most: with percentiles the first
+# An interval of 95 % must contain the true mean at least this often, and at most. With percentiles the first
 # three are 0.84 to 0.92, and the log-normal ones 0.74 to 0.86.
 DRAWN = {
     "normal": (lambda generator, size: generator.normal(0, 1, size), 0.0, 0.92),
@@ -221,7 +224,7 @@ def test_the_interval_covers(name, size):
 
 @pytest.mark.parametrize("size", [8, 20])
 def test_the_interval_of_paired_differences_covers(size):
-    """Of two measures of the same prompts, whose difference is skewed and small beside the prompts' own."""
+    """The difference of two measures is skewed, and small beside the spread of the prompts."""
     generator, inside, widths = np.random.default_rng(size), [], []
     for _ in range(500):
         prompts = generator.normal(0, 5, size)
@@ -229,7 +232,7 @@ def test_the_interval_of_paired_differences_covers(size):
         inside.append(found.low <= 0.5 <= found.high)
         widths.append(found.high - found.low)
     assert 0.92 <= np.mean(inside) <= 0.985
-    # Of the prompts themselves it would be 4.6 and more.
+    # The interval of the prompts themselves would be 4.6 wide and more.
     assert np.mean(widths) < 1.5
 
 
@@ -245,7 +248,7 @@ def test_pairs_are_left_out_together():
     ours, theirs = [3.0, nan, 5.0, 7.0, 1.0], [1.0, 2.0, nan, 4.0, 1.0]
     found = bootstrap(ours, theirs)
     assert (found.mean, found.count, found.left_out) == (pytest.approx(5 / 3), 3, 2)
-    # Of a constant difference nothing varies, though each side does.
+    # A constant difference does not vary, although each side does.
     apart = bootstrap([1.0, 5.0, 9.0], [0.0, 4.0, 8.0])
     assert (apart.mean, apart.low, apart.high) == (1, 1, 1)
 
@@ -261,7 +264,7 @@ def test_intervals_of_few_values():
 
 
 def test_a_permuted_map_scores_as_random():
-    """With no relation between map and importance every measure's interval holds its chance."""
+    """If map and importance are unrelated, every measure's interval contains its value by chance."""
     generator = torch.Generator().manual_seed(0)
     measured = {"spearman": [], "partial": [], "overlap": [], "precision": [], "mass": [], "mrr": []}
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""Word alignments against those read off by hand."""
+"""Test word alignments against those that were read by hand."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import torch
 from lens_mix.evaluation.alignment import align, align_words, diagonal
 from lens_mix.maps import MixingMap
 
-# Keys: a prompt, word 0 in two pieces, word 1, end of sentence. Rows: start, y1, y2 (two pieces), y3.
+# The keys are a prompt, word 0 in two tokens, word 1, and the end of the sentence. The rows are start, y1, y2
+# (two tokens) and y3.
 SCORES = torch.tensor(
     [
-        [0.50, 0.05, 0.05, 0.25, 0.15],  # start, predicts y1
-        [0.10, 0.30, 0.30, 0.35, 0.05],  # y1, predicts y2's first piece
-        [0.10, 0.05, 0.05, 0.65, 0.15],  # y2, predicts its second piece
-        [0.00, 0.20, 0.20, 0.10, 0.50],  # y2's second piece, predicts y3
-        [0.00, 0.0625, 0.0625, 0.125, 0.75],  # y3, predicts the end
+        [0.50, 0.05, 0.05, 0.25, 0.15],  # start, which predicts y1
+        [0.10, 0.30, 0.30, 0.35, 0.05],  # y1, which predicts y2's first token
+        [0.10, 0.05, 0.05, 0.65, 0.15],  # y2's first token, which predicts the second
+        [0.00, 0.20, 0.20, 0.10, 0.50],  # y2's second token, which predicts y3
+        [0.00, 0.0625, 0.0625, 0.125, 0.75],  # y3, which predicts the end
     ]
 )
 SOURCE, TARGET = [[1, 2], [3]], [[1], [2, 3], [4]]
@@ -29,14 +30,16 @@ def cross_map(scores: torch.Tensor = SCORES[None], **fields: object) -> MixingMa
 @pytest.mark.parametrize(
     ("rows", "null_keys", "links"),
     [
-        # y1: pieces summed .10 < .25. y2: mean of .60, .10 below that of .35, .65. y3: .40 > .10
+        # y1: summed tokens .10 < .25. y2: the mean of .60 and .10 is below that of .35 and .65. y3: .40 >
+        # .10.
         ("AWO", (), {(1, 0), (1, 1), (0, 2)}),
-        # y1: .60 > .35. y2: mean of .10, .40 below that of .65, .10. y3: a tie, the first
+        # y1: .60 > .35. y2: the mean of .10 and .40 is below that of .65 and .10. y3: a tie, so the first
+        # word.
         ("AWI", (), {(0, 0), (1, 1), (0, 2)}),
-        # the end of the sentence wins y3
+        # The end of the sentence has the highest score for y3.
         ("AWO", [4], {(1, 0), (1, 1)}),
         ("AWI", [4], {(0, 0), (1, 1)}),
-        # the prompt wins y1 too, in the row that predicts it
+        # In the row that predicts y1, the prompt has the highest score too.
         ("AWO", [4, 0], {(1, 1)}),
     ],
 )
@@ -61,7 +64,7 @@ def test_a_layer_and_a_head_are_chosen() -> None:
     assert align(cross, SOURCE, TARGET, layer=2, head=0) == plain
     assert align(cross, SOURCE, TARGET, layer=5, head=0) == other
     assert align(cross, SOURCE, TARGET, layer=5, head=-1) == plain
-    assert align(cross, SOURCE, TARGET) == plain  # the mean of the last layer's heads
+    assert align(cross, SOURCE, TARGET) == plain  # This is the mean over heads of the last layer.
     with pytest.raises(ValueError, match="head: expected one of 2 heads, from 0, got 2"):
         align(cross, SOURCE, TARGET, head=2)
     with pytest.raises(ValueError, match="head: expected None"):

@@ -1,4 +1,4 @@
-"""Error rates of alignments against cases worked out by hand."""
+"""Test error rates of alignments against cases that were computed by hand."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def gold(sure: set, possible: set = frozenset()) -> GoldAlignment:
 
 # ------------------------------------------------------------------ error rate
 
-# Och & Ney's rate: sure 0-0 and 1-1, possible 2-1 and 2-2 besides.
+# This is Och & Ney's rate. Links 0-0 and 1-1 are sure, and 2-1 and 2-2 are possible too.
 PAIR = gold({(0, 0), (1, 1)}, {(2, 1), (2, 2)})
 
 
 @pytest.mark.parametrize(
     ("links", "rate", "precision", "recall"),
     [
-        # exactly the sure links
+        # The alignment has exactly the sure links.
         ({(0, 0), (1, 1)}, 0.0, 1.0, 1.0),
-        # with possible ones: (2 + 4) / (4 + 2)
+        # It also has possible ones: (2 + 4) / (4 + 2).
         ({(0, 0), (1, 1), (2, 1), (2, 2)}, 0.0, 1.0, 1.0),
-        # one sure, one possible, one wrong: 1 − (1 + 2) / (3 + 2)
+        # It has a sure, a possible and a wrong link: 1 − (1 + 2) / (3 + 2).
         ({(0, 0), (2, 2), (0, 2)}, 0.4, 2 / 3, 1 / 2),
-        # possible ones alone leave the sure ones out: 1 − (0 + 2) / (2 + 2)
+        # It has only possible links and misses the sure ones: 1 − (0 + 2) / (2 + 2).
         ({(2, 1), (2, 2)}, 0.5, 1.0, 0.0),
-        # the same links the wrong way round count for nothing
+        # The same links in the other direction do not count.
         ({(1, 2)}, 1.0, 0.0, 0.0),
     ],
 )
@@ -56,11 +56,11 @@ def test_no_link_is_wrong_where_gold_has_some_and_undefined_where_it_has_none() 
 
 
 def test_sums_are_over_the_corpus() -> None:
-    """1 − (1 + 1 + 0 + 1) / (1 + 1 + 1 + 4) = 4/7; the mean of 0 and 4/5 would be 2/5."""
+    """The rate is 1 − (1 + 1 + 0 + 1) / (1 + 1 + 1 + 4) = 4/7. The mean of 0 and 4/5 would be 2/5."""
     pairs = [gold({(0, 0)}), gold({(0, 0), (1, 1), (2, 2), (3, 3)}, {(0, 1)})]
     found = alignment_errors([{(0, 0)}, {(0, 1)}], pairs)
     assert found.error_rate == pytest.approx(4 / 7)
-    # AER + ((1 − AER) d − n) / mean(d) with d = 2 and 5, n = 2 and 1
+    # The terms are AER + ((1 − AER) d − n) / mean(d) with d = 2 and 5, n = 2 and 1.
     assert found.per_pair() == pytest.approx([4 / 7 + (3 / 7 * 2 - 2) / 3.5, 4 / 7 + (3 / 7 * 5 - 1) / 3.5])
     assert sum(found.per_pair()) / 2 == pytest.approx(4 / 7)
 
@@ -73,7 +73,7 @@ def random_errors(generator: np.random.Generator, pairs: int) -> AlignmentErrors
 
 
 def test_the_interval_is_that_of_the_ratio() -> None:
-    """Against drawing the pairs anew and taking the ratio of the sums."""
+    """The interval equals that of drawing pairs again and computing the ratio of the sums."""
     generator = np.random.default_rng(0)
     found, other = random_errors(generator, 300), random_errors(generator, 300)
 

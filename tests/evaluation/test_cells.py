@@ -1,3 +1,5 @@
+"""Test the faithfulness of layer maps' cells against patterns that are replaced one by one."""
+
 from __future__ import annotations
 
 import contextlib
@@ -20,14 +22,14 @@ PROMPT_LENGTH = 6
 
 
 def uniform_map(length: int, layers: int = 2, heads: int | None = None, seed: int = 0) -> lm.MixingMap:
-    """All cells are drawn alike; attention's are larger in short rows."""
+    """Draw all cells alike. Those of attention are larger in short rows."""
     shape = (layers, length, length) if heads is None else (layers, heads, length, length)
     generator = torch.Generator().manual_seed(seed)
     return map_of(torch.rand(shape, generator=generator, dtype=torch.float64).tril())
 
 
 def kept_by_hand(scores: torch.Tensor, count: int, keep_diagonal: bool = True) -> torch.Tensor:
-    """Which cells [layer (head) query key] stay: the best `count` of all layers below the diagonal."""
+    """Return the kept cells [layer (head) query key]: the `count` best of all layers below the diagonal."""
     length = scores.shape[-1]
     diagonal = torch.eye(length, dtype=torch.bool).expand_as(scores)
     ranked = torch.ones(length, length, dtype=torch.bool).tril().expand_as(scores)
@@ -39,7 +41,7 @@ def kept_by_hand(scores: torch.Tensor, count: int, keep_diagonal: bool = True) -
 
 
 def edited(clean: torch.Tensor, kept: torch.Tensor, operator: str) -> torch.Tensor:
-    """A layer's pattern [head query key] with some cells kept: rows one by one."""
+    """Return a layer's pattern [head query key] with some cells kept, row by row."""
     if operator == "zero":
         return clean * kept
     pattern = torch.zeros_like(clean)
@@ -47,7 +49,7 @@ def edited(clean: torch.Tensor, kept: torch.Tensor, operator: str) -> torch.Tens
         for key in range(query + 1):
             if kept.expand_as(clean)[head, query, key]:
                 pattern[head, query, key] += clean[head, query, key]
-            else:  # from the mean of what is seen
+            else:  # The operator "mean" distributes the removed weight over the visible keys.
                 pattern[head, query, : query + 1] += clean[head, query, key] / (query + 1)
     return pattern
 
@@ -60,7 +62,7 @@ def log_probability(logits: torch.Tensor, token: int) -> float:
 @pytest.mark.parametrize("heads", [None, 4])
 @pytest.mark.parametrize("keep_diagonal", [True, False])
 def test_cells_are_removed_as_by_hand(model, prompt, operator, heads, keep_diagonal):
-    """One `replace_pattern` per layer and share, from the clean patterns."""
+    """Replace the clean patterns by `replace_pattern`, once per layer and share."""
     mixing, store = uniform_map(6, heads=heads), {}
     names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(2)]
     with torch.no_grad(), model.hooks(fwd_hooks=record_all(store, names)):
@@ -82,7 +84,7 @@ def test_cells_are_removed_as_by_hand(model, prompt, operator, heads, keep_diago
 
 @pytest.mark.parametrize("operator", ["zero", "mean"])
 def test_cells_are_removed_as_in_the_hugging_face_model(operator):
-    """The weights of transformers' own attention edited, no hook of TransformerLens in between."""
+    """The reference changes the weights of transformers' own attention, without a hook of TransformerLens."""
     model = build_or_skip(bridge, "llama", torch.float64)
     reference_model = wrapped_model("llama", torch.float64)
     reference_model.set_attn_implementation("eager")
@@ -109,7 +111,7 @@ def test_cells_are_removed_as_in_the_hugging_face_model(operator):
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.label)
 def test_every_model_gives_its_own_target_with_all_cells(case):
-    """All kept: the clean target. None kept, diagonal neither: what pruning every head gives."""
+    """All cells kept give the clean target. None kept, without the diagonal, equals pruning all heads."""
     model = case.build()
     if case.refusal is not None:
         with pytest.raises(lm.UnsupportedModelError, match=case.refusal):
@@ -169,9 +171,9 @@ def test_maps_share_ties_and_passes(model, prompt):
     assert list(together) == ["a", "b"]
     for name, mixing in maps.items():
         alone = keep_cells(model, prompt, mixing)
-        # A processor may round its products otherwise where other maps' cells stand beside them.
+        # A processor may round products differently if cells of other maps are in the same batch.
         assert together[name].values == pytest.approx(alone.values, abs=1e-12)
-    # Scores that differ only in scale are one order; ties are broken alike.
+    # Scores that differ only in scale have one order, in which ties are broken alike.
     constant = uniform_map(6).replace(scores=torch.ones(2, 6, 6).tril())
     again = pytest.approx(keep_cells(model, prompt, constant).values, abs=1e-12)
     assert keep_cells(model, prompt, constant).values == again
@@ -180,7 +182,7 @@ def test_maps_share_ties_and_passes(model, prompt):
 
 
 def test_what_a_map_says_of_hidden_keys_is_nothing(model, prompt):
-    """Cells are the model's: a map by hand may have scores above the diagonal."""
+    """A map by hand may have scores above the diagonal, but the cells are those of the model."""
     scores = uniform_map(6).scores
     loud = lm.MixingMap(scores=scores + 9 * torch.ones(6, 6).triu(1), tokens=list("abcdef"))
     expected = pytest.approx(keep_cells(model, prompt, uniform_map(6)).values, abs=1e-12)
@@ -217,7 +219,7 @@ def test_one_token_has_no_cells(model):
 
 
 def test_head_of_ones_own(model, prompt):
-    """A target on the last residual: the model's head is not asked."""
+    """A target on the last residual stream needs no unembedding."""
     target = lm.targets.head(lambda resid: resid[:, -1].sum(-1))
     found = keep_cells(model, prompt, uniform_map(6), target=target, fractions=[])
     with torch.no_grad():
@@ -227,7 +229,7 @@ def test_head_of_ones_own(model, prompt):
 
 
 def shuffled(mixing: lm.MixingMap, generator: torch.Generator) -> lm.MixingMap:
-    """The scores below the diagonal in another order."""
+    """Permute the scores below the diagonal."""
     scores = mixing.scores.clone()
     below = torch.ones(scores.shape[-1], scores.shape[-1]).tril(-1).bool().expand_as(scores)
     values = scores[below]
@@ -236,7 +238,7 @@ def shuffled(mixing: lm.MixingMap, generator: torch.Generator) -> lm.MixingMap:
 
 
 def test_a_permuted_map_scores_as_random():
-    """Over prompts of unequal length the paired interval of permuted against random holds 0."""
+    """The paired interval of permuted against random scores contains 0, over prompts of unequal length."""
     model, generator = llama_like(torch.float64), torch.Generator().manual_seed(0)
     permuted, random = [], []
     for number in range(12):
@@ -255,7 +257,7 @@ def test_a_permuted_map_scores_as_random():
 
 @pytest.mark.parametrize("operator", ["zero", "mean"])
 def test_a_map_of_the_cells_effects_beats_random(operator):
-    """The scale tells a map that knows what each cell does from one that doesn't."""
+    """The scale distinguishes a map that knows the effect of each cell from one that does not."""
     model = llama_like(torch.float64)
     knowing, random = [], []
     for number in range(6):
@@ -268,7 +270,7 @@ def test_a_map_of_the_cells_effects_beats_random(operator):
 
 
 def cells_by_effect(model, prompt, operator: str) -> lm.MixingMap:
-    """How much the target changes when one cell alone is removed: what a layer map should say."""
+    """Return how much the target changes if one cell alone is removed, which a layer map should rank."""
     mixing, length = uniform_map(len(prompt)), len(prompt)
     places = torch.ones(2, length, length).tril(-1).nonzero().tolist()
     maps = {}
@@ -318,7 +320,7 @@ def test_refusals(model, prompt):
 
 
 def test_a_pruned_head_is_refused(model, prompt):
-    """A hook of the user's scales z after the pattern: a pattern that is put in would lose it."""
+    """A user hook scales z after the pattern, so a replaced pattern would lose its effect."""
     with (
         lm.evaluation.pruned(model, [(0, 1)]),
         pytest.raises(lm.UnsupportedModelError, match="scaled by a hook"),

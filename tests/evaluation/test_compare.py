@@ -1,4 +1,4 @@
-"""Agreement of maps per layer: against scipy and against counts by hand."""
+"""Test the agreement of maps per layer against scipy and against counts by hand."""
 
 import math
 
@@ -35,7 +35,7 @@ def test_every_row_that_tells_something():
     maps = [random_map(layers=1, seed=0), random_map(layers=1, seed=1)]
     size = len(maps[0].tokens)
     (row,) = lm.compare(maps, k=2).itertuples()
-    # Causal rows with no more than two keys have the same top two whatever they hold.
+    # Causal rows with at most two visible keys always have the same top two.
     assert row.rows == size - 2
     by_row = [lm.compare(maps, queries=[q], k=2).spearman[0] for q in range(2, size)]
     assert row.spearman == pytest.approx(sum(by_row) / len(by_row))
@@ -60,7 +60,7 @@ def test_what_can_be_compared():
         ("b", "c", 2),
     ]
     assert (pairs["spearman"] == 1).all()
-    # Two maps of the whole stack, made of another number of layers.
+    # These are two input maps, computed from different numbers of layers.
     inputs = [lm.rollout(whole).layer(-1), lm.rollout(whole.select_layers([0, 1])).layer(-1)]
     assert len(lm.compare(inputs)) == 1
 

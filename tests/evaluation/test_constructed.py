@@ -1,4 +1,4 @@
-"""The truth about the constructed models is what interventions show, cell by cell and token by token."""
+"""Test the routes of constructed models against interventions, cell by cell and token by token."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from lens_mix.hooks import record, replace_pattern
 from tests.shared_models import constructed
 
 MODELS = constructed_models()
-SAME = 1e-4  # Tracr's softmax leaves e^-25 to the other keys
+SAME = 1e-4  # Tracr's softmax leaves a weight of e^-25 for the other keys.
 CHANGED = 0.02
 
 every_model = pytest.mark.parametrize("built", MODELS.values(), ids=MODELS.keys())
 
 
 def answers(model, prompts, at, hooks=()):
-    """The logits at a position; under a norm without their scale, which all that is in the stream changes."""
+    """Return the logits at a position, without the scale of a norm, which depends on the whole stream."""
     with torch.no_grad():
         logits = model.run_with_hooks(prompts, fwd_hooks=list(hooks))[:, at]
     return logits if model.cfg.normalization_type is None else torch.nn.functional.normalize(logits, dim=-1)
 
 
 def changes_without_cells(model, prompt, at, layer):
-    """[query, key]: by how much the answer changes if the layer brings nothing from key to query."""
+    """Return the change of the answer if the layer moves nothing from key to query, [query, key]."""
     length, name, store = len(prompt), f"blocks.{layer}.attn.hook_pattern", {}
     clean = answers(model, prompt[None], at, [record(store, name)])
     patterns = store[name].repeat(length * length, 1, 1, 1)
@@ -60,7 +60,7 @@ def test_replacing_a_token_changes_the_answer_where_the_truth_says_so(built):
             tokens = built.replacements(prompt, position)
             others = prompt.repeat(len(tokens), 1)
             others[:, position] = torch.tensor(tokens, dtype=torch.long)
-            # Where nothing may stand instead, nothing is said to be true.
+            # Keys that no other token may replace are not true inputs.
             changes = (answers(model, others, at) - clean).abs().amax() if tokens else 0
             assert changes > CHANGED if true else changes < SAME, (prompt, position)
 
@@ -72,7 +72,7 @@ def test_every_prompt_can_be_replaced_somewhere_and_has_something_false(built):
         rows = routes.rows()
         assert any(built.replacements(prompt, position) for position in range(len(prompt)))
         assert routes.layers.any()
-        assert not (routes.layers & ~rows[:, :, None]).any()  # what is true is in a row on the way
+        assert not (routes.layers & ~rows[:, :, None]).any()  # Every true cell is in a row on the way.
         assert 0 < routes.inputs.sum() < len(prompt)
         assert all(int(prompt[at]) not in built.replacements(prompt, at) for at in range(len(prompt)))
 
@@ -84,7 +84,7 @@ def test_the_lens_proves_it(built):
 
 @every_model
 def test_it_says_what_it_describes(built):
-    """The prediction at the answer, from the tokens alone."""
+    """Compute the prediction at the answer from the tokens alone."""
     model = constructed(built)
     for prompt in built.prompts(seed=6, count=4):
         (at,) = built.routes(prompt).queries
@@ -98,7 +98,7 @@ def test_it_says_what_it_describes(built):
 
 
 def expected(name: str, tokens: list[int]) -> int:
-    """Programs number their answers from 0, without the first token."""
+    """Return the expected answer. Programs number answers from 0, without the first token."""
     if name == "rasp_reverse":
         return tokens[1] - 1
     if name == "rasp_histogram":

@@ -1,3 +1,5 @@
+"""Test deletion and insertion curves against passes over changed tokens, and bounds against all orders."""
+
 from __future__ import annotations
 
 import itertools
@@ -17,7 +19,7 @@ PROMPT_LENGTH = 5
 
 
 def value_without(model, prompt: torch.Tensor, removed) -> float:
-    """Log probability of what is predicted on the whole prompt, some tokens being FILL."""
+    """Compute the log probability of the clean prediction if some tokens are FILL."""
     edited = prompt.clone()
     edited[list(removed)] = FILL
     with torch.no_grad():
@@ -26,14 +28,14 @@ def value_without(model, prompt: torch.Tensor, removed) -> float:
 
 
 def aopc_of(model, prompt, order) -> float:
-    """(1 / N) Σ_i F(x) - F(x without the first i of an order)."""
+    """Compute (1 / N) Σ_i F(x) - F(x without the first i of an order)."""
     clean = value_without(model, prompt, [])
     drops = [clean - value_without(model, prompt, order[: i + 1]) for i in range(len(order))]
     return sum(drops) / len(drops)
 
 
 def row_of(order, length: int) -> torch.Tensor:
-    """Scores that rank positions in this order."""
+    """Make scores that rank positions in this order."""
     row = torch.full((length,), -1.0)
     row[list(order)] = torch.arange(len(order), 0, -1.0)
     return row
@@ -58,7 +60,7 @@ def test_curves_by_hand(model, prompt):
 
 
 def test_exact_bounds_are_those_of_all_orders(model, prompt):
-    """120 orders, one by one: the best of them gets 1, the worst 0, any other its place in between."""
+    """Of the 120 orders, the best has 1, the worst 0, and any other a value between."""
     sets = [set(one) for size in range(6) for one in itertools.combinations(range(5), size)]
     values = {frozenset(removed): value_without(model, prompt, removed) for removed in sets}
 
@@ -92,7 +94,7 @@ def table_of(values: dict[int, float]):
 
 
 def test_bounds_by_hand():
-    # Removing 0 first costs 1 at once; removing 1 first costs nothing before both are gone.
+    # Removing 0 first costs 1 immediately. Removing 1 first costs nothing until both are removed.
     value_of, _ = table_of({0b00: 3.0, 0b01: 2.0, 0b10: 3.0, 0b11: 0.0})
     lower, upper, exact = _find_bounds(value_of, 2, [], 3.0, exact=8, beam=5)
     assert (lower, upper, exact) == (1.5, 2.0, True)
@@ -116,7 +118,7 @@ def test_a_wide_beam_is_exact_and_a_narrow_one_inside(seed):
 
 
 def test_the_search_has_a_bounded_cost():
-    """At most beam x N (N + 1) sets, and without a search none."""
+    """At most beam x N (N + 1) sets run, and none without a search."""
     value_of, asked = table_of({taken: math.sin(taken) for taken in range(1 << 9)})
     _find_bounds(value_of, 9, [], 0.0, exact=8, beam=2)
     assert 0 < len(set(asked)) <= 2 * 9 * 10
@@ -129,7 +131,7 @@ def test_the_search_has_a_bounded_cost():
 
 
 def test_orders_that_are_given_widen_the_bounds():
-    """A beam of one misses the order that looks bad at first; a row that has it gets 1 and no more."""
+    """A beam of one misses the order that is bad at first. A row with that order gets 1 and not more."""
     values = dict.fromkeys(range(8), 5.0) | {0b001: 4.0, 0b110: 0.0, 0b111: 0.0, 0b010: 4.5}
     value_of, _ = table_of(values)
     alone = _find_bounds(value_of, 3, [], 5.0, exact=0, beam=1)
@@ -145,12 +147,12 @@ def test_ties_and_constant_rows(model, prompt):
     assert sorted(constant.positions) == list(range(5))
     assert constant.deletion == pytest.approx(again.deletion, abs=1e-12)
     assert other.positions != again.positions
-    # Other removals stand beside these in the pass: a processor may round its products otherwise.
+    # Other removals are in the same pass, and a processor may round their products differently.
     assert (other.lower, other.upper) == pytest.approx((again.lower, again.upper), abs=1e-12)
 
 
 def test_some_positions(model, prompt):
-    """The others stay as they are, and their scores are not read."""
+    """The other positions stay unchanged, and their scores are not read."""
     row = torch.tensor([100.0, 1.0, 3.0, 2.0, 50.0])
     found = removal_curves(model, prompt, row, removal=ReplaceTokens(FILL), positions=[1, 2, 3])
     assert found.positions == (2, 3, 1)
@@ -158,7 +160,7 @@ def test_some_positions(model, prompt):
 
 
 def test_later_positions_are_not_ranked(model, prompt):
-    """In a causal model they can't matter to a target before them."""
+    """In a causal model later positions cannot influence a target before them."""
     target = lm.targets.predicted(2, of="log_probability")
     found = removal_curves(model, prompt, torch.arange(5.0), removal=ReplaceTokens(FILL), target=target)
     assert found.positions == (2, 1, 0)
@@ -180,7 +182,7 @@ def test_a_target_that_nothing_changes(model, prompt):
 
 
 def test_a_permuted_row_scores_as_a_random_one():
-    """Over prompts of unequal length, and the row of true effects better than both."""
+    """The interval contains 0 over prompts of unequal length, and the row of true effects is above both."""
     model, generator = llama_like(torch.float64), torch.Generator().manual_seed(0)
     found = {"permuted": [], "random": [], "effects": []}
     for number in range(12):

@@ -1,4 +1,4 @@
-"""A file of finished cases gives the numbers of the very same evaluation, or none."""
+"""Test that a file of finished cases is used only for the same evaluation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SENTENCE = r"resume: expected .*; give another path, or delete the file to start
 
 @pytest.fixture
 def own():
-    """A model that the test may change."""
+    """Return a model that the test may change."""
     return build_or_skip(tiny_models.gpt2_like)
 
 
@@ -58,7 +58,7 @@ def test_the_same_evaluation_is_read(own, path, monkeypatch):
     whole = evaluated(own, path)
     no_more_cases(monkeypatch)
     assert evaluated(own, path).records == whole.records
-    # In another process's model the weights lie elsewhere.
+    # In another process the model's weights have other addresses.
     assert evaluated(tiny_models.gpt2_like(), path, max_memory=10**9).records == whole.records
 
 
@@ -157,7 +157,7 @@ def test_hooks_on_gradients_count(own, path):
 
 @pytest.mark.parametrize("name", ["disabled", "_disabled"])
 def test_a_switch_in_a_module_of_the_users_counts(name):
-    """As in adapters of peft, which keep theirs in `_disable_adapters`."""
+    """Adapters of peft keep such a setting in `_disable_adapters`."""
     model = with_a_noting_module([containing_itself(), {"a", "b"}])
     module = next(module for module in all_modules(model) if isinstance(module, Noting))
     found = []
@@ -177,7 +177,7 @@ def test_other_versions_are_refused_and_named(own, path, version, monkeypatch):
 
 
 def far_tokens(last):
-    """A prompt of which torch prints the ends only, in a list with another."""
+    """Return a long prompt in a list with another. torch prints only the ends of such a prompt."""
     return torch.tensor([*[3] * 600, last, *[3] * 600])
 
 
@@ -265,7 +265,7 @@ def test_what_has_no_identity_is_refused(own, path):
 
 
 def test_a_file_that_is_written_anew_is_the_same_file(own, path):
-    """A link stays one, with the bits of what it points to, and files beside it are nobody's."""
+    """A link stays a link, with the permissions of its target, and other files beside it stay unchanged."""
     whole = evaluated(own, path)
     text, target, beside = path.read_text(), path.with_name("target"), path.with_name(f"{path.name}.new")
     path.unlink()
@@ -321,7 +321,7 @@ def test_bytes_and_folders_are_refused(own, path):
 
 @pytest.mark.parametrize("cut", [1, 20, -1])
 def test_a_last_line_that_is_cut_is_computed_again(own, path, cut):
-    """And what is written next does not end up on the same line."""
+    """The next case is not written on the same line."""
     whole = evaluated(own, path)
     text = path.read_text()
     lines = text.split("\n")

@@ -1,4 +1,4 @@
-"""Areas under the curve, and what each method scores on the constructed models, worked out on paper."""
+"""Test areas under the ROC curve, and scores on constructed models that were computed on paper."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COPY = MODELS["copy"]
 
 
 def test_roc_area_by_hand():
-    # Of the four pairs (true, false) three are right and one is a tie.
+    # Of the four pairs (true, false), three are in the right order and one is a tie.
     scores, truth = torch.tensor([3.0, 2.0, 2.0, 1.0]), torch.tensor([True, False, True, False])
     assert roc_area(scores, truth) == 3.5 / 4
     assert roc_area(-scores, truth) == 0.5 / 4
@@ -75,32 +75,32 @@ def test_a_permuted_map_scores_as_chance():
 
 # ------------------------------------------------------------------ on paper: layer maps
 
-# Maps of the weights alone; of the vectors that attention moves; of the whole block; of a target.
+# The groups are maps of weights, of the vectors that attention moves, of the whole block, and of a target.
 WEIGHTS = ("attention", "attn_res_w")
 VECTORS = ("value_norm", "attn_res", "attn_res_ln", "globenc")
 TARGETS = ("attention_attribution", "gradient_attention")
 
 
 def one_row(prompt, above: float) -> float:
-    """One true cell among the keys before the last position; so many of the false ones are above it."""
+    """Compute the area for one true cell among the keys before the last, with `above` false ones above it."""
     false = len(prompt) - 2
     return (false - above) / false
 
 
 def false_in_relay(prompt) -> int:
-    """Layer 1: the last row. Layer 0: it and the row before it. Less the two true cells, and the diagonal."""
+    """Count layer 1's last row, and in layer 0 that row and the one before, without the true cells."""
     last = len(prompt) - 1
     return last + last + (last - 1) - 2
 
 
 def false_in_induction(prompt) -> int:
-    """Layer 1: the last row. Layer 0: it and the row after the earlier occurrence."""
+    """Count layer 1's last row, and in layer 0 that row and the one after the earlier occurrence."""
     last, before = len(prompt) - 1, prompt.tolist().index(int(prompt[-1]))
     return last + last + (before + 1) - 2
 
 
 def false_in_identity_blocks(prompt) -> int:
-    """The last row in all four layers, and in the lowest the row three positions before it."""
+    """Count the last row in all four layers, and in the lowest layer the row three positions before it."""
     last = len(prompt) - 1
     return 4 * last + (last - 3) - 1
 
@@ -110,12 +110,12 @@ def same_before(prompt) -> int:
 
 
 def two_true(false: int, wrong: float) -> float:
-    """Two true cells; so many of the pairs (true, false) are the wrong way round, ties half."""
+    """Compute the area for two true cells, with that many wrong pairs (true, false). Ties count half."""
     return 1 - wrong / (2 * false)
 
 
 ON_PAPER = [
-    # Nothing else has a weight.
+    # No other cell has a weight.
     *(
         (model, (*WEIGHTS, *VECTORS, *TARGETS, "alti", "value_zeroing", "decompx_local"), lambda p: 1)
         for model in ("copy", "copy_layernorm", "copy_feed_forward", "planted_key", "broadcast_sink")
@@ -129,32 +129,34 @@ ON_PAPER = [
             ((*VECTORS, *TARGETS, "alti", "value_zeroing", "decompx_local"), lambda p: 1),
         ]
     ),
-    # The erased cell is a tie before the feed-forward and gone after it; the feed-forward's own output holds
-    # it alone.
+    # The erased cell is a tie before the feed-forward and 0 after it. The feed-forward's own output has only
+    # that cell.
     ("erased_copy", (*WEIGHTS, *VECTORS, "alti"), lambda p: one_row(p, 0.5)),
     ("erased_copy", (*TARGETS, "value_zeroing", "atb_ff_res", "atb_ff_res_ln", "decompx_local"), lambda p: 1),
     ("erased_copy", ("atb_ff",), lambda p: one_row(p, 1 + (len(p) - 3) / 2)),
-    # The unread cell has the same weight and a vector twice as long; only a target knows who reads.
+    # The unread cell has the same weight and a vector twice as long. Only methods with a target know what is
+    # read.
     ("unread_copy", WEIGHTS, lambda p: one_row(p, 0.5)),
     ("unread_copy", (*VECTORS, "alti", "value_zeroing", "decompx_local"), lambda p: one_row(p, 1)),
     ("unread_copy", TARGETS, lambda p: 1),
     # Three rows of identity blocks, and one below the source, have a false cell with the true one's weight.
     ("identity_blocks", WEIGHTS, lambda p: 1 - 4 * 0.5 / false_in_identity_blocks(p)),
     ("identity_blocks", (*VECTORS, *TARGETS, "alti", "value_zeroing", "decompx_local"), lambda p: 1),
-    # In layer 0 the answer's own row moves something too, which nothing reads: a tie with both true cells,
-    # but where shares count (the stream is longer in layer 1) above one of them.
+    # In layer 0 the answer's own row moves something too, which nothing reads. It is tied with both true
+    # cells. Shares rank it above one of them, because the residual stream is longer in layer 1.
     ("relay", (*WEIGHTS, *VECTORS, "decompx_local"), lambda p: two_true(false_in_relay(p), 1)),
     ("relay", ("alti", "value_zeroing"), lambda p: two_true(false_in_relay(p), 1.5)),
     ("relay", TARGETS, lambda p: 1),
     ("induction", (*WEIGHTS, *VECTORS, "decompx_local"), lambda p: two_true(false_in_induction(p), 1)),
     ("induction", ("alti", "value_zeroing"), lambda p: two_true(false_in_induction(p), 1.5)),
     ("induction", ("attention_attribution",), lambda p: 1),
-    # A softmax that gives one key all has no gradient: the true cell below it ties with all false ones.
+    # A softmax that gives one key all weight has no gradient, so the true cell below is tied with all false
+    # ones.
     ("induction", ("gradient_attention",), lambda p: 0.75),
-    # The tokens that are counted have the first one's weight, and no value.
+    # The tokens that are counted have the same weight as the first one, and no value.
     ("rasp_histogram", WEIGHTS, lambda p: one_row(p, 0.5 * same_before(p))),
     ("rasp_histogram", (*VECTORS, "alti", "value_zeroing", "decompx_local"), lambda p: 1),
-    # Thresholds have no gradient where they are far.
+    # Far from a threshold there is no gradient.
     ("rasp_histogram", ("gradient_attention",), lambda p: 0.5),
 ]
 
@@ -178,35 +180,36 @@ def test_layer_maps_score_as_on_paper(name, methods, area):
 
 
 def one_key(prompt, above: float) -> float:
-    """One true token; so many of the others are above it, ties half."""
+    """Compute the area for one true token, with that many others above it. Ties count half."""
     false = len(prompt) - 1
     return (false - above) / false
 
 
 def two_kinds(prompt) -> float:
-    """All true tokens have 0, as all false ones but the first, which has more."""
+    """Compute the area if all true tokens have 0, as all false ones except the first, which has more."""
     false = len(prompt) - same_before(prompt) - 1
     return 0.5 * (false - 1) / false
 
 
 INPUT_ON_PAPER = [
-    # Half stays in the residual stream: the position itself ties.
+    # Half stays in the residual stream, so the position itself is tied.
     ("copy", "attention", lm.rollout, lambda p: one_key(p, 0.5)),
     ("copy", "value_zeroing", lm.rollout, lambda p: 1),
     ("copy", "attention", lm.layer_mean, lambda p: 1),
     # The token and its position are the longer vector.
     ("copy", "attn_res", lm.layer_mean, lambda p: one_key(p, 1)),
-    # 0.45 first token, 0.5 the position itself, 0.05 the true one.
+    # The row is 0.45 for the first token, 0.5 for the position itself, and 0.05 for the true one.
     ("silent_sink", "attention", lm.rollout, lambda p: one_key(p, 2)),
     ("silent_sink", "value_norm", lm.rollout, lambda p: one_key(p, 0.5)),
-    # Four paths of a quarter each: both steps, one, the other, none.
+    # There are four paths of a quarter each: both steps, one, the other, none.
     ("relay", "attention", lm.rollout, lambda p: one_key(p, 1.5)),
     ("relay", "value_zeroing", lm.rollout, lambda p: 1),
-    # No layer alone goes from the answer to its source, which ties at 0; the two that have a cell are above.
+    # No single layer connects the answer with its source, which is tied at 0. The two keys with a cell are
+    # above.
     ("relay", "attention", lm.layer_mean, lambda p: one_key(p, 2 + (len(p) - 3) / 2)),
-    # ((1 + x) / 2)³ (1 + x³) / 2: x³ has 2 of 16 paths; x, x², x⁴ and x⁵ have 3.
+    # In ((1 + x) / 2)³ (1 + x³) / 2, the term x³ has 2 of 16 paths, and x, x², x⁴ and x⁵ have 3 each.
     ("identity_blocks", "attention", lm.rollout, lambda p: one_key(p, 4)),
-    # A row of zeros without a residual ends every path.
+    # A row of zeros without a residual stream ends every path.
     ("identity_blocks", "value_zeroing", lm.rollout, lambda p: 0.5),
     ("identity_blocks", "value_norm", lm.rollout, lambda p: one_key(p, 0.5)),
     # Only the first token has a value.
@@ -252,7 +255,7 @@ def test_the_table():
     scored = frame[frame.note == ""]
     assert (scored.n == 2).all()
     assert ((scored.low <= scored.area) & (scored.area <= scored.high)).all()
-    # The answer of rasp_fraction stands before the end: the target is read there.
+    # The answer of rasp_fraction is before the end, and the target is read there.
     gradient = frame[(frame.model == "rasp_fraction") & (frame.method == "gradient_attention")]
     assert gradient[gradient.aggregation == "layers"].area.item() == 1
     again = score_constructed(names, [COPY, MODELS["rasp_fraction"]], count=2)
@@ -262,7 +265,7 @@ def test_the_table():
 def test_position_is_scored_as_on_paper():
     frame = score_constructed("attention", [COPY], count=5)
     layers = frame[(frame.method == "position") & (frame.aggregation == "layers")].area.item()
-    # Two of the false keys come after the true one.
+    # Two of the false keys are after the true one.
     expected = [one_row(prompt, 2) for prompt in COPY.prompts(count=5)]
     assert layers == pytest.approx(sum(expected) / 5)
 

@@ -1,3 +1,5 @@
+"""Test head importance against maps, pruning and gradients, and its errors."""
+
 from __future__ import annotations
 
 import pytest
@@ -51,10 +53,10 @@ def test_attention():
     some = prompts(model)
     found = head_importance(model, some, "attention")
     maps = [lm.run(model, prompt, lm.AttentionWeights(per_head=True)).scores for prompt in some]
-    # the first query of a causal model gives 1 to itself in every head
+    # The first query of a causal model gives itself the weight 1 in every head.
     assert (found.scores - sum(scores[:, :, 1:].amax((-1, -2)) for scores in maps) / 3).abs().max() <= 1e-12
     assert found.scores.max() < 1
-    # rows sum to 1: the mean over visible keys is the same for every head
+    # Rows sum to 1, so the mean over visible keys is the same for every head.
     mean = head_importance(model, some, "attention", statistic="mean")
     assert mean.scores.max() - mean.scores.min() <= 1e-12
 
@@ -108,7 +110,7 @@ def test_ablation_is_the_difference_of_the_metric():
 
 
 def test_heads_whose_patterns_do_not_mix_the_values_are_not_pruned():
-    """A hook that overwrites z: without the refusal nothing would change, and every head count as idle."""
+    """A hook overwrites z. Without the error, pruning would change nothing, so that all heads had 0."""
     model = gpt2_like(torch.float64)
     (prompt,) = prompts(model, 1)
     z = torch.ones((), dtype=torch.float64)

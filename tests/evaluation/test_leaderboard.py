@@ -1,3 +1,5 @@
+"""Test the leaderboard: its scores, controls, files and tasks."""
+
 from __future__ import annotations
 
 import json
@@ -34,7 +36,7 @@ OCCLUSION = lm.Occlusion(replacements=[3, 5], measure="absolute")
 
 
 def word_tokenizer(words):
-    """One token per word, whatever stands before it; `<bos>` in front."""
+    """Return a tokenizer with one token per word, and `<bos>` in front."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{word: i + 3 for i, word in enumerate(words)}}
@@ -52,9 +54,9 @@ def word_tokenizer(words):
 
 
 def copying_model(words):
-    """Says what stood after the last two words when they came before: finds every planted fact.
+    """Return a model that repeats what followed the last two words before: it finds every planted fact.
 
-    In evaluation mode: in training, as with dropout, it knows nothing.
+    In training mode, as with dropout, it predicts nothing.
     """
     tokenizer = word_tokenizer(words)
     if tiny_models.available(tiny_models.bridge, "gpt2"):
@@ -103,7 +105,7 @@ def test_scores_are_those_of_the_rows(model):
 
 
 def test_a_random_row_scores_as_chance(model):
-    """Over many seeds the mean is 0 within its interval."""
+    """Over many seeds, 0 is within the interval of the mean."""
     task = Importance(prompts(model, 1), OCCLUSION)
     truth = task.truth(model, task.cases(model)[0])
     scores = [
@@ -133,7 +135,7 @@ def test_cues_by_hand(model):
     assert truth[1:].tolist() == [1, 0, 1, 0, 0, 0]
     assert truth[0].isnan()
     scores = task.score(torch.tensor([9.0, 0.5, 0.0, 0.2, 0.3, 0.0, 0.0]), truth, -1)
-    # ranks 1 and 3 of the six that are scored
+    # The ranks are 1 and 3 of the six that are scored.
     assert scores["average_precision"] == pytest.approx((1 + 2 / 3) / 2)
     assert scores["reciprocal_rank"] == 1
     assert scores["mass_accuracy"] == pytest.approx(0.7)
@@ -180,7 +182,8 @@ def test_a_part_of_an_encoder_decoder_is_scored():
     expected = lm.evaluation.keep_cells(model, pair, m, part="decoder")
     record = next(record for record in board.records if record["method"] == "attention")
     assert record["closeness"] == pytest.approx(-expected.distance)
-    # The control shuffles the part whose maps are scored: decoder maps of its own weights, and no other's.
+    # The control shuffles only the part whose maps are scored. A decoder's maps depend only on its own
+    # weights.
     board = lm.evaluate(model, Cells([pair]), "attention", part="decoder", randomised_model=True)
     with lm.evaluation.randomised(model, part="decoder"):
         shuffled = lm.run(model, pair, "attention", part="decoder")
@@ -214,7 +217,7 @@ def test_resumes_where_it_stopped(model, tmp_path):
     whole = lm.evaluate(model, task, "attention", ["mean"], resume=path)
     lines = path.read_text().splitlines()
     assert len(lines) == 1 + 4
-    # stopped in the middle of the third case
+    # The run is stopped in the middle of the third case.
     path.write_text("\n".join([*lines[:3], lines[3][:20]]))
     again = lm.evaluate(model, task, "attention", ["mean"], resume=path)
     assert again.records == whole.records
@@ -267,7 +270,7 @@ def test_aggregations():
 
 
 def test_rollouts_with_the_measured_residual_whatever_they_are_called(model):
-    """Maps come with their shares, and a method that these can't be measured for without."""
+    """Maps have measured residual shares, except those of a method for which they are not defined."""
     mine = {"mine": lambda m: lm.rollout(m, residual="measured"), "mean": lm.layer_mean}
     (prompt,) = prompts(model, 1)
     board = lm.evaluate(model, Importance([prompt], OCCLUSION), ["attention", "attn_res"], mine)
@@ -305,7 +308,7 @@ def test_tables_and_pictures():
     table = board.table()
     assert list(table["method"]) == ["mine", "position"]
     assert table["score"].tolist() == pytest.approx([0.5, 0.2])
-    # the paired difference is the same in every case
+    # The paired difference is the same in every case.
     assert table.loc[0, ["score_gain", "score_gain_low", "score_gain_high"]].tolist() == pytest.approx(
         [0.3] * 3
     )
@@ -356,7 +359,7 @@ def test_planted_facts():
     words = {word for text in texts for word in text.split()} | set(answers) | set(plausibility._NAMES)
     words |= {f"{word}." for word in answers} | {f"{name}'s" for name in plausibility._NAMES}
     words |= {text.split("{1}")[0].split()[-1] for text in texts}
-    # one word and its full stop are two tokens, as with real tokenizers
+    # A word and its full stop are two tokens, as with real tokenizers.
     model = copying_model(sorted(word for word in words if word not in {f"{answer}." for answer in answers}))
     model.tokenizer.backend_tokenizer.pre_tokenizer = _full_stops_apart()
     cases = planted_facts(model, 10, sentences=4, seed=3)
@@ -364,7 +367,7 @@ def test_planted_facts():
     for case in cases:
         (position,) = case.relevant
         assert model.tokenizer.decode(case.prompt[position]) in answers
-        # the words before the answer are the prompt's last
+        # The words before the answer are the last words of the prompt.
         assert case.prompt[position - 2 : position].tolist() == case.prompt[-2:].tolist()
     in_training = planted_facts(model.train(), 10, sentences=4, seed=3)
     assert [case.relevant for case in in_training] == [case.relevant for case in cases]

@@ -1,3 +1,5 @@
+"""Test probes against formulas and scikit-learn's definition, and their agreement with maps."""
+
 from __future__ import annotations
 
 import math
@@ -16,13 +18,13 @@ NOUNS = 40
 
 
 def sentences(count: int, seed: int = 0) -> tuple[list[bool], list[int]]:
-    """Numbers and nouns: even nouns are plural."""
+    """Draw numbers and nouns, where even nouns are plural."""
     nouns = torch.randint(NOUNS, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
     return [noun % 2 == 0 for noun in nouns], nouns
 
 
 def states_of(plural: list[bool], nouns: list[int], seed: int = 0) -> torch.Tensor:
-    """Three layers of noise; the second holds the number as well, the third the whole noun."""
+    """Make three layers of noise. The second also has the number, and the third the whole noun."""
     generator = torch.Generator().manual_seed(seed)
     states = torch.randn(3, len(plural), NOUNS + 8, generator=generator)
     states[1, :, 0] += 8 * torch.tensor(plural).float()
@@ -34,7 +36,7 @@ def states_of(plural: list[bool], nouns: list[int], seed: int = 0) -> torch.Tens
 
 
 def test_two_points_by_hand():
-    """x = ±1 with one label each: by symmetry the classes' weights are ±w, and penalty · w = 2 σ(−2w)."""
+    """For x = ±1 with one label each, the classes' weights are ±w by symmetry, and penalty · w = 2 σ(−2w)."""
     w = 0.5
     penalty = 2 / (1 + math.e) / w
     probe = _fit_probe(torch.tensor([[-1.0], [1.0]]).double(), torch.tensor([0, 1]), 2, penalty)
@@ -77,19 +79,19 @@ def test_a_feature_that_is_there_is_found_and_one_that_is_not_is_not():
     plural, nouns = sentences(800)
     found = probe_layers(states_of(plural, nouns), plural, nouns, penalty=10.0)
     assert found.accuracy.shape == found.control.shape == (3,)
-    # 400 held out: chance is 0.5 ± 0.025
+    # With 400 held-out prompts, chance is 0.5 ± 0.025.
     assert abs(found.accuracy[0] - 0.5) < 0.1
     assert found.accuracy[1] > 0.98
     assert abs(found.control[1] - 0.5) < 0.12
     assert found.selectivity[1] > 0.35
-    # Who knows the noun knows its number, and every random label as well: the probe's doing.
+    # A layer with the noun has its number, and also every random label, so the accuracy is the probe's own.
     assert found.accuracy[2] > 0.98
     assert found.control[2] > 0.98
     assert found.selectivity[2].abs() < 0.02
 
 
 def test_what_is_held_out_was_not_fitted_to():
-    """Noise of more dimensions than prompts can be learned by heart, and says nothing of other prompts."""
+    """Noise of more dimensions than prompts can be learned by heart, but does not predict other prompts."""
     plural, nouns = sentences(200)
     states = torch.randn(1, 200, 300, generator=torch.Generator().manual_seed(1))
     found = probe_layers(states, plural, nouns, held_out=0.3)
@@ -105,7 +107,7 @@ def test_evidence_is_the_log_probability_of_the_right_value():
     plural, nouns = sentences(100)
     found = probe_layers(states_of(plural, nouns), plural, nouns)
     assert found.evidence.shape == (3, 50)
-    # Of two values the right one is chosen where its probability is above one half.
+    # Of two values, the right one is predicted if its probability is above one half.
     assert torch.equal((found.evidence > math.log(0.5)).double().mean(-1), found.accuracy)
     mine = [plural[place] for place in found.held_out.tolist()]
     assert found.majority in (sum(mine) / 50, 1 - sum(mine) / 50)
@@ -164,13 +166,13 @@ def made(accuracy: list[float], control: list[float], evidence: list[list[float]
 
 def test_agreement_by_hand():
     probing = made([0.5, 0.7, 0.9], [0.5, 0.4, 0.8], [[-3, -1], [-2, -2], [-1, -3]], [2, 0])
-    # Column 1 was fitted to. Of the others the means are .2, .3, .25; 1 − 6 Σd²/(3·8) of ranks 1 3 2.
+    # Column 1 was fitted to. The means of the others are .2, .3, .25, and 1 − 6 Σd²/(3·8) is for ranks 1 3 2.
     mixed = torch.tensor([[0.3, 9.0, 0.1], [0.4, 0.0, 0.2], [0.0, 5.0, 0.5]])
     found = probing_agreement(probing, mixed)
     assert found.accuracy == pytest.approx(0.5)
-    # Selectivities are 0, .3, .1.
+    # The selectivities are 0, .3 and .1.
     assert found.selectivity == pytest.approx(1.0)
-    # Prompt 2: rises with the evidence; prompt 0: ranks 2 3 1 against 3 2 1.
+    # Prompt 2 rises with the evidence. Prompt 0 has ranks 2 3 1 against 3 2 1.
     assert found.prompts.tolist() == pytest.approx([1.0, 0.5])
 
 

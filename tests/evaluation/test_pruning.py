@@ -1,3 +1,5 @@
+"""Test pruning curves against pruning by hand, and their errors."""
+
 from __future__ import annotations
 
 import pytest
@@ -51,7 +53,7 @@ def test_curves(model, tokens, metric):
         assert value == pytest.approx(by_hand(model, tokens, order[:count]), abs=1e-12)
     for count, value in zip(curves.removed, curves.values["reversed"], strict=True):
         assert value == pytest.approx(by_hand(model, tokens, order[::-1][:count]), abs=1e-12)
-    # every ranking starts from the whole model and ends with none of its heads
+    # Every ranking starts with the whole model and ends without heads.
     assert len({values[0] for values in curves.values.values()}) == 1
     assert len({values[-1] for values in curves.values.values()}) == 1
     assert set(curves.values) == {"mine", "reversed", "random"}
@@ -91,7 +93,7 @@ def test_random_orders_on_any_default_device(model, metric):
             return metric(model)
 
     plain = pruning_curves(model, on_the_cpu, {}, fractions=[0.3, 0.6], random=2)
-    # Numbers drawn on this device can't be read; a GPU would not take the CPU's generator.
+    # Numbers on this device cannot be read. A GPU would not accept the CPU's generator.
     with torch.device("meta"):
         elsewhere = pruning_curves(model, on_the_cpu, {}, fractions=[0.3, 0.6], random=2)
     assert elsewhere == plain

@@ -1,3 +1,5 @@
+"""Test soft erasure against masks by hand, and its matched retention."""
+
 from __future__ import annotations
 
 import math
@@ -24,9 +26,9 @@ def row(*scores: float) -> torch.Tensor:
 
 def test_matched_by_hand():
     assert _match_mean(row(1, 2, 3, 4), 0.25).tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    # The highest is full at 1: the others share what is left by their scores.
+    # The highest score reaches 1, and the others share the rest by their scores.
     assert _match_mean(row(1, 2, 3, 94), 0.5).tolist() == pytest.approx([1 / 6, 2 / 6, 3 / 6, 1])
-    # More is asked for than the positive scores can hold: the others share the rest alike.
+    # The mean requires more than the positive scores can have, so the others share the rest equally.
     assert _match_mean(row(5, 0, -3, 1), 0.75).tolist() == pytest.approx([1, 0.5, 0.5, 1])
     assert _match_mean(row(2, 2), 0.3).tolist() == pytest.approx([0.3, 0.3])
     assert _match_mean(row(0, 0, 0), 0.4).tolist() == pytest.approx([0.4] * 3)
@@ -51,15 +53,15 @@ def test_every_row_keeps_as_much(mean, seed):
 
 
 def test_formulas_by_hand():
-    # p(x) = 0.8, p(0) = 0.2: S(0) = 1 - 0.6. Without: 0.5, Soft-C = 0.3. With only: 0.7, Soft-S = 0.9.
+    # p(x) = 0.8 and p(0) = 0.2, so S(0) = 1 - 0.6. Without: 0.5, Soft-C = 0.3. With only: 0.7, Soft-S = 0.9.
     assert _compute_scores(0.8, 0.2, 0.5, 0.7) == pytest.approx((0.3 / 0.6, (0.9 - 0.4) / 0.6))
-    # What raises the target counts as nothing lost.
+    # A higher target counts as no loss.
     assert _compute_scores(0.8, 0.2, 0.9, 0.9) == pytest.approx((0, 1))
     assert all(map(math.isnan, _compute_scores(0.2, 0.3, 0.1, 0.1)))
 
 
 def test_vectors_are_masked_as_by_hand(model, prompt):
-    """The residual stream that enters the first block, edited by a hook of the test's own."""
+    """A hook of the test changes the residual stream that enters the first block."""
     scores = row(5, 1, 0, 2, 2)
     found = soft_faithfulness(model, prompt, scores, retained=0.4, samples=3, seed=2)
     uniform = torch.rand(3, 5, 24, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -77,7 +79,7 @@ def test_vectors_are_masked_as_by_hand(model, prompt):
 
         assert found.clean == pytest.approx(float(clean[token]))
         assert found.erased == pytest.approx(probability(torch.zeros(5)), abs=1e-9)
-        # 2 of 5 are kept on average: the factor 0.5 leaves no score above 1 but the first.
+        # 2 of 5 are kept on average. The factor 0.5 leaves no score above 1 except the first.
         with_only = probability(row(1, 0.2, 0, 0.4, 0.4))
         assert found.with_only == pytest.approx(with_only, abs=1e-9)
         # 3 of 5 are removed: all of the first, and the others by their scores, 2 in 5.
@@ -89,7 +91,7 @@ def test_vectors_are_masked_as_by_hand(model, prompt):
 
 
 def test_the_scale_of_a_map_is_nothing(model, prompt):
-    """What the soft measures without matched retention reward: larger scores, more of the input kept."""
+    """Without matched retention, the soft measures reward larger scores, which keep more of the input."""
     scores = torch.rand(5, generator=torch.Generator().manual_seed(0))
     found = soft_faithfulness(model, prompt, {"small": scores * 1e-3, "large": scores * 1e3})
     assert found["small"].with_only == pytest.approx(found["large"].with_only, abs=1e-12)

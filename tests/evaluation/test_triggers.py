@@ -1,3 +1,5 @@
+"""Test triggers: their extraction, insertion and effect."""
+
 from __future__ import annotations
 
 import pytest
@@ -30,7 +32,7 @@ def pair(a, b) -> Example:
 
 
 def released_insertion(tokens, length, places, added):
-    """The rule of the released code, written out: round((length + added) * place), one further if taken."""
+    """Insert by the released code's rule: round((length + added) * place), one further if that is taken."""
     tokens, previous = list(tokens), -1
     for place, token in zip(places, added, strict=True):
         at = round((length + len(added)) * place)
@@ -147,7 +149,7 @@ def test_predict_by_token_at_a_position_that_is_not_there(model, position):
 
 
 def test_predictions_of_an_encoder_decoder_are_what_a_target_reads():
-    """The decoder's start token alone, as where triggers are extracted: not the source as its own target."""
+    """The decoder reads its start token alone, as in the extraction of triggers, and not the source."""
     model = build_or_skip(bridge, "bart", torch.float64)
     source = tiny_models.tokens(model, 1)[0]
     choices = {token: token for token in range(3, 50)}

@@ -1,4 +1,4 @@
-"""The attributions of peers in tests/reference, and the BERT they belong to."""
+"""Provide the attributions of peers in tests/reference, and the BERT that they belong to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _weights() -> dict[str, Tensor]:
 
 
 def body(model_class: str) -> Any:
-    """The encoder, float64. Skips where this TransformerLens has no such class."""
+    """Build the encoder in float64. Skip the test if this TransformerLens has no such class."""
     config = transformers.BertConfig(
         **json.loads((REFERENCE / "attattr_tiny_config.json").read_text()), layer_norm_eps=1e-5
     )
@@ -44,7 +44,7 @@ def body(model_class: str) -> Any:
 
 
 def classifier() -> Callable[[Tensor], Tensor]:
-    """Pooler and classifier: last residual [copy pos d_model] -> logits [copy class]."""
+    """Return the pooler and classifier: last residual stream [copy pos d_model] -> logits [copy class]."""
     weights = _weights()
 
     def logits(resid: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def classifier() -> Callable[[Tensor], Tensor]:
 
 
 def prompt(expected: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The tokens of a reference file, and the rest for `lm.run`."""
+    """Return the tokens of a reference file, and the other inputs for `lm.run`."""
     inputs = {name: expected[name][0] for name in ("token_type_ids", "attention_mask")}
     return expected["input_ids"][0], inputs
 

@@ -1,7 +1,8 @@
-"""Three small transformers written by hand, by the formulas in the papers' files.
+"""Provide three small transformers written by hand, by the formulas in the files of the papers.
 
-Slow and plain: GPT-2 (LayerNorm, biases, learned positions), Llama (RMSNorm, rotary positions, shared values,
-a gated feed-forward) and T5 (an encoder and a decoder), with the weights of models of transformers, float64.
+They are slow and plain: GPT-2 (LayerNorm, biases, learned positions), Llama (RMSNorm, rotary positions,
+shared values, a gated feed-forward) and T5 (an encoder and a decoder). Their weights are those of models of
+transformers, in float64.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import lens_mix as lm
 from lens_mix.methods.frozen_gradients import frozen_attention, frozen_norm
 from lens_mix.methods.gim import modified_attention
 
-# The methods with some of their options.
+# The methods, with some of their options.
 METHODS = [
     lm.Gim(),
     lm.Gim(activations="ratio"),
@@ -32,7 +33,7 @@ Method = lm.Gim | lm.FrozenGradients
 
 
 class Ratio(torch.autograd.Function):
-    """act(z); going back, times act(z) / z."""
+    """act(z), whose backward pass multiplies by act(z) / z."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, act: Any) -> Tensor:
@@ -45,7 +46,7 @@ class Ratio(torch.autograd.Function):
 
 
 class SharedProduct(torch.autograd.Function):
-    """a b; going back, half to each."""
+    """a b, whose backward pass gives half of the gradient to each factor."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ class SharedProduct(torch.autograd.Function):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, method: Method) -> Tensor:
-    """Causal attention of [head pos d_head]."""
+    """Return causal attention of [head pos d_head]."""
     return mixed(masked(query @ key.mT / math.sqrt(query.shape[-1])), value, method)
 
 
@@ -69,7 +70,7 @@ def masked(scores: Tensor) -> Tensor:
 
 
 def mixed(scores: Tensor, value: Tensor, method: Method) -> Tensor:
-    """The values mixed by the softmax of the scores, as the papers' files differentiate it."""
+    """Mix the values by the softmax of the scores, differentiated as in the files of the papers."""
     if isinstance(method, lm.Gim):
         factors = method.temperature, method.queries_keys, method.values
         return modified_attention(scores, value, *factors)
@@ -104,7 +105,7 @@ class Gpt2:
         )
 
     def streams(self, x: Tensor, method: Method) -> list[Tensor]:
-        """The residual stream [pos d_model] entering each block, and leaving the last."""
+        """Return the residual stream [pos d_model] before each block, and after the last one."""
         states = [x]
         for layer in range(self.layers):
             x = x + self._attention(self._norm(x, f"h.{layer}.ln_1"), f"h.{layer}.attn", method)
@@ -151,7 +152,7 @@ class Llama:
         return self.weights["model.embed_tokens.weight"][tokens]
 
     def streams(self, x: Tensor, method: Method) -> list[Tensor]:
-        """The residual stream [pos d_model] entering each block, and leaving the last."""
+        """Return the residual stream [pos d_model] before each block, and after the last one."""
         states = [x]
         for layer in range(self.layers):
             name = f"layers.{layer}"
@@ -243,16 +244,16 @@ class T5:
 
 
 def joint_products(model: T5, source: Tensor, target: Tensor, row: int, method: Method) -> Tensor:
-    """gradient ⊙ embedding [source + target, d_model] of the largest logit at `row`."""
+    """Return gradient ⊙ embedding [source + target, d_model] of the largest logit at `row`."""
     x = [model.embed(tokens).detach().requires_grad_(True) for tokens in (source, target)]
     gradients = torch.autograd.grad(model.logits(*x, method)[row].max(), x)
     return torch.cat([g * each.detach() for g, each in zip(gradients, x, strict=True)])
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotary positions, halves rotated against each other."""
+    """Return x with rotary positions, where the two halves are rotated against each other."""
     half = x.shape[-1] // 2
-    # transformers computes these angles in float32
+    # transformers computes these angles in float32.
     frequencies = 1 / 10000 ** (torch.arange(half).float() / half)
     angles = torch.outer(torch.arange(x.shape[-2]).float(), frequencies).repeat(1, 2)
     turned = torch.cat([-x[..., half:], x[..., :half]], -1)
@@ -260,7 +261,7 @@ def rotated(x: Tensor) -> Tensor:
 
 
 def products(model: Gpt2 | Llama, tokens: Tensor, row: int, method: Method) -> list[Tensor]:
-    """gradient ⊙ state [pos d_model] of the largest logit at `row`: at the embeddings, after each block."""
+    """Return gradient ⊙ state [pos d_model] of the largest logit at `row`, before and after each block."""
     x = model.embed(tokens).requires_grad_(True)
     states = model.streams(x, method)
     target = model.logits(states[-1])[row].max()

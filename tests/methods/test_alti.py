@@ -1,4 +1,4 @@
-"""ALTI and ALTI-Logit against the authors' numbers, the dense oracle, and a sum that must be the logit."""
+"""Test ALTI and ALTI-Logit against the authors' numbers, the dense oracle, and a sum that is the logit."""
 
 import ast
 
@@ -80,7 +80,7 @@ def test_logit_shares_equal_alti_logit(gpt2):
     known = reference("altilogit_gpt2_tiny_f64")
     blocks = prompt_blocks(gpt2, known["input_ids"][0], lm.AltiLogit()).blocks
     head = blocks[-1].unembedding()
-    # The two tokens that the authors' code was asked for.
+    # The two tokens for which the authors' code was run.
     for place, token in enumerate((7, 9)):
         columns = head.W_U.T[torch.full((1, 9), token)]
         directions = through_head(head, blocks[-1].resid_post, columns)
@@ -179,7 +179,7 @@ def test_what_cannot_be_is_refused():
 
 
 def _large_logits(model):
-    """So large that the soft cap can't be taken for rounding."""
+    """Make logits so large that the soft cap changes them more than rounding does."""
     with torch.no_grad():
         model.W_U.mul_(20)
     return model
@@ -190,7 +190,7 @@ HALF_THE_ENTRY = [("gpt2", 0), ("mpt", 1), ("stablelm", 0), ("gpt_bigcode", 1)]
 
 @pytest.mark.parametrize(("name", "seed"), HALF_THE_ENTRY)
 def test_a_token_that_only_rounding_decides_is_noted(name, seed):
-    """In bfloat16 the model may predict another token; the map of the same token is the same."""
+    """In bfloat16 the model may predict another token, but the map of the same token is the same."""
     single = build_or_skip(bridge, name, seed=seed)
     half = build_or_skip(bridge, name, torch.bfloat16, seed)
     pairs = zip(single.original_model.parameters(), half.original_model.parameters(), strict=True)

@@ -1,4 +1,4 @@
-"""Through the feed-forward: the references, the dense oracle with numerical integrals, and refusals."""
+"""Test maps after the feed-forward against references and a dense oracle with numerical integrals."""
 
 import numpy as np
 import pytest
@@ -51,13 +51,13 @@ def test_equals_the_vectors_written_out(case, biases):
         assert largest(maps.output[0], norms(second.feed_forward)) < 1e-10
         assert largest(maps.residual[0], norms(second.feed_forward_residual)) < 1e-10
         assert largest(maps.normed[0], norms(second.output)) < 1e-10
-        # The vectors and the column of the biases add up to what the block really put out.
+        # The vectors and the column of the biases sum to the true output of the block.
         assert largest(second.output.sum(1), block.resid_post[0]) < 1e-10
 
 
 @CASES
 def test_equals_the_definition_written_out(case):
-    """With the formula's integrals taken numerically, from the anatomy's weights alone."""
+    """Compute the formula's integrals numerically, from the weights of the anatomy alone."""
     places, weights = map(torch.as_tensor, np.polynomial.legendre.leggauss(64))
     path = list(zip((places + 1) / 2, weights / 2, strict=True))
     for block in blocks_of(case, lm.AtbFf()):
@@ -99,12 +99,12 @@ def test_folding_W_in_changes_nothing(monkeypatch, count):
     if not available(bridge, "llama", torch.float64):
         pytest.skip("no TransformerBridge in this TransformerLens")
     model = bridge("llama", torch.float64)
-    # 4 heads, d_model 24: 3 positions are below the break-even, 20 above it.
+    # With 4 heads and d_model 24, 3 positions are below the break-even point and 20 are above it.
     tokens = torch.arange(count) % 40 + 3
     kept_products.forget()
     plain = lm.run(model, tokens, "atb_ff")
     assert kept_products.number("folded torch.float64") == model.cfg.n_layers
-    # What one method kept serves the other.
+    # What one method stores in the cache is used by the other.
     zeroing = lm.run(model, tokens, "value_zeroing", engine="algebra")
     assert kept_products.number("folded torch.float64") == model.cfg.n_layers
     with monkeypatch.context() as patch:
@@ -140,7 +140,7 @@ def test_paths_are_integrated_some_at_a_time(monkeypatch):
 
     generator = torch.Generator().manual_seed(0)
     start, end = torch.randn(2, 3, 50, generator=generator, dtype=torch.float64)
-    # One long path among short ones, and one of no length.
+    # One long path is among short ones, and one has length 0.
     end[1, 7], end[2, 9] = 60.0, start[2, 9]
     for activation in ("silu", "relu"):
         whole = _mean_on_path(activation, start, end)
@@ -153,7 +153,7 @@ def test_paths_are_integrated_some_at_a_time(monkeypatch):
 @pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if "relu" not in name])
 def test_means_on_paths_are_good_to_the_last_digits(activation, length):
     start = torch.linspace(-40.0, 20.0, 61, dtype=torch.float64)
-    # Where each path is cut finely enough, ten points a piece leave nothing.
+    # If each path is cut finely enough, ten points per interval leave no error.
     places, weights = np.polynomial.legendre.leggauss(10)
     pieces = 1 + round(4 * length)
     nodes = (torch.arange(pieces)[:, None] + (torch.as_tensor(places) + 1) / 2).flatten() / pieces * length
@@ -192,7 +192,7 @@ def test_gated_multipliers_are_complete_and_integrated_well(activation, fixed):
     function = ACTIVATIONS[activation]
     whole = function(end) * up_end - function(a) * b
     assert largest(gate * (end - a) + up * (up_end - b), whole) < 1e-10
-    # A fine midpoint rule, apart from the library's nodes and pieces.
+    # A fine midpoint rule is independent of the library's nodes and intervals.
     t = ((torch.arange(40000, dtype=torch.float64) + 0.5) / 40000)[:, None]
     known = function(a + t * (end - a)).mean(0)
     assert largest(_mean_on_path(activation, a, end), known) < 1e-6
@@ -200,7 +200,7 @@ def test_gated_multipliers_are_complete_and_integrated_well(activation, fixed):
 
 
 def test_half_and_half_is_not_the_integrated_gradient():
-    """The usual shortcut for gated neurons, half of the product to each side, is off by several per cent."""
+    """The usual shortcut for gated neurons, half of the product per factor, is several per cent off."""
     end = torch.linspace(0.5, 6, 50, dtype=torch.float64)
     gate, _ = gated_multipliers("silu", end, None, torch.ones_like(end), None)
     share = gate * end / ACTIVATIONS["silu"](end)

@@ -1,3 +1,5 @@
+"""Test self-attention attribution against peers and the definition, and its steps, baselines and errors."""
+
 from __future__ import annotations
 
 import pytest
@@ -17,7 +19,7 @@ needs_bridge = pytest.mark.skipif(not available(bridge, "gpt2"), reason="no Tran
 
 
 def naive(model, tokens: Tensor, layer: int, function, points: Tensor, weights: Tensor) -> Tensor:
-    """The definition, one whole forward pass per point, writing hook_pattern itself: [head, query, key]."""
+    """Compute the definition by one forward pass per point, which writes hook_pattern: [head, query, key]."""
     name = f"blocks.{layer}.attn.hook_pattern"
     store = {}
     model.run_with_hooks(tokens[None], fwd_hooks=[record(store, name)])
@@ -72,7 +74,7 @@ def test_captum(rule):
             return_convergence_delta=True,
         )
         scores = found["attention_attribution"].scores[layer]
-        # captum keeps its points in float32
+        # captum stores its points in float32.
         assert (scores - expected[0]).abs().max() <= 1e-7
         assert found["attention_attribution"].provenance["details"]["completeness_gap"][layer] == (
             pytest.approx(gap.item(), abs=1e-6)
@@ -151,7 +153,7 @@ def test_completeness_on_delegated_attention(name):
         difference = details["target_value"][layer] - details["baseline_value"][layer]
         total = found.scores[layer].sum().item()
         assert abs(difference) > 1e-6
-        # ReLU (opt, t5) leaves kinks in the path
+        # ReLU (opt, t5) makes kinks in the path.
         assert total == pytest.approx(difference, abs=2e-2 if name in ("opt", "t5") else 1e-6)
 
 
@@ -175,7 +177,7 @@ def test_sum_over_heads_and_rows():
     assert summed.scores.shape == (2, 7, 7)
     assert (apart.scores.sum(1) - summed.scores).abs().max() <= 1e-12
     assert not summed.scores[:, *torch.triu_indices(7, 7, 1)].any()
-    # the last layer's other rows cannot reach the last position
+    # The other rows of the last layer cannot reach the last position.
     assert not summed.scores[1, :-1].any()
     assert summed.scores[1, -1].abs().min() > 0
 
@@ -232,7 +234,7 @@ def test_each_layer_takes_the_points_it_needs():
         details = found.provenance["details"]
         assert max(map(abs, details["completeness_gap"])) <= tolerance
         assert max(details["estimated_error"]) <= tolerance
-        # the estimate is of all entries together, and was right within a factor of 10
+        # The estimate is for all entries together, and was right within a factor of 10.
         assert (found.scores - exact).abs().sum((1, 2, 3)).max() <= 10 * tolerance
         assert not [note for note in found.notes if "tolerance" in note]
         steps.append(details["steps"])
@@ -306,7 +308,7 @@ def test_internal_batch_size_changes_nothing(size):
         chunked = list(lm.run_many(model, prompts, lm.AttentionAttribution(internal_batch_size=size)))
     finally:
         handle.remove()
-    assert max(rows) <= max(size, 3)  # the verification of a replay takes three rows
+    assert max(rows) <= max(size, 3)  # The verification of a replay runs three copies.
     for a, b in zip(whole, chunked, strict=True):
         assert (a.scores - b.scores).abs().max() <= 1e-12
 
@@ -333,7 +335,8 @@ def test_blocks_below_are_not_run_again():
             )
         )
     lm.run(model, tokens, method)
-    # five points and the baseline: layer 0's need both blocks, layer 1's the upper one alone
+    # Each layer has five points and the baseline. Those of layer 0 need both blocks, and those of layer 1
+    # only the upper one.
     assert rows[0].count(6) == 1
     assert rows[1].count(6) == 2
 
@@ -353,7 +356,7 @@ def test_invisible_scale_is_told(name):
         assert details["visible_share"][layer] < 2e-3
         difference = details["target_value"][layer] - details["baseline_value"][layer]
         assert abs(details["completeness_gap"][layer]) > 0.5 * abs(difference)
-    # more points would be for nothing
+    # More points would change nothing.
     assert details["steps"] == [3, 3]
 
 
@@ -396,7 +399,7 @@ def test_the_model_comes_back_as_it_was(problem):
     model = gpt2_like(torch.float64).train()
     first = next(iter(model.parameters()))
     first.requires_grad_(False)
-    model(tiny_models.tokens(model, 1))  # TransformerLens itself leaves hooks on in its first pass
+    model(tiny_models.tokens(model, 1))  # TransformerLens itself leaves hooks on in its first pass.
     before = state(model)
     calls = []
 
@@ -494,7 +497,7 @@ WITH_KINKS = {
 
 @pytest.mark.parametrize("name", WITH_KINKS)
 def test_what_is_accepted_of_models_with_relu_is_right(name):
-    """Against an integral of 400 points: no layer is further off than it says, but for half of it."""
+    """No layer's error exceeds its estimate by more than a half, against an integral of 400 points."""
     said = []
     for seed in range(6):
         model = WITH_KINKS[name](seed)

@@ -1,4 +1,4 @@
-"""AttnRes, AttnResLn and AttnRes-W against norm-analysis-of-transformer and the dense oracle."""
+"""Test AttnRes, AttnResLn and AttnRes-W against norm-analysis-of-transformer and the dense oracle."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_equals_the_definition_written_out(case):
 
 @CASES
 def test_a_second_opinion_whose_vectors_add_up_to_the_true_states(case):
-    """From the weights and the block's input alone, with a column for what the biases put in."""
+    """Compute the vectors from the weights and the block's input alone, with a column for the biases."""
     for block in blocks_of(case, lm.AttnResLn()):
         second = oracle(block, feed_forward=False)
         vectors, definition = attention_vectors(block), written_out(block)

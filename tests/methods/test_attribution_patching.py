@@ -1,4 +1,4 @@
-"""Attribution patching against plain transformers, occlusion, and a softmax worked out anew."""
+"""Test attribution patching against plain transformers, occlusion, and a recomputed softmax."""
 
 import math
 
@@ -20,7 +20,7 @@ from tests.tiny_models import bridge, hooked_transformer, tokens, wrapped_model
 
 CASES = [*cases(), *map(slow, wide_cases())]
 STAND_INS = [5, 11]
-# Of the main matrix; the rest is refused in words, by `support` and `run` alike (tests/test_matrix.py).
+# These are from the main matrix. The others raise an error, in `support` and `run` (tests/test_matrix.py).
 RUNNING = {
     *("gpt2", "llama", "gemma", "qwen2", "qwen3", "gpt_neox", "gpt_neox_seq", "phi", "phi3", "falcon_mqa"),
     *("olmo", "olmo2", "stablelm", "granite", "gpt_bigcode", "cohere", "mixtral"),
@@ -34,7 +34,7 @@ def last_row(model, prompt, **options):
 
 @pytest.mark.parametrize("n_exact", [0, 3, 24])
 def test_equals_plain_transformers_layer_by_layer(n_exact):
-    """The second implementation stands in benchmarks/input_map and uses none of TransformerLens."""
+    """The second implementation is in benchmarks/input_map, and does not use TransformerLens."""
     model, prompt = build_or_skip(bridge, "llama", torch.float64), torch.arange(20, 29)
     untouched = wrapped_model("llama", torch.float64, attn_implementation="eager")
     decoder, words = Decoder(untouched.requires_grad_(False)), torch.tensor(STAND_INS)
@@ -123,13 +123,14 @@ def test_the_clean_pass_leaves_the_graph_of_a_prompt_alone(monkeypatch):
         return forward(lens, *args, **options)
 
     monkeypatch.setattr(Lens, "forward", counted)
-    # The clean pass, the head twice, the pass with stand-ins; a row more is the head and a pass.
+    # There are the clean pass, the unembedding twice, and the pass with replacements. Another row needs one
+    # unembedding and one pass more.
     for queries, expected in (([-1], 4), ([-2, -1], 6)):
         passes.clear()
         lm.run(model, prompt, method, queries=queries)
         assert len(passes) == expected
     passes.clear()
-    # Where memory is bound, the graph has a pass of its own, and so has each stand-in.
+    # With a memory bound, the autograd graph has a pass of its own, and so has each replacement.
     lm.run(model, prompt, method, queries=[-1], max_memory=10_000_000)
     assert (len(passes), passes.count(True)) == (4 + 1 + 1, 2)
 
@@ -179,7 +180,7 @@ def test_values_that_heads_share():
 def test_a_key_with_nearly_all_of_the_weight_keeps_its_digits():
     scores, values = torch.tensor([[[0.0, -20.0, -21.0]]]), torch.tensor([5.0, 1.0, 3.0]).reshape(3, 1, 1)
     found = hidden_effects(mixing(scores, values, torch.ones(1, 1, 1)))
-    # Without the first key the others share the row by e to 1.
+    # Without the first key, the others share the row by e to 1.
     e = math.e
     assert found[0, 0] == pytest.approx((e * 1 + 3) / (e + 1) - 5, rel=1e-5)
 
@@ -203,7 +204,7 @@ def test_layout_by_hand():
     seen = [row.nonzero()[:, 0].tolist() for row in layout.allowed]
     assert seen[:3] == [[0], [0, 1], [0, 1, 2]]
     assert seen[3:7] == [[0, 3], [0, 1, 4], [0, 5], [0, 1, 6]]
-    # The copies beside s1 of either set, in the place of t1, and the control
+    # The copies beside s1 of both sets, in place of t1, and the control.
     assert seen[7:] == [[0, 3, 7], [0, 5, 8], [0, 1, 9]]
 
 
@@ -228,7 +229,7 @@ def test_edits_on_a_run_of_ones_own_give_the_direct_term(name, bound):
 
 @pytest.mark.parametrize(("name", "bound"), [("gpt2", 1e-10), ("llama", 1e-6)])
 def test_effects_are_the_formula_on_what_hooks_record(name, bound):
-    """On a run of one's own, whose backward pass is the model's."""
+    """This is a run of one's own, whose backward pass is the model's."""
     model, prompt = build_or_skip(bridge, name, torch.float64), torch.arange(3, 10)
     store = {}
     hooks = [record_mixing(layer, store) for layer in range(2)]

@@ -1,4 +1,4 @@
-"""GIM, and gradient × input with frozen norms and patterns, against transformers written by hand."""
+"""Test GIM, and gradient × input with frozen norms and patterns, against transformers written by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WRITTEN = {"gpt2": by_hand.Gpt2, "llama": by_hand.Llama}
 
 @pytest.fixture
 def softmax_in_the_dtype_of_the_model(monkeypatch):
-    """Llama's, in transformers and in the Bridge, computes in float32 whatever the model's dtype."""
+    """Let Llama's softmax compute in the model's dtype. It is float32 in transformers and the Bridge."""
     softmax = torch.nn.functional.softmax
 
     def wide(x, dim=None, dtype=None, **options):
@@ -37,7 +37,7 @@ def softmax_in_the_dtype_of_the_model(monkeypatch):
 
 @functools.cache
 def pair(name):
-    """A TransformerBridge, and the same model written by hand."""
+    """Return a TransformerBridge, and the same model written by hand."""
     return build_or_skip(bridge, name, torch.float64), WRITTEN[name].of(wrapped_model(name, torch.float64))
 
 
@@ -68,7 +68,7 @@ def test_equals_the_papers_formulas(name, method):
 @pytest.mark.parametrize("method", [lm.Gim(), lm.Gim(temperature=1.5, values=2), lm.FrozenGradients()])
 @pytest.mark.parametrize("name", ["hooked LN", "hooked grouped", "bridge gpt2", "bridge llama"])
 def test_edits_on_a_run_of_ones_own(name, method):
-    """The example of `Gim.interventions`, as it stands."""
+    """The example of `Gim.interventions` runs unchanged."""
     factory, model_name = {"hooked": hooked_transformer, "bridge": bridge}[name.split()[0]], name.split()[1]
     model = build_or_skip(factory, model_name, torch.float64)
     (example,) = re.findall(r"row:\n\n(.*?)\n\n", lm.Gim.edits.__doc__, re.DOTALL)
@@ -127,7 +127,7 @@ def test_the_authors_package(model_class):
 
 @pytest.mark.parametrize("label", CASES)
 def test_conserves_on_every_model_or_says_why_not(label):
-    """Sum and share of the constants make the logit: no nonlinearity, no bias, no hook was missed."""
+    """The sum and the share of the constants give the logit, so no nonlinearity, bias or hook was missed."""
     case = CASES[label]
     model = case.build(torch.float64)
     if case.refusal is not None:
@@ -139,7 +139,7 @@ def test_conserves_on_every_model_or_says_why_not(label):
         assert "'mixture'" in str(refusal) or case.part == "encoder"
         return
     ((gaps,), (constants,)) = (m.provenance["details"][k] for k in ("conservation_gap", "constant_share"))
-    # A soft cap, and a dense layer with an activation in the head, are not frozen.
+    # A soft cap, and a dense layer with an activation in the classifier, are not frozen.
     if any(name in label for name in ("gemma2", "bert", "HookedEncoder")) and "Decoder" not in label:
         assert max(map(abs, gaps)) > 1e-3
         assert "conservation fails" in m.notes[-1]
@@ -151,7 +151,7 @@ def test_conserves_on_every_model_or_says_why_not(label):
     predicted = m.scores[0].sum(-1) + torch.tensor(constants, dtype=torch.float64)
     if case.part is None:
         whole = model(prompt_of(model))[0].max(-1).values
-        torch.testing.assert_close(predicted, whole, atol=1e-5, rtol=0)  # its kernel may use float32
+        torch.testing.assert_close(predicted, whole, atol=1e-5, rtol=0)  # Its kernel may use float32.
 
 
 def test_a_probability_does_not_conserve_and_a_note_says_so():

@@ -1,3 +1,5 @@
+"""Test context length probing against cut prompts, and its errors."""
+
 from __future__ import annotations
 
 import pytest
@@ -18,7 +20,7 @@ def test_against_the_wrapped_model(name, kept):
     count = len(tokens)
     clean = log_probabilities(model, tokens)
     predicted = clean.argmax(-1)
-    values = torch.zeros(count, count, dtype=torch.float64)  # [query, start]
+    values = torch.zeros(count, count, dtype=torch.float64)  # The axes are [query, start].
     for start in range(kept, count):
         cut = log_probabilities(model, torch.cat([tokens[:kept], tokens[start:]]))[kept:]
         values[start:, start] = at_tokens(cut, predicted[start:])

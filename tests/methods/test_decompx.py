@@ -1,4 +1,4 @@
-"""DecompX against its own code's numbers, with every rule for biases; completeness on every anatomy."""
+"""Test DecompX against its own code's numbers, with every rule for biases, and its completeness."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.norm_reference import BERT_CLASSES, reference, reference_bert, refere
 from tests.tiny_models import available, bridge, gpt2_like, tokens
 
 STAGES = {"attention": "attention", "mid": "LN1", "feed_forward": "FFN", "output": "encoder"}
-# Key in the reference -> what it was made with.
+# The key in the reference, and the options with which it was made.
 CLASSIFIERS = {
     "": lm.DecompX(),
     ".abssim": lm.DecompX("abssim"),
@@ -61,7 +61,7 @@ def test_single_layers_without_biases_equal_decompx(reference_blocks):
 
 @pytest.mark.parametrize("key", CLASSIFIERS)
 def test_classifier_importance_equals_decompx(reference_blocks, key):
-    """The pooler and the classifier are DecompX's, not TransformerLens's: here they are put on by hand."""
+    """The pooler and the classifier are DecompX's, not TransformerLens's, so they are added by hand."""
     blocks, row, size = reference_blocks
     method, known = CLASSIFIERS[key], reference("decompx_tiny_f64")
     weights = reference("tiny_bert_weights_f32")
@@ -116,12 +116,12 @@ def test_maps_are_those_of_all_pairs_at_once(case):
 
 
 def at_rows(block, queries):
-    """The same block with these rows only."""
+    """Return the same block with only these rows."""
     return Block(block._clean, block.layer, block._verification, block.engine, block.max_memory, queries)
 
 
 def padded_blocks(model, lengths, side):
-    """Blocks of prompts of these lengths, padded on one side."""
+    """Return the blocks of prompts of these lengths, padded on one side."""
     session = Session(model, {"decompx": lm.DecompX()})
     prompts = [session.read(tokens(model, 1, n, seed=n)[0]) for n in lengths]
     with session.checked_pass(prompts, side) as checked:
@@ -129,7 +129,7 @@ def padded_blocks(model, lengths, side):
 
 
 def expect_rows_to_be_cut(blocks, queries):
-    """Maps and shares of these rows equal those rows of the whole."""
+    """Check that maps and shares of these rows equal those rows of the whole map."""
     few = [*blocks[:-1], at_rows(blocks[-1], queries)]
     for method in (lm.DecompX(), lm.DecompX("drop"), lm.DecompX("first")):
         whole = method.of_stack(blocks)
@@ -167,7 +167,7 @@ def test_rows_of_padded_prompts_are_those_of_each_prompt_alone(name, side):
     for index, length in enumerate(lengths):
         alone = torch.stack(lm.DecompX().of_stack(padded_blocks(model, [length], side)), dim=1)
         own = blocks[0].real[index]
-        # Rotary factors are always float32; a processor may round those of another length otherwise.
+        # Rotary factors are always float32, and a processor may round those of another length differently.
         bound = 1e-5 if name in ("llama", "phi") else 1e-10
         assert largest(maps[index][:, own][:, :, own], alone[0]) < bound
         assert largest(maps[index][:, :, ~own], 0) == 0 if length < 10 else True
@@ -201,7 +201,7 @@ def test_logits_read_backwards_are_those_of_the_shares(name, chunk, monkeypatch)
 
 
 def test_logits_read_backwards_have_no_tensor_of_all_pairs():
-    """No larger than the forward pass's: the shares of one block would take 32 × 32 × 24 numbers."""
+    """The peak is that of the forward pass. The shares of one block would need 32 × 32 × 24 numbers."""
     model = gpt2_like()
     blocks = prompt_blocks(model, tokens(model, 1, 32)[0], lm.DecompX()).blocks
     few = [*blocks[:-1], at_rows(blocks[-1], torch.tensor([[31]]))]
@@ -237,7 +237,7 @@ def test_shares_add_up_to_the_logits(class_name):
 
 
 def test_inputs_beyond_a_window_reach_through_the_layers():
-    """Layer 1 of a window of 4 holds what layer 0 brought from up to 6 positions back, and no more."""
+    """Layer 1 of a window of 4 has what layer 0 moved from up to 6 positions before, and not more."""
     if not available(bridge, "mistral"):
         pytest.skip("no TransformerBridge in this TransformerLens")
     found = lm.run(bridge("mistral"), torch.arange(3, 13), "decompx")

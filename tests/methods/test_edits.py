@@ -1,4 +1,4 @@
-"""What methods put on a replay: pairs for a run of one's own, or a reason why there are none."""
+"""Test what methods put on a replay: hooks for a run of one's own, or a reason why there are none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lens_mix.methods import METHODS
 from tests.tiny_models import available, bridge, hooked_transformer, tokens
 
 PATTERN = torch.full((1, 4, 7, 7), 1 / 7)
-# Every method that intervenes by hooks in the blocks: itself, and what one layer's edits are given.
+# Every method that intervenes by hooks in the blocks, with the arguments of one layer's interventions.
 INTERVENING: dict[str, tuple[Method, Any]] = {
     "value_zeroing": (lm.ValueZeroing(), 2),
     "occlusion": (lm.Occlusion(by="mask"), 2),
@@ -23,12 +23,13 @@ INTERVENING: dict[str, tuple[Method, Any]] = {
     "attention_attribution": (lm.AttentionAttribution(), PATTERN),
     "gradient_attention": (lm.GradientAttention(), PATTERN),
 }
-# The others that run the model again, and what they change instead.
+# The other methods that run the model again, and what they change instead.
 ELSEWHERE = {
     "input_gradients": "what enters the first block is a leaf",
     "context_length": "the tokens are cut",
 }
-# Those whose edits change gradients, and count these: tests/methods/test_changed_gradients.py runs them.
+# The interventions of these change gradients and count them, so tests/methods/test_changed_gradients.py runs
+# them.
 GOING_BACK = {"gim", "frozen_gradients"}
 
 

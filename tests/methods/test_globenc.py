@@ -1,4 +1,4 @@
-"""GlobEnc against its own code's numbers and the dense oracle."""
+"""Test GlobEnc against its own code's numbers and the dense oracle."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_equals_the_definition_written_out(case):
         if second is None:
             second = block.next_norm()
         else:
-            # Of the feed-forward only what the second opinion makes of it enters here.
+            # Of the feed-forward, only the output that the second implementation computes is used here.
             output = oracle(block).feed_forward_residual.sum(1)[None]
         first, mid = anatomy.attention_residual, definition.summed
         assert largest(scores, globenc(definition.residual, first, mid, second, output)) < 1e-10

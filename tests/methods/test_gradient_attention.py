@@ -1,3 +1,5 @@
+"""Test attention weighted by its gradient against peers, and gradients of patterns in one ordinary pass."""
+
 from __future__ import annotations
 
 import pytest
@@ -23,7 +25,7 @@ DELEGATED = ["opt", "bert", "gpt_neo", "gptj"]
 
 @pytest.fixture(params=hao.MODEL_CLASSES)
 def explained(request):
-    """The peers' classifier and prompt: (expected numbers, map per head, map)."""
+    """Return the expected numbers, the map per head and the map, for the peers' classifier and prompt."""
     expected = hao.chefer()
     tokens, inputs = hao.prompt(expected)
     logits = hao.classifier()
@@ -72,7 +74,7 @@ def test_plain_rollout_of_the_same_model():
 
 @pytest.mark.parametrize("name", REWRITTEN + DELEGATED)
 def test_gradients_of_the_untouched_model(name):
-    """The patterns of one ordinary pass, kept with their graph, differentiated by."""
+    """The patterns of one ordinary pass keep their autograd graph, so that it can be differentiated."""
     if not available(bridge, name):
         pytest.skip(f"no bridge for {name}")
     model = bridge(name, torch.float64)
@@ -91,7 +93,7 @@ def test_gradients_of_the_untouched_model(name):
     patterns = [kept[hook_name] for hook_name in names]
     for layer, gradient in enumerate(torch.autograd.grad(function(out).sum(), patterns)):
         expected = (gradient * patterns[layer])[0]
-        # parts of some of these models compute in float32, whatever the dtype
+        # Modules of some of these models compute in float32 in any dtype.
         assert (signed.scores[layer] - expected).abs().max() <= 1e-6 * max(1, expected.abs().max())
         assert expected.abs().max() > 1e-4
 
@@ -121,7 +123,7 @@ def test_the_hooks_on_a_run_of_your_own():
 
 
 def test_first_layer_differs_from_frozen_patterns_above():
-    """The derivative is total: it goes through the patterns of the layers above, too."""
+    """The derivative is total: it also passes through the patterns of the layers above."""
     model = gpt2_like(torch.float64)
     tokens = tiny_models.tokens(model, 1)[0]
     signed = lm.run(model, tokens, lm.GradientAttention(per_head=True, rectify=False))
@@ -132,7 +134,7 @@ def test_first_layer_differs_from_frozen_patterns_above():
             target=lm.targets.predicted(of="logit"), method="riemann_right", n_steps=1, per_head=True
         ),
     )
-    # one step at α = 1 is A ∂F/∂A, by another way
+    # One step at α = 1 gives A ∂F/∂A, computed in another way.
     assert (signed.scores - attribution.scores).abs().max() <= 1e-12
 
 
@@ -148,11 +150,11 @@ def test_encoder_decoder_stacks():
     assert encoder.scores.shape == (2, 7, 7)
     assert encoder.scores.abs().max() > 0
     if not available(bridge, "bart"):
-        return  # the decoder of TransformerLens 2 is refused
+        return  # The decoder of TransformerLens 2 is not supported.
     decoder = lm.run(model, pair, lm.GradientAttention(), part="decoder")
     assert decoder.scores.shape == (2, 5, 5)
     assert decoder.causal
-    # the target counts in the decoder's positions
+    # The target uses the decoder's positions.
     with pytest.raises(ValueError, match="position: expected a whole number from -5 to 4"):
         lm.run(model, pair, lm.GradientAttention(target=lm.targets.predicted(5)))
 

@@ -1,6 +1,6 @@
-"""Tokens hidden in every layer, against a model of transformers whose softmax gets -inf for them.
+"""Test tokens that are hidden in every layer, against a model of transformers with -inf in its softmax.
 
-Nothing else of its pass changes: positions, chunks and biases stay as the model makes them of the prompt.
+Nothing else of its pass changes: positions, chunks and biases are those of the whole prompt.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NAMES = (
     "pegasus",
     "t5",
 )
-# Layers of chunks, a layer without positions above them.
+# Layers with chunks, and above them a layer without positions.
 _CHUNKED = {
     "num_hidden_layers": 3,
     "attention_chunk_size": 3,
@@ -66,7 +66,7 @@ _FLOAT32_ONLY = ("xglm",)
 
 @contextlib.contextmanager
 def hidden_in_every_softmax(key: int | None, length: int, sinks: int) -> Iterator[None]:
-    """The scores of square attention of that length (and sinks) lose a key, in rows that see another one."""
+    """Hide a key in square attention of that length (and sinks), for rows that see another key."""
     own = {torch.nn.functional: torch.nn.functional.softmax, torch: torch.softmax}
 
     def edited(softmax: Any) -> Any:
@@ -117,21 +117,21 @@ def test_a_hidden_token_changes_nothing_but_the_softmax(name, dtype):
     assert not pair or tokens[0].shape != read.shape
     expected = expected_losses(reference, inputs, read.shape[-1])
     if name == "gpt_oss":
-        expected[0, 0] = 0  # nothing but itself is left to see, whatever its sink takes
+        expected[0, 0] = 0  # Only the query itself remains visible, whatever the weight of its sink.
     try:
         found = lm.run(model, tokens, lm.Occlusion(by="mask"), part="decoder" if pair else None).scores[0]
     except lm.UnsupportedModelError as problem:
         if name == "t5" and "cannot run T5" in str(problem):
             pytest.skip("no T5 before TransformerLens 4")
         raise
-    # Some softmaxes of transformers are in float32 whatever the model is.
+    # Some softmaxes of transformers are always in float32.
     torch.testing.assert_close(found, expected.to(found), atol=2e-5, rtol=2e-4)
     assert float(found[-1].abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("padding", [0, 2])
 def test_the_positions_of_roberta_stay(padding):
-    """Counted from its padding token on; in a padded batch too."""
+    """Positions are counted from the padding token on, in a padded batch too."""
     model = build_or_skip(bridge, "roberta", torch.float64)
     reference = wrapped_model("roberta", torch.float64)
     reference.set_attn_implementation("eager")
@@ -144,7 +144,7 @@ def test_the_positions_of_roberta_stay(padding):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("loudness", [1.0, 6.0])
 def test_a_sink_is_left_what_it_takes(dtype, loudness):
-    """Where a hidden key had nearly all of the weight, an attention sink takes much of what is left."""
+    """If a hidden key had nearly all of the weight, an attention sink gets much of the rest."""
     model = build_or_skip(bridge, "gpt_oss", dtype)
     reference = wrapped_model("gpt_oss", dtype)
     reference.set_attn_implementation("eager")
@@ -178,7 +178,7 @@ BUILT = [
 
 @pytest.mark.parametrize("build", BUILT, ids=lambda build: " ".join([build[0].__name__, *build[1:]]))
 def test_a_batch_with_hidden_keys_is_what_hooks_on_the_pattern_give(build):
-    """In the mask that each attention is given, on every class."""
+    """The mask of each attention hides the key, in every class."""
     if not available(*build):
         pytest.skip("not in this TransformerLens")
     model = build[0](*build[1:], dtype=torch.float64)
@@ -199,6 +199,6 @@ def test_a_batch_with_hidden_keys_is_what_hooks_on_the_pattern_give(build):
     except lm.UnsupportedModelError as problem:
         pytest.skip(str(problem))
     assert first.masks_by_input
-    # Rows that see nothing else may be anything where a model masks what is later by a mask of its own.
+    # Rows that see nothing else have any value, if a model masks later keys by a mask of its own.
     torch.testing.assert_close(found[:, 1:], expected[:, 1:], atol=1e-6, rtol=0)
     assert float((found[1:, -1] - found[0, -1]).abs().max()) > 1e-3

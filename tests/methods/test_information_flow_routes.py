@@ -1,4 +1,4 @@
-"""Information flow routes against a case worked by hand and the definition written out, on every block."""
+"""Test information flow routes against a case by hand and the definition, on every kind of block."""
 
 import pytest
 import torch
@@ -16,24 +16,24 @@ from tests.matrix import build_or_skip, prompt_of
 from tests.norm_cases import CASES, blocks_of, heads_of, largest, written_out
 from tests.tiny_models import bridge, hooked_encoder, hooked_encoder_decoder, hooked_transformer, tokens
 
-# What the authors' code takes for 0.
+# The authors' code uses this instead of 0.
 FLOOR = 1e-5
 
 # ---------------------------------------------------------------------- the definition
 
 
 def test_importance_by_hand():
-    """‖s‖ = 6; taking the parts away leaves 3, 3 and 7: proximities 3, 3 and 0."""
+    """‖s‖ = 6. Removing a component leaves 3, 3 and 7, so the proximities are 3, 3 and 0."""
     parts = torch.tensor([[[[3.0, 0.0], [1.0, -2.0], [-1.0, 0.0]]]])
     assert importance(parts, torch.tensor([[[4.0, -2.0]]])).tolist() == [[[0.5, 0.5, 0.0]]]
-    # No part brings (1, 1) nearer: nothing is divided by nothing.
+    # No component brings (1, 1) closer, and nothing is divided by 0.
     parts = torch.tensor([[[[-1.0, 0.0], [0.0, -3.0]]]])
     assert importance(parts, torch.tensor([[[1.0, 1.0]]])).tolist() == [[[0.0, 0.0]]]
 
 
 @pytest.mark.parametrize("bound", [None, 1])
 def test_proximities_of_heads_by_hand(bound):
-    """Two heads of two keys with output matrices of identities; the state is (4, -2) and the scale 2."""
+    """Two heads of two keys have identities as output matrices. The state is (4, -2) and the scale 2."""
     eye = torch.eye(2).expand(2, 2, 2)
     value = torch.tensor([[[[2.0, 0.0], [0.0, -1.0]], [[-1.0, 0.0], [1.0, 1.0]]]])
     pattern = torch.tensor([[[[0.5, 0.5]], [[1.0, 0.0]]]])
@@ -41,14 +41,14 @@ def test_proximities_of_heads_by_hand(bound):
     pairs = Pairs(pattern, heads, queries=torch.tensor([[1]]))
     vectors = Vectors(pairs, torch.full((1, 1, 1), 2.0), lambda: torch.zeros(1, 1, 2))
     state = torch.tensor([[[4.0, -2.0]]])
-    # Head 0 sent (2, 0) from key 0 and (-1, 0) from key 1; head 1 sent (0, -2) from key 0 and nothing else.
+    # Head 0 sent (2, 0) from key 0 and (-1, 0) from key 1. Head 1 sent only (0, -2), from key 0.
     expected = torch.tensor([[[[2.0, 0.0]], [[2.0, 0.0]]]])
     assert head_proximities(vectors, state, per_head=True).equal(expected)
     assert head_proximities(vectors, state, per_head=False).equal(expected.sum(1))
 
 
 def definition(block, biases="whole"):
-    """Importance of each head's part of each key, and of the parts that are no key's, by name."""
+    """Return the importance of each head's vector of each key, and of the other components by name."""
     anatomy, x, path = block.anatomy, block.resid_pre, block.anatomy.value_path
     attention_out = path.project(block.recorded("z"))
     true = written_out(block)
@@ -104,7 +104,7 @@ def test_residual_and_feed_forward_equal_their_definition(case, biases):
             parts = torch.cat([parts, (block.resid_post - parts.sum(2))[:, :, None]], dim=2)
             names.append("biases_post")
         shares = importance(parts, block.resid_post)[0]
-        # The model's own output is less exact than float64 where its norms are Hugging Face's.
+        # If the model's norms are Hugging Face's, its own output is less exact than float64.
         assert largest(torch.tensor([found[name] for name in names], dtype=torch.float64).T, shares) < 1e-5
         assert largest(shares.sum(-1), torch.ones(len(shares))) < 1e-10
 
@@ -127,7 +127,7 @@ def test_on_cross_attention_the_residual_is_a_key_of_its_own(name, biases):
         heads = by_head.shape[1]
         each = (own / heads)[:, None].expand(-1, heads, -1, -1)
         assert largest(apart, torch.cat([by_head, each], -1)) < 1e-10
-        # What follows the cross-attention is a feed-forward alone, so that its share is known.
+        # Only a feed-forward follows the cross-attention, so its share is known.
         parts = block.details[0]["parts"]
         total = [sum(parts[part][row] for part in ("resid_mid", "mlp_out")) for row in range(len(own[0]))]
         assert total == pytest.approx([1.0] * len(own[0]))
@@ -194,7 +194,7 @@ def test_permuting_heads_permutes_the_map():
 
 
 def test_the_authors_floor_is_all_that_differs_where_there_is_no_value_bias():
-    """Their code gives each part 1e-5 at least, even of keys that a query can't see, and then normalises."""
+    """Their code gives each component at least 1e-5, also for hidden keys, and then normalises."""
     model = build_or_skip(bridge, "llama", torch.float64)
     method = lm.InformationFlowRoutes()
     for block in prompt_blocks(model, tokens(model, 1, 7, 1), method).blocks:

@@ -1,3 +1,5 @@
+"""Test gradients with respect to embeddings against transformers with autograd, and against captum."""
+
 from __future__ import annotations
 
 import functools
@@ -24,7 +26,7 @@ ROWS = (-1, 2)
 
 
 def hugging_face_gradients(name, prompt, stack, rows):
-    """(x, gradients per row) by what enters the first layer; transformers and autograd alone."""
+    """Return (x, gradients per row) for the first layer's input, by transformers and autograd alone."""
     model = wrapped_model(name, torch.float64)
     model.set_attn_implementation("eager")
     asked = Reference(model, prompt, stack)
@@ -53,7 +55,7 @@ def test_against_transformers_alone(case):
     x, gradients = hugging_face_gradients(case.label.split()[1], prompt, case.part, ROWS)
     methods = [lm.InputGradients(), lm.InputGradients(score="times_input")]
     norm, times_input = lm.run(model, prompt, methods, part=case.part, queries=list(ROWS)).values()
-    # Kernels of transformers that compute in float32 agree to that.
+    # Kernels of transformers that compute in float32 agree to this tolerance.
     for place, gradient in enumerate(gradients):
         torch.testing.assert_close(norm.scores[0, place], gradient.norm(dim=-1), atol=1e-5, rtol=1e-5)
         expected = (gradient * x).sum(-1)
@@ -61,7 +63,7 @@ def test_against_transformers_alone(case):
 
 
 def test_embeddings_themselves_where_nothing_lies_between():
-    """With inputs_embeds: rotary positions, so that x is the embedding of the token."""
+    """The positions are rotary, so x is the token's embedding and inputs_embeds can be used."""
     model = build_or_skip(bridge, "llama", torch.float64)
     ids = tokens(model, 1)
     wrapped = wrapped_model("llama", torch.float64)
@@ -88,7 +90,7 @@ def test_captum(model_class):
         torch.testing.assert_close(products, expected[f"row{row}_times_input"], atol=1e-12, rtol=0)
         for baseline in ("zero", "mean"):
             m = scores("integrated", baseline=baseline)
-            # captum's nodes are those of float32
+            # captum's nodes are those of float32.
             name = f"row{row}_integrated_{baseline}"
             torch.testing.assert_close(m.scores[0, 0], expected[name], atol=2e-7, rtol=0)
             ((delta,),) = m.provenance["details"]["convergence_delta"]
@@ -98,7 +100,7 @@ def test_captum(model_class):
 
 @pytest.mark.parametrize("model_class", ["TransformerBridge", "HookedEncoder"])
 def test_behind_the_norm_of_berts_embeddings(model_class):
-    """The class that holds BERT of transformers, against the model of transformers."""
+    """The class contains BERT of transformers, and is compared with the model of transformers."""
     plain = reference_models.to_bridge
     ids = reference("official_vz_tiny_f64")["n6_input_ids"].long()
     try:
@@ -117,7 +119,7 @@ def test_behind_the_norm_of_berts_embeddings(model_class):
 
 
 def test_is_complete_where_the_model_is_smooth():
-    """From the mean, many points close the gap; next to 0 a norm jumps, and a note says so."""
+    """From the mean, many points close the gap. Near 0 a norm makes F jump, and a note says so."""
     model = gpt2_like(torch.float64)
     ids = tokens(model, 1)
     m = lm.run(model, ids, lm.InputGradients(score="integrated", baseline="mean", n_steps=48))
@@ -182,7 +184,7 @@ def test_padding_changes_no_integral(baseline):
 
 
 def test_the_plain_formula_on_a_polynomial():
-    """F = sum of cubes along a straight path: 3 points of Gauss-Legendre are exact."""
+    """For F = the sum of cubes along a straight path, 3 points of Gauss-Legendre are exact."""
     x = torch.tensor([[[1.0, -2.0], [0.5, 3.0]]], dtype=torch.float64)
     start = torch.full_like(x, 0.25)
     points, weights = quadrature("gauss_legendre", 3)

@@ -1,4 +1,4 @@
-"""The temporaries of Value Zeroing, measured, against the bound that was asked for."""
+"""Test the measured temporaries of Value Zeroing against the memory bound."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.matrix import build_or_skip, slow
 from tests.tiny_models import available, bridge, gpt2_like, hooked_transformer, tokens
 
 LENGTH = 30
-# So wide that copies of the weights are most of what is counted, the heads so small that W_O and W_in are
-# folded for WIDE_LENGTH positions.
+# The model is so wide that most of the counted memory is copies of the weights. Its heads are so small that
+# W_O and W_in are folded for WIDE_LENGTH positions.
 WIDE: dict[str, dict[str, int]] = {
     "gpt2": {"n_embd": 1024, "n_head": 64, "n_layer": 1},
     "llama": {
@@ -39,12 +39,12 @@ WIDE_LENGTH = 18
 
 
 def model_of(name: str) -> Any:
-    """A tiny model; all but gpt2 only where there are bridges."""
+    """Return a tiny model. All except gpt2 need a TransformerBridge."""
     return gpt2_like() if name == "gpt2" else build_or_skip(bridge, name)
 
 
 def wide_model_of(name: str) -> Any:
-    """A model of `WIDE` in bfloat16, whose every matrix is copied for the computation."""
+    """Return a model of `WIDE` in bfloat16, of which the computation copies every matrix."""
     if name == "gpt2" and not available(bridge, name):
         return hooked_transformer("LN", torch.bfloat16, **WIDE_CLASSIC)
     return build_or_skip(bridge, name, torch.bfloat16, **WIDE[name])
@@ -53,7 +53,7 @@ def wide_model_of(name: str) -> Any:
 def peak_of(
     model: Any, prompts: Any, method: ValueZeroing, monkeypatch: Any, **options: Any
 ) -> tuple[int, Any]:
-    """Most bytes that one block's map took beside itself, and the maps."""
+    """Return the largest number of bytes that one block's map needed besides itself, and the maps."""
     peaks = []
     computed = ValueZeroing.of_stack
 
@@ -73,7 +73,7 @@ def peak_of(
 
 
 def smallest(model: Any, prompts: Any, method: ValueZeroing, engine: str) -> int:
-    """The bound that the error asks for."""
+    """Return the bound that the error asks for."""
     with pytest.raises(ValueError, match="max_memory: expected at least") as refused:
         list(lm.run_many(model, prompts, method, engine=engine, max_memory=1000))
     return int(str(refused.value).split("at least ")[1].split()[0])
@@ -102,7 +102,7 @@ def test_the_bound_holds(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WIDE)
 def test_the_bound_holds_where_weights_are_most(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One prompt's copies of the weights are gone before the next one's are made, and none is made twice."""
+    """One prompt's copies of the weights are freed before the next ones are made, and none is made twice."""
     model, method = wide_model_of(name), ValueZeroing()
     prompts = [tokens(model, 1, WIDE_LENGTH, seed)[0] for seed in (1, 2)]
     least = smallest(model, prompts, method, "algebra")
@@ -112,7 +112,7 @@ def test_the_bound_holds_where_weights_are_most(name: str, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_more_prompts_take_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which keys some heads see is a mask per prompt, a byte per pair; not one more stays."""
+    """Each prompt has a mask of the keys that some heads see, a byte per pair. Nothing else remains."""
     model, method = model_of("gpt2"), ValueZeroing(heads=[1, 2])
     prompts = [tokens(model, 1, LENGTH, seed)[0] for seed in range(8)]
     least = smallest(model, prompts, method, "algebra")
@@ -124,7 +124,7 @@ def test_more_prompts_take_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_bound_is_used() -> None:
-    """The smallest bound is not ten times what is needed."""
+    """The smallest bound is less than ten times what is needed."""
     model = model_of("gpt2")
     prompt = tokens(model, 1, LENGTH, 1)
     with pytest.MonkeyPatch.context() as patch:

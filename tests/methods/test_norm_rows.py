@@ -1,4 +1,4 @@
-"""Norm-based maps of asked rows: the cut of the whole map, in memory that these rows need."""
+"""Test norm-based maps of asked rows: they equal rows of the whole map, in memory for these rows only."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lens_mix.session import Session
 from tests.matrix import Case, slow
 from tests.norm_cases import largest
 
-# Plain and gated feed-forwards, grouped values, sandwich norms, parallel branches, post-norm, branch norms,
-# a residual multiplier.
+# These have plain and gated feed-forwards, grouped values, sandwich norms, parallel branches, post-norm,
+# branch norms and a residual multiplier.
 LABELS = ["gpt2", "llama", *map(slow, ("gemma2", "gpt_neox", "bert", "olmo2"))]
 METHODS = [
     lm.ValueNorms(),
@@ -41,7 +41,7 @@ def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
 
 
 def supported(model: Any) -> list[Method]:
-    """The methods above that the model's blocks allow."""
+    """Return the methods above that are defined for the model's blocks."""
     session = Session(model, {"attn_res": lm.AttnRes()})
     with session.checked_pass([session.read(prompts_of()[0], **NOTHING)]) as checked:
         anatomies = checked.verification.anatomy.values()
@@ -54,8 +54,8 @@ NOTHING: dict[str, Any] = {"prepend_bos": None, "attention_mask": None, "inputs"
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("label", LABELS)
 def test_rows_of_padded_prompts_are_the_cut_of_the_whole_maps(label: str, side: Any) -> None:
-    """One row, which is written out, and several, which are made by factors, in any order."""
-    # Padded on the left, some models give NaN in float64.
+    """One row is computed from pairs, and several from factors, in any order."""
+    # With padding on the left, some models give NaN in float64.
     dtype, tolerance = (torch.float64, 1e-10) if side == "right" else (torch.float32, 1e-4)
     model = Case(f"bridge {label}").build(dtype)
     if side == "left" and label not in ("llama", "gemma2"):

@@ -1,4 +1,4 @@
-"""The error estimate, on paths whose gradient is a known function of the point."""
+"""Test the error estimate, on paths whose gradient is a known function of the point."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KnownPath:
 
 
 def bump(width: float, place: float = 0.3):
-    """Its integral over 0..1 is, but for its tails, width √π."""
+    """Return a bump whose integral over 0..1 is width √π, except for its tails."""
     return lambda alpha: torch.exp(-(((alpha - place) / width) ** 2))
 
 
@@ -47,7 +47,7 @@ def test_a_smooth_path_takes_three_points_and_the_baseline():
 
 @pytest.mark.parametrize(("width", "place"), [(0.3, 0.3), (0.2, 0.5), (0.1, 0.5), (0.2, 0.1)])
 def test_a_gap_that_vanishes_by_accident_is_not_trusted(width, place):
-    """Two entries whose errors cancel: the sum is right with any rule, the entries are not."""
+    """The errors of two entries cancel: the sum is right with any rule, and the entries are not."""
     sharp = bump(width, place)
     path = KnownPath(sharp, lambda a: 1 - sharp(a), clean=1.0)
     first = Integral(path, nested_rules(3))
@@ -98,7 +98,7 @@ def test_scores_below_the_rounding_of_the_target_need_no_points():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_jumps_are_not_taken_for_smooth(seed):
-    """Entries whose slopes jump, as with ReLU: the estimate is of the size of the error."""
+    """The slopes of the entries jump, as with ReLU, and the estimate has the size of the error."""
     generator = torch.Generator().manual_seed(seed)
     places = torch.rand(40, generator=generator, dtype=torch.float64).tolist()
     path = KnownPath(

@@ -1,4 +1,4 @@
-"""AttnN against norm-analysis-of-transformer's numbers, the dense oracle, and heads that cancel."""
+"""Test AttnN against norm-analysis-of-transformer's numbers, the dense oracle, and heads that cancel."""
 
 import pytest
 import torch
@@ -43,12 +43,12 @@ def test_equals_the_vectors_written_out(case):
         by_head = head_parts(*heads_of(block)).norm(dim=-1).transpose(1, 2)
         assert largest(lm.ValueNorms(per_head=True)(block), by_head) < 1e-10
         assert largest(attention_vectors(block).pairs.written_out(), written_out(block).attention) < 1e-10
-        # A second opinion, from the model's weights and its input alone.
+        # A second implementation uses the model's weights and its input alone.
         assert largest(found[0], norms(oracle(block, feed_forward=False).attention)) < 1e-10
 
 
 def _pairs(weights: torch.Tensor, vectors: torch.Tensor) -> Pairs:
-    """Pairs of given vectors, [batch, key, head, d_model]: the output matrices are identities."""
+    """Make pairs of given vectors, [batch, key, head, d_model], with identities as output matrices."""
     heads, d_model = vectors.shape[-2:]
     matrices = torch.eye(d_model, dtype=vectors.dtype).expand(heads, d_model, d_model)
     path = ValuePath(matrices, None, matrices, None)
@@ -64,7 +64,7 @@ def test_heads_that_cancel_keep_their_digits():
     assert largest(_pairs(weights, vectors).norms.transpose(1, 2) / exact, 1) < 1e-5
     wide = _pairs(weights.double(), vectors.double()).norms.transpose(1, 2)
     assert largest(wide / exact, 1) < 1e-10
-    # What a Gram matrix in float32 would give: the reason why it is forbidden.
+    # This is what a float32 Gram matrix would give, and why none is used.
     narrow = ((weights @ (vectors @ vectors.transpose(-1, -2))) * weights).sum(-1).clamp_min(0).sqrt()
     assert largest(narrow / exact, 1) > 0.01
 
@@ -84,7 +84,7 @@ def test_factors_are_the_vectors_products():
 @pytest.mark.parametrize("budget", [1, 1 << 13, None])
 @pytest.mark.parametrize("asked", [None, [3], [6, 2], [0, 5, 5, 1]])
 def test_chunks_of_any_size_and_rows_give_the_same(budget, dtype, asked):
-    """Stages through one and two norms, two prompts, grouped values; the smallest chunks hold one key."""
+    """Stages pass through one and two norms, with grouped values. The smallest chunks have one key."""
     generator = torch.Generator().manual_seed(2)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=dtype)  # noqa: E731
     pattern, value, matrices = draw(2, 4, 7, 7).softmax(-1), draw(2, 7, 2, 3), draw(4, 3, 12)
@@ -103,7 +103,7 @@ def test_chunks_of_any_size_and_rows_give_the_same(budget, dtype, asked):
         dense = torch.einsum("bhqk,bkhd->bqkd", pattern.double(), vectors)
         own = dense.diagonal(dim1=1, dim2=2).transpose(1, 2)[:, rows]
         assert largest(stage.norms, dense.norm(dim=-1)[:, rows]) < tolerance
-        # From the factors of all pairs, where these are made.
+        # The norms come from the factors of all pairs, if these are made.
         assert largest(root.head_norms, heads.norms()) < tolerance
         assert largest(stage.diagonal, own) < tolerance
         alone = Pairs(stage.pattern, heads, queries, stage.chain)

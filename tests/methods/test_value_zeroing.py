@@ -1,4 +1,4 @@
-"""Value Zeroing against peers' own outputs, against a slow loop, and its options."""
+"""Test Value Zeroing against peers' own outputs, against a slow loop, and its options."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_inseq_with_its_conventions(model_class, n):
     m = lm.run(model, expected[f"n{n}_input_ids"], method, engine="hooks")
     theirs = expected[f"n{n}_vz"].double()
     seen = torch.ones(n, n).tril().bool()
-    assert bool(theirs[:, ~seen].isnan().all())  # inseq marks what a query can't see with NaN
+    assert bool(theirs[:, ~seen].isnan().all())  # inseq has NaN for keys that a query cannot see.
     ours = m.normalized().scores
     torch.testing.assert_close(ours[:, seen], theirs[:, seen], atol=2e-4, rtol=0)
     assert ours[:, ~seen].abs().max() == 0
@@ -74,7 +74,7 @@ def test_equals_the_definition_written_out(case, metric):
 
 
 def slow_value_zeroing(model, prompt, zero, metric="cosine"):
-    """Full forward passes, one per layer and position, nothing of lens_mix: the definition."""
+    """Compute the definition by full forward passes, one per layer and position, without lens_mix."""
     layers = model.cfg.n_layers
     names = [f"blocks.{layer}.hook_resid_post" for layer in range(layers)]
 
@@ -94,7 +94,7 @@ def slow_value_zeroing(model, prompt, zero, metric="cosine"):
     for layer in range(layers):
         columns = []
         for key in range(prompt.shape[1]):
-            # Only block `layer`'s own output is compared, and the blocks below are as in the clean run.
+            # Only the output of block `layer` is compared, and the blocks below are as in the clean pass.
             zeroed = post([(f"blocks.{layer}.attn.hook_v", lambda t, hook, key=key: zero(t, key))])[layer][0]
             if metric == "cosine":
                 columns.append(1 - torch.cosine_similarity(clean[layer][0], zeroed, dim=-1))
@@ -168,7 +168,7 @@ def test_the_hooks_on_a_run_of_your_own(heads):
 
 
 def test_grouped_query_heads_are_zeroed_one_at_a_time():
-    """Heads 0 and 1 share one value head: zeroing both in turn is not zeroing the shared value twice."""
+    """Heads 0 and 1 share a value head. Zeroing both in turn differs from zeroing the shared value twice."""
     model = llama_like(torch.float64)
     prompt = tokens(model, 1, 5)
     each = lm.run(model, prompt, lm.ValueZeroing(per_head=True), engine="hooks").scores
@@ -218,7 +218,7 @@ def test_threshold_sets_small_scores_to_zero():
 
 
 def test_float32_keeps_the_digits_of_small_distances():
-    """1 - cos in float32 is 0 or 6e-8 here; half the squared distance of unit vectors keeps four digits."""
+    """1 - cos in float32 is 0 or 6e-8 here. Half the squared distance of unit vectors keeps four digits."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, 64, generator=generator, dtype=torch.float64)
     y = x + 1e-5 * torch.randn(200, 64, generator=generator, dtype=torch.float64)
