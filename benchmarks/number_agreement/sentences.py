@@ -117,7 +117,7 @@ class _Writer:
 
 
 def sentence(draw: random.Random, least_attractors: int = 1) -> Sentence:
-    """Make one sentence with at least so many attractors (0 or 1)."""
+    """Make one sentence with at least `least_attractors` attractors (0 or 1)."""
     writer = _Writer(draw)
     front = draw.random()
     if front < 0.2:

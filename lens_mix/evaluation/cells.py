@@ -276,7 +276,7 @@ def _check_map(name: str, given: Any, passes: InterventionPasses) -> None:
 
 
 def _check_all_kept(passes: InterventionPasses, whole: float) -> None:
-    """Raise an error if the clean patterns, put in by hooks, do not give the model's own target."""
+    """Raise an error if hooks with the clean patterns do not give the model's own target."""
     lens = passes.checked.session.lens
     bound = 10 * tolerance(lens.dtype) * max(1.0, abs(passes.clean))
     if not abs(whole - passes.clean) <= bound:

@@ -98,7 +98,7 @@ class DecompX(VectorMethod):
         This is slow: it computes all pairs together and does not respect `max_memory`.
 
         Args:
-            blocks: All blocks of the stack.
+            blocks: All blocks of the mapped part.
         """
         shares = state = None
         for block in blocks:

@@ -62,7 +62,7 @@ def input_shares_of_logits(
 
     Args:
         method: The rule for biases and the line that replaces the activation.
-        blocks: All blocks of the stack. All but the last have all rows.
+        blocks: All blocks of the mapped part. All but the last have all rows.
         tokens: The vocabulary numbers of the logits.
 
     Raises:

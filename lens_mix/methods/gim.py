@@ -89,8 +89,8 @@ class Gim(ChangedGradients):
         norms have no hook point for their scale: those of a T5's TransformerBridge, and those that are inside
         transformers. For these the method uses torch's own hooks.
 
-        Attention by a fused kernel has no pattern to hook. Ask for eager attention, as `lm.run` does, and put
-        `must_fire` around the forward and the backward pass. `activations="ratio"` also needs
+        Attention by a fused kernel has no pattern to hook. Ask for eager attention, as `lm.run` does, and run
+        the forward and the backward pass inside `must_fire`. `activations="ratio"` also needs
         `lens_mix.hooks.hold_activation_ratio` in every layer.
 
         Args:

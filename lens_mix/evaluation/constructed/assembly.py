@@ -85,7 +85,7 @@ def look_back(offset: int, first: float = 0.0) -> Look:
 
     Args:
         offset: The distance. Queries that have no such position attend to the first one.
-        first: The share of attention that goes to the first position in any case.
+        first: The share of attention on the first position in any case.
     """
     query, key = _zeros(2, _D_MODEL, TOKENS)
     back = torch.arange(CONTEXT, device="cpu").sub(offset).clamp(min=0)
