@@ -202,7 +202,7 @@ def test_correlations_are_scipys():
     draw = np.random.default_rng(0)
     importance = draw.integers(0, 5, 12).astype(float)
     given = [rows.Row("m", "row", 1, draw.random(12)), rows.Row("m", "row", 2, np.ones(12))]
-    frame = table._correlations(given, importance)
+    frame = table._correlate(given, importance)
     assert frame.spearman[0] == pytest.approx(scipy.stats.spearmanr(given[0].scores, importance).statistic)
     assert math.isnan(frame.spearman[1])
     # The partial correlation is that of the residuals of a line through the ranks of the position.
