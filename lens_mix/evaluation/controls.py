@@ -54,7 +54,6 @@ def randomised(model: TransformerLensModel, *, seed: int = 0, part: str | None =
         model: The model.
         seed: The seed of the order.
         part: As in `lm.run`.
-        stack: As `part`.
 
     Yields:
         The model.

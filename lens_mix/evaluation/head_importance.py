@@ -150,7 +150,6 @@ def head_importance(
             attention has no information: rows sum to 1, so it is the same for every head.
         method: The attribution, for "attribution" only. `targets` replace its target if they are given.
         part: As in `lm.run`.
-        stack: As `part`.
         progress: Whether a bar over the prompts is shown.
         **options: As in `lm.run`.
 
@@ -200,7 +199,6 @@ def pruned(model: TransformerLensModel, heads: Iterable[Head], *, part: str | No
         model: The model.
         heads: (layer, head) pairs.
         part: As in `lm.run`.
-        stack: As `part`.
 
     Yields:
         The model.
@@ -243,7 +241,6 @@ def ablation_importance(
         metric: A function of the model that runs it on data of its own and returns a number. Larger is
             better. It is called 1 + layers x heads times.
         part: As in `lm.run`.
-        stack: As `part`.
         examples: The number of examples of the metric, for the record.
         progress: Whether a bar over the heads is shown.
 

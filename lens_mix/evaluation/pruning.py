@@ -106,7 +106,6 @@ def pruning_curves(
         random: The number of random orders, which are averaged under the name "random". 0: none.
         seed: The seed of the random orders.
         part: As in `lm.run`.
-        stack: As `part`.
         progress: Whether a bar is shown.
 
     Raises:

@@ -139,7 +139,6 @@ def extract_triggers(
         least: The smallest sum of the two entries, in the target's unit.
         second: The smallest ratio of the second entry to the first.
         part: As in `lm.run`.
-        stack: As `part`.
         progress: Whether a bar over the examples is shown.
         **options: As in `lm.run`.
 
