@@ -1,6 +1,7 @@
-"""Knock out one token's values in a span of layers: which layers take something from it?
+"""Find the layers that read one token's values: zero the values in every range of layers.
 
-The token is still attended to there, but passes on nothing; queries, keys and patterns of these layers stay.
+Queries still attend to the token there, but read nothing from it. Queries, keys and patterns of these layers
+are unchanged.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from tiny import PROMPT, divergence, tiny_model
 
 
 def knock_out(model: Any, tokens: Tensor, position: int, layers: Iterable[int]) -> Tensor:
-    """The logits when `position` passes on nothing in these layers."""
+    """Return the logits with the values of `position` zeroed in these layers."""
     with torch.no_grad(), must_fire(*[zero_values(layer, position) for layer in layers]) as hooks:
         return model.run_with_hooks(tokens, fwd_hooks=hooks)
 
 
 def main() -> None:
+    """Run the experiment on the tiny model and print the result."""
     model, tokens, position = tiny_model(), PROMPT, 2
     n_layers = model.cfg.n_layers
     clean = knock_out(model, tokens, position, [])
-    print(f"KL at the last position when position {position} passes on nothing in layers first..last")
+    print(f"KL at the last position, with the values of position {position} zeroed in layers first..last")
     for first in range(n_layers):
         for last in range(first, n_layers):
             without = knock_out(model, tokens, position, range(first, last + 1))

@@ -1,7 +1,7 @@
-"""Patch a pattern from another prompt: does a layer matter for WHERE it looks, or for what it finds there?
+"""Measure whether it matters which positions a layer attends to: use its pattern of another prompt.
 
-The pattern of one layer is taken from a run on another prompt of the same length; the values stay the
-prompt's own. What changes in the prediction is due to where the layer looked.
+The pattern of one layer is taken from a pass over another prompt of the same length. The values are still
+those of the first prompt, so a changed prediction is due to the pattern.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tiny import OTHER_PROMPT, PROMPT, divergence, tiny_model
 
 
 def patch_pattern(model: Any, tokens: Tensor, source: Tensor, layer: int) -> Tensor:
-    """The logits of `tokens` when one layer attends as it does on `source`."""
+    """Return the logits of `tokens` with one layer's pattern replaced by its pattern on `source`."""
     store: dict[str, Tensor] = {}
     with torch.no_grad():
         with must_fire(record(store, f"blocks.{layer}.attn.hook_pattern")) as hooks:
@@ -26,6 +26,7 @@ def patch_pattern(model: Any, tokens: Tensor, source: Tensor, layer: int) -> Ten
 
 
 def main() -> None:
+    """Run the experiment on the tiny model and print the result."""
     model = tiny_model()
     with torch.no_grad():
         clean, other = model(PROMPT), model(OTHER_PROMPT)

@@ -1,7 +1,8 @@
 """Record what a norm-based map needs, and compute the map by hand.
 
-How long is the vector that each key sends to each query, summed over heads: ‖Σ_h a_ijh v_jh W_O^h‖ (Kobayashi
-et al., EMNLP 2020, eq. 3)? `lens_mix.run(model, tokens, "value_norm")` gives the same number, faster.
+The score is the norm of the vector that each key adds to each query, summed over heads:
+‖Σ_h a_ijh v_jh W_O^h‖ (Kobayashi et al., EMNLP 2020, eq. 3). `lens_mix.run(model, tokens, "value_norm")`
+returns the same number, faster.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from tiny import PROMPT, tiny_model
 
 
 def value_norms(model: Any, tokens: Tensor, layer: int) -> Tensor:
-    """The map of one layer, [query key], of one prompt."""
+    """Return the map of one layer and one prompt, [query key]."""
     store: dict[str, Tensor] = {}
     names = [f"blocks.{layer}.attn.hook_{role}" for role in ("pattern", "v")]
     with torch.no_grad(), must_fire(*record_all(store, names)) as hooks:
         model.run_with_hooks(tokens, fwd_hooks=hooks)
         pattern, values = (store[name][0] for name in names)  # [head query key], [key value_head d_head]
         W_O = model.blocks[layer].attn.W_O  # [head d_head d_model]
-        # grouped attention: each value head serves several query heads
+        # In grouped-query attention several query heads share one value head.
         values = values.repeat_interleave(len(pattern) // values.shape[1], dim=1)
         sent = torch.einsum("hqk, khd, hdm -> qkm", pattern, values, W_O)
         return sent.norm(dim=-1)
 
 
 def main() -> None:
+    """Run the experiment on the tiny model and print the result."""
     model, tokens = tiny_model(), PROMPT
     scores = lm.run(model, tokens, "value_norm").scores
     for layer in range(model.cfg.n_layers):

@@ -1,6 +1,6 @@
-"""Scale one head's pattern: is the prediction steered by how strongly the head attends?
+"""Measure how the prediction depends on the strength of one head: scale its pattern.
 
-A factor of 0 removes the head, 1 leaves it as it is, 2 doubles all that it writes.
+A factor of 0 removes the head, 1 changes nothing, and 2 doubles the head's output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tiny import PROMPT, divergence, tiny_model
 
 
 def scale_head(model: Any, tokens: Tensor, layer: int, head: int, factor: float) -> Tensor:
-    """The logits when one head's attention weights are multiplied by a factor."""
+    """Return the logits with one head's attention weights multiplied by a factor."""
     factors = torch.ones(model.cfg.n_heads)
     factors[head] = factor
     with torch.no_grad(), must_fire(scale_pattern(layer, factors)) as hooks:
@@ -23,6 +23,7 @@ def scale_head(model: Any, tokens: Tensor, layer: int, head: int, factor: float)
 
 
 def main() -> None:
+    """Run the experiment on the tiny model and print the result."""
     model, tokens, layer = tiny_model(), PROMPT, 1
     with torch.no_grad():
         clean = model(tokens)

@@ -1,6 +1,6 @@
-"""A tiny random model, so that the scripts of this folder run anywhere in seconds: no hub, no download.
+"""Make a tiny random model, so that the scripts of this folder run in seconds without a download.
 
-Put your own model in its place: `HookedTransformer.from_pretrained("gpt2")`, or on TransformerLens 4
+Use your own model instead: `HookedTransformer.from_pretrained("gpt2")`, or on TransformerLens 4
 `TransformerBridge.boot_transformers("gpt2")`.
 """
 
@@ -14,11 +14,11 @@ from torch import Tensor
 N_LAYERS, N_HEADS, D_MODEL, N_CTX, D_VOCAB = 3, 4, 32, 32, 50
 
 PROMPT = torch.tensor([[11, 42, 7, 23, 5, 36, 18, 29]])  # as from model.to_tokens("The Eiffel Tower ...")
-OTHER_PROMPT = torch.tensor([[11, 3, 7, 48, 5, 12, 40, 29]])  # of the same length
+OTHER_PROMPT = torch.tensor([[11, 3, 7, 48, 5, 12, 40, 29]])  # another prompt of the same length
 
 
 def tiny_model(dtype: torch.dtype = torch.float32) -> Any:
-    """Three layers of four heads, as a TransformerBridge where the installed TransformerLens has one."""
+    """Return a model of three layers with four heads: a TransformerBridge if TransformerLens has one."""
     torch.manual_seed(0)
     try:
         from transformer_lens.model_bridge.sources import build_bridge_from_module
@@ -34,7 +34,8 @@ def tiny_model(dtype: torch.dtype = torch.float32) -> Any:
         model = build_bridge_from_module(
             wrapped, architecture="GPT2LMHeadModel", hf_config=config, tokenizer=None
         )
-    with torch.no_grad():  # larger weights than a model starts with, so that its patterns are not uniform
+    # With the small weights of an untrained model, all patterns would be nearly uniform.
+    with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=0.3)
@@ -49,7 +50,12 @@ def _hooked_transformer(dtype: torch.dtype) -> Any:
     return HookedTransformer(HookedTransformerConfig(**config, normalization_type="LN", device="cpu"))
 
 
-def divergence(clean: Tensor, edited: Tensor) -> float:
-    """KL divergence (nats) of the edited next-token prediction at the last position from the clean one."""
-    p, q = clean[0, -1].log_softmax(-1), edited[0, -1].log_softmax(-1)
+def divergence(clean: Tensor, changed: Tensor) -> float:
+    """Return the KL divergence KL(clean ‖ changed), in nats, of the last position's next-token predictions.
+
+    Args:
+        clean: the logits of the clean pass, [batch position vocabulary].
+        changed: the logits of a pass with interventions, in the same shape.
+    """
+    p, q = clean[0, -1].log_softmax(-1), changed[0, -1].log_softmax(-1)
     return float((p.exp() * (p - q)).sum())

@@ -1,14 +1,14 @@
-"""Reusable hooks for TransformerLens models: each function returns one pair for `fwd_hooks=[...]`.
+"""Provide reusable hooks for TransformerLens models: most functions return one pair for `fwd_hooks=[...]`.
 
-They work alike on HookedTransformer, HookedEncoder, HookedEncoderDecoder and TransformerBridge, and need of
-lens_mix only `lens_mix.arguments`, which checks what they are given:
+They have the same effect on HookedTransformer, HookedEncoder, HookedEncoderDecoder and TransformerBridge.
+They import nothing else of lens_mix than `lens_mix.arguments`, which checks their arguments:
 
     model.run_with_hooks(tokens, fwd_hooks=[zero_values(3, position=5), prune_heads(7, [1, 2])])
     with model.hooks(fwd_hooks=[scale_pattern(0, 0.5)]):
         ...
 
-The second part of a pair counts in `calls` how often it had its effect. `AttentionHook` is the base for an
-edit of your own that needs several hook points.
+The second entry of a pair is the hook function. Its attribute `calls` counts how often it had its effect.
+`AttentionHook` is the base class for an intervention of your own that needs several hook points.
 """
 
 from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookFunction, HookName, HookPair, must_fire

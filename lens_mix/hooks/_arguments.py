@@ -1,4 +1,4 @@
-"""Arguments that several hook functions take, checked; positions also as the mask they are in one batch."""
+"""Check the arguments that several hook functions take, and turn positions into a mask of a batch."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import Tensor
 from lens_mix.arguments import plain_tensor, several, whole_number
 
 Position = SupportsIndex | slice | Int[Tensor, "batch"] | Bool[Tensor, "batch key"] | Bool[Tensor, "key"]
-# Checked: a tuple stands for `positions`, an int for `position`, as errors name the argument that was given.
+# A tuple comes from `positions=`, the other types from `position=`: errors name the argument that was given.
 Chosen = int | slice | Tensor | tuple[int, ...]
 
 
-def as_heads(heads: Iterable[int] | int) -> tuple[int, ...]:
-    """Query heads as sorted distinct numbers; how many the model has is known only in the pass."""
+def read_heads(heads: Iterable[int] | int) -> tuple[int, ...]:
+    """Return query heads as sorted distinct numbers; only the pass shows how many the model has."""
     listed = several("heads", heads, "query heads as integers", least=1, alone=True)
     return tuple(sorted({whole_number("heads", head, 0, what="query heads as integers") for head in listed}))
 
 
 def check_heads(heads: tuple[int, ...], n_heads: int) -> None:
-    """Raise if a head is beyond the model's query heads."""
+    """Raise a ValueError if the model has fewer query heads than the largest number needs."""
     if heads[-1] >= n_heads:
         raise ValueError(f"heads: expected query heads from 0 to {n_heads - 1}; got {heads[-1]}")
 
 
-def as_patterns(argument: str, pattern: Any) -> Tensor:
-    """A pattern, or a change of one, as [batch head query key]: batch 1 where none was given."""
+def read_pattern(argument: str, pattern: Any) -> Tensor:
+    """Return a pattern, or numbers to add to one, as [batch head query key]; a new batch axis has size 1."""
     if not isinstance(pattern, Tensor) or not pattern.is_floating_point():
         got = f"a tensor of {pattern.dtype}" if isinstance(pattern, Tensor) else type(pattern).__name__
         raise TypeError(f"{argument}: expected a tensor of real numbers; got {got}")
@@ -44,8 +44,8 @@ def as_patterns(argument: str, pattern: Any) -> Tensor:
     return pattern if pattern.ndim == 4 else pattern[None]
 
 
-def as_mask(argument: str, mask: Any) -> Bool[Tensor, "batch head query key"]:
-    """Which keys each query may see; axes that were not given have size 1."""
+def read_mask(argument: str, mask: Any) -> Bool[Tensor, "batch head query key"]:
+    """Return which keys each query may attend to; axes that were not given have size 1."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = f"a tensor of {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"{argument}: expected a bool tensor; got {got}")
@@ -58,14 +58,14 @@ def as_mask(argument: str, mask: Any) -> Bool[Tensor, "batch head query key"]:
     return mask.detach()[(None,) * (4 - mask.ndim)]
 
 
-def as_position(position: Position | None, positions: Sequence[int] | None) -> Chosen:
-    """Exactly one of the two arguments, checked as far as that is possible without the batch."""
+def read_position(position: Position | None, positions: Sequence[int] | None) -> Chosen:
+    """Return the one of the two arguments that was given, checked as far as possible without the batch."""
     if (position is None) == (positions is None):
         given = "both" if position is not None else "neither"
         raise TypeError(f"position, positions: expected exactly one of them; got {given}")
     if positions is not None:
         listed = several("positions", positions, "a sequence of integers", least=1)
-        return tuple(whole_number("positions", one, what="an integer") for one in listed)
+        return tuple(whole_number("positions", item, what="an integer") for item in listed)
     if isinstance(position, slice):
         return position
     if isinstance(position, Tensor) and position.ndim > 0:
@@ -79,16 +79,16 @@ def as_position(position: Position | None, positions: Sequence[int] | None) -> C
     if isinstance(position, list | tuple | range | set):
         raise TypeError(
             f"position: expected an int, a slice or a tensor; got a {type(position).__name__}. For several "
-            "positions in every row use positions=[...] or a slice, for another position in each batch row a "
-            "1-D integer tensor"
+            "positions in every example use positions=[...] or a slice; for a different position in each "
+            "example use a 1-D integer tensor"
         )
     return whole_number("position", position, what="an integer")
 
 
-def position_mask(
+def make_position_mask(
     chosen: Chosen, values: Float[Tensor, "batch key value_head d_head"]
 ) -> Bool[Tensor, "#batch key"]:
-    """True at the chosen positions; one row if all rows agree."""
+    """Return True at the chosen positions; the batch axis has size 1 if all examples have the same ones."""
     batch, length = values.shape[:2]
     if isinstance(chosen, Tensor) and chosen.dtype == torch.bool:
         if tuple(chosen.shape) not in ((length,), (batch, length)):
@@ -101,19 +101,19 @@ def position_mask(
         raise ValueError(f"position: expected a slice of {length} positions; got {chosen}, which is empty")
     if isinstance(chosen, Tensor) and len(chosen) != batch:
         raise ValueError(
-            f"position: expected one position for each of {batch} batch rows; got {len(chosen)} "
-            "(for several positions in every row use positions=)"
+            f"position: expected one position for each of {batch} examples; got {len(chosen)} "
+            "(for several positions in every example use positions=)"
         )
     argument = "positions" if isinstance(chosen, tuple) else "position"
-    places = range(length)[chosen] if isinstance(chosen, slice) else chosen
-    columns = torch.as_tensor(places, dtype=torch.long, device=values.device).reshape(-1)
-    for position in (int(columns.min()), int(columns.max())):
+    listed = range(length)[chosen] if isinstance(chosen, slice) else chosen
+    positions = torch.as_tensor(listed, dtype=torch.long, device=values.device).reshape(-1)
+    for position in (int(positions.min()), int(positions.max())):
         if not -length <= position < length:
             raise ValueError(
                 f"{argument}: expected a position from {-length} to {length - 1}, as there are {length}; "
                 f"got {position}"
             )
-    in_each_row = isinstance(chosen, Tensor)
-    mask = torch.zeros(batch if in_each_row else 1, length, dtype=torch.bool, device=values.device)
-    mask[torch.arange(batch, device=values.device) if in_each_row else 0, columns] = True
+    is_per_example = isinstance(chosen, Tensor)
+    mask = torch.zeros(batch if is_per_example else 1, length, dtype=torch.bool, device=values.device)
+    mask[torch.arange(batch, device=values.device) if is_per_example else 0, positions] = True
     return mask

@@ -1,7 +1,7 @@
-"""What hooks are made of: a function that counts its calls, its pair for `fwd_hooks=`, edits of attention.
+"""Define the base classes of hooks, the pair for `fwd_hooks=`, and the check that hooks had an effect.
 
-Subclass `AttentionHook` for an edit of your own; docs and examples are in the cookbook, `hooks/README.md`.
-Nothing here knows a TransformerLens release: where classes differ in a layout, all are accepted.
+Subclass `AttentionHook` for an intervention of your own; the cookbook, `hooks/README.md`, has an example.
+Nothing in this file depends on a TransformerLens release: every layout that a model class uses is accepted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lens_mix.arguments import shown, whole_number
 
 DEFAULT_ATTENTION = "blocks.{layer}.attn"
 
-# TransformerBridge hands a hook its own name for the point, the other classes (and its compatibility mode)
-# the name of HookedTransformer.
+# TransformerBridge calls a hook with its own name of the hook point. The other classes, and the bridge in
+# compatibility mode, use HookedTransformer's name.
 _SUFFIXES = {
     "queries": ("hook_q", "q.hook_out"),
     "values": ("hook_v", "v.hook_out"),
@@ -30,22 +30,23 @@ _SUFFIXES = {
 
 
 class HookPointLike(Protocol):
-    """What hooks read of the point that calls them."""
+    """Describe the attribute that hooks read from the hook point that calls them."""
 
     name: str
 
 
 class HookFunction(abc.ABC):
-    """A hook for a forward pass, called by TransformerLens as `function(tensor, hook=hook_point)`.
+    """Act on one forward pass; TransformerLens calls the object as `function(tensor, hook=hook_point)`.
 
-    `calls` counts how often the edit (or the recording) was done; it stays 0 while the hook has no effect.
+    Attributes:
+        calls: how often the intervention or the recording was done; 0 if the hook had no effect.
     """
 
     calls: int = 0
 
     @abc.abstractmethod
     def __call__(self, tensor: Tensor, hook: HookPointLike) -> Tensor | None:
-        """The edited tensor; None where nothing is changed."""
+        """Return the tensor that the pass continues with, or None to leave it unchanged."""
 
 
 HookName = str | Callable[[str], bool]
@@ -54,13 +55,17 @@ HookPair = tuple[HookName, HookFunction]  # one entry of `fwd_hooks=`
 
 @contextmanager
 def must_fire(*pairs: HookPair) -> Iterator[list[HookPair]]:
-    """Yield the pairs as a list for `fwd_hooks=`, and raise if one did nothing inside the `with` block.
+    """Yield the pairs as a list for `fwd_hooks=`; raise an error if one had no effect in the `with` block.
 
-    A hook point that a model does not have, or never reaches, is no error everywhere: some TransformerLens
-    releases ignore unknown names, and a filter that matches nothing is always legal.
+    Without this check, a hook point that does not exist may go unnoticed. Some TransformerLens releases
+    ignore unknown names, and all of them accept a filter that matches nothing.
+
+    Args:
+        *pairs: pairs that functions of `lens_mix.hooks` return.
 
     Raises:
-        RuntimeError: at the end of the block, naming the hooks whose `calls` did not grow.
+        RuntimeError: at the end of the block, with the names of the hooks whose `calls` did not grow.
+        TypeError: an argument is not such a pair.
 
     Example:
         ```python
@@ -72,7 +77,9 @@ def must_fire(*pairs: HookPair) -> Iterator[list[HookPair]]:
     """
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2 or not hasattr(pair[1], "calls"):
-            raise TypeError(f"pairs: expected pairs that functions of lens_mix.hooks give; got {shown(pair)}")
+            raise TypeError(
+                f"pairs: expected pairs that functions of lens_mix.hooks return; got {shown(pair)}"
+            )
     before = [function.calls for _, function in pairs]
     yield list(pairs)
     idle = [function for (_, function), calls in zip(pairs, before, strict=True) if function.calls == calls]
@@ -84,14 +91,17 @@ def must_fire(*pairs: HookPair) -> Iterator[list[HookPair]]:
 
 
 class AttentionHook(HookFunction):
-    """Edits inside one attention module, spread over the hook points one pass goes through.
+    """Change one attention module at several of its hook points.
 
-    A pass visits queries, values, scores, pattern, and the mixed values (`hook_z`), in this order. What is
-    kept on the way is dropped at the last of them, so that one hook serves many passes.
+    A pass reaches queries, values, scores, pattern and the mixed values (`hook_z`), in this order. At the
+    last of them the hook drops the tensors of this pass, so that one hook can be used in many passes.
 
-    Subclasses name the points they need in `points` and implement `on_values`, `on_scores`, `on_pattern` and
-    `on_mixed`.
-    The pair for `fwd_hooks=` is `(hook.matches, hook)`.
+    A subclass names the hook points that it needs in `points`. It overrides any of `on_values`, `on_scores`,
+    `on_pattern` and `on_mixed`. The pair for `fwd_hooks=` is `(hook.matches, hook)`.
+
+    Attributes:
+        points: some of "queries", "values", "scores", "pattern" and "mixed".
+        module: the name of the attention module, as "blocks.0.attn".
     """
 
     points: tuple[str, ...] = ()
@@ -106,31 +116,32 @@ class AttentionHook(HookFunction):
         self._pattern: Tensor | None = None
 
     def __repr__(self) -> str:
-        # TransformerLens keeps this as the hook's name; the repr of a tensor would cost more than the hook
+        # TransformerLens stores this as the hook's name, and the repr of a tensor takes longer than the hook.
         return f"{type(self).__name__}({self.module})"
 
     @property
     def names(self) -> Sequence[str]:
-        """The names that its filter takes, in the order of a pass, whichever of them a model has."""
+        """Return the names that `matches` accepts, in the order of a pass; a model has only some of them."""
         return tuple(self._roles)
 
     def matches(self, name: str) -> bool:
-        """The filter of hook names that goes with this hook."""
+        """Return whether the name belongs to one of the hook's points; the filter for `fwd_hooks=`."""
         return name in self._roles
 
-    def _pair(self) -> HookPair:
-        # a name, where one is enough: TransformerLens refuses a name that the model does not have
+    def _make_pair(self) -> HookPair:
+        # A name is better than a filter if one is enough: TransformerLens raises an error for unknown names.
         return (next(iter(self._roles)) if len(self.points) == 1 else self.matches), self
 
     def __call__(self, tensor: Tensor, hook: HookPointLike) -> Tensor | None:
+        """Call the `on_...` method of the hook point, and return its result in the layout of the point."""
         point = self._roles.get(hook.name)
         if point is None:
             raise ValueError(f"hook: expected one of {', '.join(self._roles)}; got {hook.name}")
         if point == "queries":
-            self._n_heads = _positions_first(tensor, hook).shape[2]
+            self._n_heads = _move_positions_first(tensor, hook).shape[2]
             return None
         if point in ("scores", "pattern"):
-            # models that leave attention to transformers show both after the mixing, or never
+            # Models that leave attention to transformers show both after the mixing, or never.
             if self._values is None:
                 return None
             if point == "scores":
@@ -144,24 +155,29 @@ class AttentionHook(HookFunction):
         if values is None:
             raise RuntimeError(
                 f"{self!r}: expected {self.module}.hook_v before {hook.name} in each pass; it did not fire, "
-                "or fwd_hooks holds the same pair twice"
+                "or fwd_hooks has the same pair twice"
             )
-        edited = self.on_mixed(_split_heads(tensor, values), values, pattern)
-        return None if edited is None else edited.to(tensor.dtype).reshape(tensor.shape)
+        changed = self.on_mixed(_split_heads(tensor, values), values, pattern)
+        return None if changed is None else changed.to(tensor.dtype).reshape(tensor.shape)
 
     def _call_values(self, tensor: Tensor, hook: HookPointLike, n_heads: int | None) -> Tensor | None:
-        values = _positions_first(tensor, hook)
-        edited = self.on_values(values, n_heads)
+        values = _move_positions_first(tensor, hook)
+        changed = self.on_values(values, n_heads)
         if "mixed" in self.points:
             self._values = values
-        if edited is None:
+        if changed is None:
             return None
-        return (edited.transpose(1, 2) if _heads_come_first(hook) else edited).to(tensor.dtype)
+        return (changed.transpose(1, 2) if _has_heads_first(hook) else changed).to(tensor.dtype)
 
     def on_values(
         self, values: Float[Tensor, "batch key value_head d_head"], n_heads: int | None
     ) -> Tensor | None:
-        """Edit the values (one per value head), or return None; `n_heads` is None if queries did not fire."""
+        """Return new values, or None to leave them unchanged.
+
+        Args:
+            values: the values, one per value head.
+            n_heads: the number of query heads; None if the queries did not fire.
+        """
         return None
 
     def on_scores(
@@ -169,7 +185,12 @@ class AttentionHook(HookFunction):
         scores: Float[Tensor, "batch head query key"],
         values: Float[Tensor, "batch key value_head d_head"],
     ) -> Tensor | None:
-        """Edit the scores before their softmax, or return None; some models never show them before mixing."""
+        """Return new scores, or None to leave them unchanged; some models never show them before the mixing.
+
+        Args:
+            scores: the attention scores before their softmax.
+            values: the values of the same pass.
+        """
         return None
 
     def on_pattern(
@@ -177,7 +198,12 @@ class AttentionHook(HookFunction):
         pattern: Float[Tensor, "batch head query key"],
         values: Float[Tensor, "batch key value_head d_head"],
     ) -> Tensor | None:
-        """Edit the pattern before it mixes the values, or return None; `on_mixed` gets it unedited."""
+        """Return a new pattern, or None to leave it unchanged.
+
+        Args:
+            pattern: the pattern before it mixes the values; `on_mixed` gets this one, not the new one.
+            values: the values of the same pass.
+        """
         return None
 
     def on_mixed(
@@ -186,20 +212,26 @@ class AttentionHook(HookFunction):
         values: Float[Tensor, "batch key value_head d_head"],
         pattern: Float[Tensor, "batch head query key"] | None,
     ) -> Tensor | None:
-        """Edit the mixed values of all query heads, or return None; `pattern` is None if it did not fire."""
+        """Return new mixed values, or None to leave them unchanged.
+
+        Args:
+            mixed: the mixed values z of all query heads.
+            values: the values of the same pass.
+            pattern: the pattern of the same pass; None if it did not fire.
+        """
         return None
 
 
-class GivenHook(AttentionHook):
-    """An edit by one argument, as it was checked."""
+class OneArgumentHook(AttentionHook):
+    """Change one attention module by one argument, which has been checked."""
 
-    def __init__(self, layer: int, attention: str, given: Any) -> None:
+    def __init__(self, layer: int, attention: str, argument: Any) -> None:
         super().__init__(layer, attention)
-        self._given = given
+        self._argument = argument
 
 
 def attention_module(layer: int, attention: str) -> str:
-    """The name of one attention module, from the template and the number of the layer."""
+    """Return the name of one attention module, from the template and the number of the layer."""
     if not isinstance(attention, str):
         raise TypeError(
             f"attention: expected the name of a module, as {DEFAULT_ATTENTION!r}; got {attention!r}"
@@ -214,30 +246,31 @@ def attention_module(layer: int, attention: str) -> str:
         ) from error
 
 
-def _heads_come_first(hook: HookPointLike) -> bool:
-    # latent attention (DeepSeek) shows [batch head position d_head], and says so
+def _has_heads_first(hook: HookPointLike) -> bool:
+    # Latent attention (DeepSeek) shows [batch head position d_head], and marks it by `pos_dim`.
     return getattr(hook, "pos_dim", None) == 2 and getattr(hook, "hook_conversion", None) is None
 
 
-def _positions_first(tensor: Tensor, hook: HookPointLike) -> Float[Tensor, "batch position head d_head"]:
-    """Queries or values as [batch position head d_head], whatever the hook point shows."""
+def _move_positions_first(tensor: Tensor, hook: HookPointLike) -> Float[Tensor, "batch position head d_head"]:
+    """Return queries or values as [batch position head d_head], from any layout of the hook point."""
     if tensor.ndim != 4:
         raise ValueError(
             f"{hook.name}: expected a tensor [batch position head d_head]; got shape {tuple(tensor.shape)} "
             "(remove_batch_dim=True is not supported)"
         )
-    # TransformerLens 3 shows this layout without saying so: a slice of a wider, transposed tensor
+    # TransformerLens 3 shows the layout of latent attention without marking it. It can be recognised by its
+    # strides: it is a slice of a wider, transposed tensor.
     is_slice = tensor.storage_offset() > 0 and tensor.shape[3] < tensor.stride(1) < tensor.stride(2)
     if is_slice and not hasattr(hook, "pos_dim") and getattr(hook, "hook_conversion", None) is None:
         raise ValueError(
             f"{hook.name}: expected [batch position head d_head]; got [batch head position d_head], the "
             "layout of latent attention, which needs TransformerLens 4 or later"
         )
-    return tensor.transpose(1, 2) if _heads_come_first(hook) else tensor
+    return tensor.transpose(1, 2) if _has_heads_first(hook) else tensor
 
 
 def _split_heads(mixed: Tensor, values: Tensor) -> Float[Tensor, "batch query head d_head"]:
-    """The mixed values per query head: TransformerBridge may show them flat, or split by another size."""
+    """Return the mixed values per query head; TransformerBridge may show them flat, or split differently."""
     if mixed.ndim not in (3, 4) or mixed.shape[0] != values.shape[0]:
         raise ValueError(
             f"hook_z: expected [batch query head d_head] or [batch query features], batch {values.shape[0]}; "

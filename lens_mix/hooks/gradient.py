@@ -1,6 +1,6 @@
-"""Change the gradient on its way back; what the forward pass computes stays as it is.
+"""Change gradients in the backward pass, and no number of the forward pass.
 
-`calls` counts the gradients that were seen: where it stays 0 after a backward pass, none was changed.
+`calls` counts the gradients that reached the hook. If it is 0 after a backward pass, none was changed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from lens_mix.hooks.mixing import sink, tolerance
 
 
 def scale_gradient(name: str, factor: float) -> HookPair:
-    """Multiply the gradient by one activation by a factor, on its way back.
+    """Multiply the gradient with respect to one activation by a factor.
 
     Args:
-        name: the hook point, as `"blocks.0.attn.hook_v"`. Gradients are changed where the model goes on from
-            what it shows there, or shows what it went on from.
+        name: the hook point, as `"blocks.0.attn.hook_v"`. The gradient is changed if later activations of the
+            model are computed from the tensor that the hook point shows.
         factor: any finite number; 0 stops the gradient.
 
+    Returns:
+        A pair for `fwd_hooks=`.
+
     Raises:
-        TypeError, ValueError: `name` is no string, `factor` no finite number.
+        TypeError: `name` is not a string, or `factor` is not a number.
+        ValueError: `factor` is not finite.
 
     Example:
         ```python
@@ -49,21 +53,29 @@ def scale_gradient(name: str, factor: float) -> HookPair:
 def scale_pattern_gradient(
     layer: int, factor: float, *, temperature: float = 1.0, attention: str = DEFAULT_ATTENTION
 ) -> HookPair:
-    """Multiply the gradient by one layer's attention scores; its softmax goes back at another temperature.
+    """Multiply the gradient with respect to one layer's attention scores by a factor.
 
-    With P_T = softmax(scores / T), the gradient by the scores is factor · P_T ⊙ (g − Σ_k P_T g) for the
-    gradient g by the pattern, whose every row sums over its keys k (GIM, Edin et al., 2025, has T = 2). With
-    the factor 0 the pattern is a constant (AH-rule, Ali et al., ICML 2022). An attention sink (gpt-oss)
-    counts as a key. A fused kernel shows no pattern, and nothing is changed then: put `must_fire` around the
-    backward pass too, and ask such a model for eager attention.
+    The backward pass through the softmax can use another temperature T. Let P_T = softmax(scores / T), and
+    let g be the gradient with respect to the pattern. The gradient with respect to the scores is then
+    factor · P_T ⊙ (g − Σ_k P_T g), with the sum over the keys k of each row. GIM (Edin et al., 2025) uses
+    T = 2. With the factor 0 the pattern is a constant (AH-rule, Ali et al., ICML 2022). An attention sink
+    (gpt-oss) counts as a key.
+
+    A fused attention kernel shows no pattern, and then nothing is changed. Put the backward pass inside
+    `must_fire` too, and use eager attention for such a model.
 
     Args:
-        layer, attention: as in `zero_values`.
-        factor: any finite number; of queries and keys together.
+        layer: the layer, counted from 0.
+        factor: any finite number; it multiplies the gradients of queries and keys alike.
         temperature: T, above 0.
+        attention: the module's name, as in `zero_values`.
+
+    Returns:
+        A pair for `fwd_hooks=`.
 
     Raises:
-        TypeError, ValueError: an argument of another kind, or out of bounds.
+        TypeError: an argument has a wrong type.
+        ValueError: a number is not finite or out of bounds.
 
     Example:
         ```python
@@ -80,22 +92,26 @@ def scale_pattern_gradient(
     """
     name = f"{attention_module(layer, attention)}.hook_pattern"
     temperature = number("temperature", temperature, 0, above=True)
-    change = functools.partial(_pattern_gradient, temperature, number("factor", factor))
+    change = functools.partial(_compute_pattern_gradient, temperature, number("factor", factor))
     return name, _ScalePatternGradient(name, change)
 
 
 def freeze_scale(norm: str) -> HookPair:
-    """Hold what a LayerNorm or RMSNorm divides by: going back it is a constant, and the norm linear.
+    """Treat the divisor of a LayerNorm or RMSNorm as a constant in the backward pass.
 
-    This is the LN-rule of Ali et al. (ICML 2022). A TransformerBridge then computes the norm itself, where it
-    left it to transformers, and warns of the rounding; where it shows no scale (T5), `calls` stays 0;
-    where the norm has no weight (OLMo) TransformerLens raises.
+    The norm is then linear in its input: the LN-rule of Ali et al. (ICML 2022). A TransformerBridge that
+    leaves the norm to transformers computes it itself under this hook, and warns that rounding differs. If
+    it shows no scale (T5), `calls` stays 0. If the norm has no weight (OLMo), TransformerLens raises an
+    error.
 
     Args:
-        norm: name of the norm, as `"blocks.0.ln1"` or `"ln_final"`.
+        norm: the name of the norm, as `"blocks.0.ln1"` or `"ln_final"`.
+
+    Returns:
+        A pair for `fwd_hooks=`.
 
     Raises:
-        TypeError: `norm` is no string.
+        TypeError: `norm` is not a string.
 
     Example:
         ```python
@@ -116,19 +132,25 @@ def hold_activation_ratio(
     gated: bool = False,
     bias: Float[Tensor, " d_mlp"] | None = None,
 ) -> list[HookPair]:
-    """Go back through one feed-forward's activation as through act(z)/z · z, with the ratio held.
+    """Treat the ratio act(z) / z of one feed-forward's activation as a constant in the backward pass.
 
-    Each factor of a gated feed-forward's act(gate) · up gets half of the gradient. As in DecompX (Modarressi
-    et al., ACL 2023) the feed-forward is then linear. One pair per hook point, in their order.
+    The backward pass uses act(z) = (act(z) / z) · z with the ratio constant, so that the feed-forward is
+    linear (DecompX, Modarressi et al., ACL 2023). In a gated feed-forward, act(gate) · up, each of the two
+    factors gets half of the gradient.
 
     Args:
-        mlp: name of the feed-forward, as `"blocks.0.mlp"`.
-        act: its activation; the pass checks that it gives what `hook_post` shows.
-        gated: whether it has a gate: `hook_pre` then shows that, and `hook_pre_linear` what it multiplies.
-        bias: what is added before the last matrix is applied, if anything.
+        mlp: the name of the feed-forward, as `"blocks.0.mlp"`.
+        act: its activation function; the pass checks that its result is what `hook_post` shows.
+        gated: whether the feed-forward has a gate. `hook_pre` then shows the gate's pre-activation, and
+            `hook_pre_linear` the vector that the gate multiplies.
+        bias: a bias that is added after the activation and before the last matrix, if there is one.
+
+    Returns:
+        One pair per hook point, in the order of a pass.
 
     Raises:
-        TypeError: an argument of another kind. ValueError: in the pass: act gives something else.
+        TypeError: an argument has a wrong type.
+        ValueError: in the pass: the result of `act` is not what `hook_post` shows.
 
     Example:
         ```python
@@ -148,61 +170,67 @@ def hold_activation_ratio(
         instance("bias", bias, Tensor, "a tensor [d_mlp]")
     post = _HoldActivationRatio(f"{mlp}.hook_post", act, bias)
     names = [f"{mlp}.hook_pre", *[f"{mlp}.hook_pre_linear"] * gated]
-    return [*((name, _Factor(name, post)) for name in names), (post.name, post)]
+    return [*((name, _ActivationInput(name, post)) for name in names), (post.name, post)]
 
 
-# ------------------------------------------------------------------ what they compute
+# ------------------------------------------------------------------ the gradients
 
 
-def _pattern_gradient(
+def _compute_pattern_gradient(
     temperature: float,
     factor: float,
     pattern: Float[Tensor, "batch head query key"],
     gradient: Float[Tensor, "batch head query key"],
 ) -> Float[Tensor, "batch head query key"]:
-    """The gradient by P that the model's own softmax turns into factor · P_T ⊙ (g − Σ P_T g) by the scores.
+    """Return the gradient g' with respect to P that gives the wanted gradient with respect to the scores.
 
-    P_T = softmax(log P / T) = softmax(scores / T). The softmax makes P ⊙ (g' − Σ P g') of what is given here.
-    Weight that a row leaves to no key (an attention sink's) counts as one key more.
+    The wanted gradient is factor · P_T ⊙ (g − Σ P_T g), with P_T = softmax(log P / T) = softmax(scores / T).
+    The model's own softmax computes P ⊙ (g' − Σ P g') from the gradient that is returned here. The weight
+    that a row gives to no key (an attention sink's) counts as the weight of one more key.
     """
     if factor == 0:
         return torch.zeros_like(gradient)
     if temperature == 1:
         return factor * gradient
     wide = torch.promote_types(pattern.dtype, torch.float32)
-    weights, given = pattern.to(wide), gradient.to(wide)
+    weights, gradient_of_weights = pattern.to(wide), gradient.to(wide)
     to_no_key = sink(pattern)
     all_weights = torch.cat([weights, to_no_key], dim=-1)
     tempered = (all_weights.log() / temperature).softmax(-1).nan_to_num(0)[..., :-1]
-    by_scores = tempered * (given - (tempered * given).sum(-1, keepdim=True))
-    changed = torch.where(weights > 0, by_scores / weights, 0)
-    # With a sink these numbers don't sum to 0, and the softmax's own Σ P g' has to be made up for.
-    changed = changed + torch.where(to_no_key > 0, by_scores.sum(-1, keepdim=True) / to_no_key, 0)
+    weighted_sum = (tempered * gradient_of_weights).sum(-1, keepdim=True)
+    gradient_of_scores = tempered * (gradient_of_weights - weighted_sum)
+    changed = torch.where(weights > 0, gradient_of_scores / weights, 0)
+    # With a sink the gradients of a row do not sum to 0. The softmax subtracts this sum, so it is added here.
+    total = gradient_of_scores.sum(-1, keepdim=True)
+    changed = changed + torch.where(to_no_key > 0, total / to_no_key, 0)
     return (factor * changed).to(gradient.dtype)
 
 
-def _activation_ratio(
+def _compute_activation_ratio(
     act: Callable[[Tensor], Tensor], z: Float[Tensor, "*batch d_mlp"]
 ) -> Float[Tensor, "*batch d_mlp"]:
-    """act(z) / z; next to 0 the mean slope there."""
+    """Return act(z) / z; for z next to 0, the mean slope of `act` around 0."""
     near, small = z.abs() < 1e-9, torch.full_like(z[..., :1], 1e-3)
     slope = (act(small) - act(-small)) / (2 * small)
     return torch.where(near, slope, act(z) / torch.where(near, 1, z))
 
 
 def with_gradient_of(linear: Tensor, output: Tensor) -> Tensor:
-    """The output as it is, with the gradient of something else."""
+    """Return the output unchanged, with the gradient of `linear`."""
     return output.detach() + (linear - linear.detach()).to(output.dtype)
 
 
-def beside(constants: Float[Tensor, " row"], like: Tensor) -> Tensor:
-    """Numbers of rows, to be multiplied with a tensor whose first axis is the rows, or their positions."""
-    each = constants.repeat_interleave(len(like) // len(constants)).to(like.dtype)
-    return each.reshape(-1, *[1] * (like.ndim - 1))
+def beside(constants: Float[Tensor, " copy"], like: Tensor) -> Tensor:
+    """Return one number per copy in a shape that can be multiplied with `like`.
+
+    The first axis of `like` has one entry per copy, or one per copy and position.
+    """
+    expanded = constants.repeat_interleave(len(like) // len(constants)).to(like.dtype)
+    return expanded.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def is_differentiated(tensor: Tensor) -> bool:
-    """Whether a gradient may come back to the tensor."""
+    """Return whether a backward pass may reach the tensor."""
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
@@ -210,7 +238,7 @@ def is_differentiated(tensor: Tensor) -> bool:
 
 
 class GradientCounter:
-    """Counts in `calls` the gradients that came back to what it follows."""
+    """Count in `calls` the gradients that reach the tensors that it follows."""
 
     calls: int = 0
 
@@ -221,17 +249,17 @@ class GradientCounter:
         return f"{type(self).__name__.lstrip('_')}({self.name})"
 
     def follow(self, tensor: Tensor, change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """The tensor, whose gradient is counted, and changed if a change is given."""
-        tensor.register_hook(functools.partial(self._came_back, change))
+        """Return the tensor, and count its gradient; a function `change` also replaces the gradient."""
+        tensor.register_hook(functools.partial(self._count, change))
         return tensor
 
-    def _came_back(self, change: Callable[[Tensor], Tensor] | None, gradient: Tensor) -> Tensor | None:
+    def _count(self, change: Callable[[Tensor], Tensor] | None, gradient: Tensor) -> Tensor | None:
         self.calls += 1
         return None if change is None else change(gradient)
 
 
 class _ScaleGradient(GradientCounter, HookFunction):
-    """Changes the gradient: a function of what is shown and the gradient by it."""
+    """Replace the gradient by a function of the activation and its gradient."""
 
     def __init__(self, name: str, change: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__(name)
@@ -240,21 +268,21 @@ class _ScaleGradient(GradientCounter, HookFunction):
     def __call__(self, tensor: Tensor, hook: HookPointLike) -> Tensor | None:
         if not is_differentiated(tensor):
             return None
-        # Followed as it is: where a TransformerBridge leaves attention to transformers, it would discard an
-        # edited pattern.
+        # The tensor is followed, not replaced: a TransformerBridge that leaves attention to transformers
+        # discards a new pattern.
         self.follow(tensor, functools.partial(self._change, tensor.detach()))
-        # A hook point with a conversion shows a rearranged copy, which only gets a gradient if the pass goes
-        # on from it: it does where the hook returns it.
+        # A hook point with a conversion shows a rearranged copy. It gets a gradient only if the pass
+        # continues with it, and for that the hook has to return it.
         return tensor if getattr(hook, "hook_conversion", None) is not None else None
 
 
 class _ScalePatternGradient(_ScaleGradient):
-    """As errors name it."""
+    """Replace the gradient of a pattern; a class of its own, because errors show the name of the class."""
 
 
 class _FreezeScale(GradientCounter, HookFunction):
     def __call__(self, tensor: Tensor, hook: HookPointLike) -> Tensor | None:
-        # Another tensor, of the same numbers: a TransformerBridge goes on from its own norm otherwise.
+        # A TransformerBridge continues with its own norm unless the hook returns another tensor object.
         return self.follow(tensor.view_as(tensor), torch.zeros_like) if is_differentiated(tensor) else None
 
 
@@ -262,7 +290,7 @@ class _HoldActivationRatio(GradientCounter, HookFunction):
     def __init__(self, name: str, act: Callable[[Tensor], Tensor], bias: Tensor | None) -> None:
         super().__init__(name)
         self._act, self._bias = act, bias
-        # What `_Factor` saw on the way here in this pass: by the name of its hook point.
+        # The tensors that `_ActivationInput` got earlier in this pass, by the name of their hook point.
         self.factors: dict[str, Tensor] = {}
 
     def __call__(self, tensor: Tensor, hook: HookPointLike) -> Tensor | None:
@@ -272,13 +300,13 @@ class _HoldActivationRatio(GradientCounter, HookFunction):
         if z is None:
             raise ValueError(f"mlp: expected hook_pre to fire before {self.name} in each pass, it did not")
         product = self._act(z.detach()) if up is None else self._act(z.detach()) * up.detach()
-        self._require_alike(product, tensor.detach())
-        linear = _activation_ratio(self._act, z.detach()) * z
+        self._check_activation(product, tensor.detach())
+        linear = _compute_activation_ratio(self._act, z.detach()) * z
         if up is not None:
             linear = (linear * up.detach() + linear.detach() * up) / 2
         return self.follow(with_gradient_of(linear, tensor))
 
-    def _require_alike(self, product: Tensor, shown: Tensor) -> None:
+    def _check_activation(self, product: Tensor, shown: Tensor) -> None:
         wide, accepted = torch.promote_types(shown.dtype, torch.float32), tolerance(shown.dtype)
         rebuilt = product if self._bias is None else product + self._bias.to(product.dtype)
         error, size = (x.norm(dim=-1) for x in (rebuilt.to(wide) - shown.to(wide), shown.to(wide)))
@@ -286,12 +314,13 @@ class _HoldActivationRatio(GradientCounter, HookFunction):
             relative = torch.where(error == 0, 0, error / size)
             raise ValueError(
                 f"act: expected what {self.name} shows within {accepted:.0e}, got a relative error of "
-                f"{float(relative.max()):.1e}: it is another activation, or gated, or a hook edits it"
+                f"{float(relative.max()):.1e}. The model has another activation or a gate, or another hook "
+                "changes the activation"
             )
 
 
-class _Factor(GradientCounter, HookFunction):
-    """Hands what goes into the activation, or is multiplied with it, to the hook at its output."""
+class _ActivationInput(GradientCounter, HookFunction):
+    """Give the activation's input, or the vector that it multiplies, to the hook at its output."""
 
     def __init__(self, name: str, post: _HoldActivationRatio) -> None:
         super().__init__(name)
@@ -303,13 +332,18 @@ class _Factor(GradientCounter, HookFunction):
 
 
 class Constant(GradientCounter, HookFunction):
-    """A bias (None: all that is shown) times the leaf, per row, that stands for what comes from no token."""
+    """Follow the contribution that comes from no token, by a factor per copy that can be differentiated.
 
-    def __init__(self, bias: Tensor | None, constants: Float[Tensor, " row"], name: str) -> None:
+    The contribution is a bias, or the whole activation if `bias` is None. The factor does not change the
+    forward pass. Its gradient is the contribution's share of the target.
+    """
+
+    def __init__(self, bias: Tensor | None, constants: Float[Tensor, " copy"], name: str) -> None:
         super().__init__(name)
         self._bias, self._constants = bias, constants
 
     def __call__(self, tensor: Tensor, hook: HookPointLike | None) -> Tensor | None:
+        """Return the tensor with the factor in its autograd graph; None if no gradients are computed."""
         if not torch.is_grad_enabled():
             return None
         bias = tensor.detach() if self._bias is None else self._bias.to(tensor.dtype)

@@ -1,7 +1,8 @@
-"""Hide keys from queries, as an attention mask would: their weight is shared out among the other keys.
+"""Hide keys from queries as an attention mask does: the other keys of each row get their weight.
 
-What is left of a row depends on the row, so the pattern itself is edited, and z has to be what it then makes:
-where a model mixes before its pattern shows, or ignores the edit, that is an error.
+The new weights of a row depend on its old ones, so these hooks replace the pattern itself. They then check
+that z is the new pattern @ values. An error is raised if a model mixes before it shows its pattern, or
+ignores the new pattern.
 """
 
 from __future__ import annotations
@@ -12,30 +13,37 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.hooks._arguments import Position, as_mask, as_position, position_mask
-from lens_mix.hooks.base import DEFAULT_ATTENTION, GivenHook, HookPair
+from lens_mix.hooks._arguments import Position, make_position_mask, read_mask, read_position
+from lens_mix.hooks.base import DEFAULT_ATTENTION, HookPair, OneArgumentHook
 from lens_mix.hooks.mixing import check_mixing, sink, visible
 
 
 def mask_attention(
     layer: int, allowed: Bool[Tensor, "*axes query key"], *, attention: str = DEFAULT_ATTENTION
 ) -> HookPair:
-    """Each query attends only to the keys that it is allowed in one layer (attention knockout).
+    """Let each query of one layer attend to its allowed keys only (attention knockout).
 
-    What scores of -inf before the softmax do (Geva et al., EMNLP 2023, arXiv 2304.14767): p_ik / Σ_j p_ij
-    over the allowed keys j, with the pattern of the running pass, whose own mask stays. The weight that a row
-    gives to no key (the share of an attention sink) counts as a key that stays. If it is below 1e-6 in all
-    rows of a head (float16: 2e-3, bfloat16: 1.6e-2), it is taken for rounding.
+    The effect is that of scores of -inf before the softmax (Geva et al., EMNLP 2023, arXiv 2304.14767): the
+    new weight is p_ik / Σ_j p_ij, summed over the allowed keys j. The pattern p is that of the running pass,
+    so the model's own mask still applies. The weight that a row gives to no key (the share of an attention
+    sink) counts as an allowed key. If it is below 1e-6 in all rows of a head (float16: 2e-3, bfloat16:
+    1.6e-2), it is treated as rounding.
 
     Args:
-        layer, attention: as in `zero_values`.
+        layer: the layer, counted from 0.
         allowed: True where a query may attend to a key: [query key], [head query key] or
-            [batch head query key], each axis but the last two the model's or 1; per QUERY head.
+            [batch head query key]. Heads are query heads. The axes batch and head may have size 1.
+        attention: the module's name, as in `zero_values`.
+
+    Returns:
+        A pair for `fwd_hooks=`.
 
     Raises:
-        TypeError: `allowed` is no bool tensor.
-        ValueError: here or in the pass: other dimensions, heads, positions or batch than the model's.
-        RuntimeError: in the pass: a query has no weight left; as `mask_keys`.
+        TypeError: `allowed` is not a bool tensor.
+        ValueError: `allowed` has a wrong number of dimensions; in the pass: its heads, positions or batch are
+            not those of the model.
+        RuntimeError: in the pass: a query has no weight at its allowed keys, or one of the cases of
+            `mask_keys`.
 
     Example:
         ```python
@@ -48,7 +56,7 @@ def mask_attention(
         logits = model.run_with_hooks(tokens, fwd_hooks=[mask_attention(0, allowed)])
         ```
     """
-    return _MaskAttention(layer, attention, as_mask("allowed", allowed))._pair()
+    return _MaskAttention(layer, attention, read_mask("allowed", allowed))._make_pair()
 
 
 def mask_keys(
@@ -58,19 +66,26 @@ def mask_keys(
     positions: Sequence[int] | None = None,
     attention: str = DEFAULT_ATTENTION,
 ) -> HookPair:
-    """No position attends to the chosen ones in one layer: their weight goes to the other keys.
+    """Hide the chosen keys from all queries of one layer; the other keys of each row get their weight.
 
-    `mask_attention` for whole keys, p_ik / (1 - Σ_j p_ij) for the keys k that stay; positions do not move up.
-    A row that has no other key goes on seeing what it saw.
+    This is `mask_attention` for whole keys: the new weight is p_ik / (1 - Σ_j p_ij), summed over the hidden
+    keys j. The other tokens keep their positions. A row without any other key stays as it is.
 
     Args:
-        layer, position, positions, attention: as in `zero_values`.
+        layer: the layer, counted from 0.
+        position: the keys to hide, in one of the forms of `zero_values`.
+        positions: instead of `position`, several keys to hide in every example.
+        attention: the module's name, as in `zero_values`.
+
+    Returns:
+        A pair for `fwd_hooks=`.
 
     Raises:
-        TypeError, ValueError: as `zero_values`.
-        RuntimeError: in the pass: no pattern fired before `hook_z` (where a TransformerBridge leaves
-            attention to transformers: give the model an attention mask instead), or `hook_z` is not
-            pattern @ values.
+        TypeError: as in `zero_values`.
+        ValueError: as in `zero_values`.
+        RuntimeError: in the pass: `hook_z` is not pattern @ values, or no pattern fired before `hook_z`. The
+            second happens if a TransformerBridge leaves attention to transformers: give the model an
+            attention mask instead.
 
     Example:
         ```python
@@ -79,13 +94,13 @@ def mask_keys(
         hidden = model.run_with_hooks(tokens, fwd_hooks=[mask_keys(0, 2), mask_keys(1, 2)])
         ```
     """
-    return _MaskKeys(layer, attention, as_position(position, positions))._pair()
+    return _MaskKeys(layer, attention, read_position(position, positions))._make_pair()
 
 
-class _MaskAttention(GivenHook):
+class _MaskAttention(OneArgumentHook):
     points = ("values", "scores", "pattern", "mixed")
-    argument = "allowed"
-    _scores: Tensor | None = None  # of this pass
+    argument_name = "allowed"
+    _scores: Tensor | None = None  # the scores of the running pass
 
     def on_scores(self, scores: Float[Tensor, "batch head query key"], values: Tensor) -> None:
         self._scores = scores
@@ -94,40 +109,41 @@ class _MaskAttention(GivenHook):
         self, pattern: Float[Tensor, "batch head query key"], values: Tensor
     ) -> Float[Tensor, "batch head query key"]:
         scores, self._scores = self._scores, None
-        hidden = self._hidden(pattern, values)
+        hidden = self._find_hidden(pattern, values)
         weights, to_no_key = pattern.masked_fill(hidden, 0), sink(pattern, scores)
-        # Summed, not 1 minus what is hidden, which has few digits left beside a sink.
+        # The remaining weights are summed because "1 minus the hidden weights" loses digits beside a sink.
         left = weights.sum(-1, keepdim=True, dtype=to_no_key.dtype) + to_no_key
         if scores is not None:
-            weights, left = _from_scores(weights, left, scores, hidden)
-        self._edited = self._shared_out(pattern, weights, left).to(pattern.dtype)
-        return self._edited
+            weights, left = _recompute_from_scores(weights, left, scores, hidden)
+        self._changed = self._normalise(pattern, weights, left).to(pattern.dtype)
+        return self._changed
 
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> None:
         if pattern is None:
             raise RuntimeError(
-                f"{self.argument}: expected {self.module}.hook_pattern to fire before hook_z, as its weights "
-                "are to be shared out anew; this model leaves attention to transformers: use its attention "
+                f"{self.argument_name}: expected {self.module}.hook_pattern to fire before hook_z, because "
+                "its weights are rescaled; this model leaves attention to transformers: use its attention "
                 "mask"
             )
-        edited = self._edited
-        del self._edited
-        check_mixing(self.argument, mixed, edited, values)
+        changed = self._changed
+        del self._changed
+        check_mixing(self.argument_name, mixed, changed, values)
         self.calls += 1
 
-    def _hidden(self, pattern: Tensor, values: Tensor) -> Bool[Tensor, "#batch #head #query key"]:
-        allowed, expected = self._given.to(pattern.device), tuple(pattern.shape)
+    def _find_hidden(self, pattern: Tensor, values: Tensor) -> Bool[Tensor, "#batch #head #query key"]:
+        allowed, expected = self._argument.to(pattern.device), tuple(pattern.shape)
         if allowed.shape[2:] != expected[2:] or any(
             got not in (1, size) for got, size in zip(allowed.shape, expected, strict=True)
         ):
             raise ValueError(
-                f"allowed: expected [batch head query key] = {list(expected)}, batch and head alone or 1; "
-                f"got shape {list(allowed.shape)}"
+                f"allowed: expected [batch head query key] = {list(expected)}, where batch and head may also "
+                f"be 1; got shape {list(allowed.shape)}"
             )
         return ~allowed
 
-    def _shared_out(self, pattern: Tensor, weights: Tensor, left: Tensor) -> Tensor:
-        if bool((left <= 0).any()):  # rows of padding that a model makes NaN stay so
+    def _normalise(self, pattern: Tensor, weights: Tensor, left: Tensor) -> Tensor:
+        # A comparison with NaN is False, so rows of padding that are NaN raise no error.
+        if bool((left <= 0).any()):
             raise RuntimeError(
                 f"allowed: expected every query of {self.module} to have weight at a key that it is allowed; "
                 f"got none in {int((left <= 0).sum())} rows of its pattern"
@@ -136,24 +152,28 @@ class _MaskAttention(GivenHook):
 
 
 class _MaskKeys(_MaskAttention):
-    argument = "position"
+    argument_name = "position"
 
-    def _hidden(self, pattern: Tensor, values: Tensor) -> Bool[Tensor, "#batch #head #query key"]:
-        return position_mask(self._given, values)[:, None, None]
+    def _find_hidden(self, pattern: Tensor, values: Tensor) -> Bool[Tensor, "#batch #head #query key"]:
+        return make_position_mask(self._argument, values)[:, None, None]
 
-    def _shared_out(self, pattern: Tensor, weights: Tensor, left: Tensor) -> Tensor:
-        # Nowhere a division by 0: its gradient would be NaN in rows that are not taken either.
+    def _normalise(self, pattern: Tensor, weights: Tensor, left: Tensor) -> Tensor:
+        # No division by 0 is computed, because its gradient would be NaN even in rows that are not selected.
         return torch.where(left > 0, weights / torch.where(left > 0, left, 1), pattern)
 
 
-def _from_scores(
+def _recompute_from_scores(
     weights: Tensor, left: Tensor, scores: Tensor, hidden: Bool[Tensor, "#batch #head #query key"]
 ) -> tuple[Tensor, Tensor]:
-    """Recompute rows that rounding has left no weight although they see another key (float16)."""
+    """Recompute the rows whose remaining weights were all rounded to 0 (float16), from their scores.
+
+    Returns:
+        The weights, and their sum in each row.
+    """
     if not bool((left <= 0).any()):
         return weights, left
     seen = visible(scores) & ~hidden
     rounded = (left <= 0) & seen.any(-1, keepdim=True)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    others = torch.where(rounded, scores.masked_fill(~seen, -torch.inf), 0).softmax(-1, dtype=wide)
-    return torch.where(rounded, others, weights.to(wide)), torch.where(rounded, 1, left)
+    recomputed = torch.where(rounded, scores.masked_fill(~seen, -torch.inf), 0).softmax(-1, dtype=wide)
+    return torch.where(rounded, recomputed, weights.to(wide)), torch.where(rounded, 1, left)

@@ -1,8 +1,8 @@
-"""Change attention patterns, or what single heads pass on, on models of every kind.
+"""Change attention patterns, or the outputs of single heads, on every model class.
 
-All act on `hook_z`, the values mixed by the pattern (z = pattern @ values), and never on `hook_pattern`:
-where a TransformerBridge leaves attention to transformers, an edit of `hook_pattern` is discarded, and with a
-fused attention kernel that point does not even fire.
+All hooks here change `hook_z`, the values mixed by the pattern (z = pattern @ values), and never
+`hook_pattern`. A TransformerBridge that leaves attention to transformers discards a new `hook_pattern`, and
+with a fused attention kernel that hook point does not fire at all.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.arguments import instance, plain_tensor
-from lens_mix.hooks._arguments import as_heads, as_patterns, check_heads
-from lens_mix.hooks.base import DEFAULT_ATTENTION, GivenHook, HookPair, HookPointLike, attention_module
+from lens_mix.hooks._arguments import check_heads, read_heads, read_pattern
+from lens_mix.hooks.base import DEFAULT_ATTENTION, HookPair, HookPointLike, OneArgumentHook, attention_module
 from lens_mix.hooks.mixing import check_mixing, mix
 
 
@@ -27,18 +27,24 @@ def scale_pattern(
     *,
     attention: str = DEFAULT_ATTENTION,
 ) -> HookPair:
-    """Multiply one layer's attention pattern by a factor; rows then no longer sum to one.
+    """Multiply one layer's attention pattern by a factor; its rows then no longer sum to one.
 
-    z is linear in the pattern, so z is scaled: the same number, on every model. Twice 0.5 is 0.25.
+    z is linear in the pattern, so the hook multiplies z, which has the same effect on every model. Several
+    such hooks on one layer multiply their factors.
 
     Args:
-        layer, attention: as in `zero_values`.
+        layer: the layer, counted from 0.
         factor: a number, or one per query head [head]. A tensor that requires grad gets its gradient. For a
             factor per query and key use `replace_pattern`.
+        attention: the module's name, as in `zero_values`.
+
+    Returns:
+        A pair for `fwd_hooks=`.
 
     Raises:
-        TypeError: `factor` is no real number and no tensor of real numbers.
-        ValueError: `factor` is not finite, or has other dimensions; in the pass: not one per query head.
+        TypeError: `factor` is neither a real number nor a tensor of real numbers.
+        ValueError: `factor` is not finite, or has more than one dimension; in the pass: its length is not the
+            number of query heads.
 
     Example:
         ```python
@@ -60,21 +66,28 @@ def scale_pattern(
         if not bool(torch.isfinite(plain_tensor("factor", factor)).all()):
             raise ValueError("factor: expected finite numbers; got NaN or infinity")
         if factor.ndim == 1:
-            return _ScalePatternPerHead(layer, attention, factor)._pair()
+            return _ScalePatternPerHead(layer, attention, factor)._make_pair()
     elif not math.isfinite(factor):
         raise ValueError(f"factor: expected a finite number; got {factor}")
-    return _ScalePattern(layer, attention, factor)._pair()
+    return _ScalePattern(layer, attention, factor)._make_pair()
 
 
 def prune_heads(layer: int, heads: Iterable[int] | int, *, attention: str = DEFAULT_ATTENTION) -> HookPair:
-    """Remove attention heads: their z is zero, so that they add nothing to the attention output but its bias.
+    """Zero the z of some attention heads, so that they add nothing to the attention output.
+
+    The bias of the attention output remains.
 
     Args:
-        layer, attention: as in `zero_values`.
-        heads: the query heads to remove, from 0.
+        layer: the layer, counted from 0.
+        heads: the query heads to remove, counted from 0.
+        attention: the module's name, as in `zero_values`.
+
+    Returns:
+        A pair for `fwd_hooks=`.
 
     Raises:
-        TypeError, ValueError: `heads` holds no integers, or none; in the pass: one the model does not have.
+        TypeError: `heads` contains something else than integers.
+        ValueError: `heads` is empty; in the pass: the model does not have one of the heads.
 
     Example:
         ```python
@@ -83,7 +96,7 @@ def prune_heads(layer: int, heads: Iterable[int] | int, *, attention: str = DEFA
         logits = model.run_with_hooks(tokens, fwd_hooks=[prune_heads(0, [1, 2]), prune_heads(1, 0)])
         ```
     """
-    return _PruneHeads(layer, attention, as_heads(heads))._pair()
+    return _PruneHeads(layer, attention, read_heads(heads))._make_pair()
 
 
 def replace_pattern(
@@ -91,18 +104,23 @@ def replace_pattern(
 ) -> HookPair:
     """Use a given attention pattern in one layer: z = pattern @ values, with the values of the running pass.
 
-    The pattern is used as it is: it is not masked, and its rows need not sum to one. Gradients reach both the
-    pattern and the values, so that a leaf put in here is differentiated on every model.
+    The pattern is not masked, and its rows need not sum to one. Gradients reach both the pattern and the
+    values. A leaf tensor that is used as the pattern gets its gradient on every model.
 
     Args:
-        layer, attention: as in `zero_values`.
-        pattern: [head query key] for every batch row, or [batch head query key]; one pattern per QUERY head.
+        layer: the layer, counted from 0.
+        pattern: [head query key] for every example, or [batch head query key]; one pattern per query head.
+        attention: the module's name, as in `zero_values`.
+
+    Returns:
+        A pair for `fwd_hooks=`.
 
     Raises:
-        TypeError: `pattern` is no tensor of real numbers.
-        ValueError: here or in the pass: other dimensions, heads, positions or batch than the model's.
-        RuntimeError: in the pass: the model's own `pattern @ values` is not `hook_z` (where `hook_pattern`
-            fires before it; elsewhere this cannot be seen).
+        TypeError: `pattern` is not a tensor of real numbers.
+        ValueError: `pattern` has a wrong number of dimensions; in the pass: its heads, positions or batch are
+            not those of the model.
+        RuntimeError: in the pass: `hook_z` is not the model's own `pattern @ values`. This is found only if
+            `hook_pattern` fires before `hook_z`.
 
     Example:
         ```python
@@ -116,7 +134,7 @@ def replace_pattern(
         influence = leaf.grad * leaf
         ```
     """
-    return _ReplacePattern(layer, attention, "pattern", pattern)._pair()
+    return _ReplacePattern(layer, attention, "pattern", pattern)._make_pair()
 
 
 def freeze_pattern(
@@ -126,23 +144,28 @@ def freeze_pattern(
     edit: Callable[[Float[Tensor, "batch head query key"]], Tensor] | None = None,
     attention: str = DEFAULT_ATTENTION,
 ) -> HookPair:
-    """Hold one layer's attention pattern at its value of an earlier pass, while the inputs change.
+    """Use one layer's attention pattern of an earlier pass, while the inputs change.
 
-    `replace_pattern` with the pattern looked up by name and cut off from its gradient: a frozen pattern is a
-    constant, as the "frozen" attention of circuit analysis means it.
+    This is `replace_pattern` with a pattern that is looked up by name and detached from its gradient. A
+    frozen pattern is a constant, like the "frozen" attention of circuit analysis.
 
     Args:
-        layer, attention: as in `zero_values`.
-        source: where the pattern [batch head query key] is: a dict filled by `record`, a TransformerLens
+        layer: the layer, counted from 0.
+        source: what contains the pattern [batch head query key]: a dict filled by `record`, a TransformerLens
             ActivationCache, or the tensor itself.
-        edit: what mixes the values in its place, as a function of the frozen pattern: `lambda pattern:
-            pattern * kept` keeps some cells only. It is called in the pass, so that of many layers only one
-            edited pattern lives at a time. None: the pattern as it is.
+        edit: a function of the frozen pattern that returns the pattern to use instead. For example,
+            `lambda pattern: pattern * kept` keeps some cells only. It is called in the pass, so that only one
+            layer's new pattern is in memory at a time. None: the frozen pattern is used.
+        attention: the module's name, as in `zero_values`.
+
+    Returns:
+        A pair for `fwd_hooks=`.
 
     Raises:
-        TypeError, ValueError: `source` is neither tensor nor mapping, or has no `hook_pattern` of this layer;
-            `edit` can't be called; of the pattern and of what `edit` gives as `replace_pattern`, as is
-            RuntimeError.
+        TypeError: `source` is neither a tensor nor a mapping, or `edit` cannot be called.
+        ValueError: `source` has no `hook_pattern` of this layer. The pattern, and the result of `edit`, raise
+            the errors of `replace_pattern`.
+        RuntimeError: as in `replace_pattern`.
 
     Example:
         ```python
@@ -162,16 +185,16 @@ def freeze_pattern(
         name = f"{attention_module(layer, attention)}.hook_pattern"
         names = sorted(map(str, source.keys()))
         if name not in names:
-            held = [one for one in names if one.endswith("hook_pattern")] or names
+            patterns = [recorded for recorded in names if recorded.endswith("hook_pattern")] or names
             raise ValueError(
-                f"source: expected it to hold {name}; got {', '.join(held[:8]) or 'nothing'}. Where "
+                f"source: expected it to contain {name}; got {', '.join(patterns[:8]) or 'nothing'}. If "
                 "attention is left to transformers, the pattern fires only with eager attention"
             )
         source = source[name]
     if edit is not None:
         instance("edit", edit, Callable, "a function of the pattern")
-    frozen = as_patterns("source", source).detach()
-    return _ReplacePattern(layer, attention, "source" if edit is None else "edit", frozen, edit)._pair()
+    frozen = read_pattern("source", source).detach()
+    return _ReplacePattern(layer, attention, "source" if edit is None else "edit", frozen, edit)._make_pair()
 
 
 def add_to_pattern(
@@ -179,16 +202,22 @@ def add_to_pattern(
 ) -> HookPair:
     """Add to one layer's attention pattern: z + addition @ values, with z and values of the running pass.
 
-    The pattern itself need not be known, and stays a function of what lies below: with a leaf of zeros in
-    every layer, one backward pass gives the total derivative by every pattern. A negative addition takes
-    away; rows then no longer sum to one.
+    The pattern itself need not be known, and it remains a function of the layers below. With a leaf tensor
+    of zeros in every layer, one backward pass computes the total derivative with respect to every pattern.
+    The rows of the new pattern need not sum to one.
 
     Args:
-        layer, attention: as in `zero_values`.
-        addition: [head query key] for every batch row, or [batch head query key]; per QUERY head.
+        layer: the layer, counted from 0.
+        addition: [head query key] for every example, or [batch head query key]; one per query head.
+        attention: the module's name, as in `zero_values`.
+
+    Returns:
+        A pair for `fwd_hooks=`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `replace_pattern`, of the addition.
+        TypeError: `addition` is not a tensor of real numbers.
+        ValueError: `addition` has wrong dimensions, as in `replace_pattern`.
+        RuntimeError: as in `replace_pattern`.
 
     Example:
         ```python
@@ -203,43 +232,43 @@ def add_to_pattern(
         gradients = torch.autograd.grad(logits[:, -1].max(dim=-1).values.sum(), leaves)
         ```
     """
-    return _AddToPattern(layer, attention, "addition", addition)._pair()
+    return _AddToPattern(layer, attention, "addition", addition)._make_pair()
 
 
-class _ScalePattern(GivenHook):
+class _ScalePattern(OneArgumentHook):
     points = ("mixed",)
 
     def __call__(self, tensor: Tensor, hook: HookPointLike) -> Tensor:
-        factor = self._given
+        factor = self._argument
         self.calls += 1
         return tensor * (factor.to(tensor) if isinstance(factor, Tensor) else factor)
 
 
-class _ScalePatternPerHead(GivenHook):
+class _ScalePatternPerHead(OneArgumentHook):
     points = ("values", "mixed")
 
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
-        n_heads, n_factors = mixed.shape[2], len(self._given)
+        n_heads, n_factors = mixed.shape[2], len(self._argument)
         if n_factors != n_heads:
             raise ValueError(
                 f"factor: expected one number for each of {n_heads} query heads; got {n_factors}"
             )
         self.calls += 1
-        return mixed * self._given.to(mixed)[:, None]
+        return mixed * self._argument.to(mixed)[:, None]
 
 
-class _PruneHeads(GivenHook):
+class _PruneHeads(OneArgumentHook):
     points = ("values", "mixed")
 
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
-        check_heads(self._given, mixed.shape[2])
-        edited = mixed.clone()
-        edited[:, :, list(self._given)] = 0
+        check_heads(self._argument, mixed.shape[2])
+        changed = mixed.clone()
+        changed[:, :, list(self._argument)] = 0
         self.calls += 1
-        return edited
+        return changed
 
 
-class _ReplacePattern(GivenHook):
+class _ReplacePattern(OneArgumentHook):
     points = ("values", "pattern", "mixed")
 
     def __init__(
@@ -250,24 +279,24 @@ class _ReplacePattern(GivenHook):
         pattern: Tensor,
         edit: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        super().__init__(layer, attention, as_patterns(argument, pattern))
-        self._name, self._edit = argument, edit
+        super().__init__(layer, attention, read_pattern(argument, pattern))
+        self._argument_name, self._edit = argument, edit
 
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor:
         batch, query, head = mixed.shape[:3]
-        given, expected = self._given, (head, query, values.shape[1])
+        used, expected = self._argument, (head, query, values.shape[1])
         if self._edit is not None:
-            # A copy: an edit in place would reach the user's cache, and add up from pass to pass.
-            given = as_patterns(self._name, self._edit(given.clone()))
-        if tuple(given.shape[1:]) != expected or given.shape[0] not in (1, batch):
+            # The function gets a copy, because a change in place would alter the user's cache.
+            used = read_pattern(self._argument_name, self._edit(used.clone()))
+        if tuple(used.shape[1:]) != expected or used.shape[0] not in (1, batch):
             raise ValueError(
-                f"{self._name}: expected [head query key] = {list(expected)}, alone or for a batch of "
-                f"{batch}; got shape {list(given.shape)}"
+                f"{self._argument_name}: expected [head query key] = {list(expected)}, alone or for a batch "
+                f"of {batch}; got shape {list(used.shape)}"
             )
         if pattern is not None:
-            check_mixing(self._name, mixed, pattern, values)
+            check_mixing(self._argument_name, mixed, pattern, values)
         self.calls += 1
-        return mix(given.to(values).expand(batch, -1, -1, -1), values)
+        return mix(used.to(values).expand(batch, -1, -1, -1), values)
 
 
 class _AddToPattern(_ReplacePattern):

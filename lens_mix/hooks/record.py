@@ -1,4 +1,4 @@
-"""Record exactly the named activations of a pass, and nothing more; or look at a pattern as it passes."""
+"""Record the named activations of a pass, and no others; or call a function with each pattern."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lens_mix.hooks.base import (
     attention_module,
 )
 
-# role -> TransformerLens's hook point inside the attention module
+# Role -> name of the hook point inside the attention module.
 ATTENTION_ROLES = {"query": "hook_q", "value": "hook_v", "pattern": "hook_pattern", "z": "hook_z"}
-RESID_PRE = "resid_pre"  # outside of it: the residual stream that enters the block
-# Where these tensors have the axis of the query positions; values stand for keys.
+RESID_PRE = "resid_pre"  # the residual stream that enters the block; its hook point is outside of attention
+# The axis of the query positions in each tensor. Values have none, because their positions are keys.
 _QUERY_AXIS = {"query": 1, "pattern": 2, "z": 1, RESID_PRE: 1}
 
 
@@ -35,24 +35,30 @@ def record(
     detach: bool = True,
     select: Callable[[Tensor], Tensor] | None = None,
 ) -> HookPair:
-    """Keep one activation of a pass in a dict, under the name it was asked by.
+    """Store one activation of a pass in a dict, under the given name.
 
-    Names are those of TransformerLens's `run_with_cache`; which of them holds what on which class is in
-    hooks/README.md. A name may be an alias (`hook_resid_pre`): the store keeps the alias. The tensor is not
-    copied, as in TransformerLens's own cache: a hook that edits it in place edits what was recorded. `calls`
-    stays 0 where a TransformerBridge of TransformerLens 3 ignores an unknown name, or computes no pattern.
+    Names are those of TransformerLens's `run_with_cache`; hooks/README.md lists which tensor each name means
+    on which model class. A name may be an alias (`hook_resid_pre`), and is then the key in the dict too. The
+    tensor is not copied, as in TransformerLens's own cache, so a hook that changes it in place changes the
+    recorded tensor. `calls` stays 0 if a TransformerBridge of TransformerLens 3 ignores an unknown name, or
+    computes no pattern.
 
     Args:
-        store: the dict to fill; each pass overwrites what the last one kept.
+        store: the dict to fill; each pass overwrites the tensors of the last one.
         name: the hook point, as `"blocks.0.hook_resid_pre"`.
-        detach: cut the tensor off from its gradient; False keeps the graph, to differentiate by it.
-        select: what is kept of the tensor, as `lambda pattern: pattern[:, :, -1]` for the last query's row.
-            A view is copied, so that the whole tensor can be freed. The pass does not go on from the part: to
-            differentiate BY an activation, record all of it. None: the whole tensor.
+        detach: whether to detach the tensor from the autograd graph. Use False to differentiate with respect
+            to it.
+        select: a function that returns the piece of the tensor to store, as `lambda pattern:
+            pattern[:, :, -1]` for the last query's row. A view is copied, so that the whole tensor can be
+            freed. The pass does not continue with the piece: to differentiate with respect to an activation,
+            record all of it. None: the whole tensor.
+
+    Returns:
+        A pair for `fwd_hooks=`.
 
     Raises:
-        TypeError: `store` is no dict, or `name` no string; in the pass: the activation (or what is selected
-            of it) is no tensor.
+        TypeError: `store` is not a dict, or `name` is not a string; in the pass: the activation, or the
+            result of `select`, is not a tensor.
 
     Example:
         ```python
@@ -76,10 +82,18 @@ def record(
 def record_all(
     store: MutableMapping[str, Tensor], names: Iterable[str], *, detach: bool = True
 ) -> list[HookPair]:
-    """`record` for several names: one pair each, in their order.
+    """Store several activations of a pass in a dict, each under its name.
+
+    Args:
+        store: the dict to fill, as in `record`.
+        names: the hook points, as in `record`.
+        detach: whether to detach the tensors from the autograd graph.
+
+    Returns:
+        One pair per name, in their order.
 
     Raises:
-        TypeError: as `record`, or `names` is a string, which would be read letter by letter.
+        TypeError: as in `record`, or `names` is one string instead of several.
 
     Example:
         ```python
@@ -102,15 +116,20 @@ def record_attention(
     queries: Int[Tensor, "batch query"] | None = None,
     attention: str = DEFAULT_ATTENTION,
 ) -> list[HookPair]:
-    """`record` for what one layer's attention reads and makes, by what it is: one pair per role.
+    """Store some of the tensors that one layer's attention reads or computes.
 
     Args:
-        layer, attention: as in `zero_values`.
-        store: the dict to fill, by TransformerLens's names.
-        roles: some of "query", "value", "pattern", "z" and "resid_pre", the stream that enters the block.
-        queries: positions of the rows to keep of each prompt; values are kept for all positions. None: all.
+        layer: the layer, counted from 0.
+        store: the dict to fill; its keys are TransformerLens's names.
+        roles: some of "query", "value", "pattern", "z", and "resid_pre" for the stream that enters the block.
+        queries: the query positions to keep in each example; values are kept for all positions. None: all.
+        attention: the module's name, as in `zero_values`.
+
+    Returns:
+        One pair per role, in their order.
 
     Raises:
+        TypeError: `queries` is not an integer tensor [batch query].
         ValueError: an unknown role.
 
     Example:
@@ -125,17 +144,17 @@ def record_attention(
     """
     pairs = []
     if queries is not None:
-        whole = (
+        is_index = (
             isinstance(queries, Tensor) and queries.ndim == 2 and queries.dtype in (torch.int64, torch.int32)
         )
-        if not whole:
+        if not is_index:
             raise TypeError(f"queries: expected an integer tensor [batch query]; got {shown(queries)}")
     points, module = {**ATTENTION_ROLES, RESID_PRE: "hook_resid_pre"}, attention_module(layer, attention)
     for role in several("roles", roles, f"some of {sorted(points)}"):
         one_of("roles", role, points)
         select = None
         if queries is not None and role in _QUERY_AXIS:
-            select = functools.partial(_rows, queries=queries, axis=_QUERY_AXIS[role])
+            select = functools.partial(_select_queries, queries=queries, axis=_QUERY_AXIS[role])
         name = f"{module.rpartition('.')[0] if role == RESID_PRE else module}.{points[role]}"
         pairs.append(record(store, name, select=select))
     return pairs
@@ -144,19 +163,24 @@ def record_attention(
 def record_mixing(
     layer: int, store: MutableMapping[str, Tensor], *, attention: str = DEFAULT_ATTENTION
 ) -> HookPair:
-    """Keep what one layer's attention mixed, z = pattern @ values, in the graph and the same on every class.
+    """Store one layer's pattern, values and z, with their gradients and in the same layout on every class.
 
-    The store then holds `hook_pattern` [batch head query key], `hook_v` [batch key value_head d_head] and
-    `hook_z` [batch query head d_head] of the module, where `record` keeps the layout that a class shows. The
-    pass goes on from this z, to differentiate by it. `calls` stays 0 where a TransformerBridge leaves
-    attention to transformers, which show the pattern after the mixing, or never.
+    The store then has `hook_pattern` [batch head query key], `hook_v` [batch key value_head d_head] and
+    `hook_z` [batch query head d_head] of the module. (`record` stores the layout of the model class.) The
+    tensors stay in the autograd graph, and the pass continues with this z, so that the logits can be
+    differentiated with respect to it. `calls` stays 0 if a TransformerBridge leaves attention to
+    transformers, which shows the pattern after the mixing, or never.
 
     Args:
-        layer, attention: as in `zero_values`.
-        store: the dict to fill; each pass overwrites what the last one kept.
+        layer: the layer, counted from 0.
+        store: the dict to fill; each pass overwrites the tensors of the last one.
+        attention: the module's name, as in `zero_values`.
+
+    Returns:
+        A pair for `fwd_hooks=`.
 
     Raises:
-        TypeError: `store` is no dict.
+        TypeError: `store` is not a dict.
 
     Example:
         ```python
@@ -171,7 +195,7 @@ def record_mixing(
         ```
     """
     _check_store(store)
-    return _RecordMixing(layer, attention, store)._pair()
+    return _RecordMixing(layer, attention, store)._make_pair()
 
 
 def watch_pattern(
@@ -180,19 +204,23 @@ def watch_pattern(
     *,
     attention: str = DEFAULT_ATTENTION,
 ) -> HookPair:
-    """Call a function with one layer's attention pattern, to take from it what is wanted; nothing is edited.
+    """Call a function with one layer's attention pattern, and change nothing.
 
-    Where `record` would keep every pattern of a long prompt, a function that reduces each one as it passes
-    keeps a number or a row. `calls` stays 0 where a TransformerBridge leaves attention to a kernel that
+    `record` keeps the whole pattern in memory; a function can keep a number or a row of it instead, which
+    matters for long prompts. `calls` stays 0 if a TransformerBridge leaves attention to a kernel that
     computes no pattern.
 
     Args:
-        layer, attention: as in `zero_values`.
-        watch: called in each pass with the pattern [batch head query key], cut off from its gradient. What it
-            returns is ignored.
+        layer: the layer, counted from 0.
+        watch: a function that is called in each pass with the pattern [batch head query key], detached from
+            its gradient. Its result is ignored.
+        attention: the module's name, as in `zero_values`.
+
+    Returns:
+        A pair for `fwd_hooks=`.
 
     Raises:
-        TypeError: `watch` can't be called.
+        TypeError: `watch` cannot be called.
 
     Example:
         ```python
@@ -213,7 +241,7 @@ def _check_store(store: object) -> None:
         raise TypeError(f"store: expected a dict to fill; got {type(store).__name__}")
 
 
-def _rows(tensor: Tensor, *, queries: Int[Tensor, "batch query"], axis: int) -> Tensor:
+def _select_queries(tensor: Tensor, *, queries: Int[Tensor, "batch query"], axis: int) -> Tensor:
     batch = torch.arange(len(tensor), device=tensor.device)[:, None]
     return tensor.movedim(axis, 1)[batch, queries].movedim(1, axis)
 
@@ -229,20 +257,20 @@ class _Record(HookFunction):
         return f"record({self.name})"
 
     def __call__(self, tensor: Tensor, hook: HookPointLike) -> Tensor | None:
-        kept = self._checked("a tensor to record", tensor)
-        kept = kept.detach() if self.detach else kept
+        stored = self._check_tensor("a tensor to record", tensor)
+        stored = stored.detach() if self.detach else stored
         if self.select is not None:
-            part = self._checked("select to give a tensor", self.select(kept))
-            # a view of some rows would hold on to the memory of all of them
-            is_view = part.untyped_storage().data_ptr() == kept.untyped_storage().data_ptr()
-            kept = part.clone() if is_view else part
-        self.store[self.name] = kept
+            selected = self._check_tensor("select to return a tensor", self.select(stored))
+            # A view of some rows would keep the memory of all rows.
+            is_view = selected.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
+            stored = selected.clone() if is_view else selected
+        self.store[self.name] = stored
         self.calls += 1
-        # where TransformerBridge shows a rearranged copy, the pass must go on from it to give it a gradient
+        # TransformerBridge may show a rearranged copy. It gets a gradient only if the pass continues with it.
         shows_copy = getattr(hook, "hook_conversion", None) is not None
         return tensor if shows_copy and not self.detach else None
 
-    def _checked(self, expected: str, value: Any) -> Tensor:
+    def _check_tensor(self, expected: str, value: Any) -> Tensor:
         if not isinstance(value, Tensor):
             raise TypeError(f"{self.name}: expected {expected}; got {type(value).__name__}")
         return value
@@ -256,7 +284,7 @@ class _RecordMixing(AttentionHook):
         self._store = store
 
     def on_values(self, values: Tensor, n_heads: int | None) -> Tensor:
-        # a bridge shows a rearranged copy, which gets a gradient only where the pass goes on from it
+        # TransformerBridge shows a rearranged copy. It gets a gradient only if the pass continues with it.
         return values
 
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor | None:
@@ -265,7 +293,7 @@ class _RecordMixing(AttentionHook):
         for name, tensor in (("hook_pattern", pattern), ("hook_v", values), ("hook_z", mixed)):
             self._store[f"{self.module}.{name}"] = tensor
         self.calls += 1
-        # z with its heads apart may be a view; by a view that nothing reads there is no gradient
+        # z with its heads split may be a view, which gets a gradient only if the pass continues with it.
         return mixed
 
 

@@ -1,4 +1,4 @@
-"""Zero value or query vectors."""
+"""Replace value or query vectors by zeros."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lens_mix.hooks._arguments import Chosen, Position, as_heads, as_position, check_heads, position_mask
-from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, GivenHook, HookPair, HookPointLike
+from lens_mix.hooks._arguments import (
+    Chosen,
+    Position,
+    check_heads,
+    make_position_mask,
+    read_heads,
+    read_position,
+)
+from lens_mix.hooks.base import DEFAULT_ATTENTION, AttentionHook, HookPair, HookPointLike, OneArgumentHook
 from lens_mix.hooks.mixing import check_mixing, mix
 
 
@@ -23,28 +30,33 @@ def zero_values(
     """Replace the value vectors of chosen positions by zeros in one layer; queries, keys and pattern stay.
 
     This is the intervention of Value Zeroing: v_j := 0 in every head (Mohebbi et al., EACL 2023, section
-    3.1). Position j is then still attended to, but passes on nothing.
+    3.1). Queries still attend to position j, but read nothing from it.
 
     Args:
-        layer: the layer, from 0.
-        position: which positions (of the keys) to zero, in one of these forms:
-            an `int`, the same position in every batch row (negative: from the end);
-            a `slice`, a span of positions, the same in every row;
-            an integer tensor [batch], ANOTHER position in each row;
-            a bool tensor [batch key], any set of positions in each row, or [key], the same set in every row.
-            A list is refused, as it could mean one position per row or several in all rows.
-        positions: instead of `position`: several positions, zeroed together in every row.
-        heads: zero the value only for these QUERY heads, as `hook_pattern` numbers them; None: for all. Where
-            several query heads share one value head, the others of the group keep the value.
-        attention: name of the attention module, with `{layer}`: `"encoder.{layer}.attn"`,
+        layer: the layer, counted from 0.
+        position: the positions (of the keys) to zero, in one of these forms:
+            an `int`, the same position in every example (negative: from the end);
+            a `slice`, a span of positions, the same in every example;
+            an integer tensor [batch], a different position in each example;
+            a bool tensor [batch key], any set of positions in each example, or [key], the same set in all.
+            A list raises an error, as it could mean one position per example or several in all examples.
+        positions: instead of `position`: several positions, zeroed together in every example.
+        heads: the query heads, as `hook_pattern` counts them, for which the value is zeroed. Other query
+            heads that share the value head keep the value. None: all heads.
+        attention: the name of the attention module, with `{layer}`: `"encoder.{layer}.attn"`,
             `"decoder.{layer}.attn"` or `"decoder.{layer}.cross_attn"` on HookedEncoderDecoder;
             `"encoder_blocks.{layer}.attn"`, `"decoder_blocks.{layer}.self_attn"` or
             `"decoder_blocks.{layer}.cross_attn"` on TransformerBridge.
 
+    Returns:
+        A pair for `fwd_hooks=`.
+
     Raises:
-        TypeError: an argument of the wrong kind, here.
-        ValueError: here or in the pass: a position or head there is not, a tensor of another batch.
-        RuntimeError: in the pass, for heads that share values: as `replace_pattern`, or no pattern fired.
+        TypeError: an argument has a wrong type.
+        ValueError: here or in the pass: a position or a head that does not exist, or a tensor for another
+            batch.
+        RuntimeError: in the pass, if the chosen heads share values: no pattern fired, or an error of
+            `replace_pattern`.
 
     Example:
         ```python
@@ -56,17 +68,24 @@ def zero_values(
         in_two_heads = model.run_with_hooks(tokens, fwd_hooks=[zero_values(1, 2, heads=[0, 3])])
         ```
     """
-    chosen = as_position(position, positions)
+    chosen = read_position(position, positions)
     if heads is None:
-        return _ZeroValues(layer, attention, chosen)._pair()
-    return _ZeroValuesOfHeads(layer, attention, chosen, as_heads(heads))._pair()
+        return _ZeroValues(layer, attention, chosen)._make_pair()
+    return _ZeroValuesOfHeads(layer, attention, chosen, read_heads(heads))._make_pair()
 
 
 def zero_queries(layer: int, *, attention: str = DEFAULT_ATTENTION) -> HookPair:
-    """Replace one layer's query vectors by zeros: all scores are then 0, but for a bias of the position.
+    """Replace one layer's query vectors by zeros, so that the pattern depends on no token.
 
-    The pattern that is left depends on no token: uniform over the keys that the mask allows, or what a bias
-    by position (ALiBi, T5) makes of it. A key without any weight in any head is then masked.
+    All scores are then 0, except for a position bias (ALiBi, T5). Without such a bias the pattern is uniform
+    over the keys that the mask allows. A key that has no weight in any head is a masked key.
+
+    Args:
+        layer: the layer, counted from 0.
+        attention: the module's name, as in `zero_values`.
+
+    Returns:
+        A pair for `fwd_hooks=`.
 
     Example:
         ```python
@@ -78,7 +97,7 @@ def zero_queries(layer: int, *, attention: str = DEFAULT_ATTENTION) -> HookPair:
         allowed = (store["blocks.0.attn.hook_pattern"] != 0).any(dim=1)  # [batch query key]
         ```
     """
-    return _ZeroQueries(layer, attention)._pair()
+    return _ZeroQueries(layer, attention)._make_pair()
 
 
 class _ZeroQueries(AttentionHook):
@@ -89,16 +108,16 @@ class _ZeroQueries(AttentionHook):
         return torch.zeros_like(tensor)
 
 
-class _ZeroValues(GivenHook):
+class _ZeroValues(OneArgumentHook):
     points: tuple[str, ...] = ("values",)
 
     def on_values(self, values: Tensor, n_heads: int | None) -> Tensor | None:
-        edited = self._zeroed(values)
+        changed = self._zeroed(values)
         self.calls += 1
-        return edited
+        return changed
 
     def _zeroed(self, values: Tensor) -> Tensor:
-        return values.masked_fill(position_mask(self._given, values)[:, :, None, None], 0)
+        return values.masked_fill(make_position_mask(self._argument, values)[:, :, None, None], 0)
 
 
 class _ZeroValuesOfHeads(_ZeroValues):
@@ -107,32 +126,33 @@ class _ZeroValuesOfHeads(_ZeroValues):
     def __init__(self, layer: int, attention: str, position: Chosen, heads: tuple[int, ...]) -> None:
         super().__init__(layer, attention, position)
         self._heads = heads
-        self._done = False
+        self._is_done = False
 
     def on_values(self, values: Tensor, n_heads: int | None) -> Tensor | None:
-        # the number of query heads tells whether each has its own value; if unknown, the pattern must help
-        self._done = n_heads == values.shape[2]
-        if not self._done:
+        # If each query head has its own value head, the values can be zeroed here. If they are shared, or the
+        # number of query heads is unknown, `on_mixed` computes z again from the pattern.
+        self._is_done = n_heads == values.shape[2]
+        if not self._is_done:
             return None
         check_heads(self._heads, values.shape[2])
-        heads, edited = list(self._heads), values.clone()
-        edited[:, :, heads] = self._zeroed(values[:, :, heads])
+        heads, changed = list(self._heads), values.clone()
+        changed[:, :, heads] = self._zeroed(values[:, :, heads])
         self.calls += 1
-        return edited
+        return changed
 
     def on_mixed(self, mixed: Tensor, values: Tensor, pattern: Tensor | None) -> Tensor | None:
-        if self._done:
+        if self._is_done:
             return None
         check_heads(self._heads, mixed.shape[2])
         if pattern is None or pattern.shape[1] != mixed.shape[2]:
             raise RuntimeError(
-                f"heads: {self.module} shares one value among several query heads, so zeroing it for some of "
-                "them needs their patterns, and hook_pattern did not show them before hook_z in this pass"
+                f"heads: expected {self.module}.hook_pattern to fire before hook_z; it did not fire in this "
+                "pass. Query heads share values there, and zeroing them for some heads needs the pattern"
             )
         heads = list(self._heads)
         pattern, group = pattern[:, heads], [head * values.shape[2] // mixed.shape[2] for head in heads]
         check_mixing("heads", mixed[:, :, heads], pattern, values[:, :, group])
-        edited = mixed.clone()
-        edited[:, :, heads] = mix(pattern, self._zeroed(values[:, :, group])).to(mixed.dtype)
+        changed = mixed.clone()
+        changed[:, :, heads] = mix(pattern, self._zeroed(values[:, :, group])).to(mixed.dtype)
         self.calls += 1
-        return edited
+        return changed

@@ -1,4 +1,4 @@
-"""The attention modules that the tests of lens_mix.hooks go through, and what is expected of them by hand."""
+"""List the attention modules for the tests of lens_mix.hooks, and compute the expected tensors by hand."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.tiny_models import (
 )
 
 LAYER = 1
-# no attention; no forward pass at all
+# The first has no attention; the forward pass of the second fails.
 _NOT_RUNNABLE = ("mamba", "opt_postln")
-# what these leave to transformers, they show as a pattern only with eager attention, and after hook_z
+# These leave attention to transformers: they show a pattern only with eager attention, and only after hook_z.
 DELEGATED = ("gpt_neo", "gptj", "opt", "bert", "roberta", "t5", "t5_gated", "bart", "marian", "vit")
 GROUPED = ("llama", "mistral", "gemma2", "qwen3", "phi3", "falcon_mqa", "gpt_bigcode", "mixtral", "gpt_oss")
 _ENCODER_DECODER = ("t5", "t5_gated", "bart", "marian")
@@ -38,7 +38,7 @@ _CLASSES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One attention module of one model."""
+    """Describe one attention module of one model."""
 
     build: Callable[..., Any]
     name: str = ""
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """As in `tests/matrix.py`, which says which ones `make test` has."""
+        """Return the label of `tests/matrix.py`, which chooses the cases of `make test`."""
         parts = {"cross_attn": "cross", "encoder": "encoder", "decoder": "decoder"}
         part = next((part for word, part in parts.items() if word in self.attention), "")
         return " ".join(word for word in (_CLASSES[self.build], self.name, part) if word)
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def output_name(self) -> str:
-        """The hook point that holds the attention output, bias included, before any norm or residual."""
+        """Return the hook point of the attention output, with its bias, before any norm or residual."""
         if self.is_bridge:
             return f"{self.prefix}.o.hook_out"
         return f"{self.prefix.rsplit('.', 1)[0]}.hook_{'cross_' * ('cross' in self.prefix)}attn_out"
@@ -74,7 +74,7 @@ class Case:
         return _model(self.build, self.name)[0]
 
     def hooks_left(self) -> int:
-        """How many hooks there are on the model beyond those it was built with."""
+        """Return the number of hooks on the model beyond those that it was built with."""
         model, built_with = _model(self.build, self.name)
         return hook_count(model) - built_with
 
@@ -88,14 +88,17 @@ def _model(build: Callable[..., Any], name: str) -> tuple[Any, int]:
 
 
 def _runs(name: str) -> bool:
-    """On TransformerLens 3 the forward pass of the T5 bridge fails with recent transformers."""
+    """Return whether a model's forward pass can run here.
+
+    That of the T5 bridge fails on TransformerLens 3 with recent transformers.
+    """
     is_t5 = name in ("t5", "t5_gated")
     return name not in _NOT_RUNNABLE and available(bridge, name) and not (is_t5 and t5_fails())
 
 
 @functools.cache
 def t5_fails() -> bool:
-    """Whether the forward pass of the T5 bridge fails here."""
+    """Return whether the forward pass of the T5 bridge fails here."""
     model = bridge("t5")
     args, kwargs = inputs(model)
     try:
@@ -120,7 +123,7 @@ def _all_cases() -> list[Case]:
         cases.append(Case(hooked_encoder))
         modules = ("encoder.{layer}.attn", "decoder.{layer}.attn", "decoder.{layer}.cross_attn")
         cases += [Case(hooked_encoder_decoder, attention=module) for module in modules]
-    # TransformerLens 3 has latent attention, but does not say how its values lie
+    # TransformerLens 3 has latent attention, but does not mark the layout of its values.
     if not available(bridge, "roberta"):
         cases = [case for case in cases if case.name != "deepseek_v3"]
     return cases
@@ -130,13 +133,13 @@ CASES = _all_cases()
 
 
 def one_case(*names: str) -> Case:
-    """The first case there is of these names."""
+    """Return the first case with one of these names."""
     return next(case for name in names for case in CASES if case.name == name)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one forward pass showed of one attention module."""
+    """Contain the tensors that one forward pass showed of one attention module."""
 
     values: Tensor
     pattern: Tensor
@@ -145,31 +148,31 @@ class Pass:
     logits: Tensor
 
 
-def run(case: Case, hooks: Any = (), rows: slice = slice(None)) -> Any:
-    """The logits of one pass with hooks, of chosen rows of the batch."""
+def run(case: Case, hooks: Any = (), examples: slice = slice(None)) -> Any:
+    """Return the logits of one pass with hooks over chosen examples of the batch."""
     model = case.model()
     args, kwargs = inputs(model)
-    args = tuple(one[rows] for one in args)
-    kwargs = {name: one[rows] for name, one in kwargs.items()}
+    args = tuple(tensor[examples] for tensor in args)
+    kwargs = {name: tensor[examples] for name, tensor in kwargs.items()}
     return model.run_with_hooks(*args, **kwargs, fwd_hooks=list(hooks))
 
 
-def observe(case: Case, hooks: Any = (), rows: slice = slice(None)) -> Pass:
-    """One pass with hooks, seen through plain functions that the hooks under test have no part in."""
+def observe(case: Case, hooks: Any = (), examples: slice = slice(None)) -> Pass:
+    """Return the tensors of one pass with hooks, recorded by plain functions instead of lens_mix.hooks."""
     seen: dict[str, Tensor] = {}
 
     def keep(key: str) -> Callable[..., None]:
-        def look(tensor: Tensor, hook: Any) -> None:
+        def store(tensor: Tensor, hook: Any) -> None:
             seen[key] = tensor.detach().clone()
 
-        return look
+        return store
 
     prefix = case.prefix
     names = {"values": "hook_v", "pattern": "hook_pattern", "mixed": "hook_z"}
-    looks = [(f"{prefix}.{name}", keep(key)) for key, name in names.items()]
-    looks.append((case.output_name, keep("output")))
+    recorders = [(f"{prefix}.{name}", keep(key)) for key, name in names.items()]
+    recorders.append((case.output_name, keep("output")))
     with torch.no_grad():
-        logits = run(case, [*hooks, *looks], rows)
+        logits = run(case, [*hooks, *recorders], examples)
     if case.name == "deepseek_v3":
         seen["values"] = seen["values"].transpose(1, 2)
     heads = seen["pattern"].shape[1]
@@ -179,29 +182,32 @@ def observe(case: Case, hooks: Any = (), rows: slice = slice(None)) -> Pass:
 
 @functools.cache
 def clean(case: Case) -> Pass:
-    """The pass without hooks."""
+    """Return the tensors of the pass without hooks."""
     return observe(case)
 
 
 def mixed_by_hand(pattern: Tensor, values: Tensor, zero: Tensor | None = None) -> Tensor:
-    """z [batch query head d_head] by loops; `zero` [batch key head] is True where a head sees no value."""
+    """Return z [batch query head d_head], computed by loops.
+
+    `zero` [batch key head] is True at the values that are zeroed for a head.
+    """
     batch, heads, queries, _ = pattern.shape
     group_size = heads // values.shape[2]
     mixed = torch.zeros(batch, queries, heads, values.shape[3], dtype=values.dtype)
-    for row in range(batch):
+    for example in range(batch):
         for head in range(heads):
-            own = values[row, :, head // group_size].clone()
+            own = values[example, :, head // group_size].clone()
             if zero is not None:
-                own[zero[row, :, head]] = 0
-            mixed[row, :, head] = pattern[row, head].to(values.dtype) @ own
+                own[zero[example, :, head]] = 0
+            mixed[example, :, head] = pattern[example, head].to(values.dtype) @ own
     return mixed
 
 
 def output_by_hand(case: Case, mixed: Tensor) -> Tensor:
-    """The attention output of given z: through the output matrix, and the bias."""
+    """Return the attention output for a given z: z times the output matrix, plus the bias."""
     module = case.model()
-    for part in case.prefix.split("."):
-        module = module[int(part)] if part.isdigit() else getattr(module, part)
+    for name in case.prefix.split("."):
+        module = module[int(name)] if name.isdigit() else getattr(module, name)
     with torch.no_grad():
         if case.is_bridge:
             return module.o.original_component(mixed.flatten(2))
@@ -213,6 +219,6 @@ def output_by_hand(case: Case, mixed: Tensor) -> Tensor:
 
 
 def hook_count(model: Any) -> int:
-    """How many forward hooks there are on all hook points of a model."""
+    """Return the number of forward hooks on all hook points of a model."""
     points = {id(point): point for point in model.hook_dict.values()}
     return sum(len(point.fwd_hooks) + len(point._forward_hooks) for point in points.values())

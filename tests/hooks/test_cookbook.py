@@ -1,4 +1,4 @@
-"""The scripts of hooks/: each runs and prints, and its function gives the numbers that it says."""
+"""Test that each script of hooks/ runs and prints, and that its function returns the documented numbers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.tiny_models import available, bridge, hooked_transformer
 COOKBOOK = Path(__file__).parents[2] / "hooks"
 SCRIPTS = sorted(path.stem for path in COOKBOOK.glob("*.py") if path.stem != "tiny")
 EXACT = {"rtol": 0.0, "atol": 1e-10}
-# Beside the scripts' own model: grouped values, rotary positions, RMS norms.
+# Models that differ from the scripts' own: grouped values, rotary positions, RMS norms.
 MODELS = ["tiny", "bridge-llama", "hooked-grouped"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def as_a_script_sees_it() -> Iterator[None]:
-    """A script finds its neighbours first, as `python hooks/script.py` does."""
+    """Let a script import the modules of its own folder first, as `python hooks/script.py` does."""
     sys.path.insert(0, str(COOKBOOK))
     yield
     sys.path.remove(str(COOKBOOK))
@@ -83,8 +83,7 @@ def test_there_is_a_script_for_each_experiment_of_the_readme() -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_is_short_and_prints_its_result(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len((COOKBOOK / f"{name}.py").read_text().splitlines()) <= 50
+def test_a_script_prints_its_result(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(COOKBOOK / f"{name}.py"), run_name="__main__")
     printed = capsys.readouterr().out
     numbers = [float(number) for number in re.findall(r"\d+\.\d+", printed)]
@@ -150,7 +149,10 @@ def test_keep_top_cells(model: Any, tokens: torch.Tensor) -> None:
 
 
 def test_removed_cells_are_the_worst_of_their_layer(model: Any, tokens: torch.Tensor) -> None:
-    """Ranked by closeness to the diagonal, the best cells are the diagonal: every token reads only itself."""
+    """If cells are ranked by distance from the diagonal, the top cells are the diagonal.
+
+    Every token then reads only itself.
+    """
     length = tokens.shape[1]
     distance = (torch.arange(length)[:, None] - torch.arange(length)).abs()
     scores = -distance.double().expand(model.cfg.n_layers, length, length)

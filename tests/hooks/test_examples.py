@@ -1,4 +1,4 @@
-"""The examples of the docstrings and of hooks/README.md run as they stand."""
+"""Test that the examples of the docstrings and of hooks/README.md run unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODELS: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
 
 
 def blocks(text: str, label: str = "") -> list[str]:
-    """The fenced python examples under one label."""
+    """Return the fenced python examples with one label."""
     found = re.findall(
         rf"^ *```python{' ' + label if label else ''}\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL
     )
@@ -60,11 +60,12 @@ def test_examples_run(factory: Callable[..., Any], arguments: tuple[str, ...]) -
     examples = [*blocks(PAGE.read_text()), *(block for name in FUNCTIONS for block in docstring_blocks(name))]
     assert len(examples) == len(blocks(PAGE.read_text())) + len(FUNCTIONS) >= 14
     if arguments == ("opt",):
-        # Its pattern fires after the mixing: a mask has to hide keys there, and nothing shows what is mixed.
+        # OPT's pattern fires after the mixing, so these hooks raise an error or record nothing.
         for name in ("mask_attention", "mask_keys", "record_mixing"):
             examples.remove(*docstring_blocks(name))
     if arguments != ("gpt2",):
-        examples.remove(*docstring_blocks("hold_activation_ratio"))  # its activation is GPT-2's
+        # The activation in this example is that of GPT-2.
+        examples.remove(*docstring_blocks("hold_activation_ratio"))
     for example in examples:
         model = factory(*arguments)
         if arguments == ("opt",):

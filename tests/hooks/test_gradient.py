@@ -1,4 +1,4 @@
-"""Hooks on the gradient: what comes back, what is left of it, and that no value changes."""
+"""Test the hooks that change gradients: the new gradients, and that the logits stay the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lens_mix.hooks import (
     scale_gradient,
     scale_pattern_gradient,
 )
-from lens_mix.hooks.gradient import _activation_ratio, _pattern_gradient
+from lens_mix.hooks.gradient import _compute_activation_ratio, _compute_pattern_gradient
 from lens_mix.lens.anatomy import ACTIVATIONS
 from tests.matrix import build_or_skip
 from tests.tiny_models import available, bridge, gpt2_like, hooked_encoder, hooked_transformer, tokens
@@ -42,11 +42,11 @@ def model_of(name):
 
 
 def gradients(model, hooks, names):
-    """The gradient of a logit by activations, in a pass with hooks that all have to fire."""
+    """Return the gradients of a logit with respect to activations, in a pass in which all hooks must fire."""
     store = {}
     ids = tokens(model, 1)
-    watched = [record(store, name, detach=False) for name in names]
-    with must_fire(*hooks), model.hooks(fwd_hooks=[*hooks, *watched]):
+    recorders = [record(store, name, detach=False) for name in names]
+    with must_fire(*hooks), model.hooks(fwd_hooks=[*hooks, *recorders]):
         logits = model(ids)
         found = torch.autograd.grad(logits[0, -1].max(), [store[name] for name in names])
     torch.testing.assert_close(logits, model(ids), **EXACT)
@@ -55,7 +55,7 @@ def gradients(model, hooks, names):
 
 @models
 def test_a_gradient_is_scaled_where_it_passes(name):
-    """What comes back is affine in the factor; with 0 it is what a constant leaves of it."""
+    """The gradient is affine in the factor; with the factor 0 the activation is a constant."""
     model, point, below = model_of(name), "blocks.1.attn.hook_v", ["blocks.1.hook_resid_pre"]
     stopped, whole, tripled = (
         gradients(model, [scale_gradient(point, factor)], below)[0] for factor in (0, 1, 3)
@@ -80,8 +80,8 @@ def test_a_frozen_pattern_passes_no_gradient_on(name):
         torch.testing.assert_close(other[1], clean[1], **EXACT)
 
 
-def by_the_scores(scores, hidden, sink, temperature, factor):
-    """(what the model's own softmax makes of our gradient, what is wanted), by the scores."""
+def score_gradients(scores, hidden, sink, temperature, factor):
+    """Return two gradients with respect to the scores: by torch's softmax from ours, and by the formula."""
     generator = torch.Generator().manual_seed(3)
     given = torch.randn(scores.shape, generator=generator, dtype=scores.dtype)
     leaf = scores.clone().requires_grad_(True)
@@ -90,7 +90,7 @@ def by_the_scores(scores, hidden, sink, temperature, factor):
         masked = torch.cat([masked, torch.full_like(masked[..., :1], 0.4)], dim=-1)
     whole = masked.softmax(-1)
     pattern = whole[..., : scores.shape[-1]]
-    pattern.register_hook(lambda g: _pattern_gradient(temperature, factor, pattern.detach(), g))
+    pattern.register_hook(lambda g: _compute_pattern_gradient(temperature, factor, pattern.detach(), g))
     pattern.backward(given)
     tempered = (masked.detach() / temperature).softmax(-1)[..., : scores.shape[-1]]
     return leaf.grad, factor * tempered * (given - (tempered * given).sum(-1, keepdim=True))
@@ -102,7 +102,7 @@ def test_the_softmax_goes_back_at_another_temperature(temperature, factor, sink)
     generator = torch.Generator().manual_seed(1)
     scores = 3 * torch.randn(2, 3, 6, 6, generator=generator, dtype=torch.float64)
     hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
-    found, wanted = by_the_scores(scores, hidden, sink, temperature, factor)
+    found, wanted = score_gradients(scores, hidden, sink, temperature, factor)
     torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-10)
     assert bool((wanted.abs().max() > 0.01) == (factor > 0))
 
@@ -110,9 +110,9 @@ def test_the_softmax_goes_back_at_another_temperature(temperature, factor, sink)
 def test_weights_that_underflow_and_empty_rows_are_finite():
     scores = torch.tensor([[[[0.0, -50.0, -200.0, -1000.0]]]])
     hidden = torch.zeros(1, 4, dtype=torch.bool)
-    found, wanted = by_the_scores(scores, hidden, False, 2.0, 1.0)
+    found, wanted = score_gradients(scores, hidden, False, 2.0, 1.0)
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-4)
-    empty = _pattern_gradient(2.0, 1.0, torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
+    empty = _compute_pattern_gradient(2.0, 1.0, torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
     assert float(empty.abs().max()) == 0
 
 
@@ -120,13 +120,13 @@ def test_weights_that_underflow_and_empty_rows_are_finite():
 def test_the_ratio_is_that_of_act_and_z(activation):
     act = ACTIVATIONS[activation]
     z = torch.tensor([-30.0, -2.0, -0.3, 1e-7, 0.8, 25.0], dtype=torch.float64)
-    torch.testing.assert_close(_activation_ratio(act, z) * z, act(z), atol=1e-14, rtol=1e-12)
-    assert bool(torch.isfinite(_activation_ratio(act, torch.zeros(2, dtype=torch.float64))).all())
+    torch.testing.assert_close(_compute_activation_ratio(act, z) * z, act(z), atol=1e-14, rtol=1e-12)
+    assert bool(torch.isfinite(_compute_activation_ratio(act, torch.zeros(2, dtype=torch.float64))).all())
 
 
 @models
 def test_with_its_scale_frozen_a_norm_is_linear(name):
-    """Gradient times what is read is gradient times what is given, without the bias."""
+    """Gradient times input equals gradient times output without the bias."""
     model, norm = model_of(name), "blocks.1.ln2"
     where = model.blocks[1].ln2
     ids = tokens(model, 1)
@@ -146,7 +146,7 @@ def test_with_its_scale_frozen_a_norm_is_linear(name):
 
 
 def test_an_activation_goes_back_by_its_ratio():
-    # HookedTransformer's tiny model, which TransformerLens 2 has in place of GPT-2, has the exact one.
+    # TransformerLens 2 has no bridge; the tiny HookedTransformer used there has the exact GELU.
     act = ACTIVATIONS["gelu_tanh" if available(bridge, "gpt2") else "gelu"]
     model = gpt2_like(torch.float64)
     names = ["blocks.1.mlp.hook_pre", "blocks.1.mlp.hook_post"]
@@ -166,7 +166,7 @@ def test_each_factor_of_a_gate_gets_half(name):
     store: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         model.run_with_hooks(tokens(model, 1), fwd_hooks=[record(store, name) for name in names])
-    # HookedTransformer adds a bias to the product.
+    # HookedTransformer adds a bias to the product of the two factors.
     bias = model.blocks[1].mlp.b_in if name.startswith("hooked") else None
     held = hold_activation_ratio("blocks.1.mlp", act, gated=True, bias=bias)
     by_gate, by_up, by_post = gradients(model, held, names)

@@ -1,4 +1,4 @@
-"""Keys that are hidden: the others share the row, and what goes to no key is told from rounding."""
+"""Test hidden keys: the other keys get their weight, and a sink's weight is distinguished from rounding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lens_mix.hooks import (
     scale_pattern,
     zero_values,
 )
-from lens_mix.hooks.gradient import _pattern_gradient
+from lens_mix.hooks.gradient import _compute_pattern_gradient
 from lens_mix.hooks.mixing import mix, sink
 from lens_mix.lens.autograd_graph import Mixing
 from lens_mix.methods.attribution_patching import hidden_effects
@@ -28,7 +28,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
 def softmax(dtype: torch.dtype, *, to_no_key: float = 0.0) -> Float[Tensor, "1 head query key"]:
-    """Many rows over 9 keys, rounded as models round; a further key that is cut off is an attention sink."""
+    """Return many rows over 9 keys, rounded as models round; an attention sink has the weight `to_no_key`."""
     scores = 2 * torch.randn(1, 4, 500, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return (scores.softmax(-1) * (1 - to_no_key)).to(dtype)
 
@@ -47,7 +47,7 @@ def test_rounding_is_no_sink(dtype):
     pattern = softmax(dtype)
     assert sink(pattern).dtype == torch.promote_types(dtype, torch.float32)
     assert not bool(sink(pattern).any())
-    # Nor in rows that were shared out anew before.
+    # The same must be true of rows that were rescaled before.
     again = without_a_key(pattern, 3)
     assert not bool(sink(again).any())
     for _ in range(2):
@@ -62,7 +62,7 @@ def test_a_sink_of_a_twentieth_keeps_its_share(dtype):
     pattern = softmax(dtype, to_no_key=0.05)
     assert bool((sink(pattern) - 0.05).abs().max() <= epsilon(dtype))
     weights = pattern.double()
-    # By hand: a sink is one key more, which stays.
+    # By hand: a sink counts as one more key that is not hidden.
     expected = (weights / (1 - weights[..., 3:4])).index_fill(3, torch.tensor(3), 0)
     torch.testing.assert_close(
         without_a_key(pattern, 3).double(), expected, atol=4 * epsilon(dtype), rtol=2 * epsilon(dtype)
@@ -76,11 +76,11 @@ def test_small_sinks_of_wide_dtypes_count(dtype, smallest):
 
 
 def uses(pattern: Float[Tensor, "1 1 query key"]) -> list[Tensor]:
-    """What else shares rows out anew, on random values and gradients."""
+    """Return the results of every function that rescales rows, on random values and gradients."""
     generator = torch.Generator().manual_seed(1)
     values, gradient, given = torch.randn(3, 1, 3, 1, 3, generator=generator).bfloat16().to(pattern.dtype)
     hidden = hidden_effects(Mixing(pattern, values, mix(pattern, values), gradient).at(torch.arange(3)))
-    back = _pattern_gradient(2.0, 1.0, pattern, given[:, None, :, 0])
+    back = _compute_pattern_gradient(2.0, 1.0, pattern, given[:, None, :, 0])
     function: Any = mask_attention(0, torch.tensor([[True, False, True]]).expand(3, 3))[1]
     return [hidden, back, function.on_pattern(pattern, values)]
 
@@ -107,7 +107,7 @@ def models() -> list[Any]:
 
 
 def random_mask(*shape: int) -> Bool[Tensor, "*axes query key"]:
-    """Some of the keys before each query, and always the query itself."""
+    """Return a random mask of the keys before each query, with the query itself always visible."""
     allowed = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.5
     return allowed | torch.eye(shape[-1], dtype=torch.bool)
 
@@ -143,7 +143,7 @@ def test_a_key_is_masked_as_in_a_mask():
 def test_a_query_needs_a_key():
     for model in models():
         allowed = torch.ones(7, 7, dtype=torch.bool)
-        allowed[0, 0] = False  # it sees no other
+        allowed[0, 0] = False  # the first query has no other key
         with pytest.raises(RuntimeError, match="have weight at a key that it is allowed; got none in 8 rows"):
             model.run_with_hooks(tokens(model), fwd_hooks=[mask_attention(0, allowed)])
         clean = model(tokens(model))
@@ -164,7 +164,7 @@ def test_masks_of_another_shape(shape):
 
 
 def test_order_of_hooks_on_one_layer():
-    """Values, then the pattern, then z: as one pass with the pattern by hand, or an error."""
+    """Values, then the pattern, then z gives the result by hand; the reverse order raises an error."""
     for model in models():
         prompts, store = tokens(model), {}
         ordered = [zero_values(0, 1), mask_keys(0, 2), scale_pattern(0, 0.5)]
@@ -178,8 +178,8 @@ def test_order_of_hooks_on_one_layer():
             model.run_with_hooks(prompts, fwd_hooks=ordered[::-1])
 
 
-def test_an_edit_without_effect_is_an_error():
-    """Another hook puts the model's own pattern in again."""
+def test_a_hook_without_effect_is_an_error():
+    """Another hook restores the model's own pattern."""
     for model in models():
         store = {}
         name = "blocks.0.attn.hook_pattern"

@@ -1,4 +1,4 @@
-"""scale, replace, freeze, add to and prune against z = pattern @ values by hand, and against each other."""
+"""Compare the pattern hooks with z = pattern @ values computed by hand, and with each other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.hooks.cases import (
 from tests.tiny_models import available, bridge, inputs, llama_like, tokens
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
-# bridges that compute nothing in float32 after the last pattern: a difference quotient keeps its digits
+# These bridges compute nothing in float32 after the last pattern, so a difference quotient is accurate.
 FLOAT64_THROUGHOUT = ("gpt2", "opt", "bert", "gpt_neox", "vit")
 
 
@@ -47,7 +47,7 @@ def assert_mixed(case: Case, hooks: list[Any], mixed: torch.Tensor) -> None:
 
 
 def uniform(case: Case) -> torch.Tensor:
-    """A pattern like no model's: all keys alike, in every row."""
+    """Return a pattern with the same weight for all keys, which no model's mask allows."""
     return torch.full_like(clean(case).pattern, 1 / clean(case).pattern.shape[3])
 
 
@@ -113,7 +113,7 @@ def test_pruning_is_scaling_by_zero(case: Case) -> None:
 def test_the_models_own_pattern_changes_nothing(case: Case) -> None:
     hook = replace_pattern(LAYER, clean(case).pattern, attention=case.attention)
     assert_mixed(case, [hook], clean(case).mixed)
-    # float32 inside some norms turns the last digit into 1e-7
+    # Some norms compute in float32, which limits the agreement to about 1e-7.
     torch.testing.assert_close(observe(case, [hook]).logits, clean(case).logits, rtol=0.0, atol=2e-6)
 
 
@@ -273,7 +273,7 @@ def test_a_frozen_pattern_is_a_constant_and_a_replaced_one_is_not() -> None:
 
 
 class Uniform(AttentionHook):
-    """Every query reads all keys alike."""
+    """Give all keys the same weight."""
 
     points = ("values", "pattern", "mixed")
 
@@ -365,7 +365,7 @@ BAD_ARGUMENTS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: freeze_pattern(2, {"blocks.0.attn.hook_pattern": torch.ones(4, 7, 7)}),
         ValueError,
-        "source: expected it to hold blocks.2.attn.hook_pattern; got blocks.0.attn.hook_pattern",
+        "source: expected it to contain blocks.2.attn.hook_pattern; got blocks.0.attn.hook_pattern",
     ),
     (lambda: freeze_pattern(0, {}), ValueError, "got nothing"),
     (

@@ -1,4 +1,4 @@
-"""record, watch_pattern and must_fire: exactly the names asked for, and an error where nothing happened."""
+"""Test record, watch_pattern and must_fire: only the given names, and an error if a hook had no effect."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_what_is_mixed_is_kept_in_one_layout_and_in_the_graph(case: Case) -> Non
     sent = torch.einsum("bhqk,bqhd->bkhd", pattern, gradient).unflatten(2, (-1, group)).sum(3)
     torch.testing.assert_close(by_values, sent, atol=1e-9, rtol=1e-9)
     assert gradient.shape == mixed.shape
-    # The derivative by a factor of z is the sum of gradient times z.
+    # The derivative with respect to a factor of z is the sum of gradient times z.
     factor = torch.ones((), dtype=torch.float64, requires_grad=True)
     scaled = run(case, [scale_pattern(LAYER, factor, attention=case.attention)])
     (expected,) = torch.autograd.grad(
@@ -216,7 +216,7 @@ def test_bad_arguments_are_named() -> None:
         record_all({}, "blocks.0.hook_resid_pre")
     with pytest.raises(TypeError, match="watch: expected a function of the pattern, got "):
         watch_pattern(0, torch.ones(1))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="expected select to give a tensor; got float"):
+    with pytest.raises(TypeError, match="expected select to return a tensor; got float"):
         record({}, "anything", select=lambda one: one.sum().item())[1](torch.ones(1), hook=None)
     with pytest.raises(TypeError, match="expected a tensor to record; got tuple"):
         record({}, "anything")[1]((1, 2), hook=None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""zero_values against the sum done by hand; zero_queries: what is left of a pattern depends on no token."""
+"""Compare zero_values with sums computed by hand, and test that zero_queries makes patterns token-free."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from tests.tiny_models import (
 )
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
-# the position's bias, or an attention sink, is left of the scores
+# With zeroed queries, the scores of these models still contain a position bias or an attention sink.
 BIASED = ("bloom", "mpt", "falcon_alibi", "alibi", "t5", "t5_gated", "gpt_oss")
 UNBIASED = [case for case in CASES if case.name not in BIASED and case.build is not hooked_encoder_decoder]
 
 
-def zero_mask(case: Case, rows: dict[int, list[int]], heads: list[int] | None = None) -> torch.Tensor:
-    """[batch key head], True at the positions given per batch row, in the heads given."""
+def zero_mask(case: Case, zeroed: dict[int, list[int]], heads: list[int] | None = None) -> torch.Tensor:
+    """Return [batch key head], True at the positions given per example, in the given heads."""
     before = clean(case)
     batch, n_heads, _, keys = before.pattern.shape
     mask = torch.zeros(batch, keys, n_heads, dtype=torch.bool)
-    for row, positions in rows.items():
+    for example, positions in zeroed.items():
         for position in positions:
-            mask[row, position, heads if heads is not None else slice(None)] = True
+            mask[example, position, heads if heads is not None else slice(None)] = True
     return mask
 
 
@@ -58,7 +58,7 @@ def assert_zeroed(case: Case, hook: Any, mask: torch.Tensor) -> None:
     mixed = mixed_by_hand(before.pattern, before.values, mask)
     torch.testing.assert_close(after.mixed, mixed, **EXACT)
     torch.testing.assert_close(after.output, output_by_hand(case, mixed), **EXACT)
-    # the keys and queries, and with them the pattern, are those of the clean pass
+    # Queries and keys, and so the pattern, are those of the clean pass.
     torch.testing.assert_close(after.pattern, before.pattern, **EXACT)
     assert not torch.allclose(after.output, before.output, atol=1e-3)
 
@@ -82,7 +82,7 @@ def test_another_position_in_each_row_is_what_each_row_gets_alone(case: Case) ->
     together = run(case, [zero_values(LAYER, torch.tensor([1, -2]), attention=case.attention)])
     first = run(case, [zero_values(LAYER, 1, attention=case.attention)], slice(0, 1))
     second = run(case, [zero_values(LAYER, -2, attention=case.attention)], slice(1, 2))
-    # mixtures of experts group the tokens of a batch, in float32 here and there
+    # Mixtures of experts group the tokens of a batch, and some of them compute in float32.
     torch.testing.assert_close(together, torch.cat([first, second]), rtol=0.0, atol=2e-6)
     hook = zero_values(LAYER, torch.tensor([1, -2]), attention=case.attention)
     assert_zeroed(case, hook, zero_mask(case, {0: [1], 1: [-2]}))
@@ -319,7 +319,7 @@ BAD_IN_THE_PASS: list[tuple[dict[str, Any], str]] = [
     ({"position": slice(7, 9)}, "position: expected a slice of 7 positions"),
     (
         {"position": torch.tensor([1, 2, 3])},
-        "position: expected one position for each of 2 batch rows; got 3",
+        "position: expected one position for each of 2 examples; got 3",
     ),
     ({"position": torch.tensor([1, 7])}, "got 7"),
     (
