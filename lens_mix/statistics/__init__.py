@@ -1,4 +1,4 @@
-"""What is read off patterns, vectors and maps: tables and plain tensors, and figures of them."""
+"""Compute statistics of patterns, vectors and maps, as tables and plain tensors."""
 
 from lens_mix.statistics.attention import attention_statistics
 from lens_mix.statistics.head_probe import probe_heads

@@ -1,7 +1,8 @@
-"""What single heads attend to (Clark et al., "What Does BERT Look at?", BlackboxNLP 2019).
+"""Compute what single heads attend to (Clark et al., "What Does BERT Look at?", BlackboxNLP 2019).
 
-They are read off maps with heads, `lm.run(model, prompt, lm.AttentionWeights(per_head=True))`, of one prompt
-or of many; maps of other methods, and maps without heads (as one head), work alike.
+The statistics are computed from maps with heads of one prompt or several, as
+`lm.run(model, prompt, lm.AttentionWeights(per_head=True))` returns them. Maps of other methods can be used
+too. A map without heads counts as one head.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from torch import Tensor
 from lens_mix.arguments import instance, number, one_of, several, whole_number
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import as_position
-from lens_mix.statistics.heads import Head, TokenGroup, each_head, each_map, members, reusable, with_heads
+from lens_mix.statistics.heads import (
+    Head,
+    TokenGroup,
+    find_members,
+    get_head_rows,
+    iterate_heads,
+    iterate_maps,
+    read_group,
+)
 
 _SEPARATORS = ("[SEP]", "</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>")
 _OFFSETS = (-3, -2, -1, 0, 1, 2, 3)
@@ -31,7 +40,14 @@ _GROUPS: dict[str, TokenGroup] = {
 
 
 class OffsetHead(NamedTuple):
-    """A head that attends to one relative position."""
+    """Describe a head that attends to one relative position.
+
+    Attributes:
+        layer: the head's layer.
+        head: the head's number in its layer.
+        offset: the relative position, key − query.
+        share: the mean share of the head's attention at that offset, 0 to 1.
+    """
 
     layer: int
     head: int
@@ -41,18 +57,19 @@ class OffsetHead(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionStatistics:
-    """Means over the queries of all prompts; tensors are `[layer, head]`, float64.
+    """Contain means over the queries of all prompts; tensors are `[layer, head]`, float64.
 
     Attributes:
-        offsets: relative position (key − query) to the share of a row at that key, 0 to 1: the mean over
-            the queries for which that key exists and could be seen; 0 where there is no such query.
-        groups: name to the share of a row at the tokens of that group, 0 to 1, mean over all queries.
-        entropy: of the rows, in nats: high for heads that attend broadly.
-        evenness: entropy divided by that of even attention over the keys that could be seen, 0 to 1: mean
-            over queries that could see two keys or more (0 where none could).
-        layers: labels of the layers.
-        prompts, queries: how many were averaged.
-        from_query: the same for one query of each prompt ([CLS] or the last token), or None.
+        offsets: for each relative position (key − query), the share of a row at that key, 0 to 1. It is the
+            mean over the queries for which that key exists and is visible; 0 if there is no such query.
+        groups: for each group of tokens, the share of a row at these tokens, 0 to 1, mean over all queries.
+        entropy: the entropy of the rows, in nats: high for heads that attend broadly.
+        evenness: the entropy divided by that of even attention over the visible keys, 0 to 1. It is the mean
+            over the queries with two visible keys or more; 0 if there is none.
+        layers: the labels of the layers.
+        prompts: the number of prompts.
+        queries: the number of queries of all prompts.
+        from_query: the same statistics for one query of each prompt ([CLS] or the last token), or None.
     """
 
     offsets: dict[int, Float[Tensor, "layer head"]]
@@ -65,44 +82,51 @@ class AttentionStatistics:
     from_query: AttentionStatistics | None = None
 
     def fixed_offset_heads(self, threshold: float = 0.5) -> list[OffsetHead]:
-        """Heads that put more than `threshold` of their attention on one relative position, most first."""
+        """Return the heads with more than `threshold` of their attention at one relative position.
+
+        The head with the largest share is first.
+        """
         heads = [
             OffsetHead(head.layer, head.head, offset, head.value)
             for offset, shares in self.offsets.items()
-            for head in self._above(shares, threshold)
+            for head in self._select_above(shares, threshold)
         ]
         return sorted(heads, key=lambda head: -head.share)
 
     def group_heads(self, group: str, threshold: float = 0.5) -> list[Head]:
-        """Heads that put more than `threshold` of their attention on a group of tokens, most first.
+        """Return the heads with more than `threshold` of their attention on a group of tokens.
 
-        Raises ValueError: no such group.
+        The head with the largest share is first.
+
+        Raises:
+            ValueError: there is no such group.
         """
         one_of("group", group, self.groups)
-        return self._above(self.groups[group], threshold)
+        return self._select_above(self.groups[group], threshold)
 
     def broad_heads(self, threshold: float = 0.8) -> list[Head]:
-        """Heads whose evenness is above `threshold`, most even first."""
-        return self._above(self.evenness, threshold)
+        """Return the heads with an evenness above `threshold`, the largest first."""
+        return self._select_above(self.evenness, threshold)
 
     def to_dataframe(self) -> pd.DataFrame:
-        """One row per head: layer, head, offset_-1, …, first, separators, …, entropy, evenness.
+        """Return a table with one row per head.
 
-        What `from_query` holds comes with the prefix `query_`.
+        Its columns are layer, head, offset_-1, …, first, separators, …, entropy and evenness. The columns of
+        `from_query` have the prefix `query_`.
         """
-        table = pd.DataFrame(each_head(self.layers, self.entropy))[["layer", "head"]]
-        for prefix, part in (("", self), ("query_", self.from_query)):
-            if part is not None:
-                offsets = {f"offset_{offset}": shares for offset, shares in part.offsets.items()}
-                columns = {**offsets, **part.groups, "entropy": part.entropy, "evenness": part.evenness}
+        table = pd.DataFrame(iterate_heads(self.layers, self.entropy))[["layer", "head"]]
+        for prefix, means in (("", self), ("query_", self.from_query)):
+            if means is not None:
+                offsets = {f"offset_{offset}": shares for offset, shares in means.offsets.items()}
+                columns = {**offsets, **means.groups, "entropy": means.entropy, "evenness": means.evenness}
                 table = table.assign(
                     **{prefix + name: column.flatten().tolist() for name, column in columns.items()}
                 )
         return table
 
-    def _above(self, values: Float[Tensor, "layer head"], threshold: float) -> list[Head]:
+    def _select_above(self, values: Float[Tensor, "layer head"], threshold: float) -> list[Head]:
         threshold = number("threshold", threshold)
-        heads = [head for head in each_head(self.layers, values) if head.value > threshold]
+        heads = [head for head in iterate_heads(self.layers, values) if head.value > threshold]
         return sorted(heads, key=lambda head: -head.value)
 
 
@@ -113,32 +137,37 @@ def attention_statistics(
     groups: Mapping[str, TokenGroup] | None = None,
     query: Literal["first", "last"] | int | None = None,
 ) -> AttentionStatistics:
-    """Where heads look: relative positions, groups of tokens, and how broadly (Clark et al. 2019, section 3).
+    """Return the relative positions and groups of tokens that each head attends to, and how broadly.
 
-    Rows are divided by their sum first. Every query counts once, so longer prompts count more. Of maps of
-    cross-attention (`part="cross"`) the groups are of keys, the source's tokens, and there are no offsets.
+    The statistics are those of Clark et al. (2019, section 3). Rows are divided by their sum first. Every
+    query counts once, so longer prompts count more. In maps of cross-attention (`part="cross"`) the groups
+    are of keys, the source's tokens, and there are no offsets.
 
     Args:
         maps: one map or several, with the same layers and heads.
         offsets: relative positions, key − query: −1 is the previous token, 0 the token itself. None: −3 to 3,
-            and none where the keys are another sequence than the queries.
-        groups: name to tokens: a position, a token, several of them, or a function token -> bool. A prompt
-            without such a token counts with 0. None: "first" (position 0), "separators" ([SEP], </s>,
+            but no offsets if the keys are another sequence than the queries.
+        groups: for each name a group: a position, a token, several of them, or a function token -> bool. A
+            prompt without such a token counts with 0. None: "first" (position 0), "separators" ([SEP], </s>,
             <|endoftext|> and the like), "punctuation" (full stops and commas).
-        query: whose attention `from_query` describes: "first" ([CLS]), "last", or a position. None: "last"
+        query: the query that `from_query` describes: "first" ([CLS]), "last", or a position. None: "last"
             for causal maps and cross-attention, else "first".
 
+    Returns:
+        The means over all queries, and in `from_query` those over one query per prompt.
+
     Raises:
-        TypeError: maps that are none; offsets that are no whole numbers.
-        ValueError: no maps; maps of different layers, heads or kinds of keys; offsets between two sequences;
-            negative scores; a query that a prompt does not have; maps without the rows of all positions.
+        TypeError: `maps` contains something else than maps, or `offsets` something else than whole numbers.
+        ValueError: no maps; maps with different layers, heads or kinds of keys; offsets between two
+            sequences; negative scores; a query that a prompt does not have; maps without the rows of all
+            positions.
     """
-    given_steps = _OFFSETS if offsets is None else several("offsets", offsets, "whole numbers")
-    steps = [whole_number("offsets", step) for step in given_steps]
+    listed = _OFFSETS if offsets is None else several("offsets", offsets, "whole numbers")
+    steps = [whole_number("offsets", step) for step in listed]
     groups = _GROUPS if groups is None else groups
     instance("groups", groups, Mapping, "a dict of groups by their names")
-    chosen = {name: reusable(group) for name, group in groups.items()}
-    remaining = iter(each_map(maps, any_keys=True))
+    chosen = {name: read_group(group) for name, group in groups.items()}
+    remaining = iter(iterate_maps(maps, any_keys=True))
     first = next(remaining, None)
     if first is None:
         raise ValueError("maps: expected at least one map, got none")
@@ -146,20 +175,20 @@ def attention_statistics(
         if offsets is not None and steps:
             raise ValueError(
                 "offsets: expected none for maps whose keys are another sequence than their queries, got "
-                f"{steps}; leave them out"
+                f"{steps}; omit them"
             )
         steps = []
-    every, single = _Totals(steps, list(chosen)), _Totals(steps, list(chosen))
+    all_queries, one_query = _Totals(steps, list(chosen)), _Totals(steps, list(chosen))
     for mixing_map in itertools.chain([first], remaining):
         mixing_map.require_every_row("means over all queries", "maps")
-        belongs = {name: members(mixing_map.key_labels, group) for name, group in chosen.items()}
-        every.add(mixing_map, list(range(len(mixing_map.tokens))), belongs)
-        single.add(mixing_map, [_query(mixing_map, query)], belongs)
-    return every.means(first.layer_labels, single.means(first.layer_labels, None))
+        members = {name: find_members(mixing_map.key_labels, group) for name, group in chosen.items()}
+        all_queries.add(mixing_map, list(range(len(mixing_map.tokens))), members)
+        one_query.add(mixing_map, [_read_query(mixing_map, query)], members)
+    return all_queries.compute_means(first.layer_labels, one_query.compute_means(first.layer_labels, None))
 
 
 class _Totals:
-    """Sums over queries, and how many queries each has."""
+    """Add up statistics over queries, and count the queries of each."""
 
     def __init__(self, offsets: list[int], groups: list[str]) -> None:
         self.offsets, self.groups = offsets, groups
@@ -167,24 +196,25 @@ class _Totals:
         self.counts: dict[str | int, Tensor] = {}
         self.prompts = self.queries = 0
 
-    def add(self, mixing_map: MixingMap, queries: list[int], belongs: dict[str, Tensor]) -> None:
-        weights = with_heads(mixing_map)[:, :, queries]
+    def add(self, mixing_map: MixingMap, queries: list[int], members: dict[str, Tensor]) -> None:
+        """Add some queries of one map; `members` has a mask of the keys for each group."""
+        weights = get_head_rows(mixing_map)[:, :, queries]
         visible = mixing_map.visible().cpu()[:, queries]
         self.prompts += 1
         self.queries += len(queries)
-        everywhere = torch.ones(visible.shape[:2], dtype=torch.bool, device="cpu")
+        all_counted = torch.ones(visible.shape[:2], dtype=torch.bool, device="cpu")
         for offset in self.offsets:
             keys = torch.tensor(queries, dtype=torch.long, device="cpu") + offset
-            # Keys outside are read at an end, and not counted.
+            # Keys outside the prompt are clamped so that indexing works; `inside` then leaves them out.
             inside = (keys >= 0) & (keys < weights.shape[-1])
-            places, keys = torch.arange(len(queries), device="cpu"), keys.clamp(0, weights.shape[-1] - 1)
-            self._count(offset, weights[:, :, places, keys], visible[:, places, keys] & inside)
+            rows, keys = torch.arange(len(queries), device="cpu"), keys.clamp(0, weights.shape[-1] - 1)
+            self._count(offset, weights[:, :, rows, keys], visible[:, rows, keys] & inside)
         for name in self.groups:
-            self._count(f"group {name}", weights[..., belongs[name]].sum(-1), everywhere)
+            self._count(f"group {name}", weights[..., members[name]].sum(-1), all_counted)
         entropy = torch.special.entr(weights).sum(-1)
         key_counts = visible.sum(-1)
-        self._count("entropy", entropy, everywhere)
-        # A query that sees one key is neither even nor uneven.
+        self._count("entropy", entropy, all_counted)
+        # Evenness is not defined for a query with one visible key.
         self._count(
             "evenness", entropy / key_counts.clamp(min=2).to(entropy.dtype).log()[:, None], key_counts > 1
         )
@@ -195,7 +225,8 @@ class _Totals:
         self.sums[name] = self.sums.get(name, 0) + (values * counted[:, None]).sum(-1)
         self.counts[name] = self.counts.get(name, 0) + counted.sum(-1, keepdim=True)
 
-    def means(self, layers: list[int], from_query: AttentionStatistics | None) -> AttentionStatistics:
+    def compute_means(self, layers: list[int], from_query: AttentionStatistics | None) -> AttentionStatistics:
+        """Return the statistics: each sum divided by its number of queries."""
         means = {name: total / self.counts[name].clamp(min=1) for name, total in self.sums.items()}
         return AttentionStatistics(
             offsets={offset: means[offset] for offset in self.offsets},
@@ -209,10 +240,10 @@ class _Totals:
         )
 
 
-def _query(mixing_map: MixingMap, query: Literal["first", "last"] | int | None) -> int:
+def _read_query(mixing_map: MixingMap, query: Literal["first", "last"] | int | None) -> int:
     count = len(mixing_map.tokens)
     if query is None:
-        # The queries of cross-attention are a decoder's.
+        # The queries of cross-attention are those of a decoder, which is causal.
         query = "last" if mixing_map.causal or mixing_map.key_tokens is not None else "first"
     if isinstance(query, str) and query in ("first", "last"):
         return 0 if query == "first" else count - 1

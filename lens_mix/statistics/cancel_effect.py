@@ -1,4 +1,4 @@
-"""The cancel effect: keys that get much attention and send short vectors."""
+"""Measure the cancel effect: keys that get much attention but have short value-output vectors."""
 
 from __future__ import annotations
 
@@ -21,29 +21,32 @@ from lens_mix.tables import Table
 
 @in_full_precision
 def weights_and_norms(model: TransformerLensModel, prompts: Any, **options: Any) -> pd.DataFrame:
-    """Attention weight against the length of the value-output vector, by head and key.
+    """Return the attention weight and the norm of the value-output vector, by head and key.
 
     Args:
-        model, prompts, options: as in `lens_mix.statistics.mixing_ratio.mixing_ratios`; with
-            part="cross" positions and tokens are those of the source.
+        model: any TransformerLens model.
+        prompts: one prompt, or a list of them, as in `lens_mix.run`.
+        options: as in `lens_mix.statistics.mixing_ratio.mixing_ratios`. With part="cross", positions and
+            tokens are those of the source.
 
     Returns:
-        Columns prompt, layer, head, position, token, weight (mean over the queries that can see the key, in
-        0..1), norm (‖f(x)‖ = ‖v W_O‖) and weighted_norm (mean of weight × norm).
+        A table with the columns prompt, layer, head, position, token, weight, norm and weighted_norm. The
+        weight (0..1) is the mean over the queries that can see the key, norm is ‖f(x)‖ = ‖v W_O‖, and
+        weighted_norm is the mean of weight × norm.
     """
     tables = []
-    for number, checked in enumerate(each_prompt(model, prompts, ValueNorms(), cross=True, **options)):
+    for prompt_index, passed in enumerate(each_prompt(model, prompts, ValueNorms(), cross=True, **options)):
         for block in checked.blocks:
             with torch.no_grad():
                 pairs = attention_vectors(block).pairs
                 norm = pairs.head_norms[0]
-            # No head's weight at all: the query can't see the key, and is no witness.
+            # If no head has any weight at a key, the query cannot see it, and is left out of the mean.
             pattern = pairs.pattern[0].to(norm.dtype)
             query_counts = (pattern > 0).any(0).sum(0).clamp_min(1)
             weight = pattern.sum(1).T / query_counts[:, None]
             keys, heads = weight.shape
             columns = {
-                "prompt": number,
+                "prompt": prompt_index,
                 "layer": block.layer,
                 "head": list(range(heads)) * keys,
                 "position": [key for key in range(keys) for _ in range(heads)],
@@ -57,38 +60,50 @@ def weights_and_norms(model: TransformerLensModel, prompts: Any, **options: Any)
 
 
 def no_op_table(table: pd.DataFrame, kind: TokenKind = token_kind) -> pd.DataFrame:
-    """Means of a table of `weights_and_norms` by layer and kind of token (Kobayashi et al., 2020, fig. 5)."""
+    """Return the means of a table by layer and kind of token (Kobayashi et al., 2020, fig. 5).
+
+    Args:
+        table: a table of `weights_and_norms`.
+        kind: a function from a token to the name of its kind.
+    """
     check_columns("table", table, ("layer", "token", "weight", "norm", "weighted_norm"))
     token_kinds = table["token"].map(kind).rename("kind")
     return table.groupby(["layer", token_kinds])[["weight", "norm", "weighted_norm"]].mean()
 
 
 def correlations(table: pd.DataFrame, by: Sequence[str] = ("layer",)) -> pd.DataFrame:
-    """Spearman correlation of attention weight and norm; far below 0 is the cancel effect.
+    """Return Spearman's correlation of attention weight and norm; far below 0 means a cancel effect.
 
     Args:
-        table: from `weights_and_norms`.
-        by: the groups, e.g. ("layer",) or ("layer", "head").
+        table: a table of `weights_and_norms`.
+        by: the columns that define the groups, as ("layer",) or ("layer", "head").
     """
     by = several("by", by, "names of columns", least=1)
     check_columns("by, table", table, ("weight", "norm", *by))
     groups = table.groupby(by)[["weight", "norm"]]
-    out = groups.apply(lambda part: spearman(part["weight"].to_numpy(), part["norm"].to_numpy()))
-    return out.to_frame("spearman")
+    correlation = groups.apply(lambda rows: spearman(rows["weight"].to_numpy(), rows["norm"].to_numpy()))
+    return correlation.to_frame("spearman")
 
 
 def cancelled_tokens(table: pd.DataFrame, count: int = 5) -> pd.DataFrame:
-    """The `count` tokens that the cancel effect sits on: most attention for the shortest vectors.
+    """Return the tokens with the largest cancel effect: much attention, but short vectors.
 
-    Columns layer, token, weight, norm (means of the table of `weights_and_norms`) and others_norm, the mean
-    of the layer's other tokens; sorted by weight · (1 - norm / others_norm), above 0 where it is at work.
+    The rows are sorted by weight · (1 - norm / others_norm), which is positive if there is a cancel effect.
+
+    Args:
+        table: a table of `weights_and_norms`.
+        count: how many tokens to return, 1 or more.
+
+    Returns:
+        A table with the columns layer, token, weight and norm (means of `table`), and others_norm, the mean
+        norm of the layer's other tokens.
     """
     check_columns("table", table, ("layer", "token", "weight", "norm"))
     count = whole_number("count", count, 1)
     means = table.groupby(["layer", "token"])[["weight", "norm"]].mean()
     sums = table.groupby(["layer", "token"])["norm"].agg(["sum", "size"])
     layers = table.groupby("layer")["norm"].agg(["sum", "size"]).reindex(sums.index, level="layer")
-    rest = layers - sums  # of all other tokens in the layer
-    out = means.assign(others_norm=rest["sum"] / rest["size"])
-    order = (out["weight"] * (1 - out["norm"] / out["others_norm"])).sort_values(ascending=False)
-    return out.loc[order.index[:count]].reset_index()
+    others = layers - sums
+    ranked = means.assign(others_norm=others["sum"] / others["size"])
+    order = (ranked["weight"] * (1 - ranked["norm"] / ranked["others_norm"])).sort_values(ascending=False)
+    return ranked.loc[order.index[:count]].reset_index()

@@ -1,4 +1,4 @@
-"""How much a part of the block changes the map: contextualisation change, and what it amplifies."""
+"""Measure how much a component of the block changes the map, and which pairs it amplifies."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ from lens_mix.arguments import flags, instance, several, whole_number
 from lens_mix.maps import MixingMap
 from lens_mix.statistics.ranks import spearman
 
-# Part of the block -> (map before it, map after it).
-PARTS = {
+# Component of the block -> (map before it, map after it).
+COMPONENTS = {
     "feed_forward": ("attn_res_ln", "atb_ff"),
     "residual": ("atb_ff", "atb_ff_res"),
     "norm": ("atb_ff_res", "atb_ff_res_ln"),
     "whole": ("attn_res_ln", "atb_ff_res_ln"),
 }
-METHODS = ("attn_res_ln", "atb_ff", "atb_ff_res", "atb_ff_res_ln")  # what `lens_mix.run` is to be asked for
+METHODS = ("attn_res_ln", "atb_ff", "atb_ff_res", "atb_ff_res_ln")  # the methods that `changes` needs
 
 
 def change(before: MixingMap, after: MixingMap) -> Float[Tensor, " layer"]:
-    """1 - Spearman between two maps, per layer, over all pairs that can be (Kobayashi et al., 2024, eq. 10).
+    """Return 1 - Spearman's correlation of two maps, per layer (Kobayashi et al., 2024, eq. 10).
 
-    In 0..2: 0 where the order of the pairs is the same. Raises ValueError: maps with heads, of different
-    prompts or shapes, or without the rows of all positions.
+    It is computed over all visible pairs and lies in 0..2; 0 if the order of the pairs is the same.
+
+    Args:
+        before: the map before a component.
+        after: the map after it, of the same prompt and shape.
+
+    Raises:
+        ValueError: maps with heads, of different prompts or shapes, or without the rows of all positions.
     """
     _check_pair(before, after)
     before.require_every_row("the order of all pairs", "before")
@@ -37,24 +43,40 @@ def change(before: MixingMap, after: MixingMap) -> Float[Tensor, " layer"]:
 
 
 def changes(maps: Mapping[str, MixingMap]) -> pd.DataFrame:
-    """Contextualisation change by the feed-forward, its residual connection, its norm, and all together.
+    """Return the contextualisation change by the feed-forward, its residual connection, its norm, and all.
 
-    One row per layer, one column per part. `maps` is what `lens_mix.run(model, prompt, METHODS)` gives.
-    Raises ValueError: one is missing.
+    Args:
+        maps: the result of `lens_mix.run(model, prompt, METHODS)`.
+
+    Returns:
+        A table with one row per layer and one column per component.
+
+    Raises:
+        ValueError: a map is missing.
     """
     instance("maps", maps, Mapping, "a dict of MixingMaps")
     missing = [name for name in METHODS if name not in maps]
     if missing:
         raise ValueError(f"maps: expected {list(METHODS)}, got none of {missing}")
     several("maps", maps.values(), "MixingMaps", kind=MixingMap)
-    columns = {part: change(maps[x], maps[y]).tolist() for part, (x, y) in PARTS.items()}
+    columns = {
+        component: change(maps[before], maps[after]).tolist()
+        for component, (before, after) in COMPONENTS.items()
+    }
     return pd.DataFrame(columns, index=pd.Index(maps[METHODS[0]].layer_labels, name="layer"))
 
 
 def amplification(before: MixingMap, after: MixingMap) -> MixingMap:
-    """FF-amp: map after minus map before, of either sign (Kobayashi et al., 2024, section 5.2).
+    """Return FF-amp, the map after minus the map before (Kobayashi et al., 2024, section 5.2).
 
-    `normalized()` maps compare shares. Raises ValueError: maps with heads, of other prompts, shapes or rows.
+    The scores may be negative. Give `normalized()` maps to compare shares.
+
+    Args:
+        before: the map before a component.
+        after: the map after it, of the same prompt and shape.
+
+    Raises:
+        ValueError: maps with heads, or of different prompts, shapes or rows.
     """
     _check_pair(before, after)
     return after.replace(
@@ -65,21 +87,25 @@ def amplification(before: MixingMap, after: MixingMap) -> MixingMap:
 
 
 def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> pd.DataFrame:
-    """The pairs that were amplified most, over all layers.
-
-    Columns layer, query, key, query_token, key_token, amplification, largest first.
+    """Return the pairs that are amplified most, over all layers, the largest first.
 
     Args:
-        amplified: from `amplification`.
-        count: how many, 1 or more (else ValueError).
-        diagonal: count pairs of a position with itself too.
+        amplified: a map of `amplification`.
+        count: how many pairs to return, 1 or more.
+        diagonal: whether to include pairs of a position with itself.
+
+    Returns:
+        A table with the columns layer, query, key, query_token, key_token, amplification.
+
+    Raises:
+        ValueError: `count` is below 1.
     """
     count = whole_number("count", count, 1)
     flags(diagonal=diagonal)
     table = instance("amplified", amplified, MixingMap, "a MixingMap").to_dataframe()
-    # Where keys are other tokens, no pair is one of a position with itself.
+    # If keys are another sequence than queries, no pair is a position with itself.
     diagonal = diagonal or amplified.key_tokens is not None
-    # the table has the order of the scores
+    # The rows of the table have the order of the flattened scores.
     visible = amplified.visible().cpu().numpy().ravel()
     table = table[visible & (diagonal | (table["query"] != table["key"]))]
     table = table.nlargest(count, "score").rename(columns={"score": "amplification"})
@@ -88,10 +114,10 @@ def top_pairs(amplified: MixingMap, count: int = 10, diagonal: bool = False) -> 
 
 
 def _check_pair(before: MixingMap, after: MixingMap) -> None:
-    for name, each in (("before", before), ("after", after)):
-        instance(name, each, MixingMap, "a MixingMap")
-    places = [(each.scores.shape, each.tokens, each.query_positions) for each in (before, after)]
-    if places[0] != places[1]:
+    for name, mixing_map in (("before", before), ("after", after)):
+        instance(name, mixing_map, MixingMap, "a MixingMap")
+    axes = [(found.scores.shape, found.tokens, found.query_positions) for found in (before, after)]
+    if axes[0] != axes[1]:
         raise ValueError(
             "after: expected a map of the same prompt and shape, with the same rows, as before, got shapes "
             f"{list(before.scores.shape)} and {list(after.scores.shape)}"

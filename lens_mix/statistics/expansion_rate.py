@@ -1,4 +1,4 @@
-"""Expansion rate of the value-output path: how much a head lengthens what goes through it."""
+"""Compute the expansion rate of the value-output path: how much a head lengthens a vector."""
 
 from __future__ import annotations
 
@@ -16,39 +16,43 @@ from lens_mix.lens.verification_record import VALUE
 
 @in_full_precision
 def expansion_rates(model: TransformerLensModel, part: str | None = None) -> pd.DataFrame:
-    """Expansion rate of each head's value and output matrices, and of all heads of a block together.
+    """Return the expansion rate of each head's value and output matrices, and of all heads together.
 
-    ‖[[W_V, 0], [b_V, 1]] [[W_O, 0], [b_O, 1]]‖_F / √(d_model + 1): the root mean square factor by which the
-    affine map lengthens a random vector with a one appended (Kobayashi et al., EMNLP 2021, appendix). A
-    head's rate is without b_O, which belongs to no head.
+    The rate is ‖[[W_V, 0], [b_V, 1]] [[W_O, 0], [b_O, 1]]‖_F / √(d_model + 1). It is the root mean square
+    factor by which the affine map lengthens a random vector with a one appended (Kobayashi et al., EMNLP
+    2021, appendix). A head's rate does not include b_O, which belongs to no head.
 
     Args:
-        model: any TransformerLens model; its anatomy is verified first.
+        model: any TransformerLens model; its components are verified first.
         part: "encoder", "decoder" or "cross" of an encoder-decoder.
 
     Returns:
-        Columns layer, head (a number, or "all"), rate. Raises ValueError: a block without such matrices;
-        UnsupportedModelError: values or outputs are not what these give (under an adapter, or a hook).
+        A table with the columns layer, head (a number, or "all") and rate.
+
+    Raises:
+        ValueError: a block has no such matrices.
+        UnsupportedModelError: the values or outputs of the model are not those of its matrices (under an
+            adapter, or a hook).
     """
     verification = check(model, part=part).verification
     rows: list[tuple[int, int | str, float]] = []
     for layer, anatomy in verification.anatomy.items():
         if anatomy.value_path is None:
             raise ValueError(f"block {layer}: expected value and output matrices, found none")
-        # Values of cross-attention are made of the encoder's outputs, and are not rebuilt.
-        parts = ("projection",) if part == "cross" else (VALUE, "projection")
-        reason = verification.hooks_failure or verification.failure(parts)
+        # The values of cross-attention are computed from the encoder's outputs, and are not verified.
+        components = ("projection",) if part == "cross" else (VALUE, "projection")
+        reason = verification.hooks_failure or verification.failure(components)
         if reason is not None:
             raise UnsupportedModelError(f"expansion_rates can't run on this model: {reason}")
-        heads, together = _path_rates(anatomy.value_path)
-        rows += [(layer, head, rate) for head, rate in enumerate(heads.tolist())]
-        rows.append((layer, "all", together))
+        head_rates, rate_of_all = _compute_rates(anatomy.value_path)
+        rows += [(layer, head, rate) for head, rate in enumerate(head_rates.tolist())]
+        rows.append((layer, "all", rate_of_all))
     return pd.DataFrame(rows, columns=["layer", "head", "rate"])
 
 
 @in_full_precision
-def _path_rates(path: ValuePath) -> tuple[Float[Tensor, " head"], float]:
-    """Expansion rate per head, and of the sum of all heads with b_O, in float64."""
+def _compute_rates(path: ValuePath) -> tuple[Float[Tensor, " head"], float]:
+    """Return the expansion rate of each head, and of the sum of all heads with b_O, in float64."""
     W_O = path.W_O.double()
     group = len(W_O) // len(path.W_V)
     W_V = path.W_V.double().repeat_interleave(group, dim=0)

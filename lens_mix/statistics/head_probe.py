@@ -1,4 +1,4 @@
-"""Single heads as classifiers of a relation between tokens (Clark et al., BlackboxNLP 2019, section 4)."""
+"""Test single heads as classifiers of a relation between tokens (Clark et al., 2019, section 4)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,29 @@ from torch import Tensor
 
 from lens_mix.arguments import one_of, several, whole_number
 from lens_mix.maps import MixingMap
-from lens_mix.statistics.heads import Head, TokenGroup, each_head, each_map, members, reusable, with_heads
+from lens_mix.statistics.heads import (
+    Head,
+    TokenGroup,
+    find_members,
+    get_head_rows,
+    iterate_heads,
+    iterate_maps,
+    read_group,
+)
 
 _PROBED_OFFSETS = tuple(offset for offset in range(-10, 11) if offset)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeadProbe:
-    """How well single heads find a relation between tokens, against fixed offsets.
+    """Contain how often single heads find a relation between tokens, compared with fixed offsets.
 
     Attributes:
-        accuracy: `[layer, head]`, 0 to 1: the share of pairs whose target gets the largest weight.
-        baselines: relative position to the accuracy of always choosing it.
-        layers: labels of the layers.
-        pairs: how many there were.
-        visible: the share of pairs whose target could be seen at all, 0 to 1: no head can be better.
+        accuracy: `[layer, head]`, 0 to 1: the share of pairs in which the right key gets the largest weight.
+        baselines: for each relative position, the accuracy of always choosing it.
+        layers: the labels of the layers.
+        pairs: the number of pairs.
+        visible: the share of pairs in which the right key is visible, 0 to 1. No head can be better.
     """
 
     accuracy: Float[Tensor, "layer head"]
@@ -39,22 +47,22 @@ class HeadProbe:
 
     @property
     def best(self) -> Head:
-        """The head with the highest accuracy."""
-        return max(each_head(self.layers, self.accuracy), key=lambda head: head.value)
+        """Return the head with the highest accuracy."""
+        return max(iterate_heads(self.layers, self.accuracy), key=lambda head: head.value)
 
     @property
     def best_offset(self) -> int:
-        """The relative position with the highest accuracy; of equals the closest."""
+        """Return the relative position with the highest accuracy; if several are equal, the closest."""
         return min(self.baselines, key=lambda offset: (-self.baselines[offset], abs(offset)))
 
     @property
     def gain(self) -> float:
-        """Accuracy of the best head less that of the best offset."""
+        """Return the accuracy of the best head minus that of the best offset."""
         return self.best.value - self.baselines[self.best_offset]
 
     def to_dataframe(self) -> pd.DataFrame:
-        """One row per head: layer, head, accuracy."""
-        heads = each_head(self.layers, self.accuracy)
+        """Return a table with one row per head, and the columns layer, head and accuracy."""
+        heads = iterate_heads(self.layers, self.accuracy)
         return pd.DataFrame(heads, columns=["layer", "head", "accuracy"])
 
     def __repr__(self) -> str:
@@ -73,71 +81,77 @@ def probe_heads(
     ignore: TokenGroup | None = None,
     offsets: Sequence[int] = _PROBED_OFFSETS,
 ) -> HeadProbe:
-    """Heads as classifiers without training: does `from` attend most to `to`? (Clark et al. 2019, section 4.)
+    """Return how often each head attends most to the right token of a pair (Clark et al. 2019, section 4).
 
-    A head's answer is the key with the largest weight, the query itself left out; of equals the first; a row
-    without weight elsewhere has no answer and counts as wrong. Where relations are between words, merge the
-    maps first (`.merge_words()`: sum over keys, mean over queries, as in the paper). The best head is the
-    best of many on these very pairs: confirm it on others.
+    A head's answer is the key with the largest weight, not counting the query itself; if several are equal,
+    it is the first. A row without weight at other keys has no answer and counts as wrong. For relations
+    between words, merge the maps first (`.merge_words()`: sum over keys, mean over queries, as in the paper).
+    The best head is chosen from many on these very pairs, so confirm it on other pairs.
 
     Args:
         maps: one map or several, with the same layers and heads.
-        relations: pairs (from, to) of positions; for several maps one list of pairs each. In the paper's
-            relations, (dependent, head): every word has one head.
-        direction: "forward": from `from` to `to`; "backward": from `to` to `from`. The paper tries both.
-        ignore: tokens that are no answer ([CLS] and [SEP], say): as `groups` in `attention_statistics`.
-        offsets: of the baselines that always answer query + offset.
+        relations: pairs (from, to) of positions; for several maps, one list of pairs per map. The paper's
+            pairs are (dependent, syntactic head), because every word has one syntactic head.
+        direction: "forward" if the query is `from` and the right key is `to`; "backward" for the reverse.
+            The paper tries both.
+        ignore: tokens that cannot be an answer, as [CLS] and [SEP]; in the forms of `groups` in
+            `attention_statistics`.
+        offsets: the offsets of the baselines, which always answer query + offset.
+
+    Returns:
+        The accuracies of all heads and of the baselines.
 
     Raises:
-        TypeError: maps that are none; pairs that are no pairs of whole numbers.
-        ValueError: no maps or no pairs; another number of lists than maps; a position that a prompt does not
-            have, or whose row its map does not hold; maps of different layers or heads; keys that are not
-            the tokens; negative scores.
+        TypeError: `maps` contains something else than maps, or `relations` something else than pairs of whole
+            numbers.
+        ValueError: no maps or no pairs; the numbers of maps and of lists differ; a position that a prompt
+            does not have, or whose row is not in its map; maps of different layers or heads; keys that are
+            not the tokens; negative scores.
     """
     one_of("direction", direction, ("forward", "backward"))
-    given = several("offsets", offsets, "whole numbers", least=1)
-    offsets = [whole_number("offsets", offset) for offset in given]
-    ignore = None if ignore is None else reusable(ignore, "ignore")
+    listed_offsets = several("offsets", offsets, "whole numbers", least=1)
+    offsets = [whole_number("offsets", offset) for offset in listed_offsets]
+    ignore = None if ignore is None else read_group(ignore, "ignore")
     listed = several("relations", relations, "pairs (from, to), or lists of pairs")
-    every, lists = list(each_map(maps)), [listed] if isinstance(maps, MixingMap) else listed
-    if len(every) != len(lists):
-        raise ValueError(f"relations: expected {len(every)} lists of pairs, one per map, got {len(lists)}")
-    answers, steps = [], Counter[int]()
-    for number, (mixing_map, pairs) in enumerate(zip(every, lists, strict=True)):
-        asked = [_pair(pair, number, len(mixing_map.tokens), direction) for pair in pairs]
-        if asked:
-            answers.append(_answers(mixing_map, asked, ignore))
-            steps.update(end - start for start, end in asked)
-    if not answers:
+    all_maps, lists = list(iterate_maps(maps)), [listed] if isinstance(maps, MixingMap) else listed
+    if len(all_maps) != len(lists):
+        raise ValueError(f"relations: expected {len(all_maps)} lists of pairs, one per map, got {len(lists)}")
+    counts, offset_counts = [], Counter[int]()
+    for map_index, (mixing_map, pairs) in enumerate(zip(all_maps, lists, strict=True)):
+        directed = [_read_pair(pair, map_index, len(mixing_map.tokens), direction) for pair in pairs]
+        if directed:
+            counts.append(_count_correct(mixing_map, directed, ignore))
+            offset_counts.update(key - query for query, key in directed)
+    if not counts:
         raise ValueError("relations: expected at least one pair, got none")
-    total, (correct, visible) = steps.total(), zip(*answers, strict=True)
-    baselines = {offset: steps[offset] / total for offset in offsets}
+    total, (correct, visible) = offset_counts.total(), zip(*counts, strict=True)
+    baselines = {offset: offset_counts[offset] / total for offset in offsets}
     accuracy = torch.stack(correct).sum(0) / total
-    return HeadProbe(accuracy, baselines, every[0].layer_labels, total, sum(visible) / total)
+    return HeadProbe(accuracy, baselines, all_maps[0].layer_labels, total, sum(visible) / total)
 
 
-def _answers(
+def _count_correct(
     mixing_map: MixingMap, pairs: list[tuple[int, int]], ignore: TokenGroup | None
 ) -> tuple[Float[Tensor, "layer head"], float]:
-    """Right answers per head, and how many targets could be seen (mean over layers)."""
-    starts, ends = (torch.tensor(side, dtype=torch.long, device="cpu") for side in zip(*pairs, strict=True))
-    places = torch.tensor(
-        [mixing_map.row_index(start, "relations") for start, _ in pairs], dtype=torch.long, device="cpu"
+    """Return the right answers per head, and the number of visible right keys (mean over layers)."""
+    queries, keys = (torch.tensor(side, dtype=torch.long, device="cpu") for side in zip(*pairs, strict=True))
+    row_indices = torch.tensor(
+        [mixing_map.row_index(query, "relations") for query, _ in pairs], dtype=torch.long, device="cpu"
     )
-    rows = with_heads(mixing_map)[:, :, places]
-    rows[:, :, torch.arange(len(starts), device="cpu"), starts] = 0.0  # the query itself is no answer
+    rows = get_head_rows(mixing_map)[:, :, row_indices]
+    rows[:, :, torch.arange(len(queries), device="cpu"), queries] = 0.0  # the query itself is not an answer
     if ignore is not None:
-        rows[..., members(mixing_map.tokens, ignore)] = 0.0
+        rows[..., find_members(mixing_map.tokens, ignore)] = 0.0
     best, answer = rows.max(-1)
-    # Of equals the first: `max` promises none in particular.
+    # `max` may return any of several equal keys; `argmax` of the comparison returns the first.
     answer = (rows == best[..., None]).to(torch.uint8).argmax(-1)
-    visible = mixing_map.visible().cpu()[:, places, ends].sum(-1).double().mean().item()
-    return ((answer == ends) & (best > 0)).sum(-1).double(), visible
+    visible = mixing_map.visible().cpu()[:, row_indices, keys].sum(-1).double().mean().item()
+    return ((answer == keys) & (best > 0)).sum(-1).double(), visible
 
 
-def _pair(pair: object, number: int, count: int, direction: str) -> tuple[int, int]:
+def _read_pair(pair: object, map_index: int, count: int, direction: str) -> tuple[int, int]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TypeError(f"relations: expected pairs (from, to), got {pair!r} for map {number}")
+        raise TypeError(f"relations: expected pairs (from, to), got {pair!r} for map {map_index}")
     for position in pair:
-        whole_number(f"relations of map {number}", position, 0, count - 1, "positions")
+        whole_number(f"relations of map {map_index}", position, 0, count - 1, "positions")
     return (pair[0], pair[1]) if direction == "forward" else (pair[1], pair[0])

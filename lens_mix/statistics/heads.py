@@ -1,4 +1,4 @@
-"""What the statistics of heads share: maps read one after the other, heads, groups of tokens."""
+"""Read maps, heads and groups of tokens for the statistics of heads."""
 
 from __future__ import annotations
 
@@ -16,23 +16,36 @@ TokenGroup = int | str | Iterable[int | str] | Callable[[str], bool]
 
 
 class Head(NamedTuple):
-    """A head and a number that it was found by."""
+    """Describe a head and its value of a statistic.
+
+    Attributes:
+        layer: the head's layer.
+        head: the head's number in its layer.
+        value: the statistic of this head.
+    """
 
     layer: int
     head: int
     value: float
 
 
-def each_head(layers: Sequence[int], values: Float[Tensor, "layer head"]) -> Iterator[Head]:
-    """Every head with its value."""
+def iterate_heads(layers: Sequence[int], values: Float[Tensor, "layer head"]) -> Iterator[Head]:
+    """Yield every head with its value."""
     for layer, row in zip(layers, values.tolist(), strict=True):
         yield from (Head(layer, head, value) for head, value in enumerate(row))
 
 
-def each_map(maps: MixingMap | Iterable[MixingMap], *, any_keys: bool = False) -> Iterable[MixingMap]:
-    """The maps one after the other, all with the same layers and heads, and with the tokens as keys.
+def iterate_maps(maps: MixingMap | Iterable[MixingMap], *, any_keys: bool = False) -> Iterable[MixingMap]:
+    """Yield the maps one after another, and check that all have the same layers and heads.
 
-    `any_keys`: other keys will do, those of cross-attention; all have them, or none.
+    Args:
+        maps: one map or several.
+        any_keys: whether maps of cross-attention are accepted, if all are such maps. Otherwise the keys must
+            be the tokens.
+
+    Raises:
+        TypeError: something else than a map.
+        ValueError: maps with different layers, heads or kinds of keys.
     """
     if not isinstance(maps, (MixingMap, Iterable)) or isinstance(maps, (str, Mapping)):
         raise TypeError(f"maps: expected a MixingMap or several, got {type(maps).__name__}")
@@ -44,7 +57,7 @@ def each_map(maps: MixingMap | Iterable[MixingMap], *, any_keys: bool = False) -
         keys, tokens = len(mixing_map.key_labels), len(mixing_map.tokens)
         cross = mixing_map.key_tokens is not None
         if all_cross not in (None, cross):
-            raise ValueError("maps: expected the tokens as keys in all of them, or in none; got some of each")
+            raise ValueError("maps: expected the tokens as keys in all of them, or in none; got both kinds")
         all_cross = cross
         if cross and not any_keys:
             raise ValueError(f"maps: expected the tokens as keys, got {keys} other keys for {tokens} tokens")
@@ -58,15 +71,19 @@ def each_map(maps: MixingMap | Iterable[MixingMap], *, any_keys: bool = False) -
         yield mixing_map
 
 
-def with_heads(mixing_map: MixingMap) -> Float[Tensor, "layer head query key"]:
-    """Rows that sum to 1, float64, on the CPU."""
+def get_head_rows(mixing_map: MixingMap) -> Float[Tensor, "layer head query key"]:
+    """Return the rows of a map with a head axis: scaled to sum 1, in float64, on the CPU."""
     mask = None if mixing_map.mask is None else mixing_map.mask.cpu()
     scores = mixing_map.replace(scores=mixing_map.scores.cpu().double(), mask=mask).normalized().scores
     return scores if mixing_map.has_heads else scores[:, None]
 
 
-def reusable(group: TokenGroup, argument: str = "groups") -> Callable[[str], bool] | list[int | str]:
-    """The group for several prompts, checked: an iterator is used up after the first."""
+def read_group(group: TokenGroup, argument: str = "groups") -> Callable[[str], bool] | list[int | str]:
+    """Return the group in a form that can be used for several prompts, unlike an iterator.
+
+    Raises:
+        TypeError: the group contains something else than tokens and positions.
+    """
     if callable(group):
         return group
     what = "tokens, a function or positions"
@@ -74,12 +91,13 @@ def reusable(group: TokenGroup, argument: str = "groups") -> Callable[[str], boo
     return [item if isinstance(item, str) else whole_number(argument, item, what=what) for item in items]
 
 
-def members(tokens: Sequence[str], group: TokenGroup) -> Bool[Tensor, " key"]:
-    """Which tokens belong to a group; none may."""
-    items = reusable(group)
+def find_members(tokens: Sequence[str], group: TokenGroup) -> Bool[Tensor, " key"]:
+    """Return which tokens belong to a group; there may be none."""
+    items = read_group(group)
     if callable(items):
         return torch.tensor([bool(items(token)) for token in tokens], dtype=torch.bool, device="cpu")
     count = len(tokens)
-    # what an item may call a token by: its position from either end, or the token itself
-    names = ({place, place - count, token} for place, token in enumerate(tokens))
-    return torch.tensor([not each.isdisjoint(items) for each in names], dtype=torch.bool, device="cpu")
+    # A group can name a token by its position from either end, or by its text.
+    names = ({position, position - count, token} for position, token in enumerate(tokens))
+    is_member = [not token_names.isdisjoint(items) for token_names in names]
+    return torch.tensor(is_member, dtype=torch.bool, device="cpu")

@@ -1,4 +1,4 @@
-"""One prompt's blocks, for statistics that need more of a block than a map."""
+"""Run the clean pass of each prompt and return its blocks, for statistics that need more than maps."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ from lens_mix.session import Session
 
 @dataclasses.dataclass(frozen=True)
 class PromptBlocks:
-    """One prompt after a clean pass: its tokens (strings, numbers), its keys and the blocks asked for.
+    """Contain one prompt and its blocks after a clean pass.
 
-    The blocks have a batch axis of one and no padding; `queries` are the positions of their rows.
+    Attributes:
+        tokens: the tokens as strings.
+        token_ids: the tokens as numbers.
+        key_tokens: the tokens that are keys; those of the source in cross-attention.
+        queries: the positions of the blocks' rows.
+        blocks: the requested blocks, with a batch axis of one and no padding.
     """
 
     tokens: list[str]
@@ -46,24 +51,34 @@ def prompt_blocks(
     attention_mask: Tensor | None = None,
     **inputs: Any,
 ) -> PromptBlocks:
-    """A clean pass over one prompt, with what the methods need recorded; the rest as in `lens_mix.run`.
+    """Return one prompt's blocks after a clean pass that recorded what the methods need.
 
-    `cross`: cross-attention will do, whose keys are another sequence than its queries.
+    Args:
+        model: any TransformerLens model.
+        prompt: the prompt, as in `lens_mix.run`.
+        methods: the methods whose recorded tensors are needed.
+        queries: as in `lens_mix.run`.
+        layers: as in `lens_mix.run`.
+        cross: whether cross-attention is accepted, whose keys are another sequence than its queries.
+        part: as in `lens_mix.run`.
+        prepend_bos: as in `lens_mix.run`.
+        attention_mask: as in `lens_mix.run`.
+        **inputs: further model inputs, as in `lens_mix.run`.
 
     Raises:
-        UnsupportedModelError: the model, or one of the methods on it, can't be trusted.
+        UnsupportedModelError: the model, or one of the methods on it, is not verified.
     """
-    asked = [methods] if isinstance(methods, Method) else list(methods)
-    labelled = {method.name: method for method in asked}
+    listed = [methods] if isinstance(methods, Method) else list(methods)
+    labelled = {method.name: method for method in listed}
     session = Session(model, labelled, part=part, queries=queries, layers=layers)
     if session.lens.stack.is_cross and not cross:
         raise UnsupportedModelError(
             "statistics: expected part 'encoder' or 'decoder', got 'cross', whose keys are another sequence "
-            "than its queries: there is no diagonal to set apart"
+            "than its queries, so that there is no diagonal"
         )
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
     with session.checked_pass([read]) as checked:
-        blocks = checked.blocks(asked[-1].name)
+        blocks = checked.blocks(listed[-1].name)
         positions = blocks[0].queries[0].tolist()
         tokens = checked.tokens(0)
         keys = checked.key_tokens(0) or tokens
@@ -73,15 +88,21 @@ def prompt_blocks(
 def each_prompt(
     model: TransformerLensModel, prompts: Any, methods: Method | Sequence[Method], **options: Any
 ) -> Iterator[PromptBlocks]:
-    """`prompt_blocks` of one prompt or of several, one after another, without gradients.
+    """Yield the blocks of one prompt or of several, one prompt after another, without gradients.
 
-    `prompts`: a string, a pair or a token tensor is one prompt; a list of these is several.
+    Args:
+        model: any TransformerLens model.
+        prompts: a string, a pair or a token tensor is one prompt; a list of these is several.
+        methods: as in `prompt_blocks`.
+        **options: further arguments of `prompt_blocks`.
     """
-    # A list of numbers is the tokens of one prompt.
-    one = not isinstance(prompts, list) or (
+    # A list of whole numbers is the tokens of one prompt.
+    is_single = not isinstance(prompts, list) or (
         prompts and all(isinstance(token, numbers.Integral) for token in prompts)
     )
-    for prompt in [prompts] if one else several("prompts", prompts, "one prompt or a list of them", least=1):
+    for prompt in (
+        [prompts] if is_single else several("prompts", prompts, "one prompt or a list of them", least=1)
+    ):
         with torch.no_grad():
             checked = prompt_blocks(model, prompt, methods, **options)
         yield checked

@@ -1,4 +1,4 @@
-"""Rank correlation."""
+"""Compute rank correlations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from jaxtyping import Real
 
 
 def spearman(x: Real[np.ndarray, " n"], y: Real[np.ndarray, " n"]) -> float:
-    """Spearman's rank correlation, in -1..1; NaN where one side is constant or there are fewer than two.
+    """Return Spearman's rank correlation, in -1..1.
+
+    It is NaN if `x` or `y` is constant or has fewer than two values.
+
+    Args:
+        x: the first variable.
+        y: the second variable, with as many values.
 
     Raises:
         ValueError: different lengths, or values that are not finite.
@@ -19,7 +25,7 @@ def spearman(x: Real[np.ndarray, " n"], y: Real[np.ndarray, " n"]) -> float:
         raise ValueError(f"y: expected as many values as x, {len(x)}, got {len(y)}")
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise ValueError("x, y: expected finite values, got NaN or infinity")
-    # scipy gives NaN for these too, with a warning.
+    # scipy returns NaN for these too, but with a warning.
     if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return math.nan
     from scipy.stats import spearmanr

@@ -1,4 +1,4 @@
-"""Kinds of token that the papers tell apart: special, punctuation, [MASK], other."""
+"""Classify tokens into the kinds that the papers distinguish: special, punctuation, [MASK], other."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lens_mix.maps.characters import without_number
 
 TokenKind = Callable[[str], str]
 
-# What tokenizers write for the space before a word, and for a piece that goes on one.
+# The marks that tokenizers write for the space before a word, and for a piece that continues a word.
 _MARKS = re.compile(r"^(##|[\u0120\u2581\u010a\s])+|[\s]+$")
 _SPECIAL = re.compile(r"^(\[[A-Z]+\d*\]|<\|?[\w/ -]+\|?>|<s>|</s>)$")
 
 
 def token_kind(token: str) -> str:
-    """ "mask", "special", "punctuation" or "other", by the token's text alone.
+    """Return "mask", "special", "punctuation" or "other", judged by the token's text alone.
 
     Args:
-        token: as the tokenizer writes it; marks of spaces and of word pieces don't count.
+        token: the token as the tokenizer writes it; marks of spaces and of word pieces are ignored.
     """
     if token.strip().lower() in ("[mask]", "<mask>"):
         return "mask"

@@ -1,4 +1,4 @@
-"""Where heads look, on maps whose answer is known."""
+"""Test the statistics of heads on maps with known answers."""
 
 import functools
 import math
@@ -14,7 +14,7 @@ random_heads = functools.partial(random_map, heads=3, causal=False)
 
 
 def shifted(size, offset):
-    """A head that attends to query + offset, or to itself where that is outside."""
+    """Return a head that attends to query + offset, or to the query itself if that is outside the prompt."""
     head = torch.zeros(size, size, dtype=torch.float64)
     for query in range(size):
         key = query + offset
@@ -23,7 +23,11 @@ def shifted(size, offset):
 
 
 def designed(size=6, tokens=None):
-    """Head 0: previous token; 1: next; 2: itself; 3: everything evenly; 4: 60 % token 0, the rest itself."""
+    """Return a map of five heads with known patterns.
+
+    Head 0 attends to the previous token, 1 to the next, 2 to the query itself, 3 to all tokens evenly, and 4
+    to token 0 with 60 % and to the query itself with the rest.
+    """
     even = torch.full((size, size), 1 / size, dtype=torch.float64)
     first = 0.4 * torch.eye(size, dtype=torch.float64)
     first[:, 0] += 0.6
@@ -167,7 +171,7 @@ def test_half_precision():
     )
 
 
-# ---------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------- errors
 
 
 def test_wrong_questions_are_refused():
@@ -196,7 +200,7 @@ def test_wrong_questions_are_refused():
 
 
 def cross_map(**fields):
-    """Two heads of three queries and four keys: all on the last key; even."""
+    """Return two heads with three queries and four keys: one attends to the last key, one evenly."""
     heads = torch.zeros(1, 2, 3, 4, dtype=torch.float64)
     heads[0, 0, :, 3], heads[0, 1] = 1, 0.25
     given = {"scores": heads, "key_tokens": [" a", " b", ".", "</s>"], **fields}

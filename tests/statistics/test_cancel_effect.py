@@ -1,4 +1,4 @@
-"""Attention weight against ‖f(x)‖."""
+"""Test the tables of attention weight and ‖f(x)‖."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_norms_equal_norm_analysis(class_name):
 
 @pytest.fixture
 def silenced():
-    """A model whose first block sends next to nothing from position 1: the cancel effect, made by hand."""
+    """Return a model with a known cancel effect: in its first block, position 1 has very short vectors."""
     if not available(bridge, "llama", torch.float64):
         pytest.skip("no TransformerBridge in this TransformerLens")
     model, tokens = bridge("llama", torch.float64), torch.tensor([4, 5, 6, 7, 8, 9])
@@ -82,7 +82,7 @@ def test_cross_attention_has_the_sources_positions(name):
     pair = (torch.tensor([5, 9, 3, 7, 2]), torch.tensor([0, 8, 6]))
     try:
         table = weights_and_norms(model, pair, part="cross")
-    except lm.UnsupportedModelError as problem:  # T5 before TransformerLens 4
+    except lm.UnsupportedModelError as problem:  # happens for T5 before TransformerLens 4
         pytest.skip(str(problem))
     methods = [lm.AttentionWeights(per_head=True), lm.ValueNorms(per_head=True)]
     weights, weighted = lm.run(model, pair, methods, part="cross").values()

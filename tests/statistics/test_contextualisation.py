@@ -1,4 +1,4 @@
-"""Contextualisation change against the slow derivation; amplification and its pairs."""
+"""Compare the contextualisation change with a slow computation, and test amplification and its pairs."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def maps():
 
 def test_hidden_pairs_do_not_count():
     before, after = maps()
-    # Ranks of the six pairs that can be: 1 2 3 4 5 6 against 1 6 2 3 5 4.
+    # The six visible pairs have the ranks 1 2 3 4 5 6 before, and 1 6 2 3 5 4 after.
     assert change(before, after).tolist() == pytest.approx([1 - (1 - 6 * (16 + 1 + 1 + 0 + 4) / 210)])
     assert change(before, before).tolist() == pytest.approx([0])
 

@@ -1,11 +1,11 @@
-"""Expansion rate against matrices written out and against random vectors sent through."""
+"""Compare the expansion rate with explicit matrices, and with the lengths of random vectors."""
 
 import pytest
 import torch
 
 import lens_mix as lm
 from lens_mix.lens.anatomy import ValuePath
-from lens_mix.statistics.expansion_rate import _path_rates, expansion_rates
+from lens_mix.statistics.expansion_rate import _compute_rates, expansion_rates
 from tests.matrix import build_or_skip
 from tests.tiny_models import bridge, llama_like
 
@@ -26,7 +26,7 @@ def affine(weight, bias):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_equals_the_matrices_written_out(groups):
     given = path(groups)
-    heads, together = _path_rates(given)
+    heads, together = _compute_rates(given)
     wide_V = given.W_V.repeat_interleave(4 // groups, 0)
     wide_b = given.b_V.repeat_interleave(4 // groups, 0)
     for head in range(4):
@@ -43,14 +43,14 @@ def test_is_how_much_random_vectors_grow():
     x = torch.randn(200_000, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     out = (x @ given.W_V[0] + given.b_V[0]) @ given.W_O[0]
     grown = ((out.square().sum(-1) + 1).mean() / (x.square().sum(-1) + 1).mean()).sqrt()
-    assert float(_path_rates(given)[0][0]) == pytest.approx(float(grown), rel=0.01)
+    assert float(_compute_rates(given)[0][0]) == pytest.approx(float(grown), rel=0.01)
 
 
 def test_tables_have_every_head_and_their_sum():
     table = expansion_rates(llama_like())
     assert table["head"].tolist() == [0, 1, 2, 3, "all"] * 2
     assert (table["rate"] > 0).all()
-    assert _path_rates(path(2, biases=False))[1] > 0
+    assert _compute_rates(path(2, biases=False))[1] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Heads as classifiers, on maps whose answer is known."""
+"""Test heads as classifiers on maps with known answers."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from lens_mix.statistics.head_probe import probe_heads
 
 
 def sentence(targets, size=6, causal=False, noise=0.1, seed=0):
-    """Layer 1 head 2 attends from each query to its target; the others at random."""
+    """Return a map in which layer 1 head 2 attends to the right keys, and all other heads are random."""
     generator = torch.Generator().manual_seed(seed)
     scores = noise * torch.rand(2, 3, size, size, generator=generator, dtype=torch.float64)
     for query, key in targets.items():

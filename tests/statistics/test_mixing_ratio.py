@@ -1,4 +1,4 @@
-"""Mixing ratios against norm-analysis-of-transformer and the dense oracle; the tables."""
+"""Compare mixing ratios with norm-analysis-of-transformer and with a dense computation; test the tables."""
 
 import numpy as np
 import pandas as pd
@@ -69,8 +69,8 @@ def test_several_prompts_are_numbered():
     assert table.groupby("prompt")["position"].max().tolist() == [3, 5]
 
 
-def test_a_refused_prompt_begins_nothing_anew(monkeypatch):
-    """The rows of the prompts before it would be there twice."""
+def test_an_unsupported_prompt_does_not_restart_the_table(monkeypatch):
+    """Otherwise the table would contain the rows of the first prompts twice."""
     run = ratios.each_prompt
 
     def refused_after_one(model, prompts, methods, **options):
@@ -118,7 +118,7 @@ def test_by_rank_counts_or_takes_ranks(table):
     assert ratios.counted_ranks(table)["[CLS]"] == ratios.counted_ranks(table)["the"] == 2
     falling = {"the": 3, "cat": 2, ".": 1}
     found = ratios.by_rank(table, falling)
-    # Mean rank of positions 1, 2, 3, 1 against ranks 3, 2, 1, 3: exactly opposed.
+    # The positions have the mean ranks 1, 2, 3, 1 and the given ranks 3, 2, 1, 3: the opposite order.
     assert found.loc[0, "attn_w"] == pytest.approx(-1)
     assert found.shape == (2, 2)
 
