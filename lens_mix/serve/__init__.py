@@ -1,7 +1,8 @@
-"""`lens-mix serve`: type a sentence, pick methods, get the page; on this machine alone.
+"""Serve a form on this machine only: a user enters a sentence, picks methods and gets the page.
 
-One model, loaded once. The standard library's server answers in threads of its own and asks the main thread,
-which computes for one request at a time (`desk`), so that Ctrl-C and the time limit stop it cleanly.
+The model is loaded once. The standard library's server answers each request in a thread of its own. The maps
+are computed in the main thread, for one request at a time (`job_queue`). There Ctrl-C and the time limit can
+stop a computation and leave the model unchanged.
 """
 
 from lens_mix.serve.site import Limits, Site

@@ -1,4 +1,4 @@
-"""What a request gets: the page of the maps that it asked for, or the reason in words."""
+"""Make the answer to a request: the page of the requested maps, or a message about what is wrong."""
 
 from __future__ import annotations
 
@@ -12,48 +12,56 @@ from lens_mix.serve import forms
 from lens_mix.session import Session
 from lens_mix.view.page import page
 
-INPUT_MAP = "input_map"  # beside the methods' names: `lm.input_map`
+INPUT_MAP = "input_map"  # the name for `lens_mix.input_map` in the form, next to the methods' names
 
 
 class Answer(NamedTuple):
-    """A status of HTTP, an HTML file, and what a browser may do with it (a Content-Security-Policy)."""
+    """Contain the answer to one request.
+
+    Attributes:
+        status: the HTTP status.
+        html: the HTML file.
+        policy: the Content-Security-Policy, which limits what the file may do in a browser.
+    """
 
     status: int
     html: str
     policy: str = forms.POLICY
 
 
-def refusal(status: int, words: str) -> Answer:
-    """A page that says why there is none."""
-    return Answer(status, forms.message(words))
+def make_message_answer(status: int, text: str) -> Answer:
+    """Return an answer whose page shows a message."""
+    return Answer(status, forms.make_message(text))
 
 
-def page_of(model: TransformerLensModel, text: str, asked: Sequence[str], tokens: int) -> Answer:
-    """The page of a sentence under the methods that are named, or why there is none.
+def make_page(model: TransformerLensModel, text: str, names: Sequence[str], tokens: int) -> Answer:
+    """Return the page of a sentence with the named methods, or a message about what is wrong.
 
     Args:
         model: any TransformerLens model.
         text: the sentence.
-        asked: names of methods, or `INPUT_MAP`.
-        tokens: so many the sentence may have.
+        names: names of methods, or `INPUT_MAP`.
+        tokens: the largest number of tokens that the sentence may have.
 
     Returns:
-        A refusal (400, or 413) where nothing was asked, of too many tokens, and of what `lm.run` refuses.
+        The page; or a message with the status 413 for too many tokens, and with 400 if there is no sentence
+        or no method, or if `lens_mix.run` raises an error.
     """
     if not text.strip():
-        return refusal(400, "There is no sentence: type one.")
-    if not asked:
-        return refusal(400, "No method is picked: pick one or several.")
-    methods = [name for name in asked if name != INPUT_MAP]
+        return make_message_answer(400, "There is no sentence: type one.")
+    if not names:
+        return make_message_answer(400, "No method is picked: pick one or several.")
+    methods = [name for name in names if name != INPUT_MAP]
     try:
         if methods:
             runner.read_methods(methods)
         count = len(Session(model, {}).read(text).tokens)
         if count > tokens:
-            return refusal(413, f"The sentence has {count} tokens, and this server takes {tokens} at most.")
+            reason = f"The sentence has {count} tokens, and this server takes {tokens} at most."
+            return make_message_answer(413, reason)
         maps = runner.run(model, text, methods, progress=None) if methods else {}
-        if INPUT_MAP in asked:
+        if INPUT_MAP in names:
             maps[INPUT_MAP] = input_map(model, text)
     except (ValueError, UnsupportedModelError) as problem:
-        return refusal(400, str(problem))
+        return make_message_answer(400, str(problem))
     return Answer(200, page(maps).html, forms.PAGE_POLICY)

@@ -1,4 +1,4 @@
-"""The HTML around the page: the form, and messages. Whatever is put in is escaped."""
+"""Make the HTML of the form and of messages; all inserted text is escaped."""
 
 from __future__ import annotations
 
@@ -15,27 +15,31 @@ h1 { font-size: 1rem; margin: 0 0 8px; }
 form { display: grid; gap: 8px; }
 textarea { font: inherit; width: 100%; }
 fieldset { display: flex; flex-wrap: wrap; gap: 2px 14px; border: 1px solid #8888; }
-.refused { opacity: 0.5; }
+.unsupported { opacity: 0.5; }
 iframe { flex: 1; min-height: 480px; border: 0; margin-top: 8px; }
 .message { max-width: 60em; overflow-wrap: anywhere; white-space: pre-wrap; }
 """
 
-# Of the form and of messages: no script at all, no address but this server's own.
+# The policy of the form and of messages allows no scripts, and no addresses other than this server's own.
 POLICY = (
     f"default-src 'none'; style-src '{digest(_STYLE)}'; frame-src 'self'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'self'"
 )
-# Of the page: what an element in the file can't say; its own policy, a stricter one, stands in the file.
+# The policy of the page has only the rules that HTML cannot contain; the file itself contains a stricter one.
 PAGE_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'self'; form-action 'none'"
 
 
-def form(model: str, refusals: Mapping[str, str], picked: Collection[str], limits: str) -> str:
-    """The form; what it asks for opens in the frame below it.
+def make_form(model: str, reasons: Mapping[str, str], picked: Collection[str], limits: str) -> str:
+    """Return the form; the answer opens in the frame below it.
 
-    `refusals` say of each method why it can't run on this model, or ""; some are picked to begin with.
+    Args:
+        model: the name of the model.
+        reasons: for each method the reason why it cannot run on this model, or "" if it can.
+        picked: the methods that are picked at first.
+        limits: a sentence about the limits of a request.
     """
-    boxes = [_checkbox(name, refusal, name in picked) for name, refusal in refusals.items()]
-    return _document(
+    boxes = [_make_checkbox(name, reason, name in picked) for name, reason in reasons.items()]
+    return _make_document(
         f"lens_mix: {model}",
         f"<h1>{escape(model)}</h1>"
         '<form method="post" action="/map" target="page">'
@@ -47,19 +51,19 @@ def form(model: str, refusals: Mapping[str, str], picked: Collection[str], limit
     )
 
 
-def message(words: str) -> str:
-    """A page that says something."""
-    return _document("lens_mix", f'<p class="message" role="alert">{escape(words)}</p>')
+def make_message(text: str) -> str:
+    """Return a page that shows one message."""
+    return _make_document("lens_mix", f'<p class="message" role="alert">{escape(text)}</p>')
 
 
-def _checkbox(name: str, refusal: str, picked: bool) -> str:
-    state = " disabled" if refusal else " checked" if picked else ""
-    look = f' class="refused" title="{escape(refusal)}"' if refusal else ""
+def _make_checkbox(name: str, reason: str, is_picked: bool) -> str:
+    state = " disabled" if reason else " checked" if is_picked else ""
+    attributes = f' class="unsupported" title="{escape(reason)}"' if reason else ""
     name = escape(name)
-    return f'<label{look}><input type="checkbox" name="method" value="{name}"{state}> {name}</label>'
+    return f'<label{attributes}><input type="checkbox" name="method" value="{name}"{state}> {name}</label>'
 
 
-def _document(title: str, body: str) -> str:
+def _make_document(title: str, body: str) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>{body}</body></html>\n"

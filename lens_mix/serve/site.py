@@ -1,4 +1,4 @@
-"""The server: 127.0.0.1 only, a form, and the page of what it asks for."""
+"""Run a server on 127.0.0.1 that shows a form and answers with the page of the requested maps."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from urllib.parse import parse_qs, urlsplit
 from lens_mix import runner
 from lens_mix.lens.model_classes import TransformerLensModel
 from lens_mix.serve import forms
-from lens_mix.serve.answers import INPUT_MAP, Answer, page_of, refusal
-from lens_mix.serve.desk import Desk, OutOfTime
+from lens_mix.serve.answers import INPUT_MAP, Answer, make_message_answer, make_page
+from lens_mix.serve.job_queue import JobQueue, TimeLimitError
 
-# Names of this machine; a name that a foreign page has led here (DNS rebinding) is another.
+# The names of this machine. A request with another name may come from a foreign page (DNS rebinding).
 _NAMES = ("127.0.0.1", "localhost")
 _PICKED = ("attention", "value_zeroing", INPUT_MAP)
 _MOST_BYTES = 1 << 16
 _MOST_FIELDS = 200
-_POLL_SECONDS = 0.1  # how often the server looks whether it is to end
-_READ_SECONDS = 10.0  # how long a request may take to arrive: browsers open connections and say nothing
-_WRITE_SECONDS = 60.0  # how long an answer may take to leave
-_REST_SECONDS = 2.0  # how long unread data is read before the connection is closed
-_GRACE_SECONDS = 10.0  # how long a step of torch may go on after the limit until nobody waits for it any more
+_POLL_SECONDS = 0.1  # the time between two checks whether the server has to end
+_READ_SECONDS = 10.0  # the longest time for a request to arrive; browsers open connections without using them
+_WRITE_SECONDS = 60.0  # the longest time for sending an answer
+_REST_SECONDS = 2.0  # the longest time for reading unread data before the connection is closed
+_GRACE_SECONDS = 10.0  # the time beyond the limit that a request waits for an operation of torch to end
 
 
 class Limits(NamedTuple):
-    """What one request may ask for.
+    """Limit what one request may ask for.
 
     Attributes:
-        tokens: of the sentence.
-        seconds: for its maps.
-        waiting: requests that may wait while one is computed, 1 or more.
+        tokens: the largest number of tokens of a sentence.
+        seconds: the longest time for the maps of a sentence.
+        waiting: the largest number of requests that wait while one is computed, 1 or more.
     """
 
     tokens: int = 128
@@ -49,34 +49,36 @@ class Limits(NamedTuple):
     waiting: int = 4
 
     def __str__(self) -> str:
-        return f"At most {self.tokens} tokens and {self.seconds:g} seconds; one sentence at a time."
+        return (
+            f"At most {self.tokens} tokens and {self.seconds:g} seconds; one sentence is computed at a time."
+        )
 
 
 class Site(ThreadingHTTPServer):
-    """A server on 127.0.0.1; made, it holds the port, and `serve` answers.
+    """Bind a port on 127.0.0.1 when created; answer requests when `serve` is called.
 
     Args:
-        port: 0 for any that is free.
-        limits: of one request; None: those of `Limits`.
+        port: the port; 0 for any that is free.
+        limits: the limits of one request; None: the defaults of `Limits`.
 
     Raises:
-        OSError: the port is taken, or not ours to take.
+        OSError: the port is in use, or may not be used.
     """
 
-    # Connections that the system keeps until they are accepted. With the standard library's 5, most of 200
-    # clients at once would have to try again, after 1, 3, 7, ... seconds.
+    # The number of connections that the system keeps until they are accepted. With the standard library's 5,
+    # most of 200 simultaneous clients would have to try again, after 1, 3, 7, ... seconds.
     request_queue_size = 1024
 
     def __init__(self, port: int = 8000, limits: Limits | None = None) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.limits = limits or Limits()
-        self.desk: Desk[Answer] = Desk(self.limits.waiting, self.limits.seconds)
-        self.model: TransformerLensModel  # that of `serve`
+        self.jobs: JobQueue[Answer] = JobQueue(self.limits.waiting, self.limits.seconds)
+        self.model: TransformerLensModel  # set by `serve`
         self.form = ""
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """Return the address of the form."""
         return f"http://127.0.0.1:{self.server_port}/"
 
     def serve(
@@ -85,57 +87,76 @@ class Site(ThreadingHTTPServer):
         announce: Callable[[str], object] = print,
         until: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Answer until Ctrl-C, a KeyboardInterrupt, or until `until` says so. In the main thread only."""
+        """Answer requests until `until` returns True. Must be called in the main thread.
+
+        Args:
+            model: any TransformerLens model.
+            announce: a function that shows one line with the address.
+            until: a function that returns True when the server has to end.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
         table = runner.support(model)
-        refusals = {name: reason for name, _, reason in table} | {INPUT_MAP: ""}
-        self.model, self.form = model, forms.form(table.model, refusals, _PICKED, str(self.limits))
-        # The main thread is kept for the work: there alone it can be interrupted (`Desk`).
+        reasons = {name: reason for name, _, reason in table} | {INPUT_MAP: ""}
+        self.model, self.form = model, forms.make_form(table.model, reasons, _PICKED, str(self.limits))
+        # Requests are read in another thread, because maps can only be interrupted in the main thread.
         threading.Thread(target=self.serve_forever, args=[_POLL_SECONDS], daemon=True).start()
         try:
             announce(f"{table.model}: {self.url} (Ctrl-C ends it)")
-            self.desk.work(until)
+            self.jobs.run_jobs(until)
         finally:
             self.shutdown()
 
     def answer(self, text: str, methods: list[str]) -> Answer:
-        """The page, or a message that says why there is none."""
-        job = functools.partial(page_of, self.model, text, methods, self.limits.tokens)
+        """Return the page of a sentence, or a message about what went wrong.
+
+        Args:
+            text: the sentence.
+            methods: names of methods, or `INPUT_MAP`.
+        """
+        job = functools.partial(make_page, self.model, text, methods, self.limits.tokens)
         seconds, waiting = self.limits.seconds, self.limits.waiting
-        # All before it may need their time too.
+        # The jobs before this one may need their full time too.
         patience = (waiting + 1) * (seconds + _GRACE_SECONDS)
         try:
-            future = self.desk.submit(job)
+            future = self.jobs.submit(job)
         except queue.Full:
-            return refusal(503, f"Sentences that wait already: {waiting}, and no more may. Try again soon.")
+            return make_message_answer(503, f"Too many sentences wait already: {waiting}. Try again soon.")
         try:
             return future.result(patience)
-        except OutOfTime:
+        except TimeLimitError:
             advice = "Pick fewer methods, type less, or start the server with more --seconds."
-            return refusal(504, f"Stopped after {seconds:g} seconds, which is what a page may take. {advice}")
+            return make_message_answer(
+                504, f"Stopped after {seconds:g} seconds, the limit for a page. {advice}"
+            )
         except TimeoutError:
             future.cancel()
-            return refusal(
-                504, f"No page within {patience:g} seconds: a computation has not let itself be stopped."
+            return make_message_answer(
+                504, f"No page within {patience:g} seconds: a computation could not be stopped."
             )
         except KeyboardInterrupt:
-            return refusal(503, "The server has been stopped.")
+            return make_message_answer(503, "The server has been stopped.")
         except Exception as problem:
             traceback.print_exception(problem, file=sys.stderr)
-            words = f"No page, for a reason that was not foreseen: {type(problem).__name__}: {problem}"
-            return refusal(500, f"{words}\nThe terminal of the server says where.")
+            text = f"No page because of an unexpected error: {type(problem).__name__}: {problem}"
+            return make_message_answer(500, f"{text}\nThe server's terminal shows the traceback.")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that went away is none."""
+        """Show an error in the terminal, unless a browser has closed its connection."""
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
 
-class _Refused(Exception):
-    """A request that is answered with a status and a message, its arguments."""
+class _RequestError(Exception):
+    """Report a request that is answered with a message; the arguments are the status and the message."""
 
 
-class _Bounded(io.RawIOBase):
-    """The data of a connection; after some seconds in all, reading raises TimeoutError."""
+class _TimedReader(io.RawIOBase):
+    """Read the data of a connection, with a time limit for all reads together.
+
+    After that time, reading raises a TimeoutError.
+    """
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self._connection, self._end = connection, time.monotonic() + seconds
@@ -154,19 +175,20 @@ class _Bounded(io.RawIOBase):
 class _Handler(BaseHTTPRequestHandler):
     server: Site
     server_version, sys_version = "lens_mix", ""
-    # For a request whose version can't be read. Answers in the standard library's 0.9 have no status.
+    # This version is used for a request whose version cannot be read. In the standard library's default, 0.9,
+    # answers have no status.
     default_request_version = "HTTP/1.0"
 
     def setup(self) -> None:
         super().setup()
         self.rfile.close()
-        # With a limit for each read alone, a client could send a byte now and then for hours.
-        self.rfile = io.BufferedReader(_Bounded(self.connection, _READ_SECONDS))
+        # With a limit per read only, a client could keep the connection for hours by sending single bytes.
+        self.rfile = io.BufferedReader(_TimedReader(self.connection, _READ_SECONDS))
 
     def finish(self) -> None:
         super().finish()
-        # A connection that is closed before all of it is read is reset, and the answer is lost.
-        rest = _Bounded(self.connection, _REST_SECONDS)
+        # If a connection is closed before all of its data is read, it is reset and the answer is lost.
+        rest = _TimedReader(self.connection, _REST_SECONDS)
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             while rest.readinto(bytearray(_MOST_BYTES)):
@@ -178,65 +200,67 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        self._answer("/map", self._mapped)
+        self._answer("/map", self._map_sentence)
 
     def _answer(self, path: str, answer: Callable[[], Answer]) -> None:
-        """Send the answer, if the request is for this path and may be answered."""
+        """Send the answer, or a message if the request is not for this path or not allowed."""
         try:
             self._check(path)
-            found = answer()
-        except _Refused as refused:
-            found = refusal(*refused.args)
-        self._send(found)
+            made = answer()
+        except _RequestError as error:
+            made = make_message_answer(*error.args)
+        self._send(made)
 
     def _check(self, path: str) -> None:
-        """Refuse a request for another path, to another name of this machine, or from another site's page."""
+        """Raise an error for a request with another path or host name, or from another site's page."""
         try:
             address = urlsplit(self.path)
         except ValueError:
-            raise _Refused(400, "The address of the request can't be read; the form is at /.") from None
+            raise _RequestError(400, "The address of the request can't be read; the form is at /.") from None
         hosts = self.headers.get_all("Host", [])
-        # A request may repeat the server's name in its address, as those to a proxy do.
+        # The address of a request may repeat the server's name, as in requests to a proxy.
         names = [*hosts, address.netloc] if address.scheme else hosts
-        ours = all(name in _NAMES or name.rpartition(":")[0] in _NAMES for name in names)
-        if len(hosts) != 1 or not ours or address.scheme not in ("", "http"):
-            raise _Refused(403, "This server answers at http://127.0.0.1 and http://localhost only.")
-        # The port may be another one, of a tunnel.
+        is_local = all(name in _NAMES or name.rpartition(":")[0] in _NAMES for name in names)
+        if len(hosts) != 1 or not is_local or address.scheme not in ("", "http"):
+            raise _RequestError(403, "This server answers at http://127.0.0.1 and http://localhost only.")
+        # Any port is accepted, because a tunnel may use another one.
         if self.headers.get("Origin", f"http://{hosts[0]}") != f"http://{hosts[0]}":
-            raise _Refused(403, "This server answers its own form only, and no other page.")
+            raise _RequestError(403, "This server answers its own form only, and no other page.")
         if address.path != path:
-            raise _Refused(404, "There is nothing at this address; the form is at /.")
+            raise _RequestError(404, "There is nothing at this address; the form is at /.")
 
-    def _mapped(self) -> Answer:
+    def _map_sentence(self) -> Answer:
         try:
-            fields = parse_qs(self._body().decode("utf-8", "replace"), max_num_fields=_MOST_FIELDS)
+            fields = parse_qs(self._read_body().decode("utf-8", "replace"), max_num_fields=_MOST_FIELDS)
         except ValueError:
-            raise _Refused(400, f"The request has more than {_MOST_FIELDS} fields.") from None
+            raise _RequestError(400, f"The request has more than {_MOST_FIELDS} fields.") from None
         return self.server.answer(fields.get("text", [""])[0], fields.get("method", []))
 
-    def _body(self) -> bytes:
+    def _read_body(self) -> bytes:
         lengths = set(self.headers.get_all("Content-Length", []))
-        given = lengths.pop().strip() if lengths else ""
+        length = lengths.pop().strip() if lengths else ""
         if lengths:
-            raise _Refused(400, "The request has two lengths that differ (Content-Length).")
-        if "Transfer-Encoding" in self.headers or not (given.isascii() and given.isdigit()):
-            raise _Refused(411, "The request does not say how long it is (a Content-Length of digits).")
-        # The number of digits comes first, because Python can't read a number of thousands of digits.
-        digits = given.lstrip("0") or "0"
+            raise _RequestError(400, "The request has two different lengths (Content-Length).")
+        if "Transfer-Encoding" in self.headers or not (length.isascii() and length.isdigit()):
+            raise _RequestError(411, "The request has no length (a Content-Length of digits).")
+        # The number of digits is checked first, because Python cannot convert thousands of digits.
+        digits = length.lstrip("0") or "0"
         if len(digits) > len(str(_MOST_BYTES)) or int(digits) > _MOST_BYTES:
-            raise _Refused(413, f"The sentence is too long: {self.server.limits}")
+            raise _RequestError(413, f"The sentence is too long: {self.server.limits}")
         try:
             body = self.rfile.read(int(digits))
         except TimeoutError:
-            raise _Refused(408, f"The request was not complete after {_READ_SECONDS:g} seconds.") from None
+            raise _RequestError(
+                408, f"The request was not complete after {_READ_SECONDS:g} seconds."
+            ) from None
         if len(body) < int(digits):
-            raise _Refused(400, f"The request ended after {len(body)} of {digits} bytes.")
+            raise _RequestError(400, f"The request ended after {len(body)} of {digits} bytes.")
         return body
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """The same, in words on a page; also for what the standard library refuses."""
-        words = message or http.HTTPStatus(code).phrase
-        self._send(refusal(code, words))
+        """Send an error of the standard library as a page with a message."""
+        text = message or http.HTTPStatus(code).phrase
+        self._send(make_message_answer(code, text))
 
     def _send(self, answer: Answer) -> None:
         self.connection.settimeout(_WRITE_SECONDS)
@@ -247,7 +271,7 @@ class _Handler(BaseHTTPRequestHandler):
             "Content-Length": str(len(body)),
             "Content-Security-Policy": answer.policy,
             "X-Content-Type-Options": "nosniff",
-            # With "no-referrer" the form's own Origin would be "null".
+            # With "no-referrer" the requests of the form would have the Origin "null".
             "Referrer-Policy": "same-origin",
             "Cross-Origin-Resource-Policy": "same-origin",
             "Cache-Control": "no-store",
@@ -258,4 +282,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: what was typed is nobody else's business."""
+        """Log nothing, because the sentences are private."""

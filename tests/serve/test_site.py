@@ -1,4 +1,7 @@
-"""`lens-mix serve`: real requests to a server on a free port; the test's thread is the one that computes."""
+"""Test `lens-mix serve` with real requests to a server on a free port.
+
+The requests come from other threads; the maps are computed in the test's thread.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +50,14 @@ def model(tmp_path_factory):
     from lens_mix.cli import _load
 
     model = _load(str(save_tiny_llama(tmp_path_factory.mktemp("model"))))
-    # TransformerLens leaves hooks of its own on a model when it is first run.
+    # TransformerLens adds hooks of its own in the first pass of a model.
     model(TEXT)
     return model
 
 
 @dataclasses.dataclass(frozen=True)
 class Endless(Method):
-    """Would compute for ever."""
+    """Compute without end."""
 
     name = "endless"
     residual = 0.0
@@ -67,7 +70,7 @@ class Endless(Method):
 
 @dataclasses.dataclass(frozen=True)
 class Broken(Method):
-    """Has a bug."""
+    """Raise an unexpected error."""
 
     name = "broken"
     residual = 0.0
@@ -83,14 +86,14 @@ def methods_of_the_tests(monkeypatch):
 
 
 class Visited:
-    """A site and what it answers: requests come from threads, the work is done here."""
+    """Send requests from threads to a site that computes in this thread."""
 
     def __init__(self, model, **limits):
         self.site = Site(0, Limits(**limits))
         self.model, self.pool = model, concurrent.futures.ThreadPoolExecutor(8)
 
     def answers(self, *requests, fetch=None):
-        """What came back for each, after all of them have been answered: (status, headers, text)."""
+        """Return (status, headers, text) of the answer to each request, once all are answered."""
         futures: list[concurrent.futures.Future] = []
 
         def send(_):
@@ -120,7 +123,7 @@ def fetched(request):
 
 @pytest.fixture
 def visited(model):
-    # As many may wait as are sent at once, however late the work begins.
+    # All requests that the pool sends at once may wait, so that none gets a 503.
     made = Visited(model, waiting=8)
     with made.site:
         yield made
@@ -133,7 +136,7 @@ def maps_in(text):
 
 
 def scores_of(packed):
-    """Layers of the visible numbers, row by row; float16."""
+    """Return the visible numbers of each layer, row by row, stored as float16."""
     assert packed["code"] == "float16"
     return [
         np.frombuffer(zlib.decompress(base64.b64decode(layer["data"])), "<f2") * layer["largest"]
@@ -148,7 +151,7 @@ def message_in(text):
     return html.unescape(words)
 
 
-# ---------------------------------------------------------------------- what is asked for comes
+# ---------------------------------------------------------------------- the form and the page
 
 
 def test_the_page_holds_the_maps_of_a_run(visited, model):
@@ -202,10 +205,10 @@ def test_answers_are_for_this_machines_own_page_alone(visited):
         assert headers["Cache-Control"] == "no-store"
 
 
-# ---------------------------------------------------------------------- what is refused, in words
+# ---------------------------------------------------------------------- messages
 
 
-def test_mistakes_are_answered_in_words(visited):
+def test_mistakes_are_answered_with_a_message(visited):
     requests = {
         "no sentence": visited.request("  ", "alti"),
         "No method is picked": visited.request(TEXT),
@@ -221,7 +224,7 @@ def test_mistakes_are_answered_in_words(visited):
 def test_a_sentence_that_is_too_long(model):
     visited = Visited(model, tokens=7)
     with visited.site:
-        # <s> and six words, and one more
+        # The first has <s> and six words, the second one word more.
         fits, long, longer = visited.answers(
             visited.request(TEXT, "alti"),
             visited.request(f"{TEXT} Japan", "alti"),
@@ -244,7 +247,7 @@ def test_a_hostile_sentence_and_method_stay_text(visited):
     assert "got '</script><script>" in message_in(text)
 
 
-def test_a_bug_is_told_in_words_and_where_in_the_terminal(visited, capsys):
+def test_an_unexpected_error_is_a_message_and_a_traceback_in_the_terminal(visited, capsys):
     status, _, text = visited.map("broken")
     assert status == 500
     assert "RuntimeError: <b>no such file</b>" in message_in(text)
@@ -271,25 +274,25 @@ def test_a_time_limit_leaves_the_model_as_it_was(model):
 def test_more_than_may_wait_are_sent_away(model):
     visited = Visited(model, waiting=2)
     with visited.site:
-        # Nobody works yet: all that come wait, and those for whom there is no room are answered at once.
+        # No jobs run yet, so all of them wait, and a request beyond the limit is answered at once.
         visited.site.model = model
-        taken = [visited.site.desk.submit(lambda: None) for _ in range(2)]
+        taken = [visited.site.jobs.submit(lambda: None) for _ in range(2)]
         answer = visited.site.answer(TEXT, ["alti"])
         assert answer.status == 503
         assert "wait already: 2" in message_in(answer.html)
-        visited.site.desk.work(until=lambda: all(future.done() for future in taken))
+        visited.site.jobs.run_jobs(until=lambda: all(future.done() for future in taken))
         assert visited.map("alti")[0] == 200
 
 
 def test_nobody_waits_for_ever(model, monkeypatch):
-    """As where one step of torch takes longer than all limits: nobody works here."""
+    """No jobs run here, as if one operation of torch took longer than all limits."""
     computed: list[str] = []
 
-    def page_of(model, text, asked, tokens):
+    def make_page(model, text, asked, tokens):
         computed.append(text)
         return Answer(200, "")
 
-    monkeypatch.setattr(site, "page_of", page_of)
+    monkeypatch.setattr(site, "make_page", make_page)
     monkeypatch.setattr(site, "_GRACE_SECONDS", 0.0)
     visited = Visited(model, seconds=0.1, waiting=2)
     visited.site.model = model
@@ -298,7 +301,7 @@ def test_nobody_waits_for_ever(model, monkeypatch):
         assert answer.status == 504
         assert "No page within 0.3 seconds" in message_in(answer.html)
         assert visited.map("alti", text="They live")[0] == 200
-    # The first, for whom nobody waits, is not.
+    # The first one is not computed, because its request was answered already.
     assert computed == ["They live"]
 
 
@@ -310,14 +313,14 @@ def test_several_at_once_get_their_own(visited, model):
         assert maps_in(page)["attention"]["tokens"] == lm.run(model, text, "attention").tokens
 
 
-def test_it_is_there_for_this_machine_alone(visited):
+def test_the_server_can_be_reached_from_this_machine_only(visited):
     assert visited.site.server_address[0] == "127.0.0.1"
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", visited.site.server_port), 2)
 
 
 @pytest.mark.parametrize(("method", "expected"), [("GET", 200), ("POST", 404)])
-def test_other_names_and_other_pages_are_refused(visited, method, expected):
+def test_other_names_and_other_pages_get_an_error(visited, method, expected):
     port = visited.site.server_port
 
     def asked(headers):
@@ -346,8 +349,8 @@ def test_other_names_and_other_pages_are_refused(visited, method, expected):
         assert "its own form only" in message_in(text)
 
 
-def test_requests_that_are_none(visited):
-    def said(words):
+def test_unusable_requests(visited):
+    def send_raw(words):
         with socket.create_connection(("127.0.0.1", visited.site.server_port), 30) as connection:
             connection.sendall(words)
             connection.shutdown(socket.SHUT_WR)
@@ -358,21 +361,22 @@ def test_requests_that_are_none(visited):
         b"DELETE / HTTP/1.0\r\nHost: localhost\r\n\r\n": "501",
         post + b"\r\n": "411",
         post + b"Content-Length: -1\r\n\r\n": "411",
-        # No text; one that is no UTF-8 and has no method; too many fields.
+        # No text; a text that is not UTF-8, without a method; too many fields.
         post + b"Content-Length: 9\r\n\r\n": "400",
         post + b"Content-Length: 8\r\n\r\ntext=%ff": "400",
         post + b"Content-Length: 401\r\n\r\n" + b"a&" * 200 + b"a": "400",
     }
-    for words, status, text in zip(cases, cases.values(), visited.answers(*cases, fetch=said), strict=True):
+    answers = visited.answers(*cases, fetch=send_raw)
+    for words, status, text in zip(cases, cases.values(), answers, strict=True):
         assert text.startswith(f"HTTP/1.0 {status}"), words
         assert message_in(text)
 
 
 def test_malformed_requests_get_an_answer(visited, capsys):
-    """Also where the client keeps the connection open and waits, as most do."""
+    """The client keeps the connection open and waits, as most clients do."""
     port = visited.site.server_port
 
-    def said(words):
+    def send_raw(words):
         with socket.create_connection(("127.0.0.1", port), 30) as connection:
             connection.sendall(words)
             return b"".join(iter(lambda: connection.recv(65536), b"")).decode("utf-8", "replace")
@@ -426,19 +430,20 @@ def test_malformed_requests_get_an_answer(visited, capsys):
         post + b"Content-Length: 25\r\n\r\n\xff\xfe\x00=\x00&text=%ff&method=%00": "400",
     }
     started = time.monotonic()
-    for words, status, text in zip(cases, cases.values(), visited.answers(*cases, fetch=said), strict=True):
+    answers = visited.answers(*cases, fetch=send_raw)
+    for words, status, text in zip(cases, cases.values(), answers, strict=True):
         assert text.startswith(f"HTTP/1.0 {status}"), (words[:80], text[:80])
         assert words.startswith((b"UNEMBEDDING", b"GET http://localhost", b"GET http://127")) or message_in(
             text
         )
-    # Nobody waits for bytes that do not come.
+    # The server must not wait for bytes that are never sent.
     assert time.monotonic() - started < 8
     assert "Traceback" not in capsys.readouterr().err
     assert visited.map("alti")[0] == 200
 
 
 def test_requests_that_do_not_end(visited, monkeypatch, capsys):
-    """A body that stops, a byte now and then, a connection that says nothing, and one that is reset."""
+    """Send an incomplete body, single bytes, nothing at all, and reset connections."""
     monkeypatch.setattr(site, "_READ_SECONDS", 0.5)
     port = visited.site.server_port
 
@@ -476,7 +481,7 @@ def test_requests_that_do_not_end(visited, monkeypatch, capsys):
 
 
 def test_two_hundred_clients_at_once(model):
-    """Each gets an answer within seconds: the form, or its page, or that too many wait already."""
+    """Each gets an answer within seconds: the form, its page, or a message that too many wait already."""
     visited = Visited(model, waiting=4)
     visited.pool = concurrent.futures.ThreadPoolExecutor(200)
     together, seconds = threading.Barrier(200), []
@@ -496,7 +501,7 @@ def test_two_hundred_clients_at_once(model):
     assert {status for status, _, _ in pages} == {200, 503}
     assert sum(status == 200 for status, _, _ in pages) >= 4
     assert max(seconds) < 30
-    # With a short backlog the first ones are answered at once, and the others after 1, 3, 7 and 15 s.
+    # With a short backlog, most clients would be answered only after 1, 3, 7 or 15 seconds.
     assert sorted(seconds)[100] < 10
 
 
@@ -509,7 +514,7 @@ def test_the_command_answers_until_ctrl_c(tmp_path):
         pytest.skip("no bridge in this TransformerLens")
     folder = save_tiny_llama(tmp_path)
     command = [sys.executable, "-m", "lens_mix", "serve", str(folder), "--port", "0", "--tokens", "20"]
-    # Its own group of processes, so that Ctrl-C is for it alone.
+    # The command gets its own process group, so that Ctrl-C does not reach the tests.
     started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     with started:
         try:
@@ -529,7 +534,7 @@ def test_the_command_answers_until_ctrl_c(tmp_path):
     assert rest.strip() == "The server has ended."
 
 
-def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(tmp_path):
+def test_a_port_in_use_is_an_error_before_the_model_is_loaded(tmp_path):
     from typer.testing import CliRunner
 
     from lens_mix.cli import app

@@ -1,4 +1,4 @@
-"""The form in a real browser: a sentence, two methods, and the page answers clicks in its frame."""
+"""Test the form in a real browser: send a sentence with two methods, and click in the page in its frame."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = NEEDS_CHROMIUM
 
 
 def visit(browser, url, place):
-    """Ask for two maps, click through them, then ask for none and read why there is none."""
+    """Request two maps and click through them, then request none and read the message."""
     browser.get(url)
     browser.find_element("name", "text").send_keys("My grandmother was born in <i>Italy</i>")
     for box in browser.find_elements("css selector", "input:checked"):
@@ -71,7 +71,7 @@ def test_a_sentence_two_methods_and_the_page(browser, tmp_path):
 
     with Site(0, Limits()) as site:
         visitor = threading.Thread(target=click_through)
-        # The work is done here, in the main thread.
+        # The maps are computed here, in the main thread.
         site.serve(
             _load(str(save_tiny_llama(tmp_path))), lambda _: visitor.start(), lambda: not visitor.is_alive()
         )

@@ -1,4 +1,4 @@
-"""Jobs, done one after another in the main thread, each within a time limit."""
+"""Run jobs one after another in the main thread, each with a time limit."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_WAIT_SECONDS = 0.1  # how often somebody who waits for a job looks whether the work is over
+_WAIT_SECONDS = 0.1  # the longest wait for a job before `until` is called again
 
 
-class OutOfTime(KeyboardInterrupt):
-    """A job took longer than it may; it was stopped as by Ctrl-C, which leaves the model as it was."""
+class TimeLimitError(KeyboardInterrupt):
+    """Report that a job took longer than its limit, and was stopped as by Ctrl-C.
+
+    The model is as before, because lens_mix restores it after Ctrl-C.
+    """
 
 
-class Desk(Generic[T]):
-    """Takes jobs from any thread and does them in the main thread.
+class JobQueue(Generic[T]):
+    """Accept jobs from any thread and run them in the main thread.
 
-    Python hands signals to the main thread alone, so a job there can be stopped at any moment by the signal
-    of Ctrl-C, which lens_mix survives everywhere (`lens_mix.lens.changes`). What can't be stopped is one step
-    of torch: the job ends with it.
+    Python delivers signals to the main thread only, so a job there can be stopped at any time by the signal
+    of Ctrl-C. lens_mix restores the model after it (`lens_mix.lens.changes`). A single operation of torch
+    cannot be stopped: the job ends after it.
 
     Args:
-        waiting: so many jobs may wait, 1 or more.
-        seconds: what one job may take.
+        waiting: the largest number of waiting jobs, 1 or more.
+        seconds: the time limit of one job.
     """
 
     def __init__(self, waiting: int, seconds: float) -> None:
@@ -39,18 +42,24 @@ class Desk(Generic[T]):
         self._late: Future[T] | None = None
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """What the job will give: its result, its exception, or OutOfTime.
+        """Add a job to the queue, and return a future of its result.
+
+        The future's exception is that of the job, or a TimeLimitError.
 
         Raises:
-            queue.Full: so many wait already.
+            queue.Full: the largest number of jobs is waiting already.
         """
         future: Future[T] = Future()
         self._jobs.put_nowait((future, job))
         return future
 
-    def work(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Do jobs until `until` says so, or until Ctrl-C, a KeyboardInterrupt. In the main thread only."""
-        before = signal.signal(signal.SIGINT, self._interrupted)
+    def run_jobs(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Run jobs until `until` returns True. Must be called in the main thread.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
+        before = signal.signal(signal.SIGINT, self._handle_signal)
         try:
             while not until():
                 try:
@@ -58,11 +67,11 @@ class Desk(Generic[T]):
                 except queue.Empty:
                     continue
                 if future.set_running_or_notify_cancel():
-                    self._do(future, job)
+                    self._run(future, job)
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def _do(self, future: Future[T], job: Callable[[], T]) -> None:
+    def _run(self, future: Future[T], job: Callable[[], T]) -> None:
         timer = threading.Timer(self._seconds, self._stop, [future])
         timer.daemon = True
         problem: BaseException | None = None
@@ -73,7 +82,7 @@ class Desk(Generic[T]):
                 result = job()
             except Exception as raised:
                 problem = raised
-            # From here on the limit interrupts nothing.
+            # The job has ended, so the time limit must not interrupt anything from here on.
             self._running = None
         except KeyboardInterrupt as interrupt:
             self._running, problem = None, interrupt
@@ -82,19 +91,19 @@ class Desk(Generic[T]):
             future.set_result(result)
         else:
             future.set_exception(problem)
-        if isinstance(problem, KeyboardInterrupt) and not isinstance(problem, OutOfTime):
+        if isinstance(problem, KeyboardInterrupt) and not isinstance(problem, TimeLimitError):
             raise problem
 
     def _stop(self, future: Future[T]) -> None:
-        """The limit has come, in the timer's thread."""
+        """Interrupt the main thread if the job is still running; called in the timer's thread."""
         if future is self._running:
             self._late = future
             _thread.interrupt_main()
 
-    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         late, self._late = self._late, None
         if late is None:
             raise KeyboardInterrupt
-        # Else it has ended in the meantime.
+        # The late job may have ended in the meantime; then nothing is to be stopped.
         if late is self._running:
-            raise OutOfTime
+            raise TimeLimitError
