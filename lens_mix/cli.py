@@ -1,8 +1,8 @@
-"""The command line: `lens-mix map TEXT --model MODEL`, and `serve`, `support`, `check` and `evaluate MODEL`.
+"""Define the command line: `lens-mix map TEXT --model MODEL`, and `serve`, `support`, `check` and `evaluate`.
 
-Needs the extra `cli` (typer). MODEL is a name or a folder that transformers knows. An error is one line on
-the standard error. The exit code is 2 if something that was asked for can't be done, and 1 for anything
-else. LENS_MIX_DEBUG=1 in the environment shows the traceback.
+It needs the extra `cli` (typer). MODEL is the name or the folder of a model that transformers can load. An
+error is one line on the standard error. The exit code is 2 for a wrong argument or file and for a model that
+cannot be used, and 1 for any other error. LENS_MIX_DEBUG=1 in the environment shows the traceback.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ try:
 except ImportError as problem:
     raise SystemExit("lens-mix: the command line needs typer: pip install 'lens_mix[cli]'") from problem
 
-_LONGEST_LINE = 600  # characters of an error; some libraries list all valid values
+_LONGEST_LINE = 600  # the most characters of an error; some libraries list all valid values in their errors
 
 
 class _Commands(TyperGroup):
-    """The group of commands; an error in one of them becomes one line."""
+    """Run the commands, and show an error in one of them as one line."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
         """Run a command and exit."""
@@ -35,16 +35,16 @@ class _Commands(TyperGroup):
         try:
             code = super().main(args, *rest, **{**options, "standalone_mode": False})
         except Exception as problem:
-            words, code = _explained(problem)
-            typer.echo(f"lens-mix: {textwrap.shorten(words, _LONGEST_LINE, placeholder=' ...')}", err=True)
+            text, code = _describe(problem)
+            typer.echo(f"lens-mix: {textwrap.shorten(text, _LONGEST_LINE, placeholder=' ...')}", err=True)
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _explained(problem: Exception) -> tuple[str, int]:
+def _describe(problem: Exception) -> tuple[str, int]:
     """Return the text that is shown for an error, and the exit code."""
-    if hasattr(problem, "format_message"):  # typer's own error about an argument
+    if hasattr(problem, "format_message"):  # true of typer's own errors about arguments
         context = getattr(problem, "ctx", None)
-        advice = f" ({context.command_path} --help lists what there is)" if context else ""
+        advice = f" ({context.command_path} --help lists the arguments)" if context else ""
         return f"{problem.format_message()}{advice}", 2
     if isinstance(problem, typer.Abort):
         return "interrupted", 1
@@ -61,20 +61,20 @@ app = typer.Typer(
     epilog="LENS_MIX_DEBUG=1 in the environment shows the traceback of an error.",
 )
 
-_Model = Annotated[str, typer.Argument(help="name or folder of a model that transformers knows")]
+_Model = Annotated[str, typer.Argument(help="name or folder of a model that transformers can load")]
 _DEFAULT_METHODS = "attention,value_zeroing,attn_res_ln,alti,decompx,gradient_attention,input_gradients"
 
 
 @app.command("map")
 def _map_text(
     text: Annotated[str, typer.Argument(help="the prompt")],
-    model: Annotated[str, typer.Option(help="name or folder of a model that transformers knows")],
+    model: Annotated[str, typer.Option(help="name or folder of a model that transformers can load")],
     method: Annotated[
         list[str] | None, typer.Option(help="a method's name; may be given several times")
     ] = None,
     out: Annotated[Path, typer.Option(help="the page to write, one self-contained file")] = Path("page.html"),
 ) -> None:
-    """Map a prompt and write a page to look through: text, grid, flow, methods side by side.
+    """Map a prompt and write a page with several views: text, grid, flow, methods side by side.
 
     For attention_attribution the page also has the attribution tree, for information_flow_routes the routes.
     """
@@ -82,14 +82,14 @@ def _map_text(
     from lens_mix.recommended import input_map
     from lens_mix.view.page import page
 
-    # What can be wrong without a model is found before one is loaded.
-    _check_place("--out", out)
+    # The arguments are checked first, because loading a model takes long.
+    _check_writable("--out", out)
     if not text.strip():
         raise ValueError(f"TEXT: expected a prompt, got {text!r}")
-    asked = method or ["attention", "value_zeroing"]
-    runner.read_methods(asked)
+    names = method or ["attention", "value_zeroing"]
+    runner.read_methods(names)
     loaded = _load(model)
-    maps = runner.run(loaded, text, asked)
+    maps = runner.run(loaded, text, names)
     if not method:
         maps["input_map"] = input_map(loaded, text)
     page(maps, out)
@@ -99,24 +99,22 @@ def _map_text(
 @app.command()
 def serve(
     model: _Model,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="port to listen on; 0: any that is free")
-    ] = 8000,
-    tokens: Annotated[int, typer.Option(min=1, help="most tokens that a sentence may have")] = 128,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free port")] = 8000,
+    tokens: Annotated[int, typer.Option(min=1, help="largest number of tokens of a sentence")] = 128,
     seconds: Annotated[
-        float, typer.Option(min=0.1, max=86_400, help="most seconds that a page may take")
+        float, typer.Option(min=0.1, max=86_400, help="longest time for a page, in seconds")
     ] = 60.0,
     waiting: Annotated[
-        int, typer.Option(min=1, help="most sentences that may wait while one is computed")
+        int, typer.Option(min=1, help="largest number of sentences that wait while one is computed")
     ] = 4,
 ) -> None:
-    """Serve a form on this machine alone (127.0.0.1): type a sentence, pick methods, get the page."""
+    """Serve a form on this machine only (127.0.0.1): type a sentence, pick methods, get the page."""
     from lens_mix.serve import Limits, Site
 
     if not math.isfinite(seconds):
         raise ValueError(f"--seconds: expected a finite number, got {seconds}")
     try:
-        # Before the model is loaded.
+        # The port is bound first, because loading a model takes long.
         site = Site(port, Limits(tokens, seconds, waiting))
     except OSError as problem:
         raise ValueError(f"--port: expected one that is free, got {port} ({problem})") from problem
@@ -129,7 +127,7 @@ def serve(
 
 @app.command()
 def support(model: _Model) -> None:
-    """List which methods run on a model, and why others don't."""
+    """List the methods that run on a model, and the reason why each other one does not."""
     from lens_mix import runner
 
     typer.echo(str(runner.support(_load(model))))
@@ -138,9 +136,9 @@ def support(model: _Model) -> None:
 @app.command()
 def check(model: _Model) -> None:
     """Check that every block can be rebuilt from its components, as most methods need."""
-    from lens_mix.lens.verification import support as verifications
+    from lens_mix.lens.verification import support as verification
 
-    typer.echo(str(verifications.check(_load(model))))
+    typer.echo(str(verification.check(_load(model))))
 
 
 @app.command()
@@ -150,12 +148,12 @@ def evaluate(
         Path | None, typer.Option(help="a text file with a prompt on each line: scores importance")
     ] = None,
     blimp: Annotated[
-        Path | None, typer.Option(help="a BLiMP file (.jsonl): scores whether the word that decides is found")
+        Path | None, typer.Option(help="a BLiMP file (.jsonl): scores whether the decisive word is found")
     ] = None,
     planted: Annotated[
         int,
         typer.Option(
-            min=0, help="how many long prompts with a planted fact to make: scores whether it is found"
+            min=0, help="the number of long prompts with a planted fact: scores whether the fact is found"
         ),
     ] = 0,
     methods: Annotated[str, typer.Option(help="names of methods, separated by commas")] = _DEFAULT_METHODS,
@@ -166,7 +164,7 @@ def evaluate(
         bool, typer.Option(help="also score the model with shuffled weights, as a control")
     ] = False,
     resume: Annotated[
-        Path | None, typer.Option(help="file that keeps finished cases; a second run computes the others")
+        Path | None, typer.Option(help="file with the finished cases; a second run computes only the others")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="file to write: the table (.md or .csv) or a figure (.png)")
@@ -179,15 +177,15 @@ def evaluate(
     given = [name for name, value in (("prompts", prompts), ("blimp", blimp), ("planted", planted)) if value]
     if len(given) != 1:
         raise ValueError(f"expected exactly one of --prompts, --blimp, --planted; got {given or 'none'}")
-    # What can be wrong without a model is found before one is loaded.
+    # The arguments are checked first, because loading a model takes long.
     if out is not None:
         if out.suffix not in (".md", ".csv", ".png"):
             raise ValueError(f"--out: expected a .md, .csv or .png file; got {out.name!r}")
-        _check_place("--out", out)
+        _check_writable("--out", out)
     if resume is not None and resume.is_dir():
         raise ValueError(f"--resume: expected a file, got the folder {resume}")
     runner.read_methods(methods.split(","))
-    lines = _prompts_of(prompts) if prompts is not None else []
+    lines = _read_prompts(prompts) if prompts is not None else []
     if blimp is not None:
         file_path("--blimp", blimp)
     loaded = _load(model)
@@ -214,8 +212,8 @@ def evaluate(
         _write(board, out)
 
 
-def _prompts_of(path: Path) -> list[str]:
-    """Return the lines of a text file that are not blank."""
+def _read_prompts(path: Path) -> list[str]:
+    """Return the lines of a text file, without blank ones."""
     from lens_mix.arguments import file_path
 
     try:
@@ -228,8 +226,8 @@ def _prompts_of(path: Path) -> list[str]:
     return lines
 
 
-def _check_place(option: str, path: Path) -> None:
-    """Raise an error unless a file can be written."""
+def _check_writable(option: str, path: Path) -> None:
+    """Raise an error unless a file can be written at the path."""
     from lens_mix.arguments import file_path
 
     file_path(option, path, write=True)
@@ -250,10 +248,11 @@ def _write(board: Any, out: Path) -> None:
 
 
 def _load(name: str) -> Any:
-    """Load a TransformerBridge, or a HookedTransformer where this TransformerLens has no bridge."""
+    """Load a TransformerBridge, or a HookedTransformer if this TransformerLens has no bridge."""
     try:
-        return _loaded(name)
-    # Several libraries raise errors of many types: no such name, no network, a broken file, no memory.
+        return _load_unchecked(name)
+    # Every exception is caught, because libraries raise errors of many types for an unknown name, a missing
+    # network, a broken file or too little memory.
     except Exception as problem:
         raise ValueError(
             f"MODEL: expected the name or the folder of a model that can be loaded, got {name!r}: "
@@ -261,7 +260,7 @@ def _load(name: str) -> Any:
         ) from problem
 
 
-def _loaded(name: str) -> Any:
+def _load_unchecked(name: str) -> Any:
     try:
         from transformer_lens.model_bridge import TransformerBridge
     except ImportError:

@@ -50,7 +50,7 @@ def test_evaluate(folder, tmp_path):
     assert "| attention | mean |" in (tmp_path / "board.md").read_text()
 
 
-def test_a_file_of_another_evaluation_is_refused_in_one_sentence(folder, tmp_path):
+def test_a_file_of_another_evaluation_is_an_error_without_a_traceback(folder, tmp_path):
     prompts, path = tmp_path / "prompts.txt", tmp_path / "r.jsonl"
     prompts.write_text("She left the country with her\n")
     options = ["--prompts", prompts, "--aggregations", "mean", "--resume", path, "--methods"]
@@ -72,10 +72,10 @@ def test_map_writes_a_page(folder, tmp_path):
 
 @pytest.fixture
 def loaded(model, monkeypatch):
-    """Every name is that of the tests' decoder, on every release."""
+    """Load the tests' decoder for every name, so that the commands can be tested on every release."""
     from lens_mix import cli
 
-    monkeypatch.setattr(cli, "_loaded", lambda name: model)
+    monkeypatch.setattr(cli, "_load_unchecked", lambda name: model)
 
 
 def test_every_command_on_a_model(loaded, tmp_path):
@@ -104,7 +104,7 @@ def test_help(command):
 
 
 def error_of(*arguments):
-    """The one line that a command ends in."""
+    """Return the one line that a failing command prints."""
     found = called(*arguments)
     assert found.exit_code in (1, 2), found.output
     (line,) = found.output.splitlines()
@@ -183,17 +183,17 @@ def test_files_that_are_wrong(loaded, tmp_path):
         assert words in error_of(*arguments), arguments
 
 
-def test_a_place_that_cannot_be_written_is_found_before_the_model_is_loaded(tmp_path, monkeypatch):
+def test_an_unwritable_path_is_an_error_before_the_model_is_loaded(tmp_path, monkeypatch):
     from lens_mix import cli
 
     monkeypatch.setattr(cli.os, "access", lambda path, mode: False)
-    monkeypatch.setattr(cli, "_loaded", lambda name: pytest.fail("loaded"))
+    monkeypatch.setattr(cli, "_load_unchecked", lambda name: pytest.fail("loaded"))
     assert "can be written" in error_of("map", "b", "--model", "any", "--out", tmp_path / "page.html")
     assert "can be written" in error_of("evaluate", "any", "--planted", 3, "--out", tmp_path / "board.md")
 
 
 def test_models_that_cannot_be_loaded(tmp_path):
-    """Offline, as all tests are."""
+    """Names are not looked up, because all tests run offline."""
     from safetensors import SafetensorError
 
     (tmp_path / "file").write_text("no model")
@@ -222,7 +222,7 @@ def test_models_that_cannot_be_loaded(tmp_path):
         assert "MODEL" in error_of(command, "nobody/nothing", *more)
     for problem in (SafetensorError("header too large"), MemoryError(), RuntimeError("size\nmismatch")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lens_mix.cli._loaded", raising(problem))
+            patch.setattr("lens_mix.cli._load_unchecked", raising(problem))
             assert type(problem).__name__ in error_of("support", "any")
 
 
@@ -233,10 +233,10 @@ def raising(problem):
     return raise_it
 
 
-def test_a_bug_is_one_line_and_its_traceback_is_to_be_had(monkeypatch):
+def test_a_bug_is_one_line_and_a_variable_shows_its_traceback(monkeypatch):
     from lens_mix import cli, runner
 
-    monkeypatch.setattr(cli, "_loaded", lambda name: None)
+    monkeypatch.setattr(cli, "_load_unchecked", lambda name: None)
     monkeypatch.setattr(runner, "support", raising(KeyError("a bug")))
     assert error_of("support", "any").startswith("lens-mix: KeyError: 'a bug' (LENS_MIX_DEBUG=1")
     assert called("support", "any").exit_code == 1
@@ -245,10 +245,10 @@ def test_a_bug_is_one_line_and_its_traceback_is_to_be_had(monkeypatch):
     assert isinstance(found.exception, KeyError)
 
 
-def test_ctrl_c_is_no_error_of_many_lines(monkeypatch):
+def test_ctrl_c_prints_no_traceback(monkeypatch):
     from lens_mix import cli
 
-    monkeypatch.setattr(cli, "_loaded", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(cli, "_load_unchecked", raising(KeyboardInterrupt()))
     found = called("support", "any")
     assert found.exit_code in (1, 130)
     assert len(found.output.splitlines()) <= 2
@@ -272,7 +272,7 @@ def test_mistakes(folder, tmp_path):
     found = called("map", "She left", "--model", folder, "--method", "altii", "--out", tmp_path / "page.html")
     assert found.exit_code == 2
     assert "did you mean 'alti'" in found.output.replace("\n", " ")
-    # before a model is looked for
+    # The method's name is checked before the model is loaded.
     found = called("map", "She left", "--model", tmp_path / "no model", "--method", "altii")
     assert "did you mean 'alti'" in found.output.replace("\n", " ")
     found = called("map", "She left", "--model", folder, "--out", tmp_path / "none" / "page.html")
