@@ -20,7 +20,7 @@ import lens_mix as lm
 from lens_mix.graphs import information_flow_graph, save_graph
 from lens_mix.statistics import attention_statistics
 from lens_mix.view import information_flow, token_bars
-from lens_mix.view.labels import visible_token
+from lens_mix.view.labels import make_visible
 
 OUTPUTS = Path(__file__).resolve().parent.parent / "outputs"
 PROMPT = (
@@ -75,7 +75,7 @@ def print_sources(rows: dict[str, lm.MixingMap], count: int = 5) -> None:
     width = max(len(name) for name in rows)
     print(f"\n{'the last position took':<{width}}  from (share)")
     for name, row in rows.items():
-        cells = (f"{visible_token(source.token)} {source.score:.3f}" for source in row.top(count))
+        cells = (f"{make_visible(source.token)} {source.score:.3f}" for source in row.top(count))
         print(f"{name:<{width}}  " + "  ".join(f"{cell:<18}" for cell in cells).rstrip())
 
 
@@ -92,7 +92,7 @@ def print_heads(heads: lm.MixingMap, count: int = 8) -> None:
 def draw(
     maps: dict[str, lm.MixingMap], rows: dict[str, lm.MixingMap], tokens: list[str], folder: Path
 ) -> list[Path]:
-    title = f"What went into the last position, “{visible_token(tokens[-1])}”"
+    title = f"What went into the last position, “{make_visible(tokens[-1])}”"
     paths = [folder / "flow_sources.png"]
     token_bars(rows, tokens, title=title).savefig(paths[0])
     print("\nWritten:")

@@ -19,7 +19,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.view import layer_maps, query_maps, token_bars
-from lens_mix.view.labels import visible_token
+from lens_mix.view.labels import make_visible
 
 OUTPUTS = Path(__file__).resolve().parent.parent / "outputs"
 PROMPTS = {
@@ -84,7 +84,7 @@ def draw(
 ) -> list[Path]:
     """Per-layer maps of each method, the last position through the layers, and one bar row per method."""
     tokens = layers["attention"].tokens
-    last = f"“{visible_token(tokens[-1])}”"
+    last = f"“{make_visible(tokens[-1])}”"
     folder.mkdir(parents=True, exist_ok=True)
     pictures = []
     for method, mixing_map in layers.items():
@@ -114,7 +114,7 @@ def every_row(layers: dict[str, lm.MixingMap]) -> dict[str, lm.MixingMap]:
 def print_sources(rows: dict[str, lm.MixingMap], count: int = 5) -> None:
     """The `count` largest sources of the last position, one line per row."""
     cells = {
-        name: [f"{visible_token(source.token)} {source.score:.3f}" for source in row.top(count)]
+        name: [f"{make_visible(source.token)} {source.score:.3f}" for source in row.top(count)]
         for name, row in rows.items()
     }
     first = max(len(name) for name in cells)
@@ -133,7 +133,7 @@ def print_largest_by_layer(layers: dict[str, lm.MixingMap]) -> None:
         for (_, token), same in itertools.groupby(sources, lambda entry: (entry[1].position, entry[1].token)):
             labels = [label for label, _ in same]
             span = f"{labels[0]}" if len(labels) == 1 else f"{labels[0]}–{labels[-1]}"
-            entries.append(f"{span}\xa0{visible_token(token)}")
+            entries.append(f"{span}\xa0{make_visible(token)}")
         # The space inside an entry must not become a line break.
         lines = textwrap.wrap("  ".join(entries), 90, break_long_words=False, break_on_hyphens=False)
         for heading, line in itertools.zip_longest([method.replace("_", " ")], lines, fillvalue=""):

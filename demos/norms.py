@@ -19,7 +19,7 @@ import models
 import lens_mix as lm
 from lens_mix.statistics import cancel_effect, mixing_ratio
 from lens_mix.view import norm_figures
-from lens_mix.view.labels import visible_token
+from lens_mix.view.labels import make_visible
 
 if TYPE_CHECKING:
     import pandas
@@ -95,7 +95,7 @@ def findings(layers: pandas.DataFrame, tokens: pandas.DataFrame, correlations: p
             f"Mean mixing ratio {falls} from {means['attn_w']} by attention weights (AttnW) to",
             f"  {means['attn_n']} by vectors (AttnN), {means['attn_res']} with the residual (AttnRes), "
             f"{means['attn_res_ln']} after the norm (AttnResLn).",
-            f"Cancel effect: {visible_token(first['token'])} gets {first['weight']:.0%} of the attention "
+            f"Cancel effect: {make_visible(first['token'])} gets {first['weight']:.0%} of the attention "
             f"in layer {first['layer']},",
             f"  where its vectors are {shorter} than the others': mean length {first['norm']:.2f} against "
             f"{first['others_norm']:.2f}.",

@@ -1,4 +1,7 @@
-"""Figures of mixing maps. matplotlib (`pip install lens_mix[plots]`) is imported when one is drawn."""
+"""Draw figures of mixing maps.
+
+They need matplotlib (`pip install lens_mix[plots]`), which is imported when a figure is drawn.
+"""
 
 from lens_mix.view.figures import layer_maps, query_maps, token_bars
 from lens_mix.view.graph_figures import information_flow

@@ -1,4 +1,4 @@
-"""How `figures.token_bars` draws: the frame, one row of bars, the tokens below."""
+"""Draw the rows of bars of `figures.token_bars`."""
 
 from __future__ import annotations
 
@@ -9,95 +9,110 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.view.labels import FONT, INK, NAME_FONT, QUIET, TITLE_FONT
-from lens_mix.view.lazy import need_canvas
+from lens_mix.view.lazy import load_canvas
 
 _BAR = "#a9c3dd"
-_BAR_OF_THE_LARGEST = "#2c5f8a"
-_ONE_TOKEN_TAKES_IT_ALL = 0.9  # a share above this hides every other bar of its row: the row says so
-_SMALLEST_SEEN = 0.002  # the share of a row's height below which a bar is not seen
-_APART = 0.3  # as a share of the range, how far two numbers at the axis have to be apart
-_NUMBER = 0.26  # the width in inches of a number at a bar
+_LARGEST_BAR = "#2c5f8a"
+_DOMINANT_SHARE = 0.9  # with a larger share, one bar makes the others too small, so the share is written
+_SMALLEST_VISIBLE = 0.002  # a bar with a smaller share of the row's height cannot be seen
+_TICK_DISTANCE = 0.3  # the smallest distance of two numbers at the axis, as a share of the axis
+_NUMBER_WIDTH = 0.26  # the width in inches of a number at a bar
 
 
 class BarFrame:
-    """Where the rows of bars stand, in inches."""
+    """Compute the places of the rows of bars, in inches.
+
+    Attributes:
+        row: the height of one row with the gap above it.
+        gap: the gap between two rows.
+        inner: the width of a row of bars.
+        turned: whether the tokens are written vertically.
+        left: the space on the left, for the names.
+        bottom: the space at the bottom, for the tokens.
+        top: the space at the top, for the title.
+        width: the width of the figure.
+        height: the height of the figure.
+    """
 
     row, gap = 0.78, 0.2
 
     def __init__(self, names: list[str], labels: list[str], title: str | None, subtitle: str) -> None:
-        longest = need_canvas().longest
+        measure = load_canvas().measure_longest
         self.inner = min(max(0.3 * len(labels), 5.0), 14.0)
-        self.turned = bool(longest(labels, FONT) > self.inner / len(labels))
-        self.left = 0.6 + longest("\n".join(names).split("\n"), NAME_FONT)
-        self.bottom = 0.18 + (longest(labels, FONT) if self.turned else 0.15)
+        self.turned = bool(measure(labels, FONT) > self.inner / len(labels))
+        self.left = 0.6 + measure("\n".join(names).split("\n"), NAME_FONT)
+        self.bottom = 0.18 + (measure(labels, FONT) if self.turned else 0.15)
         self.top = (0.45 if title else 0.1) + (0.15 if subtitle else 0)
-        written = max(longest([title or ""], TITLE_FONT) * 1.15, longest([subtitle], FONT) * 1.1)
-        self.width = max(self.left + self.inner + 0.15, written + 0.3)
+        title_width = max(measure([title or ""], TITLE_FONT) * 1.15, measure([subtitle], FONT) * 1.1)
+        self.width = max(self.left + self.inner + 0.15, title_width + 0.3)
         self.height = self.top + len(names) * self.row + self.bottom
 
 
 def draw_bars(axes: Any, values: Float[Tensor, " key"], labels: list[str]) -> None:
+    """Draw one row of bars, the numbers of the largest ones, and a dash for each NaN."""
     known = values.nan_to_num(0.0)
     low, high = min(known.min().item(), 0.0), max(known.max().item(), 0.0)
-    reach = (high - low) or 1.0
-    numbered = largest([values])
-    colours = [_BAR_OF_THE_LARGEST if i in numbered else _BAR for i in range(len(labels))]
+    span = (high - low) or 1.0
+    numbered = find_largest([values])
+    colours = [_LARGEST_BAR if key in numbered else _BAR for key in range(len(labels))]
     axes.bar(range(len(labels)), known.tolist(), width=0.72, color=colours)
     axes.set_xlim(-0.6, len(labels) - 0.4)
-    axes.set_ylim(low - (0.3 * reach if low < 0 else 0), high + 0.3 * reach)
+    axes.set_ylim(low - (0.3 * span if low < 0 else 0), high + 0.3 * span)
     width = axes.get_position().width * axes.figure.get_size_inches()[0] / len(labels)
     written: list[int] = []
-    for i in numbered:
-        # A neighbour's number would be written over it.
-        if any(abs(i - other) * width < _NUMBER for other in written):
+    for key in numbered:
+        # Two numbers that are closer than their width would overlap.
+        if any(abs(key - other) * width < _NUMBER_WIDTH for other in written):
             continue
-        written.append(i)
-        value = known[i].item()
-        before, behind = (i + 0.5) * width, (len(labels) - i - 0.5) * width
-        side = "left" if before < _NUMBER / 2 else "right" if behind < _NUMBER / 2 else "center"
+        written.append(key)
+        value = known[key].item()
+        before, after = (key + 0.5) * width, (len(labels) - key - 0.5) * width
+        side = "left" if before < _NUMBER_WIDTH / 2 else "right" if after < _NUMBER_WIDTH / 2 else "center"
         above = {"va": "bottom", "xytext": (0, 1)} if value > 0 else {"va": "top", "xytext": (0, -1)}
         axes.annotate(
-            _number(value), (i, value), textcoords="offset points", ha=side, size=6, color=INK, **above
+            _format(value), (key, value), textcoords="offset points", ha=side, size=6, color=INK, **above
         )
-    for i in values.isnan().nonzero().flatten().tolist():
-        axes.text(i, 0.03 * reach, "–", ha="center", va="bottom", size=FONT, color=QUIET)
+    for key in values.isnan().nonzero().flatten().tolist():
+        axes.text(key, 0.03 * span, "–", ha="center", va="bottom", size=FONT, color=QUIET)
     axes.set_xticks([])
     ends = [0.0, *(end for end in (low, high) if end), *([] if low or high else [1.0])]
-    # The smaller end of signed bars may lie so close to 0 that the two would be written over each other.
-    ends = [end for end in ends if end == 0 or abs(end) >= _APART * (high - low)]
-    axes.set_yticks(ends, ["0" if end == 0 else _number(end) for end in ends], size=6, color=QUIET)
-    need_canvas().thin_frame(axes, ticks=1.5)
+    # The smaller end of signed bars may be so close to 0 that the two numbers would overlap.
+    ends = [end for end in ends if end == 0 or abs(end) >= _TICK_DISTANCE * (high - low)]
+    axes.set_yticks(ends, ["0" if end == 0 else _format(end) for end in ends], size=6, color=QUIET)
+    load_canvas().draw_thin_frame(axes, ticks=1.5)
     axes.tick_params(pad=1.5)
     axes.spines[["top", "right"]].set_visible(False)
-    _say_if_one_takes_it_all(axes, known, labels)
+    _write_dominant_share(axes, known, labels)
 
 
-def largest(rows: Iterable[Float[Tensor, " key"]]) -> list[int]:
-    """The three largest bars of each row, by magnitude; a bar too small to be seen is none of them."""
+def find_largest(rows: Iterable[Float[Tensor, " key"]]) -> list[int]:
+    """Return the keys of the three largest bars of each row, by magnitude, without bars too small to see."""
     bars: dict[int, None] = {}
     for values in rows:
         sizes = values.nan_to_num(0.0).abs()
         order = sizes.argsort(descending=True).tolist()[:3]
-        bars |= dict.fromkeys(i for i in order if sizes[i] > 0 and sizes[i] >= _SMALLEST_SEEN * sizes.max())
+        smallest = _SMALLEST_VISIBLE * sizes.max()
+        bars |= dict.fromkeys(key for key in order if sizes[key] > 0 and sizes[key] >= smallest)
     return list(bars)
 
 
-def _say_if_one_takes_it_all(axes: Any, values: Float[Tensor, " key"], labels: list[str]) -> None:
+def _write_dominant_share(axes: Any, values: Float[Tensor, " key"], labels: list[str]) -> None:
+    """Write the share of the largest bar, if it is so large that the other bars cannot be compared."""
     total = values.sum().item()
     if values.min() < 0 or total <= 0 or len(labels) < 2:
         return
     first = int(values.argmax())
     share = values[first].item() / total
-    if share <= _ONE_TOKEN_TAKES_IT_ALL:
+    if share <= _DOMINANT_SHARE:
         return
-    # Rounding up to "100 %" would deny the others the little that they have.
-    alone = int((values != 0).sum()) == 1
-    shown = "more than 99.9" if share > 0.999 and not alone else f"{100 * share:.3g}"
-    text = f"{labels[first]} takes {shown} %"
+    # A share that rounds to 100 % must not look as if the other tokens had nothing.
+    is_only = int((values != 0).sum()) == 1
+    shown = "more than 99.9" if share > 0.999 and not is_only else f"{100 * share:.3g}"
+    text = f"{labels[first]} has {shown} % of this row"
     place, side = (0.99, "right") if first < len(labels) / 2 else (0.01, "left")
     look = {"size": FONT, "style": "italic", "color": QUIET, "parse_math": False}
     axes.text(place, 0.8, text, transform=axes.transAxes, ha=side, va="top", **look)
 
 
-def _number(value: float) -> str:
+def _format(value: float) -> str:
     return f"{value:.2f}" if 0.01 <= abs(value) < 100 else f"{value:.2g}"

@@ -1,4 +1,7 @@
-"""The figure class and the colours. Importing this file imports matplotlib: do so inside functions only."""
+"""Define the figure class, the fonts and the colours.
+
+This file imports matplotlib, so other files must import it inside functions only (`lazy.load_canvas`).
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ from matplotlib.text import Text
 from matplotlib.textpath import TextPath
 
 from lens_mix.files import replacing
-from lens_mix.view.labels import FONT, INK, QUIET, TITLE_FONT, label_places
+from lens_mix.view.labels import FONT, INK, QUIET, TITLE_FONT, place_labels
 
-# From almost white to almost black through one hue, at equal distances in CIELAB: equal steps of a score
-# look equal, and the order holds for colour-blind readers and in grey.
+# The colours go from almost white to almost black in one hue, at equal distances in CIELAB. Equal differences
+# of scores then look equal, and the order can be seen by colour-blind readers and in grey print.
 _BLUES = """f9fbfd e3f3fb cce9f7 b4def3 9ed1ed 89c3e6 73b4de 5ca6d6 4296cb
 2985bc 1c75ad 19659f 155690 094680 09376d 0e2b5a 111f47"""
 _SIGNED = "PuOr"
 _HIDDEN = "#e9e9e9"
 _LINE = "#cccccc"
-_LEADER = 5.0  # how long, in points, the line from a column to its label is
-# Fonts of other scripts and of signs, as systems have them; matplotlib draws no colour emoji.
+_LEADER = 5.0  # the length in points of the line from a column to its label
+# Usual fonts for other scripts and for signs; matplotlib cannot draw fonts with coloured emoji.
 _OTHER_FONTS = (
     *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans JP", "Noto Sans KR"),
     *("Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback", "IPAexGothic"),
@@ -37,33 +40,36 @@ _OTHER_FONTS = (
 
 
 class Picture(Figure):
-    """A matplotlib Figure outside pyplot: no global state, no window, and notebooks show it."""
+    """Define a matplotlib Figure that is independent of pyplot: without global state and without a window.
+
+    A notebook shows it as the result of a cell.
+    """
 
     def __init__(self, width: float, height: float) -> None:
         super().__init__(figsize=(width, height), dpi=150, facecolor="white")
-        FigureCanvasAgg(self)  # sets itself as the figure's canvas
+        FigureCanvasAgg(self)  # sets the canvas of the figure
 
     def add_box(self, left: float, bottom: float, width: float, height: float) -> Any:
-        """Axes at a place given in inches from the lower left corner."""
+        """Return new axes at a place in inches from the lower left corner."""
         whole_width, whole_height = self.get_size_inches()
         box = (left / whole_width, bottom / whole_height, width / whole_width, height / whole_height)
         return self.add_axes(box)
 
     def draw(self, renderer: Any) -> None:
-        """Drawn with a font for every character, or the character's number where no font has it."""
+        """Draw the figure with a font for every character; a character without a font becomes its number."""
         for text in self.findobj(Text):
-            text.set_fontfamily(_families())
-            if not (shown := text.get_text()).isascii() and shown != (legible := _readable(shown)):
-                text.set_text(legible)
+            text.set_fontfamily(_list_families())
+            if not (shown := text.get_text()).isascii() and shown != (readable := _make_readable(shown)):
+                text.set_text(readable)
         super().draw(renderer)
 
     def write(self, left: float, bottom: float, text: str, **options: Any) -> Any:
-        """Text at a place given in inches; a `$` in it stays a `$`."""
+        """Write text at a place in inches; a `$` in it is a character, not the start of a formula."""
         whole_width, whole_height = self.get_size_inches()
         return self.text(left / whole_width, bottom / whole_height, text, parse_math=False, **options)
 
     def write_title(self, title: str | None, subtitle: str = "", size: float = TITLE_FONT) -> None:
-        """The title in the upper left corner, and a quiet line below it, if there are any."""
+        """Write the title in the upper left corner, and a grey line below it, if they are not empty."""
         top = self.get_size_inches()[1] - 0.12
         if title:
             self.write(0.12, top, title, size=size, color=INK, va="top", weight="bold")
@@ -72,7 +78,7 @@ class Picture(Figure):
             self.write(0.12, below, subtitle, size=FONT, color=QUIET, va="top")
 
     def add_colour_bar(self, image: Any, left: float, bottom: float, height: float, extend: str) -> Any:
-        """A narrow colour bar at a place given in inches."""
+        """Return a new narrow colour bar at a place in inches."""
         box = self.add_box(left, bottom, 0.1, height)
         bar = self.colorbar(image, cax=box, extend=extend, extendfrac=0.03)
         bar.outline.set(edgecolor=_LINE, linewidth=0.6)
@@ -80,31 +86,31 @@ class Picture(Figure):
         return bar
 
     def savefig(self, fname: Any, **options: Any) -> Any:
-        """Save as matplotlib does; the file is written whole or not at all, and an old one never cut."""
+        """Save the figure as matplotlib does, but replace an old file only once the new one is complete."""
         if not isinstance(fname, (str, os.PathLike)):
             return super().savefig(fname, **options)
-        place = str(os.fspath(fname))
-        if not (options.get("format") or os.path.splitext(place)[1][1:]):
-            # matplotlib adds the ending itself.
+        path = str(os.fspath(fname))
+        if not (options.get("format") or os.path.splitext(path)[1][1:]):
+            # matplotlib adds the ending to a name without one; the temporary file needs the same ending.
             options["format"] = self.canvas.get_default_filetype()
-            place = f"{place.rstrip('.')}.{options['format']}"
-        with replacing(place) as beside:
-            return super().savefig(beside, **options)
+            path = f"{path.rstrip('.')}.{options['format']}"
+        with replacing(path) as temporary:
+            return super().savefig(temporary, **options)
 
     def _repr_png_(self) -> bytes:
-        drawn = io.BytesIO()
-        self.savefig(drawn, format="png")
-        return drawn.getvalue()
+        image = io.BytesIO()
+        self.savefig(image, format="png")
+        return image.getvalue()
 
 
-def thin_frame(axes: Any, ticks: float) -> None:
-    """Thin grey spines, and ticks of this length in points."""
+def draw_thin_frame(axes: Any, ticks: float) -> None:
+    """Draw thin grey spines, and ticks of this length in points."""
     axes.spines[:].set(color=_LINE, linewidth=0.6)
     axes.tick_params(length=ticks, width=0.5, color=QUIET)
 
 
-def colours(signed: bool) -> Colormap:
-    """The colour map of scores from 0 up, or of scores on both sides of 0; masked entries are grey."""
+def make_colour_map(signed: bool) -> Colormap:
+    """Return the colour map for scores from 0 up, or for signed scores; masked entries are grey."""
     if signed:
         return colormaps[_SIGNED].with_extremes(bad=_HIDDEN)
     steps = [f"#{step}" for step in _BLUES.split()]
@@ -112,29 +118,32 @@ def colours(signed: bool) -> Colormap:
 
 
 @functools.cache
-def _families() -> list[str]:
-    """matplotlib's own font, then those that are installed of the ones with other scripts and signs."""
+def _list_families() -> list[str]:
+    """Return matplotlib's own font, and the installed fonts with other scripts and signs."""
     installed = {font.name for font in font_manager.fontManager.ttflist}
     return ["DejaVu Sans", *(name for name in _OTHER_FONTS if name in installed)]
 
 
 @functools.cache
-def _has_a_glyph(character: str) -> bool:
-    files = (font_manager.findfont(name, fallback_to_default=False) for name in _families())
+def _has_glyph(character: str) -> bool:
+    files = (font_manager.findfont(name, fallback_to_default=False) for name in _list_families())
     return any(font_manager.get_font(file).get_char_index(ord(character)) for file in files)
 
 
-def _readable(text: str) -> str:
-    """The text; a character that no font has becomes its number, U+4E2D say, and no empty box."""
-    return "".join(c if c.isascii() or _has_a_glyph(c) else f"U+{ord(c):04X}" for c in text)
+def _make_readable(text: str) -> str:
+    """Return the text with a number, as U+4E2D, for each character that no font has."""
+    return "".join(
+        character if character.isascii() or _has_glyph(character) else f"U+{ord(character):04X}"
+        for character in text
+    )
 
 
-def longest(labels: Iterable[str], points: float) -> float:
-    """The length in inches of the longest label."""
-    font = font_manager.FontProperties(family=_families())
-    # A `$` would be read as the start of a formula; an S is as wide.
+def measure_longest(labels: Iterable[str], points: float) -> float:
+    """Return the length in inches of the longest label, in a font of this size."""
+    font = font_manager.FontProperties(family=_list_families())
+    # A `$` would be read as the start of a formula, so it is measured as an S, which has the same width.
     paths = (
-        TextPath((0, 0), _readable(label.replace("$", "S")), size=points, prop=font)
+        TextPath((0, 0), _make_readable(label.replace("$", "S")), size=points, prop=font)
         for label in labels
         if label.strip()
     )
@@ -149,25 +158,31 @@ def label_ticks(
     rotation: int = 0,
     strongest: Sequence[int] = (),
 ) -> None:
-    """Tokens as labels at 0, 1, …, thinned to `limit` of them (None: all); a `$` in one is no formula.
+    """Write labels at 0, 1, … on an axis; a `$` in a label is not the start of a formula.
 
-    Where they are thinned, the `strongest` positions keep theirs (on a horizontal axis a line leads from one
-    that had to be moved aside to its place), and the others are quiet.
+    Args:
+        axis: the axis.
+        labels: one label per position.
+        limit: the largest number of labels; None: all.
+        colour: the colour of the labels.
+        rotation: the angle of the labels, in degrees.
+        strongest: positions that keep their labels if there are too many. The other labels are then grey, and
+            a line connects each position with its label, which may be moved to one side.
     """
-    chosen = label_places(len(labels), len(labels) if limit is None else limit, strongest)
+    chosen = place_labels(len(labels), len(labels) if limit is None else limit, strongest)
     axis.set_ticks(
-        [place for _, place in chosen], labels=[_readable(labels[position]) for position, _ in chosen]
+        [place for _, place in chosen], labels=[_make_readable(labels[position]) for position, _ in chosen]
     )
-    thinned = len(chosen) < len(labels) and bool(strongest)
+    has_leaders = len(chosen) < len(labels) and bool(strongest)
     for label, (position, _) in zip(axis.get_ticklabels(), chosen, strict=True):
-        hue = QUIET if thinned and position not in strongest else colour
+        hue = QUIET if has_leaders and position not in strongest else colour
         label.set(parse_math=False, size=FONT, color=hue, rotation=rotation)
-    if thinned:
-        _lead_to_labels(axis, chosen)
+    if has_leaders:
+        _draw_leaders(axis, chosen)
 
 
-def _lead_to_labels(axis: Any, chosen: Sequence[tuple[int, float]]) -> None:
-    """Lines in place of ticks, from a column to its label."""
+def _draw_leaders(axis: Any, chosen: Sequence[tuple[int, float]]) -> None:
+    """Draw a line from each column to its label, instead of ticks."""
     axes = axis.axes
     points = axes.get_position().height * axes.figure.get_size_inches()[1] * 72
     axis.set_tick_params(length=0, pad=_LEADER + 1)

@@ -1,4 +1,4 @@
-"""From a map to what of it is drawn: rows as shares, words, a crop, without the diagonal."""
+"""Select and scale what a figure draws of a map: shares, words, some rows and keys, no diagonal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from torch import Tensor
 
 from lens_mix.maps import MixingMap
 from lens_mix.maps.positions import Queries, as_positions
-from lens_mix.view.labels import visible_token
+from lens_mix.view.labels import make_visible
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
-    """Scores as they are drawn, which of them are visible, and the labels of their rows and keys."""
+class DrawnMap:
+    """Contain the scores of a map as a figure draws them.
+
+    Attributes:
+        scores: the scores.
+        visible: which scores are drawn; the others are grey.
+        rows: the labels of the rows.
+        keys: the labels of the keys.
+    """
 
     scores: Float[Tensor, "layer *head query key"]
     visible: Bool[Tensor, "layer query key"]
@@ -23,15 +30,24 @@ class Drawn:
     keys: list[str]
 
     @staticmethod
-    def of(
+    def from_map(
         mixing_map: MixingMap,
         normalize: bool,
         words: bool = False,
         diagonal: bool = True,
         queries: Queries | None = None,
         keys: Queries | None = None,
-    ) -> Drawn:
-        """A map, its rows divided by their sums before anything is merged or cut away."""
+    ) -> DrawnMap:
+        """Return what is drawn of a map.
+
+        Args:
+            mixing_map: the map.
+            normalize: whether rows are divided by their sums, before words are merged and rows selected.
+            words: whether pieces are merged into words.
+            diagonal: whether each position's share of itself is drawn.
+            queries: the positions of the rows to draw; None: all.
+            keys: the positions of the keys to draw; None: all.
+        """
         shown = mixing_map.normalized() if normalize else mixing_map
         shown = shown.merge_words() if words else shown
         shown = shown if queries is None else shown.select_queries(queries)
@@ -41,22 +57,26 @@ class Drawn:
                 :, None
             ]
             visible = visible & (torch.arange(visible.shape[-1], device=visible.device) != query_positions)
-        places = as_positions(slice(None) if keys is None else keys, visible.shape[-1], "keys")
-        return Drawn(
-            shown.scores[..., places],
-            visible[..., places],
-            [visible_token(token) for token in shown.query_labels],
-            [visible_token(shown.key_labels[place]) for place in places],
+        positions = as_positions(slice(None) if keys is None else keys, visible.shape[-1], "keys")
+        return DrawnMap(
+            shown.scores[..., positions],
+            visible[..., positions],
+            [make_visible(token) for token in shown.query_labels],
+            [make_visible(shown.key_labels[position]) for position in positions],
         )
 
-    def strongest(self, how: str) -> list[int]:
-        """Keys from the strongest: by the largest column of a layer ("sum"), or the largest entry ("max")."""
+    def rank_keys(self, how: str) -> list[int]:
+        """Return the keys, the strongest first.
+
+        Args:
+            how: "sum" ranks a key by its largest column sum in a layer, "max" by its largest entry.
+        """
         sizes = self.scores.abs() if self.scores.ndim == 3 else self.scores.abs().mean(1)
         sizes = sizes.masked_fill(~self.visible, 0).double()
         columns = sizes.sum(1) if how == "sum" else sizes.amax(1)
         return columns.amax(0).argsort(descending=True, stable=True).tolist()
 
 
-def sum_of_known(pieces: Float[Tensor, "*axes piece"], axis: int) -> Float[Tensor, "*axes"]:
-    """The sum over the pieces that are not NaN; NaN where all are."""
+def sum_known(pieces: Float[Tensor, "*axes piece"], axis: int) -> Float[Tensor, "*axes"]:
+    """Return the sum over the pieces of a word that are not NaN; NaN if all are."""
     return pieces.nansum(axis).masked_fill(pieces.isnan().all(axis), torch.nan)

@@ -1,12 +1,12 @@
-"""Figures of graphs over levels and positions: information-flow graphs, layered graphs, attribution trees."""
+"""Draw graphs over levels and positions: information-flow graphs, layered graphs, attribution trees."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from lens_mix.arguments import instance, number
-from lens_mix.view.labels import FONT, INK, QUIET, labels_that_fit, visible_token
-from lens_mix.view.lazy import need_canvas
+from lens_mix.view.labels import FONT, INK, QUIET, count_labels, make_visible
+from lens_mix.view.lazy import load_canvas
 
 if TYPE_CHECKING:
     import networkx
@@ -15,42 +15,44 @@ if TYPE_CHECKING:
 _STAYS = "#c9c9c9"
 _MOVES = "#2c5f8a"
 _TARGET = "#c1442e"
-_ALL_TOKENS = 48  # more tokens than these are not all drawn: only those that some node stands for
+_ALL_TOKENS = 48  # with more tokens, only those with a node are drawn
 THINNEST, THICKEST = 0.4, 5.0
 
 
 def information_flow(
     graph: networkx.DiGraph, by: str | None = None, title: str | None = None, layer_height: float = 0.32
 ) -> Figure:
-    """A graph drawn over the tokens: one row per level, the input below, wider edges carry more.
+    """Return a figure of a graph over the tokens, with one row per level and the input at the bottom.
 
-    Edges that stay at their position are grey, those that move are blue; a `target` or `root` is red.
-    Nodes are as large as their `share`, where they have one. A legend says so, and what was pruned.
+    The width of an edge shows its weight. Edges that stay at their position are grey, the others are blue; a
+    `target` or `root` is red. The size of a node shows its `share`, if it has one. A legend explains these,
+    and says how many edges were pruned.
 
     Args:
-        graph: nodes `(level, position)` with `token` where known, edges the way the information went:
-            `lens_mix.graphs.information_flow_graph`, `layered_graph` (best with a threshold), a tree.
-        by: the edge attribute shown as width, 0 or more; None: `share` if the edges have it, else `weight`.
-        title: above the figure.
-        layer_height: inches per level, above 0.
+        graph: a graph with nodes `(level, position)`, their `token` if known, and edges from source to
+            destination: of `lens_mix.graphs.information_flow_graph` or `layered_graph` (best with a
+            threshold), or a tree.
+        by: the edge attribute shown as width, 0 or more; None: `share` if all edges have it, else `weight`.
+        title: the title above the figure; None: no title.
+        layer_height: the height of a level in inches, above 0.
 
     Raises:
-        TypeError: not a networkx DiGraph.
+        TypeError: the graph is not a networkx DiGraph.
         ValueError: no nodes; a node that is not a pair of whole numbers; an edge without the attribute or
-            with a negative or non-finite one; a layer_height that is not above 0.
+            with a negative or non-finite one; a `layer_height` that is not above 0.
         ImportError: matplotlib is not installed.
     """
-    canvas = need_canvas()
+    canvas = load_canvas()
     _check_graph(graph)
     layer_height = number("layer_height", layer_height, 0, above=True)
-    name, widths = _widths(graph, by)
-    legend = _legend(graph, name, widths)
+    name, widths = _read_widths(graph, by)
+    legend = _make_legend(graph, name, widths)
     frame = _Frame(graph, title, layer_height, len(legend))
     picture = canvas.Picture(frame.width, frame.height)
     axes = picture.add_box(frame.left, frame.bottom, frame.inner, frame.rows)
     _draw_edges(axes, frame, widths)
     _draw_nodes(axes, frame, graph)
-    _label(axes, frame)
+    _write_labels(axes, frame)
     picture.write_title(title)
     look = {"loc": "lower left", "bbox_to_anchor": (0.05 / frame.width, 0.0), "frameon": False}
     for text in picture.legend(handles=legend, fontsize=FONT - 0.5, labelcolor=QUIET, **look).get_texts():
@@ -58,79 +60,79 @@ def information_flow(
     return picture
 
 
-def _legend(graph: networkx.DiGraph, name: str, widths: dict[Any, float]) -> list[Any]:
-    """What colours, widths and sizes stand for, and what is not there."""
+def _make_legend(graph: networkx.DiGraph, name: str, widths: dict[Any, float]) -> list[Any]:
+    """Return the lines of the legend: the meaning of colours, widths and sizes, and what was pruned."""
     from matplotlib.lines import Line2D
 
     lines = {
         "stays at its position": (_STAYS, any(start[1] == end[1] for start, end in widths)),
         "comes from another position": (_MOVES, any(start[1] != end[1] for start, end in widths)),
     }
-    handles = [Line2D([], [], color=hue, lw=2, label=text) for text, (hue, there) in lines.items() if there]
+    handles = [Line2D([], [], color=hue, lw=2, label=text) for text, (hue, found) in lines.items() if found]
     if widths:
         text = f"width: {name}, up to {max(widths.values()):.3g}"
         handles.append(Line2D([], [], color=INK, lw=THICKEST, alpha=0.4, label=text))
     dot: Any = {"marker": "o", "lw": 0, "markersize": 4}
     if graph.graph.get("target", graph.graph.get("root")) in graph:
-        handles.append(Line2D([], [], color=_TARGET, label="what is explained", **dot))
+        handles.append(Line2D([], [], color=_TARGET, label="the explained position", **dot))
     if any("share" in values for _, values in graph.nodes(data=True)):
         handles.append(Line2D([], [], color=INK, label="size: the position's share in its layer", **dot))
     if "threshold" in graph.graph:
-        of = f" of {graph.graph['edges_before']}" if "edges_before" in graph.graph else ""
+        total = f" of {graph.graph['edges_before']}" if "edges_before" in graph.graph else ""
         above = f"those above {graph.graph['threshold']:.3g}"
-        text = f"pruned: {graph.number_of_edges()}{of} edges are left, {above}"
+        text = f"pruned: {graph.number_of_edges()}{total} edges are left, {above}"
         handles.append(Line2D([], [], lw=0, label=text))
     return handles
 
 
 class _Frame:
-    """Where levels and positions stand, and how large everything is, in inches."""
+    """Compute the places of levels and positions, and the sizes of everything, in inches."""
 
     def __init__(self, graph: networkx.DiGraph, title: str | None, layer_height: float, lines: int) -> None:
-        longest = need_canvas().longest
-        positions, self.tokens = _tokens(graph)
+        measure = load_canvas().measure_longest
+        positions, self.tokens = _find_tokens(graph)
         levels = sorted({level for level, _ in graph.nodes})
-        self.names = _level_names(graph, levels)
-        self.columns = {position: place for place, position in enumerate(positions)}
-        self.lines = {level: place for place, level in enumerate(levels)}
+        self.names = _name_levels(graph, levels)
+        self.columns = {position: column for column, position in enumerate(positions)}
+        self.lines = {level: line for line, level in enumerate(levels)}
         self.inner = min(max(0.3 * len(positions), 3.0), 14.0)
         self.rows = max(layer_height * len(levels), 0.6)
-        self.turned = bool(longest(self.tokens, FONT) > self.inner / len(self.tokens))
-        self.left = 0.3 + longest(self.names, FONT)
-        below = 0.16 * lines + 0.12
-        self.bottom = 0.18 + below + (longest(self.tokens, FONT) if self.turned else 0.12)
+        self.turned = bool(measure(self.tokens, FONT) > self.inner / len(self.tokens))
+        self.left = 0.3 + measure(self.names, FONT)
+        legend_height = 0.16 * lines + 0.12
+        self.bottom = 0.18 + legend_height + (measure(self.tokens, FONT) if self.turned else 0.12)
         self.width = self.left + self.inner + 0.15
         self.height = (0.42 if title else 0.12) + self.rows + self.bottom
 
-    def place(self, node: tuple[int, int]) -> tuple[int, int]:
+    def find_place(self, node: tuple[int, int]) -> tuple[int, int]:
         return self.columns[node[1]], self.lines[node[0]]
 
 
-def _tokens(graph: networkx.DiGraph) -> tuple[list[int], list[str]]:
-    """The positions drawn, and their tokens (a position's number where no token is known)."""
+def _find_tokens(graph: networkx.DiGraph) -> tuple[list[int], list[str]]:
+    """Return the positions to draw, and their tokens; a position without a known token has its number."""
     used = sorted({position for _, position in graph.nodes})
     known = {node[1]: values["token"] for node, values in graph.nodes(data=True) if "token" in values}
-    every = graph.graph.get("tokens")
-    if isinstance(every, list) and used[-1] < len(every):
-        known = dict(enumerate(every)) | known
-        if len(every) <= _ALL_TOKENS:
-            used = list(range(len(every)))
-    return used, [visible_token(str(known.get(position, position))) for position in used]
+    all_tokens = graph.graph.get("tokens")
+    if isinstance(all_tokens, list) and used[-1] < len(all_tokens):
+        known = dict(enumerate(all_tokens)) | known
+        if len(all_tokens) <= _ALL_TOKENS:
+            used = list(range(len(all_tokens)))
+    return used, [make_visible(str(known.get(position, position))) for position in used]
 
 
-def _level_names(graph: networkx.DiGraph, levels: list[int]) -> list[str]:
-    """What each level is: the input, or the layer whose output it is."""
+def _name_levels(graph: networkx.DiGraph, levels: list[int]) -> list[str]:
+    """Return the name of each level: the input, or the layer whose output it is."""
     layers = {node[0]: values["layer"] for node, values in graph.nodes(data=True) if "layer" in values}
     sources = {start[0] for start, _ in graph.edges}
     names = [f"layer {layers.get(level, level)}" for level in levels]
-    # The lowest level is called the input only where the graph says what its levels are.
+    # If the graph does not define its levels, level 0 may be a layer instead of the input.
     if levels[0] == 0 and 0 in sources and "level" in next(iter(graph.nodes.values())):
         names[0] = "input"
     return names
 
 
-def _widths(graph: networkx.DiGraph, by: str | None) -> tuple[str, dict[Any, float]]:
-    """The attribute that is shown, and its value for every edge."""
+def _read_widths(graph: networkx.DiGraph, by: str | None) -> tuple[str, dict[Any, float]]:
+    """Return the name of the attribute that is shown, and its value for every edge."""
     edges = list(graph.edges(data=True))
     name = by or ("share" if edges and all("share" in values for *_, values in edges) else "weight")
     widths = {}
@@ -148,33 +150,34 @@ def _draw_edges(axes: Any, frame: _Frame, widths: dict[Any, float]) -> None:
     from matplotlib.colors import to_rgba
 
     widest = max(widths.values(), default=0.0) or 1.0
-    ordered = sorted(widths, key=lambda edge: widths[edge])  # the widest are drawn last, on top
+    ordered = sorted(widths, key=lambda edge: widths[edge])  # the widest edges are drawn last, on top
     shares = [widths[edge] / widest for edge in ordered]
-    places = [[frame.place(start), frame.place(end)] for start, end in ordered]
+    ends = [[frame.find_place(start), frame.find_place(end)] for start, end in ordered]
     hues = [_STAYS if start[1] == end[1] else _MOVES for start, end in ordered]
     colours = [to_rgba(hue, 0.35 + 0.65 * share) for hue, share in zip(hues, shares, strict=True)]
-    thick = [THINNEST + (THICKEST - THINNEST) * share for share in shares]
-    axes.add_collection(LineCollection(places, linewidths=thick, colors=colours, capstyle="round", zorder=1))
+    widths_in_points = [THINNEST + (THICKEST - THINNEST) * share for share in shares]
+    look: Any = {"linewidths": widths_in_points, "colors": colours, "capstyle": "round", "zorder": 1}
+    axes.add_collection(LineCollection(ends, **look))
 
 
 def _draw_nodes(axes: Any, frame: _Frame, graph: networkx.DiGraph) -> None:
     target = graph.graph.get("target", graph.graph.get("root"))
     nodes = list(graph.nodes(data=True))
-    across, up = zip(*(frame.place(node) for node, _ in nodes), strict=True)
+    across, up = zip(*(frame.find_place(node) for node, _ in nodes), strict=True)
     sizes = [4 + 40 * float(values.get("share", 0.0)) for _, values in nodes]
     colours = [_TARGET if node == target else INK for node, _ in nodes]
     axes.scatter(across, up, s=sizes, c=colours, linewidths=0, zorder=2)
 
 
-def _label(axes: Any, frame: _Frame) -> None:
-    label_ticks = need_canvas().label_ticks
+def _write_labels(axes: Any, frame: _Frame) -> None:
+    label_ticks = load_canvas().label_ticks
     axes.set_xlim(-0.6, len(frame.columns) - 0.4)
     axes.set_ylim(-0.5, len(frame.lines) - 0.5)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, pad=2)
-    limit, rotation = (labels_that_fit(frame.inner, FONT), 90) if frame.turned else (None, 0)
+    limit, rotation = (count_labels(frame.inner, FONT), 90) if frame.turned else (None, 0)
     label_ticks(axes.xaxis, frame.tokens, limit, rotation=rotation)
-    label_ticks(axes.yaxis, frame.names, labels_that_fit(frame.rows, FONT), QUIET)
+    label_ticks(axes.yaxis, frame.names, count_labels(frame.rows, FONT), QUIET)
 
 
 def _check_graph(graph: Any) -> None:
@@ -184,6 +187,6 @@ def _check_graph(graph: Any) -> None:
     if not graph:
         raise ValueError("graph: expected at least one node, got none")
     for node in graph:
-        whole = isinstance(node, tuple) and len(node) == 2
-        if not whole or not all(isinstance(part, int) and not isinstance(part, bool) for part in node):
+        is_pair = isinstance(node, tuple) and len(node) == 2
+        if not is_pair or not all(isinstance(index, int) and not isinstance(index, bool) for index in node):
             raise ValueError(f"graph: expected nodes (level, position), got {node!r}")

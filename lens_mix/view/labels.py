@@ -1,4 +1,4 @@
-"""Tokens as axis labels: visible whitespace, bounded length, no more of them than there is room for."""
+"""Make labels of tokens: visible whitespace, a limited length, and only as many as fit on an axis."""
 
 from __future__ import annotations
 
@@ -16,50 +16,56 @@ TITLE_FONT = 11.0
 INK = "#333333"
 QUIET = "#8a8a8a"
 
-# Decoded tokens hold the characters themselves, raw ones the marks of byte-level BPE (Ġ, Ċ, ĉ) and of
-# SentencePiece (▁).
+# Decoded tokens contain whitespace itself. Raw tokens contain the marks of byte-level BPE (Ġ, Ċ, ĉ) and of
+# SentencePiece (▁) instead.
 _VISIBLE = str.maketrans(
     {" ": "·", "Ġ": "·", "▁": "·", "\n": "⏎", "Ċ": "⏎", "\r": "␍", "\t": "⇥", "ĉ": "⇥", "\xa0": "⍽"}
 )
 
-# What joins two emoji that are drawn as one.
+# The character that joins two emoji, which are then drawn as one.
 _JOINER = regex.compile(r"(?<=.)\u200d(?=\p{Extended_Pictographic})")
 
 
-def visible_token(token: str, longest: int = 16) -> str:
-    """The token as one line of visible characters, cut after `longest` of them.
+def make_visible(token: str, longest: int = 16) -> str:
+    """Return the token as one line of visible characters, cut after `longest` of them.
 
-    Spaces become ·, line ends ⏎, tabs ⇥; other characters that print nothing become their escape. The number
-    of a token that is a part of a character (`é[1/2]`) is never cut.
+    A space becomes ·, a line end ⏎ and a tab ⇥; other invisible characters become their escape sequence. The
+    number of a token that is a piece of a character (`é[1/2]`) is never cut.
     """
     text, number = without_number(token.translate(_VISIBLE))
     joiners = {found.start() for found in _JOINER.finditer(text)}
     shown = "".join(
         character
-        if character.isprintable() or place in joiners
+        if character.isprintable() or index in joiners
         else character.encode("unicode_escape").decode("ascii")
-        for place, character in enumerate(text)
+        for index, character in enumerate(text)
     )
     return ((shown if len(shown) <= longest else shown[: longest - 1] + "…") or "∅") + number
 
 
-def _shown_positions(count: int, limit: int) -> list[int]:
-    """At most `limit` of `count` positions, evenly spaced; the first and, with room for two, the last are in.
+def _space_evenly(count: int, limit: int) -> list[int]:
+    """Return at most `limit` of `count` positions, evenly spaced.
 
-    Both are 1 or more.
+    The first position is one of them and, with a limit of 2 or more, also the last one.
     """
     if limit <= 1:
         return [0]
     step = math.ceil(count / limit)
-    # The last label takes the place of a neighbour that would stand closer than a step.
+    # The last position replaces a position that would be closer to it than one step.
     return [*range(0, count - step, step), count - 1]
 
 
-def label_places(count: int, limit: int, strongest: Sequence[int] = ()) -> list[tuple[int, float]]:
-    """Which of `count` positions get a label, and where it stands: labels keep `count / limit` apart.
+def place_labels(count: int, limit: int, strongest: Sequence[int] = ()) -> list[tuple[int, float]]:
+    """Return the positions that get a label, each with the place of its label.
 
-    Where there is no room for all, the strongest have theirs whatever happens (as many as half of the labels,
-    at least one), moved aside where two of them are neighbours; the others are spread over the rest.
+    The distance of two labels is at least `count / limit`. If there are too many positions, the strongest get
+    labels first (at most half of the labels, at least one), which are moved if two of them are neighbours.
+    The other labels are spread over the remaining places.
+
+    Args:
+        count: the number of positions.
+        limit: the largest number of labels.
+        strongest: the positions to label first, in this order.
     """
     if count <= limit:
         return [(position, float(position)) for position in range(count)]
@@ -67,14 +73,18 @@ def label_places(count: int, limit: int, strongest: Sequence[int] = ()) -> list[
     chosen = sorted(strongest[: max(1, limit // 2)])
     places = list(itertools.accumulate(map(float, chosen), lambda left, place: max(place, left + gap)))
     end = count - 1.0
-    for left in reversed(range(len(places))):
-        places[left] = end = max(min(places[left], end), 0.0)
+    for index in reversed(range(len(places))):
+        places[index] = end = max(min(places[index], end), 0.0)
         end -= gap
     placed = list(zip(chosen, places, strict=True))
-    rest = [(p, float(p)) for p in _shown_positions(count, limit) if all(abs(p - at) >= gap for at in places)]
-    return sorted([*placed, *rest], key=lambda each: each[1])
+    others = [
+        (position, float(position))
+        for position in _space_evenly(count, limit)
+        if all(abs(position - place) >= gap for place in places)
+    ]
+    return sorted([*placed, *others], key=lambda label: label[1])
 
 
-def labels_that_fit(inches: float, points: float) -> int:
-    """How many labels of a font of `points` fit on `inches`, across their reading direction (at least 1)."""
+def count_labels(inches: float, points: float) -> int:
+    """Return how many lines of a font of `points` fit on `inches`, at least 1."""
     return max(1, int(inches * 72 / (points * 1.3)))

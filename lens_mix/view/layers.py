@@ -1,4 +1,4 @@
-"""Names for the layers of a map, which its pictures have as titles."""
+"""Name the layers of a map, for the titles of its pictures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lens_mix.methods.alti_logit import AltiLogit
 from lens_mix.registry import all_methods
 
 
-def layer_names(mixing_map: MixingMap) -> list[str]:
+def name_layers(mixing_map: MixingMap) -> list[str]:
     """Return a name per layer: "layer 3" for a layer map.
 
     For an input map it is "up to layer 3" (rollout, flow, `decompx`), "added by layer 3" (`alti_logit`),
@@ -19,7 +19,7 @@ def layer_names(mixing_map: MixingMap) -> list[str]:
     labels = mixing_map.layer_labels
     if mixing_map.kind == "layer":
         return [f"layer {label}" for label in labels]
-    # The first map of a difference names the layers, which both maps have.
+    # Both maps of a difference have the same layers, so the names are those of its first map.
     record = _mapping(_mapping(mixing_map.provenance, "difference"), "of") or mixing_map.provenance
     aggregation = _mapping(record, "aggregation")
     method = None if aggregation else all_methods().get(mixing_map.method.split(" - ")[0])

@@ -1,4 +1,4 @@
-"""matplotlib is imported when a figure is drawn, not before."""
+"""Import matplotlib when a figure is drawn, not earlier."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import importlib
 from types import ModuleType
 
 
-def need_canvas() -> ModuleType:
-    """`lens_mix.view.canvas`.
+def load_canvas() -> ModuleType:
+    """Return the module `lens_mix.view.canvas`, which imports matplotlib.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,11 +1,11 @@
-"""A leaderboard as bars with their intervals."""
+"""Draw a leaderboard as bars with their intervals."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from lens_mix.view.labels import FONT, INK, QUIET
-from lens_mix.view.lazy import need_canvas
+from lens_mix.view.lazy import load_canvas
 
 if TYPE_CHECKING:
     import pandas
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def leaderboard_figure(table: pandas.DataFrame, metric: str, title: str) -> Figure:
-    """One horizontal bar per method and aggregation, the last row of the table on top.
+    """Return a figure with one horizontal bar per method and aggregation, the last row of the table on top.
 
     Args:
-        table: with columns method, aggregation, `metric`, and its `_low` and `_high`.
-        metric: which column.
-        title: above the bars.
+        table: a table with the columns method, aggregation, `metric`, and `metric` with `_low` and `_high`.
+        metric: the column to draw.
+        title: the title above the bars.
     """
     names = [
         row.method if row.aggregation == "-" else f"{row.method} · {row.aggregation}"
@@ -26,7 +26,7 @@ def leaderboard_figure(table: pandas.DataFrame, metric: str, title: str) -> Figu
     ]
     height = 0.2 * len(names)
     label = 0.075 * max(map(len, names)) + 0.2
-    figure = need_canvas().Picture(label + 4.6, height + 1.0)
+    figure = load_canvas().Picture(label + 4.6, height + 1.0)
     figure.write_title(title)
     axes = figure.add_box(label, 0.5, 4.3, height)
     means = table[metric].to_numpy()

@@ -1,17 +1,18 @@
-"""Whether this program is a notebook."""
+"""Find out whether this program runs in a notebook."""
 
 from __future__ import annotations
 
 import sys
 
-# What notebooks of Jupyter, VS Code and Colab run in; the classes of the others are made from it.
+# The class of the shell in notebooks of Jupyter and VS Code; the shells of other notebooks derive from it.
 _KERNEL = "ZMQInteractiveShell"
 
 
 def shows_pages() -> bool:
-    """Whether an IPython kernel runs this, whose cells show HTML; IPython in a terminal does not.
+    """Return whether an IPython kernel runs this program, so that a cell can show HTML.
 
-    A console on a kernel (qtconsole, Spyder) can't be told from a notebook. IPython is not imported.
+    It is False for IPython in a terminal. A console on a kernel (qtconsole, Spyder) cannot be distinguished
+    from a notebook. IPython is not imported.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None

@@ -24,7 +24,7 @@ def test_tree_figure(tmp_path):
     (axes,) = figure.axes
     assert texts(axes) == ["·are", "·$keys", "The"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["The", "·$keys", "·to", "·are"]
-    # a token stands at the layer whose output it is taken from: through layer 3 and 1, from below them
+    # A token is at the level of the block whose output it comes from: here below layers 3 and 1.
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "after layer 0",
         "after layer 2",

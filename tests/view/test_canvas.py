@@ -5,31 +5,31 @@ canvas = pytest.importorskip("lens_mix.view.canvas")
 
 
 def lightness(colours: numpy.ndarray) -> numpy.ndarray:
-    """CIELAB L* of sRGB colours `[colour, rgb]`, 0 to 100 (IEC 61966-2-1, CIE 15)."""
+    """Return CIELAB L* of sRGB colours `[colour, rgb]`, 0 to 100 (IEC 61966-2-1, CIE 15)."""
     linear = numpy.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
     luminance = linear @ numpy.array([0.2126, 0.7152, 0.0722])
     return numpy.where(luminance > 0.008856, 116 * numpy.cbrt(luminance) - 16, 903.3 * luminance)
 
 
 def test_the_colours_keep_their_order_in_grey() -> None:
-    steps = numpy.array(canvas.colours(signed=False)(numpy.linspace(0, 1, 101)))[:, :3]
+    steps = numpy.array(canvas.make_colour_map(signed=False)(numpy.linspace(0, 1, 101)))[:, :3]
     fall = -numpy.diff(lightness(steps))
     assert lightness(steps)[0] > 95
     assert lightness(steps)[-1] < 20
     assert fall.min() > 0
-    # Perceptually even: no step is many times another.
+    # In a perceptually even scale, no step is much larger than another.
     assert fall.max() / fall.min() < 3
 
 
 @pytest.mark.parametrize("signed", [False, True])
 def test_masked_entries_have_a_colour_that_no_score_has(signed: bool) -> None:
-    colours = canvas.colours(signed)
+    colours = canvas.make_colour_map(signed)
     masked = colours(numpy.ma.masked_array([0.5], [True]))[0][:3]
     scores = numpy.array(colours(numpy.linspace(0, 1, 256)))[:, :3]
     assert numpy.abs(scores - masked).max(1).min() > 0.02
 
 
 def test_longest_reads_a_dollar_sign_as_itself() -> None:
-    assert canvas.longest(["$x$", "a"], 7) == pytest.approx(canvas.longest(["SxS"], 7))
-    assert canvas.longest(["mm"], 14) > 1.9 * canvas.longest(["mm"], 7)
-    assert canvas.longest([" ", ""], 7) == 0
+    assert canvas.measure_longest(["$x$", "a"], 7) == pytest.approx(canvas.measure_longest(["SxS"], 7))
+    assert canvas.measure_longest(["mm"], 14) > 1.9 * canvas.measure_longest(["mm"], 7)
+    assert canvas.measure_longest([" ", ""], 7) == 0

@@ -1,4 +1,4 @@
-"""What is drawn on request (words, a crop, heads, a logarithmic scale), and what is always said."""
+"""Test the options of figures (words, a crop, heads, a logarithmic scale), and their titles and legends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib import colors
 import lens_mix as lm
 from lens_mix.graphs import information_flow_graph
 from lens_mix.view import canvas, information_flow, layer_maps, query_maps, token_bars
-from lens_mix.view.labels import label_places
+from lens_mix.view.labels import place_labels
 from tests.random_maps import map_of, random_attention
 from tests.view.test_figures import heat_maps, inside, overlaps, tick_labels, written
 
@@ -22,7 +22,7 @@ RECORD = {"model": "someone/SomeModel", "prompt": "Once upon a time"}
 
 
 def long_map(size: int = 400, layers: int = 2) -> lm.MixingMap:
-    """Flat but for three columns, two of them neighbours."""
+    """Return a flat map with three strong columns, two of them neighbours."""
     scores = torch.full((layers, size, size), 1e-4).tril()
     for column in (57, 58, 333):
         scores[1, column:, column] = 0.3
@@ -36,7 +36,7 @@ def long_map(size: int = 400, layers: int = 2) -> lm.MixingMap:
 @pytest.mark.parametrize("limit", [1, 2, 5, 20, 60])
 @pytest.mark.parametrize("strongest", [[], [57, 58, 399], [0, 1, 2, 3], [399, 398]])
 def test_the_strongest_have_labels_that_keep_their_distance(limit: int, strongest: list[int]) -> None:
-    places = label_places(400, limit, strongest)
+    places = place_labels(400, limit, strongest)
     assert set(strongest[: max(1, limit // 2)]) <= {position for position, _ in places}
     assert all(0 <= at <= 399 for _, at in places)
     gaps = [right - left for (_, left), (_, right) in itertools.pairwise(places)]
@@ -45,7 +45,7 @@ def test_the_strongest_have_labels_that_keep_their_distance(limit: int, stronges
 
 
 def test_all_have_labels_where_there_is_room() -> None:
-    assert label_places(3, 5, [1]) == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert place_labels(3, 5, [1]) == [(0, 0.0), (1, 1.0), (2, 2.0)]
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_strong_columns_are_labelled_at_400_tokens() -> None:
     assert {"·t57", "·t58", "·t333"} <= set(tick_labels(bars.axes[-1].xaxis))
 
 
-# ---------------------------------------------------------------------- what is drawn on request
+# ---------------------------------------------------------------------- options
 
 
 def test_one_layer() -> None:
@@ -136,7 +136,7 @@ def test_a_logarithmic_scale_tells_zeros_from_hidden_keys() -> None:
         mixing_map.show(scale="log10")
 
 
-# ---------------------------------------------------------------------- what is always said
+# ---------------------------------------------------------------------- texts of every figure
 
 
 def test_model_prompt_and_unit() -> None:
@@ -190,7 +190,7 @@ def test_a_graph_says_what_its_looks_mean_and_what_was_pruned() -> None:
 def test_no_character_becomes_a_box(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(canvas, "_OTHER_FONTS", ())
     tokens = ["<s>", "我", "喜欢", "日本", "\U0001f680", "été"]
-    canvas._families.cache_clear(), canvas._has_a_glyph.cache_clear()
+    canvas._list_families.cache_clear(), canvas._has_glyph.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for figure in (
@@ -203,15 +203,15 @@ def test_no_character_becomes_a_box(monkeypatch: pytest.MonkeyPatch, tmp_path: A
             )
             assert {"<s>", "U+6211", "U+559CU+6B22", "U+1F680", "été"} <= set(labels)
     monkeypatch.undo()
-    canvas._families.cache_clear(), canvas._has_a_glyph.cache_clear()
+    canvas._list_families.cache_clear(), canvas._has_glyph.cache_clear()
 
 
 def test_fonts_that_are_installed_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(canvas, "_OTHER_FONTS", ("No Such Font", "DejaVu Serif"))
-    canvas._families.cache_clear()
-    assert canvas._families() == ["DejaVu Sans", "DejaVu Serif"]
+    canvas._list_families.cache_clear()
+    assert canvas._list_families() == ["DejaVu Sans", "DejaVu Serif"]
     figure = map_of().show()
     figure.canvas.draw()
     assert heat_maps(figure)[0].get_xticklabels()[0].get_fontfamily() == ["DejaVu Sans", "DejaVu Serif"]
     monkeypatch.undo()
-    canvas._families.cache_clear()
+    canvas._list_families.cache_clear()

@@ -1,4 +1,4 @@
-"""What is drawn, read back from the figure: labels, the numbers in the images, the axes."""
+"""Read labels, numbers and axes back from figures, and compare them with the maps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import lens_mix as lm
 from lens_mix.maps import MixingMap
 from lens_mix.view import layer_maps, query_maps, token_bars
-from lens_mix.view.figures import _in_lines
+from lens_mix.view.figures import _break_name
 from lens_mix.view.leaderboard_figure import leaderboard_figure
 from tests.random_maps import map_of, random_attention
 from tests.tiny_models import llama_like, tokens
@@ -28,12 +28,12 @@ SHOWN = ["<bos>", "The", "·cat", "⏎", "·$at$"]
 def raw_map(
     layers: int = 3, heads: int | None = None, tokens: list[str] = TOKENS, **fields: Any
 ) -> MixingMap:
-    """Its rows sum to 2, so that it shows whether they were normalised."""
+    """Return a map with rows that sum to 2, which shows whether they were normalised."""
     return map_of(2 * random_attention(layers, heads, len(tokens)), tokens=tokens, **fields)
 
 
 def heat_maps(figure: Any) -> list[Any]:
-    """The axes that hold an image with tokens, in order (the colour bar is left out)."""
+    """Return the axes with heat maps, in order, without the colour bar."""
     return [axes for axes in figure.axes if axes.images]
 
 
@@ -81,7 +81,7 @@ class TestLayerMaps:
     def test_tokens_stand_at_the_left_and_at_the_bottom_only(self) -> None:
         panels = heat_maps(layer_maps(raw_map(layers=5), columns=3))
         assert [tick_labels(axes.yaxis) for axes in panels] == [SHOWN, [], [], SHOWN, []]
-        # The third column has nothing below its first panel.
+        # In the third column only the first row has a panel.
         assert [tick_labels(axes.xaxis) for axes in panels] == [[], [], SHOWN, SHOWN, SHOWN]
 
     def test_a_dollar_sign_is_no_formula(self) -> None:
@@ -124,7 +124,7 @@ class TestLayerMaps:
         assert "attention, rollout" in written(figure)
 
     def test_layers_of_input_maps_are_named_for_what_they_are(self) -> None:
-        """Of a model: layers that add up, layers that reach up to one, the whole model, a mean of layers."""
+        """The layers may add up, reach up to one layer, be the whole model, or be a mean of layers."""
         model = llama_like()
         prompt = tokens(model, 1, 7, 1)[0]
         maps = lm.run(model, prompt, ["alti_logit", "decompx", "attention"])
@@ -273,7 +273,7 @@ class TestTokenBars:
         axes = token_bars({"a": torch.tensor([0.5, 0.25, 0.125, 0.1, 0.0])}, TOKENS).axes[0]
         assert [text.get_text() for text in axes.texts] == ["0.50", "0.25", "0.12"]
 
-    def test_a_row_that_one_token_takes_says_so(self) -> None:
+    def test_a_share_above_90_percent_is_written(self) -> None:
         rows = {
             "sink": torch.tensor([0.99999, 0.00001, 0, 0, 0]),
             "alone": torch.tensor([0.0, 0, 0, 0, 3]),
@@ -281,10 +281,15 @@ class TestTokenBars:
             "less": torch.tensor([0.2, 0.8, 0, 0, 0]),
         }
         notes = [
-            [text.get_text() for text in axes.texts if "takes" in text.get_text()]
+            [text.get_text() for text in axes.texts if " has " in text.get_text()]
             for axes in token_bars(rows, TOKENS).axes
         ]
-        assert notes == [["<bos> takes more than 99.9 %"], ["·$at$ takes 100 %"], ["The takes 92 %"], []]
+        assert notes == [
+            ["<bos> has more than 99.9 % of this row"],
+            ["·$at$ has 100 % of this row"],
+            ["The has 92 % of this row"],
+            [],
+        ]
 
     def test_rows_of_maps_are_the_last_query_of_the_last_layer(self) -> None:
         mixing_map = raw_map(heads=2)
@@ -371,4 +376,4 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
 
 def test_a_long_name_keeps_its_commas() -> None:
     name = "value zeroing of a long name, rollout, value zeroing of a long name, rollout"
-    assert _in_lines(name).replace("\n", " ") == name
+    assert _break_name(name).replace("\n", " ") == name

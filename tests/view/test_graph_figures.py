@@ -1,4 +1,4 @@
-"""The figure of an information-flow graph: what is drawn where, and what is refused."""
+"""Test the figure of an information-flow graph: the places of its elements, and its errors."""
 
 import networkx as nx
 import numpy as np

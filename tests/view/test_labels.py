@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from lens_mix.view.labels import _shown_positions, labels_that_fit, visible_token
+from lens_mix.view.labels import _space_evenly, count_labels, make_visible
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,13 @@ from lens_mix.view.labels import _shown_positions, labels_that_fit, visible_toke
     ],
 )
 def test_a_token_is_one_line_of_visible_characters(token: str, shown: str) -> None:
-    assert visible_token(token) == shown
+    assert make_visible(token) == shown
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 10, 36, 100])
 @pytest.mark.parametrize("room", [1, 2, 3, 9, 10, 50])
 def test_shown_positions_fit_and_keep_their_distance(count: int, room: int) -> None:
-    positions = _shown_positions(count, room)
+    positions = _space_evenly(count, room)
     assert len(positions) <= room
     assert positions[0] == 0
     assert positions == sorted(set(positions))
@@ -46,11 +46,11 @@ def test_shown_positions_fit_and_keep_their_distance(count: int, room: int) -> N
 
 
 def test_all_positions_are_shown_where_there_is_room() -> None:
-    assert _shown_positions(5, 5) == [0, 1, 2, 3, 4]
+    assert _space_evenly(5, 5) == [0, 1, 2, 3, 4]
 
 
 def test_room_grows_with_space_and_is_never_nothing() -> None:
-    assert labels_that_fit(0.01, 7) == 1
-    assert labels_that_fit(2, 7) < labels_that_fit(4, 7)
-    # 2 inches are 144 points; a 7-point line needs more than 7 of them.
-    assert 10 <= labels_that_fit(2, 7) <= 20
+    assert count_labels(0.01, 7) == 1
+    assert count_labels(2, 7) < count_labels(4, 7)
+    # 2 inches are 144 points, and a line of a 7-point font needs more than 7 of them.
+    assert 10 <= count_labels(2, 7) <= 20

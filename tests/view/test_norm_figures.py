@@ -1,4 +1,4 @@
-"""Figures of the norm-based tables: what is drawn is what the table says."""
+"""Compare the figures of norm-based tables with the tables."""
 
 import pandas as pd
 import pytest

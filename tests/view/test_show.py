@@ -1,4 +1,4 @@
-"""`m.show()`: the page in a notebook, a figure elsewhere."""
+"""Test `m.show()`, which returns the page in a notebook and a figure elsewhere."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.random_maps import map_of
 
 
 class ZMQInteractiveShell:
-    """By its name what ipykernel runs."""
+    """Have the name of the shell of ipykernel."""
 
 
 class Shell(ZMQInteractiveShell):
-    """What Colab makes of it."""
+    """Derive from the shell of ipykernel, as Colab's shell does."""
 
 
 class TerminalInteractiveShell:
-    """By its name what IPython runs in a terminal."""
+    """Have the name of IPython's shell in a terminal."""
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def running(monkeypatch):
 
 
 def ipython():
-    """One that has yet to start; matplotlib reads its version."""
+    """Return a module without a running shell; it has a version, which matplotlib reads."""
     module = types.ModuleType("IPython")
     module.version_info = (9, 0)
     return module
@@ -67,10 +67,10 @@ def test_a_terminal_shows_a_figure(running, shell):
 
 
 def test_a_script_shows_a_figure_and_imports_no_ipython(monkeypatch):
-    # None: an import of it would raise.
+    # With None as the module, an import of IPython raises an error.
     monkeypatch.setitem(sys.modules, "IPython", None)
     assert isinstance(map_of().show(), Figure)
-    # Half imported, as in the middle of its own start.
+    # A module without `get_ipython` is one that is not completely imported.
     monkeypatch.setitem(sys.modules, "IPython", ipython())
     assert isinstance(map_of().show(), Figure)
 

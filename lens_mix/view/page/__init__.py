@@ -1,4 +1,4 @@
-"""One self-contained HTML page: no server, no network, no library."""
+"""Make one self-contained HTML page of maps, which needs no server, no network and no library."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from lens_mix.maps.exchange import full_name
 from lens_mix.measured import best_of_methods
 from lens_mix.version import __version__
 from lens_mix.view.page.data import pack
-from lens_mix.view.page.trees import Graphs, trees_of
+from lens_mix.view.page.trees import Graphs, pack_trees
 
 Maps = MixingMap | Mapping[str, MixingMap] | Sequence[MixingMap | Mapping[str, MixingMap]]
 
-# One script, in this order: the last one starts it.
+# These files are joined to one script in this order. The last one starts it, so it must come last.
 _SCRIPTS = ("numbers.js", "maps.js", "graphs.js", "export.js", "page.js")
 
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """A page about some maps. In a notebook it shows itself; `save` writes the file.
+    """Contain a page of maps; `save` writes it, and a notebook shows it as the result of a cell.
 
     Attributes:
         html: the whole file.
@@ -43,20 +43,21 @@ class Page:
         return f"Page({len(self.html) / 1e6:.1f} MB of HTML; .save('page.html') writes it)"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the file, whole or not at all: on a full disk an old file stays as it was.
+        """Write the file, and return its path; an old file is replaced only once the new one is complete.
 
         Raises:
-            FileNotFoundError: the folder is not there. ValueError: the path is that of a folder.
-            OSError: the file can't be written.
+            FileNotFoundError: the folder does not exist.
+            ValueError: the path is that of a folder.
+            OSError: the file cannot be written.
         """
-        place = Path(file_path("path", path, write=True))
-        with replacing(place) as beside:
-            Path(beside).write_text(self.html, encoding="utf-8")
-        return place
+        checked = Path(file_path("path", path, write=True))
+        with replacing(checked) as temporary:
+            Path(temporary).write_text(self.html, encoding="utf-8")
+        return checked
 
     def _repr_html_(self) -> str:
-        """A frame that holds the page, and grows to its height."""
-        # A page may be shown twice in a notebook: each frame has a name of its own.
+        """Return a frame that contains the page, and grows to its height."""
+        # A notebook may show a page twice, so each frame has its own name.
         name = f"lens-mix-{uuid.uuid4().hex[:12]}"
         return (
             f'<iframe id="{name}" srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" '
@@ -70,29 +71,30 @@ class Page:
 def page(
     maps: Maps, path: str | os.PathLike[str] | None = None, *, trees: Graphs | Sequence[Graphs] | None = None
 ) -> Page:
-    """One HTML file in which maps can be looked through: text, grid, flow, methods side by side, and trees.
+    """Make one HTML file that shows maps in several views: text, grid, flow, methods side by side, and trees.
 
-    It needs no server, no network and no library, and holds the numbers themselves: as float16, or one byte
-    each where there are more than 400,000 (the largest error stands beside them).
+    It needs no server, no network and no library. It contains the numbers of the maps as float16. A map with
+    more than 400,000 numbers has one byte for each, and the page shows the largest error.
 
     Args:
         maps: a map; several of one prompt, as `lm.run` returns them; or a list with one of these per prompt.
-        path: also write the file there.
-        trees: graphs of `attribution_tree` or `lens_mix.graphs`, one, several by name, or a list with one of
+        path: the file to write; None: no file is written.
+        trees: graphs of `attribution_tree` or `lens_mix.graphs`: one, several by name, or a list with one of
             these per prompt; {}: none. None: for each map that has all rows, the attribution tree of
             `attention_attribution` from the explained position (`MixingMap.default_query`; without one, from
-            the token with the largest sum), and the routes of `information_flow_routes` to the row that is
-            meant.
-            Of a graph with more than 4,000 edges the largest are held, and the page says so.
+            the token with the largest sum), and the routes of `information_flow_routes` to the default row.
+            For a graph with more than 4,000 edges the page contains the largest ones, and says so.
 
     Returns:
-        The page; the last expression of a notebook's cell shows it.
+        The page; a notebook shows it as the result of a cell.
 
     Raises:
-        TypeError: no maps; trees that are no networkx graphs. ValueError: no map at all; a folder that is not
-            there; trees for another number of prompts, or without levels, tokens and weights.
+        TypeError: `maps` contains something else than maps, or `trees` something else than networkx graphs.
+        ValueError: no map at all; a folder that does not exist; trees for another number of prompts, or
+            without levels, tokens and weights.
+        OSError: the file cannot be written.
     """
-    prompts = [_labelled(one) for one in _by_prompt(maps)]
+    prompts = [_label_maps(entry) for entry in _list_prompts(maps)]
     best = best_of_methods()
     scored = next(iter(best.values()))
     data = {
@@ -100,15 +102,15 @@ def page(
         "scores": {name: fact.value for name, fact in best.items()},
         "scored": f"{scored.score}; {scored.model}, {scored.n} {scored.cases}",
         "prompts": [[pack(m, label) for label, m in labelled.items()] for labelled in prompts],
-        "trees": trees_of(prompts, trees),
+        "trees": pack_trees(prompts, trees),
     }
-    made = Page(_document(data))
+    made = Page(_make_document(data))
     if path is not None:
         made.save(path)
     return made
 
 
-def _by_prompt(maps: Maps) -> list[MixingMap | Mapping[str, MixingMap]]:
+def _list_prompts(maps: Maps) -> list[MixingMap | Mapping[str, MixingMap]]:
     if isinstance(maps, (MixingMap, Mapping)):
         return [maps]
     instance("maps", maps, Sequence, "a MixingMap, several by name, or a list with one of these per prompt")
@@ -117,16 +119,16 @@ def _by_prompt(maps: Maps) -> list[MixingMap | Mapping[str, MixingMap]]:
     return list(maps)
 
 
-def _labelled(one: MixingMap | Mapping[str, Any]) -> dict[str, MixingMap]:
-    if isinstance(one, MixingMap):
-        return {full_name(one): one}
-    instance("maps", one, Mapping, "a MixingMap or a dict of them per prompt")
-    if not one:
+def _label_maps(entry: MixingMap | Mapping[str, Any]) -> dict[str, MixingMap]:
+    if isinstance(entry, MixingMap):
+        return {full_name(entry): entry}
+    instance("maps", entry, Mapping, "a MixingMap or a dict of them per prompt")
+    if not entry:
         raise ValueError("maps: expected at least one map, got an empty dict")
-    return {str(label): instance("maps", m, MixingMap, "MixingMaps") for label, m in one.items()}
+    return {str(label): instance("maps", m, MixingMap, "MixingMaps") for label, m in entry.items()}
 
 
-def _document(data: Mapping[str, Any]) -> str:
+def _make_document(data: Mapping[str, Any]) -> str:
     files = importlib.resources.files(__package__)
     template, style = ((files / name).read_text(encoding="utf-8") for name in ("page.html", "page.css"))
     script = "\n".join((files / name).read_text(encoding="utf-8") for name in _SCRIPTS)
@@ -134,17 +136,17 @@ def _document(data: Mapping[str, Any]) -> str:
         f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": _json(data)}
-    # Each place once and in one go: what a token spells is never taken for a place.
-    return "".join(parts.get(piece, piece) for piece in template.split("%%"))
+    contents = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": _encode_json(data)}
+    # The template is split before anything is inserted, so that a token such as "%%DATA%%" is not replaced.
+    return "".join(contents.get(piece, piece) for piece in template.split("%%"))
 
 
 def digest(text: str) -> str:
-    """The source of a script or a style in a Content-Security-Policy."""
+    """Return the hash of a script or a style, as a Content-Security-Policy contains it."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _json(data: Mapping[str, Any]) -> str:
-    """JSON that can't end the element it stands in; ASCII, so that no lone surrogate breaks the file."""
+def _encode_json(data: Mapping[str, Any]) -> str:
+    """Return JSON that contains no markup; it is ASCII, so that no lone surrogate breaks the file."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -4,14 +4,14 @@ function offer(name, blob) {
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
-// Text that a spreadsheet would compute, or that a reader of CSV would take for a number or no value, is written as
-// a JSON string, as in lens_mix/tables.py.
+// A spreadsheet may compute some texts, and readers of CSV may take some for a number or a missing value. These are
+// written as JSON strings, as in lens_mix/tables.py.
 const MISREAD = [/^\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|^"/, /[\0-\x1f\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\p{Cs}]/u,
   /^\s*(|n\/?a|nan|null|none|<na>|#n\/?a( n\/a)?|1\.#(ind|qnan)|true|false|inf(inity)?|(\d+\.?\d*|\.\d+)(e[+-]?\d*)?)\s*$/i];
-const written = value => typeof value !== "string" ? String(value ?? "") : !MISREAD.some(each => each.test(value)) ? value
+const written = value => typeof value !== "string" ? String(value ?? "") : !MISREAD.some(pattern => pattern.test(value)) ? value
   : JSON.stringify(value).replace(/[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]/g, c => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"));
 const quoted = text => /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
-// What XML can't hold, a half of a pair of surrogates for one, becomes \ufffd.
+// Characters that XML does not allow, as a lone surrogate, become \ufffd.
 const forXml = text => text.replace(/[\0-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff\p{Cs}]/gu, "\ufffd");
 async function save(kind) {
   const { rows = [], options } = exported(), name = `lens_mix-${state.view}`;
@@ -27,19 +27,19 @@ async function save(kind) {
   const image = new Image(), [width, height] = ["width", "height"].map(side => +svg.getAttribute(side));
   image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text)}`;
   await image.decode();
-  // Browsers draw on no more than 16,384 pixels a side.
+  // Browsers limit a canvas to 16,384 pixels a side.
   const canvas = make("canvas"), scale = Math.min(2, 16000 / Math.max(width, height));
   canvas.width = Math.ceil(width * scale); canvas.height = Math.ceil(height * scale);
   canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
   canvas.toBlob(blob => offer(`${name}.png`, blob));
 }
 
-// The view, and the lines below the page that say where it is from, as one SVG: what the browser has laid out
-// becomes rectangles, text, and pictures, with colours as they are on the screen.
+// Return the view, and the lines below it about its source, as one SVG. The elements become rectangles, text and
+// pictures at the places and in the colours that they have on the screen.
 function pictured() {
   const panes = [$("view"), ...$("view").querySelectorAll(".pane")].map(pane => [pane, pane.scrollLeft]);
   for (const [pane] of panes) pane.scrollLeft = 0;
-  const parts = [$("view"), $("about"), $("notes")], svg = draw("svg", {}), base = $("view").getBoundingClientRect();
+  const sections = [$("view"), $("about"), $("notes")], svg = draw("svg", {}), base = $("view").getBoundingClientRect();
   const measure = make("canvas").getContext("2d"), far = { x: 0, y: 0 };
   const put = (name, box, attributes, text) => {
     far.x = Math.max(far.x, box.right - base.left); far.y = Math.max(far.y, box.bottom - base.top);
@@ -62,19 +62,19 @@ function pictured() {
         measure.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
         put("text", line, { y: (line.top - base.top + measure.measureText("x").fontBoundingBoxAscent).toFixed(2), fill: style.color,
           "fill-opacity": style.opacity, "font-family": style.fontFamily, "font-size": style.fontSize, "font-weight": style.fontWeight },
-        // SVG drops spaces at the ends.
+        // SVG drops ordinary spaces at the ends of a text.
         text.replace(/^ +| +$| {2,}/g, spaces => "\u00a0".repeat(spaces.length)));
       }
     }
   };
-  parts.forEach(walk);
+  sections.forEach(walk);
   for (const [pane, left] of panes) pane.scrollLeft = left;
   const [width, height] = [far.x + 14, far.y + 10].map(Math.ceil);
   svg.prepend(draw("rect", { width, height, fill: css("--ground") }));
   for (const [key, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) svg.setAttribute(key, value);
   return svg;
 }
-// A drawing that needs no style sheet.
+// Return a copy of a drawing that needs no style sheet.
 function plainSvg(node) {
   const copy = node.cloneNode(true), style = getComputedStyle(node);
   for (const name of ["fill", "stroke", "stroke-width", "stroke-linecap", "stroke-dasharray", "font-family", "font-size", "font-weight"])
@@ -82,7 +82,7 @@ function plainSvg(node) {
   copy.removeAttribute("class");
   return copy;
 }
-// The lines into which a piece of text is broken, with their boxes.
+// Return the lines of a text as the browser breaks it, with their boxes.
 function linesOf(node) {
   const range = document.createRange(), lines = [];
   range.selectNodeContents(node);

@@ -1,35 +1,35 @@
 // ------------------------------------------------------------------ views: text
 let exported = () => ({});
-// Tokens in a row; each one coloured by the value of the unit that it is in.
-function tokenRow(tokens, { values, units = tokens.map((_, i) => [i]), chosen = [], choose, says = unit() }) {
+// Return tokens in a row; each one has the colour of the value of its unit.
+function tokenRow(tokens, { values, units = tokens.map((_, i) => [i]), chosen = [], choose, unitName = unit() }) {
   const line = make("div", { class: "tokens", dir: "auto" });
-  // Without the first token the others share the whole scale.
+  // If the first token is left out, the scale ends at the largest of the others.
   const most = values ? strongest(state.first ? values : values.slice(1)) : 0;
   units.forEach((positions, place) => positions.forEach(i => {
     const span = make("span", { class: "token", "data-key": i }), x = values ? values[place] : 0;
     span.textContent = visible(tokens[i]);
     if (tokens[i].endsWith("\n")) span.append(document.createElement("br"));
     if (values) {
-      const left = !state.first && i === 0;
-      span.classList.toggle("hidden", left || Number.isNaN(x));
-      span.style.background = left || Number.isNaN(x) ? "none" : colour(x, most);
-      if (!left && strength(Math.abs(x) / (most || 1)) > 0.55) span.style.color = css("--ground");
+      const leftOut = !state.first && i === 0;
+      span.classList.toggle("hidden", leftOut || Number.isNaN(x));
+      span.style.background = leftOut || Number.isNaN(x) ? "none" : colour(x, most);
+      if (!leftOut && strength(Math.abs(x) / (most || 1)) > 0.55) span.style.color = css("--ground");
     }
     span.classList.toggle("chosen", chosen.includes(i));
-    span.addEventListener("mousemove", event => tip(event, spelled(tokens, positions) + (values ? `\n${shown(x)} ${says}` : "")));
+    span.addEventListener("mousemove", event => tip(event, spelled(tokens, positions) + (values ? `\n${shown(x)} ${unitName}` : "")));
     span.addEventListener("mouseleave", () => tip());
     if (choose) span.addEventListener("click", () => choose(i));
     line.append(span);
   }));
   return line;
 }
-const UNITS = { token: "", word: "Words are told by the marks that tokenizers leave in their pieces.", sentence: "A sentence ends "
-  + "after a token that ends in . ! ? 。 ！ ？ or a line break, and special tokens stand alone." };
+const UNITS = { token: "", word: "Words are found by the marks that tokenizers write into their pieces.", sentence: "A sentence ends "
+  + "after a token that ends in . ! ? 。 ！ ？ or a line break; each special token is a sentence of its own." };
 
 async function textView(view) {
   const chosen = map(), table = [], choose = query => set({ query });
   if (state.by !== "token") view.append(make("p", { class: "caption", "data-units": state.by, text: `${UNITS[state.by]} The row of a `
-    + `${state.by} is the mean of its tokens' rows; what it took from another is the sum over that one's tokens.` }));
+    + `${state.by} is the mean of its tokens' rows. The score of another ${state.by} is the sum over its tokens.` }));
   if (chosen.keys) {
     const units = unitsOf(chosen.words, chosen.tokens.length), mine = units.find(positions => positions.includes(state.query));
     view.append(make("div", { class: "row" }, make("h3", { text: "queries: click one" }),
@@ -44,15 +44,15 @@ async function textView(view) {
     }
     const { row, of, whole } = await unitRow(m, place, head, state.query);
     let units = unitsOf(m.key_words || m.words, keys.length);
-    // The first token, where it is left out of the scale, is left out of its word.
+    // If the first token is left out of the scale, it is left out of its word too.
     if (!state.first && units[0].length > 1) units = [[0], units[0].slice(1), ...units.slice(1)];
     const values = row && inUnit(summed(row, units));
     const title = make("h3", {}, make("b", { text: m.label }),
-      ` · ${m.layer_names[place]}${m.kind === "input" ? ", down to the input" : ""}`
+      ` · ${m.layer_names[place]}${m.kind === "input" ? ", input map" : ""}`
       + (m.heads ? ` · ${head < 0 ? "mean of heads" : `head ${head}`}` : "") + ` · ${unit()}`
       + (row ? ` · strongest ${shown(strongest(values))}` : ""));
-    const note = !row ? "this row is not held" : of.length < whole.length ? `row of ${named(m.tokens, state.query)} alone: the other `
-      + `rows of its ${state.by} are not held` : (m.key_words || m.words)[state.by] || state.by === "token" ? "" : "its words can't be told from pieces";
+    const note = !row ? "this map does not have this row" : of.length < whole.length ? `only the row of ${named(m.tokens, state.query)}: the map `
+      + `does not have the other rows of its ${state.by}` : (m.key_words || m.words)[state.by] || state.by === "token" ? "" : "its tokens do not show where words begin";
     if (note) title.append(make("span", { class: "note", text: ` · ${note}` }));
     view.append(make("div", { class: "row", "data-map": m.label }, title,
       tokenRow(keys, { values, units, chosen: m.keys ? [] : of, choose: m.keys ? null : choose })));
@@ -64,7 +64,7 @@ async function textView(view) {
 }
 
 // ------------------------------------------------------------------ views: grid
-// Draws [rows × columns] numbers, `zoom` pixels each.
+// Draw [rows × columns] numbers as squares of `zoom` pixels.
 function heat(context, left, top, rows, columns, at, most, zoom) {
   for (let row = 0; row < rows; row++) for (let column = 0; column < columns; column++) {
     const x = at(row, column);
@@ -160,7 +160,7 @@ async function gridView(view) {
     if (heads > 1) { context.fillStyle = css("--soft"); context.fillText(layerNumber(m, place), 6, corner(place, 0)[1] + thumb / 2); }
   }
 }
-// Long maps: the strongest of the cells that share a pixel.
+// Draw a small picture of a map. If several cells share a pixel, it shows the strongest one.
 function thumbnail(context, m, scores, keys, rows, left, top, side, whole) {
   const at = cellOf(m, scores, keys), most = mostOf(m, scores, keys, whole);
   if (rows <= side && keys <= side) {
@@ -223,19 +223,19 @@ async function largeMap(pane, m, keys, whole) {
   canvas.addEventListener("click", event => { const cell = at(event); if (cell) set({ query: m.queries[cell.row] }); });
   pane.append(make("p", { class: "caption", text: `${m.label} · ${m.layer_names[place]}`
     + (m.heads ? `, ${state.head < 0 ? "mean of heads" : `head ${state.head}`}` : "")
-    + `; raw scores, stored with an error of at most ${shown(m.layers[place].error)}. Grey: keys that can't be seen.` }), canvas);
+    + `; raw scores, stored with an error of at most ${shown(m.layers[place].error)}. Grey: keys that the query cannot see.` }), canvas);
   exported = () => ({ rows: m.queries.flatMap((query, row) => keysOf(m).map((token, key) => ({ map: m.label,
     layer: m.names[place], head: state.head, query, key, token,
     value: Number.isNaN(scores[row * keys + key]) ? null : scores[row * keys + key] }))) });
 }
-// Places whose labels fit, the largest first.
+// Return the places whose labels fit; the largest ones get theirs first.
 function spaced(sizes, zoom, count) {
   const apart = Math.max(1, Math.ceil(13 / zoom)), taken = [];
   for (const place of [...sizes.keys()].sort((a, b) => sizes[b] - sizes[a]).slice(0, 400))
     if (taken.length < 90 && taken.every(other => Math.abs(other - place) >= apart)) taken.push(place);
   return taken.filter(place => place < count);
 }
-// One row per layer: layers down, keys across.
+// Draw a map with one row per layer: layers down, keys across.
 async function layersByKeys(panes, m, keys) {
   const zoom = Math.max(1, Math.min(22, Math.floor((Math.max(innerWidth, 500) - 110) / keys))), high = Math.max(12, Math.min(22, zoom));
   const rows = await Promise.all(m.names.map(async (_, place) => inUnit(await scoresOf(m, place, m.heads ? state.head : -1))));
@@ -267,50 +267,50 @@ async function layersByKeys(panes, m, keys) {
   canvas.addEventListener("mouseleave", () => tip());
   canvas.addEventListener("click", event => { const cell = at(event); if (cell) set({ layer: m.names[cell.place] }); });
   panes.append(make("div", { class: "pane" }, make("p", { class: "caption",
-    text: `${m.label}: what ${named(m.tokens, m.queries[0])} took, ${layerNumber(m, 0) ? "layers down, keys across" : m.layer_names[0]}; ${unit()}.` }), canvas));
+    text: `${m.label}: what ${named(m.tokens, m.queries[0])} used, ${layerNumber(m, 0) ? "layers down, keys across" : m.layer_names[0]}; ${unit()}.` }), canvas));
   exported = () => ({ rows: rows.flatMap((row, place) => [...row].map((value, key) => ({ map: m.label, layer: m.names[place],
     query: m.queries[0], key, token: keysOf(m)[key], value: Number.isNaN(value) ? null : value }))) });
 }
 
 // ------------------------------------------------------------------ views: methods
 async function methodsView(view) {
-  const base = map(), others = maps().filter(m => m !== base), table = make("table"), kept = [];
-  const alike = m => m.tokens.length === base.tokens.length && keysOf(m).length === keysOf(base).length;
-  // The score is that of the method's best input map: of a given rollout it would say too much.
+  const base = map(), others = maps().filter(m => m !== base), table = make("table"), rows = [];
+  const isComparable = m => m.tokens.length === base.tokens.length && keysOf(m).length === keysOf(base).length;
+  // The score is that of the method's best input map, so a rollout or flow on the page does not get it.
   const score = m => m.provenance.aggregation ? undefined : SCORES.get(m.method);
-  table.append(make("tr", {}, make("th", { text: `Spearman with ${base.label}, this row` }),
+  table.append(make("tr", {}, make("th", { text: `rank agreement with ${base.label}, this row` }),
     ...base.names.map((_, place) => make("th", { text: layerNumber(base, place) || base.layer_names[place] })), make("th", { text: "leaderboard" })));
   for (const m of [base, ...others]) {
     const cells = [];
     for (const [place, name] of base.names.entries()) {
       const there = sameLayer(m, name);
       let value = NaN;
-      if (alike(m) && there >= 0) {
+      if (isComparable(m) && there >= 0) {
         const [mine, theirs] = [await rowOf(base, place, -1, state.query), await rowOf(m, there, -1, state.query)];
-        // By size, as lm.compare does: a sign says how, not how much.
+        // Magnitudes are compared, as in lm.compare, because a sign is not part of how much was used.
         if (mine && theirs) value = spearman(mine.map(Math.abs), theirs.map(Math.abs));
       }
       const cell = make("td", { text: Number.isNaN(value) ? "–" : value.toFixed(2), "data-layer": name });
       if (!Number.isNaN(value)) cell.style.background = colour(value, 2);
       cells.push(cell);
-      kept.push({ map: base.label, with: m.label, layer: name, query: state.query, value: Number.isNaN(value) ? null : value });
+      rows.push({ map: base.label, with: m.label, layer: name, query: state.query, value: Number.isNaN(value) ? null : value });
     }
     table.append(make("tr", { "data-map": m.label }, make("td", { text: m.label }), ...cells,
       make("td", { text: score(m) === undefined ? "–" : score(m).toFixed(2) })));
   }
-  view.append(make("div", { class: "pane" }, table), make("p", { class: "caption", text: "Spearman of the rows' sizes, as lm.compare has it. Leaderboard: the score of the method's "
-    + `best input map (${DATA.scored}). A rollout or flow that is shown here may do worse, and has no score.` }));
+  view.append(make("div", { class: "pane" }, table), make("p", { class: "caption", text: "Spearman's correlation of the rows' magnitudes, as in lm.compare. Leaderboard: the score of the "
+    + `method's best input map (${DATA.scored}). A rollout or flow on this page may be worse, and has no score.` }));
   const place = placeOf(base), mine = await rowOf(base, place, -1, state.query);
-  for (const m of others.filter(alike)) {
+  for (const m of others.filter(isComparable)) {
     const there = sameLayer(m, state.layer);
     const theirs = there < 0 ? null : await rowOf(m, there, -1, state.query);
     if (!mine || !theirs) continue;
     const share = row => row.map(x => x / (size(row) || 1));
     const [a, b] = [share(mine), share(theirs)];
     const line = tokenRow(keysOf(base), { values: a.map((x, i) => x - b[i]), chosen: base.keys ? [] : [state.query],
-      choose: base.keys ? null : query => set({ query }), says: "difference of shares" });
+      choose: base.keys ? null : query => set({ query }), unitName: "difference of shares" });
     view.append(make("div", { class: "row" }, make("h3", {}, make("b", { text: `${base.label} − ${m.label}` }),
       ` · difference of shares · ${base.layer_names[place]}`), line));
   }
-  exported = () => ({ rows: kept });
+  exported = () => ({ rows });
 }

@@ -1,7 +1,7 @@
 "use strict";
-// Tokens reach the page as text only: textContent, canvas text and SVG text, never markup.
+// Tokens are only ever inserted as text (textContent, canvas text, SVG text), so that none can act as markup.
 const DATA = JSON.parse(document.getElementById("data").textContent);
-// A Map: every object has a "constructor", and a user's method may have this name.
+// This is a Map because a user's method may be named "constructor", which every plain object has.
 const SCORES = new Map(Object.entries(DATA.scores));
 const $ = id => document.getElementById(id);
 const make = (name, attributes = {}, ...children) => {
@@ -38,7 +38,7 @@ function readHash() {
   settle();
 }
 
-// What of the state this map can't have is brought back to what it has.
+// Replace every entry of the state that is not valid for this map by its default.
 function settle() {
   const inside = (n, count) => Number.isInteger(n) && n >= 0 && n < count;
   if (!views().includes(state.view)) state.view = "text";
@@ -54,13 +54,13 @@ function settle() {
 
 function set(changes) {
   Object.assign(state, changes);
-  // A map's own tree, where it has one.
+  // If the map has a tree of its own, it is the one to show.
   const own = "map" in changes || "view" in changes ? trees().findIndex(tree => tree.name === map().label) : -1;
   if (own >= 0) state.tree = own;
   settle();
   const kept = Object.entries(state).map(([key, value]) => [key, value === null ? "" : String(value)]);
-  // A notebook's frame has no address of its own to keep it in.
-  try { history.replaceState(null, "", "#" + new URLSearchParams(kept)); } catch { /* then it is not kept */ }
+  // The frame of a notebook has no address, so that the state cannot be kept there.
+  try { history.replaceState(null, "", "#" + new URLSearchParams(kept)); } catch { /* the state is not kept */ }
   render();
 }
 
@@ -75,7 +75,7 @@ function fromFloat16(bits) {
   const sign = bits & 0x8000 ? -1 : 1, exponent = (bits >> 10) & 31, fraction = bits & 1023;
   return sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -24 * fraction);
 }
-// One layer: scores [head][row * keys + key] with NaN where the key is hidden; decoded when first asked for.
+// Return the scores of one layer, [head][row * keys + key], with NaN for hidden keys. A layer is decoded once.
 function layerOf(m, place) {
   const name = `${DATA.prompts.findIndex(all => all.includes(m))}/${m.label}/${place}`;
   if (!decoded.has(name)) decoded.set(name, decode(m, m.layers[place]));
@@ -102,7 +102,7 @@ async function decode(m, packed) {
   }
   return out;
 }
-// One head's scores, or the mean over heads (-1).
+// Return the scores of one head, or the mean over heads (-1).
 const means = new WeakMap();
 async function scoresOf(m, place, head) {
   const all = await layerOf(m, place);
@@ -110,7 +110,7 @@ async function scoresOf(m, place, head) {
   if (head >= 0) return all[head];
   if (!means.has(all)) {
     const mean = new Float32Array(all[0].length);
-    for (const one of all) for (let i = 0; i < mean.length; i++) mean[i] += one[i] / all.length;
+    for (const scores of all) for (let i = 0; i < mean.length; i++) mean[i] += scores[i] / all.length;
     means.set(all, mean);
   }
   return means.get(all);
@@ -124,32 +124,32 @@ const inUnit = row => {
   const total = state.unit === "share" ? size(row) || 1 : 1;
   return row.map(x => x / total);
 };
-// Words or sentences, as lists of positions; single tokens where the map has no such units.
+// Return the words or sentences as lists of positions, or single tokens if the map has no such units.
 function unitsOf(starts, count) {
   const first = starts[state.by] || Array.from({ length: count }, (_, i) => i);
   return first.map((start, i) => Array.from({ length: (first[i + 1] ?? count) - start }, (_, j) => start + j));
 }
-// The row of the query's unit, the mean of its tokens' rows (hidden keys count 0), and whose rows these are:
-// the query's alone where not all of them are held.
+// Return the row of the query's unit: the mean of its tokens' rows, in which hidden keys count 0. `of` has the
+// positions of these rows: only the query's own if the map does not have all of them.
 async function unitRow(m, place, head, query) {
   const whole = unitsOf(m.words, m.tokens.length).find(positions => positions.includes(query));
   const of = whole.every(position => m.queries.includes(position)) ? whole : [query];
   const rows = await Promise.all(of.map(position => rowOf(m, place, head, position)));
   if (!rows[0]) return { row: null, of, whole };
-  const row = Array.from(rows[0], (_, key) => rows.every(one => Number.isNaN(one[key])) ? NaN
-    : rows.reduce((sum, one) => sum + (one[key] || 0), 0) / rows.length);
+  const row = Array.from(rows[0], (_, key) => rows.every(scores => Number.isNaN(scores[key])) ? NaN
+    : rows.reduce((sum, scores) => sum + (scores[key] || 0), 0) / rows.length);
   return { row, of, whole };
 }
-// The sum over each unit's visible keys.
+// Return the sum over each unit's visible keys.
 const summed = (row, units) => units.map(keys => keys.every(key => Number.isNaN(row[key])) ? NaN
   : keys.reduce((sum, key) => sum + (row[key] || 0), 0));
 const strongest = row => row.reduce((most, x) => Number.isNaN(x) ? most : Math.max(most, Math.abs(x)), 0);
 const shown = x => Number.isNaN(x) ? "hidden" : x === 0 ? "0"
   : Math.abs(x) >= 0.001 && Math.abs(x) < 10000 ? x.toPrecision(4) : x.toExponential(2);
 const placeOf = m => Math.max(0, m.names.indexOf(state.layer));
-// Of a map down to the input with one layer that one; else the layer of this name, or -1: never another.
+// Return the index of the layer with this name, or -1. An input map with one layer always uses that layer.
 const sameLayer = (m, name) => m.kind === "input" && m.names.length === 1 ? 0 : m.names.indexOf(name);
-// Beside its picture; a map of the whole model, or a mean of layers, has no layer to number.
+// Return the number of a layer for its label; a map of the whole model, or a mean of layers, has none.
 const layerNumber = (m, place) => m.layer_names[place].endsWith(`layer ${m.names[place]}`) ? String(m.names[place]) : "";
 const unit = () => state.unit === "share" ? "share of the row" : "raw score";
 
@@ -174,30 +174,30 @@ function spearman(a, b) {
   return xx && yy ? xy / Math.sqrt(xx * yy) : NaN;
 }
 
-// ------------------------------------------------------------------ colour and words
+// ------------------------------------------------------------------ colours and tokens
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 function colour(x, most) {
   if (Number.isNaN(x)) return css("--hidden");
   if (!x || !most) return "transparent";
   return `rgba(${css(x < 0 ? "--negative" : "--positive")}, ${Math.min(1, strength(Math.abs(x) / most)).toFixed(3)})`;
 }
-// Logarithmic: four orders of magnitude.
+// The logarithmic scale covers four orders of magnitude.
 const strength = x => state.scale === "log" ? Math.max(0, 1 + Math.log10(x) / 4) : x;
 const JOINER = 0x200d;
 const visible = token => [...token].map((c, i, all) => {
   const point = c.codePointAt(0);
   if (c === "\n") return "↵";
   if (c === "\t") return "⇥";
-  // What joins two emoji stays, because they are drawn as one.
+  // The character that joins two emoji is kept, because they are drawn as one.
   if (point === JOINER && i && /^\p{Extended_Pictographic}/u.test(all[i + 1] || "")) return c;
   if (point < 32 || point === 127 || (point >= 0x200b && point <= 0x200f) || (point >= 0x202a && point <= 0x202e)
     || (point >= 0x2066 && point <= 0x2069) || (point >= 0xd800 && point <= 0xdfff) || point === 0xfffe || point === 0xffff)
     return "\u27e8" + point.toString(16) + "\u27e9";
   return c;
 }).join("").replace(/^[Ġ▁]/, " ");
-// A token that is a part of a character is written as the character and the token's number, "é[1/2]".
+// A token that is a piece of a character is written as the character and the token's number, "é[1/2]".
 const NUMBERED = /^(.+)(\[(\d{1,6})\/(\d{1,6})\])$/s;
-// The text that neighbouring tokens spell.
+// Return the text of neighbouring tokens; the pieces of a character become that character.
 function joined(tokens) {
   const texts = [];
   for (let i = 0; i < tokens.length; i++) {
@@ -216,7 +216,7 @@ function shortened(token, count = 14) {
 const plain = text => visible(text).trim() || visible(text);
 const named = (tokens, place) => `${place} “${shortened(plain(tokens[place]), 24)}”`;
 
-// A unit: its positions and its text.
+// Return the positions and the text of a unit.
 const spelled = (tokens, unit) => unit.length === 1 ? named(tokens, unit[0])
   : `${unit[0]}–${unit[unit.length - 1]} “${shortened(visible(joined(unit.map(i => tokens[i]))).trim(), 60)}”`;
 

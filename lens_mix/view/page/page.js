@@ -7,7 +7,7 @@ async function render() {
   tip();
   controls(map());
   try { await VIEWS[state.view](fresh); } catch (error) { fresh.append(make("p", { class: "caption", text: String(error) })); }
-  // Another choice may have been made meanwhile.
+  // If the user has made another choice in the meantime, this rendering is out of date.
   if (version !== renders) return;
   $("view").replaceWith(fresh);
   for (const pane of fresh.querySelectorAll("[data-middle]")) pane.scrollLeft = pane.dataset.middle - pane.clientWidth / 2;
@@ -22,7 +22,7 @@ function controls(m) {
     select.value = String(value);
   };
   fill(prompt, DATA.prompts.map((all, i) => [i, `${i}: ${shortened(visible(joined(all[0].tokens)), 40)}`]), state.prompt);
-  fill($("map"), maps().map((one, i) => [i, one.label]), state.map);
+  fill($("map"), maps().map((m, i) => [i, m.label]), state.map);
   fill($("head"), [[-1, "mean"], ...Array.from({ length: m.heads }, (_, i) => [i, String(i)])], state.head);
   $("head-label").hidden = !m.heads;
   $("layer").max = m.names.length - 1;
@@ -35,9 +35,9 @@ function controls(m) {
     button.hidden = !views().includes(button.dataset.view);
   }
   $("last-view").textContent = views().length;
-  const made = m.provenance;
-  $("about").textContent = [m.kind === "input" ? "map down to the input" : "layer map", `method ${m.method}`,
-    made.model && `model ${made.model}`, made.dtype && `dtype ${made.dtype}`, made.engine && `engine ${made.engine}`, made.date,
+  const record = m.provenance;
+  $("about").textContent = [m.kind === "input" ? "input map" : "layer map", `method ${m.method}`,
+    record.model && `model ${record.model}`, record.dtype && `dtype ${record.dtype}`, record.engine && `engine ${record.engine}`, record.date,
     `stored as ${m.code}, error ≤ ${shown(m.layers[placeOf(m)].error)}`, `lens_mix ${DATA.version}`].filter(Boolean).join(" · ");
   $("notes").textContent = m.notes.length ? `Notes: ${m.notes.join("; ")}` : "";
   const box = $("options");
@@ -45,19 +45,19 @@ function controls(m) {
     onchange: event => set({ [key]: event.target.value }) }, ...names.map(name => make("option", { value: name, text: name,
     selected: state[key] === name }))));
   const tree = make("label", { hidden: trees().length < 2 }, "tree ", make("select", { "data-option": "tree",
-    onchange: event => set({ tree: +event.target.value }) }, ...trees().map((one, i) => make("option", { value: i, text: one.name, selected: state.tree === i }))));
+    onchange: event => set({ tree: +event.target.value }) }, ...trees().map((tree, i) => make("option", { value: i, text: tree.name, selected: state.tree === i }))));
   const flag = (key, text) => make("label", {}, make("input", { type: "checkbox", "data-option": key, checked: Boolean(state[key]),
     onchange: event => set({ [key]: +event.target.checked }) }), ` ${text}`);
   const scale = choice("scale", "scale", ["map", "row", "global", "log"]);
-  const parts = { text: [choice("unit", "unit", ["raw", "share"]), choice("by", "by", ["token", ...(m.words.word ? ["word"] : []), "sentence"]), choice("scale", "scale", ["map", "log"]),
+  const boxes = { text: [choice("unit", "unit", ["raw", "share"]), choice("by", "by", ["token", ...(m.words.word ? ["word"] : []), "sentence"]), choice("scale", "scale", ["map", "log"]),
       flag("first", "first token")],
     grid: [scale, flag("first", "first column"), flag("diagonal", "diagonal")], methods: [], tree: [tree],
-    flow: [make("label", {}, "least share ", make("input", { type: "range", min: .005, max: .3, step: .005, value: state.threshold,
+    flow: [make("label", {}, "smallest share ", make("input", { type: "range", min: .005, max: .3, step: .005, value: state.threshold,
       "data-option": "threshold", oninput: event => set({ threshold: +event.target.value }) }),
     make("output", { text: String(state.threshold) }))] }[state.view].filter(Boolean);
   const about = make("span", { text: `token ${named(m.tokens, state.query)}` });
-  // The control in use stays: a slider that is replaced can't be dragged on.
-  if (!box.contains(document.activeElement) || box.dataset.view !== state.view) box.replaceChildren(...parts, about);
+  // A control that is in use is not replaced, because a slider could then not be dragged further.
+  if (!box.contains(document.activeElement) || box.dataset.view !== state.view) box.replaceChildren(...boxes, about);
   else { box.lastChild.replaceWith(about); for (const shownValue of box.querySelectorAll("output")) shownValue.textContent = state.threshold; }
   box.dataset.view = state.view;
 }

@@ -1,4 +1,4 @@
-"""A map of information flow routes made at random, with what the feed-forwards did."""
+"""Make a random map of information flow routes, with the shares of the feed-forwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.random_maps import random_attention
 
 
 def routes_map(layers: int = 3, size: int = 6, heads: int | None = None) -> lm.MixingMap:
-    """Rows sum to 1, the residual's part on the diagonal; layers 2, 3, ..."""
+    """Return a map of layers 2, 3, ...: rows sum to 1, and the diagonal has the share of the residual."""
     generator = torch.Generator().manual_seed(5)
     resid_pre = 0.7 * torch.rand(layers, size, generator=generator, dtype=torch.float64)
     mlp_out = torch.rand(layers, size, generator=generator, dtype=torch.float64)
@@ -23,11 +23,11 @@ def routes_map(layers: int = 3, size: int = 6, heads: int | None = None) -> lm.M
         causal=True,
         residual=0.0,
         layers=list(range(2, 2 + layers)),
-        provenance={"details": {"parts": _parts(resid_pre, mlp_out)}},
+        provenance={"details": {"parts": _make_details(resid_pre, mlp_out)}},
     )
 
 
-def _parts(resid_pre: torch.Tensor, mlp_out: torch.Tensor) -> list[dict]:
+def _make_details(resid_pre: torch.Tensor, mlp_out: torch.Tensor) -> list[dict]:
     queries = list(range(resid_pre.shape[1]))
     return [
         {"layer": 2 + place, "tokens": len(queries), "queries": queries, "parallel": False}

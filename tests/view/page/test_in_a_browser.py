@@ -1,6 +1,6 @@
-"""The page in a real browser: every view is clicked through, its values are the tensors', nothing complains.
+"""Test the page in a real browser: click through every view, and compare its values with the tensors.
 
-Needs Chromium with its driver (Debian: chromium, chromium-driver) and selenium; skipped without.
+It needs Chromium with its driver (Debian: chromium, chromium-driver) and selenium, and is skipped without.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lens_mix.graphs import information_flow_routes
 from lens_mix.measured import best_of_methods
 from lens_mix.methods.component_shares import part_shares
 from lens_mix.tables import read_cell
-from lens_mix.view.page.data import _starts
+from lens_mix.view.page.data import _find_starts
 from tests.matrix import slow
 from tests.random_maps import map_of, random_attention
 from tests.view.page.routes import routes_map
@@ -38,7 +38,7 @@ pytestmark = NEEDS_CHROMIUM
 
 @pytest.fixture
 def opened(browser, tmp_path):
-    """Opens maps in the browser, at a place of the page; afterwards its console has to be empty."""
+    """Open maps in the browser at an address of the page; afterwards the console must be empty."""
 
     def open_page(maps, place="view=text", **options):
         path = tmp_path / "page.html"
@@ -70,7 +70,7 @@ def doing(browser, act):
 
 
 def clicked_until(browser, selector, there):
-    """Click until something is there: a frame draws anew when its height settles, maybe under the click."""
+    """Click until an element exists: a frame may render again during a click, when its height changes."""
     from selenium.common.exceptions import StaleElementReferenceException
     from selenium.webdriver.support.ui import WebDriverWait
 
@@ -87,7 +87,7 @@ def all_of(browser, selector):
 
 
 def tip_of(browser, element, x=None, y=None):
-    """What the tooltip says over an element, at a place of it."""
+    """Return the text of the tooltip over an element, at a place of it."""
     browser.execute_script(
         "const box = arguments[0].getBoundingClientRect();"
         "arguments[0].dispatchEvent(new MouseEvent('mousemove', {bubbles: true,"
@@ -103,7 +103,7 @@ def tip_of(browser, element, x=None, y=None):
     return browser.find_element("id", "tip").get_property("textContent")
 
 
-# What `offer` would hand to the browser as a download.
+# This script returns the file that `offer` would give to the browser as a download.
 EXPORT = """
 const [kind, done] = arguments;
 window.offer = (name, blob) => {
@@ -122,7 +122,7 @@ def exported(browser, kind):
 
 
 def rows_of(browser):
-    """What goes out as CSV."""
+    """Return the rows of the exported CSV file."""
     return list(csv.DictReader(io.StringIO(exported(browser, "csv").decode(), newline="")))
 
 
@@ -146,7 +146,7 @@ def maps():
 
 @pytest.fixture(scope="module")
 def sink():
-    """Attention weights of which a third went to a sink."""
+    """Return attention weights of which a third is given to a sink."""
     return map_of(random_attention(heads=2) * 2 / 3, provenance={"sink": True})
 
 
@@ -192,7 +192,7 @@ def test_the_tokens_of_a_character_spell_it_together(opened):
     assert tips[5] == "4–9 “👩\u200d🚀。”"
     assert [row["token"] for row in rows_of(browser)] == ["the", " café", " 👩\u200d🚀。"]
     assert "the café 👩\u200d🚀。" in browser.find_element("id", "prompt").get_property("textContent")
-    assert _starts(tokens)["sentence"] == [0]
+    assert _find_starts(tokens)["sentence"] == [0]
 
 
 def test_csv_holds_no_formula_and_every_token(opened):
@@ -236,7 +236,7 @@ def test_words_and_sentences_merge_as_maps_do(opened, by, units):
 def test_a_word_of_which_one_row_is_held(opened):
     m = map_of(random_attention(size=8), tokens=SENTENCES).select_queries([4])
     browser = opened(m, "view=text&by=word&layer=3")
-    assert "alone: the other rows of its word are not held" in all_of(browser, ".row h3")[0].text
+    assert "does not have the other rows of its word" in all_of(browser, ".row h3")[0].text
     said = number_in(tip_of(browser, all_of(browser, ".token")[1]), "raw score")
     assert said == pytest.approx(m.scores[3, 0, 1:3].sum().item(), abs=2e-3)
 
@@ -316,7 +316,7 @@ def test_flow_has_the_feed_forwards_of_routes(opened):
         share = shares[level - 1, token].item()
         said = tip_of(browser, square)
         assert f"feed-forward of layer {m.layer_labels[level - 1]}: {token} “t{token}”" in said
-        assert number_in(said, "of what left") == pytest.approx(share, rel=1e-3)
+        assert number_in(said, "of the layer.s output") == pytest.approx(share, rel=1e-3)
         assert number_in(said, "of what reached") == pytest.approx(share * reached[level, token], rel=2e-3)
         area = float(square.get_attribute("width")) * float(square.get_attribute("height"))
         assert area == pytest.approx(144 * share * reached[level, token], rel=2e-3)
@@ -376,7 +376,7 @@ def test_a_trees_nodes_and_edges_answer_clicks(opened):
         said = re.search(r"weight ([\d.e+-]+)", detail.text).group(1)
         assert float(said) == pytest.approx(graph.edges[edge]["weight"], rel=1e-3)
     browser.execute_script(click, browser.find_element("css selector", ".root"))
-    assert detail.text.startswith("after the layer, layer 4: 5 “t5”; took from 5 “t5” ")
+    assert detail.text.startswith("after the layer, layer 4: 5 “t5”; from 5 “t5” ")
     (label,) = (label for label in all_of(browser, "svg .label") if label.text == "t0")
     doing(browser, label.click)
     assert "query=0" in browser.current_url
@@ -420,7 +420,7 @@ def test_every_view_goes_out(opened, maps, view, tmp_path):
     assert any("lens_mix" in text for text in written)
     width, height = pixels(exported(browser, "png")).shape[1::-1]
     assert [width, height] == [2 * int(drawn.get(side)) for side in ("width", "height")]
-    # and the SVG opens alone
+    # The SVG must open as a file of its own.
     alone = tmp_path / "alone.svg"
     alone.write_bytes(picture)
     browser.get(f"file://{alone}")
@@ -499,7 +499,7 @@ def test_a_page_of_ten_thousand_tokens_opens(opened):
 
 @pytest.mark.slow
 def test_a_notebooks_frame_answers_clicks(browser, maps, tmp_path):
-    """Twice in one document, as two cells that show the same page."""
+    """The page is shown twice in one document, as by two cells of a notebook."""
     shown = lm.page(maps)._repr_html_()
     path = tmp_path / "notebook.html"
     path.write_text(f"<!DOCTYPE html><meta charset=utf-8><body>{shown}{lm.page(maps)._repr_html_()}</body>")
@@ -518,7 +518,7 @@ def test_a_notebooks_frame_answers_clicks(browser, maps, tmp_path):
 
 
 def test_layers_of_input_maps_are_named_for_what_they_are(opened, maps):
-    """In each view: what a layer of a rollout is, and no layer of a map of the whole model."""
+    """Each view names a layer of a rollout "up to layer", and a map of the whole model without a layer."""
     rolled = lm.rollout(maps["attention"])
     whole = maps["alti"].select_layers([3]).replace(method="gim", kind="input", residual=None)
     browser = opened({"rolled": rolled, "whole": whole}, "view=grid&map=0&layer=2&query=5")
@@ -556,13 +556,13 @@ def test_an_address_that_names_no_view(opened, maps):
     assert len(all_of(opened(maps, "view=toString"), ".row")) == 3
 
 
-# What every object in JavaScript has, and what is special in one.
+# Properties that every object in JavaScript has.
 OF_EVERY_OBJECT = "constructor __proto__ toString hasOwnProperty valueOf __defineGetter__".split()
 
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_names_that_every_object_has_are_names(opened, view):
-    """As methods, labels, tokens, kinds of nodes, graphs, attributes of edges, and in the page's address."""
+    """The names are used for methods, labels, tokens, nodes, graphs, attributes, and in the address."""
     tokens = OF_EVERY_OBJECT
     maps = {
         name: map_of(random_attention(seed=seed), method=name, tokens=tokens)

@@ -1,4 +1,4 @@
-"""The page as a file: what it holds, how large it is, and that tokens in it stay text."""
+"""Test the page as a file: its numbers, its size, and that its tokens are text only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.view.page.tokens import NASTY
 
 
 class Reader(html.parser.HTMLParser):
-    """The elements of a page, with their attributes and what stands in them."""
+    """Collect the elements of a page, with their attributes and contents."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -113,7 +113,7 @@ def test_feed_forwards_of_routes_and_of_no_other_map():
     expected = part_shares(m).mlp_out.numpy()
     np.testing.assert_allclose(packed[0]["feed_forward"], expected, rtol=1e-3)
     assert [one["feed_forward"] for one in packed[1:]] == [None, None]
-    # what a method noted of each block stays out: it can be larger than the map
+    # The details of each block are left out, because they can be larger than the map.
     assert "details" not in packed[0]["provenance"]
 
 
@@ -148,7 +148,7 @@ def test_tokens_stay_text():
     (packed,) = data_of(page)["prompts"][0]
     assert packed["tokens"] == list(NASTY)
     assert packed["notes"] == ["</script><b>"]
-    # and the file itself is ASCII beyond what the template holds, so that no editor breaks it
+    # The inserted data is ASCII, so that the file can be encoded although a token is a lone surrogate.
     page.html.encode("utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The trees of a page: which there are, and that they hold the graph's own numbers."""
+"""Test the trees of a page: which ones it has, and that their numbers are those of the graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def attribution(**fields):
 
 
 def graph_of(packed):
-    """The graph that the page holds."""
+    """Return the graph that the page contains."""
     graph, places = nx.DiGraph(), [(node["level"], node["position"]) for node in packed["nodes"]]
     graph.add_nodes_from(zip(places, packed["nodes"], strict=True))
     graph.add_edges_from((places[start], places[end], values) for start, end, values in packed["edges"])
@@ -60,7 +60,7 @@ def test_maps_that_have_a_tree_bring_it(heads):
 
 @pytest.mark.parametrize("position", [2, 4, 5])
 def test_a_tree_starts_at_the_explained_position(position):
-    """Not at the token with the largest sum, as `attribution_tree` does that knows of no position."""
+    """Without a position, `attribution_tree` would start at the token with the largest sum."""
     scores = attribution().scores.clone()
     scores[:, :, 3] += 0.3 * (scores[:, :, 3] > 0)
     m = attribution().replace(scores=scores, default_query=position)

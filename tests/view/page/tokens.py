@@ -1,4 +1,4 @@
-"""Tokens that would break a page that takes them for markup."""
+"""List tokens that would break a page that treats them as markup."""
 
 NASTY = (
     "<bos>",
