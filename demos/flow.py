@@ -1,10 +1,11 @@
-"""Attention flow on a real model: 30 layers, 40 tokens, exact; the way that information takes; single heads.
+"""Compute exact attention flow on a real model: 30 layers, 40 tokens, and heads with a fixed offset.
 
     python demos/flow.py                       SmolLM2-135M (downloaded once, 93 MB)
     python demos/flow.py --prompt "…"          another prompt, of any length
 
-Prints the sources of the last position by flow and by rollout, how far flow degenerates, and the heads that
-always look to one place; draws one row of bars per method, and the information-flow graphs.
+The program prints the sources of the last position by flow and by rollout, how much of the flow is limited by
+the first layer alone, and the heads that attend to one relative position. It draws one row of bars per
+method, and the information-flow graphs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ PROMPT = (
 
 
 def main() -> None:
+    """Read the options, explain the prompt, and print the paths of the files."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="a model's hub name or folder; default: SmolLM2-135M")
     parser.add_argument("--prompt", default=PROMPT)
@@ -42,14 +44,14 @@ def main() -> None:
 
 
 def set_default_row(model: Any, prompt: str, folder: Path) -> list[Path]:
-    """Maps one prompt, prints what flow says of it, and returns the files written to `folder`."""
+    """Map one prompt, print its flow and rollout, and return the files written to `folder`."""
     heads = lm.run(model, prompt, lm.AttentionWeights(per_head=True))
     maps = {"attention": heads.merge_heads(), "value zeroing": lm.run(model, prompt, "value_zeroing")}
     layers, tokens = len(heads.layer_labels), heads.tokens
     print(f"{prompt!r}\n{layers} layers, {len(tokens)} tokens\n")
     rows = {}
     for name, mixing_map in maps.items():
-        rows[f"{name}, flow"] = timed_flow(name, mixing_map)
+        rows[f"{name}, flow"] = compute_flow(name, mixing_map)
         rows[f"{name}, flow, receptive field"] = lm.flow(
             mixing_map, layer=-1, queries=-1, receptive_field=True
         )
@@ -59,7 +61,8 @@ def set_default_row(model: Any, prompt: str, folder: Path) -> list[Path]:
     return draw(maps, rows, tokens, folder)
 
 
-def timed_flow(name: str, mixing_map: lm.MixingMap) -> lm.MixingMap:
+def compute_flow(name: str, mixing_map: lm.MixingMap) -> lm.MixingMap:
+    """Return the flow of a map, and print its time and how much the first layer limits."""
     start = time.perf_counter()
     found = lm.flow(mixing_map, layer=-1, progress=True)
     seconds = time.perf_counter() - start
@@ -67,19 +70,21 @@ def timed_flow(name: str, mixing_map: lm.MixingMap) -> lm.MixingMap:
     print(f"{name}: flow of {pairs} pairs through all layers in {seconds:.2f} s")
     share = found.provenance["aggregation"]["first_layer_share"][0]
     if share is not None:
-        print(f"  {100 * share:.1f} % of them are what the first layer alone allows")
+        print(f"  {100 * share:.1f} % of them equal the flow that the first layer alone allows")
     return found
 
 
 def print_sources(rows: dict[str, lm.MixingMap], count: int = 5) -> None:
+    """Print the `count` largest sources of the last position, one line per map."""
     width = max(len(name) for name in rows)
-    print(f"\n{'the last position took':<{width}}  from (share)")
+    print(f"\n{'sources of the last position':<{width}}  token and share")
     for name, row in rows.items():
         cells = (f"{make_visible(source.token)} {source.score:.3f}" for source in row.top(count))
         print(f"{name:<{width}}  " + "  ".join(f"{cell:<18}" for cell in cells).rstrip())
 
 
 def print_heads(heads: lm.MixingMap, count: int = 8) -> None:
+    """Print the heads that attend to one relative position or to the first token."""
     found = attention_statistics(heads)
     total = found.entropy.numel()
     fixed, first = found.fixed_offset_heads(), found.group_heads("first")
@@ -92,15 +97,16 @@ def print_heads(heads: lm.MixingMap, count: int = 8) -> None:
 def draw(
     maps: dict[str, lm.MixingMap], rows: dict[str, lm.MixingMap], tokens: list[str], folder: Path
 ) -> list[Path]:
-    title = f"What went into the last position, “{make_visible(tokens[-1])}”"
+    """Draw the bars and the graphs, and return the paths of the files."""
+    title = f"Sources of the last position, “{make_visible(tokens[-1])}”"
     paths = [folder / "flow_sources.png"]
     token_bars(rows, tokens, title=title).savefig(paths[0])
     print("\nWritten:")
     for name, mixing_map in maps.items():
-        # Without the first token, on which most heads rest.
+        # The first token is dropped, because most heads attend to it and would hide the other edges.
         graph = information_flow_graph(mixing_map, drop_bos=True)
         paths.append(folder / f"flow_graph_{name.replace(' ', '_')}.png")
-        information_flow(graph, title=f"{name}: the way to the last position").savefig(paths[-1])
+        information_flow(graph, title=f"{name}: paths to the last position").savefig(paths[-1])
         paths.append(paths[-1].with_suffix(".graphml"))
         save_graph(graph, paths[-1])
     return paths

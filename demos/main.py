@@ -1,7 +1,7 @@
-"""The main job on a real model: which tokens went into the last position, in numbers and pictures.
+"""Show which tokens a real model used for the last position, in numbers and pictures.
 
-make demo                                              SmolLM2-135M, the two prompts below
-python demos/main.py --prompt "Once upon a time"       another prompt
+make demo                                                 SmolLM2-135M, the two prompts below
+python demos/main.py --prompt "Once upon a time"          another prompt
 python demos/main.py --model HuggingFaceTB/SmolLM2-360M   any model that TransformerLens loads
 """
 
@@ -24,8 +24,8 @@ from lens_mix.view.labels import make_visible
 OUTPUTS = Path(__file__).resolve().parent.parent / "outputs"
 PROMPTS = {
     "eiffel": "The Eiffel Tower is in the city of",
-    # The answer hangs on "Italy", 29 tokens back: with Japan, Germany, Russia or France there, the same
-    # model says Japanese, German, Russian or French.
+    # The prediction depends on "Italy", 29 tokens before the end: with Japan, Germany, Russia or France
+    # instead, the same model predicts Japanese, German, Russian or French.
     "grandmother": "My grandmother was born in Italy. She left the country with her three children after the "
     "war, but all her life she cooked the food of her home and sang to us in",
 }
@@ -40,6 +40,7 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
+    """Map the prompts, draw the pictures, and write the page."""
     options = read_options()
     model = models.load(options.model) if options.model else models.demo_model()
     prompts = {"prompt": options.prompt} if options.prompt else PROMPTS
@@ -48,32 +49,32 @@ def main() -> None:
     for name, prompt in prompts.items():
         drawn, maps = map_prompt(model, name, prompt, options.outputs)
         pictures += drawn
-        # The one with the most to see comes first.
+        # The last prompt is the longest, and the page should show it first.
         pages.insert(0, maps)
     print("\nPictures:")
     for picture in pictures:
         print(f"  {picture}")
-    place = options.outputs / "page.html"
-    lm.page(pages, place)
-    print(f"\nThe maps to look through, in a browser:\n  {place}")
+    path = options.outputs / "page.html"
+    lm.page(pages, path)
+    print(f"\nThe maps as a page for the browser:\n  {path}")
 
 
 def map_prompt(
     model: Any, name: str, prompt: str, folder: Path
 ) -> tuple[list[Path], dict[str, lm.MixingMap]]:
-    """Maps one prompt, prints the sources of its last position; the pictures drawn, and the page's maps."""
+    """Map one prompt and print the sources of its last position; return the pictures and the page's maps."""
     start = time.perf_counter()
     layers = lm.run(model, prompt, METHODS, residual_shares=True)
     seconds = time.perf_counter() - start
     tokens = layers["attention"].tokens
     print(f"\n{prompt!r}\n  {len(tokens)} tokens, mapped in {seconds:.1f} s")
-    print(f"  the model goes on with {likeliest(model, prompt)}")
+    print(f"  the model predicts {describe_prediction(model, prompt)}")
     recommended = lm.input_map(model, prompt)
-    name_of_it = f"input map ({recommended.method.replace('_', ' ')})"
-    rows = {name_of_it: recommended.normalized(), **every_row(layers)}
+    recommended_name = f"input map ({recommended.method.replace('_', ' ')})"
+    rows = {recommended_name: recommended.normalized(), **compute_rows(layers)}
     print_sources(rows)
     print_largest_by_layer(layers)
-    shown = {name_of_it: recommended}
+    shown = {recommended_name: recommended}
     shown |= {method.replace("_", " "): mixing_map for method, mixing_map in layers.items()}
     shown |= {row: mixing_map for row, mixing_map in rows.items() if row.endswith(("rollout", "measured"))}
     return draw(name, layers, rows, folder), shown
@@ -82,7 +83,11 @@ def map_prompt(
 def draw(
     name: str, layers: dict[str, lm.MixingMap], rows: dict[str, lm.MixingMap], folder: Path
 ) -> list[Path]:
-    """Per-layer maps of each method, the last position through the layers, and one bar row per method."""
+    """Draw the layer maps of each method, the last position in each layer, and bars of its sources.
+
+    Returns:
+        The paths of the pictures.
+    """
     tokens = layers["attention"].tokens
     last = f"“{make_visible(tokens[-1])}”"
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,12 +101,15 @@ def draw(
     title = f"What the last position, {last}, used in each layer"
     query_maps(named, title=title).savefig(pictures[-1])
     pictures.append(folder / f"{name}_sources.png")
-    token_bars(rows, tokens, title=f"What went into the last position, {last}").savefig(pictures[-1])
+    token_bars(rows, tokens, title=f"Sources of the last position, {last}").savefig(pictures[-1])
     return pictures
 
 
-def every_row(layers: dict[str, lm.MixingMap]) -> dict[str, lm.MixingMap]:
-    """What the recommended map is compared with: each method's last layer and rollouts, rows to sum 1."""
+def compute_rows(layers: dict[str, lm.MixingMap]) -> dict[str, lm.MixingMap]:
+    """Return the last layer and the rollouts of each method, to compare with the recommended map.
+
+    The rows sum to 1.
+    """
     rows = {}
     for method, mixing_map in layers.items():
         name = method.replace("_", " ")
@@ -112,20 +120,20 @@ def every_row(layers: dict[str, lm.MixingMap]) -> dict[str, lm.MixingMap]:
 
 
 def print_sources(rows: dict[str, lm.MixingMap], count: int = 5) -> None:
-    """The `count` largest sources of the last position, one line per row."""
+    """Print the `count` largest sources of the last position, one line per method and variant."""
     cells = {
         name: [f"{make_visible(source.token)} {source.score:.3f}" for source in row.top(count)]
         for name, row in rows.items()
     }
     first = max(len(name) for name in cells)
     width = max(len(cell) for line in cells.values() for cell in line)
-    print(f"\n  {'the last position took':<{first}}  " + "from (share)")
+    print(f"\n  {'sources of the last position':<{first}}  " + "token and share")
     for name, line in cells.items():
         print(f"  {name:<{first}}  " + "  ".join(f"{cell:<{width}}" for cell in line).rstrip())
 
 
 def print_largest_by_layer(layers: dict[str, lm.MixingMap]) -> None:
-    """Per method, the largest source of the last position in every layer; equal neighbours in one entry."""
+    """Print the largest source of the last position in every layer, with one entry for equal neighbours."""
     print("\n  its largest source, layer by layer")
     for method, mixing_map in layers.items():
         sources = [(label, mixing_map.top(1, layer=label)[0]) for label in mixing_map.layer_labels]
@@ -134,14 +142,14 @@ def print_largest_by_layer(layers: dict[str, lm.MixingMap]) -> None:
             labels = [label for label, _ in same]
             span = f"{labels[0]}" if len(labels) == 1 else f"{labels[0]}–{labels[-1]}"
             entries.append(f"{span}\xa0{make_visible(token)}")
-        # The space inside an entry must not become a line break.
+        # A line must not break inside an entry, so its space is replaced by a no-break space.
         lines = textwrap.wrap("  ".join(entries), 90, break_long_words=False, break_on_hyphens=False)
         for heading, line in itertools.zip_longest([method.replace("_", " ")], lines, fillvalue=""):
             print(f"  {heading:<13}  {line}".replace("\xa0", " "))
 
 
-def likeliest(model: Any, prompt: str, count: int = 3) -> str:
-    """The model's most probable next tokens, with their probabilities."""
+def describe_prediction(model: Any, prompt: str, count: int = 3) -> str:
+    """Return the model's most probable next tokens, with their probabilities."""
     with torch.no_grad():
         probabilities = model(model.to_tokens(prompt))[0, -1].softmax(-1)
     best = probabilities.topk(count)
@@ -152,6 +160,7 @@ def likeliest(model: Any, prompt: str, count: int = 3) -> str:
 
 
 def read_options() -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="a model's hub name or folder; default: SmolLM2-135M")
     parser.add_argument("--prompt", help="one prompt instead of the two built-in ones")

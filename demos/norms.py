@@ -1,11 +1,11 @@
-"""Mixing ratios and the cancel effect on two real models: an encoder, as in the papers, and a gated decoder.
+"""Compute mixing ratios and the cancel effect of an encoder, as in the papers, and of a decoder.
 
     python demos/norms.py                      all-MiniLM-L6-v2 and SmolLM2-135M (downloaded once, 177 MB)
     python demos/norms.py --encoder NAME       another encoder, by hub name or folder; --decoder likewise
-    python demos/norms.py --folding            what fold_value_biases does to the encoder's maps, and no more
+    python demos/norms.py --folding            only how fold_value_biases changes the encoder's maps
 
-Prints the mean mixing ratio per layer and stage, from the attention weights to the whole block, where it is
-taken (by kind of token), and which token gets attention without sending anything; draws both.
+The program prints the mean mixing ratio per layer and stage, from the attention weights to the whole block,
+the same by kind of token, and the tokens that get attention but have short vectors. It draws both.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ SENTENCES = [
 
 
 def main() -> None:
+    """Read the options and report on both models."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--encoder", help="an encoder's hub name or folder; default: all-MiniLM-L6-v2")
     parser.add_argument("--decoder", help="a decoder's hub name or folder; default: SmolLM2-135M")
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--folding", action="store_true", help="measure fold_value_biases on the encoder")
     options = parser.parse_args()
     if options.folding:
-        print(folding(models.load(options.encoder) if options.encoder else models.minilm()))
+        print(measure_folding(models.load(options.encoder) if options.encoder else models.minilm()))
         return
     options.outputs.mkdir(parents=True, exist_ok=True)
     written = []
@@ -62,7 +63,7 @@ def main() -> None:
 
 
 def report(name: str, model: Any, folder: Path) -> list[Path]:
-    """Print the tables of one model and what they say, draw them, and return the files."""
+    """Print the tables and the findings of one model, draw them, and return the files."""
     ratios = mixing_ratio.mixing_ratios(model, list(SENTENCES))
     lengths = cancel_effect.weights_and_norms(model, list(SENTENCES))
     layers, tokens = mixing_ratio.by_layer(ratios), cancel_effect.cancelled_tokens(lengths)
@@ -72,20 +73,20 @@ def report(name: str, model: Any, folder: Path) -> list[Path]:
         "mixing ratio by layer": layers,
         "mixing ratio by kind of token": mixing_ratio.by_kind(ratios),
         "attention weight and length ‖f(x)‖ by kind of token": lengths_by_kind(lengths),
-        "where the cancel effect sits": tokens,
+        "tokens with the largest cancel effect": tokens,
     }.items():
         print(f"\n{title}\n{table.to_string(float_format=lambda number: f'{number:.3f}')}")
-    print(f"\n{findings(layers, tokens, cancel_effect.correlations(lengths)['spearman'])}")
+    print(f"\n{describe_findings(layers, tokens, cancel_effect.correlations(lengths)['spearman'])}")
     return draw(name, ratios, lengths, folder)
 
 
 def lengths_by_kind(lengths: pandas.DataFrame) -> pandas.DataFrame:
-    """The no-op table, all layers together."""
+    """Return the no-op table over all layers together."""
     return cancel_effect.no_op_table(lengths.assign(layer="all")).loc["all"]
 
 
-def findings(layers: pandas.DataFrame, tokens: pandas.DataFrame, correlations: pandas.Series) -> str:
-    """The two findings of the papers, in words, whichever way the numbers go."""
+def describe_findings(layers: pandas.DataFrame, tokens: pandas.DataFrame, correlations: pandas.Series) -> str:
+    """Return whether the two findings of the papers are true of this model, with the numbers."""
     means, first = layers.loc["mean"].map("{:.2f}".format), tokens.iloc[0]
     falls = "falls" if layers.loc["mean", "attn_res_ln"] < layers.loc["mean", "attn_w"] else "does not fall"
     shorter = "shorter" if first["norm"] < first["others_norm"] else "not shorter"
@@ -106,30 +107,32 @@ def findings(layers: pandas.DataFrame, tokens: pandas.DataFrame, correlations: p
 
 
 def draw(name: str, ratios: pandas.DataFrame, lengths: pandas.DataFrame, folder: Path) -> list[Path]:
-    """Both pictures of one model."""
+    """Draw both pictures of one model, and return their paths."""
     slug = name.lower().replace(" ", "_")
     pictures = {
         "mixing": norm_figures.mixing_by_layer(ratios, f"Mixing ratio by layer, {name}"),
-        "cancel": norm_figures.weights_against_norms(lengths, title=f"Attention and what it brings, {name}"),
+        "cancel": norm_figures.weights_against_norms(
+            lengths, title=f"Attention weight and vector length, {name}"
+        ),
     }
     written = []
-    for what, picture in pictures.items():
-        written.append(folder / f"norms_{slug}_{what}.png")
+    for suffix, picture in pictures.items():
+        written.append(folder / f"norms_{slug}_{suffix}.png")
         picture.savefig(written[-1])
     return written
 
 
-def folding(model: Any) -> str:
-    """How the maps change when b_V is folded into b_O (TransformerLens's own processing, nothing else)."""
-    before, maps = measured(model)
+def measure_folding(model: Any) -> str:
+    """Return tables of how the maps change when TransformerLens folds b_V into b_O, and does nothing else."""
+    before, maps = measure(model)
     model.enable_compatibility_mode(
         disable_warnings=True, fold_ln=False, center_writing_weights=False, center_unembed=False
     )
-    after, folded = measured(model)
+    after, folded = measure(model)
     means = before.loc[["mean"]].rename(index={"mean": "b_V in the values"})
     means.loc["b_V folded"] = after.loc["mean"]
     means.loc["largest change of a layer"] = (after - before).drop(index="mean").abs().max()
-    rows = {name: largest_change(maps[name], folded[name]) for name in LAYER_MAPS}
+    rows = {name: describe_change(maps[name], folded[name]) for name in LAYER_MAPS}
     table = means.to_string(float_format="{:.4f}".format)
     return (
         f"\nmean mixing ratio, {len(SENTENCES)} sentences\n{table}\n\n"
@@ -138,20 +141,19 @@ def folding(model: Any) -> str:
     )
 
 
-def measured(model: Any) -> tuple[pandas.DataFrame, dict[str, list[lm.MixingMap]]]:
-    """Mean mixing ratios, and every map of every sentence with rows that sum to 1."""
+def measure(model: Any) -> tuple[pandas.DataFrame, dict[str, list[lm.MixingMap]]]:
+    """Return the mean mixing ratios, and every map of every sentence with rows that sum to 1."""
     maps = [lm.run(model, sentence, LAYER_MAPS) for sentence in SENTENCES]
     ratios = mixing_ratio.by_layer(mixing_ratio.mixing_ratios(model, list(SENTENCES)))
     return ratios, {name: [found[name].normalized() for found in maps] for name in LAYER_MAPS}
 
 
-def largest_change(before: list[lm.MixingMap], after: list[lm.MixingMap]) -> str:
-    """The entry that changed most, of any sentence."""
+def describe_change(before: list[lm.MixingMap], after: list[lm.MixingMap]) -> str:
+    """Return the entry that changed most in all sentences, with its values before and after."""
     changes = [(new.scores - old.scores).abs() for old, new in zip(before, after, strict=True)]
     worst = max(range(len(changes)), key=lambda index: float(changes[index].max()))
     old, new = before[worst], after[worst]
-    place = (changes[worst] == changes[worst].max()).nonzero()[0].tolist()
-    layer, query, key = place
+    layer, query, key = (changes[worst] == changes[worst].max()).nonzero()[0].tolist()
     return (
         f"{float(changes[worst].max()):.4f}  layer {layer}, {old.tokens[query]} <- {old.tokens[key]}: "
         f"{float(old.scores[layer, query, key]):.4f} -> {float(new.scores[layer, query, key]):.4f}"

@@ -14,12 +14,12 @@
 # %% [markdown]
 # # A tour of lens_mix
 #
-# You have a model in TransformerLens and want to know which token's information went into which token's
-# representation, layer by layer. Run this file as it is (`python demos/tour.py`), or open it as a notebook
+# lens_mix shows, for a model in TransformerLens, which token's information went into which token's
+# representation, layer by layer. Run this file (`python demos/tour.py`), or open it as a notebook
 # (`jupytext --to notebook demos/tour.py`).
 #
-# The numbers in the text are those of SmolLM2-135M on TransformerLens 4.3. To take the tour with a model of
-# your own, set `LENS_MIX_MODEL` to its hub name or folder.
+# The numbers in the text are those of SmolLM2-135M on TransformerLens 4.3. To use a model of your own, set
+# `LENS_MIX_MODEL` to its hub name or folder.
 
 # %%
 import tempfile
@@ -33,9 +33,9 @@ from lens_mix.hooks import zero_values
 from lens_mix.view import query_maps, token_bars
 
 # %% [markdown]
-# ## A model, as always
-# `demo_model()` is `TransformerBridge.boot_transformers(...)` for a model that needs no hub. A
-# `HookedTransformer` goes into everything below just the same.
+# ## A model
+# `demo_model()` is `TransformerBridge.boot_transformers(...)` for a model that needs no hub. Everything below
+# works with a `HookedTransformer` too.
 
 # %%
 model = models.demo_model()
@@ -48,12 +48,13 @@ prompt = (
 with torch.no_grad():
     clean = model(model.to_tokens(prompt))[0, -1].log_softmax(-1)
 answer = int(clean.argmax())
-print(f"goes on with {model.tokenizer.decode([answer])!r}, probability {clean[answer].exp():.2f}")
+print(f"the model predicts {model.tokenizer.decode([answer])!r}, probability {clean[answer].exp():.2f}")
 
 # %% [markdown]
-# ## Can it be trusted here?
-# Hook names do not mean the same on every model. On the first pass lens_mix rebuilds every block from the
-# parts that it thinks are there and compares; `check` prints the verification, `support` what follows from it.
+# ## Is the model supported?
+# A hook name does not mean the same tensor on every model. In the first pass lens_mix therefore rebuilds
+# every block from its components and compares. `check` prints this verification, and `support` prints which
+# methods can be used.
 
 # %%
 print(lm.check(model, prompt))
@@ -62,9 +63,9 @@ print(lm.check(model, prompt))
 print(lm.support(model))
 
 # %% [markdown]
-# ## One line
-# A `MixingMap` holds `scores[layer, query, key]`: how much position *query* used position *key*. Raw scores
-# are as the method defines them; `normalized()` makes each row sum to 1.
+# ## One map
+# A `MixingMap` contains `scores[layer, query, key]`: how much position *query* used position *key*. Raw
+# scores are as the method defines them; `normalized()` scales each row to sum 1.
 
 # %%
 zeroing = lm.run(model, prompt, "value_zeroing")
@@ -74,17 +75,17 @@ for source in zeroing.normalized().top(3):
 
 # %% [markdown]
 # ## Several methods, one clean pass
-# A row per layer, a column per token: what the *last* position used in each layer. Attention puts most of
-# its weight on the first token. Value zeroing measures how much the output of the block changes when a
-# token's value vector is missing. In layer 23 it has 0.94 for " Italy", 29 tokens back, where attention has
-# 0.19.
+# The picture has a row per layer and a column per token: what the *last* position used in each layer.
+# Attention has most of its weight on the first token. Value zeroing measures how much the output of the block
+# changes when a token's value vector is zeroed. In layer 23 the score of " Italy", 29 tokens before the end,
+# is 0.94 by value zeroing and 0.19 by attention.
 
 # %%
 maps = lm.run(model, prompt, ["attention", "value_zeroing"])
 query_maps(maps)
 
 # %% [markdown]
-# Where is the strongest source that is neither the first token nor a neighbour?
+# Which source is the strongest, apart from the first token and the neighbours?
 
 # %%
 shares = maps["value_zeroing"].normalized().scores[:, -1]
@@ -96,10 +97,11 @@ print(f"layer {layer}, position {position}, {token!r}: {shares[layer, position]:
 print(f"  {maps['attention'].scores[layer, -1, position]:.2f} by attention")
 
 # %% [markdown]
-# ## Your own experiment, with the same hooks
-# The methods are made of small hook functions that work on their own in `run_with_hooks`. Does the answer
-# depend on what that token passes on in that layer? Zero each token's value vector there in turn, and see
-# what becomes of the answer's log probability: −2.35 without " Italy", 0.05 at most otherwise.
+# ## An experiment of your own, with the same hooks
+# The methods use small hook functions, which also work in your own `run_with_hooks`. Does the prediction
+# depend on that token's value vector in that layer? This cell zeroes each token's value vector there, one
+# after another. The log probability of the prediction changes by −2.35 without " Italy", and by at most 0.05
+# for every other token.
 
 # %%
 tokens = model.to_tokens(prompt)
@@ -124,11 +126,11 @@ token_bars(
 )
 
 # %% [markdown]
-# ## Down to the input
-# Rollout multiplies the layers' maps. On a causal model it drifts to the first token, whatever the layers
-# say; `receptive_field=True` divides by what even attention would give (docs/receptive_field.md has the
-# derivation and its limits). Through thirty layers neither finds " Italy": compare such rows with the maps
-# per layer.
+# ## Input maps
+# Rollout multiplies the layer maps. On a causal model its scores concentrate on the first token, whatever the
+# layer maps are. `receptive_field=True` divides by the rollout of even attention (docs/receptive_field.md has
+# the derivation and its limits). Over thirty layers neither finds " Italy", so compare such rows with the
+# layer maps.
 
 # %%
 rows = {
@@ -138,12 +140,12 @@ rows = {
         maps["value_zeroing"], drop_bos=True, receptive_field=True
     ),
 }
-token_bars(rows, maps["value_zeroing"].tokens, title="value zeroing, down to the input")
+token_bars(rows, maps["value_zeroing"].tokens, title="value zeroing, input maps")
 
 # %% [markdown]
 # ## Words, tables, files
-# Every method of the record gives a new one. Pieces can be merged into words, and a map goes into pandas,
-# networkx, or a file that holds everything needed to read it again.
+# Every method of a map returns a new map. Pieces can be merged into words, and a map can be converted to
+# pandas or networkx, or saved to a file that can be loaded again.
 
 # %%
 words = zeroing.normalized().merge_words()
@@ -161,7 +163,7 @@ print(torch.equal(again.scores, zeroing.scores), again.provenance["transformer_l
 
 # %% [markdown]
 # ## Many prompts
-# `run_many` batches, pads and unpads: each prompt gets the map that it gets alone.
+# `run_many` pads prompts into batches and removes the padding again: each map is the one of its prompt alone.
 
 # %%
 prompts = ["She was born in Italy and", "He was born in Japan", "They live in"]
@@ -170,7 +172,7 @@ for mixing_map in lm.run_many(model, prompts, "value_zeroing", batch_size=2):
     print(mixing_map.tokens[-1], "used", ", ".join(f"{source.token!r} {source.score:.2f}" for source in best))
 
 # %% [markdown]
-# ## Whose idea was it?
+# ## How to cite a method
 
 # %%
 print(lm.citation("value_zeroing"))

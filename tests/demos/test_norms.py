@@ -1,4 +1,4 @@
-"""The demo of the norm-based maps, end to end, on a tiny encoder and a tiny decoder."""
+"""Run the demo of the norm-based maps on a tiny encoder and a tiny decoder."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_folding_changes_the_maps_of_values_and_leaves_the_weights(tmp_path: Pat
         for name in [re.split(r"  +", line)[0]]
     }
     kept, folded, change = rows["b_V in the values"], rows["b_V folded"], rows["largest change of a layer"]
-    assert kept[0] == folded[0]  # attn_w
+    assert kept[0] == folded[0]  # the stage attn_w
     assert change[0] == 0 == change[2]
     assert kept[1] != folded[1]
     assert min(change[1], *change[3:]) > 0
@@ -93,11 +93,11 @@ def test_findings_say_which_way_the_numbers_go(monkeypatch: pytest.MonkeyPatch) 
         {"token": ["[CLS]"], "layer": [4], "weight": [0.6], "norm": [0.1], "others_norm": [4.0]}
     )
     correlations = pd.Series([-0.5, 0.1], index=[0, 1])
-    found = norms.findings(layers, tokens, correlations)
+    found = norms.describe_findings(layers, tokens, correlations)
     assert "falls from 0.90" in found
     assert "[CLS] gets 60% of the attention in layer 4,\n  where its vectors are shorter" in found
     assert "-0.20, mean over the layers,\n  from -0.50 (layer 0) to 0.10 (layer 1)" in found
-    other = norms.findings(layers.assign(attn_res_ln=0.95), tokens.assign(norm=5.0), correlations)
+    other = norms.describe_findings(layers.assign(attn_res_ln=0.95), tokens.assign(norm=5.0), correlations)
     assert "does not fall from 0.90" in other
     assert "are not shorter than the others'" in other
     for name in ("norms", "models"):

@@ -1,4 +1,4 @@
-"""What the README and the pages say is true: examples run, links lead somewhere, the table is complete."""
+"""Test that examples of the README and the pages run, that links exist, and that the table is complete."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_readmes_examples_run_one_after_the_other(model: Any) -> None:
 
 # ---------------------------------------------------------------------- pages from a clean start
 
-# What a page takes as given; the others load their models themselves, or take `model` alone.
+# Names that the examples of a page need. The other pages load their models, or need only `model`.
 GIVEN: dict[str, dict[str, Any]] = {
     "number_agreement.md": {
         "prompts": [f"She {verb} the country" for verb in ("left", "cooked", "sang", "born", "live", "was")]
@@ -66,7 +66,7 @@ GIVEN: dict[str, dict[str, Any]] = {
         "mixed": torch.rand(3, 24, generator=torch.Generator().manual_seed(0)),
     },
 }
-# Run by tests of their own, which look at what they give.
+# Pages with a test of their own, which checks the results of the examples.
 ELSEWHERE = {
     *("README.md", "attribution.md", "encoder_decoder.md", "how_to_add_a_method.md"),
     *("input_gradients.md", "scales.md"),
@@ -85,7 +85,7 @@ WITH_CODE = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The tiny models that stand in for those of a hub, by what their names hold."""
+    """Return the folders of the tiny models that replace models of a hub, by a piece of the hub's name."""
     return {
         "SST-2": save_tiny_classifier(tmp_path_factory.mktemp("classifier")),
         "bert": save_tiny_bert(tmp_path_factory.mktemp("bert")),
@@ -95,7 +95,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def stand_ins(folders: dict[str, Path]) -> dict[str, Any]:
-    """The same as models of TransformerLens; without the BERTs where it has no Bridge."""
+    """Return the same as models of TransformerLens, without the BERTs if it has no bridge."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "demos")
         import models
@@ -108,7 +108,7 @@ def stand_ins(folders: dict[str, Path]) -> dict[str, Any]:
 
 @pytest.fixture
 def hub(folders: dict[str, Path], stand_ins: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every way in which a page loads a model gives a tiny one, whatever TransformerLens is installed."""
+    """Replace every loader that a page uses by one that returns a tiny model, on every TransformerLens."""
     import transformer_lens
     import transformers
 
@@ -136,7 +136,7 @@ def test_every_code_block_runs_from_a_clean_start(
     if page.name == "bert_and_classifiers.md" and not available(bridge, "bert"):
         pytest.skip("no BERT with a tokenizer in this TransformerLens")
     monkeypatch.chdir(tmp_path)
-    # A dataclass looks its module up by name.
+    # A dataclass needs its module in sys.modules.
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
     names = module.__dict__
@@ -184,12 +184,12 @@ def test_a_row_of_the_readmes_table_quotes_the_score_of_its_own_methods() -> Non
 
 def test_the_example_method_of_the_page_runs(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     method, use = examples(HOW_TO)
-    # A dataclass looks its module up by name.
+    # A dataclass needs its module in sys.modules.
     module = types.ModuleType("example")
     monkeypatch.setitem(sys.modules, "example", module)
     prompt = "My grandmother was born in"
     module.__dict__.update(lm=lm, model=model, prompt=prompt)
-    # What it registers is for the page alone.
+    # The registered method must not remain for other tests.
     monkeypatch.setattr(registry, "_registered", {})
     for example in (method, use):
         exec(compile(example, "how_to_add_a_method.md", "exec"), module.__dict__)
@@ -247,7 +247,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_commands_that_the_page_names_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     text = page.read_text(encoding="utf-8")
-    # In a block without a language, or in backticks; "make" is also a word.
+    # Commands are in blocks without a language or in backticks; elsewhere "make" is a word.
     blocks = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     named = re.findall(r"`make ([\w-]+)", text)
     named += [target for block in blocks for target in re.findall(r"^make ([\w-]+)", block, re.MULTILINE)]

@@ -1,4 +1,4 @@
-"""The notebook-as-script runs from the first cell to the last, and is a notebook."""
+"""Test that the tour runs from the first cell to the last, and can be converted to a notebook."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_tour_runs_on_a_tiny_model(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     for said in (
-        "goes on with",
+        "predicts",
         "verification for",
         "MixingMap(value_zeroing",
         "by attention",

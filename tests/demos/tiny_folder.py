@@ -1,4 +1,4 @@
-"""A tiny random Llama and BERT with tokenizers, as folders that `transformers` loads: no hub, no download."""
+"""Save a tiny random Llama and BERT with tokenizers, in folders that `transformers` can load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORDS = TEXT.split()
 
 
 def save_tiny_llama(folder: Path) -> Path:
-    """Three layers, four heads, two value heads, a vocabulary of the demos' words."""
+    """Save a Llama of three layers, four heads and two value heads, with the words of the demos."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -49,7 +49,7 @@ def save_tiny_llama(folder: Path) -> Path:
 
 
 def save_tiny_bert(folder: Path) -> Path:
-    """Three layers, four heads, a vocabulary of single letters."""
+    """Save a BERT of three layers and four heads, with single letters as its words."""
     from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
 
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -73,7 +73,7 @@ def save_tiny_bert(folder: Path) -> Path:
 
 
 def save_tiny_classifier(folder: Path) -> Path:
-    """That BERT with a head of two classes in place of the masked-language one."""
+    """Save the same BERT with a classifier of two classes instead of the unembedding."""
     from transformers import BertForSequenceClassification, BertTokenizerFast
 
     save_tiny_bert(folder)
@@ -85,7 +85,7 @@ def save_tiny_classifier(folder: Path) -> Path:
 
 
 def _randomise(model: torch.nn.Module, around_one: str) -> None:
-    """Weights that are no defaults, so that a map that ignores one of them is seen."""
+    """Set random weights, also where the default is 0 or 1, so that a map that ignores one is noticed."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
