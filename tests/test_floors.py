@@ -74,8 +74,8 @@ STORES = {
     "lens.state._locks": "which thread has a model open, by the model",
     "registry._plugins": "methods of installed packages, which are loaded, and warned of, once",
     "registry._registered": "methods that the user registered, for names to work in every later call",
-    "view.canvas._has_a_glyph": "which characters the installed fonts have",
-    "view.canvas._families": "the fonts that are installed",
+    "view.canvas._has_glyph": "which characters the installed fonts have",
+    "view.canvas._list_families": "the fonts that are installed",
 }
 
 

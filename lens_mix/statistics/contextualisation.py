@@ -14,7 +14,7 @@ from lens_mix.maps import MixingMap
 from lens_mix.statistics.ranks import spearman
 
 # Component of the block -> (map before it, map after it).
-COMPONENTS = {
+_COMPONENTS = {
     "feed_forward": ("attn_res_ln", "atb_ff"),
     "residual": ("atb_ff", "atb_ff_res"),
     "norm": ("atb_ff_res", "atb_ff_res_ln"),
@@ -61,7 +61,7 @@ def changes(maps: Mapping[str, MixingMap]) -> pd.DataFrame:
     several("maps", maps.values(), "MixingMaps", kind=MixingMap)
     columns = {
         component: change(maps[before], maps[after]).tolist()
-        for component, (before, after) in COMPONENTS.items()
+        for component, (before, after) in _COMPONENTS.items()
     }
     return pd.DataFrame(columns, index=pd.Index(maps[METHODS[0]].layer_labels, name="layer"))
 
