@@ -35,7 +35,7 @@ def weights_and_norms(model: TransformerLensModel, prompts: Any, **options: Any)
         weighted_norm is the mean of weight × norm.
     """
     tables = []
-    for prompt_index, passed in enumerate(each_prompt(model, prompts, ValueNorms(), cross=True, **options)):
+    for prompt_index, checked in enumerate(each_prompt(model, prompts, ValueNorms(), cross=True, **options)):
         for block in checked.blocks:
             with torch.no_grad():
                 pairs = attention_vectors(block).pairs

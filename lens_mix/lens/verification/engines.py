@@ -34,7 +34,9 @@ def needs_unembedding(methods: Iterable[object]) -> bool:
     return any(UNEMBEDDING in _needs(method) for method in methods)
 
 
-def refusal(verification: Verification, engine: str, method: HasEngines | None = None) -> str | None:
+def _find_reason_against(
+    verification: Verification, engine: str, method: HasEngines | None = None
+) -> str | None:
     """Why an engine can't run on a verified model; None when it can.
 
     Args:
@@ -137,7 +139,9 @@ def choose_engine(
         raise ValueError(f"engine: {method.name} has the engines {list(method.engines)}, got {engine!r}")
     reasons = []
     for option in options:
-        reason = refusal(verification, option, method) or (no_algebra if option == "algebra" else None)
+        reason = _find_reason_against(verification, option, method) or (
+            no_algebra if option == "algebra" else None
+        )
         if reason is None:
             return option
         reasons.append(f"{option}: {reason}")
