@@ -399,7 +399,7 @@ def test_malformed_requests_get_an_answer(visited, capsys):
         b"GET /\xff\xfe HTTP/1.1\r\n" + host + b"\r\n": "404",
         b"GET / HTTP/1.1\r\nHost: localhost\x00\r\n\r\n": "403",
         b"GET / HTTP/1.1\r\nHost: \xff\r\n\r\n": "403",
-        b"UNEMBEDDING / HTTP/1.1\r\n" + host + b"\r\n": "200",
+        b"HEAD / HTTP/1.1\r\n" + host + b"\r\n": "200",
         b"\x00\xff\x16\x03 / HTTP/1.1\r\n" + host + b"\r\n": "501",
         b"BREW / HTTP/1.1\r\n" + host + b"\r\n": "501",
         b"constructor / HTTP/1.1\r\n" + host + b"\r\n": "501",
