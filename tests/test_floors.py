@@ -57,7 +57,7 @@ DRAWING_FUNCTIONS = {"show"}
 
 # What is filled at module level, cached functions too: each one with the reason why it may outlive a call.
 STORES = {
-    "aggregation.flow._even_flow": "flows of even attention: two numbers per length and shares, 4,096",
+    "aggregation.flow._compute_even_flow": "flows of uniform attention: two numbers each, for 4,096 cases",
     "aggregation.flow_rows._network": "what a worker process was started with",
     "algebra.activations._nodes": "Gauss-Legendre points and weights, per number of points",
     "algebra.large_product._onednn_is_faster": "a measurement of this processor, per number of threads",

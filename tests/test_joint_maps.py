@@ -233,7 +233,7 @@ def test_what_is_refused_in_words():
         lm.run(model, pair[0], "gim", part="joint")
     with pytest.raises(ValueError, match=r"expected one of \['blocks'\]"):
         lm.run(gpt2_like(), torch.arange(3, 8), "gim", part="joint")
-    with pytest.raises(ValueError, match="already speaks of the whole stack"):
+    with pytest.raises(ValueError, match="already describes all layers down to the input"):
         lm.rollout(lm.run(model, pair, "gim", part="joint"))
 
 

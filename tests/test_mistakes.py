@@ -95,11 +95,11 @@ MISTAKES = {
     "shares of signed scores": (lambda model: signed(model).normalized(), r"\.normalized\(negative='clip'\)"),
     "a rollout of one row": (
         lambda model: lm.rollout(lm.run(model, PROMPT, "attention", queries=[-1])),
-        r"ask for all with lm.run\(..., queries=None\)",
+        r"compute all with lm.run\(..., queries=None\)",
     ),
     "a row that is not held": (
         lambda model: lm.run(model, PROMPT, "attention", queries=[-1]).top(query=1),
-        r"ask for it with lm.run\(..., queries=\[1\]\)",
+        r"compute it with lm.run\(..., queries=\[1\]\)",
     ),
     "a token that is not there": (
         lambda model: lm.run(model, PROMPT, "attention").top(query="Paris"),
@@ -107,7 +107,7 @@ MISTAKES = {
     ),
     "numbers in brackets": (
         lambda model: lm.run(model, PROMPT, "attention")[1, 3],
-        "rows are cut with .select_queries, heads with .head, and numbers with .scores",
+        "select rows with .select_queries, heads with .head, and numbers with .scores",
     ),
     "heads that were merged": (
         lambda model: lm.run(model, PROMPT, "value_zeroing").show(head="all"),
@@ -115,7 +115,7 @@ MISTAKES = {
     ),
     "words without marks": (
         lambda model: lm.run(model, PROMPT, "attention").merge_words(),
-        "pass groups= as words or as lists of positions",
+        "give groups= as words or as lists of positions",
     ),
     "one matrix for a map": (
         lambda model: lm.MixingMap(scores=torch.eye(2), tokens=["a", "b"]),

@@ -1,4 +1,4 @@
-"""From a stack of layer maps to input maps: how much of each input token reached each position."""
+"""Compute input maps from layer maps: how much of each input token reached each position."""
 
 from lens_mix.aggregation.flow import flow
 from lens_mix.aggregation.rollout import residual_weight, rollout

@@ -1,4 +1,4 @@
-"""Notes on input maps that have collapsed: to one token, or to the position alone."""
+"""Write notes about input maps whose rows have collapsed to one token, or to an order of positions."""
 
 from __future__ import annotations
 
@@ -8,38 +8,39 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-_LEAST_KEYS = 8  # fewer keys may stand in order by chance
-_ON_ONE = 0.99
+# The scores of fewer keys may rise or fall with the position by chance.
+_MIN_KEYS = 8
+# From this share on one token, a note says that the row has collapsed.
+_COLLAPSED_SHARE = 0.99
 
 
 def collapse_notes(
     rows: Float[Tensor, "query key"], visible: Bool[Tensor, "query key"], queries: Sequence[int]
 ) -> tuple[str, ...]:
-    """What to say of rows of an input map that no longer tell tokens apart.
+    """Return notes about rows of an input map that no longer distinguish tokens.
 
     Args:
-        rows: of one layer, the deepest.
-        visible: which keys each query could see.
-        queries: positions of the rows.
+        rows: The rows of the deepest layer.
+        visible: The keys that each query could see.
+        queries: The positions of the rows.
     """
     visible = visible.to(rows.device)
-    enough = visible.sum(-1) >= _LEAST_KEYS
+    has_enough_keys = visible.sum(-1) >= _MIN_KEYS
     scores = rows.masked_fill(~visible, 0)
     totals = scores.sum(-1)
-    on_one = enough & (totals > 0) & (scores.amax(-1) >= _ON_ONE * totals)
+    is_on_one = has_enough_keys & (totals > 0) & (scores.amax(-1) >= _COLLAPSED_SHARE * totals)
     steps = [row[keys].diff() for row, keys in zip(rows, visible, strict=True)]
-    monotonic = torch.stack([(step > 0).all() | (step < 0).all() for step in steps])
-    ordered = enough & ~on_one & monotonic
+    is_monotonic = torch.stack([(step > 0).all() | (step < 0).all() for step in steps])
+    is_ordered = has_enough_keys & ~is_on_one & is_monotonic
+    on_one = (
+        f"have {_COLLAPSED_SHARE:.0%} or more of their sum on one token, an effect of many layers of mixing"
+    )
+    ordered = "rise or fall with the position throughout, so the order of their scores shows nothing else"
     notes = []
-    for marks, says in (
-        (on_one, f"put {_ON_ONE:.0%} or more on one token: so many layers of mixing carry everything there"),
-        (
-            ordered,
-            "rise or fall with the position throughout: their order tells where tokens stand, and no more",
-        ),
-    ):
-        if bool(marks.any()):
-            places = [queries[row] for row in marks.nonzero()[:, 0].tolist()]
-            shown = ", ".join(map(str, places[:5])) + ", ..." * (len(places) > 5)
-            notes.append(f"{len(places)} of {int(enough.sum())} rows of the last layer ({shown}) {says}")
+    for collapsed, text in ((is_on_one, on_one), (is_ordered, ordered)):
+        if bool(collapsed.any()):
+            positions = [queries[row] for row in collapsed.nonzero()[:, 0].tolist()]
+            names = ", ".join(map(str, positions[:5])) + ", ..." * (len(positions) > 5)
+            count = int(has_enough_keys.sum())
+            notes.append(f"{len(positions)} of {count} rows of the last layer ({names}) {text}")
     return tuple(notes)

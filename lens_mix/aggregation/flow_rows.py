@@ -1,4 +1,4 @@
-"""Maximum flows of many pairs: proven where they can be, solved where they must be, on several cores."""
+"""Compute the maximum flows of many pairs, from a bound if it is certain, else with the solver."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import numpy as np
 from jaxtyping import Bool, Float
 from tqdm.auto import tqdm
 
-from lens_mix.aggregation.flow_bounds import first_layer_bound, proven
+from lens_mix.aggregation.flow_bounds import find_pairs_at_bound, first_layer_bound
 from lens_mix.aggregation.max_flow import LayeredFlow, Solver
 
-# Pairs that are solved, or that a process takes, at a time: enough to fill a few calls of the solver.
-_PAIRS = 64
-_NEAR = 1e-9  # a flow that is known to be no further below its bound counts as equal to it
-_Chunk = tuple[int, list[tuple[int, int]]]  # a level, and pairs (query, key) of it that have to be solved
+# A chunk of so many pairs is enough work for a few calls of the solver.
+_CHUNK_SIZE = 64
+# A flow counts as equal to its bound if it is at most this far below.
+_TOLERANCE = 1e-9
+# A chunk is a level, and the pairs (query, key) of this level that the solver must solve.
+_Chunk = tuple[int, list[tuple[int, int]]]
 _Solve = Callable[[list[_Chunk]], Iterator[Float[np.ndarray, " pair"]]]
 
 
-def all_flows(
+def compute_flows(
     capacities: Float[np.ndarray, "layer query key"],
     levels: Sequence[int],
     queries: Sequence[int],
@@ -28,26 +30,29 @@ def all_flows(
     progress: bool = False,
     keys: Sequence[int] | None = None,
 ) -> Float[np.ndarray, "level asked key"]:
-    """The flow from each of `queries` at each of `levels` (1 to the number of layers) to each input.
+    """Return the flow from each query at each level to each input.
 
     Args:
-        capacities, solver: as in `LayeredFlow`; "networkx" proves nothing beforehand.
-        processes: how many; started anew (spawn), each with its own copy of the capacities.
-        progress: a tqdm bar over the pairs to solve.
-        keys: the inputs that are asked for, all others are 0; None: all.
+        capacities: The capacities, as in `LayeredFlow`.
+        levels: The levels, each from 1 to the number of layers.
+        queries: The positions from which to flow.
+        solver: The solver, as in `LayeredFlow`. With "networkx", it solves every pair.
+        processes: The number of processes. Each is spawned, with its own copy of the capacities.
+        progress: Whether to show a tqdm bar over the pairs to solve.
+        keys: The inputs to flow to; the result for others is 0. None: all.
 
     Raises:
-        RuntimeError: a process ended unexpectedly.
+        RuntimeError: If a process ended unexpectedly.
     """
     network = LayeredFlow(capacities, solver)
     size = network.capacities.shape[1]
-    asked = np.zeros((size, size), dtype=bool)
-    asked[np.ix_(list(queries), range(size) if keys is None else list(keys))] = True
+    wanted = np.zeros((size, size), dtype=bool)
+    wanted[np.ix_(list(queries), range(size) if keys is None else list(keys))] = True
     flows: dict[int, Float[np.ndarray, "query key"]] = {}
     bar = tqdm(total=0, desc="flow", unit="pair", disable=not progress)
-    with bar, _workers(network, processes) as solve:
+    with bar, _start_workers(network, processes) as solve:
         for level in sorted(set(levels)):
-            flows[level], chunks = _known_flows(network, level, asked, flows.get(level - 1))
+            flows[level], chunks = _find_known_flows(network, level, wanted, flows.get(level - 1))
             bar.total += sum(len(pairs) for _, pairs in chunks)
             bar.refresh()
             for (_, pairs), values in zip(chunks, solve(chunks), strict=True):
@@ -57,35 +62,40 @@ def all_flows(
     return np.stack([flows[level][list(queries)] for level in levels])
 
 
-def _known_flows(
+def _find_known_flows(
     network: LayeredFlow,
     level: int,
-    asked: Bool[np.ndarray, "query key"],
+    wanted: Bool[np.ndarray, "query key"],
     below: Float[np.ndarray, "query key"] | None,
 ) -> tuple[Float[np.ndarray, "query key"], list[_Chunk]]:
-    """The flows of one level that need no solving, 0 elsewhere, and the pairs that have to be solved.
+    """Return the flows of one level that are known without the solver, and chunks of the other pairs.
 
-    `below` holds the flows of the level below, where they are known.
+    Args:
+        network: The capacities and the solver.
+        level: The level.
+        wanted: The pairs whose flows are wanted. The flow of any other pair, or of a pair to solve, is 0.
+        below: The flows of the level below; None: not computed.
     """
-    flows = np.zeros(asked.shape)
-    # Above the diagonal of a causal stack nothing flows.
-    known = ~np.tri(len(asked), dtype=bool) if network.causal else np.zeros_like(asked)
+    flows = np.zeros(wanted.shape)
+    # In a causal stack the flow above the diagonal is 0.
+    known = ~np.tri(len(wanted), dtype=bool) if network.causal else np.zeros_like(wanted)
     if network.solver == "scipy" and level > 2:
         bound = first_layer_bound(network.capacities, level)
-        known |= proven(network.capacities[:level])
-        if below is not None and asked.all() and network.rows_sum_to_1:
-            # The flows of the level below, mixed by the weights of this one, are a flow.
-            known |= network.capacities[level - 1] @ below >= bound - _NEAR
-        flows = np.where(known & asked, bound, 0.0)
-    pairs = [(query, key) for query, key in np.argwhere(asked & ~known).tolist()]
-    # Windows of one width side by side make batches whose parts take equally long.
+        known |= find_pairs_at_bound(network.capacities[:level])
+        if below is not None and wanted.all() and network.rows_sum_to_1:
+            # A mixture of the flows of the level below, with the weights of this level, is a flow as well.
+            known |= network.capacities[level - 1] @ below >= bound - _TOLERANCE
+        flows = np.where(known & wanted, bound, 0.0)
+    pairs = [(query, key) for query, key in np.argwhere(wanted & ~known).tolist()]
+    # Pairs whose windows have one width are solved in about the same time, so they belong in one chunk.
     pairs.sort(key=lambda pair: pair[0] - pair[1])
-    return flows, [(level, pairs[at : at + _PAIRS]) for at in range(0, len(pairs), _PAIRS)]
+    starts = range(0, len(pairs), _CHUNK_SIZE)
+    return flows, [(level, pairs[start : start + _CHUNK_SIZE]) for start in starts]
 
 
 @contextlib.contextmanager
-def _workers(network: LayeredFlow, processes: int) -> Iterator[_Solve]:
-    """What solves chunks, here or in other processes, which live as long as the `with` block."""
+def _start_workers(network: LayeredFlow, processes: int) -> Iterator[_Solve]:
+    """Yield a function that solves chunks, in this process or in others that end with the block."""
     if processes == 1:
         yield lambda chunks: (network.flows(*chunk) for chunk in chunks)
         return
@@ -98,8 +108,9 @@ def _workers(network: LayeredFlow, processes: int) -> Iterator[_Solve]:
         yield lambda chunks: executor.map(_solve, chunks)
     except BrokenProcessPool as error:
         raise RuntimeError(
-            "a process for flows ended unexpectedly; a script that asks for processes > 1 needs "
-            "`if __name__ == '__main__':` around what it runs, or memory may have run out"
+            "processes: expected each process to finish its flows, got one that ended unexpectedly; in a "
+            "script, write `if __name__ == '__main__':` around the call; if memory ran out, use fewer "
+            "processes"
         ) from error
     finally:
         executor.shutdown(cancel_futures=True)

@@ -1,35 +1,38 @@
-"""Chaining of gradient-weighted attention (Chefer et al., ICCV 2021)."""
+"""Chain layer maps of gradient-weighted attention (Chefer et al., ICCV 2021)."""
 
 from __future__ import annotations
 
 import torch
 
 from lens_mix.aggregation.products import cumulative
-from lens_mix.aggregation.rollout import reached_inputs, require_not_joint, require_stackable, to_float64
+from lens_mix.aggregation.rollout import reached_inputs, require_chain, require_no_joint, to_float64
 from lens_mix.arguments import flags
 from lens_mix.maps import MixingMap
 
 
 def gradient_rollout(mixing_map: MixingMap, *, normalize: bool = False) -> MixingMap:
-    """Input maps from gradient-weighted layer maps Ā_l (`gradient_attention`, or any maps of 0 or more).
+    """Return input maps that are computed from gradient-weighted layer maps Ā_l.
 
-    Without `normalize`: the paper's relevance (eq. 6), R_l = R_{l-1} + Ā_l R_{l-1} from R = I. With it: a
-    rollout of attention adjusted by gradients, J_l = Â_l J_{l-1} with Â_l = (Ā_l + I) / rowsum. Unlike
-    `lm.rollout`, rows of Ā are not brought to 1 first: how much a layer matters to the target stays in.
+    Without `normalize` they are the relevance of the paper (eq. 6), R_l = R_{l-1} + Ā_l R_{l-1} from R = I.
+    With `normalize` they are a rollout, J_l = Â_l J_{l-1} with Â_l = (Ā_l + I) / rowsum. Unlike in
+    `lm.rollout`, the rows of Ā are not divided by their sum first, so the result depends on how much each
+    layer matters to the target.
 
     Args:
-        mixing_map: layer maps [layer, query, key], or with heads, which are averaged; none below 0.
-        normalize: rows that sum to 1 in every layer; False: to 1 and more.
+        mixing_map: Layer maps `[layer, query, key]`, 0 or more, such as those of `gradient_attention`. Heads
+            are averaged.
+        normalize: Whether to divide the rows of every layer by their sum. False: rows sum to 1 or more.
 
     Returns:
-        A map of kind "input", [layer, query, key], cumulative, float64.
+        A map of kind "input", `[layer, query, key]`, cumulative, float64.
 
     Raises:
-        TypeError, ValueError: as `lm.rollout`.
+        TypeError: As in `lm.rollout`.
+        ValueError: As in `lm.rollout`.
     """
     flags(normalize=normalize)
-    require_stackable(mixing_map, "gradient_rollout")
-    require_not_joint(mixing_map, "gradient_rollout")
+    require_chain(mixing_map, "gradient_rollout")
+    require_no_joint(mixing_map, "gradient_rollout")
     mixing_map.require_no_gaps()
     if bool((mixing_map.scores < 0).any()):
         raise ValueError(
@@ -44,7 +47,7 @@ def gradient_rollout(mixing_map: MixingMap, *, normalize: bool = False) -> Mixin
     aggregation = {"name": "gradient_rollout", "normalize": normalize}
     return merged.replace(
         scores=cumulative(maps),
-        # Any weight above 0: in every layer a path may stay, as I is added.
+        # Adding I lets a path stay at its position in any layer, as with any residual weight above 0.
         mask=None if merged.mask is None else reached_inputs(merged.visible(), weight=1),
         kind="input",
         provenance={**merged.provenance, "aggregation": aggregation},

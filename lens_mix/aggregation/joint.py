@@ -1,4 +1,4 @@
-"""An encoder-decoder as one stack over source and target (ALTI+: Ferrando et al., EMNLP 2022)."""
+"""Join the parts of an encoder-decoder into one stack of maps (ALTI+: Ferrando et al., EMNLP 2022)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lens_mix.aggregation.rollout import (
     later_start_note,
-    mixed_layers,
-    require_stackable,
+    mix_layers,
+    require_chain,
     residual_weight,
     to_float64,
 )
@@ -27,49 +27,53 @@ def joint(
     residual: float | Mapping[str, float] | None = None,
     encoder: bool = True,
 ) -> MixingMap:
-    """One stack of layer maps over source and target tokens, for `rollout`, `flow` and graphs.
+    """Return one stack of layer maps over source and target tokens, for `rollout`, `flow` and graphs.
 
-    With C the rows of a part's layer, heads averaged, and w its residual weight, the layers are, from below
-    (source positions first, then the target's), each row divided by its sum as in `rollout`:
+    C is the map of one layer of a part, with heads averaged and each row divided by its sum as in `rollout`.
+    w is the part's residual weight. Source positions come first, then those of the target. From below, the
+    layers are:
 
-        encoder layer         [[(1 - w) C + w I, 0], [0, I]]
-        decoder self-attn.    [[I, 0], [0, (1 - w) C + w I]]
-        its cross-attention   [[I, 0], [(1 - w) C_source, diag((1 - w) c_own + w)]]
+        encoder layer              [[(1 - w) C + w I, 0], [0, I]]
+        decoder self-attention     [[I, 0], [0, (1 - w) C + w I]]
+        decoder cross-attention    [[I, 0], [(1 - w) C_source, diag((1 - w) c_own + w)]]
 
-    c_own is the share of the decoder's own residual stream where the map holds it (`[RESIDUAL]`: `attn_res`,
-    `attn_res_ln`, `alti`), else 0. The last layer of `lm.rollout(lm.joint(maps))` has, in the rows of the
-    target, what each source token and each token of the target's prefix contributed to each decoder position;
-    these rows sum to 1. With `alti` these are the input attributions of ALTI+, without feed-forwards.
+    c_own is the share of the decoder's own residual stream if the map contains it (as the key `[RESIDUAL]` of
+    `attn_res`, `attn_res_ln` and `alti`), else 0. In the last layer of `lm.rollout(lm.joint(maps))`, the rows
+    of the target are the contributions of the source tokens and of the target's prefix to each decoder
+    position. These rows sum to 1. With `alti` they are the input attributions of ALTI+, without
+    feed-forwards.
 
     Args:
-        maps: what `lm.run(..., part="all")` gives for one method, or {"encoder", "decoder", "cross"} of any
-            methods, all rows held.
-        residual: the weight w, 0 to 1, of all parts or by part; None: what each method calls for.
-        encoder: whether the encoder's layers are there; False: source keys are the encoder's outputs.
+        maps: The maps that `lm.run(..., part="all")` returns for one method, or {"encoder", "decoder",
+            "cross"} of any methods, with all rows.
+        residual: The residual weight w, 0 to 1, of all parts or by part. None: the weight of each method.
+        encoder: Whether to include the encoder's layers. False: source keys are the encoder's outputs.
 
     Returns:
-        Layer maps [layer, position, position], float64, residuals mixed in (so that `residual` is 0), with
-        the encoder's layers first, then self- and cross-attention of each decoder layer.
-        `provenance["joint"]` has the numbers of source and target tokens and the layers' names.
+        Layer maps `[layer, position, position]`, float64, with the encoder's layers first, then the self- and
+        the cross-attention of each decoder layer. Residuals are mixed in, so `residual` is 0.
+        `provenance["joint"]` contains the numbers of source and target tokens and the names of the layers.
 
     Raises:
-        TypeError, ValueError: other maps than these; parts that do not fit each other; rows or layers that
-            are missing; scores below 0; a cross-attention that leaves nothing of the target (no residual).
+        TypeError: If `maps` is not such a dict, or if a weight is not a number.
+        ValueError: If the parts do not fit each other, rows or layers are missing, a score is below 0, or
+            nothing of the target remains because cross-attention has no residual.
     """
     flags(encoder=encoder)
-    parts = fitting_parts(maps)
-    own_key, cross = _has_own_key(parts["cross"]), parts["cross"]
-    weights = {name: residual_weight(part, _given(residual, name)) for name, part in parts.items()}
-    if weights["cross"] == 0 and not own_key:
+    parts = check_parts(maps)
+    has_own_key, cross = _has_own_key(parts["cross"]), parts["cross"]
+    weights = {name: residual_weight(part, _select_residual(residual, name)) for name, part in parts.items()}
+    if weights["cross"] == 0 and not has_own_key:
         raise ValueError(
-            f"residual: expected a weight above 0 for cross-attention, as {cross.method} does not say what a "
-            "decoder position keeps of its own, and the target would drop out; give one (residual=0.5, or "
-            f'residual={{"cross": 0.5}}), or take a method whose maps hold {RESIDUAL_KEY}; got 0'
+            "residual: expected a weight above 0 for cross-attention, because the maps of "
+            f"{cross.method} do not contain what a decoder position keeps of its own state, got 0; give a "
+            f'weight (residual=0.5, or residual={{"cross": 0.5}}), or use a method whose maps have the key '
+            f"{RESIDUAL_KEY}"
         )
     tokens = [*parts["encoder"].tokens, *parts["decoder"].tokens]
     mixed, masks, notes = {}, {}, []
     for name, part in parts.items():
-        scores = _embedded(to_float64(part.merge_heads().scores), name, tokens)
+        scores = _embed(to_float64(part.merge_heads().scores), name, tokens)
         square = MixingMap(
             scores=scores,
             tokens=tokens,
@@ -78,11 +82,11 @@ def joint(
             provenance=part.provenance,
             notes=part.notes,
         )
-        mixed[name], made, _ = mixed_layers(square, weights[name])
-        visible = _embedded(part.visible().to(mixed[name].device, mixed[name].dtype), name, tokens) > 0
-        # Itself every position sees: the residual passes.
+        mixed[name], part_notes, _ = mix_layers(square, weights[name])
+        visible = _embed(part.visible().to(mixed[name].device, mixed[name].dtype), name, tokens) > 0
+        # The residual connects every position with itself.
         masks[name] = visible | torch.eye(len(tokens), dtype=torch.bool, device=visible.device)
-        notes += [f"{name}: {note}" for note in (*made, *later_start_note(part, name))]
+        notes += [f"{name}: {note}" for note in (*part_notes, *later_start_note(part, name))]
     layers = [("encoder", layer) for layer in range(len(mixed["encoder"]))] if encoder else []
     layers += [(name, layer) for layer in range(len(mixed["cross"])) for name in ("decoder", "cross")]
     if not encoder:
@@ -101,7 +105,7 @@ def joint(
     )
 
 
-def _given(residual: float | Mapping[str, float] | None, name: str) -> float | None:
+def _select_residual(residual: float | Mapping[str, float] | None, name: str) -> float | None:
     if not isinstance(residual, Mapping):
         return residual
     unknown = sorted(set(residual) - set(PARTS))
@@ -114,12 +118,18 @@ def _has_own_key(cross: MixingMap) -> bool:
     return cross.key_labels[-1] == RESIDUAL_KEY
 
 
-def fitting_parts(maps: Mapping[str, MixingMap]) -> dict[str, MixingMap]:
-    """The three parts, which have the same tokens and layers. TypeError, ValueError: as `joint`."""
+def check_parts(maps: Mapping[str, MixingMap]) -> dict[str, MixingMap]:
+    """Return the maps of the three parts, after a check that their tokens and layers fit.
+
+    Raises:
+        TypeError: If `maps` is not a dict of maps.
+        ValueError: If the parts do not fit each other, or if rows or layers are missing.
+    """
     instance("maps", maps, Mapping, 'a dict of three maps (lm.run(..., part="all") with one method)')
     if set(maps) != set(PARTS) or not all(isinstance(part, MixingMap) for part in maps.values()):
         raise ValueError(
-            f'maps: expected a MixingMap each for {list(PARTS)} (lm.run(..., part="all") with one method), '
+            f"maps: expected one MixingMap for each of {list(PARTS)} "
+            'from lm.run(..., part="all") with one method, '
             f"got { {name: type(part).__name__ for name, part in maps.items()} }"
         )
     parts = {name: maps[name] for name in PARTS}
@@ -130,7 +140,7 @@ def fitting_parts(maps: Mapping[str, MixingMap]) -> dict[str, MixingMap]:
         if name == "cross":
             part.require_every_row("joint", "maps['cross']")
         else:
-            require_stackable(part, "joint")
+            require_chain(part, "joint")
         part.require_no_gaps()
     source = cross.key_tokens[:-1] if _has_own_key(cross) else cross.key_tokens
     pairs = {
@@ -138,28 +148,29 @@ def fitting_parts(maps: Mapping[str, MixingMap]) -> dict[str, MixingMap]:
         "the target's tokens of decoder and cross": (parts["decoder"].tokens, cross.tokens),
         "the layers of decoder and cross": (parts["decoder"].layer_labels, cross.layer_labels),
     }
-    for what, (first, second) in pairs.items():
+    for description, (first, second) in pairs.items():
         if first != second:
-            raise ValueError(f"maps: expected {what} to be the same, got {first} and {second}")
+            raise ValueError(f"maps: expected {description} to be the same, got {first} and {second}")
     return parts
 
 
-def _embedded(
+def _embed(
     scores: Float[Tensor, "layer query key"], name: str, tokens: list[str]
 ) -> Float[Tensor, "layer position position"]:
-    """A part's rows at their positions among all, with a key of the query's own on the diagonal.
+    """Return the rows of a part as rows of a map over all positions.
 
-    The positions that it does not speak of keep themselves.
+    The other positions have rows of the identity. The score of cross-attention's key `[RESIDUAL]` is on the
+    diagonal.
     """
     count, rows = len(tokens), scores.shape[1]
-    out = torch.eye(count, dtype=scores.dtype, device=scores.device).repeat(len(scores), 1, 1)
+    embedded = torch.eye(count, dtype=scores.dtype, device=scores.device).repeat(len(scores), 1, 1)
     first = 0 if name == "encoder" else count - rows
-    here = slice(first, first + rows)
-    out[:, here] = 0
+    own = slice(first, first + rows)
+    embedded[:, own] = 0
     if name != "cross":
-        out[:, here, here] = scores
-        return out
-    out[:, here, :first] = scores[..., :first]
+        embedded[:, own, own] = scores
+        return embedded
+    embedded[:, own, :first] = scores[..., :first]
     if scores.shape[2] > first:
-        out[:, here, here] = torch.diag_embed(scores[..., -1])
-    return out
+        embedded[:, own, own] = torch.diag_embed(scores[..., -1])
+    return embedded

@@ -1,4 +1,4 @@
-"""The mean over layers: no products, and what a layer did counts as much as it did."""
+"""Average layer maps over layers."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from lens_mix.maps import MixingMap
 
 
 def layer_mean(mixing_map: MixingMap, *, normalize: bool = False) -> MixingMap:
-    """One map from a stack of layer maps: their mean, raw scores as they are.
+    """Return the mean of the layer maps, with their raw scores.
 
-    No path through several layers is followed: what a layer's row says of a *position* is taken as said of
-    the token that stands there, which a deep layer has long mixed with others. In exchange nothing is divided
-    by a row's sum, so that layers which change little count little. On deep causal models this mean orders
+    The mean follows no path through several layers: it treats the score of a *position* in each layer as that
+    of the token there, although deep layers have mixed this position with others. On the other hand, no row
+    is divided by its sum, so layers that change little count little. On deep causal models, the mean orders
     tokens better than a rollout of the same maps (docs/leaderboard.md).
 
     Args:
-        mixing_map: layer maps [layer, query, key], or with heads, which are averaged; any signs, and any rows
-            (`queries=[-1]` will do).
-        normalize: bring each layer's rows to sum 1 first (scores of 0 or more): all layers count alike.
+        mixing_map: Layer maps `[layer, query, key]` of any sign, with all rows or some. Heads are averaged.
+        normalize: Whether to divide each layer's rows by their sum first, so that all layers count equally.
+            It needs scores of 0 or more.
 
     Returns:
-        A map of kind "input" with one layer, labelled as the last one that is held.
+        A map of kind "input" with one layer, whose label is that of the last layer of `mixing_map`.
 
     Raises:
-        TypeError, ValueError: not layer maps; with `normalize`, scores below 0.
+        TypeError: If `mixing_map` is not a `MixingMap`.
+        ValueError: If it does not contain layer maps, or if a score is below 0 with `normalize`.
     """
     flags(normalize=normalize)
     require_layer_maps(mixing_map, "layer_mean")

@@ -1,4 +1,4 @@
-"""Cumulative products of stacks of maps, in numbers and in logarithms of numbers."""
+"""Compute cumulative products of maps, in float64 or with logarithms."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-# exp(-650) is far above the smallest normal float64 (exp(-708)), so a sum that reaches it cannot
-# have lost a term worth more than exp(-58) of itself.
-_LOG_SAFE = -650.0
-_ROWS = 256  # of a causal product at once
+# The smallest normal float64 is exp(-708), so a sum of at least exp(-650) has lost at most exp(-58) of
+# itself.
+_SAFE_LOG = -650.0
+# A causal product is computed in chunks of so many rows.
+_CHUNK_ROWS = 256
 
 Product = Callable[[Tensor, Tensor], Tensor]
-Residual = float | Float[Tensor, "layer query"]  # one weight for all layers and rows, or one for each
+# One residual weight for all layers and rows, or one weight for each.
+Residual = float | Float[Tensor, "layer query"]
 
 
 def add_residual(
     maps: Float[Tensor, "*axes query key"], weight: float | Float[Tensor, "*rows query"]
 ) -> Float[Tensor, "*axes query key"]:
-    """(1 − weight) · maps + weight · identity, written over maps whose rows sum to 1 or are all zero.
+    """Return (1 − weight) · maps + weight · identity, computed in place.
 
-    An all-zero row becomes the identity's row where the weight is above 0 (nothing but the residual came in,
-    as in (A + I) / rowsum) and stays zero where it is 0. A tensor holds one per row (heads may share them).
+    An all-zero row becomes the row of the identity if the weight is above 0, as in (A + I) / rowsum, because
+    only the residual is left. It stays zero if the weight is 0.
+
+    Args:
+        maps: Maps whose rows sum to 1 or are all zero; they are overwritten.
+        weight: One weight, or one per row, which heads may share.
     """
     if isinstance(weight, Tensor):
         empty = ~maps.any(-1) & (weight > 0)
@@ -42,20 +48,23 @@ def cumulative(
     heads: Float[Tensor, "layer head query key"] | None = None,
     product: Product = torch.matmul,
 ) -> Float[Tensor, "layer *head query key"]:
-    """J_0 = maps_0, J_l = maps_l J_{l−1} (Abnar & Zuidema, ACL 2020, section 3.1).
+    """Return the products J_0 = maps_0, J_l = maps_l J_{l−1} (Abnar & Zuidema, ACL 2020, section 3.1).
 
-    With `heads`, layer l of the result is heads_l J_{l−1}: what one head of the layer adds on top of
-    everything below it (the paper's appendix).
+    Args:
+        maps: The maps of the layers.
+        heads: The maps of each head. If given, layer l of the result is heads_l J_{l−1}, the contribution of
+            each head on top of all layers below (the paper's appendix).
+        product: The product of two maps.
     """
     result = torch.empty_like(maps if heads is None else heads)
     below: Tensor | None = None
-    for place, matrix in enumerate(maps):
+    for layer, matrix in enumerate(maps):
         merged = matrix if below is None else product(matrix, below)
         if heads is None:
-            result[place] = merged
+            result[layer] = merged
         else:
-            for head, single in enumerate(heads[place]):
-                result[place, head] = single if below is None else product(single, below)
+            for head, single in enumerate(heads[layer]):
+                result[layer, head] = single if below is None else product(single, below)
         below = merged
     return result
 
@@ -65,11 +74,11 @@ def lower_product(
 ) -> Float[Tensor, "query key"]:
     """Return left @ right for causal maps, whose entries above the diagonal are zero.
 
-    Some rows are multiplied at a time, without the zeros to their right.
+    Each chunk of rows is multiplied without the zeros to its right.
     """
     result = torch.zeros_like(left)
-    for start in range(0, len(left), _ROWS):
-        end = min(start + _ROWS, len(left))
+    for start in range(0, len(left), _CHUNK_ROWS):
+        end = min(start + _CHUNK_ROWS, len(left))
         result[start:end, :end] = left[start:end, :end] @ right[:end, :end]
     return result
 
@@ -77,20 +86,21 @@ def lower_product(
 def log_matmul(
     left: Float[Tensor, "query middle"], right: Float[Tensor, "middle key"]
 ) -> Float[Tensor, "query key"]:
-    """log(exp(left) @ exp(right)) with no underflow; −inf stands for an exact zero.
+    """Return log(exp(left) @ exp(right)) without underflow; −inf is the logarithm of an exact zero.
 
-    One matrix product of rows and columns scaled to a maximum of 1 serves all entries that stay far
-    from underflow; the rows with any other entry are done again by logsumexp.
+    One matrix product, of rows and columns scaled to a maximum of 1, gives all entries that are far from
+    underflow. Rows with any other entry are computed again by logsumexp.
     """
-    # The largest of a row or column of zeros is −inf, which would make NaN of their difference.
+    # The maximum of a row or column of zeros is −inf, and −inf − (−inf) would be NaN.
     row_scale = left.amax(1, keepdim=True).nan_to_num(neginf=0.0)
     column_scale = right.amax(0, keepdim=True).nan_to_num(neginf=0.0)
     scaled = ((left - row_scale).exp() @ (right - column_scale).exp()).log()
     result = scaled + row_scale + column_scale
-    possible = compose(left > -math.inf, right > -math.inf)
-    again = (possible & (scaled < _LOG_SAFE)).any(1).nonzero().flatten()
-    block = max(1, 2**22 // right.numel())  # rows whose sums hold so many numbers at once
-    for rows in again.split(block):
+    is_nonzero = compose(left > -math.inf, right > -math.inf)
+    inexact_rows = (is_nonzero & (scaled < _SAFE_LOG)).any(1).nonzero().flatten()
+    # logsumexp makes a tensor [row, middle, key], so each chunk of rows is bounded to about 2^22 numbers.
+    chunk_rows = max(1, 2**22 // right.numel())
+    for rows in inexact_rows.split(chunk_rows):
         result[rows] = torch.logsumexp(left[rows][:, :, None] + right, dim=1)
     return result
 
@@ -98,5 +108,6 @@ def log_matmul(
 def compose(
     left: Bool[Tensor, "query middle"], right: Bool[Tensor, "middle key"]
 ) -> Bool[Tensor, "query key"]:
-    """Which keys a query reaches through any position in the middle."""
-    return (left.to(torch.float32) @ right.to(torch.float32)) > 0  # torch has no product of booleans
+    """Return which keys a query reaches through any position in the middle."""
+    # torch has no matrix product of booleans.
+    return (left.to(torch.float32) @ right.to(torch.float32)) > 0

@@ -1,17 +1,17 @@
-"""Normalising a rollout by the receptive field of attention. `docs/receptive_field.md` derives it.
+"""Normalise a rollout by the receptive field of attention.
 
-Abnar & Zuidema (ACL 2020) say of causal decoders only that rollout is biased to the first tokens and
-that one should "first normalize based on the receptive field of attention". They give no formula;
-this one is ours. With w the residual weight, U_l attention spread evenly over the keys that layer l
-allows, and R the rollout of L layers:
+Abnar & Zuidema (ACL 2020) write that rollout in causal decoders is biased to the first tokens, and that one
+should "first normalize based on the receptive field of attention". They give no formula; this one is ours
+(`docs/receptive_field.md` derives it). R is the rollout of L layers with the residual weight w. U_l is
+attention that is uniform over the visible keys of layer l, the null model:
 
-    R0 = rollout of the U_l with the same L and w          (what rollout makes of no preference)
-    B0 = w^L I + (1 − w^L) U, U even over the reachable keys  (what no preference should look like)
-    result = R · B0 / R0, elementwise, each row scaled back to the sum it had in R
+    R0 = rollout of the U_l with the same L and w                (the rollout of no preference)
+    B0 = w^L I + (1 − w^L) U, U uniform over the reachable keys  (how no preference should look)
+    result = R · B0 / R0, elementwise, with each row scaled back to its sum in R
 
-Where a map holds the residual stream, or its weight was measured row by row, w differs from layer to layer or
-from row to row, and w^L is the product of the layers' weights. The null model must stay where the map stays:
-against one that does not, the quotient of a deep map that does is the null model's own shape, the position.
+If a map contains the residual stream, or the weight of each row was measured, w differs between layers or
+rows, and w^L is the product of the layers' weights. The null model must then have the same weights. With a
+smaller weight in the null model, the result for a deep map would follow the position, as the null model does.
 """
 
 from __future__ import annotations
@@ -35,49 +35,54 @@ def normalise_rollout(
     arithmetic: str = "auto",
     product: Product = torch.matmul,
 ) -> Float[Tensor, "layer *head query key"]:
-    """The cumulative rollout of `maps`, each layer normalised against the null model of its depth, float64.
+    """Return the cumulative rollout of `maps`, with each layer normalised by the null model of its depth.
 
-    Every row has the sum it has in the plain rollout: 1, less what all-zero rows lost.
+    The result is float64. Each row has the same sum as in the plain rollout: 1, or less below all-zero rows.
 
     Args:
-        maps: float64, the residual already mixed in (`add_residual`), heads merged; rows sum to 1 or, where
-            nothing is known, are all zero. Zero wherever not visible.
-        residual: the residual weight w in `maps`, 0 to 1: one, or one per layer and query.
-        heads: float64, the same per head; the result then has a head axis.
-        arithmetic: "float64", "log", or "auto": float64 where a bound shows that nothing underflows,
-            logarithms elsewhere. Another name is a ValueError.
-        product: of two maps in float64.
+        maps: The maps, float64, with heads merged and the residual mixed in (`add_residual`). Rows sum to 1
+            or are all zero. Scores of keys that are not visible are 0.
+        visible: The keys that attention could see.
+        residual: The residual weight w in `maps`, 0 to 1: one, or one per layer and query.
+        heads: The maps of each head, float64. If given, the result has a head axis.
+        arithmetic: "float64", "log" (logarithms), or "auto": float64 if a bound shows that nothing
+            underflows, else logarithms.
+        product: The product of two maps in float64.
+
+    Raises:
+        ValueError: If there is no such arithmetic.
     """
     one_of("arithmetic", arithmetic, ("auto", "float64", "log"))
     null = null_maps(visible, residual)
-    stays = float(torch.as_tensor(residual, dtype=torch.float64, device="cpu").max())
-    targets = _even_targets(reachable(visible, stays), residual)
+    largest = float(torch.as_tensor(residual, dtype=torch.float64, device="cpu").max())
+    targets = _make_targets(reachable(visible, largest), residual)
     if arithmetic == "float64" or (arithmetic == "auto" and _float64_suffices(null, residual)):
-        return _in_float64(cumulative(maps, heads, product), null, targets, product)
+        return _normalise_in_float64(cumulative(maps, heads, product), null, targets, product)
     rolled = cumulative(maps.log(), None if heads is None else heads.log(), log_matmul)
-    return _in_logarithms(rolled, null.log(), targets)
+    return _normalise_logarithms(rolled, null.log(), targets)
 
 
-def _even_attention(visible: Bool[Tensor, "*axes query key"]) -> Float[Tensor, "*axes query key"]:
-    """Attention spread evenly over the visible keys, float64; a row that sees nothing is all zero."""
+def _make_uniform(visible: Bool[Tensor, "*axes query key"]) -> Float[Tensor, "*axes query key"]:
+    """Return uniform attention over the visible keys, float64. A row without a visible key is all zero."""
     weights = visible.to(torch.float64)
     return weights / weights.sum(-1, keepdim=True).clamp(min=1)
 
 
-def held_residual(
+def estimate_residual(
     maps: Float[Tensor, "layer query key"], visible: Bool[Tensor, "layer query key"], least: float
 ) -> Float[Tensor, "layer query"]:
-    """The residual weight of maps whose diagonal holds the residual stream: one per layer, for all its rows.
+    """Return the residual weight of each layer, for maps whose diagonal contains the residual stream.
 
-    With n visible keys, even attention and a weight w put w + (1 − w)/n on the diagonal. This w is read off
-    each row that sees more than itself, and averaged over the layer's rows: one weight per layer keeps
-    bidirectional maps unchanged.
+    With n visible keys, uniform attention and a weight w, the diagonal is w + (1 − w)/n. This equation gives
+    w for each row that sees more than its own position. The layer's weight is the mean over these rows,
+    because one weight for all rows of a layer leaves bidirectional maps unchanged.
 
     Args:
-        maps: rows sum to 1 or are all zero; `least` mixed in already.
-        least: what was mixed in, below which no layer can be.
+        maps: The maps with `least` mixed in. Rows sum to 1 or are all zero.
+        visible: The keys that attention could see.
+        least: The weight that was mixed in, and the smallest that a layer can have.
     """
-    even = _even_attention(visible).diagonal(dim1=-2, dim2=-1)
+    even = _make_uniform(visible).diagonal(dim1=-2, dim2=-1)
     diagonal = maps.diagonal(dim1=-2, dim2=-1)
     counts = (even > 0) & (even < 1) & maps.any(-1)
     weights = torch.where(counts, (diagonal - even) / (1 - even).clamp(min=0.5), 0.0)
@@ -88,73 +93,83 @@ def held_residual(
 def null_maps(
     visible: Bool[Tensor, "layer query key"], residual: Residual
 ) -> Float[Tensor, "layer query key"]:
-    """The null model's layers: even attention with the residual mixed in, float64."""
-    alike = not isinstance(residual, Tensor) and bool((visible == visible[:1]).all())
-    different = visible[:1] if alike else visible
-    return add_residual(_even_attention(different), residual).expand(visible.shape)
+    """Return the layers of the null model: uniform attention with the residual mixed in, float64."""
+    are_equal = not isinstance(residual, Tensor) and bool((visible == visible[:1]).all())
+    distinct = visible[:1] if are_equal else visible
+    return add_residual(_make_uniform(distinct), residual).expand(visible.shape)
 
 
 def reachable(visible: Bool[Tensor, "layer query key"], residual: float) -> Bool[Tensor, "layer query key"]:
-    """Which inputs each position reaches, at each depth, on a path with at least one attention step.
+    """Return which inputs each position reaches, at each depth, on a path with at least one attention step.
 
-    Where the residual weight is above 0 a path may also stay at its position in a layer. For one mask that
-    holds its diagonal and composes to itself (a causal mask) this is the mask.
+    If the residual weight is above 0, a path may also stay at its position in a layer. For a causal mask that
+    all layers share, the result is this mask at every depth.
     """
     identity = torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
     results = [visible[0]]
-    for place in range(1, len(visible)):
-        mask, below = visible[place], results[-1]
-        settled = place > 1 and torch.equal(below, results[-2]) and torch.equal(mask, visible[place - 1])
-        if not settled and residual > 0:
+    for depth in range(1, len(visible)):
+        mask, below = visible[depth], results[-1]
+        is_constant = depth > 1 and torch.equal(below, results[-2]) and torch.equal(mask, visible[depth - 1])
+        if not is_constant and residual > 0:
             below = below | compose(mask, below | identity)
-        elif not settled:
+        elif not is_constant:
             below = compose(mask, below)
         results.append(below)
     return torch.stack(results)
 
 
-def _even_targets(
+def _make_targets(
     reached: Bool[Tensor, "layer query key"], residual: Residual
 ) -> Iterator[Float[Tensor, "query key"]]:
-    """B0 at each depth. A position that reaches nothing by attention keeps itself where w > 0."""
+    """Yield B0 at each depth. If w > 0, a position that attention connects with nothing has itself as key."""
     identity = torch.eye(reached.shape[-1], dtype=torch.float64, device=reached.device)
     weights = torch.as_tensor(residual, dtype=torch.float64, device=reached.device)
     stayed = weights.expand(reached.shape[:2]).cumprod(0)
-    # −expm1 of the logarithm: 1 − w^L keeps its digits where w is near 1
+    # expm1 computes 1 − w^L without cancellation if w is close to 1.
     moved = -torch.expm1(weights.expand(reached.shape[:2]).log().cumsum(0))
-    for place, keys in enumerate(reached):
-        if place == 0 or not torch.equal(keys, reached[place - 1]):
-            even = _even_attention(keys)
+    for depth, keys in enumerate(reached):
+        if depth == 0 or not torch.equal(keys, reached[depth - 1]):
+            even = _make_uniform(keys)
             if bool((weights > 0).any()):
                 even = torch.where(keys.any(-1, keepdim=True), even, identity)
-        target = moved[place, :, None] * even
-        target.diagonal().add_(stayed[place])
+        target = moved[depth, :, None] * even
+        target.diagonal().add_(stayed[depth])
         yield target
 
 
 def _float64_suffices(null: Float[Tensor, "layer query key"], residual: Residual) -> bool:
-    """Whether R · B0 / R0 can be computed in float64 without loss.
+    """Return whether float64 is accurate enough for R · B0 / R0.
 
-    Every entry of R0 that is not zero is at least the product over layers of the null model's smallest entry
-    that is not zero (1/n per layer, or (1 − w)/n, or w where the diagonal is hidden). What an entry of R
-    loses to underflow is at most layers · n smallest normal numbers. The row it goes into sums, before it is
-    scaled, to at least (1 − w)/n, since B0 ≥ (1 − w)/n and R0 ≤ 1. So float64 keeps its 16 digits where
+    Each nonzero entry of R0 is at least a product over layers: of the smallest nonzero entry of the null
+    model in each layer (1/n, or (1 − w)/n, or w if the diagonal is hidden). Underflow changes an entry of R
+    by at most layers · n times the smallest normal number. Before a row is scaled, its sum is at least (1 −
+    w)/n, because B0 ≥ (1 − w)/n and R0 ≤ 1. So the result has the 16 digits of float64 if
 
         product of smallest entries > smallest normal number · layers · n² · 1e16 / (1 − w)
     """
     largest = float(torch.as_tensor(residual, dtype=torch.float64, device="cpu").max())
     if largest == 1:
-        return not isinstance(residual, Tensor)  # of one weight for all: the identity, layer by layer
+        # One weight of 1 makes every layer the identity, which is exact.
+        return not isinstance(residual, Tensor)
     layers, size = null.shape[0], null.shape[-1]
-    # One matrix stands for all layers where they share it.
-    different = null[:1] if null.stride(0) == 0 else null
-    smallest = torch.where(different > 0, different, 1.0).flatten(1).amin(1).log().mean().item() * layers
+    # `null_maps` expands one matrix if all layers are equal; its stride over layers is then 0.
+    distinct = null[:1] if null.stride(0) == 0 else null
+    smallest = torch.where(distinct > 0, distinct, 1.0).flatten(1).amin(1).log().mean().item() * layers
     bound = math.log(torch.finfo(torch.float64).tiny) + math.log(layers * size**2 * 1e16)
     return smallest > bound - math.log1p(-largest)
 
 
-def _in_float64(rolled: Tensor, null: Tensor, targets: Iterator[Tensor], product: Product) -> Tensor:
-    """`rolled`, written over; `null` and `targets` are the null model's layers and B0 at each depth."""
+def _normalise_in_float64(
+    rolled: Tensor, null: Tensor, targets: Iterator[Tensor], product: Product
+) -> Tensor:
+    """Return the normalised rollout, computed in place.
+
+    Args:
+        rolled: The plain rollout at each depth, which is overwritten.
+        null: The layers of the null model.
+        targets: B0 at each depth.
+        product: The product of two maps.
+    """
     expected: Tensor | None = None
     for plain, matrix, target in zip(rolled, null, targets, strict=True):
         expected = matrix if expected is None else product(matrix, expected)
@@ -165,12 +180,12 @@ def _in_float64(rolled: Tensor, null: Tensor, targets: Iterator[Tensor], product
     return rolled
 
 
-def _in_logarithms(rolled: Tensor, null: Tensor, targets: Iterator[Tensor]) -> Tensor:
-    """The same where `rolled` and `null` are logarithms; numbers, not logarithms, come back."""
+def _normalise_logarithms(rolled: Tensor, null: Tensor, targets: Iterator[Tensor]) -> Tensor:
+    """Return the normalised rollout, not its logarithm, from the logarithms of `rolled` and `null`."""
     expected: Tensor | None = None
     for plain, matrix, target in zip(rolled, null, targets, strict=True):
         expected = matrix if expected is None else log_matmul(matrix, expected)
-        # Where the null model is zero the rollout is too; −inf − (−inf) would be NaN.
+        # If the null model is zero, the rollout is zero as well; −inf − (−inf) would be NaN.
         weighted = torch.where(expected > -math.inf, plain + target.log() - expected, -math.inf)
         total = torch.logsumexp(weighted, dim=-1, keepdim=True)
         before = torch.logsumexp(plain, dim=-1, keepdim=True)

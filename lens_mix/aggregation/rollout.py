@@ -1,4 +1,4 @@
-"""Attention rollout (Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020)."""
+"""Compute attention rollout (Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lens_mix.aggregation.collapse import collapse_notes
 from lens_mix.aggregation.products import Residual, add_residual, cumulative, lower_product
-from lens_mix.aggregation.receptive_field import held_residual, normalise_rollout, reachable
+from lens_mix.aggregation.receptive_field import estimate_residual, normalise_rollout, reachable
 from lens_mix.arguments import flags, instance, number
 from lens_mix.maps import MixingMap
-from lens_mix.maps.arithmetic import require_nonnegative, with_empty_rows
+from lens_mix.maps.arithmetic import add_empty_rows_note, require_no_negative
 from lens_mix.maps.checks import as_residual
 from lens_mix.methods import METHODS
 
@@ -30,70 +30,77 @@ def rollout(
     from_layer: int | None = None,
     to_layer: int | None = None,
 ) -> MixingMap:
-    """Input maps from layer maps, by multiplying the layers (section 3.1 of the paper).
+    """Return input maps that are computed by multiplying layer maps (section 3.1 of the paper).
 
     Heads are averaged, the residual is mixed in, Â_l = ((1 − w) A_l + w I) / rowsum, and the layers are
     multiplied: J_0 = Â_0 and J_l = Â_l J_{l−1}. With w = 0.5 this is the paper's (A + I) / rowsum. The
-    arithmetic is float64, and so is the result (on the CPU where the device has no float64).
+    computation and the result are float64, on the CPU if the device has no float64.
 
     The rows of A_l are divided by their sum first, because the scores of most methods have units of their
-    own. The exception is a map of attention weights from a model with an attention sink that is not a token
-    (gpt-oss). In such a map, which has `provenance["sink"]` and a note, a row sums to less than 1, because
-    the rest went to the sink. The row is used as it is, so that the residual counts for more. What `drop` (or
-    `drop_bos` here) leaves of a row is divided by its sum in every map. An all-zero row has no shares: with
-    w > 0 the position keeps itself; with w = 0 the row stays zero, rows above that used it sum to less than
-    1, and a note names it.
+    own. There are two exceptions:
+
+    - Attention weights of a model with an attention sink that is not a token (gpt-oss). Their map has
+      `provenance["sink"]` and a note. A row sums to less than 1, because the sink received the rest. It is
+      used without a division, so the residual has a larger share. A row is still divided by its sum after
+      `drop`, or with `drop_bos`.
+    - An all-zero row, which has no shares. With w > 0, the position itself is its only key. With w = 0, the
+      row stays zero, the rows above that used it sum to less than 1, and a note names it.
 
     Args:
-        mixing_map: layer maps `[layer, query, key]` or `[layer, head, query, key]`, none below 0.
-        residual: the weight w, 0 to 1. None: what the method calls for, 0.5 for attention and 0 where the map
-            already holds the residual. "measured": each row's own, from `lm.run(..., residual_shares=True)`,
-            as a share of the whole row whatever it sums to; 0 for maps whose diagonal holds the residual.
-        total_mixing: in place of `residual`, how much is mixed over all layers together: w = 1 − total / L
-            with L the number of layers, at least 0. With w fixed, deep stacks mix more the deeper they are,
-            until nothing is left of the tokens; 1.5 and 5 did well (docs/input_map.md).
-        receptive_field: normalise against the rollout of even attention, so that keys are not preferred for
-            being reachable on many paths (causal maps: for being early). Even attention keeps as much of the
-            residual as the map does. The paper gives no formula; ours is derived in docs/receptive_field.md.
-        per_head: the appendix variant: each head of layer l times the rollout, heads merged, of those below.
-        drop_bos: drop position 0, whatever its token, on both axes first; rows sum to 1 without it.
-        from_layer, to_layer: roll out these layers and those between, by label (negative: from the end).
-            None: the first, the last.
+        mixing_map: Layer maps `[layer, query, key]` or `[layer, head, query, key]`, 0 or more.
+        residual: The residual weight w, 0 to 1. None: the weight of the method, which is 0.5 for attention
+            and 0 if the map already contains the residual. "measured": the weight of each row from
+            `lm.run(..., residual_shares=True)`, as a share of the whole row whatever its sum; 0 for maps
+            whose diagonal contains the residual.
+        total_mixing: The mixing over all layers together, instead of `residual`: w = 1 − total / L for L
+            layers, at least 0. With a fixed w, the mixing grows with the depth until tokens are no longer
+            distinguished. docs/input_map.md compares values.
+        receptive_field: Whether to normalise by the rollout of uniform attention, so that a key has no
+            advantage because many paths reach it (in causal maps: because it is early). Uniform attention has
+            the same residual as the map. The paper gives no formula; docs/receptive_field.md derives ours.
+        per_head: Whether to return the variant of the paper's appendix: each head of layer l times the
+            rollout, with heads merged, of the layers below.
+        drop_bos: Whether to drop position 0 on both axes first, whatever its token. Rows sum to 1 without it.
+        from_layer: The label of the first layer (negative: from the end). None: the first of the map.
+        to_layer: The label of the last layer (negative: from the end). None: the last of the map.
 
     Returns:
-        A map of kind "input": `[layer, query, key]`, cumulative (its last layer is the rollout of all), or
-        `[layer, head, query, key]` with `per_head`. Rows sum to 1.
+        A map of kind "input", `[layer, query, key]`, or `[layer, head, query, key]` with `per_head`. It is
+        cumulative: its last layer is the rollout of all layers. Rows sum to 1.
 
     Raises:
-        TypeError: not a `MixingMap`; a residual that is no number.
-        ValueError: input maps; keys that are not the tokens; layers that do not follow one another; scores
-            below 0; a residual outside 0 to 1, or None where the method has none; "measured" where nothing
-            was; a total below 0, or besides `residual`; no heads for `per_head`.
+        TypeError: If `mixing_map` is not a `MixingMap`, or if `residual` is not a number or "measured".
+        ValueError: If the map is an input map, its keys are not the tokens, its layers do not follow one
+            another, or a score is below 0. If the residual is outside 0 to 1, is None although the method has
+            none, or is "measured" although the map has no measured shares. If `total_mixing` is below 0, or
+            is given together with `residual`. If the map has no heads for `per_head`.
     """
     flags(receptive_field=receptive_field, per_head=per_head, drop_bos=drop_bos)
     if receptive_field and isinstance(mixing_map, MixingMap):
-        require_not_joint(mixing_map, "receptive_field")
-    chosen, weights = _layers_and_weights(mixing_map, residual, total_mixing, from_layer, to_layer, drop_bos)
-    one_weight = isinstance(weights, float)
+        require_no_joint(mixing_map, "receptive_field")
+    chosen, weights = _select_layers_and_weights(
+        mixing_map, residual, total_mixing, from_layer, to_layer, drop_bos
+    )
+    has_one_weight = isinstance(weights, float)
     largest = float(torch.as_tensor(weights, dtype=torch.float64, device="cpu").max())
     if per_head and not chosen.has_heads:
         raise ValueError(
             f"per_head: expected a map with heads, got scores of shape {tuple(chosen.scores.shape)}"
         )
-    maps, notes, row_weights = mixed_layers(chosen, weights)
+    maps, notes, row_weights = mix_layers(chosen, weights)
     heads = None
     if per_head:
-        heads, separate_notes = _mixed_heads(chosen, weights)
-        notes = (*notes, *(note for note in separate_notes if note not in notes))
+        heads, head_notes = _mix_heads(chosen, weights)
+        notes = (*notes, *(note for note in head_notes if note not in notes))
     product = lower_product if chosen.causal else torch.matmul
     if receptive_field:
         visible = chosen.visible().to(maps.device)
-        held = one_weight and holds_residual(chosen)
-        null = held_residual(maps, visible, largest) if held else row_weights
+        contains_residual = has_one_weight and holds_residual(chosen)
+        null = estimate_residual(maps, visible, largest) if contains_residual else row_weights
         scores = normalise_rollout(maps, visible, null, heads, product=product)
     else:
         scores = cumulative(maps, heads, product)
-    options: dict[str, object] = {"residual": largest if one_weight else "measured"}
+    options: dict[str, object] = {"residual": largest if has_one_weight else "measured"}
     options |= {"receptive_field": receptive_field, "per_head": per_head, "drop_bos": drop_bos}
     reached = reached_inputs(chosen.visible(), largest)
     if not per_head and len(chosen.layer_labels) > 1:
@@ -101,59 +108,66 @@ def rollout(
     return chosen.replace(
         scores=scores,
         mask=None if chosen.mask is None else reached,
-        residual=largest if one_weight else None,
+        residual=largest if has_one_weight else None,
         kind="input",
         provenance={**chosen.provenance, "aggregation": {"name": "rollout", **options}},
-        notes=_notes(chosen, notes, receptive_field),
+        notes=_add_notes(chosen, notes, receptive_field),
     )
 
 
-def _layers_and_weights(
+def _select_layers_and_weights(
     mixing_map: MixingMap,
     residual: float | Literal["measured"] | None,
     total_mixing: float | None,
     *layers: Any,
 ) -> tuple[MixingMap, Residual]:
-    """The layers to roll out, and the weight of the residual in all of them, or in each row of each."""
+    """Return the layers to multiply, and one residual weight for all or one for each row of each layer."""
     if isinstance(residual, str) and residual != "measured":
         raise TypeError(f"residual: expected a number from 0 to 1, or 'measured', got {residual!r}")
     if total_mixing is None and residual != "measured":
         return layers_to_mix(mixing_map, "rollout", residual, *layers)
-    # No weight of the method's is asked for.
+    # The weight of the method is not used here, so any number will do.
     chosen, _ = layers_to_mix(mixing_map, "rollout", 0.0, *layers)
     if total_mixing is None:
         return chosen, _measured_residual(chosen)
     if residual is not None:
-        raise ValueError(f"total_mixing: expected no residual besides it, got residual={residual!r}")
+        raise ValueError(
+            f"total_mixing: expected residual=None, because both set the weight, got residual={residual!r}"
+        )
     total = number("total_mixing", total_mixing, 0)
     return chosen, max(0.0, 1 - total / len(chosen.layer_labels))
 
 
 def _measured_residual(chosen: MixingMap) -> Residual:
-    """The residual weights that a map's run has measured, float64; 0 where its diagonal holds the residual.
+    """Return the measured residual weights of a map, float64, or 0 if its diagonal contains the residual.
 
-    A map without them that needs them is a ValueError.
+    Raises:
+        ValueError: If the map needs measured weights and has none.
     """
     if chosen.residual_shares is not None:
         return to_float64(chosen.residual_shares)
     if holds_residual(chosen):
         return 0.0
     raise ValueError(
-        "residual: expected a map with measured residual shares for 'measured', got one without; ask for "
+        "residual: expected a map with measured residual shares for 'measured', got one without; measure "
         "them with lm.run(..., residual_shares=True), or give MixingMap(residual_shares=) [layer, query]"
     )
 
 
 def holds_residual(chosen: MixingMap) -> bool:
-    """Whether the map says of its diagonal that the residual stream is in it, so that none is mixed in."""
+    """Return whether the map's diagonal already contains the residual stream, so that none is mixed in."""
     method = METHODS.get(chosen.method)
     return chosen.residual == 0 and (method is None or method.holds_residual)
 
 
 class MixedLayers(NamedTuple):
-    """Â_l of every layer (float64), the notes of the map with those about its rows, and the weights in Â_l.
+    """The layers of a map after mixing in the residual.
 
-    `weights` is the weight that was asked for, or one per row if rows gave weight to an attention sink.
+    Attributes:
+        maps: Â_l of every layer, float64.
+        notes: The notes of the map, and those about its rows.
+        weights: The residual weight in Â_l: the weight that was asked for, or one per row if rows gave weight
+            to an attention sink.
     """
 
     maps: Float[Tensor, "layer query key"]
@@ -161,25 +175,30 @@ class MixedLayers(NamedTuple):
     weights: Residual
 
 
-def mixed_layers(chosen: MixingMap, weight: Residual) -> MixedLayers:
-    """Return Â_l = ((1 − w) A_l + w I) / rowsum of every layer, heads averaged first; as in `rollout`.
+def mix_layers(chosen: MixingMap, weight: Residual) -> MixedLayers:
+    """Return Â_l = ((1 − w) A_l + w I) / rowsum of every layer, with heads averaged first, as in `rollout`.
 
-    A weight per row (measured) is the residual's share of the whole row. Scores below 0 are a ValueError.
+    Args:
+        chosen: The layer maps.
+        weight: The residual weight, or one per row, which is the residual's share of the whole row.
+
+    Raises:
+        ValueError: If a score is below 0.
     """
     # One layer at a time, because a pass over a whole stack is slow beside the products of its rollout.
     shape = chosen.scores.shape
     maps = to_float64(chosen.scores.new_empty(shape[0], *shape[-2:]))
     sums = maps.new_empty(maps.shape[:-1])
     weights: list[float | Tensor] = []
-    for place, scores in enumerate(chosen.scores):
-        maps[place] = to_float64(scores).mean(0) if chosen.has_heads else scores
-        require_nonnegative(maps[place])
-        totals = maps[place].sum(-1, keepdim=True)
-        sums[place] = totals[:, 0]
-        maps[place].div_(totals.masked_fill(totals == 0, 1))
-        weights.append(_weight_of_rows(chosen, weight, sums[place], place))
-        add_residual(maps[place], weights[-1])
-    notes = with_empty_rows(chosen.notes, sums == 0, chosen.layer_labels, chosen.query_positions)
+    for layer, scores in enumerate(chosen.scores):
+        maps[layer] = to_float64(scores).mean(0) if chosen.has_heads else scores
+        require_no_negative(maps[layer])
+        totals = maps[layer].sum(-1, keepdim=True)
+        sums[layer] = totals[:, 0]
+        maps[layer].div_(totals.masked_fill(totals == 0, 1))
+        weights.append(_compute_row_weights(chosen, weight, sums[layer], layer))
+        add_residual(maps[layer], weights[-1])
+    notes = add_empty_rows_note(chosen.notes, sums == 0, chosen.layer_labels, chosen.query_positions)
     if any(isinstance(each, Tensor) for each in weights):
         weight = torch.stack(
             [
@@ -190,7 +209,7 @@ def mixed_layers(chosen: MixingMap, weight: Residual) -> MixedLayers:
     return MixedLayers(maps, notes, weight)
 
 
-def _weight_of_rows(
+def _compute_row_weights(
     chosen: MixingMap, weight: Residual, sums: Float[Tensor, "*head query"], layer: int
 ) -> float | Float[Tensor, "*rows query"]:
     """Return the residual's share of rows that summed to `sums` before they were divided by it."""
@@ -201,21 +220,23 @@ def _weight_of_rows(
     return weight / ((1 - weight) * sums.clamp(max=1) + weight)
 
 
-def _mixed_heads(
+def _mix_heads(
     chosen: MixingMap, weight: Residual
 ) -> tuple[Float[Tensor, "layer head query key"], tuple[str, ...]]:
     """Return Â_l of every head, each with its own row sums, and the notes about its rows."""
-    whole = chosen.replace(scores=to_float64(chosen.scores))
-    separate = whole.normalized()
-    for place, scores in enumerate(separate.scores):
-        add_residual(scores, _weight_of_rows(chosen, weight, whole.scores[place].sum(-1), place))
-    return separate.scores, separate.notes
+    raw = chosen.replace(scores=to_float64(chosen.scores))
+    normalised = raw.normalized()
+    for layer, scores in enumerate(normalised.scores):
+        add_residual(scores, _compute_row_weights(chosen, weight, raw.scores[layer].sum(-1), layer))
+    return normalised.scores, normalised.notes
 
 
 def residual_weight(mixing_map: MixingMap, residual: float | None) -> float:
-    """The residual weight to mix in: as given, or the map's own, or its method's.
+    """Return the residual weight to mix in: the given weight, else that of the map, else that of its method.
 
-    No number is a TypeError; one outside 0 to 1, or None where neither has one, a ValueError.
+    Raises:
+        TypeError: If the weight is not a number.
+        ValueError: If the weight is outside 0 to 1, or if neither the map nor the method has one.
     """
     if residual is not None:
         return as_residual(residual)
@@ -225,44 +246,55 @@ def residual_weight(mixing_map: MixingMap, residual: float | None) -> float:
     if method is None:
         raise ValueError(
             f"residual: expected a number from 0 to 1, because method {mixing_map.method!r} is none of "
-            f"{', '.join(sorted(METHODS))} and the map has no residual of its own; got None (0.5 where "
-            "the map holds the attention branch only, 0 where it already holds the residual)"
+            f"{', '.join(sorted(METHODS))} and the map has no residual of its own, got None; give 0.5 if "
+            "the map contains the attention branch only, 0 if it already contains the residual"
         )
     return as_residual(method.residual)
 
 
 def require_layer_maps(mixing_map: MixingMap, purpose: str) -> None:
-    """Raise a TypeError for what is no `MixingMap`, a ValueError for one that is no layer map."""
+    """Raise an error if `mixing_map` does not contain layer maps.
+
+    Raises:
+        TypeError: If it is not a `MixingMap`.
+        ValueError: If it is an input map.
+    """
     instance("mixing_map", mixing_map, MixingMap, "a MixingMap")
     if mixing_map.kind != "layer":
         raise ValueError(
             f"mixing_map: expected layer maps for {purpose}, got kind {mixing_map.kind!r}, which already "
-            "speaks of the whole stack"
+            "describes all layers down to the input"
         )
 
 
-def require_stackable(mixing_map: MixingMap, purpose: str) -> None:
-    """As `require_layer_maps`, and a ValueError for layers that do not chain."""
+def require_chain(mixing_map: MixingMap, purpose: str) -> None:
+    """Raise an error if the layers of `mixing_map` cannot be multiplied.
+
+    Raises:
+        TypeError: If it is not a `MixingMap`.
+        ValueError: If it is an input map, its keys are not the tokens, or rows are missing.
+    """
     require_layer_maps(mixing_map, purpose)
     if mixing_map.key_tokens is not None:
         raise ValueError(
-            f"mixing_map: expected the tokens as keys for {purpose}, got {len(mixing_map.key_labels)} other "
-            f"keys for {len(mixing_map.tokens)} tokens; such layers do not chain"
+            f"mixing_map: expected the tokens as keys for {purpose}, because other keys do not chain from "
+            f"layer to layer, got {len(mixing_map.key_labels)} other keys for {len(mixing_map.tokens)} tokens"
         )
     mixing_map.require_every_row(purpose)
 
 
-def require_not_joint(mixing_map: MixingMap, purpose: str) -> None:
-    """Raise a ValueError for a stack of `joint`: its layers leave positions as they are, or keep shares."""
+def require_no_joint(mixing_map: MixingMap, purpose: str) -> None:
+    """Raise a ValueError for a stack of `joint`, whose layers contain residuals of different sizes."""
     if "joint" in mixing_map.provenance:
         raise ValueError(
             f"mixing_map: expected maps of one part for {purpose}, got a joint stack (lm.joint), whose "
-            "layers hold residuals that its formula does not know of; use lm.rollout or lm.flow as they are"
+            f"layers contain residuals that the formula of {purpose} leaves out; use lm.rollout or lm.flow "
+            "with their defaults"
         )
 
 
 def to_float64(scores: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """The same numbers in float64, on the CPU where the device has none."""
+    """Return the same numbers in float64, on the CPU if the device has no float64."""
     return (scores.cpu() if scores.device.type == "mps" else scores).to(torch.float64)
 
 
@@ -275,15 +307,19 @@ def layers_to_mix(
     drop_bos: bool,
     last_name: str = "to_layer",
 ) -> tuple[MixingMap, float]:
-    """The map of the layers that are asked for, and the residual weight w. Args and errors: as `rollout`."""
-    require_stackable(mixing_map, purpose)
+    """Return the map of the chosen layers, and the residual weight w.
+
+    The arguments and errors are those of `rollout`. `purpose` and `last_name` (the name of the argument
+    `to_layer`) are for errors.
+    """
+    require_chain(mixing_map, purpose)
     weight = residual_weight(mixing_map, residual)
     labels = mixing_map.layer_labels
     first = 0 if from_layer is None else mixing_map.layer_index(from_layer, "from_layer")
     last = len(labels) - 1 if to_layer is None else mixing_map.layer_index(to_layer, last_name)
     if first > last:
         raise ValueError(
-            f"from_layer: expected no later layer than to_layer, got from_layer={from_layer} and "
+            f"from_layer: expected to_layer or a layer before it, got from_layer={from_layer} and "
             f"to_layer={to_layer}"
         )
     layers = mixing_map.select_layers(labels[first : last + 1])
@@ -294,38 +330,42 @@ def layers_to_mix(
 def reached_inputs(
     visible: Bool[Tensor, "layer query key"], weight: float
 ) -> Bool[Tensor, "layer query key"]:
-    """Which inputs each position reaches at each depth, by attention or (weight above 0) by staying."""
+    """Return which inputs each position reaches at each depth.
+
+    If the residual weight is above 0, a position reaches its own input.
+    """
     reached = reachable(visible, weight)
     if weight > 0:
         reached.diagonal(dim1=-2, dim2=-1).fill_(True)
     return reached
 
 
-def _notes(chosen: MixingMap, notes: tuple[str, ...], receptive_field: bool) -> tuple[str, ...]:
+def _add_notes(chosen: MixingMap, notes: tuple[str, ...], receptive_field: bool) -> tuple[str, ...]:
     extra = later_start_note(chosen, "rolled out")
     if receptive_field and "merged_words" in chosen.provenance:
         extra.append(
-            "merged into words before the rollout: the receptive field was taken as even over words, "
-            "not over their pieces"
+            "tokens were merged into words before the rollout, so the receptive field is uniform over words, "
+            "not over tokens"
         )
     return (*notes, *extra, *(looks_causal_note(chosen) if receptive_field else ()))
 
 
 def later_start_note(chosen: MixingMap, what: str) -> list[str]:
-    """A note where the first layer is not the model's."""
+    """Return a note if the first layer is not that of the model."""
     first = chosen.layer_labels[0]
     text = f"{what} from layer {first} on: keys are the inputs of that layer, not the prompt's tokens"
     return [text] if first > 0 else []
 
 
 def looks_causal_note(chosen: MixingMap) -> list[str]:
-    """A note, and a warning, where nothing says that a map is causal though no query used a later key."""
-    said = chosen.causal or chosen.mask is not None or len(chosen.tokens) == 1
-    if said or bool(chosen.scores.triu(diagonal=1).any()):
+    """Return a note, and warn, if no query used a later key although the map is not marked as causal."""
+    is_marked = chosen.causal or chosen.mask is not None or len(chosen.tokens) == 1
+    if is_marked or bool(chosen.scores.triu(diagonal=1).any()):
         return []
     text = (
-        "receptive_field changed nothing, because the map says that every query could see every key; "
-        "no query used a later key, so if the model is causal make the map with causal=True"
+        "receptive_field had no effect, because according to the map every query could see every key; "
+        "no query used a later key, so if the model is causal, make the map with causal=True"
     )
-    warnings.warn(text, stacklevel=4)  # where rollout or flow was called
+    # The warning points to the call of rollout or flow.
+    warnings.warn(text, stacklevel=4)
     return [text]

@@ -1,4 +1,4 @@
-"""The attribution tree: the few strong edges that carry a prediction, top-down (Hao et al., AAAI 2021)."""
+"""Build an attribution tree: the few edges with the largest scores, top-down (Hao et al., AAAI 2021)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lens_mix.aggregation.rollout import require_stackable, to_float64
+from lens_mix.aggregation.rollout import require_chain, to_float64
 from lens_mix.arguments import flags, number, one_of, shown
 from lens_mix.maps import MixingMap
-from lens_mix.maps.positions import Dropped, kept_positions, query_position
+from lens_mix.maps.positions import Dropped, find_query, kept_positions
 
 if TYPE_CHECKING:
     import networkx
@@ -31,41 +31,44 @@ def attribution_tree(
     order: Order = "score",
     within_layer: bool = False,
 ) -> networkx.DiGraph:
-    """The attribution tree of a stack of layer maps (Hao et al., AAAI 2021, section 5 and algorithm 1).
+    """Return the attribution tree of layer maps (Hao et al., AAAI 2021, section 5 and algorithm 1).
 
-    argmax over trees of Σ_(i,j) a_ij - cost · (number of edges), where an edge of layer l needs
-    a_ij / max(a of layer l) > threshold; heads are summed, and each token joins once. As in the paper it is
-    solved top-down: from the top layer to the lowest, a token that is in the tree takes in those that are
-    not. Then every branch that costs more than it brings is cut, which is exact for the tree found. The
-    released code is `special=[0], top_layer=-2, order="position", within_layer=True`: it skips the last
-    layer because only the row of [CLS], its position 0, counts there.
+    The objective is to maximise Σ_(i,j) a_ij - cost · (number of edges). An edge of layer l needs
+    a_ij / max(a of layer l) > threshold. Heads are summed, and each token is added once.
+
+    As in the paper, the tree grows from the top layer to the lowest: a token of the tree adds tokens that are
+    not in it as its children. Then each branch that costs more than its scores is removed, which is exact for
+    the tree that was grown. The options of the released code are `special=[0], top_layer=-2,
+    order="position", within_layer=True`. It skips the last layer because only the row of [CLS], at position
+    0, counts there.
 
     Args:
-        mixing_map: layer maps [layer, query, key], or with heads; signed scores are fine.
+        mixing_map: Layer maps `[layer, query, key]`, or with heads. Scores may be negative.
         threshold: τ, 0 to 1, as a share of the largest score of the layer.
-        cost: λ, 0 or more, in the scores' unit.
-        root: position or token to start from. None: the token whose positive off-diagonal scores, summed
-            over all layers, are the largest.
-        special: positions or tokens that are never the root, take nothing in, and don't count in a layer's
-            largest score; they can be taken in. ([CLS] in the paper's code.)
-        top_layer: label of the layer to start from (negative: from the end); None: the last.
-        order: who takes in a token that several could have: the one with the largest "score", or the first by
-            "position" (the released code).
-        within_layer: a token taken in through a layer may take in others through the same layer. The
-            released code allows it (where positions ascend), though information can't go that way.
+        cost: λ, 0 or more, in the unit of the scores.
+        root: The position or token of the root. None: the token whose positive off-diagonal scores have the
+            largest sum over all layers.
+        special: Positions or tokens that are never the root and add no tokens. They do not count in a layer's
+            largest score, but can be added themselves ([CLS] in the paper's code).
+        top_layer: The label of the layer to start from (negative: from the end). None: the last.
+        order: Which token adds one that several could add: the one with the largest "score", or the first by
+            "position" (as in the released code).
+        within_layer: Whether a token that was added through a layer may add others through the same layer.
+            The released code allows it for ascending positions, although information cannot flow that way.
 
     Returns:
-        A networkx DiGraph, one node per token: `(level, position)`, where level l + 1 is the output of the
-        l-th layer and the root stands at the top; a token taken in through the l-th layer is `(l, position)`.
-        Nodes carry `level`, `layer` (label of the layer whose output they are), `position`, `token`; edges go
-        the way the information went, from the token taken in to the one that took it, and carry `weight` (the
-        score), `share` (of the layer's largest) and `layer`. `graph.graph` holds `root`, `objective`,
-        `tokens` and the options.
+        A networkx DiGraph with one node `(level, position)` per token. Level l + 1 is the output of the l-th
+        layer, and the root is at the top; a token that was added through the l-th layer is `(l, position)`.
+        Nodes have `level`, `layer` (the label of the layer whose output they are), `position` and `token`.
+        Edges have the direction of the information, from the added token to the one that added it, and
+        `weight` (the score), `share` (of the layer's largest score) and `layer`. `graph.graph` contains
+        `root`, `objective`, `tokens` and the options.
 
     Raises:
-        TypeError, ValueError: as `lm.rollout`; options out of range; no positive score.
+        TypeError: As in `lm.rollout`.
+        ValueError: As in `lm.rollout`, or if an option is out of range, or there is no positive score.
     """
-    require_stackable(mixing_map, "attribution_tree")
+    require_chain(mixing_map, "attribution_tree")
     threshold, cost = number("threshold", threshold, 0, 1), number("cost", cost, 0)
     one_of("order", order, ("score", "position"))
     flags(within_layer=within_layer)
@@ -74,38 +77,38 @@ def attribution_tree(
     ordinary = torch.zeros(len(mixing_map.tokens), dtype=torch.bool, device="cpu")
     ordinary[kept_positions(mixing_map.tokens, special, "special")] = True
     top = len(scores) - 1 if top_layer is None else mixing_map.layer_index(top_layer, "top_layer")
-    start = _strongest(scores, ordinary) if root is None else query_position(mixing_map.tokens, root, "root")
-    shares = _shares(scores, ordinary)
+    start = _find_root(scores, ordinary) if root is None else find_query(mixing_map.tokens, root, "root")
+    shares = _compute_shares(scores, ordinary)
     edges = _grow(shares, ordinary, start, top, threshold, order, within_layer)
-    edges, objective = _cut(edges, scores, start, cost)
-    graph = _graph(mixing_map, edges, scores, shares, start, top)
+    edges, objective = _remove_costly_branches(edges, scores, start, cost)
+    graph = _make_graph(mixing_map, edges, scores, shares, start, top)
     options = {"threshold": threshold, "cost": cost, "order": order, "within_layer": within_layer}
     graph.graph.update(objective=objective, **options)
     return graph
 
 
 class _Edge(NamedTuple):
-    """`query` takes in `key` through the layer at this place."""
+    """An edge of the tree: `query` added `key` through the layer with index `layer`."""
 
     layer: int
     query: int
     key: int
 
 
-def _strongest(scores: Float[Tensor, "layer query key"], ordinary: Bool[Tensor, " pos"]) -> int:
-    # Sums are 0 or more: with -1 a special token is never the largest.
+def _find_root(scores: Float[Tensor, "layer query key"], ordinary: Bool[Tensor, " pos"]) -> int:
+    # Sums are 0 or more, so a special token with -1 is never the largest.
     rows = scores.sum(0).clamp_min(0).fill_diagonal_(0).sum(-1).cpu().masked_fill(~ordinary, -1)
     if float(rows.max()) <= 0:
         raise ValueError(
-            "mixing_map: expected a positive score between two tokens, got none; no tree to grow"
+            "mixing_map: expected a positive score between two different tokens to grow a tree, got none"
         )
     return int(rows.argmax())
 
 
-def _shares(
+def _compute_shares(
     scores: Float[Tensor, "layer query key"], ordinary: Bool[Tensor, " pos"]
 ) -> Float[Tensor, "layer query key"]:
-    """Scores as a share of the largest of the layer's ordinary rows; 0 in a layer without a positive one."""
+    """Return the scores divided by the largest of the layer's ordinary rows, or 0 if that is not positive."""
     largest = scores[:, ordinary.to(scores.device)].amax((1, 2), keepdim=True)
     return torch.where(largest > 0, scores / largest, 0.0).cpu()
 
@@ -119,6 +122,7 @@ def _grow(
     order: Order,
     within_layer: bool,
 ) -> list[_Edge]:
+    """Return the edges of the tree in the order in which they are added, from the top layer down."""
     edges: list[_Edge] = []
     inside = {root}
     for layer in range(top, -1, -1):
@@ -126,40 +130,41 @@ def _grow(
         candidates = [_Edge(layer, query, key) for query, key in above_threshold.nonzero().tolist()]
         if order == "score":
             candidates.sort(key=lambda edge: -shares[edge.layer, edge.query, edge.key].item())
-        # Only the root is in the tree above the top layer. Where both are one set, parents grow as well.
+        # With `within_layer`, `parents` is the set `inside` itself and grows with it. Through the top layer,
+        # only the root may add tokens.
         parents = inside if within_layer and layer != top else set(inside)
-        once_more = True
-        while once_more:
+        may_grow = True
+        while may_grow:
             before = len(edges)
             for edge in candidates:
                 if edge.query in parents and edge.key not in inside:
                     inside.add(edge.key)
                     edges.append(edge)
-            once_more = order == "score" and within_layer and len(edges) > before
+            may_grow = order == "score" and within_layer and len(edges) > before
     return edges
 
 
-def _cut(
+def _remove_costly_branches(
     edges: list[_Edge], scores: Float[Tensor, "layer query key"], root: int, cost: float
 ) -> tuple[list[_Edge], float]:
-    """The branches that bring more than they cost, and what the whole tree brings."""
-    gain: dict[int, float] = {}
-    branches: set[_Edge] = set()
-    # a token takes in others after it was taken in itself, so backwards the branches come first
+    """Return the edges of the branches whose scores exceed their cost, and the objective of the tree."""
+    gains: dict[int, float] = {}
+    kept: set[_Edge] = set()
+    # A token adds others after it was added itself, so in reverse order its branches come before it.
     for edge in reversed(edges):
-        brings = scores[edge.layer, edge.query, edge.key].item() - cost + gain.get(edge.key, 0.0)
-        if brings > 0:
-            gain[edge.query] = gain.get(edge.query, 0.0) + brings
-            branches.add(edge)
+        gain = scores[edge.layer, edge.query, edge.key].item() - cost + gains.get(edge.key, 0.0)
+        if gain > 0:
+            gains[edge.query] = gains.get(edge.query, 0.0) + gain
+            kept.add(edge)
     reached, result = {root}, []
     for edge in edges:
-        if edge in branches and edge.query in reached:
+        if edge in kept and edge.query in reached:
             reached.add(edge.key)
             result.append(edge)
-    return result, gain.get(root, 0.0)
+    return result, gains.get(root, 0.0)
 
 
-def _graph(
+def _make_graph(
     mixing_map: MixingMap, edges: list[_Edge], scores: Tensor, shares: Tensor, root: int, top: int
 ) -> networkx.DiGraph:
     import networkx as nx
@@ -183,25 +188,29 @@ def _graph(
 
 
 def tree_text(tree: networkx.DiGraph) -> str:
-    """The tree as lines: each token under the one that took it in, with the layer and the score."""
+    """Return the tree as lines of text: each token below the one that added it, with layer and score."""
     import rich.console
 
-    # The same text whatever the terminal.
+    # Fixed options make the text independent of the terminal.
     console = rich.console.Console(width=200, color_system=None, legacy_windows=False)
     with console.capture() as written:
-        console.print(_tree_rich(tree))
+        console.print(_make_rich_tree(tree))
     return written.get().rstrip("\n")
 
 
-def _tree_rich(tree: networkx.DiGraph) -> rich.tree.Tree:
-    """The tree as a `rich.tree.Tree`, to print in a terminal; another graph is a ValueError."""
+def _make_rich_tree(tree: networkx.DiGraph) -> rich.tree.Tree:
+    """Return the tree as a `rich.tree.Tree`, which rich can print.
+
+    Raises:
+        ValueError: If the graph has no root.
+    """
     import rich.text
     import rich.tree
 
     if "root" not in getattr(tree, "graph", ()):
         raise ValueError(f"tree: expected a graph of attribution_tree (with a root), got {shown(tree)}")
 
-    def branch(node: Any) -> rich.text.Text:
+    def write_label(node: Any) -> rich.text.Text:
         values = tree.nodes[node]
         label = rich.text.Text(f"{values['token']!r} @{values['position']}")
         for _, _, edge in tree.out_edges(node, data=True):
@@ -209,11 +218,11 @@ def _tree_rich(tree: networkx.DiGraph) -> rich.tree.Tree:
         return label
 
     root = tree.graph["root"]
-    top = rich.tree.Tree(branch(root))
-    todo = [(root, top)]
-    while todo:
-        node, place = todo.pop()
+    rich_root = rich.tree.Tree(write_label(root))
+    unvisited = [(root, rich_root)]
+    while unvisited:
+        node, rich_node = unvisited.pop()
         entering = list(tree.in_edges(node, data=True))
         entering.sort(key=lambda edge: (-edge[2]["layer"], -edge[2]["weight"]))
-        todo += [(start, place.add(branch(start))) for start, _, _ in entering]
-    return top
+        unvisited += [(start, rich_node.add(write_label(start))) for start, _, _ in entering]
+    return rich_root

@@ -1,4 +1,4 @@
-"""Maps as graphs: built, pruned, written to files and read back."""
+"""Build graphs from maps, prune them, write them to files and read them."""
 
 from lens_mix.graphs.build import information_flow_graph, layered_graph, prune_graph
 from lens_mix.graphs.files import load_graph, save_graph

@@ -1,4 +1,4 @@
-"""Graphs as files, through networkx: GraphML (for Gephi, Cytoscape, yEd) and node-link JSON (for d3)."""
+"""Write graphs to files, as GraphML (for Gephi, Cytoscape, yEd) or node-link JSON (for d3), and read them."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ import networkx as nx
 from lens_mix.arguments import file_path, instance
 from lens_mix.files import replacing
 
-# What `lens_mix.graphs` and attribution trees write on a graph that is no string and no number.
+# The attributes of a graph from `lens_mix` that are neither strings nor numbers.
 _NODES = {"target", "targets", "root"}
 _LISTS = {"tokens", *_NODES}
-# The characters that XML 1.0 forbids, and the one that it changes when it is read (\r).
+# XML 1.0 forbids these characters, and readers of XML change the last one, \r.
 _FORBIDDEN = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def save_graph(graph: nx.DiGraph, path: str | os.PathLike[str]) -> None:
-    r"""Write a graph as GraphML or JSON, by the ending of `path`: `.graphml` or `.json`.
+    r"""Write a graph as GraphML or JSON, depending on the ending of `path`: `.graphml` or `.json`.
 
-    JSON keeps everything. GraphML holds strings and numbers only: nodes and lists are written as JSON
-    (`[3, 0]`); None is left out; characters that XML forbids are written as in Python (`\x00`).
+    JSON keeps all values. GraphML contains only strings and numbers: nodes and lists are written as JSON
+    (`[3, 0]`), None is left out, and characters that XML forbids are written as in Python (`\x00`).
 
     Raises:
-        TypeError: not a networkx graph; something that JSON cannot hold.
-        ValueError: another ending; values in too many levels of nesting for JSON.
+        TypeError: If `graph` is not a networkx graph, or contains a value that JSON cannot represent.
+        ValueError: If the ending is another one, or values have too many levels of nesting for JSON.
     """
     instance("graph", graph, nx.Graph, "a networkx graph")
-    ending = _ending(file_path("path", path, write=True))
-    # Values other than strings and numbers become JSON, before the file is opened.
+    ending = _read_ending(file_path("path", path, write=True))
+    # The values are converted first, so that a value that JSON cannot represent leaves an old file as it was.
     try:
         is_json = ending == ".json"
         text = json.dumps(nx.node_link_data(graph, **_edges_option())) if is_json else ""
-        plain = graph if is_json else _for_xml(graph)
+        plain = graph if is_json else _convert_for_xml(graph)
     except RecursionError as error:
         raise ValueError("graph: expected values in a few levels of nesting, got more") from error
     with replacing(path) as file:
@@ -51,10 +51,10 @@ def load_graph(path: str | os.PathLike[str]) -> nx.DiGraph:
     """Read a graph that `save_graph` wrote.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: another ending; a file that holds no graph.
+        FileNotFoundError: If there is no such file.
+        ValueError: If the ending is not `.graphml` or `.json`, or if the file does not contain a graph.
     """
-    ending = _ending(instance("path", path, (str, os.PathLike), "a path"))
+    ending = _read_ending(instance("path", path, (str, os.PathLike), "a path"))
     path = file_path("path", path)
     expected = "path: expected a graph written by save_graph, got"
     try:
@@ -67,7 +67,7 @@ def load_graph(path: str | os.PathLike[str]) -> nx.DiGraph:
             names = {node: _as_node(json.loads(node)) for node in graph}
             for name in _LISTS & set(graph.graph):
                 graph.graph[name] = json.loads(graph.graph[name])
-            # networkx's own: the defaults of attributes, of which there are none.
+            # networkx adds empty dictionaries for the defaults of attributes.
             for name in ("node_default", "edge_default"):
                 graph.graph.pop(name, None)
         for name in _NODES & set(graph.graph):
@@ -81,7 +81,7 @@ def load_graph(path: str | os.PathLike[str]) -> nx.DiGraph:
         raise ValueError(f"{expected} {error} in {path}") from error
 
 
-def _ending(path: str | os.PathLike[str]) -> str:
+def _read_ending(path: str | os.PathLike[str]) -> str:
     ending = Path(path).suffix.lower()
     if ending not in (".graphml", ".json"):
         raise ValueError(f"path: expected one that ends in .graphml or .json, got {os.fspath(path)!r}")
@@ -89,30 +89,31 @@ def _ending(path: str | os.PathLike[str]) -> str:
 
 
 def _edges_option() -> dict[str, str]:
-    """The name of the list of edges in JSON, which older releases of networkx call `link`."""
+    """Return the option of networkx for the name of the list of edges, which older releases call `link`."""
     return {"edges" if "edges" in inspect.signature(nx.node_link_data).parameters else "link": "edges"}
 
 
 def _as_node(name: Any) -> Any:
-    return tuple(_as_node(part) for part in name) if isinstance(name, (list, tuple)) else name
+    return tuple(_as_node(item) for item in name) if isinstance(name, (list, tuple)) else name
 
 
-def _for_xml(graph: nx.DiGraph) -> nx.DiGraph:
-    # Nodes are pairs, which GraphML can't hold: their names are JSON.
-    plain = nx.relabel_nodes(graph, {node: _printable(json.dumps(node)) for node in graph}, copy=True)
-    groups = [plain.graph, *(values for _, values in plain.nodes(data=True))]
-    groups += [values for _, _, values in plain.edges(data=True)]
-    # relabel_nodes copies the dictionaries, so the graph that was given stays as it is.
-    for values in groups:
+def _convert_for_xml(graph: nx.DiGraph) -> nx.DiGraph:
+    """Return a copy of the graph whose values GraphML can represent."""
+    # Nodes are pairs, which GraphML cannot represent, so their names are written as JSON.
+    plain = nx.relabel_nodes(graph, {node: _escape(json.dumps(node)) for node in graph}, copy=True)
+    attributes = [plain.graph, *(values for _, values in plain.nodes(data=True))]
+    attributes += [values for _, _, values in plain.edges(data=True)]
+    # relabel_nodes has copied the dictionaries, so changes do not affect the given graph.
+    for values in attributes:
         for name in list(values):
             if values[name] is None:
                 del values[name]
             elif isinstance(values[name], str):
-                values[name] = _printable(values[name])
+                values[name] = _escape(values[name])
             elif not isinstance(values[name], (bool, int, float)):
-                values[name] = _printable(json.dumps(values[name], ensure_ascii=False))
+                values[name] = _escape(json.dumps(values[name], ensure_ascii=False))
     return plain
 
 
-def _printable(text: str) -> str:
+def _escape(text: str) -> str:
     return _FORBIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)

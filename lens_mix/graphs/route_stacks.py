@@ -1,4 +1,4 @@
-"""The graph of information-flow routes as it grows from the top, over one stack of layers or two."""
+"""Grow the graph of information-flow routes from the top, over one stack of layers or two."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ from torch import Tensor
 from lens_mix.methods.component_shares import PartShares
 
 Node = tuple[int, int]
-# What heads sent, and what was there before.
+# The importance of each head's contribution to a position, and that of the residual stream before it.
 Received = tuple[Float[Tensor, "layer head query _key"], Float[Tensor, "layer query"]]
 
-# Of the levels from 1 on, three per layer, in TransformerLens's names.
+# The levels of each layer, by their names in TransformerLens.
 _KINDS = ("resid_mid", "mlp_out", "resid_post")
 _DECODER_KINDS = ("resid_mid", "resid_mid_cross", "mlp_out", "resid_post")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RouteStack:
-    """The layers of one stack, from a level and a position on.
+    """The layers of one stack (a decoder-only model, an encoder, or a decoder) in the graph.
 
     Attributes:
-        attention: importance of what heads sent, the residual not in it, and of the residual.
-        shares: importance of the other parts; of a decoder `resid_mid` is after cross-attention.
-        by_head: whether heads are to be told apart.
-        first_level, first_position: of its input, in the graph.
-        cross: of a decoder, importance of what heads sent of the source, and of what was there before.
+        tokens: The tokens of the stack's positions.
+        labels: The labels of the layers.
+        attention: The importance of self-attention, without the residual, and that of the residual.
+        shares: The importance of the other components. In a decoder, `resid_mid` is after cross-attention.
+        by_head: Whether edges list their heads.
+        first_level: The level of the stack's input in the graph.
+        first_position: The first position of the stack in the graph.
+        cross: For a decoder, the importance of cross-attention, and that of the residual before it.
     """
 
     tokens: list[str]
@@ -45,76 +48,84 @@ class RouteStack:
 
     @property
     def node_kinds(self) -> tuple[str, ...]:
+        """Return the kinds of a layer's nodes, from below."""
         return _KINDS if self.cross is None else _DECODER_KINDS
 
     @property
     def last_level(self) -> int:
+        """Return the level of the last layer's output."""
         return self.first_level + len(self.node_kinds) * len(self.labels)
 
-    def holds(self, node: Node) -> bool:
+    def contains(self, node: Node) -> bool:
+        """Return whether a node belongs to this stack."""
         return self.first_position <= node[1] < self.first_position + len(self.tokens)
 
-    def place(self, node: Node) -> tuple[int, str, int]:
-        """Which layer (-1: what enters the first), of which kind, and the position among the stack's own."""
+    def locate(self, node: Node) -> tuple[int, str, int]:
+        """Return a node's layer (-1 for the input of the first), its kind, and its position in the stack."""
         layer, step = divmod(node[0] - self.first_level - 1, len(self.node_kinds))
         return layer, "resid_pre" if layer < 0 else self.node_kinds[step], node[1] - self.first_position
 
-    def attributes(self, node: Node) -> dict[str, Any]:
-        layer, kind, place = self.place(node)
+    def make_attributes(self, node: Node) -> dict[str, Any]:
+        """Return the attributes of a node in the graph."""
+        layer, kind, position = self.locate(node)
         label = self.labels[0] - 1 if layer < 0 else self.labels[layer]
-        attributes = {"token": self.tokens[place], "layer": label, "kind": kind}
+        attributes = {"token": self.tokens[position], "layer": label, "kind": kind}
         return {"level": node[0], "position": node[1], **attributes}
 
-    def into(self, node: Node, threshold: float) -> Iterator[tuple[Node, dict[str, Any]]]:
-        """The edges into a node that are above the threshold."""
-        (level, position), (layer, kind, place), shares = node, self.place(node), self.shares
-        entering = self.first_level + len(self.node_kinds) * layer
+    def find_edges(self, node: Node, threshold: float) -> Iterator[tuple[Node, dict[str, Any]]]:
+        """Yield the edges into a node that are above the threshold: the start, and the attributes."""
+        (level, position), (layer, kind, own_position), shares = node, self.locate(node), self.shares
+        input_level = self.first_level + len(self.node_kinds) * layer
         if kind == "resid_mid":
-            yield from self._received(self.attention, (entering, self.first_position), node, threshold)
+            first_key = (input_level, self.first_position)
+            yield from self._find_attention_edges(self.attention, first_key, node, threshold)
         elif kind == "resid_mid_cross" and self.cross is not None:
-            yield from self._received(self.cross, (self.first_level, 0), node, threshold)
+            yield from self._find_attention_edges(self.cross, (self.first_level, 0), node, threshold)
         elif kind == "mlp_out":
-            yield (entering if shares.parallel[layer] else level - 1, position), {"weight": 1.0}
+            yield (input_level if shares.parallel[layer] else level - 1, position), {"weight": 1.0}
         elif kind == "resid_post":
-            parts = {level - 2: shares.resid_mid[layer, place], level - 1: shares.mlp_out[layer, place]}
-            for source, weight in parts.items():
+            mid, mlp = shares.resid_mid[layer, own_position], shares.mlp_out[layer, own_position]
+            for start, weight in ((level - 2, mid), (level - 1, mlp)):
                 if weight > threshold:
-                    yield (source, position), {"weight": float(weight)}
+                    yield (start, position), {"weight": float(weight)}
 
-    def _received(
-        self, received: Received, first: Node, node: Node, threshold: float
+    def _find_attention_edges(
+        self, received: Received, first_key: Node, node: Node, threshold: float
     ) -> Iterator[tuple[Node, dict[str, Any]]]:
-        """The edges of an attention branch: from its keys, `first` the first of them, and the residual's."""
-        layer, _, place = self.place(node)
-        heads, share = received[0][layer, :, place], float(received[1][layer, place])
+        """Yield the edges into a node from the keys of an attention, and from the residual stream."""
+        layer, _, position = self.locate(node)
+        heads, share = received[0][layer, :, position], float(received[1][layer, position])
         own_node, weights = (node[0] - 1, node[1]), torch.where(heads > threshold, heads, 0.0)
-        keys = {(first[0], first[1] + key): of_key for key, of_key in enumerate(weights.T)}
-        for source in dict.fromkeys([*keys, own_node]):
-            of_key = keys.get(source, weights.new_zeros(len(weights)))
-            attention = float(of_key.sum())
-            residual = share if source == own_node and share > threshold else 0.0
+        level, first = first_key
+        keys = {(level, first + key): key_weights for key, key_weights in enumerate(weights.T)}
+        for start in dict.fromkeys([*keys, own_node]):
+            key_weights = keys.get(start, weights.new_zeros(len(weights)))
+            attention = float(key_weights.sum())
+            residual = share if start == own_node and share > threshold else 0.0
             if attention or residual:
                 values: dict[str, Any] = {"attention": attention, "residual": residual}
                 if self.by_head:
-                    order = of_key.argsort(descending=True).tolist()
-                    values["heads"] = [[head, float(of_key[head])] for head in order if of_key[head]]
-                yield source, {"weight": attention + residual, **values}
+                    order = key_weights.argsort(descending=True).tolist()
+                    values["heads"] = [
+                        [head, float(key_weights[head])] for head in order if key_weights[head]
+                    ]
+                yield start, {"weight": attention + residual, **values}
 
 
-def grown(stacks: Sequence[RouteStack], targets: Sequence[Node], threshold: float) -> nx.DiGraph:
-    """The graph as it grows from the top."""
-    graph, todo = nx.DiGraph(), list(targets)
+def grow_graph(stacks: Sequence[RouteStack], targets: Sequence[Node], threshold: float) -> nx.DiGraph:
+    """Return the graph of the edges above the threshold that lead to the targets."""
+    graph, unvisited = nx.DiGraph(), list(targets)
 
-    def stack_of(node: Node) -> RouteStack:
-        return next(stack for stack in stacks if stack.holds(node))
+    def find_stack(node: Node) -> RouteStack:
+        return next(stack for stack in stacks if stack.contains(node))
 
-    for node in todo:
-        graph.add_node(node, **stack_of(node).attributes(node))
-    while todo:  # a node is put here once, when it joins the graph
-        node = todo.pop()
-        for source, values in stack_of(node).into(node, threshold):
-            if source not in graph:
-                graph.add_node(source, **stack_of(source).attributes(source))
-                todo.append(source)
-            graph.add_edge(source, node, **values, layer=graph.nodes[node]["layer"])
+    for node in unvisited:
+        graph.add_node(node, **find_stack(node).make_attributes(node))
+    while unvisited:
+        node = unvisited.pop()
+        for start, values in find_stack(node).find_edges(node, threshold):
+            if start not in graph:
+                graph.add_node(start, **find_stack(start).make_attributes(start))
+                unvisited.append(start)
+            graph.add_edge(start, node, **values, layer=graph.nodes[node]["layer"])
     return graph

@@ -1,8 +1,9 @@
-"""Information-flow routes: what leads to a prediction, top-down, by edges above a threshold.
+"""Build the graph of information-flow routes: the edges above a threshold that lead to a prediction.
 
-Nodes are `(level, position)`, three levels per layer: the residual stream after attention, the feed-forward,
-the residual stream after the layer. Level 0 is the first layer's input. An encoder-decoder's layers stand one
-above the other, the decoder's with a fourth level, after cross-attention; source positions come first.
+Nodes are `(level, position)`, with three levels per layer: the residual stream after attention, the
+feed-forward, and the residual stream after the layer. Level 0 is the first layer's input. In an
+encoder-decoder, the decoder's levels are above those of the encoder, with a fourth level per layer after
+cross-attention. Source positions come first.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lens_mix.aggregation.joint import fitting_parts
+from lens_mix.aggregation.joint import check_parts
 from lens_mix.aggregation.rollout import layers_to_mix
 from lens_mix.arguments import number, several
-from lens_mix.graphs.route_stacks import RouteStack, grown
+from lens_mix.graphs.route_stacks import RouteStack, grow_graph
 from lens_mix.maps import MixingMap
-from lens_mix.maps.positions import query_position
+from lens_mix.maps.positions import find_query
 from lens_mix.maps.words import merge_axis, resolve_groups
 from lens_mix.methods.component_shares import PartShares, own_share, part_shares
 
@@ -34,36 +35,41 @@ def information_flow_routes(
     threshold: float = 0.04,
     words: Words = None,
 ) -> nx.DiGraph:
-    """What leads to some positions at the last layer, top-down by edges whose importance exceeds a threshold.
+    """Return the graph of the important edges that lead to some positions at the last layer.
 
-    Starting from the queries, each node that is reached takes in the edges into it that are above the
-    threshold (Ferrando & Voita, EMNLP 2024, section 2); a branch may end above the input. The importance of
-    edges is that of `InformationFlowRoutes`. With `per_head` maps each head is an edge of its own, as in the
-    authors' code, and what is left of the heads between two tokens is summed; else heads are summed first.
+    The graph grows from the queries down: each node adds the edges into it that are above the threshold
+    (Ferrando & Voita, EMNLP 2024, section 2). A branch may end above the input. The importance of edges is
+    that of `InformationFlowRoutes`. With `per_head` maps, the threshold applies to each head, as in the
+    authors' code, and the remaining heads between two tokens are summed. Otherwise heads are summed first.
 
     Args:
-        mixing_map: of `information_flow_routes`, with all rows and layers that follow one another. Of an
-            encoder-decoder the three parts (`lm.run(..., part="all")`): a graph down to source and prefix.
-        queries: positions (negative: from the end) or tokens that occur once, among the words where
-            `words` are given; of an encoder-decoder in the target.
-        threshold: 0 to 1. 0.04 is the authors' tool's.
-        words: merge tokens: "words" finds them; or as text, or as lists of positions. A word's row is the
-            mean of its tokens', a word's column the sum (`MixingMap.merge_words`). For one part only.
+        mixing_map: The map of `information_flow_routes`, with all rows and consecutive layers. For an
+            encoder-decoder, the maps of the three parts (`lm.run(..., part="all")`); the graph then leads
+            down to the source and the target's prefix.
+        queries: Positions (negative: from the end), or tokens that occur once. With `words` they are words;
+            for an encoder-decoder they are in the target.
+        threshold: The threshold, 0 to 1. The authors' tool uses 0.04.
+        words: The words to merge, for one part only: "words" (found from the tokens), text, or lists of
+            positions. A word's row is the mean of its tokens' rows, and its column the sum of their columns
+            (`MixingMap.merge_words`).
 
     Returns:
-        Edges the way the information went, with `layer` and `weight` (importance, 0 to 1; 1 into the
-        feed-forward, which has one source). `weight` of edges into a "resid_mid" is the sum of their
-        `attention` and `residual`, of which each is 0 where it is not above the threshold; with `per_head`
-        maps `heads` are the [head, importance] pairs that `attention` is the sum of, the largest first.
-        Nodes with `level`, `position`, `token`, `layer` and `kind`: "resid_pre", "resid_mid", "mlp_out" or
-        "resid_post"; after a decoder's cross-attention "resid_mid_cross". `graph.graph` holds `targets`,
-        `target` where there is one, `tokens`, `threshold`, and of an encoder-decoder `source`, how many of
-        the tokens are the source's; the decoder's input stands at the level that the encoder ends at.
+        The graph. Edges have the direction of the information, and the attributes `layer` and `weight`
+        (importance, 0 to 1; 1 into the feed-forward, which has one input). The `weight` of an edge into a
+        "resid_mid" is the sum of its `attention` and `residual`, each of which is 0 unless it is above the
+        threshold. With `per_head` maps, `heads` lists the [head, importance] pairs that `attention` is the
+        sum of, the largest first.
+
+        Nodes have `level`, `position`, `token`, `layer` and `kind`: "resid_pre", "resid_mid", "mlp_out",
+        "resid_post", or "resid_mid_cross" after a decoder's cross-attention. `graph.graph` contains
+        `targets`, `tokens`, `threshold`, `target` if there is only one, and for an encoder-decoder `source`,
+        the number of source tokens. The decoder's input has the level of the encoder's output.
 
     Raises:
-        TypeError: no `MixingMap`; a query or threshold of a wrong type.
-        ValueError: a map of another method, of some rows, or with tokens dropped or merged; no such query; a
-            query twice; a threshold outside 0 to 1; words that don't fit the tokens.
+        TypeError: If `mixing_map` is not a `MixingMap`, or a query or the threshold has a wrong type.
+        ValueError: If the map is of another method, has only some rows, or has tokens dropped or merged. If a
+            query does not exist or occurs twice, the threshold is outside 0 to 1, or the words do not fit the
+            tokens.
     """
     threshold = number("threshold", threshold, 0, 1)
     if isinstance(mixing_map, Mapping):
@@ -71,15 +77,15 @@ def information_flow_routes(
             raise ValueError(f"words: expected None for the parts of an encoder-decoder, got {words!r}")
         stacks, query_tokens = _joint_stacks(mixing_map), mixing_map["decoder"].tokens
     else:
-        stacks = [_one_stack(mixing_map, words)]
+        stacks = [_read_stack(mixing_map, words)]
         query_tokens = stacks[0].tokens
-    asked = several("queries", [queries] if isinstance(queries, (int, str)) else queries, "queries", least=1)
-    positions = [query_position(query_tokens, query, "queries") for query in asked]
+    listed = several("queries", [queries] if isinstance(queries, (int, str)) else queries, "queries", least=1)
+    positions = [find_query(query_tokens, query, "queries") for query in listed]
     if len(set(positions)) != len(positions):
         raise ValueError(f"queries: expected different positions, got {positions}")
     top = stacks[-1]
     targets = tuple((top.last_level, top.first_position + position) for position in positions)
-    graph = grown(stacks, targets, threshold)
+    graph = grow_graph(stacks, targets, threshold)
     tokens = [token for stack in stacks for token in stack.tokens]
     graph.graph.update(targets=targets, tokens=tokens, threshold=threshold)
     if len(targets) == 1:
@@ -89,7 +95,7 @@ def information_flow_routes(
     return graph
 
 
-def _one_stack(mixing_map: MixingMap, words: Words) -> RouteStack:
+def _read_stack(mixing_map: MixingMap, words: Words) -> RouteStack:
     layers_to_mix(mixing_map, "information_flow_routes", 0.0, None, None, drop_bos=False)
     shares = part_shares(mixing_map)
     if words is not None:
@@ -98,34 +104,35 @@ def _one_stack(mixing_map: MixingMap, words: Words) -> RouteStack:
         resid_pre, resid_mid, mlp_out = (merge_axis(each, positions, -1, torch.mean) for each in shares[:3])
         shares = PartShares(resid_pre, resid_mid, mlp_out, shares.parallel)
         mixing_map = mixing_map.merge_words(groups)
-    return _stack(mixing_map, shares.resid_pre, shares)
+    return _make_stack(mixing_map, shares.resid_pre, shares)
 
 
 def _joint_stacks(maps: Mapping[str, MixingMap]) -> list[RouteStack]:
-    """The encoder, and above it the decoder, whose cross-attention reads what the encoder ends in."""
-    parts = fitting_parts(maps)
-    encoder, decoder, cross = _one_stack(parts["encoder"], None), parts["decoder"], parts["cross"]
-    upper = _stack(
+    """Return the stack of the encoder, and that of the decoder above it."""
+    parts = check_parts(maps)
+    encoder, decoder, cross = _read_stack(parts["encoder"], None), parts["decoder"], parts["cross"]
+    upper = _make_stack(
         decoder,
         own_share(decoder),
         part_shares(cross),
         first_level=encoder.last_level,
         first_position=len(encoder.tokens),
-        cross=(_heads(cross)[..., : len(encoder.tokens)], own_share(cross)),
+        cross=(_split_heads(cross)[..., : len(encoder.tokens)], own_share(cross)),
     )
     return [encoder, upper]
 
 
-def _stack(
+def _make_stack(
     mixing_map: MixingMap, residual: Float[Tensor, "layer query"], shares: PartShares, **above: Any
 ) -> RouteStack:
-    heads = _heads(mixing_map)
-    # The residual has an edge of its own: each head's diagonal holds an equal part of it.
+    heads = _split_heads(mixing_map)
+    # The residual has its own edge, so each head's equal share of it is subtracted from the diagonal.
     heads = heads - torch.diag_embed(residual / heads.shape[1])[:, None]
     tokens, labels = mixing_map.tokens, mixing_map.layer_labels
     return RouteStack(tokens, labels, (heads, residual), shares, mixing_map.has_heads, **above)
 
 
-def _heads(mixing_map: MixingMap) -> Float[Tensor, "layer head query key"]:
+def _split_heads(mixing_map: MixingMap) -> Float[Tensor, "layer head query key"]:
+    """Return the scores in float64, with a head axis of size 1 if the map has no heads."""
     scores = mixing_map.scores.double().cpu()
     return scores if mixing_map.has_heads else scores[:, None]

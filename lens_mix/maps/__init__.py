@@ -1,4 +1,4 @@
-"""The record that methods and aggregations return."""
+"""`MixingMap`, the record that methods and aggregations return."""
 
 from lens_mix.maps.record import MixingMap, Source
 

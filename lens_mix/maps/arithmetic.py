@@ -1,4 +1,4 @@
-"""The arithmetic behind `MixingMap`: rows that sum to 1, and heads that are merged."""
+"""The arithmetic of `MixingMap`: scaling rows to sum 1, and merging heads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from lens_mix.arguments import one_of, real_tensor
 
 
 def at_least_float32(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """The same numbers in float32 or, where they are float64, as they are."""
+    """Return the same numbers in float32; a float64 tensor is returned unchanged."""
     return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
 
 
 def normalise_rows(
     scores: Float[Tensor, "layer *head query key"], negative: str
 ) -> tuple[Float[Tensor, "layer *head query key"], Bool[Tensor, "layer *head query"]]:
-    """Rows divided by their sum, and which were all zero (they stay zeros); as `MixingMap.normalized`."""
+    """Return each row divided by its sum, and whether each row is all zero.
+
+    An all-zero row stays zero. `MixingMap.normalized` explains `negative`.
+    """
     one_of("negative", negative, ("refuse", "clip", "absolute"))
     scores = at_least_float32(scores)
     if negative == "clip":
@@ -27,27 +30,27 @@ def normalise_rows(
     elif negative == "absolute":
         scores = scores.abs()
     else:
-        require_nonnegative(scores)
-    # Apple's GPU backend has no float64; everywhere else it keeps sums of tiny or huge rows exact.
-    wide = scores.dtype if scores.device.type == "mps" else torch.float64
+        require_no_negative(scores)
+    # A float64 sum is accurate for tiny and for huge rows, but Apple's GPU backend has no float64.
+    sum_dtype = scores.dtype if scores.device.type == "mps" else torch.float64
     shares = torch.empty_like(scores)
     empty = torch.empty(scores.shape[:-1], dtype=torch.bool, device=scores.device)
-    for place, matrix in enumerate(scores):
-        totals = matrix.sum(-1, keepdim=True, dtype=wide)
-        empty[place] = (totals == 0).squeeze(-1)
-        shares[place] = matrix / totals.masked_fill(totals == 0, 1)
+    for index, matrix in enumerate(scores):
+        totals = matrix.sum(-1, keepdim=True, dtype=sum_dtype)
+        empty[index] = (totals == 0).squeeze(-1)
+        shares[index] = matrix / totals.masked_fill(totals == 0, 1)
     return shares, empty
 
 
-def shares(scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
-    """Rows divided by the sum of their magnitudes, signs kept; an all-zero row stays zeros."""
+def normalise_by_magnitude(scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
+    """Return each row divided by the sum of its magnitudes. Signs are kept; an all-zero row stays zero."""
     scores = at_least_float32(scores)
     total = scores.abs().sum(-1, keepdim=True)
     return scores / total.masked_fill(total == 0, 1)
 
 
-def require_nonnegative(scores: Float[Tensor, "*axes query key"]) -> None:
-    """Raise a ValueError that names the smallest score where one is below 0."""
+def require_no_negative(scores: Float[Tensor, "*axes query key"]) -> None:
+    """Raise a ValueError that names the smallest score, if it is below 0."""
     smallest = scores.min().item()
     if smallest < 0:
         raise ValueError(
@@ -56,27 +59,30 @@ def require_nonnegative(scores: Float[Tensor, "*axes query key"]) -> None:
         )
 
 
-def with_empty_rows(
+def add_empty_rows_note(
     notes: tuple[str, ...],
     empty: Bool[Tensor, "layer *head query"],
     layers: Sequence[int],
     queries: Sequence[int],
 ) -> tuple[str, ...]:
-    """The notes, and one that names the all-zero rows by their layers' labels and their positions, if any."""
+    """Return the notes, and one more if there are all-zero rows.
+
+    The note names the layer label, the head and the position of the first ten of these rows.
+    """
     rows = empty.nonzero().tolist()
     texts = []
     for layer, *head, query in rows[:10]:
         heads = f" head {head[0]}" if head else ""
         texts.append(f"layer {layers[layer]}{heads} query {queries[query]}")
     more = f"; and {len(rows) - 10} more" if len(rows) > 10 else ""
-    note = f"all-zero rows, left as zeros: {'; '.join(texts)}{more}"
+    note = f"all-zero rows stay zero: {'; '.join(texts)}{more}"
     return (*notes, note) if rows and note not in notes else notes
 
 
 def merge_heads(
     scores: Float[Tensor, "layer head query key"], how: str, weights: Tensor | Sequence[float] | None
 ) -> Float[Tensor, "layer query key"]:
-    """Heads merged by mean, weighted mean or maximum, as `MixingMap.merge_heads`."""
+    """Return the mean, the weighted mean or the maximum over heads, as `MixingMap.merge_heads` explains."""
     scores = at_least_float32(scores)
     if how == "max":
         return scores.amax(1)

@@ -1,8 +1,8 @@
-"""Characters that are split over tokens: how such tokens are written, and how they are joined again.
+"""Write and join the tokens of a character that the tokenizer has split.
 
-Tokenizers that work on bytes (GPT-2, Llama 3, Qwen; SentencePiece for what it has no piece for) may cut a
-character into tokens that are not text on their own. Each of these is written as the text that they spell
-together, followed by its number among them: the two tokens of an é are `é[1/2]` and `é[2/2]`.
+A tokenizer that works on bytes may cut a character into tokens that are not text on their own. GPT-2, Llama 3
+and Qwen do so, and SentencePiece does so for characters without a piece. Each such token is written as the
+whole character, followed by the token's number. The two tokens of an é are `é[1/2]` and `é[2/2]`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from collections.abc import Collection, Sequence
 import regex
 
 _NUMBERED = re.compile(r"(.+)(\[([0-9]{1,6})/([0-9]{1,6})\])", re.DOTALL)
-# A byte that is not UTF-8 at its place, as `surrogateescape` decodes it.
+# Python's error handler `surrogateescape` decodes a byte that is not valid UTF-8 to one of these.
 _LONE_BYTE = re.compile("[\udc80-\udcff]")
 
 
-def character_runs(tokens: Sequence[bytes], alone: Collection[int] = ()) -> list[list[int]]:
-    """Return the smallest runs of neighbouring tokens that start and end between two characters.
+def find_character_runs(tokens: Sequence[bytes], alone: Collection[int] = ()) -> list[list[int]]:
+    """Return the smallest runs of neighbouring tokens that start and end at a boundary between characters.
 
-    A character is what a reader takes for one (a grapheme cluster of Unicode): an emoji with its skin tone, a
-    flag, a letter with its accents. Tokens at the positions `alone` are runs of their own.
+    A character is a grapheme cluster of Unicode: an emoji with its skin tone, a flag, a letter with its
+    accents.
+
+    Args:
+        tokens: The bytes of each token.
+        alone: The positions of tokens that must be runs of their own, such as special tokens.
     """
     ends = list(itertools.accumulate(map(len, tokens)))
     boundaries = {0}
-    for start, stop in _stretches(len(tokens), alone):
+    for start, stop in _split_at(len(tokens), alone):
         text = b"".join(tokens[start:stop]).decode("utf-8", "surrogateescape")
         sizes = (
             len(character.encode("utf-8", "surrogateescape")) for character in regex.findall(r"\X", text)
@@ -41,28 +45,32 @@ def character_runs(tokens: Sequence[bytes], alone: Collection[int] = ()) -> list
     return runs
 
 
-def _stretches(count: int, alone: Collection[int]) -> list[tuple[int, int]]:
-    """Return the spans between the positions `alone`, and these positions as spans."""
+def _split_at(count: int, alone: Collection[int]) -> list[tuple[int, int]]:
+    """Return (start, stop) of each position in `alone` and of the spans between them, in order."""
     cuts = sorted({0, count, *alone, *(position + 1 for position in alone)})
     return list(itertools.pairwise(cuts))
 
 
 def spell(tokens: Sequence[str | bytes], alone: Collection[int] = ()) -> list[str]:
-    """Return each token as text; `bytes` are tokens that are not text on their own.
+    """Return each token as text.
 
-    Tokens that share a character are written as the text that they spell together, numbered; a byte that
-    belongs to no character as `<0xE2>`.
+    Tokens that share a character are written as the text that they spell together, with a number. A byte that
+    belongs to no character is written like `<0xE2>`.
+
+    Args:
+        tokens: The tokens. A token that is not text on its own is given as `bytes`.
+        alone: The positions of tokens that share no character with their neighbours.
     """
     if all(isinstance(token, str) for token in tokens):
         return [str(token) for token in tokens]
     data = [token if isinstance(token, bytes) else token.encode("utf-8", "surrogatepass") for token in tokens]
     written: list[str] = []
-    for run in character_runs(data, alone):
-        parts = [tokens[position] for position in run]
+    for run in find_character_runs(data, alone):
+        run_tokens = [tokens[position] for position in run]
         text = b"".join(data[position] for position in run).decode("utf-8", "surrogateescape")
         text = _LONE_BYTE.sub(lambda byte: f"<0x{ord(byte[0]) - 0xDC00:02X}>", text)
-        if not any(isinstance(part, bytes) for part in parts):
-            written += map(str, parts)
+        if not any(isinstance(token, bytes) for token in run_tokens):
+            written += map(str, run_tokens)
         elif len(run) == 1:
             written.append(text)
         else:
@@ -71,24 +79,24 @@ def spell(tokens: Sequence[str | bytes], alone: Collection[int] = ()) -> list[st
 
 
 def whole_texts(tokens: Sequence[str]) -> list[tuple[list[int], str]]:
-    """Return the positions and the text of each whole: the tokens of a split character, or one other token.
+    """Return the positions and the text of each piece: all tokens of a split character, or one other token.
 
-    If a token of a character is missing (some were dropped), its other tokens stay as they are written.
+    If a token of a split character is missing, because it was dropped, each of the others is its own piece.
     """
     wholes: list[tuple[list[int], str]] = []
     position = 0
     while position < len(tokens):
-        text, count = _numbered_from(tokens, position)
+        text, count = _read_from(tokens, position)
         wholes.append((list(range(position, position + count)), text))
         position += count
     return wholes
 
 
-def _numbered_from(tokens: Sequence[str], position: int) -> tuple[str, int]:
-    """Return the text that starts at a token, and how many tokens it takes."""
-    found = _NUMBERED.fullmatch(tokens[position])
-    if found is not None and found[3] == "1":
-        text, count = found[1], int(found[4])
+def _read_from(tokens: Sequence[str], position: int) -> tuple[str, int]:
+    """Return the text of the piece that starts at a position, and the number of its tokens."""
+    match = _NUMBERED.fullmatch(tokens[position])
+    if match is not None and match[3] == "1":
+        text, count = match[1], int(match[4])
         following = tokens[position : position + count]
         expected = (f"{text}[{number}/{count}]" for number in itertools.count(1))
         if len(following) == count > 0 and all(map(operator.eq, following, expected)):
@@ -97,9 +105,9 @@ def _numbered_from(tokens: Sequence[str], position: int) -> tuple[str, int]:
 
 
 def without_number(token: str) -> tuple[str, str]:
-    """Return a token's text, and the number `[1/2]` behind it if it has one."""
-    found = _NUMBERED.fullmatch(token)
-    return (token, "") if found is None else (found[1], found[2])
+    """Return a token's text and its number, such as `[1/2]`; the number is "" if it has none."""
+    match = _NUMBERED.fullmatch(token)
+    return (token, "") if match is None else (match[1], match[2])
 
 
 def joined(tokens: Sequence[str]) -> str:

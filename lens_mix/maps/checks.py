@@ -1,4 +1,7 @@
-"""What a `MixingMap` is given, turned into plain tensors and lists, or refused with the reason."""
+"""Check the fields of a `MixingMap`, and convert them to tensors, lists and plain numbers.
+
+Each function returns the converted value, or raises an error that names the field.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,19 @@ from lens_mix.maps.positions import as_positions
 if TYPE_CHECKING:
     from lens_mix.maps import MixingMap
 
-_DEEPEST = 100  # deeper ones end in Python's own errors, when they are made plain or written as JSON
+# With many more levels, Python's own recursion limit would raise an error without the argument's name.
+_MAX_DEPTH = 100
 
 
 def as_scores(scores: object) -> Float[Tensor, "layer *head query key"]:
-    """A detached floating-point tensor `[layer, query, key]` or `[layer, head, query, key]`.
+    """Return a detached floating-point tensor `[layer, query, key]` or `[layer, head, query, key]`.
 
-    Tensors keep their dtype and device and are not copied; numpy arrays and nested lists are copied
-    (Python floats become float64); whole numbers and booleans become float32. Anything but real numbers is
-    a TypeError; ragged lists, a wrong number of axes, or an empty axis a ValueError.
+    A tensor keeps its dtype and device, and is not copied. A numpy array or a nested list is copied; Python
+    floats become float64. Whole numbers and booleans become float32.
+
+    Raises:
+        TypeError: If `scores` contains anything but real numbers.
+        ValueError: If a list is ragged, the number of axes is wrong or an axis is empty.
     """
     tensor = real_tensor("scores", scores)
     if not tensor.is_floating_point():
@@ -41,31 +48,39 @@ def as_scores(scores: object) -> Float[Tensor, "layer *head query key"]:
 
 
 def require_finite(mixing_map: MixingMap) -> None:
-    """Raise a ValueError that names the first NaN or infinity, if any."""
+    """Raise a ValueError that names the first NaN or infinity, if there is one."""
     scores = mixing_map.scores
-    # A sum is finite only if every number in it is; it needs no tensor as large as the scores.
+    # A finite sum shows that all scores are finite, and needs no tensor as large as the scores.
     if math.isfinite(scores.sum().item()):
         return
     wrong = ~torch.isfinite(scores)
     if bool(wrong.any()):
-        where = wrong.nonzero()[0].tolist()
+        index = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"scores: expected finite numbers, got {scores[tuple(where)].item()} at "
-            f"{_entry(mixing_map, where)} ({int(wrong.sum())} such entries)"
+            f"scores: expected finite numbers, got {scores[tuple(index)].item()} at "
+            f"{_name_entry(mixing_map, index)} ({int(wrong.sum())} such entries)"
         )
 
 
-def _entry(mixing_map: MixingMap, where: Sequence[int]) -> str:
-    layer, *head, row, key = where
+def _name_entry(mixing_map: MixingMap, index: Sequence[int]) -> str:
+    layer, *head, row, key = index
     heads = f" head {head[0]}," if head else ""
     query = mixing_map.query_positions[row]
     return f"layer {mixing_map.layer_labels[layer]},{heads} query {query}, key {key}"
 
 
 def as_tokens(tokens: object, count: int | None, argument: str, axis: str) -> list[str]:
-    """`tokens` as a list of strings, one per place of an axis of `count` places (None: of any length).
+    """Return `tokens` as a list of strings.
 
-    Anything but strings is a TypeError, another number of them a ValueError.
+    Args:
+        tokens: The tokens.
+        count: The expected number of tokens; None: any number.
+        argument: The name of the argument, for errors.
+        axis: The name of the axis whose positions the tokens label, for errors.
+
+    Raises:
+        TypeError: If an item is not a string.
+        ValueError: If the number of tokens is not `count`.
     """
     strings = several(argument, tokens, "a list of strings")
     for position, token in enumerate(strings):
@@ -80,9 +95,16 @@ def as_tokens(tokens: object, count: int | None, argument: str, axis: str) -> li
 
 
 def as_queries(queries: object, count: int, rows: int) -> list[int] | None:
-    """The positions of `rows` rows among `count` tokens; None where they are all positions in order.
+    """Return the position of each row; None if the rows are all positions in order.
 
-    No list is a TypeError; no such position, one twice, or another number of them a ValueError.
+    Args:
+        queries: The positions.
+        count: The number of tokens.
+        rows: The number of rows.
+
+    Raises:
+        TypeError: If `queries` is not a list of whole numbers.
+        ValueError: If a position does not exist or occurs twice, or if there are not `rows` of them.
     """
     positions = as_positions(several("queries", queries, "a list of positions"), count)
     if len(positions) != rows:
@@ -91,9 +113,11 @@ def as_queries(queries: object, count: int, rows: int) -> list[int] | None:
 
 
 def as_mask(mask: object, scores: Tensor) -> Bool[Tensor, "*layer query key"] | None:
-    """`mask` as a boolean tensor `[query, key]` or `[layer, query, key]` on the device of `scores`.
+    """Return `mask` as a boolean tensor `[query, key]` or `[layer, query, key]` on the device of `scores`.
 
-    Other numbers than 0 and 1 are a TypeError, a shape that does not fit `scores` is a ValueError.
+    Raises:
+        TypeError: If `mask` contains numbers other than 0 and 1.
+        ValueError: If the shape of `mask` does not fit `scores`.
     """
     if mask is None:
         return None
@@ -110,21 +134,30 @@ def as_mask(mask: object, scores: Tensor) -> Bool[Tensor, "*layer query key"] | 
 
 
 def as_shares(shares: object, scores: Tensor) -> Float[Tensor, "layer query"] | None:
-    """`residual_shares` as numbers `[layer, query]` from 0 to 1; other shapes or numbers are a ValueError."""
+    """Return `residual_shares` as a tensor `[layer, query]` of numbers from 0 to 1.
+
+    Raises:
+        ValueError: If the shape does not fit `scores`, or if a number is outside 0 to 1.
+    """
     if shares is None:
         return None
     tensor, shape = real_tensor("residual_shares", shares), (len(scores), scores.shape[-2])
     if tuple(tensor.shape) != shape:
         raise ValueError(f"residual_shares: expected shape {shape} [layer, query], got {tuple(tensor.shape)}")
     if not bool(((tensor >= 0) & (tensor <= 1)).all()):
-        raise ValueError("residual_shares: expected numbers from 0 to 1, got others")
+        raise ValueError(
+            "residual_shares: expected numbers from 0 to 1, "
+            f"got {tensor.min().item():.6g} to {tensor.max().item():.6g}"
+        )
     return tensor.to(scores.device)
 
 
 def as_layers(layers: object, count: int) -> list[int]:
-    """Labels of the layers: `count` different whole numbers, 0 or more.
+    """Return the labels of `count` layers; None becomes 0, 1, 2, ….
 
-    Anything but whole numbers is a TypeError; another count, a negative or a repeated label a ValueError.
+    Raises:
+        TypeError: If a label is not a whole number.
+        ValueError: If there are not `count` labels, or if a label is negative or occurs twice.
     """
     if layers is None:
         return list(range(count))
@@ -137,21 +170,21 @@ def as_layers(layers: object, count: int) -> list[int]:
 
 
 def as_residual(residual: object) -> float:
-    """A residual weight; no number is a TypeError, NaN or one outside 0 to 1 a ValueError."""
+    """Return a residual weight from 0 to 1; raise a TypeError or ValueError for anything else."""
     return number("residual", residual, 0, 1)
 
 
 def as_record(name: str, value: object) -> dict[str, Any]:
-    """A mapping, made plain by `_as_plain`; anything else is a TypeError."""
+    """Return a mapping as a dict that JSON can represent; raise a TypeError for anything else."""
     return _as_plain(instance(name, value, Mapping, "a dict"), name)
 
 
 def _as_plain(value: Any, name: str, depth: int = 0) -> Any:
-    """Tuples as lists and numpy or torch scalars as Python numbers, throughout, so that JSON keeps all."""
-    if depth > _DEEPEST:
-        raise ValueError(f"{name}: expected at most {_DEEPEST} levels of lists and dicts, got more")
+    """Return the value with every tuple as a list, and every numpy or torch scalar as a Python number."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"{name}: expected at most {_MAX_DEPTH} levels of lists and dicts, got more")
     if isinstance(value, Mapping):
-        # JSON knows no numbers as names: {3: [1, 5]} is kept as {"3": [1, 5]}.
+        # The names in a JSON object are strings, so {3: [1, 5]} becomes {"3": [1, 5]}.
         items = ((str(key) if type(key) is int else key, item) for key, item in value.items())
         return {key: _as_plain(item, name, depth + 1) for key, item in items}
     if isinstance(value, (list, tuple)):
@@ -162,39 +195,39 @@ def _as_plain(value: Any, name: str, depth: int = 0) -> Any:
 
 
 def later_keys(mixing_map: MixingMap) -> Bool[Tensor, "query key"]:
-    """Which keys stand after the position of each row."""
+    """Return, for each row, which keys come after its own position."""
     device = mixing_map.scores.device
     rows = torch.tensor(mixing_map.query_positions, device=device, dtype=torch.long)
     return torch.arange(mixing_map.scores.shape[-1], device=device) > rows[:, None]
 
 
 def require_no_hidden_weight(mixing_map: MixingMap) -> None:
-    """Raise a ValueError that names the first weight on a key that its query could not see, if any."""
+    """Raise a ValueError that names the first weight on a key that its query could not see."""
     if mixing_map.mask is None and not mixing_map.causal:
         return
-    # One layer at a time and without a comparison of numbers, because that is faster.
-    for place, (matrices, keys) in enumerate(zip(mixing_map.scores, mixing_map.visible(), strict=True)):
+    # Booleans of one layer at a time are faster than a comparison of all scores with 0.
+    for layer, (matrices, keys) in enumerate(zip(mixing_map.scores, mixing_map.visible(), strict=True)):
         weighted = matrices.bool()
         if torch.equal(weighted & keys, weighted):
             continue
         wrong = weighted & ~keys
-        where = [place, *wrong.nonzero()[0].tolist()]
-        above = mixing_map.causal and where[-1] > mixing_map.query_positions[where[-2]]
-        reason = "a causal map has no weight above the diagonal" if above else "mask hides this key"
+        index = [layer, *wrong.nonzero()[0].tolist()]
+        is_later = mixing_map.causal and index[-1] > mixing_map.query_positions[index[-2]]
+        reason = "a causal map has no weight above the diagonal" if is_later else "mask hides this key"
         raise ValueError(
-            f"scores: expected 0 at {_entry(mixing_map, where)}, because {reason}, "
-            f"got {mixing_map.scores[tuple(where)].item():.6g} ({int(wrong.sum())} such entries in the layer)"
+            f"scores: expected 0 at {_name_entry(mixing_map, index)}, because {reason}, "
+            f"got {mixing_map.scores[tuple(index)].item():.6g} ({int(wrong.sum())} such entries in the layer)"
         )
 
 
-def require_causal(mixing_map: MixingMap) -> None:
-    """Raise a ValueError for `causal=True` where the keys are not the tokens, or the mask says otherwise."""
+def require_consistent_causal(mixing_map: MixingMap) -> None:
+    """Raise a ValueError for `causal=True` if the keys are not the tokens, or the mask shows a later key."""
     if not mixing_map.causal:
         return
     if mixing_map.key_tokens is not None:
         raise ValueError(
-            "causal: expected False where key_tokens are given (their order says nothing about the "
-            "queries'); say with mask= which keys each query could see"
+            "causal: expected False for a map with key_tokens, because the order of its keys is not that of "
+            "its queries, got True; give the keys that each query could see as mask="
         )
     wrong = None if mixing_map.mask is None else mixing_map.mask & later_keys(mixing_map)
     if wrong is not None and bool(wrong.any()):

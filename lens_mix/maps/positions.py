@@ -1,4 +1,4 @@
-"""Positions of a prompt, given as numbers, as tokens or as a slice."""
+"""Read positions of a prompt that are given as numbers, as tokens or as a slice."""
 
 from __future__ import annotations
 
@@ -11,28 +11,42 @@ Queries = int | slice | Iterable[int]
 
 
 def as_position(value: object, count: int, argument: str = "query", also: str = "") -> int:
-    """One of `count` positions (negative: from the end); `also`: what else may be given."""
+    """Return one of `count` positions, from 0; a negative position counts from the end.
+
+    Args:
+        value: The position as it was given.
+        count: The number of positions.
+        argument: The name of the argument, for errors.
+        also: What else the caller accepts, for errors, such as "a token or ".
+
+    Raises:
+        TypeError: If `value` is not a whole number.
+        ValueError: If there is no such position.
+    """
     return whole_number(argument, value, -count, count - 1, f"{also}a position") % count
 
 
 def as_positions(values: object, count: int, argument: str = "queries") -> list[int]:
-    """Different positions: a number, a slice, or several numbers.
+    """Return different positions, from 0, that are given as a number, a slice or several numbers.
 
-    No whole number is a TypeError; no such position, none at all, or one twice a ValueError.
+    Raises:
+        TypeError: If a position is not a whole number.
+        ValueError: If a position does not exist or occurs twice, or if there are none.
     """
     if isinstance(values, slice):
         values = range(count)[whole_slice(argument, values)]
     given = several(argument, values, "positions", alone=True)
     positions = [as_position(value, count, argument) for value in given]
     if not positions or len(set(positions)) != len(positions):
-        raise ValueError(f"{argument}: expected at least one position, none twice, got {given}")
+        raise ValueError(f"{argument}: expected at least one position, each once, got {given}")
     return positions
 
 
-def query_position(tokens: Sequence[str], query: int | str, argument: str = "query") -> int:
-    """The position of a query given as a position (negative: from the end) or as a token.
+def find_query(tokens: Sequence[str], query: int | str, argument: str = "query") -> int:
+    """Return the position of a query that is given as a position or as a token.
 
-    No such position, or a token that does not occur exactly once, is a ValueError.
+    Raises:
+        ValueError: If there is no such position, or if the token does not occur exactly once.
     """
     if not isinstance(query, str):
         return as_position(query, len(tokens), argument)
@@ -46,22 +60,29 @@ def query_position(tokens: Sequence[str], query: int | str, argument: str = "que
 
 
 def kept_positions(tokens: Sequence[str], dropped: Dropped, argument: str = "tokens") -> list[int]:
-    """The positions left when others are dropped by position, by token, or by a function of the token.
+    """Return the positions that remain when others are dropped.
 
-    Anything else is a TypeError; no such position or token, or nothing left, a ValueError.
+    Args:
+        tokens: The tokens of all positions.
+        dropped: The positions or tokens to drop, or a function that returns True for each token to drop.
+        argument: The name of the argument, for errors.
+
+    Raises:
+        TypeError: If `dropped` is none of these.
+        ValueError: If there is no such position or token, or if no position remains.
     """
     if callable(dropped):
-        gone = {position for position, token in enumerate(tokens) if dropped(token)}
+        removed = {position for position, token in enumerate(tokens) if dropped(token)}
     else:
         items = several(argument, dropped, "positions, tokens or a function", alone=True)
-        gone = {position for item in items for position in _positions_of(tokens, item, argument)}
-    positions = [position for position in range(len(tokens)) if position not in gone]
+        removed = {position for item in items for position in _find_positions(tokens, item, argument)}
+    positions = [position for position in range(len(tokens)) if position not in removed]
     if not positions:
-        raise ValueError(f"{argument}: expected some token to be left, got all {len(tokens)} dropped")
+        raise ValueError(f"{argument}: expected at least one token to remain, got all {len(tokens)} dropped")
     return positions
 
 
-def _positions_of(tokens: Sequence[str], item: object, argument: str) -> list[int]:
+def _find_positions(tokens: Sequence[str], item: object, argument: str) -> list[int]:
     if not isinstance(item, str):
         return [as_position(item, len(tokens), argument, "tokens, a function or ")]
     positions = [position for position, token in enumerate(tokens) if token == item]
@@ -71,5 +92,5 @@ def _positions_of(tokens: Sequence[str], item: object, argument: str) -> list[in
 
 
 def shortened(values: Sequence[int]) -> str:
-    """The numbers as a list for a message, cut after eight of them."""
+    """Return the numbers as a list for a message, of which only the first eight are written."""
     return str(list(values)) if len(values) <= 8 else f"{str(list(values[:8]))[:-1]}, …]"

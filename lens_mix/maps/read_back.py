@@ -1,4 +1,4 @@
-"""From a table or a labelled array back to the fields of a `MixingMap`."""
+"""Convert a table or a labelled array back to a `MixingMap`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from lens_mix.maps import MixingMap
 
 _COLUMNS = ("layer", "query", "key", "query_token", "key_token", "score")
-# As JSON in `attrs`; "tokens" too, since a map that holds some rows names no others.
-_WRITTEN = ("parameters", "provenance", "notes", "residual", "tokens", "default_query")
+# The fields that `attrs` contains as JSON. A map of some rows needs "tokens", because the table has no
+# others.
+_JSON_FIELDS = ("parameters", "provenance", "notes", "residual", "tokens", "default_query")
 
 _READ_AS_TEXT = (
     "pd.read_csv(path, dtype={'query_token': str, 'key_token': str}, keep_default_na=False, "
@@ -26,45 +27,50 @@ _READ_AS_TEXT = (
 
 
 def from_dataframe(cls: type[MixingMap], table: pandas.DataFrame, **fields: Any) -> MixingMap:
-    """The map that a table of `to_dataframe` holds, in any order of its rows, read from a CSV too.
+    """Return the map of a table that `to_dataframe` made, also one that was read from a CSV file.
 
-    Tokens come back as they were. If all tokens of the table are written as `to_csv` writes them, those that
-    are JSON strings are read as such. The table knows tokens, layers, heads, rows and hidden keys (no
-    score, NaN); what it knows besides is in its `attrs`, which a file of text loses: `fields` are the others
-    of a `MixingMap` (`method="attention"`), and go before the table's.
+    The columns contain the tokens, layers, heads and rows; a key without a score (NaN) is hidden. The other
+    fields come from the table's `attrs`, which a CSV file does not keep. If all tokens are written as
+    `to_csv` writes them, tokens that are JSON strings are decoded.
+
+    Args:
+        cls: The class of the map.
+        table: The table, with its rows in any order.
+        fields: Fields of the `MixingMap` (`method="attention"`), which replace those of the table.
 
     Raises:
-        TypeError, ValueError: no such table; an entry missing or there twice; tokens that are not text;
-            fields that do not fit.
+        TypeError: If a field has a wrong type.
+        ValueError: If `table` is not such a table, an entry is missing or occurs twice, a token is not text,
+            or a field does not fit.
     """
     from lens_mix.tables import Table, are_written, read_cell
 
     check_columns("table", table, _COLUMNS)
     axes = ["layer", *(["head"] if "head" in table.columns else []), "query", "key"]
-    table = table.assign(**{name: _numbers(table[name], name) for name in (*axes, "score")})
+    table = table.assign(**{name: _to_numbers(table[name], name) for name in (*axes, "score")})
     by_entry = table.set_index(axes)["score"].sort_index()
-    places = {axis: sorted(set(table[axis].tolist())) for axis in axes}
-    shape = [len(labels) for labels in places.values()]
+    labels = {axis: sorted(set(table[axis].tolist())) for axis in axes}
+    shape = [len(axis_labels) for axis_labels in labels.values()]
     expected = math.prod(shape)
     if by_entry.index.has_duplicates or len(by_entry) != expected:
         raise ValueError(
             f"table: expected every {' x '.join(axes)} once, {expected} rows, got {len(by_entry)}"
             f"{', some of them twice' if by_entry.index.has_duplicates else ''}"
         )
-    queries = _tokens(table, "query", places["query"])
-    keys = _tokens(table, "key", places["key"])
-    # Only tokens from a file may be written as JSON strings; a `Table` has the tokens themselves.
+    queries = _read_tokens(table, "query", labels["query"])
+    keys = _read_tokens(table, "key", labels["key"])
+    # A `Table` has the tokens themselves; only tokens from a file may be written as JSON strings.
     if not isinstance(table, Table) and are_written([*queries.values(), *keys.values()]):
         queries = {position: read_cell(token) for position, token in queries.items()}
         keys = {position: read_cell(token) for position, token in keys.items()}
-    if places["key"] != list(range(len(keys))):
-        raise ValueError(f"table: expected keys 0 to {len(keys) - 1}, got {shown(places['key'])}")
+    if labels["key"] != list(range(len(keys))):
+        raise ValueError(f"table: expected keys 0 to {len(keys) - 1}, got {shown(labels['key'])}")
     scores = by_entry.to_numpy().reshape(shape)
-    return cls(**{**_fields(scores, places, queries, keys, table.attrs), **fields})
+    return cls(**{**_make_fields(scores, labels, queries, keys, table.attrs), **fields})
 
 
-def _numbers(column: pandas.Series, name: str) -> pandas.Series:
-    """A column of text (empty: NaN) or of any dtype of pandas as NumPy's numbers; ValueError: others."""
+def _to_numbers(column: pandas.Series, name: str) -> pandas.Series:
+    """Return a column of text or of any pandas dtype as numpy numbers; empty text becomes NaN."""
     import numpy as np
     import pandas as pd
 
@@ -76,8 +82,8 @@ def _numbers(column: pandas.Series, name: str) -> pandas.Series:
         raise ValueError(f"table: expected numbers in {name}, got {problem}") from problem
 
 
-def _tokens(table: pandas.DataFrame, axis: str, positions: list[int]) -> dict[int, str]:
-    """Return the token of each position; a whole number counts as its digits."""
+def _read_tokens(table: pandas.DataFrame, axis: str, positions: list[int]) -> dict[int, str]:
+    """Return the token of each position; a whole number is read as the text of its digits."""
     first = table.drop_duplicates(axis).set_index(axis)[f"{axis}_token"]
     tokens = {position: first[position] for position in positions}
     for position, token in tokens.items():
@@ -93,45 +99,63 @@ def _tokens(table: pandas.DataFrame, axis: str, positions: list[int]) -> dict[in
 
 
 def from_xarray(cls: type[MixingMap], array: xarray.DataArray, **fields: Any) -> MixingMap:
-    """The map that an array of `to_xarray` holds; `fields` and errors as in `from_dataframe`."""
+    """Return the map of an array that `to_xarray` made.
+
+    Args:
+        cls: The class of the map.
+        array: The array.
+        fields: Fields of the `MixingMap`, which replace those of the array.
+
+    Raises:
+        TypeError: If a field has a wrong type.
+        ValueError: If `array` is not such an array, or if a field does not fit.
+    """
     import xarray
 
-    known = isinstance(array, xarray.DataArray) and {"query_token", "key_token"} <= set(array.coords)
-    if not known or not {"layer", "query", "key"} <= set(array.dims) <= {"layer", "head", "query", "key"}:
+    has_tokens = isinstance(array, xarray.DataArray) and {"query_token", "key_token"} <= set(array.coords)
+    if not has_tokens or not {"layer", "query", "key"} <= set(array.dims) <= {
+        "layer",
+        "head",
+        "query",
+        "key",
+    }:
         got = f"dimensions {array.dims}" if isinstance(array, xarray.DataArray) else shown(array)
         raise ValueError(f"array: expected one of MixingMap.to_xarray, with its tokens, got {got}")
     axes: list[str] = [axis for axis in ("layer", "head", "query", "key") if axis in array.dims]
     array = array.transpose(*axes)
-    places = {axis: [int(place) for place in array[axis].values] for axis in axes}
+    labels = {axis: [int(label) for label in array[axis].values] for axis in axes}
     tokens = {axis: [str(token) for token in array[f"{axis}_token"].values] for axis in ("query", "key")}
-    queries, keys = (dict(zip(places[axis], tokens[axis], strict=True)) for axis in ("query", "key"))
-    return cls(**{**_fields(array.values, places, queries, keys, array.attrs), **fields})
+    queries, keys = (dict(zip(labels[axis], tokens[axis], strict=True)) for axis in ("query", "key"))
+    return cls(**{**_make_fields(array.values, labels, queries, keys, array.attrs), **fields})
 
 
-def _fields(
-    scores: Any, places: dict[str, list[int]], queries: dict[int, str], keys: dict[int, str], attrs: Any
+def _make_fields(
+    scores: Any, labels: dict[str, list[int]], queries: dict[int, str], keys: dict[int, str], attrs: Any
 ) -> dict[str, Any]:
+    """Return the fields of a map, from the scores and labels of its axes, its tokens and `attrs`."""
     import numpy as np
 
     hidden = np.isnan(scores)
     fields: dict[str, Any] = {name: attrs[name] for name in ("method", "kind") if name in attrs}
-    fields |= {name: json.loads(attrs[name]) for name in _WRITTEN if name in attrs}
+    fields |= {name: json.loads(attrs[name]) for name in _JSON_FIELDS if name in attrs}
     fields = {name: value for name, value in fields.items() if value is not None}
     names = list(keys.values())
-    alike = all(keys.get(place) == token for place, token in queries.items())
-    keys_are_tokens = bool(attrs.get("keys_are_tokens", alike))
-    below = np.arange(len(names)) > np.asarray(places["query"])[:, None]
-    # One mask for all heads; a row of zeros is no hidden one.
+    have_same_tokens = all(keys.get(position) == token for position, token in queries.items())
+    keys_are_tokens = bool(attrs.get("keys_are_tokens", have_same_tokens))
+    later = np.arange(len(names)) > np.asarray(labels["query"])[:, None]
+    # All heads of a layer have the same mask, so the first head's is enough.
     hidden = hidden[:, 0] if hidden.ndim == 4 else hidden
-    triangle = bool((hidden == below).all())
-    causal = keys_are_tokens and (bool(attrs["causal"]) if "causal" in attrs else triangle and len(names) > 1)
+    hides_later = bool((hidden == later).all())
+    # One token shows no triangle, so a map of one token is causal only if `attrs` says so.
+    looks_causal = hides_later and len(names) > 1
+    causal = keys_are_tokens and (bool(attrs["causal"]) if "causal" in attrs else looks_causal)
     return {
         "tokens": names if keys_are_tokens else list(queries.values()),
         **fields,
         "scores": np.where(np.isnan(scores), 0, scores),
-        "layers": places["layer"],
+        "layers": labels["layer"],
         "key_tokens": None if keys_are_tokens else names,
-        "queries": places["query"],
+        "queries": labels["query"],
         "causal": causal,
-        "mask": None if (causal and triangle) or not hidden.any() else ~hidden,
+        "mask": None if (causal and hides_later) or not hidden.any() else ~hidden,
     }

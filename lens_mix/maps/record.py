@@ -1,4 +1,4 @@
-"""`MixingMap`: the record that a method or an aggregation returns."""
+"""Define `MixingMap`, the record that a method or an aggregation returns."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lens_mix.maps.positions import (
     Queries,
     as_position,
     as_positions,
+    find_query,
     kept_positions,
-    query_position,
     shortened,
 )
 
@@ -32,58 +32,67 @@ Groups = Sequence[str] | Sequence[Sequence[int]] | None
 
 
 class Source(NamedTuple):
-    """One key that a query used."""
+    """One key that a query used.
+
+    Attributes:
+        token: The token of the key.
+        position: The position of the key.
+        score: The score of the key, in the unit that was asked for.
+    """
 
     token: str
     position: int
     score: float
 
 
-# No `eq`: two tensors have no single truth value.
+# A comparison of two tensors is not a single boolean, so maps are compared by identity.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MixingMap:
-    """How much position *query* used position *key*: one prompt, one method, no padding.
+    """How much each query position used each key position, for one prompt and one method.
 
-    Makeable by hand from any stack of maps (a tensor, a numpy array or a nested list):
+    A map can also be made by hand from any stack of maps (a tensor, a numpy array or a nested list):
 
         >>> lm.MixingMap(scores=A, tokens=["The", " cat"], method="attention", causal=True)
 
-    Maps are never changed: every method returns a new one. A tensor given as `scores` is detached and not
-    copied. A layer is named by its label in `layers`, a row by its position in the prompt; negative numbers
-    count from the last layer that is held and from the end of the prompt.
+    A map never changes: every method returns a new map. A tensor given as `scores` is detached, and is not
+    copied. A layer is named by its label in `layers`, and a row by its position in the prompt. A negative
+    number counts from the last layer of the map, or from the end of the prompt.
 
     Attributes:
-        scores: `[layer, query, key]` or `[layer, head, query, key]`, raw, as the method defines them.
-        tokens: one string per position of the prompt. Tokens that share a character are written as the text
-            that they spell together, and a number: `é[1/2]`, `é[2/2]` (`lens_mix.maps.characters`).
-        method: name of the method.
-        causal: whether no query can see a later key.
-        mask: which keys each query could see, booleans `[query, key]` or `[layer, query, key]`; None: all,
-            or those up to its own position when `causal`.
-        key_tokens: one string per key position where the key axis is not the tokens (spans, or another
-            sequence as in cross-attention), else None.
-        parameters: of the method, by name.
-        residual: the residual weight, 0 to 1, that rollout uses when asked with None.
-        kind: "layer" (each map speaks of one block) or "input" (of the stack down to the input).
-        layers: labels of the layers; default 0, 1, 2, ….
-        provenance: where the map came from, JSON-able (model name, dtype, engine, …). `sink`: True if rows
-            of weights sum to less than 1 because the rest went to an attention sink that is not a token.
-        notes: warnings about this map.
-        queries: positions of the rows of `scores` and `mask` among `tokens`, each once, in any order;
-            None: all positions in order (a list that says so becomes None).
-        residual_shares: how much of each row's representation is its own residual stream, measured, `[layer,
-            query]`, 0 to 1, for `rollout(residual="measured")`; None: not measured, and on input maps.
-        default_query: position of the row that is meant where none is named (`top`, tables of a notebook,
-            figures). Of a map that a run made: the position that its target reads, else 0 in a model that
-            sees both ways (its [CLS]). None, or a row that is not held: the last that is held.
+        scores: The scores `[layer, query, key]` or `[layer, head, query, key]`, raw, as the method defines
+            them.
+        tokens: One string per position of the prompt. Tokens that share a character are written as that
+            character and a number: `é[1/2]`, `é[2/2]` (`lens_mix.maps.characters`).
+        method: The name of the method.
+        causal: Whether no query can see a later key.
+        mask: The keys that each query could see, as booleans `[query, key]` or `[layer, query, key]`. None:
+            all keys, or those up to the query's own position if `causal`.
+        key_tokens: One string per key position if the keys are not the tokens (spans, or the other sequence
+            of cross-attention); else None.
+        parameters: The parameters of the method, by name.
+        residual: The residual weight, 0 to 1, that `rollout(residual=None)` uses.
+        kind: "layer" if each map describes one block, "input" if it describes all blocks down to the input.
+        layers: The labels of the layers. Default: 0, 1, 2, ….
+        provenance: The origin of the map, as values that JSON can represent (model name, dtype, engine, …).
+            `sink` is True if rows of weights sum to less than 1 because an attention sink that is not a token
+            received the rest.
+        notes: Sentences about this map that a reader should know, such as warnings.
+        queries: The position among `tokens` of each row of `scores` and `mask`. Each position occurs once, in
+            any order. None: all positions in order; a list of all positions in order becomes None.
+        residual_shares: The measured share of each row's representation that is its own residual stream,
+            `[layer, query]`, 0 to 1, for `rollout(residual="measured")`. None: not measured, or an input map.
+        default_query: The position of the row that is used if no row is named (in `top`, in a notebook's
+            table, in figures). A run sets it to the position that the target reads. Without a target it is 0
+            in a bidirectional model, the position of [CLS]. None, or a position without a row: the map's last
+            row.
 
     Raises:
-        TypeError: scores, tokens, mask, layers, queries or residual of a wrong type.
-        ValueError: shapes that do not fit each other; NaN or infinity; weight on a key that its query could
-            not see (the entry is named).
+        TypeError: If scores, tokens, mask, layers, queries or residual have a wrong type.
+        ValueError: If shapes do not fit each other, a score is NaN or infinite, or a key has weight although
+            its query could not see it (the error names the entry).
     """
 
-    # Plain tensors, because arrays and nested lists are taken too; their shapes are checked below.
+    # The annotation has no shape, because arrays and lists are allowed too; `__post_init__` checks the shape.
     scores: Tensor
     tokens: list[str]
     method: str = "custom"
@@ -112,7 +121,7 @@ class MixingMap:
         elif key_tokens is None and rows != keys:
             raise ValueError(
                 f"scores: expected as many keys as queries, got shape {tuple(scores.shape)}; "
-                "give key_tokens= where the key axis is not the tokens, queries= where some rows are held"
+                "give key_tokens= if the keys are not the tokens, or queries= if the map has only some rows"
             )
         else:
             tokens = checks.as_tokens(self.tokens, rows, "tokens", "query")
@@ -120,7 +129,7 @@ class MixingMap:
         one_of("kind", self.kind, ("layer", "input"))
         instance("method", self.method, str, "a name")
         flags(causal=self.causal)
-        # An aggregation has used them up: they speak of rows of layers.
+        # The shares describe rows of single layers, so an input map has none.
         shares = None if self.kind == "input" else self.residual_shares
         notes = [self.notes] if isinstance(self.notes, str) else self.notes
         values = {
@@ -140,39 +149,39 @@ class MixingMap:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        checks.require_causal(self)
+        checks.require_consistent_causal(self)
         checks.require_finite(self)
         checks.require_no_hidden_weight(self)
 
-    # ------------------------------------------------------------------ what it holds
+    # ------------------------------------------------------------------ axes and labels
 
     @property
     def has_heads(self) -> bool:
-        """Whether `scores` has a head axis."""
+        """Return whether `scores` has a head axis."""
         return self.scores.ndim == 4
 
     @property
     def layer_labels(self) -> list[int]:
-        """The labels of the layers."""
+        """Return the labels of the layers."""
         return list(self.layers or [])
 
     @property
     def key_labels(self) -> list[str]:
-        """One string per key position."""
+        """Return one string per key position."""
         return self.tokens if self.key_tokens is None else self.key_tokens
 
     @property
     def query_positions(self) -> list[int]:
-        """The position of each row among `tokens`."""
+        """Return the position of each row among `tokens`."""
         return list(range(len(self.tokens))) if self.queries is None else list(self.queries)
 
     @property
     def query_labels(self) -> list[str]:
-        """One string per row: the tokens of `query_positions`."""
+        """Return the token of each row."""
         return [self.tokens[position] for position in self.query_positions]
 
     def visible(self) -> Bool[Tensor, "layer query key"]:
-        """Which keys each query could see."""
+        """Return which keys each query could see."""
         mask = ~checks.later_keys(self) if self.causal and self.mask is None else self.mask
         if mask is None:
             mask = torch.ones(self.scores.shape[-2:], dtype=torch.bool, device=self.scores.device)
@@ -180,49 +189,66 @@ class MixingMap:
 
     @property
     def meant_query(self) -> int:
-        """The position of the row that is taken where none is named (see `default_query`)."""
-        held, default = self.query_positions, self.default_query
-        return max(held) if default is None or default not in held else default
+        """Return the position of the row that is used if no row is named.
+
+        It is `default_query` if the map has that row, else the map's last position.
+        """
+        positions, default = self.query_positions, self.default_query
+        return max(positions) if default is None or default not in positions else default
 
     def row_index(self, query: int | str | None, argument: str = "query") -> int:
-        """Place on the query axis of a position (negative: from the end of the prompt), or of a token.
+        """Return the index on the query axis of a position or a token.
 
-        None: the row that is meant where none is named, `meant_query`.
-        No such position, a token that does not occur exactly once, or a row that is not held is a ValueError.
+        Args:
+            query: A position (negative: from the end of the prompt), or a token that occurs once. None: the
+                position `meant_query`.
+            argument: The name of the argument, for errors.
+
+        Raises:
+            ValueError: If there is no such position, the token does not occur exactly once, or the map does
+                not have the row.
         """
         query = self.meant_query if query is None else query
-        position = query_position(self.tokens, query, argument)
+        position = find_query(self.tokens, query, argument)
         if self.queries is None:
             return position
         if position not in self.queries:
             raise ValueError(
-                f"{argument}: expected one of the rows that this map holds, {shortened(self.queries)}, got "
-                f"{query!r} (position {position}); ask for it with lm.run(..., queries=[{position}])"
+                f"{argument}: expected one of the rows that this map has, {shortened(self.queries)}, got "
+                f"{query!r} (position {position}); compute it with lm.run(..., queries=[{position}])"
             )
         return self.queries.index(position)
 
     def require_every_row(self, purpose: str, argument: str = "mixing_map") -> None:
-        """Raise a ValueError that names the rows that are held, where these are not all."""
+        """Raise a ValueError that names the rows of the map, if it does not have all rows.
+
+        Args:
+            purpose: What needs all rows, for the error.
+            argument: The name of the argument, for the error.
+        """
         if self.queries is not None:
             raise ValueError(
                 f"{argument}: expected the rows of all {len(self.tokens)} positions for {purpose}, got only "
-                f"those of {shortened(self.queries)}; ask for all with lm.run(..., queries=None)"
+                f"those of {shortened(self.queries)}; compute all with lm.run(..., queries=None)"
             )
 
     def require_no_gaps(self) -> None:
-        """Raise a ValueError where layers do not follow one another."""
+        """Raise a ValueError if the labels of the layers are not consecutive."""
         labels = self.layer_labels
         if any(right != left + 1 for left, right in itertools.pairwise(labels)):
             raise ValueError(
-                f"mixing_map: expected layers that follow one another, got layers {labels}; ask for those "
-                "between with lm.run(..., layers=...), or, where these do follow one another, say so with "
-                ".replace(layers=None); over blocks without attention (a hybrid) maps do not chain"
+                f"mixing_map: expected layers that follow one another, got layers {labels}; compute those "
+                "between with lm.run(..., layers=...). If each layer does follow the one before, number them "
+                "anew with .replace(layers=None). In a hybrid model, maps do not chain over blocks without "
+                "attention"
             )
 
     def layer_index(self, layer: int, argument: str = "layer") -> int:
-        """Place on the layer axis of the layer with this label (negative: from the end).
+        """Return the index on the layer axis of the layer with this label (negative: from the end).
 
-        Anything but a whole number is a TypeError, no such layer a ValueError.
+        Raises:
+            TypeError: If `layer` is not a whole number.
+            ValueError: If there is no such layer.
         """
         layer, labels = whole_number(argument, layer), self.layer_labels
         if -len(labels) <= layer < 0:
@@ -232,29 +258,34 @@ class MixingMap:
         return labels.index(layer)
 
     def replace(self, **changes: Any) -> MixingMap:
-        """The same map with some fields changed."""
+        """Return the map with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def layer(self, layer: int) -> MixingMap:
-        """The map of one layer, as a `MixingMap` with one layer."""
+        """Return the map of one layer, as a `MixingMap` with one layer."""
         return self.select_layers([layer])
 
     def select_layers(self, layers: Sequence[int]) -> MixingMap:
-        """The maps of some layers, in the order given."""
-        asked = several("layers", layers, "labels of layers", least=1)
-        index = [self.layer_index(layer, "layers") for layer in asked]
+        """Return the maps of some layers, in the given order."""
+        chosen = several("layers", layers, "labels of layers", least=1)
+        index = [self.layer_index(layer, "layers") for layer in chosen]
         if index == list(range(len(self.scores))):
             return self
         mask = self.mask[index] if self.mask is not None and self.mask.ndim == 3 else self.mask
-        labels = [self.layer_labels[place] for place in index]
+        labels = [self.layer_labels[layer_index] for layer_index in index]
         shares = None if self.residual_shares is None else self.residual_shares[index]
         return self.replace(scores=self.scores[index], mask=mask, layers=labels, residual_shares=shares)
 
     def select_queries(self, queries: Queries) -> MixingMap:
-        """The rows of some queries, in the order given; keys and tokens stay.
+        """Return the rows of some queries, in the given order. Keys and tokens stay.
 
-        Queries are a position, several, or a slice of the prompt's positions (negative: from the end). No
-        such position, none at all, one twice, or a row that is not held is a ValueError.
+        Args:
+            queries: A position, several positions, or a slice of the prompt's positions (negative: from the
+                end).
+
+        Raises:
+            ValueError: If a position does not exist or occurs twice, there are none, or the map does not have
+                a row.
         """
         positions = as_positions(queries, len(self.tokens))
         rows = [self.row_index(position, "queries") for position in positions]
@@ -264,21 +295,25 @@ class MixingMap:
         return self.replace(scores=scores, mask=mask, queries=positions, residual_shares=shares)
 
     def head(self, head: int) -> MixingMap:
-        """The maps of one head, `[layer, query, key]`; no head axis or no such head is a ValueError."""
+        """Return the maps of one head, `[layer, query, key]`.
+
+        Raises:
+            ValueError: If the map has no head axis, or no such head.
+        """
         if not self.has_heads:
             raise ValueError(f"head: expected a map with heads, got shape {tuple(self.scores.shape)}")
         count = self.scores.shape[1]
         return self.replace(scores=self.scores[:, whole_number("head", head, -count, count - 1)])
 
     def __len__(self) -> int:
-        """The number of layers."""
+        """Return the number of layers."""
         return len(self.scores)
 
     def __getitem__(self, layer: int | Sequence[int]) -> MixingMap:
-        """The map of one layer or of several, by their labels: `m[23]`, `m[[22, 23]]`, `m[-1]`."""
+        """Return the map of one layer or of several, by their labels: `m[23]`, `m[[22, 23]]`, `m[-1]`."""
         if isinstance(layer, (slice, tuple, str)):
             raise TypeError(
-                f"layer: expected a layer's label or a list of them, got {layer!r}; rows are cut with "
+                f"layer: expected a layer's label or a list of them, got {layer!r}; select rows with "
                 ".select_queries, heads with .head, and numbers with .scores[...]"
             )
         return self.select_layers(several("layer", layer, "labels of layers", alone=True))
@@ -287,7 +322,7 @@ class MixingMap:
         return (self.layer(label) for label in self.layer_labels)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> numpy.ndarray:
-        """`scores` as a numpy array."""
+        """Return `scores` as a numpy array."""
         numbers = exchange.to_numpy(self.scores)
         return numbers.astype(dtype or numbers.dtype, copy=bool(copy))
 
@@ -296,98 +331,117 @@ class MixingMap:
     # ------------------------------------------------------------------ functional updates
 
     def normalized(self, negative: Literal["refuse", "clip", "absolute"] = "refuse") -> MixingMap:
-        """Rows divided by their sum (float32 or better). An all-zero row stays zeros, and a note says which.
+        """Return the map with each row divided by its sum, in float32 or float64.
 
-        Rows with negative scores have no shares to speak of: `negative` says whether to refuse them (a
-        ValueError), to set such scores to 0, or to take the absolute value of all scores.
+        An all-zero row stays zero, and a note names it.
+
+        Args:
+            negative: What to do with scores below 0, which have no share of a sum. "refuse": raise an error.
+                "clip": set them to 0. "absolute": take the absolute value of all scores.
+
+        Raises:
+            ValueError: If a score is below 0 and `negative` is "refuse".
         """
         shares, empty = arithmetic.normalise_rows(self.scores, negative)
-        notes = arithmetic.with_empty_rows(self.notes, empty, self.layer_labels, self.query_positions)
+        notes = arithmetic.add_empty_rows_note(self.notes, empty, self.layer_labels, self.query_positions)
         return self.replace(scores=shares, notes=notes)
 
     def merge_heads(
         self, how: Literal["mean", "max"] = "mean", weights: Tensor | Sequence[float] | None = None
     ) -> MixingMap:
-        """Heads merged into one map per layer; a map without heads is returned as it is.
+        """Return the map with its heads merged into one; a map without heads is returned unchanged.
 
         Args:
             how: "mean" or "max" over heads.
-            weights: one per head, `[head]` or `[layer, head]`, 0 or more and not all 0, for a weighted mean;
-                others are a ValueError.
+            weights: One weight per head, `[head]` or `[layer, head]`, 0 or more and not all 0, for a weighted
+                mean.
+
+        Raises:
+            ValueError: If `weights` have another shape or are not such numbers, or if there is nothing to
+                weight because `how` is "max" or the map has no heads.
         """
         one_of("how", how, ("mean", "max"))
         if weights is not None and (how == "max" or not self.has_heads):
-            given = "how='max'" if self.has_heads else "a map without heads"
-            raise ValueError(f"weights: expected None but for how='mean' on a map with heads, got {given}")
+            case = "how='max'" if self.has_heads else "a map without heads"
+            raise ValueError(
+                f"weights: expected None except for how='mean' on a map with heads, got weights for {case}"
+            )
         if not self.has_heads:
             return self
         provenance = self.provenance if how == "mean" else self._without_sink()
         return self.replace(scores=arithmetic.merge_heads(self.scores, how, weights), provenance=provenance)
 
     def drop(self, tokens: Dropped, axis: Literal["both", "query", "key"] = "both") -> MixingMap:
-        """The map without some tokens; not renormalised.
+        """Return the map without some tokens. The remaining scores do not change.
 
         Args:
-            tokens: a position or a token (dropped wherever it occurs), several, or a function token -> bool.
-            axis: "both" for maps whose keys are the tokens; "query" or "key" for one axis only.
+            tokens: A position, a token (dropped wherever it occurs), several of them, or a function that
+                returns True for each token to drop.
+            axis: "both" for a map whose keys are the tokens; "query" or "key" to drop on one axis only.
 
         Raises:
-            ValueError: no such position or token; nothing left, or no row; "both" on a map with key_tokens.
+            TypeError: If `tokens` is none of these.
+            ValueError: If there is no such position or token, no token or no row would remain, or `axis` is
+                "both" for a map with key_tokens.
         """
         one_of("axis", axis, ("both", "query", "key"))
         if axis == "both" and self.key_tokens is not None:
             raise ValueError("axis: expected 'query' or 'key' on a map with key_tokens, got 'both'")
         positions = kept_positions(self.tokens, () if axis == "key" else tokens)
         keys = kept_positions(self.key_labels, () if axis == "query" else tokens)
-        place_after = {position: place for place, position in enumerate(positions)}
-        held = self.query_positions
-        rows = [row for row, position in enumerate(held) if position in place_after]
+        new_position = {position: index for index, position in enumerate(positions)}
+        row_positions = self.query_positions
+        rows = [row for row, position in enumerate(row_positions) if position in new_position]
         if not rows:
             raise ValueError(
-                f"tokens: expected a row to be left, got all rows that are held, {shortened(held)}, dropped"
+                "tokens: expected at least one row to remain, got all rows of the map dropped, "
+                f"{shortened(row_positions)}"
             )
         mask, key_tokens, causal = self.mask, None, self.causal
         if axis != "both":
-            # The triangle is told by position, so it must be written out before one axis shrinks alone.
+            # `causal` compares positions on both axes, so a mask must replace it if only one axis changes.
             mask = self.visible()[0] if mask is None and causal else mask
             key_tokens, causal = [self.key_labels[key] for key in keys], False
         return self.replace(
             scores=self.scores[..., rows, :][..., keys],
             tokens=[self.tokens[position] for position in positions],
-            queries=[place_after[held[row]] for row in rows],
+            queries=[new_position[row_positions[row]] for row in rows],
             mask=None if mask is None else mask[..., rows, :][..., keys],
             key_tokens=key_tokens,
             causal=causal,
             provenance=self.provenance if len(keys) == len(self.key_labels) else self._without_sink(),
             residual_shares=None if self.residual_shares is None else self.residual_shares[:, rows],
-            default_query=None if self.default_query is None else place_after.get(self.default_query),
+            default_query=None if self.default_query is None else new_position.get(self.default_query),
         )
 
     def drop_bos(self) -> MixingMap:
-        """The map without position 0, whatever its token, on both axes; not renormalised."""
+        """Return the map without position 0 on both axes, whatever its token. Other scores do not change."""
         return self.drop(0)
 
     def merge_words(
         self, groups: Groups = None, keys: str = "sum", queries: str = "mean", key_groups: Groups = None
     ) -> MixingMap:
-        """Subword pieces merged into words, on both axes (float32 or better).
+        """Return the map with subword tokens merged into words on both axes, in float32 or float64.
 
-        With the defaults, rows that sum to 1 still do. Roll out before merging: uniform attention over pieces
-        is not uniform over words. A map with only some rows gives the words all of whose rows it has (with
-        queries="first" or "last": whose first or last row it has). It also gives the word of the position
-        that an input map explains, merged from those rows of the word that it has. Notes name this word, and
-        the words that are left out although the map has one of their rows.
+        With the defaults, rows that sum to 1 still do. Apply `rollout` before merging: uniform attention over
+        tokens is not uniform over words.
+
+        If the map has only some rows, the result has the words for which all rows are present. With
+        queries="first" or "last", the word's first or last row is enough. The word of the position that an
+        input map explains is merged from whichever of its rows are present. Notes name that word, and the
+        words that are left out although one of their rows is present.
 
         Args:
-            groups: the words as text, or as lists of positions that name each position once; None: found from
-                the tokens (`lens_mix.maps.words.word_groups` has the rule).
-            keys, queries: how columns and rows merge: "sum", "mean", "max", "min", "first", "last".
-            key_groups: the same for the keys of a map with key_tokens, which are left alone by default.
+            groups: The words as text, or as lists of positions that contain each position once. None: the
+                words are found from the tokens (`lens_mix.maps.words.word_groups` explains the rule).
+            keys: How to merge columns: "sum", "mean", "max", "min", "first" or "last".
+            queries: How to merge rows: one of the same names.
+            key_groups: The words of the keys, for a map with key_tokens. None: its keys are not merged.
 
         Raises:
-            TypeError: groups that are neither.
-            ValueError: groups that do not fit the tokens; tokens without word marks; unknown names; no word
-                whose rows are held.
+            TypeError: If groups are neither text nor lists of positions.
+            ValueError: If groups do not fit the tokens, the tokens have no word marks, `keys` or `queries` is
+                not such a name, or no word has its rows in the map.
         """
         reduce_keys = words.reduction(keys, "keys")
         reduce_queries = words.reduction(queries, "queries")
@@ -399,37 +453,40 @@ class MixingMap:
         elif key_groups is not None:
             raise ValueError("key_groups: expected None on a map whose keys are its tokens, got groups")
         explained = self.meant_query if self.kind == "input" else self.default_query
-        numbers, rows, notes = words.rows_of_words(
+        indices, rows, notes = words.rows_of_words(
             query_words, names, self.query_positions, queries, explained
         )
         in_order = all(max(left) < min(right) for left, right in itertools.pairwise(query_words))
         causal = self.causal and in_order
         mask = self.visible()[0] if self.causal and not causal and self.mask is None else self.mask
         if mask is not None:
-            # A word could see another if any of its pieces could see any of the other's.
+            # A word could see another word if any of its tokens could see any token of the other.
             mask = words.merge_axis(words.merge_axis(mask, key_words, -1, torch.any), rows, -2, torch.any)
-        meant = [number for number, word in enumerate(query_words) if self.default_query in word]
+        default = [index for index, word in enumerate(query_words) if self.default_query in word]
         scores = words.merge_axis(arithmetic.at_least_float32(self.scores), key_words, -1, reduce_keys)
-        sums_stay = keys == "sum" and queries in ("mean", "first", "last")
-        provenance = self.provenance if sums_stay else self._without_sink()
+        keeps_sums = keys == "sum" and queries in ("mean", "first", "last")
+        provenance = self.provenance if keeps_sums else self._without_sink()
         return self.replace(
             scores=words.merge_axis(scores, rows, -2, reduce_queries),
             tokens=names,
-            queries=numbers,
+            queries=indices,
             key_tokens=key_names,
             causal=causal,
             mask=mask,
             residual_shares=None,
             provenance={**provenance, "merged_words": {"keys": keys, "queries": queries}},
-            default_query=meant[0] if meant else None,
+            default_query=default[0] if default else None,
             notes=(*self.notes, *notes),
         )
 
     def _without_sink(self) -> dict[str, Any]:
-        """Return the provenance without `sink`, for rows that no longer lack the weight of the sink alone."""
+        """Return the provenance without `sink`.
+
+        It is for rows whose sum is below 1 also for another reason than the weight of the sink.
+        """
         return {name: value for name, value in self.provenance.items() if name != "sink"}
 
-    # ------------------------------------------------------------------ reading it
+    # ------------------------------------------------------------------ reading and exporting
 
     def top(
         self,
@@ -439,27 +496,29 @@ class MixingMap:
         head: int | None = None,
         unit: Literal["raw", "share"] = "raw",
     ) -> list[Source]:
-        """The `k` (1 or more) largest keys among those the query could see, best first.
+        """Return the `k` keys with the largest scores among those that the query could see, largest first.
 
-        Where there are scores below 0, the largest by magnitude; they keep their signs.
+        Scores are compared by magnitude, and keep their signs.
 
         Args:
-            query: position (negative: from the end of the prompt), or a token that occurs once; None: the
-                row that is meant (`default_query`).
-            layer: label (negative: from the end).
-            head: one head; None: the mean over heads.
-            unit: "raw": as the method defines its scores; "share": divided by the row's sum of magnitudes.
+            k: The number of keys, 1 or more.
+            query: A position (negative: from the end of the prompt), or a token that occurs once. None: the
+                row of `default_query`.
+            layer: The label of the layer (negative: from the end).
+            head: The head. None: the mean over heads.
+            unit: "raw": scores as the method defines them. "share": divided by the row's sum of magnitudes.
 
         Raises:
-            ValueError: no such query, layer or head; a row that is not held; k below 1.
+            ValueError: If there is no such query, layer or head, the map does not have the row, or `k` is
+                below 1.
         """
         k = whole_number("k", k, 1)
         one_of("unit", unit, ("raw", "share"))
-        place, row = self.layer_index(layer), self.row_index(query)
-        scores = (self.merge_heads() if head is None else self.head(head)).scores[place, row]
-        scores = arithmetic.shares(scores) if unit == "share" else scores
-        visible = self.visible()[place, row].nonzero().flatten()
-        # Stable: of equals the first.
+        index, row = self.layer_index(layer), self.row_index(query)
+        scores = (self.merge_heads() if head is None else self.head(head)).scores[index, row]
+        scores = arithmetic.normalise_by_magnitude(scores) if unit == "share" else scores
+        visible = self.visible()[index, row].nonzero().flatten()
+        # A stable sort puts the first of equal keys first.
         best = visible[torch.sort(scores[visible].abs(), descending=True, stable=True).indices[:k]].tolist()
         return [Source(self.key_labels[key], key, scores[key].item()) for key in best]
 
@@ -475,24 +534,31 @@ class MixingMap:
     def to_networkx(
         self, layer: int | None = None, head: int | None = None, threshold: float = 0.0
     ) -> networkx.DiGraph:
-        """A directed graph whose edges go key -> query, the way the information went.
+        """Return a directed graph with edges key -> query, the direction of the information.
 
-        With `layer`, nodes are positions (`("query", i)` and `("key", j)` on a map with key_tokens). With
-        None, all layers: nodes `(level, position)`, where level 0 is the input of the first layer and level l
-        its l-th layer's output. Nodes carry `token` and `position`, edges `weight`.
+        For one layer, nodes are positions; for a map with key_tokens they are `("query", i)` and `("key",
+        j)`. For all layers, nodes are `(level, position)`: level 0 is the input of the first layer, and level
+        l is the output of the l-th layer. Nodes have the attributes `token` and `position`, edges have
+        `weight`.
 
         Args:
-            layer: label (negative: from the end), or None for all: a ValueError on input maps and maps with
-                key_tokens, whose layers do not chain, and on a map that holds some rows, or layers with gaps.
-            head: one head; None: the mean over heads.
-            threshold: only edges whose absolute weight is above this.
+            layer: The label of the layer (negative: from the end). None: all layers.
+            head: The head. None: the mean over heads.
+            threshold: The graph has only edges whose absolute weight is above this number.
+
+        Raises:
+            ValueError: If `layer` is None and the layers do not chain: for an input map, a map with
+                key_tokens or with only some rows, or layers with gaps.
         """
         single = self.merge_heads() if head is None else self.head(head)
         threshold = number("threshold", threshold, 0)
         if layer is not None:
             return exchange.layer_graph(self, single.scores[self.layer_index(layer)], threshold)
         if self.kind == "input" or self.key_tokens is not None:
-            raise ValueError("layer: expected one layer for a map whose layers do not chain, got None")
+            raise ValueError(
+                "layer: expected one layer, because the layers do not chain in an input map or a map with "
+                "key_tokens, got None"
+            )
         self.require_every_row("the graph of all layers")
         self.require_no_gaps()
         return exchange.stack_graph(self, single.scores, threshold)
@@ -500,20 +566,21 @@ class MixingMap:
     @overload
     def show(self, kind: Literal["page"]) -> Any: ...
     @overload
-    # As in a script; nobody checks the types of a notebook's cells.
+    # Types are checked in scripts, where None means a figure.
     def show(self, kind: Literal["figure"] | None = None, **options: Any) -> Figure: ...
     def show(self, kind: Literal["page", "figure"] | None = None, **options: Any) -> Any:
-        """The maps to look at: in a notebook a page to click through, elsewhere a matplotlib figure.
+        """Return an interactive page in a notebook, or a matplotlib figure elsewhere.
 
         Args:
-            kind: "page": what `lm.page(m)` gives; a notebook shows it, `.save(path)` writes it. "figure": of
-                `lens_mix.view.layer_maps`. None: the page in a notebook (a kernel of Jupyter, VS Code or
-                Colab), else the figure; and the figure everywhere when there are options, which are its own.
-            options: of the figure (`layer=`, `head=`, `scale=`, ...): those of `lens_mix.view.layer_maps`.
+            kind: "page": the result of `lm.page(m)`, which a notebook shows and `.save(path)` writes.
+                "figure": the result of `lens_mix.view.layer_maps`. None: the page in a notebook (Jupyter, VS
+                Code or Colab) if there are no options, else the figure.
+            options: The options of the figure (`layer=`, `head=`, `scale=`, ...), as in
+                `lens_mix.view.layer_maps`.
 
         Raises:
-            ValueError: another kind; options beside "page"; what `layer_maps` refuses.
-            ImportError: a figure, and matplotlib is not installed.
+            ValueError: If there is no such kind, if there are options for a page, or as in `layer_maps`.
+            ImportError: If a figure is asked for and matplotlib is not installed.
         """
         from lens_mix.view import figures, notebook, page
 
@@ -521,7 +588,7 @@ class MixingMap:
             one_of("kind", kind, ("page", "figure"))
         if kind == "page" and options:
             raise ValueError(
-                f"kind: expected 'figure' with {', '.join(options)}=, which a page has not, got 'page'"
+                f"kind: expected 'figure' with {', '.join(options)}=, which a page does not have, got 'page'"
             )
         if kind == "page" or (kind is None and not options and notebook.shows_pages()):
             return page.page(self)

@@ -1,4 +1,4 @@
-"""Subword pieces to words: which positions make up a word, and how their rows and columns merge."""
+"""Find the words that tokens spell, and merge the rows and columns of their tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from lens_mix.arguments import one_of, several, shown, whole_number
-from lens_mix.maps.characters import character_runs, whole_texts
+from lens_mix.maps.characters import find_character_runs, whole_texts
 from lens_mix.maps.positions import shortened
 
-# As tokens are decoded, and as byte-level BPE (Ġ, Ċ) and SentencePiece (▁) have them in their vocabularies.
+# Tokens are decoded, or as in the vocabulary, where byte-level BPE writes Ġ and Ċ, and SentencePiece ▁.
 _SPACE_MARKS = (" ", "\u00a0", "Ġ", "▁")
 _LINE_MARKS = ("\n", "\r", "\t", "Ċ")
 _SPECIAL = re.compile(r"<(?!0x)[^<>\s]+>|\[[A-Z]+\d*\]|\[unused\d+\]")
-# Scripts that are written without spaces between words, and characters of no script; other letters.
+# These scripts have no spaces between words; Common and Inherited are characters without a script of their
+# own.
 _UNSPACED = "".join(
     rf"\p{{{script}}}"
     for script in "Han Hiragana Katakana Thai Lao Khmer Myanmar Tibetan Common Inherited".split()
@@ -36,25 +37,29 @@ _REDUCTIONS: dict[str, Reduction] = {
 
 
 def is_special(token: str) -> bool:
-    """Whether a token looks like a special one: `<s>`, `<|endoftext|>`, `[CLS]`, …; not a byte `<0x0A>`."""
+    """Return whether a token looks like a special one: `<s>`, `<|endoftext|>`, `[CLS]`, but not `<0x0A>`."""
     return _SPECIAL.fullmatch(token.strip()) is not None
 
 
 def word_groups(tokens: Sequence[str]) -> list[list[int]]:
-    """Positions of each word, found from the marks that tokenizers leave in their pieces.
+    """Return the positions of each word, found from the marks that tokenizers write into tokens.
 
-    WordPiece (some piece starts with `##` and none with a space mark): `##` pieces continue a word.
-    Otherwise a piece starts a word if it starts with white space, `Ġ` or `▁`, is a special token, or follows
-    a special token or a line break. Punctuation without a space before it belongs to the word before it, as
-    in the text. The tokens of one character (`é[1/2]`, `é[2/2]`) are one piece. If no piece carries a mark
-    and the text has only characters of scripts that are written without spaces (Chinese, Japanese, Thai, …),
-    each piece is a word, except that punctuation belongs to the word before it. If no piece carries a mark
-    and a character is split over tokens, the text has no space and is one word: tokens that are bytes keep
-    their spaces.
+    A piece is a token, or all tokens of one character (`é[1/2]`, `é[2/2]`). The first rule that applies
+    decides:
+
+    1. WordPiece, if some piece starts with `##` or is a special token of BERT, and none starts with a space
+       mark: pieces with `##` continue a word, and all others start one.
+    2. If some piece starts with a space mark (white space, `Ġ` or `▁`): a piece starts a word if it has such
+       a mark, is a special token, or follows a special token or a line break. Punctuation without a space
+       before it therefore belongs to the word before it.
+    3. If no piece has a mark and all letters belong to scripts without spaces (Chinese, Japanese, Thai, …):
+       each piece is a word, but punctuation belongs to the word before it.
+    4. If no piece has a mark and a character is split over tokens: the text is one word. Tokenizers that
+       split characters keep spaces, so this text has none.
 
     Raises:
-        ValueError: in other texts no piece carries a mark, so that words cannot be told from pieces
-            (tokenizers of the SentencePiece kind lose their marks when tokens are decoded one by one).
+        ValueError: If no piece has a mark in any other text, so that the words cannot be found. Tokenizers
+            such as SentencePiece lose the marks if tokens are decoded one by one.
     """
     wholes = whole_texts(tokens)
     texts = [text for _, text in wholes]
@@ -68,32 +73,34 @@ def word_groups(tokens: Sequence[str]) -> list[list[int]]:
 
 
 def _word_starts(texts: Sequence[str], keeps_spaces: bool) -> list[bool]:
-    """Return whether each piece starts a word; the pieces consist of whole characters.
+    """Return whether each piece starts a word.
 
-    `keeps_spaces`: a text without a mark has no space.
+    Args:
+        texts: The pieces, which consist of whole characters.
+        keeps_spaces: Whether the tokenizer keeps spaces, so that a text without a mark has no space.
     """
-    marked = any(text.startswith(_SPACE_MARKS) for text in texts)
-    if not marked and any(text in _WORDPIECE_SPECIALS or _continues_word(text) for text in texts):
-        return [place == 0 or not text.startswith("##") for place, text in enumerate(texts)]
-    starts = [place == 0 or _starts_word(text, texts[place - 1]) for place, text in enumerate(texts)]
-    if marked or all(starts):
+    has_marks = any(text.startswith(_SPACE_MARKS) for text in texts)
+    if not has_marks and any(text in _WORDPIECE_SPECIALS or _continues_word(text) for text in texts):
+        return [index == 0 or not text.startswith("##") for index, text in enumerate(texts)]
+    starts = [index == 0 or _starts_word(text, texts[index - 1]) for index, text in enumerate(texts)]
+    if has_marks or all(starts):
         return starts
     letters = "".join(text for text in texts if not is_special(text))
     if _SPACED_SCRIPT.search(letters):
         if keeps_spaces:
             return starts
         raise ValueError(
-            f"groups: expected the words, because no token carries a word mark (a leading space, 'Ġ', '▁' "
-            f"or '##'); got tokens {list(texts)[:8]}; pass groups= as words or as lists of positions"
+            f"groups: expected the words, because no token has a word mark (a leading space, 'Ġ', '▁' "
+            f"or '##'), got tokens {list(texts)[:8]}; give groups= as words or as lists of positions"
         )
-    special = [place for place, text in enumerate(texts) if is_special(text)]
-    runs = character_runs([text.encode("utf-8", "surrogatepass") for text in texts], special)
+    special = [index for index, text in enumerate(texts) if is_special(text)]
+    runs = find_character_runs([text.encode("utf-8", "surrogatepass") for text in texts], special)
     firsts = {run[0] for run in runs if run[0] == 0 or not _PUNCTUATION.fullmatch(texts[run[0]])}
-    return [starts[place] or place in firsts for place in range(len(texts))]
+    return [starts[index] or index in firsts for index in range(len(texts))]
 
 
 def _continues_word(text: str) -> bool:
-    # "##" alone is a token that spells itself.
+    # The token "##" is two characters of the text, not a mark.
     return text.startswith("##") and len(text) > 2
 
 
@@ -103,8 +110,8 @@ def _starts_word(token: str, previous: str) -> bool:
     return token.startswith(_SPACE_MARKS + _LINE_MARKS) or previous.endswith(_LINE_MARKS)
 
 
-def _bare(text: str) -> str:
-    """Return the text without white space, differences of case and of Unicode forms (NFC, NFKC)."""
+def _simplify(text: str) -> str:
+    """Return the text without white space, in lower case and in the Unicode form NFKD."""
     return unicodedata.normalize("NFKD", re.sub(r"[ĠĊ▁\s]", "", text).casefold())
 
 
@@ -113,58 +120,66 @@ def _is_accent(character: str) -> bool:
 
 
 def align_words(tokens: Sequence[str], words: Sequence[str]) -> tuple[list[list[int]], list[str]]:
-    """Positions and name of each word, for words given as text in the order of the tokens.
+    """Return the positions and the name of each word, for words that are given as text in order.
 
-    Case, white space and the Unicode form of a text (é as one character or as two) do not count, nor do
-    accents if the tokens have none (BERT's uncased models drop them). Special tokens between the words stay
-    on their own. Words that do not spell the tokens are a ValueError, which says from which position on.
+    Case, white space and Unicode form (é as one character or as two) are ignored. Accents are ignored if the
+    tokens have none, because BERT's uncased models drop them. A special token between words is a word.
+
+    Raises:
+        ValueError: If the words do not spell the tokens; the error names the first position that differs.
     """
     wholes = whole_texts(tokens)
     texts = [text for _, text in wholes]
-    wordpiece = not any(text.startswith(_SPACE_MARKS) for text in texts)
-    pieces = [_bare(text.removeprefix("##") if wordpiece else text) for text in texts]
-    accented = any(map(_is_accent, "".join(pieces)))
-    placed: list[tuple[range, str]] = []
-    place = 0
+    is_wordpiece = not any(text.startswith(_SPACE_MARKS) for text in texts)
+    pieces = [_simplify(text.removeprefix("##") if is_wordpiece else text) for text in texts]
+    has_accents = any(map(_is_accent, "".join(pieces)))
+    found: list[tuple[range, str]] = []
+    piece = 0
     for index, word in enumerate(words):
-        target, text = _bare(word), ""
-        target = target if accented else "".join(c for c in target if not _is_accent(c))
-        while place < len(texts) and is_special(texts[place]) and pieces[place] != target:
-            placed.append((range(place, place + 1), texts[place]))
-            place += 1
-        start = place
+        target, text = _simplify(word), ""
+        target = target if has_accents else "".join(letter for letter in target if not _is_accent(letter))
+        while piece < len(texts) and is_special(texts[piece]) and pieces[piece] != target:
+            found.append((range(piece, piece + 1), texts[piece]))
+            piece += 1
+        start = piece
         while text != target or not text:
-            if not target or place == len(texts) or not target.startswith(text + pieces[place]):
+            if not target or piece == len(texts) or not target.startswith(text + pieces[piece]):
                 raise ValueError(
                     f"groups: expected words that spell the tokens, got word {index} {word!r} where the "
-                    f"tokens go on with {texts[start : start + 5]} (position {_first(wholes, start)})"
+                    f"tokens are {texts[start : start + 5]} (position {_first_position(wholes, start)})"
                 )
-            text += pieces[place]
-            place += 1
-        placed.append((range(start, place), word))
-    for rest in range(place, len(texts)):
+            text += pieces[piece]
+            piece += 1
+        found.append((range(start, piece), word))
+    for rest in range(piece, len(texts)):
         if pieces[rest] and not is_special(texts[rest]):
             raise ValueError(
-                f"groups: expected words for all tokens, got none from position {_first(wholes, rest)} "
-                f"({texts[rest]!r}) on"
+                f"groups: expected words for all tokens, got none from position "
+                f"{_first_position(wholes, rest)} ({texts[rest]!r}) on"
             )
-        placed.append((range(rest, rest + 1), texts[rest]))
-    positions = [[position for place in places for position in wholes[place][0]] for places, _ in placed]
-    return positions, [name for _, name in placed]
+        found.append((range(rest, rest + 1), texts[rest]))
+    positions = [[position for index in span for position in wholes[index][0]] for span, _ in found]
+    return positions, [name for _, name in found]
 
 
-def _first(wholes: Sequence[tuple[list[int], str]], place: int) -> int:
-    """Return the position of the first token of a whole; after the last whole, the number of tokens."""
-    return sum(len(positions) for positions, _ in wholes[:place])
+def _first_position(wholes: Sequence[tuple[list[int], str]], piece: int) -> int:
+    """Return the position of a piece's first token; after the last piece, return the number of tokens."""
+    return sum(len(positions) for positions, _ in wholes[:piece])
 
 
 def resolve_groups(
     tokens: Sequence[str], groups: Sequence[str] | Sequence[Sequence[int]] | None, argument: str
 ) -> tuple[list[list[int]], list[str]]:
-    """Positions and names of the words: found (`None`), by their text, or by their positions.
+    """Return the positions and the names of the words.
 
-    Neither words nor lists of positions is a TypeError; positions that are not each named exactly once, or
-    words that do not spell the tokens, a ValueError.
+    Args:
+        tokens: The tokens.
+        groups: The words as text, or the positions of each word. None: the words are found by `word_groups`.
+        argument: The name of the argument, for errors.
+
+    Raises:
+        TypeError: If `groups` are neither text nor lists of positions.
+        ValueError: If the words do not spell the tokens, or if a position is not in exactly one list.
     """
     if groups is None:
         positions = word_groups(tokens)
@@ -186,10 +201,10 @@ def resolve_groups(
                 f"{argument}: expected each position from 0 to {len(tokens) - 1} in exactly one list, got "
                 f"{positions}; drop positions first with .drop()"
             )
-    return positions, [_join([tokens[position] for position in group]) for group in positions]
+    return positions, [_join_word([tokens[position] for position in group]) for group in positions]
 
 
-def _join(pieces: Sequence[str]) -> str:
+def _join_word(pieces: Sequence[str]) -> str:
     texts = [text for _, text in whole_texts(pieces)]
     return "".join([texts[0], *(text[2:] if _continues_word(text) else text for text in texts[1:])])
 
@@ -201,41 +216,49 @@ def rows_of_words(
     how: str,
     explained: int | None = None,
 ) -> tuple[list[int], list[list[int]], tuple[str, ...]]:
-    """The words whose rows can be merged, and the places of their rows among `queries`, those that are held.
+    """Return which words have their rows in a map, the indices of these rows, and notes.
 
-    The word at the position `explained` is merged from the rows that are held, which a note names if some are
-    missing. Another note names the words that are left out although one of their rows is held.
+    The word at the position `explained` is merged from the rows that are present, and a note names these if
+    some are missing. Another note names the words that are left out although one of their rows is present.
+
+    Args:
+        groups: The positions of each word.
+        names: The name of each word.
+        queries: The position of each row of the map.
+        how: The name of the reduction. "first" and "last" need only that row of a word.
+        explained: The position whose word is kept with any of its rows.
 
     Raises:
-        ValueError: no word whose rows can be merged.
+        ValueError: If no word has its rows in the map.
     """
-    place_of = {position: place for place, position in enumerate(queries)}
-    span = {"first": slice(0, 1), "last": slice(-1, None)}.get(how, slice(None))
-    rows = [[place_of[i] for i in word if i in place_of] for word in groups]
-    whole = [all(position in place_of for position in word[span]) for word in groups]
-    partly = [bool(held) and not all_held for held, all_held in zip(rows, whole, strict=True)]
-    taken = [part and explained in word for part, word in zip(partly, groups, strict=True)]
-    numbers = [i for i in range(len(groups)) if whole[i] or taken[i]]
-    if not numbers:
+    row_of = {position: row for row, position in enumerate(queries)}
+    needed = {"first": slice(0, 1), "last": slice(-1, None)}.get(how, slice(None))
+    rows = [[row_of[position] for position in word if position in row_of] for word in groups]
+    is_complete = [all(position in row_of for position in word[needed]) for word in groups]
+    has_some = [bool(present) and not whole for present, whole in zip(rows, is_complete, strict=True)]
+    is_kept = [some and explained in word for some, word in zip(has_some, groups, strict=True)]
+    indices = [index for index in range(len(groups)) if is_complete[index] or is_kept[index]]
+    if not indices:
         raise ValueError(
-            f"queries: expected all rows of a word to be held, got the rows {shortened(queries)}; ask for "
-            "its other rows with lm.run(..., queries=...), or merge with queries='last' if the last is held"
+            f"queries: expected a map with all rows of some word, got the rows {shortened(queries)}; compute "
+            "the other rows with lm.run(..., queries=...), or merge with queries='last' if the map has a "
+            "word's last row"
         )
     notes = [
-        f"the row of {names[i]!r} (rows {shortened(groups[i])}) is that of {shortened(held)} alone, because "
-        "the map has no other of its rows"
-        for i in numbers
-        if taken[i] and (held := [position for position in groups[i] if position in place_of])
+        f"the row of {names[index]!r} (positions {shortened(groups[index])}) is merged from "
+        f"{shortened(present)} alone, because the map does not have the word's other rows"
+        for index in indices
+        if is_kept[index] and (present := [position for position in groups[index] if position in row_of])
     ]
-    left_out = [i for i in range(len(groups)) if partly[i] and not taken[i]]
-    texts = [f"{names[i]!r} (rows {shortened(groups[i])})" for i in left_out]
+    left_out = [index for index in range(len(groups)) if has_some[index] and not is_kept[index]]
+    texts = [f"{names[index]!r} (positions {shortened(groups[index])})" for index in left_out]
     if texts:
-        notes.append(f"words without a row, because not all their rows are held: {', '.join(texts)}")
-    return numbers, [rows[number] for number in numbers], tuple(notes)
+        notes.append(f"words without a row, because the map does not have all their rows: {', '.join(texts)}")
+    return indices, [rows[index] for index in indices], tuple(notes)
 
 
 def reduction(name: str, argument: str) -> Reduction:
-    """The reduction of that name; an unknown one is a ValueError."""
+    """Return the reduction with this name; raise a ValueError if there is none."""
     one_of(argument, name, _REDUCTIONS)
     return _REDUCTIONS[name]
 

@@ -13,7 +13,7 @@ def test_rows_on_one_token_and_rows_in_order():
     rows[1] = torch.arange(9.0)
     rows[2] = torch.tensor([3.0, 1, 4, 1, 5, 9, 2, 6, 5])
     one, order = collapse_notes(rows, torch.ones(3, 9, dtype=torch.bool), [7, 8, 9])
-    assert one.startswith("1 of 3 rows of the last layer (7) put 99% or more on one token")
+    assert one.startswith("1 of 3 rows of the last layer (7) have 99% or more of their sum on one token")
     assert order.startswith("1 of 3 rows of the last layer (8) rise or fall with the position")
 
 

@@ -1,4 +1,4 @@
-"""Attention flow against attention_flow's own numbers, and the properties it must have."""
+"""Test attention flow against the numbers of the package attention_flow, and its properties."""
 
 import warnings
 
@@ -7,7 +7,7 @@ import torch
 
 import lens_mix as lm
 from lens_mix.aggregation import flow, rollout
-from lens_mix.aggregation.flow import _even_flow
+from lens_mix.aggregation.flow import _compute_even_flow
 from lens_mix.maps import MixingMap
 from tests.matrix import slow
 from tests.random_maps import REFERENCE, map_of, random_attention, reference_arrays
@@ -35,7 +35,7 @@ def test_the_reference_is_there():
 
 @pytest.mark.parametrize(
     ("solver", "atol", "name"),
-    # networkx, which is slow, has the deepest one in .ci/run only: shallow ones of both kinds tell as much
+    # networkx is slow, so the deepest stack is a slow test; shallow stacks test the same code.
     [
         slow(*solver, name) if solver[0] == "networkx" and "L12" in name else (*solver, name)
         for solver in SOLVERS
@@ -192,7 +192,7 @@ def test_deep_bidirectional_stacks_are_told_to_degenerate():
     assert shares[-1] == 1.0
     first = 0.5 * scores[0].mean(0) + 0.5 * torch.eye(12)
     assert close(found.scores[-1], first.sum(0).clamp(max=1).expand(12, 12), 1e-8)
-    assert any("100 % of the flows from layer 7 equal what layer 0 alone lets into" in n for n in found.notes)
+    assert any("100 % of the flows from layer 7 equal the bound of layer 0 alone" in n for n in found.notes)
 
 
 def test_the_share_counts_pairs():
@@ -208,12 +208,12 @@ def test_the_share_counts_pairs():
 
 
 def test_stacks_that_do_not_degenerate_carry_no_note():
-    # Each position sees itself in every layer but the top one: the top layer decides.
+    # Each position sees only itself in all layers except the top one, so the top layer sets the flow.
     scores = torch.stack([torch.eye(6, dtype=torch.float64)] * 3 + [random_attention(1)[0]])
     found = flow(map_of(scores), residual=0.0, normalize=False)
     assert close(found.scores[-1], scores[-1])
     assert found.provenance["aggregation"]["first_layer_share"][3] < 0.5
-    assert not any("equal what layer" in note for note in found.notes)
+    assert not any("equal the bound of layer" in note for note in found.notes)
 
 
 # ---------------------------------------------------------------------- receptive field
@@ -275,16 +275,16 @@ def test_the_sum_of_a_row_is_kept():
 
 
 def test_flow_of_even_attention_over_tokens_that_see_each_other():
-    assert _even_flow((0.5,), 4) == pytest.approx((0.625, 0.125))
-    assert _even_flow((0.5, 0.5), 4) == pytest.approx((1.0, 0.5))
-    assert _even_flow((0.5,) * 12, 4) == pytest.approx((1.0, 1.0))
-    assert _even_flow((0.5,) * 3, 1) == pytest.approx((1.0, 0.0))
-    # The top layer keeps all: what the layer below gives, min(0.8 + 0.05, 1) and 0.05.
-    assert _even_flow((0.8, 1.0), 4) == pytest.approx((0.85, 0.05))
+    assert _compute_even_flow((0.5,), 4) == pytest.approx((0.625, 0.125))
+    assert _compute_even_flow((0.5, 0.5), 4) == pytest.approx((1.0, 0.5))
+    assert _compute_even_flow((0.5,) * 12, 4) == pytest.approx((1.0, 1.0))
+    assert _compute_even_flow((0.5,) * 3, 1) == pytest.approx((1.0, 0.0))
+    # The top layer is the identity, so the flows are those of the layer below: min(0.8 + 0.05, 1) and 0.05.
+    assert _compute_even_flow((0.8, 1.0), 4) == pytest.approx((0.85, 0.05))
 
 
 def test_the_null_model_of_a_map_that_holds_the_residual_keeps_as_much_of_it():
-    """Layer by layer; without it the quotient of a map that stays is the null model's own slope."""
+    """Check that uniform maps stay uniform; a null model without the residual would add its own slope."""
     weights = torch.tensor([0.9, 0.6, 0.8]).double()
     identity = torch.eye(9, dtype=torch.float64)
     scores = even(3, 9) * (1 - weights[:, None, None]) + identity * weights[:, None, None]
@@ -294,21 +294,21 @@ def test_the_null_model_of_a_map_that_holds_the_residual_keeps_as_much_of_it():
         others = held[query, :query]
         assert close(others, others[:1].expand_as(others), 1e-7)
         assert held[query, query] > others[0]
-    # Told that no residual is in the map, the same maps keep a slope.
+    # If the map is not marked as containing the residual, the slope remains.
     assert mixed[-1, :-1].std() / mixed[-1, :-1].mean() > 0.01
 
 
 def test_a_causal_map_that_was_not_called_causal_warns():
-    with pytest.warns(UserWarning, match="receptive_field changed nothing"):
+    with pytest.warns(UserWarning, match="receptive_field had no effect"):
         found = flow(map_of(random_attention(), causal=False), receptive_field=True, layer=-1)
-    assert any("receptive_field changed nothing" in note for note in found.notes)
+    assert any("receptive_field had no effect" in note for note in found.notes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         flow(map_of(), receptive_field=True, layer=-1)
 
 
 def test_it_takes_the_slope_out_of_even_attention_with_noise():
-    """What docs/flow.md promises: the bias to early tokens gets smaller, a strong preference is found."""
+    """Check the claim of docs/flow.md: a strong preference is found despite the bias to early tokens."""
     generator = torch.Generator().manual_seed(0)
     logits = 0.5 * torch.randn(6, 16, 16, generator=generator, dtype=torch.float64)
     logits[:, :, 9] += 3

@@ -1,4 +1,4 @@
-"""The joint stack of an encoder-decoder: against the recursion over source and prefix, and by hand."""
+"""Test the joint stack of an encoder-decoder against a recursion over source and prefix, and by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOURCE, TARGET = ["a", "b", "c"], ["<s>", "x"]
 
 
 def by_hand(own=False, encoder_layers=2, decoder_layers=2, heads=(), seed=0):
-    """Maps of the three parts with random rows of other sums than 1."""
+    """Return maps of the three parts with random rows that do not sum to 1."""
     generator = torch.Generator().manual_seed(seed)
 
     def scores(layers, queries, keys):
@@ -32,7 +32,7 @@ def by_hand(own=False, encoder_layers=2, decoder_layers=2, heads=(), seed=0):
 
 
 def recursion(maps, weights, encoder=True):
-    """Shares of source and prefix, carried up: S and P of the target's positions after the last block."""
+    """Return the shares of source and prefix in the target's positions after the last block."""
     rows = {}
     for name, part in maps.items():
         scores = part.scores if part.scores.ndim == 3 else part.scores.mean(1)
@@ -91,7 +91,7 @@ def test_flow_and_weights_by_part():
     assert joined.provenance["joint"]["residual"] == weights
     flows = lm.flow(joined, layer=-1)
     torch.testing.assert_close(flows.scores.sum(-1), torch.ones(1, 5, dtype=torch.float64))
-    # Into the first target position's own token flows at most what cross-attention leaves, 0.7.
+    # Cross-attention leaves 0.7 for the first target position's own token, so no flow to it is larger.
     unscaled = lm.flow(joined, layer=-1, normalize=False).scores[0]
     assert float(unscaled[3, 3]) <= 0.7 + 1e-9
 
@@ -107,7 +107,7 @@ def test_of_a_model(method):
     assert found.scores.shape == (6, 12, 12)
     torch.testing.assert_close(found.scores.sum(-1), torch.ones(6, 12, dtype=torch.float64))
     assert bool((found.scores[-1, 7:, :7] > 0).all())
-    # What the encoder's rows say is the encoder's own rollout.
+    # The encoder's rows are those of the encoder's own rollout.
     torch.testing.assert_close(found.scores[1, :7, :7], lm.rollout(maps["encoder"]).scores[-1])
 
 
@@ -135,8 +135,12 @@ def test_an_empty_row_keeps_itself_or_is_told():
     ("change", "error", "message"),
     [
         (lambda maps: list(maps.values()), TypeError, "maps: expected a dict of three maps"),
-        (lambda maps: {"cross": maps["cross"]}, ValueError, "maps: expected a MixingMap each for"),
-        (lambda maps: {**maps, "cross": {"a": maps["cross"]}}, ValueError, "maps: expected a MixingMap each"),
+        (lambda maps: {"cross": maps["cross"]}, ValueError, "maps: expected one MixingMap for each of"),
+        (
+            lambda maps: {**maps, "cross": {"a": maps["cross"]}},
+            ValueError,
+            "maps: expected one MixingMap for each",
+        ),
         (lambda maps: {**maps, "cross": maps["decoder"]}, ValueError, "expected layer maps with key_tokens"),
         (
             lambda maps: {**maps, "encoder": maps["encoder"].replace(tokens=["a", "b", "z"])},

@@ -1,4 +1,4 @@
-"""Products of maps in logarithms against products of exact fractions."""
+"""Test products of maps in logarithms against products of exact fractions."""
 
 import math
 from fractions import Fraction
@@ -45,13 +45,13 @@ def test_log_matmul_against_fractions(size, spread, zeros, seed):
 
 
 def test_log_matmul_redoes_the_rows_that_underflow():
-    # Column maximum 0 at k = 1, where the left factor is exactly zero: the entry is exp(-2000).
+    # The column has its maximum 0 at k = 1, where the left factor is zero, so the entry is exp(-2000).
     left = torch.tensor([[-1000.0, -math.inf], [0.0, 0.0]], dtype=torch.float64)
     right = torch.tensor([[-1000.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
     result = log_matmul(left, right)
     assert result[0].tolist() == [-2000.0, -1000.0]
     assert result[1].tolist() == pytest.approx([0.0, math.log(2)])
-    # exp(-740) is a number of few digits in float64.
+    # exp(-740) is subnormal in float64 and has few digits.
     right[0, 0] = -740.0
     assert log_matmul(left, right)[0, 0].item() == pytest.approx(-1740.0, abs=1e-12)
 

@@ -1,4 +1,4 @@
-"""Normalisation by the receptive field: the reference, its defining properties, its arithmetic."""
+"""Test the normalisation by the receptive field: its reference, its properties and its arithmetic."""
 
 import math
 import warnings
@@ -43,7 +43,7 @@ def first_key(size):
 
 
 def attention(mask, layers=4, heads=None, seed=0, spread=1.5):
-    """Random attention over the keys that `mask` allows."""
+    """Return random attention over the keys that `mask` allows."""
     size = mask.shape[-1]
     generator = torch.Generator().manual_seed(seed)
     shape = (layers, size, size) if heads is None else (layers, heads, size, size)
@@ -87,16 +87,16 @@ def test_equals_the_candidate_with_residual(stack):
     mixing_map = make(maps, causal=True)
     assert np.abs(rollout(mixing_map).scores[-1].numpy() - plain).max() < 1e-12
     assert np.abs(normalised(mixing_map)[-1].numpy() - expected).max() < 1e-10
-    even = receptive_field._even_attention(triangle(size)).expand(layers, size, size)
+    even = receptive_field._make_uniform(triangle(size)).expand(layers, size, size)
     assert np.abs(rollout(make(even, causal=True)).scores[-1].numpy() - null).max() < 1e-12
     assert np.abs(normalised(make(even, causal=True))[-1].numpy() - target).max() < 1e-12
-    # The candidate without residual is another number, so the comparison can fail.
+    # The candidate without residual differs, which shows that the comparison can fail.
     with np.load(REFERENCE) as file:
         assert np.abs(file[f"{stack}_null_ratio"] - expected).max() > 1e-4
 
 
 def by_fractions(maps, masks, weight):
-    """The definition, word for word, in exact fractions; the last layer's rows."""
+    """Return the last layer's rows by the definition, in exact fractions."""
     size, weight = len(maps[0]), Fraction(weight)
     every = range(size)
     identity = [[Fraction(int(i == j)) for j in every] for i in every]
@@ -167,19 +167,19 @@ def test_bidirectional_maps_with_an_empty_row_are_unchanged():
 @pytest.mark.parametrize("name", MASKS)
 def test_even_attention_without_residual_comes_out_even(name):
     masks = MASKS[name].expand(4, 7, 7)
-    result = normalised(make(receptive_field._even_attention(masks), mask=masks), 0.0)
+    result = normalised(make(receptive_field._make_uniform(masks), mask=masks), 0.0)
     for place in range(4):
         reached = masks[0].double()
         for mask in masks[1 : place + 1]:
             reached = mask.double() @ reached
-        even = receptive_field._even_attention(reached > 0)
-        # Where a position can reach nothing, or only through positions that see nothing, mass is lost.
+        even = receptive_field._make_uniform(reached > 0)
+        # A row sums to less than 1 if some path from its position ends at one that sees nothing.
         mass = result[place].sum(-1, keepdim=True)
         assert torch.allclose(result[place], even * mass, rtol=0, atol=1e-14)
 
 
 def test_even_attention_with_residual_is_even_but_for_the_diagonal():
-    result = normalised(make(receptive_field._even_attention(triangle(8).expand(12, 8, 8)), causal=True))
+    result = normalised(make(receptive_field._make_uniform(triangle(8).expand(12, 8, 8)), causal=True))
     for place, rows in enumerate(result):
         share = 0.5 ** (place + 1)
         for query, row in enumerate(rows):
@@ -212,7 +212,7 @@ def test_rows_keep_their_mass_and_their_support(name, heads, weight, layers, see
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("name", ["causal", "window", "windows by layer", "prefix"])
 def test_later_tokens_change_nothing(name, weight):
-    """The rows of the first tokens are the rows of the map of the first tokens alone."""
+    """Check that the rows of the first tokens equal those of the map of the first tokens alone."""
     mask = MASKS[name]
     mixing_map = make(attention(mask), mask=mask)
     shorter = mixing_map.drop([5, 6])
@@ -224,7 +224,7 @@ def test_later_tokens_change_nothing(name, weight):
 
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_padding_changes_nothing(weight):
-    """Right padding of bidirectional and causal maps: real rows are those of the prompt alone."""
+    """Check that with right padding, the real rows equal those of the prompt alone."""
     for mask in (padding(7, 5), triangle(7) & padding(7, 5)):
         mixing_map = make(attention(mask), mask=mask)
         alone = make(mixing_map.scores[:, :5, :5], mask=mask[:5, :5])
@@ -290,7 +290,7 @@ def test_per_head():
     result = normalised(mixing_map, per_head=True)
     plain = rollout(mixing_map, per_head=True).scores
     merged, merged_plain = normalised(mixing_map), rollout(mixing_map).scores
-    # The same factors as for the merged heads, up to the scale of each row.
+    # Each head has the same factors as the merged heads, except for the scale of each row.
     factor = torch.where(plain > 0, result / plain, 0.0)
     expected = torch.where(merged_plain > 0, merged / merged_plain, 0.0)[:, None]
     scale = factor[..., :1] / expected[..., :1]
@@ -303,7 +303,7 @@ def test_per_head():
 
 @pytest.mark.parametrize("weight", [0.5, 0.0])
 def test_it_finds_a_planted_key(weight):
-    """Every layer of 12 prefers one key (by e^1.5); who has the largest share of the last row?"""
+    """Check that a key that each of 12 layers prefers (by e^1.5) has the largest share of the last row."""
     layers, size, trials = 12, 32, 20
     found, slopes = {False: 0, True: 0}, {False: [], True: []}
     generator = torch.Generator().manual_seed(0)
@@ -352,20 +352,20 @@ def test_both_ways_agree_on_every_mask(name, weight, heads):
 
 
 def test_logarithms_where_float64_fails():
-    """400 layers of even attention: the last of 64 keys gets 64^−400 of the plain rollout."""
+    """Check 400 layers of uniform attention, where the plain rollout of the last of 64 keys is 64^−400."""
     masks = triangle(64).expand(400, 64, 64)
     null = receptive_field.null_maps(masks, 0.0)
     assert not receptive_field._float64_suffices(null, 0.0)
     broken = receptive_field.normalise_rollout(null, masks, 0.0, arithmetic="float64")[-1]
-    assert not torch.allclose(broken, receptive_field._even_attention(triangle(64)))
+    assert not torch.allclose(broken, receptive_field._make_uniform(triangle(64)))
     result = receptive_field.normalise_rollout(null, masks, 0.0)[-1]
-    assert torch.allclose(result, receptive_field._even_attention(triangle(64)), rtol=1e-9, atol=0)
+    assert torch.allclose(result, receptive_field._make_uniform(triangle(64)), rtol=1e-9, atol=0)
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(sorted(MASKS)), st.integers(1, 400), st.sampled_from([0.0, 1e-9, 0.5, 1 - 1e-9, 1.0]))
 def test_the_bound_holds(name, layers, weight):
-    """Where float64 is said to suffice, no entry of the null model's rollout underflows."""
+    """Check that no entry of the null model's rollout underflows if `_float64_suffices` is True."""
     mask = MASKS[name]
     masks = mask[torch.arange(layers) % len(mask)] if mask.ndim == 3 else mask.expand(layers, 7, 7)
     null = receptive_field.null_maps(masks, weight)
@@ -423,7 +423,7 @@ def test_the_page_prints_what_it_says(capsys):
 
 
 def holding(scores, weights, mask=None):
-    """Attention maps with the residual mixed in already, `weights` per layer; residual 0 says so."""
+    """Return attention maps with the residual mixed in, with one of `weights` per layer and `residual=0`."""
     weights = torch.as_tensor(weights, dtype=torch.float64)[:, None, None]
     identity = torch.eye(scores.shape[-1], dtype=torch.float64)
     mixed = (1 - weights) * scores + weights * identity
@@ -434,8 +434,8 @@ WEIGHTS_BY_LAYER = [0.3, 0.9, 0.5, 0.0]
 
 
 def test_even_attention_that_holds_the_residual_comes_out_even():
-    """As with the same weights mixed in by the rollout."""
-    even = receptive_field._even_attention(triangle(7)).expand(4, 7, 7)
+    """Compare with the rollout that mixes in the same weights."""
+    even = receptive_field._make_uniform(triangle(7)).expand(4, 7, 7)
     result = rollout(holding(even, WEIGHTS_BY_LAYER), receptive_field=True).scores
     share = 1.0
     for weight, rows in zip(WEIGHTS_BY_LAYER, result, strict=True):
@@ -452,9 +452,9 @@ def test_bidirectional_maps_that_hold_the_residual_are_unchanged():
 
 
 def test_what_is_mixed_in_counts_too():
-    """A weight on top of what the map holds; no layer can hold less."""
-    even = receptive_field._even_attention(triangle(7)).expand(4, 7, 7)
-    held = receptive_field.held_residual(
+    """Mix in a weight on top of the map's own residual; no layer can have a smaller one."""
+    even = receptive_field._make_uniform(triangle(7)).expand(4, 7, 7)
+    held = receptive_field.estimate_residual(
         receptive_field.add_residual(holding(even, WEIGHTS_BY_LAYER).scores.clone(), 0.2),
         triangle(7).expand(4, 7, 7),
         0.2,
@@ -462,11 +462,11 @@ def test_what_is_mixed_in_counts_too():
     assert held[:, 0].tolist() == pytest.approx([1 - 0.8 * (1 - weight) for weight in WEIGHTS_BY_LAYER])
     less = torch.zeros(1, 7, 7, dtype=torch.float64)
     less[:, :, 0] = 1
-    assert receptive_field.held_residual(less, triangle(7)[None], 0.25).unique().tolist() == [0.25]
+    assert receptive_field.estimate_residual(less, triangle(7)[None], 0.25).unique().tolist() == [0.25]
 
 
 def test_a_deep_map_that_holds_the_residual_is_not_the_position():
-    """A planted key is found in 30 layers that keep 95 %; against a null model that moves on it never is."""
+    """Find a planted key in 30 layers with residual 0.95, which needs a null model with the same residual."""
     generator = torch.Generator().manual_seed(0)
     found = {"held": 0, "moving": 0}
     ordered = 0
@@ -501,7 +501,7 @@ def test_measured_shares_that_are_all_alike_are_a_residual():
 
 def test_even_attention_with_measured_shares_comes_out_even_but_for_the_diagonal():
     shares = torch.rand(5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    even = receptive_field._even_attention(triangle(7)).expand(5, 7, 7)
+    even = receptive_field._make_uniform(triangle(7)).expand(5, 7, 7)
     measured = make(even, causal=True).replace(residual_shares=shares)
     result = rollout(measured, residual="measured", receptive_field=True).scores
     stayed = shares.cumprod(0)

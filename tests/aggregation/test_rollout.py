@@ -1,4 +1,4 @@
-"""Rollout against attention_flow's own numbers, and the properties it must have."""
+"""Test rollout against the numbers of the package attention_flow, and its properties."""
 
 import pytest
 import torch
@@ -162,7 +162,7 @@ def test_from_and_to_layers_are_labels():
     assert torch.equal(upper.scores, rollout(map_of(mixing_map.scores[1:3])).scores)
     with pytest.raises(ValueError, match=r"layer: expected one of \[5, 6, 7, 8\]"):
         rollout(mixing_map, from_layer=0)
-    with pytest.raises(ValueError, match="from_layer: expected no later layer"):
+    with pytest.raises(ValueError, match="from_layer: expected to_layer or a layer before"):
         rollout(mixing_map, from_layer=7, to_layer=6)
 
 
@@ -183,7 +183,7 @@ def test_a_row_that_saw_only_the_dropped_token_keeps_itself():
     below = with_residual.scores[0, 2]
     assert torch.equal(with_residual.scores[1, 2], below)
     assert without.scores[1, 2].abs().sum() == 0
-    assert "all-zero rows, left as zeros: layer 1 query 2" in without.notes
+    assert "all-zero rows stay zero: layer 1 query 2" in without.notes
     assert torch.isfinite(without.scores).all()
 
 
@@ -284,13 +284,13 @@ def test_a_total_of_mixing_is_a_weight_by_the_number_of_layers(total, weight):
     result = rollout(mixing_map, total_mixing=total, to_layer=1)
     assert torch.equal(result.scores, rollout(mixing_map, residual=weight, to_layer=1).scores)
     assert result.residual == weight
-    # a weight of the method's is not asked for
+    # `total_mixing` sets the weight, so a method without one is accepted.
     custom = mixing_map.replace(method="custom")
     assert rollout(custom, total_mixing=total, to_layer=1).residual == weight
 
 
 def test_a_total_of_mixing_that_is_none():
-    with pytest.raises(ValueError, match="total_mixing: expected no residual besides it"):
+    with pytest.raises(ValueError, match="total_mixing: expected residual=None"):
         rollout(map_of(), total_mixing=1, residual=0.5)
     with pytest.raises(ValueError, match="total_mixing: expected a finite number, 0 or more"):
         rollout(map_of(), total_mixing=-1)

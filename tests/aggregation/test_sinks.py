@@ -1,4 +1,4 @@
-"""Aggregations of attention weights whose rows gave some of their weight to a sink that is not a token."""
+"""Test aggregations of attention weights if an attention sink that is not a token has some of the weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 7
 
 
 def with_sink(layers=4, heads=None, size=SIZE, seed=0, causal=True, **fields):
-    """A map whose rows lack between a tenth and nine tenths of 1."""
+    """Return a map whose rows sum to between 0.1 and 0.9."""
     scores = random_attention(layers, heads, size, causal=causal, seed=seed)
     kept = torch.empty(scores.shape[:-1], dtype=torch.float64)
     kept.uniform_(0.1, 0.9, generator=torch.Generator().manual_seed(seed))
@@ -26,7 +26,7 @@ def with_sink(layers=4, heads=None, size=SIZE, seed=0, causal=True, **fields):
 
 
 def oracle(attention, weight=0.5):
-    """The product of ((1 - w) A + w I) / rowsum, in numpy, [layer, query, key]; heads averaged."""
+    """Return the product of ((1 - w) A + w I) / rowsum, `[layer, query, key]`, with heads averaged."""
     attention = np.asarray(attention, dtype=np.float64)
     attention = attention.mean(1) if attention.ndim == 4 else attention
     identity, below, out = np.eye(attention.shape[-1]), None, []
@@ -44,7 +44,7 @@ def close(found, expected, atol=1e-13):
 
 @pytest.fixture(scope="module")
 def run():
-    """gpt-oss with large sinks: the maps of attention and of attention with the residual."""
+    """Run gpt-oss with large sinks, with attention and with attention and the residual."""
     model = build_or_skip(bridge, "gpt_oss", torch.float64)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
@@ -116,7 +116,7 @@ def test_each_head_has_its_own_sums():
 
 
 def test_the_receptive_field_keeps_as_much_of_the_residual():
-    """Even attention with the same sums rolls out to what no preference looks like, as without a sink."""
+    """Check that uniform attention with a sink has the same normalised rollout as without a sink."""
     even = torch.ones(SIZE, SIZE, dtype=torch.float64).tril()
     even = even / even.sum(-1, keepdim=True)
     kept = 0.6
@@ -168,7 +168,7 @@ def test_an_all_zero_row_keeps_itself_beside_a_sink():
 
 
 def test_rows_that_lack_something_else_are_divided_by_their_sum():
-    """Of other maps, of what is dropped, and of sums that are none, the missing share is not the sink's."""
+    """Check rows whose missing share is not that of the sink: other maps, and maps with dropped tokens."""
     m = with_sink(heads=2)
     whole = m.replace(provenance={})
     close(lm.rollout(whole).scores, lm.rollout(whole.merge_heads().normalized()).scores)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lens_mix as lm
-from lens_mix.aggregation.tree import _tree_rich
+from lens_mix.aggregation.tree import _make_rich_tree
 from tests.reference_models import REFERENCE
 
 RELEASED = {"special": [0], "top_layer": -2, "order": "position", "within_layer": True}
@@ -28,7 +28,7 @@ def as_map(scores) -> lm.MixingMap:
 
 
 def edges_of(tree) -> list[tuple[int, int, int]]:
-    """(layer, query, key), as the released code lists them."""
+    """Return the edges as (layer, query, key), the form of the released code."""
     nodes = tree.nodes
     return [
         (values["layer"], nodes[end]["position"], nodes[start]["position"])
@@ -70,7 +70,7 @@ def test_every_tree(seed, layers, positions, chosen):
     try:
         tree = lm.attribution_tree(as_map(scores), **chosen)
     except ValueError as reason:
-        assert "no tree to grow" in str(reason)
+        assert "positive score between two different tokens" in str(reason)
         return
     root = tree.graph["root"]
     assert nx.is_arborescence(tree.reverse())
@@ -157,7 +157,7 @@ def test_text():
         "    └── '[bold]' @0  layer 0, 0.5",
     ]
     with pytest.raises(ValueError, match="expected a graph of attribution_tree"):
-        _tree_rich(nx.DiGraph())
+        _make_rich_tree(nx.DiGraph())
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_bad_options(options, message):
 def test_bad_maps():
     with pytest.raises(TypeError, match="expected a MixingMap"):
         lm.attribution_tree(random_scores(0))
-    with pytest.raises(ValueError, match="no tree to grow"):
+    with pytest.raises(ValueError, match="positive score between two different tokens"):
         lm.attribution_tree(as_map(-random_scores(0).abs()))
     with pytest.raises(ValueError, match="layer maps for attribution_tree"):
         lm.attribution_tree(lm.rollout(as_map(random_scores(0).abs()), residual=0.5))

@@ -1,4 +1,4 @@
-"""The graph of information-flow routes: what is in it, from maps made by hand and from models."""
+"""Test the graph of information-flow routes, with maps made by hand and with models."""
 
 import networkx as nx
 import pytest
@@ -15,7 +15,7 @@ TOKENS = [" one", " t", "wo"]
 
 
 def by_hand(heads=None, parallel=False, **fields):
-    """Two layers over three tokens; the residual's part is in the scores' diagonal."""
+    """Return a map of two layers over three tokens, with the residual's share on the diagonal."""
     resid_pre = torch.tensor([[1.0, 0.5, 0.4], [1.0, 0.7, 0.03]], dtype=torch.float64)
     layers = [
         [[0.0, 0.0, 0.0], [0.48, 0.02, 0.0], [0.3, 0.3, 0.0]],
@@ -42,14 +42,15 @@ def weights(graph):
 def test_only_what_is_above_the_threshold_and_leads_to_the_query():
     graph = information_flow_routes(by_hand())
     assert weights(graph) == {
-        # Layer 5: output from feed-forward and residual stream, this one from " t" and "wo".
+        # Layer 5: the output comes from the feed-forward and the residual stream, the latter from " t" and
+        # "wo".
         ((4, 2), (6, 2)): 0.7,
         ((5, 2), (6, 2)): 0.3,
         ((4, 2), (5, 2)): 1.0,
         ((3, 1), (4, 2)): 0.6,
-        # What stays: attention to itself alone, the residual's 0.03 is too little.
+        # This is the attention to itself alone, because the residual's 0.03 is below the threshold.
         ((3, 2), (4, 2)): 0.35,
-        # Layer 4: of "wo" the feed-forward alone, of " t" none of it.
+        # Layer 4: "wo" comes from the feed-forward alone, and " t" from the residual stream alone.
         ((2, 2), (3, 2)): 0.99,
         ((1, 2), (2, 2)): 1.0,
         ((1, 1), (3, 1)): 1.0,
@@ -82,20 +83,20 @@ def test_another_query_several_and_a_higher_threshold():
     assert nx.utils.graphs_equal(nx.DiGraph(both.edges), nx.DiGraph(alone.edges))
     assert both.graph["targets"] == ((6, 0), (6, 2))
     assert "target" not in both.graph
-    # A branch that nothing above the threshold leads to ends where it is.
+    # A branch ends at a node without an edge above the threshold.
     few = information_flow_routes(by_hand(), threshold=0.6)
     assert weights(few) == {((4, 2), (6, 2)): 0.7}
     assert set(information_flow_routes(by_hand(), threshold=1)) == {(6, 2)}
 
 
 def test_each_head_is_an_edge_of_its_own():
-    """Heads of 0.36, 0.18 and 0.06 of what is 0.6 together: at 0.1 the last goes."""
+    """Check heads of 0.36, 0.18 and 0.06, of which a threshold of 0.1 removes the last."""
     graph = information_flow_routes(by_hand([0.6, 0.1, 0.3]), threshold=0.1)
     edge = graph.edges[(3, 1), (4, 2)]
     assert [head for head, _ in edge["heads"]] == [0, 2]
     assert [share for _, share in edge["heads"]] == pytest.approx([0.36, 0.18])
     assert (edge["weight"], edge["attention"]) == (pytest.approx(0.54), pytest.approx(0.54))
-    # The residual is one edge, whatever each head's diagonal holds of it.
+    # The residual is one edge, although each head's diagonal contains a share of it.
     assert graph.edges[(0, 2), (1, 2)] == {
         "weight": 0.4,
         "attention": 0,
@@ -113,7 +114,7 @@ def test_the_feed_forward_of_a_parallel_block_reads_its_input():
 def test_words():
     graph = information_flow_routes(by_hand(), " two", words="words")
     assert graph.graph["tokens"] == [" one", " two"]
-    # Rows of " t" and "wo" are averaged, their columns summed; " t" to itself is attention within the word.
+    # The rows of " t" and "wo" are averaged, and their columns summed, with attention within the word.
     edge = graph.edges[(3, 1), (4, 1)]
     assert edge["residual"] == pytest.approx((0.7 + 0.03) / 2)
     assert edge["attention"] == pytest.approx((0.02 + 0.6 + 0.35) / 2)
@@ -133,7 +134,7 @@ def test_of_a_model_it_is_the_cut_of_all_edges(name, per_head):
     everything = information_flow_routes(found, list(range(7)), threshold=0)
     mids = [node for node, kind in everything.nodes(data="kind") if kind in ("resid_mid", "resid_post")]
     for node in mids:
-        # All edges into a node sum to 1, so that they are the shares of what it is made of.
+        # All edges into a node sum to 1, because they are the shares of its inputs.
         assert sum(values["weight"] for *_, values in everything.in_edges(node, data=True)) == pytest.approx(
             1
         )
@@ -149,7 +150,7 @@ def test_of_a_model_it_is_the_cut_of_all_edges(name, per_head):
 
 
 def joint_by_hand(maps, query, threshold):
-    """The edges from a target position down, by recursion over what the three parts' maps and records say."""
+    """Return the edges that lead to a target position, by a recursion over the maps of the three parts."""
     source, edges, seen = len(maps["encoder"].tokens), {}, set()
     depth = len(maps["encoder"])
 

@@ -1,4 +1,4 @@
-"""A map that holds the rows of some positions only: every method equals the cut of the whole map's."""
+"""Test maps of some rows: each method returns the same rows as it does for the map of all rows."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def same(one: MixingMap, other: MixingMap) -> None:
 ROWS = [[5], [2, 3], [4, 1], [3, 0, 5]]
 
 
-# ---------------------------------------------------------------------- making one
+# ---------------------------------------------------------------------- construction
 
 
 def test_made_by_hand():
@@ -67,12 +67,12 @@ def test_with_other_keys():
     [
         ({"queries": [1]}, ValueError, "queries: expected 6 positions, one per row of scores, got 1"),
         ({"queries": [6]}, ValueError, "queries: expected a position from -6 to 5, got 6"),
-        ({"queries": [1, -5, 0, 2, 3, 4]}, ValueError, "queries: expected at least one position, none twice"),
+        ({"queries": [1, -5, 0, 2, 3, 4]}, ValueError, "queries: expected at least one position, each once"),
         ({"queries": 5}, TypeError, "queries: expected a list of positions, got 5"),
         ({"tokens": TOKENS[:5], "queries": [0]}, ValueError, "tokens: expected 6, one per key position"),
     ],
 )
-def test_refused(changes, error, message):
+def test_bad_fields(changes, error, message):
     with pytest.raises(error, match=message):
         whole(**changes)
 
@@ -111,7 +111,7 @@ def test_select_queries_by_number_and_slice():
     assert whole().select_queries(slice(None)).queries is None
 
 
-def test_select_queries_refuses_rows_that_are_not_held():
+def test_select_queries_needs_rows_that_the_map_has():
     with pytest.raises(ValueError, match=r"queries: .* \[5, 2\], got 3 .*lm.run\(\.\.\., queries=\[3\]"):
         whole().select_queries([5, 2]).select_queries([3])
     with pytest.raises(ValueError, match="queries: expected at least one position"):
@@ -130,7 +130,7 @@ def test_select_queries_refuses_rows_that_are_not_held():
         lambda m: m.layer(-1),
     ],
 )
-def test_what_works_row_by_row_is_the_cut_of_the_whole(change, rows):
+def test_row_by_row_methods_equal_a_selection_from_the_whole(change, rows):
     for make in (lambda: whole(heads=2), lambda: masked(heads=2)):
         same(change(make().select_queries(rows)), change(make()).select_queries(rows))
 
@@ -152,7 +152,7 @@ def test_an_empty_row_is_noted_by_its_position():
     axis=st.sampled_from(["both", "query", "key"]),
     with_mask=st.booleans(),
 )
-def test_drop_is_the_cut_of_the_whole(rows, gone, axis, with_mask):
+def test_drop_equals_a_selection_from_the_whole(rows, gone, axis, with_mask):
     every = masked() if with_mask else whole()
     kept = [position for position in range(SIZE) if axis == "key" or position not in gone]
     left = [kept.index(position) for position in rows if position in kept]
@@ -160,12 +160,12 @@ def test_drop_is_the_cut_of_the_whole(rows, gone, axis, with_mask):
     if left:
         same(cut.drop(gone, axis), every.drop(gone, axis).select_queries(left))
     else:
-        with pytest.raises(ValueError, match="tokens: expected a row to be left"):
+        with pytest.raises(ValueError, match="tokens: expected at least one row to remain"):
             cut.drop(gone, axis)
 
 
 @pytest.mark.parametrize("make", [whole, masked, lambda: whole(heads=2)])
-def test_merge_words_gives_the_words_whose_rows_are_held(make):
+def test_merge_words_returns_the_words_with_all_rows(make):
     cut = make().select_queries([5, 3, 2]).merge_words()
     merged = make().merge_words()
     assert cut.tokens == merged.tokens == ["<|endoftext|>", "The", " Eiffel", " Tower", " is"]
@@ -173,25 +173,28 @@ def test_merge_words_gives_the_words_whose_rows_are_held(make):
     assert cut.notes == ()
 
 
-def test_merge_words_leaves_out_words_whose_rows_are_partly_held():
+def test_merge_words_leaves_out_words_with_some_rows():
     cut = whole().select_queries([3, 5]).merge_words()
     same(cut, whole().merge_words().select_queries([4]))
-    assert cut.notes == ("words without a row, because not all their rows are held: ' Eiffel' (rows [2, 3])",)
-    with pytest.raises(ValueError, match=r"expected all rows of a word to be held, got the rows \[3\]"):
+    assert cut.notes == (
+        "words without a row, because the map does not have all their rows: ' Eiffel' (positions [2, 3])",
+    )
+    with pytest.raises(ValueError, match=r"expected a map with all rows of some word, got the rows \[3\]"):
         whole().select_queries([3]).merge_words()
 
 
 def test_merge_words_keeps_the_word_that_an_input_map_explains():
-    """Its last token alone has a row: `input_map(...)` of a prompt that ends in the middle of a word."""
+    """Merge the last word of a prompt that ends within a word, of which `input_map` has only the last row."""
     rows = whole().replace(kind="input")
     cut = rows.select_queries([3]).merge_words()
     assert cut.tokens == whole().merge_words().tokens
     assert cut.queries == [2]
     assert torch.equal(cut.scores, whole().merge_words(queries="last").select_queries([2]).scores)
     assert cut.notes == (
-        "the row of ' Eiffel' (rows [2, 3]) is that of [3] alone, because the map has no other of its rows",
+        "the row of ' Eiffel' (positions [2, 3]) is merged from [3] alone, because the map does not have the "
+        "word's other rows",
     )
-    # With other rows too, and of a layer map whose target names the row.
+    # Other rows do not change this, nor does a layer map whose target sets `default_query`.
     for made in (rows.replace(default_query=3), whole().replace(default_query=3)):
         assert made.select_queries([5, 3]).merge_words().queries == [2, 4]
         same(made.merge_words(), made.merge_words(queries="mean"))
@@ -219,7 +222,7 @@ def test_top(query):
         assert cut.top(9, query=query, head=head) == whole(heads=2).top(9, query=query, head=head)
 
 
-def test_top_of_a_row_that_is_not_held():
+def test_top_of_a_missing_row():
     cut = whole().select_queries([2, 3])
     for query, position in ((-1, 5), ("The", 1)):
         message = rf"query: expected one of the rows .*\[2, 3\], got .*position {position}\).*queries="
@@ -273,7 +276,7 @@ def test_repr_and_html_say_which_rows():
     assert "Top keys of the last query" in whole()._repr_html_()
 
 
-# ---------------------------------------------------------------------- what needs all rows says so
+# ---------------------------------------------------------------------- functions that need all rows
 
 
 @pytest.mark.parametrize(
@@ -291,13 +294,13 @@ def test_repr_and_html_say_which_rows():
         lambda m: change(m, m),
     ],
 )
-def test_missing_rows_are_refused(use):
+def test_missing_rows(use):
     message = r"expected the rows of all 6 positions for .*, got only those of \[5\]; .*queries=None"
     with pytest.raises(ValueError, match=message):
         use(whole().select_queries(-1))
 
 
-def test_missing_layers_are_refused():
+def test_missing_layers():
     with pytest.raises(ValueError, match=r"layers that follow one another, got layers \[0, 2\]; .*layers="):
         lm.rollout(whole().select_layers([0, 2]))
 
@@ -330,7 +333,7 @@ def drawn(figure):
     return [axes.images[0].get_array().filled(-1).tolist() for axes in figure.axes if axes.images]
 
 
-def test_layer_maps_draw_the_rows_that_are_held():
+def test_layer_maps_draw_the_rows_of_the_map():
     pytest.importorskip("matplotlib")
     figure = whole().select_queries([2, 5]).show()
     axes = figure.axes[0]

@@ -1,4 +1,4 @@
-"""The record: what it accepts, what it refuses, and what its methods return."""
+"""Test `MixingMap`: which fields it accepts, which errors it raises, and what its methods return."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ def make(**changes):
     return MixingMap(**{**fields, **changes})
 
 
-# ---------------------------------------------------------------------- what it accepts
+# ---------------------------------------------------------------------- construction
 
 
 def test_from_tensor_array_and_list_alike():
@@ -86,7 +86,7 @@ def test_cross_attention_shape():
     assert mixing_map.key_labels == list("wxyz")
 
 
-UNSUPPORTED = {
+BAD_FIELDS = {
     "a matrix": ({"scores": torch.rand(5, 5)}, ValueError, r"3 axes .* got 2 with shape \(5, 5\)"),
     "five axes": ({"scores": torch.rand(1, 1, 1, 5, 5)}, ValueError, "got 5"),
     "ragged": ({"scores": [[[1.0], [1.0, 2.0]]]}, ValueError, "evenly nested"),
@@ -122,9 +122,9 @@ UNSUPPORTED = {
 }
 
 
-@pytest.mark.parametrize("case", UNSUPPORTED)
-def test_refused(case):
-    changes, error, message = UNSUPPORTED[case]
+@pytest.mark.parametrize("case", BAD_FIELDS)
+def test_bad_fields(case):
+    changes, error, message = BAD_FIELDS[case]
     with pytest.raises(error, match=message):
         make(**changes)
 
@@ -159,7 +159,7 @@ def test_normalized_all_zero_row_stays_zero_and_is_noted():
     scores[1, 0, 3] = 0
     shares = make(scores=scores, layers=[4, 5]).normalized()
     assert torch.equal(shares.scores[1, 0, 3], torch.zeros(5, dtype=torch.float64))
-    assert shares.notes == ("all-zero rows, left as zeros: layer 5 head 0 query 3",)
+    assert shares.notes == ("all-zero rows stay zero: layer 5 head 0 query 3",)
     assert shares.normalized().notes == shares.notes
     assert make().normalized().notes == ()
 
@@ -198,7 +198,7 @@ def test_merge_heads():
 
 
 @pytest.mark.parametrize("weights", [[1, 2], [-1, 1, 1], [0, 0, 0], [float("nan"), 1, 1]])
-def test_merge_heads_refuses(weights):
+def test_merge_heads_with_bad_weights(weights):
     with pytest.raises(ValueError, match="weights: expected"):
         make(scores=attention(heads=3)).merge_heads(weights=weights)
     with pytest.raises(ValueError, match="how: expected"):
@@ -265,7 +265,7 @@ def test_drop_one_axis():
 
 
 @pytest.mark.parametrize("dropped", [5, "Paris", ["The", "Paris"], range(5)])
-def test_drop_refuses(dropped):
+def test_drop_with_bad_tokens(dropped):
     with pytest.raises(ValueError, match="tokens: expected"):
         make().drop(dropped)
     with pytest.raises(TypeError, match="tokens: expected"):
@@ -295,8 +295,8 @@ def test_words_found_from_the_marks(tokens, words):
     assert merged.tokens == words
 
 
-def test_words_without_marks_are_refused():
-    with pytest.raises(ValueError, match="no token carries a word mark"):
+def test_words_without_marks():
+    with pytest.raises(ValueError, match="no token has a word mark"):
         words.word_groups(["<s>", "The", "cat", "sat"])
     assert words.word_groups(["<s>", "The", "</s>"]) == [[0], [1], [2]]
 
@@ -305,14 +305,14 @@ def test_words_of_scripts_without_spaces():
     assert words.word_groups(["<s>", "我", "喜欢", "猫", "。"]) == [[0], [1], [2], [3, 4]]
     assert words.word_groups(["你[1/2]", "你[2/2]", "好"]) == [[0, 1], [2]]
     assert words.word_groups(["👩", "\u200d", "🚀", "🇫", "🇷"]) == [[0, 1, 2], [3, 4]]
-    # White space separates words wherever there is some.
+    # If there is white space, it separates words in these scripts too.
     assert words.word_groups(["我", "爱", " 你", "们"]) == [[0, 1], [2, 3]]
-    with pytest.raises(ValueError, match="no token carries a word mark"):
+    with pytest.raises(ValueError, match="no token has a word mark"):
         words.word_groups(["我", "like", "猫"])
 
 
 def test_words_by_text_in_another_form():
-    """é as one character or as two, wide letters, and accents that the tokenizer dropped."""
+    """Match é as one character or as two, wide letters, and letters whose accents the tokenizer dropped."""
     for tokens, word in (
         (["cafe\u0301"], "café"),
         (["caf", "é"], "cafe\u0301"),
@@ -332,7 +332,7 @@ def test_tokens_of_a_character_make_one_word():
         "café",
         "és",
     ]
-    # What is no whole run is what it says.
+    # If a token of the character is missing, the others are words as they are written.
     for odd in (["x[1/2]", "y[2/2]"], ["x[2/2]", " a"], ["x[1/1000000]", " a"], ["x[0/0]", " a"]):
         assert MixingMap(torch.ones(1, 2, 2), odd).merge_words([[0], [1]]).tokens == odd
 
@@ -424,12 +424,12 @@ def test_merge_words_by_text():
         ([0, 1, 2, 3, 4], TypeError, "list of words"),
     ],
 )
-def test_merge_words_refuses(groups, error, message):
+def test_merge_words_with_bad_groups(groups, error, message):
     with pytest.raises(error, match=message):
         make().merge_words(groups)
 
 
-def test_merge_words_refuses_unknown_reductions():
+def test_merge_words_with_unknown_reductions():
     with pytest.raises(ValueError, match=r"keys: expected one of .*sum"):
         make().merge_words(keys="median")
     with pytest.raises(ValueError, match=r"queries: expected one of .*sum"):
@@ -448,7 +448,7 @@ def test_merge_words_on_other_keys():
     assert torch.allclose(both.scores[0, 0, 0], scores[0, :, :2].sum(-1).mean())
 
 
-# ---------------------------------------------------------------------- reading it
+# ---------------------------------------------------------------------- reading and exporting
 
 
 def test_top():
@@ -598,14 +598,14 @@ def test_save_and_load_without_the_optional_fields(tmp_path):
     )
 
 
-def test_save_names_what_json_cannot_hold(tmp_path):
+def test_save_names_what_json_cannot_represent(tmp_path):
     with pytest.raises(TypeError, match=r"parameters\['target'\].* got function"):
         make(parameters={"target": lambda logits: logits}).save(tmp_path / "map")
     with pytest.raises(TypeError, match=r"provenance\['a'\]: expected names as strings"):
         make(provenance={"a": {(1, 2): 2}}).save(tmp_path / "map")
 
 
-def test_load_refuses_other_files(tmp_path):
+def test_load_of_other_files(tmp_path):
     from safetensors.torch import save_file
 
     expected = r"path: expected a map that MixingMap\.save wrote .*, got "
@@ -615,7 +615,7 @@ def test_load_refuses_other_files(tmp_path):
     for number, content in enumerate((b"", b"layer,query,key,score", b"\x10" + bytes(7) + b"{}")):
         (tmp_path / f"text{number}").write_bytes(content)
         with pytest.raises(
-            ValueError, match=expected + rf".*text{number}, which is no safetensors file: \w+"
+            ValueError, match=expected + rf".*text{number}, which is not a safetensors file: \w+"
         ):
             MixingMap.load(tmp_path / f"text{number}")
     with pytest.raises(ValueError, match="path: expected the path of a file, got the folder"):
@@ -679,13 +679,13 @@ def test_residual_shares_that_are_a_view_of_the_scores_are_saved(tmp_path):
     shares = scores.diagonal(dim1=1, dim2=2)
     MixingMap(scores, tokens=["a", "b", "c"], residual_shares=shares).save(tmp_path / "map")
     assert torch.equal(MixingMap.load(tmp_path / "map").residual_shares, shares)
-    # Contiguous ones too.
+    # A contiguous view shares the memory of the scores as well.
     one = torch.eye(3)[None]
     MixingMap(one, tokens=["a", "b", "c"], residual_shares=one[:, 0]).save(tmp_path / "map")
     assert torch.equal(MixingMap.load(tmp_path / "map").residual_shares, one[:, 0])
 
 
-# ---------------------------------------------------------------------- the row that is meant, and its unit
+# ---------------------------------------------------------------------- the default row, and units
 
 
 def signed(**changes):
@@ -693,7 +693,7 @@ def signed(**changes):
     return MixingMap(scores=scores, tokens=["a", "b", "c"], causal=True, **changes)
 
 
-def test_the_row_that_is_meant():
+def test_default_query():
     assert make().meant_query == 4
     assert make(default_query=2).meant_query == 2
     assert make(default_query=-4).default_query == 1
@@ -705,14 +705,14 @@ def test_the_row_that_is_meant():
         make(default_query=5)
 
 
-def test_the_row_that_is_meant_moves_with_its_token():
+def test_default_query_moves_with_its_token():
     mixing_map = make(default_query=3)
     assert mixing_map.drop_bos().default_query == 2
     assert mixing_map.drop(3).default_query is None
     assert mixing_map.merge_words().tokens[mixing_map.merge_words().default_query] == " Eiffel"
 
 
-def test_top_by_magnitude_where_there_are_signs():
+def test_top_of_signed_scores_is_by_magnitude():
     assert signed().top() == [Source("b", 1, -4.0), Source("a", 0, 3.0), Source("c", 2, 1.0)]
     assert signed().top(1, unit="share") == [Source("b", 1, -0.5)]
     shares = make().top(5, unit="share")
@@ -723,7 +723,7 @@ def test_top_by_magnitude_where_there_are_signs():
         make().top(unit="percent")
 
 
-# ---------------------------------------------------------------------- as a stack of layers
+# ---------------------------------------------------------------------- layers as items
 
 
 def test_layers_as_items():
@@ -767,7 +767,7 @@ def test_difference():
         one - 1
 
 
-# ---------------------------------------------------------------------- back from a table
+# ---------------------------------------------------------------------- from tables and arrays
 
 
 @pytest.mark.parametrize(
@@ -781,14 +781,14 @@ def test_difference():
         {"scores": attention()[:, :, :3] * 0 + 1, "causal": False, "key_tokens": ["x", "y", "z"]},
     ],
 )
-def test_back_from_a_table_and_an_array(changes):
+def test_from_a_table_and_an_array(changes):
     original = make(**changes)
     table = original.to_dataframe()
     for found in (
         MixingMap.from_dataframe(table.sample(frac=1, random_state=1)),
         MixingMap.from_xarray(original.to_xarray()),
     ):
-        # Rows are sorted by their position.
+        # A table's rows have any order, so the map's rows are sorted by position.
         expected = original.select_queries(found.query_positions)
         assert torch.equal(found.scores, expected.scores)
         assert torch.equal(found.visible(), expected.visible())
@@ -797,14 +797,14 @@ def test_back_from_a_table_and_an_array(changes):
                 assert getattr(found, field.name) == getattr(original, field.name), field.name
 
 
-def test_back_from_a_file_of_text(tmp_path):
+def test_from_a_csv_file(tmp_path):
     make().to_dataframe().to_csv(tmp_path / "map.csv", index=False)
     found = MixingMap.from_dataframe(pd.read_csv(tmp_path / "map.csv"), method="attention")
     assert (found.tokens, found.method, found.causal) == (TOKENS, "attention", True)
     assert torch.allclose(found.scores, make().scores, rtol=1e-12)
 
 
-def test_tables_that_hold_no_map():
+def test_tables_without_a_map():
     table = make().to_dataframe()
     with pytest.raises(ValueError, match=r"table with the columns .* missing \['key_token'\]"):
         MixingMap.from_dataframe(table.drop(columns="key_token"))

@@ -1,4 +1,4 @@
-"""What was loaded from a file does not change with it."""
+"""Test that later changes of a file do not change the map that was loaded from it."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def map_of(value, layers=2):
 
 
 class MappedFile:
-    """`safe_open` of safetensors below 0.8: the tensors' memory is the file's."""
+    """Replace `safe_open` by that of safetensors before 0.8, whose tensors share the file's memory."""
 
     def __init__(self, path, framework, device):
         self.bytes = np.memmap(path, dtype=np.uint8, mode="r+")
@@ -51,7 +51,7 @@ def test_a_loaded_map_has_its_own_memory(tmp_path, mapped):
     path = tmp_path / "map.safetensors"
     map_of(1).save(path)
     loaded = lm.MixingMap.load(path)
-    # Another program writes into the file: saving alone would put a new one in its place.
+    # The bytes are written into the same file, as another program would; `save` would replace the file.
     with open(path, "r+b") as file:
         file.seek(-4 * loaded.scores.numel(), os.SEEK_END)
         file.write(bytes(4 * loaded.scores.numel()))
@@ -83,7 +83,7 @@ def test_saving_over_the_file_of_a_loaded_map(tmp_path, mapped):
 
 
 def test_a_map_whose_memory_is_the_files_is_saved_over_it(tmp_path):
-    """Made by hand from a mapped file: the old content is still there while the new one is written."""
+    """Save a map, made by hand from a mapped file, over that file: its old content must last until then."""
     path = tmp_path / "map.safetensors"
     map_of(1).save(path)
     scores = MappedFile(path, "pt", "cpu").get_tensor("scores")
