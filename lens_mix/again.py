@@ -1,4 +1,4 @@
-"""A map that was kept, made again: the same method on the same tokens."""
+"""Compute a saved map again: the same method on the same tokens."""
 
 from __future__ import annotations
 
@@ -20,55 +20,65 @@ from lens_mix.targets import from_record
 def run_again(
     model: TransformerLensModel, mixing_map: MixingMap, method: Method | None = None, **options: Any
 ) -> MixingMap:
-    """Make the map that `lm.run` made once more, from its record: on a new release, on other weights.
+    """Compute a map of `lm.run` again from its record, for example with a new release or other weights.
 
-    The record holds the method with its parameters, the tokens, the rows, the layers, the stack and the
-    engine. Of a map that was merged or aggregated afterwards, the layer maps underneath come back.
+    The record contains the method with its parameters, the tokens, the rows, the layers, the part of an
+    encoder-decoder and the engine. For a map that was merged or aggregated, the result is the layer maps from
+    which it was made.
 
     Args:
-        model: the model to map.
-        mixing_map: of `lm.run`, `lm.run_many` or `lm.input_map`, loaded from a file maybe.
-        method: what to run instead of what the record says; needed where a parameter was a function or a
-            tensor, of which records keep the name only.
-        options: as in `lm.run`, in place of the record's.
+        model: The model.
+        mixing_map: A map of `lm.run`, `lm.run_many` or `lm.input_map`, which may come from a file.
+        method: The method to run instead of that of the record. It is needed if a parameter was a function or
+            a tensor, of which a record contains only the name.
+        options: Options of `lm.run`, which replace those of the record.
+
+    Returns:
+        The map.
 
     Raises:
-        TypeError: no map. ValueError: a map that no run made; a method that its record does not hold whole.
+        TypeError: If `mixing_map` is not a `MixingMap`.
+        ValueError: If it does not come from a run, or if its record does not fully describe the method.
     """
     record = instance("mixing_map", mixing_map, MixingMap, "a MixingMap").provenance
     if "token_ids" not in record:
         raise ValueError(
-            "mixing_map: expected a map that lm.run made (its provenance holds token_ids), got one of "
-            f"method {mixing_map.method!r} without; run it with lm.run(model, prompt, method)"
+            "mixing_map: expected a map that lm.run made, with token_ids in its provenance, got a map of "
+            f"method {mixing_map.method!r} without them; make it with lm.run(model, prompt, method)"
         )
     if "joint" in record and record.get("part") != "joint":
         raise ValueError(
-            "mixing_map: expected a map of one part, got a joint one; make it again with lm.joint of "
-            'lm.run(..., part="all")'
+            "mixing_map: expected a map of one part, got a map of lm.joint; compute it again with "
+            'lm.joint(lm.run(..., part="all"))'
         )
-    # Rows and layers keep their names as long as no token is dropped or merged.
-    whole = mixing_map.kind == "input" and len(mixing_map) > 1
+    is_aggregated = mixing_map.kind == "input" and len(mixing_map) > 1
     reads_target = record.get("part") in ("decoder", "cross", "joint")
-    mapped = _numbers(record, "token_ids")
+    mapped = _read_numbers(record, "token_ids")
     prompt: Any = mapped
     if reads_target or "target_token_ids" in record:
-        target = _numbers(record, "target_token_ids")
+        target = _read_numbers(record, "target_token_ids")
         prompt, mapped = (prompt, target), target if reads_target else mapped
-    asked = {
+    recorded = {
+        # Another number of tokens means that some were dropped or merged, so `queries` are not the prompt's.
         "queries": mixing_map.queries if len(mixing_map.tokens) == len(mapped) else None,
-        "layers": None if whole else mixing_map.layer_labels,
+        "layers": None if is_aggregated else mixing_map.layer_labels,
         "part": record.get("part"),
     }
     inputs = instance('provenance["inputs"]', record.get("inputs", {}), dict, "a dict of numbers by name")
-    asked |= {name: _numbers(inputs, name) for name in inputs}
-    again = _method(mixing_map) if method is None else method
-    if record.get("engine") in again.engines and len(again.engines) > 1:
-        asked["engine"] = record["engine"]
-    return run(model, prompt, again, **{**asked, **options})
+    recorded |= {name: _read_numbers(inputs, name) for name in inputs}
+    method = _make_method(mixing_map) if method is None else method
+    if record.get("engine") in method.engines and len(method.engines) > 1:
+        recorded["engine"] = record["engine"]
+    return run(model, prompt, method, **{**recorded, **options})
 
 
-def _numbers(record: dict[str, Any], name: str) -> Tensor:
-    """Return a record's numbers as a tensor; raise TypeError or ValueError if it has none of that name."""
+def _read_numbers(record: dict[str, Any], name: str) -> Tensor:
+    """Return the numbers with this name in a record as a tensor.
+
+    Raises:
+        TypeError: If the record has no list of this name, or if an item is not a number.
+        ValueError: If the list is empty.
+    """
     try:
         numbers = real_tensor(f"provenance[{name!r}]", several(name, record.get(name), "numbers", least=1))
     except (TypeError, ValueError) as problem:
@@ -77,19 +87,24 @@ def _numbers(record: dict[str, Any], name: str) -> Tensor:
     return numbers.to(torch.float32) if numbers.is_floating_point() else numbers
 
 
-def _method(mixing_map: MixingMap) -> Method:
-    """The method of a record; ValueError where it does not hold it whole."""
+def _make_method(mixing_map: MixingMap) -> Method:
+    """Return the method of a map with its parameters.
+
+    Raises:
+        ValueError: If there is no such method, or if the map does not fully describe it.
+    """
     known = all_methods()
     if mixing_map.method not in known:
         raise ValueError(f"method: expected one of {sorted(known)}, got {mixing_map.method!r}; give method=")
-    kind = known[mixing_map.method]
-    names = {field.name for field in dataclasses.fields(kind)}
+    method_class = known[mixing_map.method]
+    names = {field.name for field in dataclasses.fields(method_class)}
     parameters = {name: value for name, value in mixing_map.parameters.items() if name in names}
     try:
         if isinstance(parameters.get("target"), dict):
             parameters["target"] = from_record(parameters["target"])
-        return kind(**parameters)
+        return method_class(**parameters)
     except (TypeError, ValueError) as problem:
         raise ValueError(
-            f"method: the record does not hold {mixing_map.method!r} whole, give it as method=: {problem}"
+            f"method: expected a record with all parameters of {mixing_map.method!r}, got one from which "
+            f"they cannot be read ({problem}); give method="
         ) from problem

@@ -1,6 +1,8 @@
-"""Arguments, checked alike everywhere: the plain value, or an error that says what was expected and got.
+"""Check arguments, and convert them to plain values.
 
-A value of a wrong type is a TypeError, one out of bounds a ValueError; both name the argument.
+Each function returns the plain value, or raises an error that names the argument and says what was expected
+and what was got: a TypeError for a wrong type, a ValueError for a wrong value. The argument's name is the
+first parameter, `name`.
 """
 
 from __future__ import annotations
@@ -19,25 +21,39 @@ from torch import Tensor
 
 
 def shown(value: object) -> str:
-    """A value in a few words."""
+    """Return a short description of a value, for errors."""
     if isinstance(value, (Tensor, np.ndarray)):
         return f"{type(value).__name__} of {value.dtype}, shape {tuple(value.shape)}"
     if not isinstance(value, (str, bytes, numbers.Number, list, tuple, set, Mapping, slice, type(None))):
         return type(value).__name__
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = 80
-    return short.repr(value)
+    shortener = reprlib.Repr()
+    shortener.maxstring = shortener.maxother = shortener.maxlong = 80
+    return shortener.repr(value)
 
 
 def whole_number(
     name: str, value: Any, least: int | None = None, largest: int | None = None, what: str = "a whole number"
 ) -> int:
-    """An integer of any library, or a tensor [] of one; no boolean and no 2.0. `what` it is, for errors."""
-    end = "" if least is None else f", {least} or more" if largest is None else f" from {least} to {largest}"
-    expected = f"{name}: expected {what}{end}"
+    """Return an integer of any library, or a scalar tensor of one, as an int.
+
+    Args:
+        name: The name of the argument.
+        value: The value. A boolean is not an integer, and neither is 2.0.
+        least: The smallest allowed number; None: no bound.
+        largest: The largest allowed number; None: no bound.
+        what: What was expected, for errors.
+
+    Raises:
+        TypeError: If the value is not an integer.
+        ValueError: If the value is out of bounds.
+    """
+    bounds = (
+        "" if least is None else f", {least} or more" if largest is None else f" from {least} to {largest}"
+    )
+    expected = f"{name}: expected {what}{bounds}"
     try:
-        boolean = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
-        if boolean or getattr(value, "ndim", None) or getattr(value, "is_meta", False):
+        is_boolean = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+        if is_boolean or getattr(value, "ndim", None) or getattr(value, "is_meta", False):
             raise TypeError
         whole = operator.index(value)
     except TypeError:
@@ -48,7 +64,7 @@ def whole_number(
 
 
 def whole_slice(name: str, value: slice) -> slice:
-    """A slice whose bounds are whole numbers."""
+    """Return the slice, if its bounds are whole numbers; raise a TypeError otherwise."""
     for bound in (value.start, value.stop, value.step):
         if bound is not None:
             whole_number(name, bound, what="a slice of whole numbers")
@@ -58,32 +74,44 @@ def whole_slice(name: str, value: slice) -> slice:
 def number(
     name: str, value: Any, least: float = -math.inf, largest: float = math.inf, above: bool = False
 ) -> float:
-    """A finite number of any library, `least` or more (or `above` it), up to `largest`; no boolean."""
+    """Return a finite real number of any library, or a scalar tensor of one, as a float.
+
+    Args:
+        name: The name of the argument.
+        value: The value. A boolean is not a number.
+        least: The smallest allowed number.
+        largest: The largest allowed number.
+        above: Whether `least` itself is excluded.
+
+    Raises:
+        TypeError: If the value is not a real number.
+        ValueError: If the value is not finite or is out of bounds.
+    """
     start = f"above {least}" if above else f"{least} or more"
     bounds = f", {start}" if largest == math.inf else f" from {least} to {largest}"
     bounds = "" if least == -math.inf else bounds
     expected = f"{name}: expected a {'finite ' if largest == math.inf else ''}number{bounds}"
-    given = value.item() if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta else value
-    if isinstance(given, bool) or not isinstance(given, numbers.Real):
+    scalar = value.item() if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta else value
+    if isinstance(scalar, bool) or not isinstance(scalar, numbers.Real):
         raise TypeError(f"{expected}, got {shown(value)}")
     try:
-        real = float(given)
+        real = float(scalar)
     except OverflowError:
         real = math.inf
     if not math.isfinite(real) or not least <= real <= largest or (above and real == least):
-        raise ValueError(f"{expected}, got {shown(given)}")
+        raise ValueError(f"{expected}, got {shown(scalar)}")
     return real
 
 
-def flags(**given: Any) -> None:
-    """Refuse what is neither True nor False: any text, "false" too, would count as True."""
-    for name, value in given.items():
+def flags(**arguments: Any) -> None:
+    """Raise a TypeError unless each argument is True or False, because text such as "false" would be true."""
+    for name, value in arguments.items():
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{name}: expected True or False, got {shown(value)}")
 
 
 def one_of(name: str, value: Any, choices: Collection[str]) -> None:
-    """Refuse all but some strings."""
+    """Raise a ValueError unless the value is one of some strings."""
     if not isinstance(value, str) or value not in choices:
         *others, last = map(repr, choices)
         expected = f"{', '.join(others)} or {last}" if len(others) < 3 else f"one of {list(choices)}"
@@ -91,7 +119,7 @@ def one_of(name: str, value: Any, choices: Collection[str]) -> None:
 
 
 def instance(name: str, value: Any, kind: Any, expected: str) -> Any:
-    """The value, if it is of a type; `expected` names it."""
+    """Return the value if it has a type, which `expected` describes; raise a TypeError otherwise."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: expected {expected}, got {shown(value)}")
     return value
@@ -100,15 +128,25 @@ def instance(name: str, value: Any, kind: Any, expected: str) -> Any:
 def several(
     name: str, values: Any, what: str, least: int = 0, kind: Any = object, alone: bool = False
 ) -> list[Any]:
-    """What comes one after another, as a list: no string, no mapping, at least so many, all of one type.
+    """Return the items of an iterable as a list. A string or a mapping is not an iterable here.
 
-    `alone`: what is no series counts as the only item.
+    Args:
+        name: The name of the argument.
+        values: The items.
+        what: What was expected, for errors.
+        least: The smallest allowed number of items, 0 to 2.
+        kind: The type that all items must have.
+        alone: Whether a value that is not an iterable counts as the only item.
+
+    Raises:
+        TypeError: If the value is not an iterable, or an item has another type.
+        ValueError: If there are too few items.
     """
-    single = isinstance(values, (str, bytes, Mapping)) or getattr(values, "ndim", 1) == 0
-    single = single or not isinstance(values, Iterable)
-    if single and not alone:
+    is_single = isinstance(values, (str, bytes, Mapping)) or getattr(values, "ndim", 1) == 0
+    is_single = is_single or not isinstance(values, Iterable)
+    if is_single and not alone:
         raise TypeError(f"{name}: expected {what}, got {shown(values)}")
-    listed = [values] if single else list(values)
+    listed = [values] if is_single else list(values)
     if len(listed) < least:
         count = ("one", "two")[least - 1]
         raise ValueError(f"{name}: expected at least {count} ({what}), got {len(listed) or 'none'}")
@@ -118,7 +156,7 @@ def several(
 
 
 def pairs(name: str, values: Any, what: str) -> list[tuple[Any, Any]]:
-    """Tuples or lists of two, as tuples."""
+    """Return tuples or lists of two items as a list of tuples; raise a TypeError for anything else."""
     listed = several(name, values, what)
     for pair in listed:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -127,41 +165,73 @@ def pairs(name: str, values: Any, what: str) -> list[tuple[Any, Any]]:
 
 
 def heads_by_layer(heads: Any) -> Any:
-    """Heads as a list, each once, or layer -> list; a tensor, a range or a set will do. None: all."""
+    """Return heads as a list, or as a dict of lists by layer; None means all heads.
+
+    Args:
+        heads: The heads (a list, a tensor, a range or a set), or such heads by layer.
+
+    Raises:
+        TypeError: If a head or a layer is not a whole number.
+        ValueError: If a head or a layer is below 0, a head occurs twice, or there are none.
+    """
     if heads is None:
         return None
     if isinstance(heads, Mapping):
-        return {whole_number("heads (layer)", layer, 0): heads_by_layer(of) for layer, of in heads.items()}
-    listed = _from_zero_up("heads", heads)
+        return {
+            whole_number("heads (layer)", layer, 0): heads_by_layer(layer_heads)
+            for layer, layer_heads in heads.items()
+        }
+    listed = _list_whole_numbers("heads", heads)
     if len(set(listed)) != len(listed):
         raise ValueError(f"heads: expected each head once, got {listed}")
     return listed
 
 
 def groups_of_positions(name: str, groups: Any) -> list[list[int]]:
-    """Groups of positions as lists, none of them empty; no position is in two."""
-    listed = [_from_zero_up(name, group) for group in several(name, groups, "groups of positions", least=1)]
+    """Return groups of positions as lists.
+
+    Raises:
+        TypeError: If a position is not a whole number.
+        ValueError: If a position is below 0 or in two groups, a group is empty, or there are none.
+    """
+    listed = [
+        _list_whole_numbers(name, group) for group in several(name, groups, "groups of positions", least=1)
+    ]
     positions = [position for group in listed for position in group]
     if len(set(positions)) != len(positions):
         raise ValueError(f"{name}: expected each position in one group at most, got {listed}")
     return listed
 
 
-def _from_zero_up(name: str, values: Any) -> list[int]:
-    return [whole_number(name, one, 0) for one in several(name, values, "whole numbers in a list", least=1)]
+def _list_whole_numbers(name: str, values: Any) -> list[int]:
+    items = several(name, values, "whole numbers in a list", least=1)
+    return [whole_number(name, item, 0) for item in items]
 
 
 def plain_tensor(name: str, tensor: Tensor) -> Tensor:
-    """The tensor, if it can be calculated with: not sparse, quantised, on "meta", or of 8-bit floats."""
-    eight_bits = tensor.is_floating_point() and tensor.element_size() == 1
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or eight_bits:
+    """Return the tensor, if torch can compute with it.
+
+    Raises:
+        TypeError: If it is sparse, quantised, on the device "meta", or of 8-bit floats.
+    """
+    is_8_bit = tensor.is_floating_point() and tensor.element_size() == 1
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or is_8_bit:
         kind = f"{tensor.layout}, {tensor.dtype}, on {tensor.device}"
         raise TypeError(f"{name}: expected a dense tensor with numbers in it, got one of {kind}")
     return tensor
 
 
 def real_tensor(name: str, values: Any) -> Tensor:
-    """Real numbers as a detached tensor: a tensor, an array or an evenly nested list."""
+    """Return real numbers as a detached tensor.
+
+    Args:
+        name: The name of the argument.
+        values: A tensor, an array or an evenly nested list.
+
+    Raises:
+        TypeError: If the values are not real numbers.
+        ValueError: If a list is not evenly nested.
+    """
     if not isinstance(values, Tensor):
         expected = f"{name}: expected a tensor, an array or an evenly nested list"
         try:
@@ -181,21 +251,32 @@ def real_tensor(name: str, values: Any) -> Tensor:
 
 
 def file_path(name: str, path: Any, write: bool = False) -> str:
-    """The path of a file that can be there: its folder is, and to read it, the file itself."""
-    place = os.fspath(instance(name, path, (str, os.PathLike), "a path"))
-    folder = "\0" not in str(place) and os.path.isdir(place)
-    if folder or not place or "\0" in str(place):
+    """Return the path of a file as a string.
+
+    Args:
+        name: The name of the argument.
+        path: The path.
+        write: Whether the file is to be written. Then only its folder must exist, else the file itself.
+
+    Raises:
+        TypeError: If `path` is not a path.
+        ValueError: If it is the path of a folder, or cannot be the path of a file.
+        FileNotFoundError: If the file, or the folder to write to, does not exist.
+    """
+    text = os.fspath(instance(name, path, (str, os.PathLike), "a path"))
+    is_folder = "\0" not in str(text) and os.path.isdir(text)
+    if is_folder or not text or "\0" in str(text):
         raise ValueError(
-            f"{name}: expected the path of a file, got {'the folder ' if folder else ''}{place!r}"
+            f"{name}: expected the path of a file, got {'the folder ' if is_folder else ''}{text!r}"
         )
-    required, what = (os.path.dirname(place) or ".", "a folder") if write else (place, "a file")
+    required, what = (os.path.dirname(text) or ".", "a folder") if write else (text, "a file")
     if not os.path.exists(required):
-        raise FileNotFoundError(f"{name}: expected {what} that is there, got {required}")
-    return place
+        raise FileNotFoundError(f"{name}: expected {what} that exists, got {required}")
+    return text
 
 
 def check_columns(name: str, table: Any, columns: Iterable[str]) -> None:
-    """Refuse what is no table, or lacks a column."""
+    """Raise a ValueError unless `table` is a table with all of `columns`."""
     columns = list(columns)
     missing = [column for column in columns if column not in getattr(table, "columns", ())]
     if missing:

@@ -1,4 +1,4 @@
-"""BibTeX of the papers behind the methods and aggregations (`references.bib`)."""
+"""Look up the BibTeX of the papers of methods and aggregations (`references.bib`)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ _AGGREGATIONS = dict.fromkeys(("flow", "rollout"), "abnar-zuidema-2020-quantifyi
 
 
 def citation(name: str) -> str:
-    """BibTeX of the paper of a method or an aggregation, by its name in strings.
+    """Return the BibTeX of the paper of a method or an aggregation.
+
+    Args:
+        name: The name of the method, as for `lm.run`, or "flow" or "rollout".
 
     Raises:
-        ValueError: no such method or aggregation; a method that names no paper.
+        ValueError: If there is no such method or aggregation, or if the method does not cite a paper.
     """
     keys = {label: getattr(method, "citation", "") for label, method in all_methods().items()} | _AGGREGATIONS
     one_of("name", name, sorted(keys))
     if not keys[name]:
-        raise ValueError(f"name: {name!r} names no paper; its class attribute `citation` may hold the BibTeX")
+        raise ValueError(
+            f"name: expected a method with a paper, got {name!r}, which cites none; write the BibTeX in its "
+            "class attribute `citation`"
+        )
     if keys[name].startswith("@"):
         return keys[name]
     entries = re.split(r"\n\n(?=@)", resources.files("lens_mix").joinpath("references.bib").read_text())
     cited = next((entry.strip() for entry in entries if f"{{{keys[name]}," in entry), None)
     if cited is None:
         raise ValueError(
-            f"name: {name!r} cites {keys[name]!r}, which references.bib does not hold; its class attribute "
-            "`citation` may hold the BibTeX itself"
+            f"name: expected a method whose paper is in references.bib, got {name!r}, which cites "
+            f"{keys[name]!r}; write the BibTeX itself in its class attribute `citation`"
         )
     return cited

@@ -1,7 +1,7 @@
-"""Classifiers of transformers, run from their last hidden states on.
+"""Run a classifier of transformers from given last hidden states.
 
-This module does not know which position a classifier reads, or what lies between the hidden states and its
-logits: the classifier itself runs, and only the forward pass of its base model is replaced.
+The classifier itself runs, and only the forward pass of its base model is replaced. So this module needs no
+rules about the position that a classifier reads, or about its layers between hidden states and logits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["sequence", "token", "question answering", "multiple choice"]
 
-# Parts of the names of transformers' classes.
+# The kind of a classifier whose class name contains one of these words; for all others it is "sequence".
 _KINDS: dict[str, Kind] = {
     "TokenClassification": "token",
     "QuestionAnswering": "question answering",
@@ -39,38 +39,39 @@ def check_classifier(model: PreTrainedModel) -> None:
     """Raise an error unless this is a classifier of transformers in evaluation mode.
 
     Raises:
-        TypeError: another class of model. ValueError: training mode.
+        TypeError: If it is not a classifier of transformers.
+        ValueError: If it is in training mode.
     """
     from transformers import PreTrainedModel
 
-    wrong = None
+    reason = None
     if hasattr(model, "merge_and_unload"):
-        wrong = (
-            "an adapter around one: hf_model.merge_and_unload() gives the model (map the merged weights too)"
+        reason = (
+            "an adapter around one; use the model of hf_model.merge_and_unload(), and map its merged weights"
         )
     elif not isinstance(model, PreTrainedModel):
-        wrong = ""
+        reason = ""
     elif model.get_output_embeddings() is not None:
-        wrong = "a language model: lm.targets.token explains a token"
+        reason = "a language model; explain a token with lm.targets.token"
     elif model.base_model is model:
-        wrong = f"which has no base model inside: {_OWN_FUNCTION}"
-    if wrong is not None:
-        got = ", ".join(filter(None, (type(model).__name__, wrong)))
+        reason = f"which has no base model; {_OWN_FUNCTION}"
+    if reason is not None:
+        got = ", ".join(filter(None, (type(model).__name__, reason)))
         raise TypeError(
             "hf_model: expected a classifier of transformers (AutoModelForSequenceClassification), got " + got
         )
-    _require_evaluation_mode(model)
+    _check_evaluation_mode(model)
 
 
-def kind_of(model: PreTrainedModel) -> Kind:
-    """Return what kind of classifier this is, by the name of its class."""
+def find_kind(model: PreTrainedModel) -> Kind:
+    """Return the kind of classifier, from the name of its class."""
     names = [base.__name__ for base in type(model).__mro__]
-    return next((kind for part, kind in _KINDS.items() if any(part in name for name in names)), "sequence")
+    return next((kind for word, kind in _KINDS.items() if any(word in name for name in names)), "sequence")
 
 
 def gives_values(model: PreTrainedModel) -> bool:
-    """Return whether its outputs are plain values: of a regression, of a single label, or of a choice."""
-    kind, config = kind_of(model), model.config
+    """Return whether the outputs are plain values, as of a regression, a single label or a choice."""
+    kind, config = find_kind(model), model.config
     if kind == "multiple choice":
         return True
     if kind == "sequence" and getattr(config, "problem_type", None) == "regression":
@@ -79,38 +80,43 @@ def gives_values(model: PreTrainedModel) -> bool:
 
 
 def takes_several(model: PreTrainedModel) -> bool:
-    """Return whether several labels may be true at once, each with a probability of its own."""
+    """Return whether several labels may be true at once, each with its own probability."""
     problem = getattr(model.config, "problem_type", None)
-    return kind_of(model) == "sequence" and problem == "multi_label_classification"
+    return find_kind(model) == "sequence" and problem == "multi_label_classification"
 
 
-def label_number(model: PreTrainedModel, label: Any, name: str) -> int | None:
-    """Return the number of a label that is given by number or name; None stays None where it is allowed.
+def find_label(model: PreTrainedModel, label: Any, name: str) -> int | None:
+    """Return the number of a label that is given by its number or its name.
 
     Args:
-        model: the classifier.
-        label: a number, a name of `config.id2label` or `config.label2id`, or None. For question answering
-            "start" (0) or "end" (1).
-        name: the argument's name, for errors.
+        model: The classifier.
+        label: A number, or a name of `config.id2label` or `config.label2id`. For question answering "start"
+            (0) or "end" (1). None, except for question answering: the label that the classifier predicts.
+        name: The name of the argument, for errors.
+
+    Returns:
+        The number, or None if `label` is None.
 
     Raises:
-        TypeError, ValueError: no such label.
+        TypeError: If the label is neither a number nor a name.
+        ValueError: If there is no such label.
     """
-    names, count = _labels(model)
-    if label is None and kind_of(model) != "question answering":
+    names, count = _list_labels(model)
+    if label is None and find_kind(model) != "question answering":
         return None
     if label is None or (isinstance(label, str) and label not in names):
-        near = difflib.get_close_matches(label, names, 1, 0.5) if label else []
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        short = reprlib.Repr()
-        short.maxlist = 20
-        raise ValueError(f"{name}: expected one of {short.repr(list(names))}, got {shown(label)}{meant}")
+        close = difflib.get_close_matches(label, names, 1, 0.5) if label else []
+        suggestion = f"; did you mean {close[0]!r}?" if close else ""
+        shortener = reprlib.Repr()
+        shortener.maxlist = 20
+        expected = shortener.repr(list(names))
+        raise ValueError(f"{name}: expected one of {expected}, got {shown(label)}{suggestion}")
     return names[label] if isinstance(label, str) else whole_number(name, label, 0, count - 1)
 
 
-def _labels(model: PreTrainedModel) -> tuple[dict[str, int], int]:
-    """Return the labels' numbers by name, and how many labels there are."""
-    kind, config = kind_of(model), model.config
+def _list_labels(model: PreTrainedModel) -> tuple[dict[str, int], int]:
+    """Return the numbers of the labels by their names, and the number of labels."""
+    kind, config = find_kind(model), model.config
     if kind == "question answering":
         return {"start": 0, "end": 1}, 2
     if kind == "multiple choice":
@@ -123,23 +129,24 @@ def _labels(model: PreTrainedModel) -> tuple[dict[str, int], int]:
 
 
 class ClassifierPass:
-    """A classifier's own pass over one prompt, and passes from other last hidden states on.
+    """A classifier's own pass over one prompt, and passes from other last hidden states.
 
     Args:
-        model: the classifier.
-        tokens: what the mapped stack reads.
-        inputs: further inputs of the model by name, [pos] each.
-        source: what the encoder reads, if the decoder of an encoder-decoder is mapped.
+        model: The classifier.
+        tokens: The tokens that the mapped part reads.
+        inputs: Further inputs of the model by name, each `[pos]`.
+        source: The tokens that the encoder reads, if the decoder of an encoder-decoder is mapped.
 
     Attributes:
-        own: the classifier's own logits, [1 label] or [1 pos label]. For question answering the labels are
-            start and end.
-        position: the only position whose hidden states the logits depend on. None: there are several, or
-            each position has logits.
+        own: The classifier's own logits, `[1 label]` or `[1 pos label]`. For question answering, the labels
+            are start and end.
+        position: The only position whose hidden state changes the logits. None: there are several such
+            positions, or each position has logits.
 
     Raises:
-        ValueError: training mode; another device; a part of an encoder-decoder that it does not read; an
-            error in its own pass; logits that depend on more than the base model's last hidden states.
+        ValueError: If the classifier is in training mode or on another device, does not read this part of an
+            encoder-decoder, raises an error on the prompt, or has logits that depend on more than the last
+            hidden states of its base model.
     """
 
     def __init__(
@@ -149,11 +156,11 @@ class ClassifierPass:
         inputs: Mapping[str, Tensor],
         source: Int[Tensor, " source"] | None = None,
     ) -> None:
-        _require_evaluation_mode(model)
+        _check_evaluation_mode(model)
         self._model, self._base, self._modules = model, model.base_model, all_modules(model)
-        taken = inspect.signature(model.forward).parameters
-        self._reads_decoder = "decoder_input_ids" in taken
-        self._require_same_part(source)
+        parameters = inspect.signature(model.forward).parameters
+        self._reads_decoder = "decoder_input_ids" in parameters
+        self._check_part(source)
         own_device = next(model.parameters()).device
         if own_device != tokens.device:
             raise ValueError(
@@ -162,41 +169,44 @@ class ClassifierPass:
             )
         read = tokens if source is None else source
         named = {"input_ids": read, "attention_mask": torch.ones_like(read), **inputs}
-        # Token types that are all zero mean a single text, which needs none.
-        if "token_type_ids" not in taken and "token_type_ids" in named and not named["token_type_ids"].any():
+        # Token types that are all zero have no meaning, and some classifiers do not accept any.
+        types = named.get("token_type_ids")
+        if "token_type_ids" not in parameters and types is not None and not types.any():
             del named["token_type_ids"]
-        self._inputs = {name: self._shaped(value[None]) for name, value in named.items()}
+        self._inputs = {name: self._add_choice_axis(value[None]) for name, value in named.items()}
         self._tokens = tokens
         with torch.no_grad():
-            self.own = self._own_pass(source)
-            self._require_hidden_states_alone()
-        self.position = None if self.own.ndim == 3 else self._only_position()
+            self.own = self._run_own_pass(source)
+            self._require_hidden_states_only()
+        self.position = None if self.own.ndim == 3 else self._find_position()
 
     def logits(
         self, hidden: Float[Tensor, "copy pos d_model"], tokens: Int[Tensor, "copy pos"] | None = None
     ) -> Float[Tensor, "copy *pos label"]:
-        """Return the classifier's logits from other last hidden states.
+        """Return the classifier's logits for other last hidden states.
 
         Args:
-            hidden: what takes the place of the base model's last hidden states.
-            tokens: the tokens of each copy, in which it may look for the position to read; None: the
-                prompt's. The decoder of an encoder-decoder is always read at the prompt's own position.
+            hidden: The hidden states that replace those of the base model.
+            tokens: The tokens of each copy, among which the classifier may search for the position to read.
+                None: the tokens of the prompt. The decoder of an encoder-decoder is always read at the
+                position of the prompt.
         """
         inputs = {name: value.expand(len(hidden), *value.shape[1:]) for name, value in self._inputs.items()}
         if tokens is not None and not self._reads_decoder:
-            inputs["input_ids"] = self._shaped(tokens)
-        dtype = next(p.dtype for p in self._model.parameters() if p.dtype.is_floating_point)
+            inputs["input_ids"] = self._add_choice_axis(tokens)
+        dtypes = (parameter.dtype for parameter in self._model.parameters())
+        dtype = next(dtype for dtype in dtypes if dtype.is_floating_point)
         # Without a padding token, classifiers of transformers raise an error for several prompts.
         pad = getattr(self._model.config.get_text_config(), "pad_token_id", None)
-        step = max(1, len(hidden)) if pad is not None else 1
-        made = []
+        chunk_size = max(1, len(hidden)) if pad is not None else 1
+        logits = []
         with evaluation_mode(self._model, self._modules, gradients=torch.is_grad_enabled()):
-            for start in range(0, len(hidden), step):
-                chunk = slice(start, start + step)
-                output = self._base_output(hidden[chunk].to(dtype))
-                with Changes([replaced_method(self._base, "forward", _returning(output))]):
-                    made.append(self._called({name: value[chunk] for name, value in inputs.items()}))
-        return torch.cat(made)
+            for start in range(0, len(hidden), chunk_size):
+                chunk = slice(start, start + chunk_size)
+                output = self._make_base_output(hidden[chunk].to(dtype))
+                with Changes([replaced_method(self._base, "forward", _make_forward(output))]):
+                    logits.append(self._call({name: value[chunk] for name, value in inputs.items()}))
+        return torch.cat(logits)
 
     @torch.no_grad()
     def check(self, hidden: Float[Tensor, "1 pos d_model"]) -> None:
@@ -204,52 +214,57 @@ class ClassifierPass:
         own, dtypes = self._hidden, {self._hidden.dtype, hidden.dtype}
         if hidden.shape != own.shape:
             raise ValueError(
-                "hf_model: expected the weights of the mapped model, got one whose last hidden states have "
-                f"the shape {list(own.shape)}, where the mapped model's have {list(hidden.shape)}; load both "
-                "from the same folder"
+                "hf_model: expected a classifier with the weights of the mapped model, whose last hidden "
+                f"states have the shape {list(hidden.shape)}, got one with the shape {list(own.shape)}; load "
+                "both from the same folder"
             )
-        accepted = max(map(pass_tolerance, dtypes))
+        tolerance = max(map(pass_tolerance, dtypes))
         error = float((hidden.double() - own.double()).abs().max() / own.double().abs().max())
-        made = self.logits(hidden)
-        if error <= accepted and _close(made, self.own, accepted):
+        logits = self.logits(hidden)
+        if error <= tolerance and _are_close(logits, self.own, tolerance):
             return
-        several = f", and both in one dtype (here {dtypes})" if len(dtypes) > 1 else ""
+        same_dtype = f", and both in one dtype (here {dtypes})" if len(dtypes) > 1 else ""
         raise ValueError(
-            "hf_model: expected the weights of the mapped model, got one whose last hidden states differ on "
-            f"this prompt, by a relative {error:.1e}: {_both(made, self.own)}; load both from the same "
-            f"folder, without folding or centring weights{several}"
+            "hf_model: expected a classifier with the weights of the mapped model, got one whose last hidden "
+            f"states differ on this prompt, by a relative {error:.1e} "
+            f"({_describe_difference(logits, self.own)}); load both from the same folder, without folding or "
+            f"centring weights{same_dtype}"
         )
 
-    def _shaped(self, values: Tensor) -> Tensor:
-        """Return [copy pos] in the shape that the classifier takes: [copy choice pos] for multiple choice."""
-        return values[:, None] if kind_of(self._model) == "multiple choice" else values
+    def _add_choice_axis(self, values: Tensor) -> Tensor:
+        """Return values [copy pos] as [copy choice pos] for multiple choice, else unchanged."""
+        return values[:, None] if find_kind(self._model) == "multiple choice" else values
 
-    def _require_same_part(self, source: Tensor | None) -> None:
+    def _check_part(self, source: Tensor | None) -> None:
+        """Raise a ValueError unless the classifier reads the mapped part."""
         name = type(self._model).__name__
         if self._reads_decoder and source is None:
             raise ValueError(
-                f"hf_model: {name} reads the decoder; expected a map of part='decoder' (or 'cross', 'joint') "
-                "of an encoder-decoder, got one of another stack"
+                "hf_model: expected a map of part='decoder', 'cross' or 'joint' of an encoder-decoder, "
+                f"because {name} reads the decoder, got a map of another part"
             )
         if not self._reads_decoder and source is not None:
-            raise ValueError(f"hf_model: {name} has no decoder; expected a map of part='encoder'")
-        eos = getattr(self._model.config, "eos_token_id", None)
-        if source is not None and kind_of(self._model) == "sequence" and eos not in source.tolist():
             raise ValueError(
-                f"hf_model: {name} reads the decoder where the source has its last end-of-sequence token, "
-                f"{eos}; expected a source with that token, got {source.tolist()}"
+                f"hf_model: expected a map of part='encoder', because {name} has no decoder, got a map of "
+                "another part"
+            )
+        eos = getattr(self._model.config, "eos_token_id", None)
+        if source is not None and find_kind(self._model) == "sequence" and eos not in source.tolist():
+            raise ValueError(
+                f"hf_model: expected a source with the end-of-sequence token {eos}, because {name} reads the "
+                f"decoder at the position of the source's last one, got {source.tolist()}"
             )
 
-    def _own_pass(self, source: Tensor | None) -> Tensor:
-        """Return the classifier's logits, and keep its last hidden states."""
-        changes = [forward_hook(self._base, self._keep)]
+    def _run_own_pass(self, source: Tensor | None) -> Tensor:
+        """Return the classifier's logits, and store its last hidden states."""
+        changes = [forward_hook(self._base, self._store_output)]
         decoder_reads: list[Tensor] = []
         if self._reads_decoder:
-            note = _note_tokens(decoder_reads)
-            changes.append(forward_pre_hook(self._base.get_decoder(), note, with_kwargs=True))
+            hook = _make_token_hook(decoder_reads)
+            changes.append(forward_pre_hook(self._base.get_decoder(), hook, with_kwargs=True))
         try:
             with evaluation_mode(self._model, self._modules), Changes(changes):
-                logits = self._called(self._inputs)
+                logits = self._call(self._inputs)
         except Exception as problem:
             raise ValueError(
                 f"hf_model: expected {type(self._model).__name__} to run on the prompt's inputs "
@@ -257,9 +272,9 @@ class ClassifierPass:
             ) from problem
         if decoder_reads and not torch.equal(decoder_reads[0][0], self._tokens):
             raise ValueError(
-                "hf_model: expected the target that the classifier's decoder reads by itself, its source "
-                f"moved right by one token: {decoder_reads[0][0].tolist()}, got {self._tokens.tolist()}; "
-                "give the former as the target, lm.run(model, (source, target), ...)"
+                "hf_model: expected the target that the classifier's own decoder reads, the source shifted "
+                f"right by one token, {decoder_reads[0][0].tolist()}, got {self._tokens.tolist()}; give the "
+                "former as the target in lm.run(model, (source, target), ...)"
             )
         positions = self._hidden.shape[1]
         if logits.ndim not in (2, 3) or (logits.ndim == 3 and logits.shape[1] != positions):
@@ -269,13 +284,14 @@ class ClassifierPass:
             )
         return logits
 
-    def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _store_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Store the last hidden states and the form of the base model's output, as a forward hook."""
         self._hidden: Tensor = output[0]
         self._output_class = type(output)
         self._fields = () if isinstance(output, tuple) else tuple(output)
 
-    def _base_output(self, hidden: Tensor) -> Any:
-        """Return the base model's output with other last hidden states, and with these pooled anew."""
+    def _make_base_output(self, hidden: Tensor) -> Any:
+        """Return the base model's output for other last hidden states, including that of its pooler."""
         pooler = getattr(self._base, "pooler", None)
         if not self._fields:
             return (hidden,) if pooler is None else (hidden, pooler(hidden))
@@ -284,70 +300,74 @@ class ClassifierPass:
             fields["pooler_output"] = pooler(hidden)
         return self._output_class(**fields)
 
-    def _called(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the logits of one call."""
+    def _call(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits of one call of the classifier."""
         output = self._model(**inputs, return_dict=True)
         logits = getattr(output, "logits", None)
         if logits is None and getattr(output, "start_logits", None) is not None:
             logits = torch.stack([output.start_logits, output.end_logits], -1)
         if logits is None:
-            raise ValueError(f"no logits in the output, {list(output)}; {_OWN_FUNCTION}")
+            raise ValueError(f"hf_model: expected an output with logits, got {list(output)}; {_OWN_FUNCTION}")
         return logits
 
-    def _require_hidden_states_alone(self) -> None:
+    def _require_hidden_states_only(self) -> None:
+        """Raise a ValueError if the logits depend on more than the last hidden states."""
         try:
-            made = self.logits(self._hidden)
+            logits = self.logits(self._hidden)
         except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as problem:
-            found = f"from these alone it raises {type(problem).__name__}: {problem}"
+            got = f"{type(problem).__name__} if the classifier gets only these: {problem}"
         else:
-            if _close(made, self.own, pass_tolerance(made.dtype)):
+            if _are_close(logits, self.own, pass_tolerance(logits.dtype)):
                 return
-            found = _both(made, self.own)
+            got = f"others: {_describe_difference(logits, self.own)}"
         raise ValueError(
-            "hf_model: expected logits that are made from the last hidden states of its base model alone, "
-            f"{type(self._base).__name__}; {found}; {_OWN_FUNCTION}"
+            "hf_model: expected logits that depend only on the last hidden states of the base model, "
+            f"{type(self._base).__name__}, got {got}; {_OWN_FUNCTION}"
         )
 
-    def _only_position(self) -> int | None:
+    def _find_position(self) -> int | None:
+        """Return the only position whose hidden state changes the logits, or None if there are several."""
         with torch.enable_grad():
             hidden = self._hidden.detach().requires_grad_(True)
             logits = self.logits(hidden)[0]
-            # Weights that differ, so that labels whose gradients sum to 0 do not hide a position.
+            # Different weights ensure that the gradients of two labels do not cancel at a position.
             weights = torch.arange(1, len(logits) + 1, device=logits.device).to(logits.dtype)
             (gradient,) = torch.autograd.grad((logits * weights).sum(), hidden)
-        places = gradient[0].abs().amax(-1).nonzero()[:, 0].tolist()
-        return places[0] if len(places) == 1 else None
+        positions = gradient[0].abs().amax(-1).nonzero()[:, 0].tolist()
+        return positions[0] if len(positions) == 1 else None
 
 
-def _returning(output: Any) -> Callable[..., Any]:
-    """Return a `forward` that returns this output, whatever its arguments are."""
+def _make_forward(output: Any) -> Callable[..., Any]:
+    """Return a `forward` that returns this output for any arguments."""
     return lambda *args, **kwargs: output
 
 
-def _require_evaluation_mode(model: nn.Module) -> None:
+def _check_evaluation_mode(model: nn.Module) -> None:
     if model.training:
         raise ValueError("hf_model: expected evaluation mode, got training mode; call hf_model.eval() first")
 
 
-def _note_tokens(read: list[Tensor]) -> Any:
-    def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        read.append(kwargs["input_ids"] if "input_ids" in kwargs else args[0])
+def _make_token_hook(store: list[Tensor]) -> Any:
+    """Return a forward pre-hook that appends the tokens of the call to `store`."""
 
-    return note
+    def store_tokens(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        store.append(kwargs["input_ids"] if "input_ids" in kwargs else args[0])
+
+    return store_tokens
 
 
-def _close(made: Tensor, own: Tensor, accepted: float) -> bool:
-    """Return whether logits agree: relative to the largest one, or absolutely if that is below 1."""
-    if made.shape != own.shape:
+def _are_close(logits: Tensor, own: Tensor, tolerance: float) -> bool:
+    """Return whether logits agree, relative to the largest of the own logits, or to 1 if that is larger."""
+    if logits.shape != own.shape:
         return False
     largest = max(1.0, float(own.double().abs().max()))
-    return bool((made.double() - own.double()).abs().max() <= accepted * largest)
+    return bool((logits.double() - own.double()).abs().max() <= tolerance * largest)
 
 
-def _both(made: Tensor, own: Tensor) -> str:
-    """Describe where two tensors of logits differ most."""
-    if made.shape != own.shape:
-        return f"logits of shape {list(made.shape)} where the classifier gives {list(own.shape)}"
-    worst = int((made.double() - own.double()).abs().argmax())
-    ours, its_own = (float(logits.flatten()[worst]) for logits in (made, own))
-    return f"a logit would be {ours:.6g} where the classifier gives {its_own:.6g}"
+def _describe_difference(logits: Tensor, own: Tensor) -> str:
+    """Return a description of the largest difference between two tensors of logits."""
+    if logits.shape != own.shape:
+        return f"logits of shape {list(logits.shape)}, while the classifier gives {list(own.shape)}"
+    worst = int((logits.double() - own.double()).abs().argmax())
+    found, expected = (float(each.flatten()[worst]) for each in (logits, own))
+    return f"a logit of {found:.6g}, while the classifier gives {expected:.6g}"

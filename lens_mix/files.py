@@ -1,4 +1,4 @@
-"""Files are written under another name, and moved to their place when they are complete."""
+"""Write files under a temporary name, and move them to their path when they are complete."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import stat
 import tempfile
 from collections.abc import Iterator
 
-# Why a file that is there can't be replaced although it may be written: it is mounted on its own (as into a
-# container), or another user's in a folder like /tmp.
+# These errors mean that an existing file can be written but not replaced: it is a mount of its own (as in a
+# container), or it belongs to another user in a folder like /tmp.
 _IRREPLACEABLE = (errno.EBUSY, errno.EPERM, errno.EACCES)
 
 
@@ -20,86 +20,89 @@ _IRREPLACEABLE = (errno.EBUSY, errno.EPERM, errno.EACCES)
 def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield the path of a new file to write, and move it to `path` when the block ends without an error.
 
-    An error in the block (a full disk, Ctrl-C) removes the new file and leaves what was at `path`. A symbolic
-    link stays, and the file that it points to is replaced. The new file has the permission bits (and, where
-    the user may set it, the owner) of the old one; hard links to the old file keep the old content. What
-    can't be replaced gets the new content at the end instead: what is not a regular file (`/dev/stdout`, a
-    pipe), a file in a folder that takes no new ones, and a file that is mounted on its own.
+    An error in the block (a full disk, Ctrl-C) removes the new file and leaves `path` unchanged. If `path` is
+    a symbolic link, the file that it points to is replaced. The new file gets the permission bits of the old
+    one, and its owner if the user may set it. Hard links to the old file keep the old content.
+
+    Some files cannot be replaced: those that are not regular files (`/dev/stdout`, a pipe), files in a folder
+    where the user may not create files, and files that are mounts of their own. The new content is then
+    copied into them at the end.
 
     Args:
-        path: the file's place; its folder must exist.
+        path: The path of the file, in a folder that exists.
 
     Yields:
         A path with the same ending.
 
     Raises:
-        OSError: the file can't be written, before the block is entered or when it is left.
+        OSError: If the file cannot be written, when the block starts or when it ends.
     """
-    place = os.fspath(path)
+    target = os.fspath(path)
     try:
-        old = os.stat(place)
+        old = os.stat(target)
     except FileNotFoundError:
         old = None
     if old is not None and not stat.S_ISREG(old.st_mode):
-        with _written_elsewhere(place) as elsewhere:
-            yield elsewhere
+        with _copying(target) as temporary:
+            yield temporary
         return
     if old is not None:
-        # A read-only file raises an error here; replacing it needs only the right to write to its folder.
-        os.close(os.open(place, os.O_WRONLY))
-    if os.path.islink(place):
-        place = os.path.realpath(place)
-    beside = os.path.join(
-        os.path.dirname(place), f".lens_mix-{secrets.token_hex(8)}{os.path.splitext(place)[1]}"
+        # Opening a read-only file raises an error; replacing it would need only the right to write its
+        # folder.
+        os.close(os.open(target, os.O_WRONLY))
+    if os.path.islink(target):
+        target = os.path.realpath(target)
+    new_path = os.path.join(
+        os.path.dirname(target), f".lens_mix-{secrets.token_hex(8)}{os.path.splitext(target)[1]}"
     )
     try:
-        # Made by hand rather than by `tempfile`, whose files have 0600 whatever the umask is.
-        made = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        # A file of `tempfile` would have the permissions 0600 whatever the umask is.
+        descriptor = os.open(new_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except OSError as problem:
         if old is not None and isinstance(problem, PermissionError):
-            with _written_elsewhere(place) as elsewhere:
-                yield elsewhere
+            with _copying(target) as temporary:
+                yield temporary
             return
-        raise type(problem)(problem.errno, problem.strerror, place) from None
+        raise type(problem)(problem.errno, problem.strerror, target) from None
     try:
-        new = os.fstat(made)
-        os.close(made)
-        yield beside
-        _settle(beside, old or new)
+        new = os.fstat(descriptor)
+        os.close(descriptor)
+        yield new_path
+        _finish(new_path, old or new)
         try:
-            os.replace(beside, place)
+            os.replace(new_path, target)
         except OSError as problem:
             if old is None or problem.errno not in _IRREPLACEABLE:
                 raise
-            _copy(beside, place)
+            _copy(new_path, target)
     finally:
         with contextlib.suppress(FileNotFoundError):
-            os.remove(beside)
+            os.remove(new_path)
 
 
 @contextlib.contextmanager
-def _written_elsewhere(place: str) -> Iterator[str]:
-    """Give the path of a file in a folder for temporary ones, and copy what it holds to `place` at the end.
+def _copying(target: str) -> Iterator[str]:
+    """Yield the path of a file in a temporary folder, and copy its content to `target` at the end.
 
-    Some writers (safetensors from 0.8 on) put a file of their own in the place of the one they are given,
-    also of a device.
+    The file must not be `target` itself, because some writers (safetensors since 0.8) replace the file that
+    they are given, even if it is a device.
     """
     with tempfile.TemporaryDirectory(prefix="lens_mix-") as folder:
-        elsewhere = os.path.join(folder, f"new{os.path.splitext(place)[1]}")
-        yield elsewhere
-        _copy(elsewhere, place)
+        temporary = os.path.join(folder, f"new{os.path.splitext(target)[1]}")
+        yield temporary
+        _copy(temporary, target)
 
 
-def _copy(source: str, place: str) -> None:
-    with open(source, "rb") as new, open(place, "wb") as old:
+def _copy(source: str, target: str) -> None:
+    with open(source, "rb") as new, open(target, "wb") as old:
         shutil.copyfileobj(new, old)
 
 
-def _settle(path: str, like: os.stat_result) -> None:
-    """Bring a file to the disk with the owner and the permission bits of another."""
+def _finish(path: str, like: os.stat_result) -> None:
+    """Write a file to the disk, with the owner and the permission bits of another."""
     file = os.open(path, os.O_RDWR)
     try:
-        # Some file systems notice only here that they are full.
+        # Some file systems raise the error of a full disk only here.
         os.fsync(file)
     finally:
         os.close(file)

@@ -1,4 +1,4 @@
-"""From one clean pass to a map per prompt and method."""
+"""Compute the map of each prompt and method from one clean pass."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from lens_mix.residual_shares import ResidualShares
 from lens_mix.session import CheckedPass, Session
 from lens_mix.targets import as_target
 
-# The label of the method that measures the residual among a session's methods; no method has it as its name.
+# A session has the method that measures the residual under this label, which is not the name of any method.
 _MEASURED = "measured residual"
 
 T = TypeVar("T")
-_ByLayer = dict[str, dict[int, T]]  # of each method by its label, one thing per layer
+# One item per layer for each method, by the label of the method.
+_ByLayer = dict[str, dict[int, T]]
 
 
 def measuring(methods: Mapping[str, Method]) -> dict[str, Method]:
-    """What to add to the methods of a session so that maps without the residual get its measured shares."""
-    need = any(method.scope == "layer" and not method.holds_residual for method in methods.values())
-    return {_MEASURED: ResidualShares()} if need else {}
+    """Return the method that measures residual shares, by its label, if some map of `methods` needs them."""
+    is_needed = any(method.scope == "layer" and not method.holds_residual for method in methods.values())
+    return {_MEASURED: ResidualShares()} if is_needed else {}
 
 
 def map_prompts(
@@ -47,36 +48,43 @@ def map_prompts(
     prepend_bos: bool | None = None,
     progress: bool = False,
 ) -> list[dict[str, MixingMap]]:
-    """The maps of each prompt of a batch by their labels, padding cut away; `prepend_bos` is for the record.
+    """Return the maps of each prompt of a batch, without padding, by the labels of the methods.
+
+    Args:
+        session: The model and the methods.
+        prompts: The prompts, which run as one batch.
+        side: The side on which to pad.
+        prepend_bos: The option of the run, for the record.
+        progress: Whether to show a bar.
 
     Raises:
-        UnsupportedModelError: the model or a method on it can't be trusted, with the reason.
+        UnsupportedModelError: If the model or a method on it failed verification; the message has the reason.
     """
-    # Before the pass: a span that a prompt does not have needs no clean pass to be refused.
+    # Key groups are shaped before the clean pass, so that a wrong span raises its error without that cost.
     for prompt, method in itertools.product(prompts, session.methods.values()):
         method.key_groups(len(session.key_tokens(prompt)))
     with session.checked_pass(prompts, side) as checked:
         blocks = {label: {block.layer: block for block in checked.blocks(label)} for label in session.methods}
         record = _Record(checked, blocks, _map_blocks(checked, blocks, progress), prepend_bos)
     return [
-        _with_shares(session.methods, {label: record.map_of(label, index) for label in session.methods})
+        _add_shares(session.methods, {label: record.make_map(label, index) for label in session.methods})
         for index in range(len(prompts))
     ]
 
 
-def _with_shares(methods: Mapping[str, Method], maps: dict[str, MixingMap]) -> dict[str, MixingMap]:
-    """The maps of one prompt, those without the residual with its measured shares, where these were made."""
+def _add_shares(methods: Mapping[str, Method], maps: dict[str, MixingMap]) -> dict[str, MixingMap]:
+    """Return the maps of one prompt, with measured residual shares for maps that lack the residual."""
     if _MEASURED not in maps:
         return maps
     shares = maps.pop(_MEASURED).scores[..., 0]
-    for label, m in maps.items():
-        if m.kind == "layer" and not methods[label].holds_residual:
-            maps[label] = m.replace(residual_shares=shares)
+    for label, mixing_map in maps.items():
+        if mixing_map.kind == "layer" and not methods[label].holds_residual:
+            maps[label] = mixing_map.replace(residual_shares=shares)
     return maps
 
 
 def _map_blocks(checked: CheckedPass, blocks: _ByLayer[Block], progress: bool) -> _ByLayer[Tensor]:
-    """Block by block, all methods; then those that carry something from block to block."""
+    """Return the map of each block, for methods that map blocks separately and then for those that do not."""
     methods = checked.session.methods
     maps: _ByLayer[Tensor] = {label: {} for label in methods}
     for label, method in methods.items():
@@ -87,18 +95,18 @@ def _map_blocks(checked: CheckedPass, blocks: _ByLayer[Block], progress: bool) -
                 if not _carries(method) and layer in blocks[label]:
                     bar.set_description(label)
                     block = blocks[label][layer]
-                    maps[label][layer] = _checked_shape(method(block), method, block)
+                    maps[label][layer] = _check_shape(method(block), method, block)
                     bar.update()
-            # What methods share about a block goes with it.
+            # The cache of a block is of no use to later blocks.
             checked.clean.cache.pop(layer, None)
         for label, method in methods.items():
             if _carries(method):
                 bar.set_description(label)
                 stack = list(blocks[label].values())
                 stacked = method.of_stack(stack)
-                shaped = [_checked_shape(scores, method, stack[-1]) for scores in stacked]
-                made = stack[-1:] if method.scope == "model" else stack
-                maps[label] = dict(zip((block.layer for block in made), shaped, strict=True))
+                shaped = [_check_shape(scores, method, stack[-1]) for scores in stacked]
+                mapped = stack[-1:] if method.scope == "model" else stack
+                maps[label] = dict(zip((block.layer for block in mapped), shaped, strict=True))
                 checked.clean.cache.clear()
                 bar.update(len(stacked))
     return maps
@@ -118,11 +126,12 @@ def _announce(label: str, method: Method, blocks: Sequence[Block], effort: Effor
             effort.announce(label, sentence)
 
 
-def _checked_shape(scores: Tensor, method: Method, block: Block) -> Tensor:
-    """A method's map, with the rows that it was asked for.
+def _check_shape(scores: Tensor, method: Method, block: Block) -> Tensor:
+    """Return the map that a method computed, if it has the rows of the block.
 
     Raises:
-        TypeError, ValueError: no tensor of numbers; other rows or keys.
+        TypeError: If it is not a tensor of real numbers.
+        ValueError: If it has another shape.
     """
     batch, rows = block.queries.shape
     if not isinstance(scores, Tensor) or not scores.is_floating_point():
@@ -133,14 +142,14 @@ def _checked_shape(scores: Tensor, method: Method, block: Block) -> Tensor:
     if scores.ndim not in (3, 4) or (scores.shape[0], scores.shape[-2]) != (batch, rows):
         raise ValueError(
             f"{method.name}: expected a map [batch, (head,) query, key] with batch {batch} and {rows} "
-            f"queries for block {block.layer}, got {list(scores.shape)}; a method that makes whole maps "
-            "only says so: takes_rows returns False"
+            f"queries for block {block.layer}, got {list(scores.shape)}; if the method can only compute all "
+            "rows, let takes_rows return False"
         )
     return scores
 
 
 class _Record:
-    """Makes the records of one batch; itself made while the model is open."""
+    """Make the maps of one batch. An instance must be created while the clean pass is open."""
 
     def __init__(
         self, checked: CheckedPass, blocks: _ByLayer[Block], maps: _ByLayer[Tensor], prepend_bos: bool | None
@@ -148,17 +157,17 @@ class _Record:
         self._checked_pass, self._blocks, self._maps = checked, blocks, maps
         self._allowed = checked.allowed_keys()
         self._provenance = provenance.of_run(checked.clean.lens, prepend_bos)
-        self._head = provenance.dropped_classifier(checked.clean.lens)
+        self._dropped_classifier = provenance.dropped_classifier(checked.clean.lens)
         targets = [method.target for method in checked.session.methods.values() if hasattr(method, "target")]
-        if self._head and any(as_target(target).reads == "logits" for target in targets):
-            warnings.warn(f"the target reads logits, but {self._head}", stacklevel=2)
+        if self._dropped_classifier and any(as_target(target).reads == "logits" for target in targets):
+            warnings.warn(f"the target reads logits, but {self._dropped_classifier}", stacklevel=2)
 
     @functools.cached_property
     def _reaching(self) -> AllowedKeys:
         return self._allowed.reaching()
 
-    def map_of(self, label: str, index: int) -> MixingMap:
-        """One prompt's map by one method."""
+    def make_map(self, label: str, index: int) -> MixingMap:
+        """Return the map of one prompt and one method."""
         session, clean, rows = self._checked_pass.session, self._checked_pass.clean, self._checked_pass.rows
         method, stack, prompt = session.methods[label], clean.lens.stack, clean.batch.prompts[index]
         layers, groups = session.mapped_layers(method), method.key_groups(len(session.key_tokens(prompt)))
@@ -166,8 +175,8 @@ class _Record:
         keys = (clean.real_inputs[index] if joint else real_keys).nonzero()[:, 0]
         queries = None if rows is None else list(rows.by_prompt[index])
         residual_key = stack.is_cross and method.holds_residual
-        scores = self._scores(label, index, keys, layers, groups, residual_key)
-        prompt_mask = self._visible(method, index, real_keys.nonzero()[:, 0], layers)
+        scores = self._select_scores(label, index, keys, layers, groups, residual_key)
+        prompt_mask = self._make_mask(method, index, real_keys.nonzero()[:, 0], layers)
         prompt_mask = prompt_mask.with_own_key() if residual_key else prompt_mask
         prompt_mask = prompt_mask.with_source(len(prompt.tokens)) if joint else prompt_mask
         causal, mask = prompt_mask.causal_and_mask()
@@ -177,14 +186,14 @@ class _Record:
         blocks = [self._blocks[label][layer] for layer in layers]
         key_tokens = self._checked_pass.key_tokens(index)
         if groups is not None:
-            spelled = tokens if key_tokens is None else key_tokens
-            key_tokens = [joined([spelled[p] for p in group]) for group in groups]
-        sink = method.has_unit_rows and provenance.has_sink(scores, clean.lens.dtype)
-        read = provenance.of_prompt(prompt) | {"engine": self._checked_pass.engines[label]}
-        if sink:
-            read["sink"] = True
+            all_tokens = tokens if key_tokens is None else key_tokens
+            key_tokens = [joined([all_tokens[position] for position in group]) for group in groups]
+        has_sink = method.has_unit_rows and provenance.has_sink(scores, clean.lens.dtype)
+        prompt_record = provenance.of_prompt(prompt) | {"engine": self._checked_pass.engines[label]}
+        if has_sink:
+            prompt_record["sink"] = True
         if joint:
-            read["joint"] = {"source": len(prompt.tokens), "target": len(tokens)}
+            prompt_record["joint"] = {"source": len(prompt.tokens), "target": len(tokens)}
         return MixingMap(
             scores=scores.clone(),
             tokens=tokens,
@@ -197,28 +206,28 @@ class _Record:
             parameters=method.parameters(),
             residual=method.residual,
             kind="layer" if method.scope == "layer" else "input",
-            provenance={**self._provenance, **read, **provenance.details(blocks, index)},
-            default_query=self._default_query(label, index, len(tokens)),
+            provenance={**self._provenance, **prompt_record, **provenance.details(blocks, index)},
+            default_query=self._find_default_query(label, index, len(tokens)),
             notes=(
-                *filter(None, (stack.gaps, self._head)),
+                *filter(None, (stack.gaps, self._dropped_classifier)),
                 *prompt.notes,
                 *provenance.notes(scores, layers, queries),
-                *((provenance.SINK,) if sink else ()),
+                *((provenance.SINK,) if has_sink else ()),
                 *(text for block in blocks for text in block.warnings[index]),
             ),
         )
 
-    def _default_query(self, label: str, index: int, count: int) -> int | None:
-        """The position that the method's target reads, else 0 in an encoder: what sees both ways."""
-        encoder = (
+    def _find_default_query(self, label: str, index: int, count: int) -> int | None:
+        """Return the position that the method's target reads, else 0 in a bidirectional model, else None."""
+        is_encoder = (
             not self._checked_pass.verification.causal
             and not self._checked_pass.clean.lens.stack.reads_target
         )
         explained = (block.default_rows[index] for block in self._blocks[label].values())
-        read = (position for position in explained if position is not None and position < count)
-        return next(read, 0 if encoder else None)
+        positions = (position for position in explained if position is not None and position < count)
+        return next(positions, 0 if is_encoder else None)
 
-    def _scores(
+    def _select_scores(
         self,
         label: str,
         index: int,
@@ -227,30 +236,44 @@ class _Record:
         groups: list[list[int]] | None,
         residual_key: bool,
     ) -> Float[Tensor, "layer *head query key"]:
-        """The asked layers and rows of one prompt, padding cut away; `residual_key`: with a last key more."""
+        """Return the scores of one prompt in the chosen layers and rows, without padding.
+
+        Args:
+            label: The label of the method.
+            index: The index of the prompt.
+            keys: The indices of the prompt's keys in the batch.
+            layers: The layers.
+            groups: The groups of positions that are the keys of the map; None: each position is a key.
+            residual_key: Whether the map has a last key for the residual.
+        """
         blocks, maps = self._blocks[label], self._maps[label]
-        # An input map has the rows of the last block in every layer.
-        rows = self._rows(index, cut=not blocks[max(blocks)].every_query)
+        # Every layer of an input map has the rows of the last block.
+        rows = self._find_rows(index, has_some_rows=not blocks[max(blocks)].every_query)
         stacked = torch.stack([maps[layer][index].index_select(-2, rows) for layer in layers])
         if residual_key:
             keys = torch.cat([keys, keys.new_tensor([stacked.shape[-1] - 1])])
         elif groups is None and stacked.shape[-1] <= int(keys[-1]):
             raise ValueError(
                 f"{label}: expected a key per position, {int(keys[-1]) + 1} or more, got "
-                f"{stacked.shape[-1]}; keys that stand for other things are told by key_groups"
+                f"{stacked.shape[-1]}; if the keys are groups of positions, return these in key_groups"
             )
         return stacked if groups is not None else stacked.index_select(-1, keys)
 
-    def _rows(self, index: int, cut: bool) -> Int[Tensor, " query"]:
-        """Places of one prompt's rows in the padded batch; `cut`: among the rows that are asked for."""
+    def _find_rows(self, index: int, has_some_rows: bool) -> Int[Tensor, " query"]:
+        """Return the indices of one prompt's rows in a tensor of the padded batch.
+
+        Args:
+            index: The index of the prompt.
+            has_some_rows: Whether the tensor has only the rows that were asked for.
+        """
         rows = self._checked_pass.rows
         if rows is None:
             return self._checked_pass.clean.real[index].nonzero()[:, 0]
         positions = rows.positions[index, : len(rows.by_prompt[index])]
-        return torch.arange(len(positions), device=positions.device) if cut else positions
+        return torch.arange(len(positions), device=positions.device) if has_some_rows else positions
 
-    def _visible(self, method: Method, index: int, keys: Tensor, layers: Sequence[int]) -> PromptMask:
-        """Which of its keys one prompt's rows may see."""
+    def _make_mask(self, method: Method, index: int, keys: Tensor, layers: Sequence[int]) -> PromptMask:
+        """Return the mask of one prompt: which keys its rows may see."""
         allowed = self._reaching if method.scope != "layer" else self._allowed
-        rows = self._rows(index, cut=self._checked_pass.clean.rows is not None)
+        rows = self._find_rows(index, has_some_rows=self._checked_pass.clean.rows is not None)
         return allowed.of_prompt(index, rows, keys, layers)

@@ -1,6 +1,6 @@
-"""Methods of other authors: registered in a program, or installed beside lens_mix as a plugin.
+"""Register methods of other authors, and load those that are installed as plugins.
 
-A package offers its methods by an entry point of the group `lens_mix.methods`; in its pyproject.toml:
+A package provides a method with an entry point of the group `lens_mix.methods` in its pyproject.toml:
 
     [project.entry-points."lens_mix.methods"]
     largest_weight = "their_package.module:LargestWeight"
@@ -23,7 +23,7 @@ from lens_mix.method import Method, Scope
 from lens_mix.methods import METHODS
 
 _GROUP = "lens_mix.methods"
-# The values that class attributes of a method may have, one or several.
+# The values that a class attribute of a method may have; all of them except `kind` may have several.
 _ALLOWED = {
     "engines": ("recorded", "hooks", "algebra"),
     "scope": get_args(Scope),
@@ -32,8 +32,8 @@ _ALLOWED = {
     "needs": (*ALGEBRA_COMPONENTS, VALUE, UNEMBEDDING, "gradients", "causal", "position_ids"),
 }
 _REQUIRED = {
-    "name": ("its name in strings", '"largest_weight"'),
-    "residual": ("what rollout mixes in of the identity, 0 to 1", "0.5"),
+    "name": ("the name to pass to lm.run", '"largest_weight"'),
+    "residual": ("the residual weight that rollout uses, 0 to 1", "0.5"),
     "engines": ("the ways it can be computed", '("recorded",)'),
 }
 
@@ -43,25 +43,32 @@ M = TypeVar("M", bound=type[Method])
 
 
 def register(method: M) -> M:
-    """Make a method's name work wherever names do: `lm.run`, `lm.support`, `lm.citation`. Also a decorator.
+    """Register a method, so that `lm.run`, `lm.support` and `lm.citation` accept its name.
 
-    The name holds for the rest of the process; registering a class again (a notebook's cell, run twice)
-    replaces it. A class attribute `citation` is a key of `references.bib` or the BibTeX itself.
+    The function can be used as a decorator. The name is registered for the rest of the process. If a class is
+    registered again (a cell of a notebook that runs twice), the new class replaces the old one. The class
+    attribute `citation` is a key of `references.bib`, or the BibTeX itself.
+
+    Args:
+        method: The class of the method.
+
+    Returns:
+        The class.
 
     Raises:
-        TypeError: no class of a method. ValueError: a class attribute that is missing or none; a name that
-            another class has.
+        TypeError: If `method` is not a class of a method.
+        ValueError: If a class attribute is missing or wrong, or if another class has the name.
     """
     check_class(method)
     known = all_methods().get(method.name)
-    # By its name: a notebook's cell that is run twice makes the class anew.
+    # A notebook's cell that runs twice makes another class of the same name, so the names are compared.
     if known is not None and (known.__module__, known.__qualname__) != (
         method.__module__,
         method.__qualname__,
     ):
         raise ValueError(
-            f"{method.__name__}: expected a name of its own, got {method.name!r}, which is "
-            f"{known.__module__}.{known.__qualname__}; change its class attribute `name`"
+            f"{method.__name__}: expected a name that no other method has, got {method.name!r}, the name of "
+            f"{known.__module__}.{known.__qualname__}; change the class attribute `name`"
         )
     if method.name not in METHODS:
         _registered[method.name] = method
@@ -69,47 +76,59 @@ def register(method: M) -> M:
 
 
 def all_methods() -> dict[str, type[Method]]:
-    """The library's methods, plugins' and those that were registered, by name."""
+    """Return all methods by name: those of the library, of plugins, and those that were registered."""
     return {**METHODS, **_plugins(), **_registered}
 
 
 @functools.cache
 def _plugins() -> dict[str, type[Method]]:
-    """Those of installed packages; one that can't be loaded is left out, with a warning."""
+    """Return the methods of installed packages. A method that cannot be loaded is left out with a warning."""
     methods: dict[str, type[Method]] = {}
     for entry in importlib.metadata.entry_points(group=_GROUP):
         try:
             method = entry.load()
             check_class(method)
             if method.name in METHODS or method.name in methods:
-                raise ValueError(f"the name {method.name!r} is taken")
+                raise ValueError(f"another method has the name {method.name!r}")
             methods[method.name] = method
         except Exception as problem:
             warnings.warn(
-                f"entry point {entry.name} = {entry.value} gives no method: {problem}", stacklevel=2
+                f"entry point {entry.name} = {entry.value} does not provide a method: {problem}",
+                stacklevel=2,
             )
     return methods
 
 
 def check_class(method: object) -> None:
-    """Refuse what can't be a method by its name alone, with what to change (TypeError, ValueError)."""
-    made = check_attributes(method)
-    annotated = [name for name in vars(made).get("__annotations__", {}) if not hasattr(Method, name)]
-    options = [name for name in annotated if "ClassVar" not in str(made.__annotations__[name])]
-    if options and "__dataclass_fields__" not in vars(made):
+    """Raise an error unless this is a class of a method that can run by its name alone, with its defaults.
+
+    Raises:
+        TypeError: If it is not a class of a method.
+        ValueError: If a class attribute is missing or wrong, or if a parameter has no default.
+    """
+    checked = check_attributes(method)
+    annotated = [name for name in vars(checked).get("__annotations__", {}) if not hasattr(Method, name)]
+    parameters = [name for name in annotated if "ClassVar" not in str(checked.__annotations__[name])]
+    if parameters and "__dataclass_fields__" not in vars(checked):
         raise ValueError(
-            f"{made.__name__}: expected a dataclass, since it has the parameters {options}; write "
-            "@dataclasses.dataclass(frozen=True) above it"
+            f"{checked.__name__}: expected a dataclass, because it has the parameters {parameters}, got a "
+            "plain class; write @dataclasses.dataclass(frozen=True) above it"
         )
-    for field in dataclasses.fields(made):
+    for field in dataclasses.fields(checked):
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ValueError(
-                f"{made.__name__}.{field.name}: expected a default, so that the name alone gives a method"
+                f"{checked.__name__}.{field.name}: expected a default, so that the method can be used by its "
+                "name alone, got none"
             )
 
 
 def check_attributes(method: object) -> type[Method]:
-    """The class of a method, if it is one that can run; errors as `check_class`."""
+    """Return the class of a method, if it can run.
+
+    Raises:
+        TypeError: If it is not a class of a method.
+        ValueError: If a class attribute is missing or wrong.
+    """
     if not isinstance(method, type) or not issubclass(method, Method) or method is Method:
         raise TypeError(f"method: expected a class derived from lens_mix.Method, got {shown(method)}")
     where = method.__name__
@@ -126,22 +145,22 @@ def check_attributes(method: object) -> type[Method]:
     for name, allowed in _ALLOWED.items():
         _check_words(f"{where}.{name}", getattr(method, name), allowed, alone=name == "scope")
     if method.__call__ is Method.__call__ and method.of_stack is Method.of_stack:
-        raise ValueError(f"{where}: expected a __call__(self, block) that gives a block's map, found none")
+        raise ValueError(f"{where}: expected a __call__(self, block) that returns the block's map, got none")
     return method
 
 
-def _check_words(what: str, given: object, allowed: tuple[str, ...], alone: bool) -> None:
-    """Some of the words that are known; what looks like one of them is named."""
-    several = isinstance(given, Iterable) and not isinstance(given, str)
-    if several == alone:
+def _check_words(attribute: str, value: object, allowed: tuple[str, ...], alone: bool) -> None:
+    """Raise a ValueError unless an attribute has an allowed word, or several if not `alone`."""
+    is_several = isinstance(value, Iterable) and not isinstance(value, str)
+    if is_several == alone:
         raise ValueError(
-            f"{what}: expected {'one' if alone else 'several'} of {list(allowed)}, got {given!r}"
+            f"{attribute}: expected {'one' if alone else 'several'} of {list(allowed)}, got {value!r}"
         )
-    words = list(given) if isinstance(given, Iterable) and several else [given]
+    words = list(value) if isinstance(value, Iterable) and is_several else [value]
     for word in words:
         if word not in allowed:
-            near = difflib.get_close_matches(str(word), allowed, 1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{what}: expected some of {list(allowed)}, got {word!r}{meant}")
-    if not words and what.endswith("engines"):
-        raise ValueError(f"{what}: expected at least one of {list(allowed)}, got none")
+            close = difflib.get_close_matches(str(word), allowed, 1)
+            suggestion = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"{attribute}: expected some of {list(allowed)}, got {word!r}{suggestion}")
+    if not words and attribute.endswith("engines"):
+        raise ValueError(f"{attribute}: expected at least one of {list(allowed)}, got none")

@@ -1,4 +1,4 @@
-"""The runner: what was asked of a model, mapped prompt by prompt or batch by batch."""
+"""Run methods on a model, for one prompt or for many prompts in batches."""
 
 from __future__ import annotations
 
@@ -54,50 +54,62 @@ def run(
     attention_mask: Tensor | None = None,
     **inputs: Any,
 ) -> Any:
-    """Map one prompt with one method or several, from one clean pass.
+    """Compute the maps of one prompt with one method or several, from one clean pass.
 
     Args:
-        model: HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge; unchanged.
-        prompt: a string, tokens [pos] or [1, pos]; (source, target) for an encoder-decoder; a pair of strings
-            for a BERT; chat messages; what a tokenizer returns. `lens_mix.lens.prompts.read_prompt` says
-            which tokens a string becomes.
-        methods: a name ("attention", "value_zeroing"), a method (`lm.ValueZeroing(metric="euclidean")`),
+        model: A HookedTransformer, HookedEncoder, HookedEncoderDecoder or TransformerBridge. It is not
+            changed.
+        prompt: A string, or tokens `[pos]` or `[1, pos]`; (source, target) for an encoder-decoder; a pair of
+            strings for a BERT; chat messages; or the output of a tokenizer. The documentation of
+            `lens_mix.lens.prompts.read_prompt` explains which tokens a string becomes.
+        methods: A name ("attention", "value_zeroing"), a method (`lm.ValueZeroing(metric="euclidean")`),
             or several of these.
-        queries: positions of the rows to make and keep, as a number, numbers or a slice; negative numbers
-            count from the prompt's end. None: all.
-        layers: the layers to make and keep, likewise. None: all that have attention; `m.layers` names them.
-        part: of an encoder-decoder "encoder" (default), "decoder", "cross" (the decoder's cross-attention:
-            queries are the target's tokens, keys the source's), "all" three, or, for input maps by gradients
-            and occlusion, "joint" (queries are the target's tokens, keys the source's and then the target's).
-        engine: "auto", or "hooks" / "algebra" for methods that have both.
-        max_memory: bytes for the temporary tensors of one step.
-        residual_shares: measure how much of each row is its own residual stream, for `lm.rollout(m,
-            residual="measured")`; maps that hold the residual need none, and cross-attention has none.
-        progress: True: show bars over the blocks and over a method's passes; False: warn before a method that
-            takes more than about 20 forward passes; None: neither.
-        prepend_bos: as in TransformerLens; strings of causal decoders only.
-        attention_mask: [pos] or [1, pos], 0 for padding, which is cut away.
-        inputs: further model inputs by name (`token_type_ids=`, `decoder_input_ids=`).
+        queries: The positions of the rows to compute: a number, several numbers or a slice. Negative numbers
+            count from the end of the prompt. None: all.
+        layers: The layers to compute, in the same form. None: all layers with attention; `m.layers` lists
+            them.
+        part: The part of an encoder-decoder: "encoder" (default), "decoder", or "cross" (the decoder's
+            cross-attention, with the target's tokens as queries and the source's as keys). "all": these
+            three. "joint", for input maps by gradients and occlusion: the target's tokens are the queries,
+            and the source's and then the target's tokens are the keys.
+        engine: "auto", or "hooks" or "algebra" for methods that have both.
+        max_memory: The number of bytes for the temporary tensors of one chunk. None: no bound.
+        residual_shares: Whether to measure the share of each row that is its own residual stream, for
+            `lm.rollout(m, residual="measured")`. It is not measured for maps that contain the residual, nor
+            for cross-attention.
+        progress: True: show bars over blocks and over the passes of a method. False: warn before a method
+            that needs more than about 20 forward passes. None: neither.
+        prepend_bos: As in TransformerLens, for strings of causal decoders only.
+        attention_mask: A mask `[pos]` or `[1, pos]`, 0 for padding, which is removed.
+        inputs: Further inputs of the model by name (`token_type_ids=`, `decoder_input_ids=`).
 
     Returns:
-        A `MixingMap` for one method, a dict of them by name for several. Two methods of the same name get
-        their parameters in the key. With part="all" a dict {"encoder", "decoder", "cross"} of what each
-        part alone gives, from a pass per part.
+        A `MixingMap` for one method, or a dict of them by name for several. If two methods have the same
+        name, their keys contain their parameters. With part="all", a dict of such results with the keys
+        "encoder", "decoder" and "cross", each from a pass of its own.
 
     Raises:
-        TypeError, ValueError: bad input, naming what was expected and what was got.
-        UnsupportedModelError: the model or the method on it can't be trusted, with the reason.
+        TypeError: If an argument has a wrong type.
+        ValueError: If an argument has a wrong value.
+        UnsupportedModelError: If the model or the method on it failed verification; the message has the
+            reason.
     """
     _check_flags(residual_shares, progress)
-    asked: dict[str, Any] = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
+    selection: dict[str, Any] = {
+        "queries": queries,
+        "layers": layers,
+        "engine": engine,
+        "max_memory": max_memory,
+        "progress": progress,
+    }
     if part == "all":
-        options = asked | {"progress": progress, "prepend_bos": prepend_bos, "attention_mask": attention_mask}
+        options = selection | {"prepend_bos": prepend_bos, "attention_mask": attention_mask}
         options |= {"residual_shares": residual_shares, **inputs}
         return {each: run(model, prompt, methods, part=each, **options) for each in parts_of(model)}
-    session, single = _session(model, methods, part, residual_shares, asked | {"progress": progress})
+    session, is_single = _make_session(model, methods, part, residual_shares, selection)
     read = session.read(prompt, prepend_bos=prepend_bos, attention_mask=attention_mask, inputs=inputs)
     maps = map_prompts(session, [read], prepend_bos=prepend_bos, progress=bool(progress))[0]
-    return next(iter(maps.values())) if single else maps
+    return next(iter(maps.values())) if is_single else maps
 
 
 @overload
@@ -130,57 +142,74 @@ def run_many(
     padding_side: PaddingSide = "right",
     **inputs: Any,
 ) -> Iterator[Any]:
-    """Map many prompts, batch by batch; yields what `run` returns, in the order of the prompts.
+    """Yield the maps of many prompts, in the order of the prompts, computed in batches.
 
-    Padding never reaches a map: each prompt gets what it gets alone. A model that does not mask padding
-    gets its prompts one by one, as does one whose rotary angles depend on the longest prompt.
+    Padding never affects a map: the maps of a prompt are the same as from `run`. A model runs its prompts one
+    by one if it does not mask padding, or if its rotary angles depend on the longest prompt.
 
     Args:
-        model, methods, queries, layers, part, engine, max_memory, residual_shares, prepend_bos: as in
-            `run`.
-        prompts: what `run` takes, several of it; one padded tensor [batch, pos] with `attention_mask`; what a
-            tokenizer returns for several prompts with `padding=True`.
-        batch_size: prompts per clean pass.
-        progress: as in `run`, with a bar over the prompts.
-        attention_mask: [batch, pos] for a padded tensor of prompts.
-        padding_side: where the runner pads; "right" is right for every model.
-        inputs: further model inputs by name, one row per prompt.
+        model: The model, as in `run`.
+        prompts: Several prompts of the kinds that `run` accepts; a padded tensor `[batch, pos]` with
+            `attention_mask`; or the output of a tokenizer for several prompts with `padding=True`.
+        methods: The methods, as in `run`.
+        batch_size: The number of prompts per clean pass.
+        queries: The positions of the rows to compute, as in `run`.
+        layers: The layers to compute, as in `run`.
+        part: The part of an encoder-decoder, as in `run`.
+        engine: The engine, as in `run`.
+        max_memory: The number of bytes for the temporary tensors of one chunk, as in `run`.
+        residual_shares: Whether to measure residual shares, as in `run`.
+        progress: As in `run`, with a bar over the prompts.
+        prepend_bos: As in `run`.
+        attention_mask: A mask `[batch, pos]` for a padded tensor of prompts.
+        padding_side: The side on which to pad. "right" works for every model.
+        inputs: Further inputs of the model by name, with one entry per prompt.
+
+    Yields:
+        For each prompt, the result of `run`.
 
     Raises:
-        TypeError, ValueError: bad input; the message names the prompt. The maps of the prompts before it
-            come first.
-        UnsupportedModelError: as in `run`.
+        TypeError: If an argument or a prompt has a wrong type. The message names the prompt, and the maps of
+            the prompts before it are yielded first.
+        ValueError: If an argument or a prompt has a wrong value, in the same way.
+        UnsupportedModelError: As in `run`.
     """
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         prompts, attention_mask, inputs = of_encoding(prompts, attention_mask, inputs)
-    alone = isinstance(prompts, (str, bytes, Mapping)) or getattr(prompts, "ndim", 1) == 0
-    if alone or not isinstance(prompts, Iterable):
+    is_single_prompt = isinstance(prompts, (str, bytes, Mapping)) or getattr(prompts, "ndim", 1) == 0
+    if is_single_prompt or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts: expected several prompts, got {shown(prompts)}; use run for one prompt")
     batch_size = whole_number("batch_size", batch_size, 1)
     one_of("padding_side", padding_side, ("left", "right"))
     _check_flags(residual_shares, progress)
-    asked: dict[str, Any] = {"queries": queries, "layers": layers, "engine": engine, "max_memory": max_memory}
+    selection: dict[str, Any] = {
+        "queries": queries,
+        "layers": layers,
+        "engine": engine,
+        "max_memory": max_memory,
+        "progress": progress,
+    }
     if part == "all":
-        options = asked | {"progress": progress, "prepend_bos": prepend_bos, "attention_mask": attention_mask}
+        options = selection | {"prepend_bos": prepend_bos, "attention_mask": attention_mask}
         options |= {"residual_shares": residual_shares, "padding_side": padding_side, **inputs}
-        return _all_parts(model, prompts, methods, {**options, "batch_size": batch_size})
-    session, single = _session(model, methods, part, residual_shares, asked | {"progress": progress})
+        return _run_all_parts(model, prompts, methods, {**options, "batch_size": batch_size})
+    session, is_single = _make_session(model, methods, part, residual_shares, selection)
     if padding_side == "left":
-        _require_right_padding(session.lens)
+        _check_left_padding(session.lens)
 
-    def read(number: int, prompt: Any) -> Prompt:
+    def read(index: int, prompt: Any) -> Prompt:
         try:
-            mask = None if attention_mask is None else _row(attention_mask, number, "attention_mask")
-            given = {name: _row(value, number, name) for name, value in inputs.items()}
-            return session.read(prompt, prepend_bos=prepend_bos, attention_mask=mask, inputs=given)
+            mask = None if attention_mask is None else _select_entry(attention_mask, index, "attention_mask")
+            own_inputs = {name: _select_entry(value, index, name) for name, value in inputs.items()}
+            return session.read(prompt, prepend_bos=prepend_bos, attention_mask=mask, inputs=own_inputs)
         except (TypeError, ValueError) as problem:
-            raise type(problem)(f"prompt {number}: {problem}") from problem
+            raise type(problem)(f"prompt {index}: {problem}") from problem
 
-    rows = {"attention_mask": attention_mask, **inputs}
+    all_inputs = {"attention_mask": attention_mask, **inputs}
     if isinstance(prompts, Sized):
-        _require_no_spare_rows(rows, len(prompts))
+        _check_entry_counts(all_inputs, len(prompts))
 
-    # `run_many` itself is no generator: what is wrong with its arguments is said at the call.
+    # This generator is separate, so that `run_many` raises errors about its arguments when it is called.
     def stream() -> Iterator[Any]:
         count = 0
         numbered = enumerate(prompts)
@@ -188,17 +217,17 @@ def run_many(
         total = len(prompts) if isinstance(prompts, Sized) else None
         with tqdm(total=total, disable=not progress, desc="prompts") as bar:
             while problem is None:
-                chunk, problem = _until_problem(numbered, batch_size, read)
-                if not chunk:
+                next_prompts, problem = _read_until_problem(numbered, batch_size, read)
+                if not next_prompts:
                     break
-                count += len(chunk)
-                for batch in session.batches(chunk, padding_side):
+                count += len(next_prompts)
+                for batch in session.batches(next_prompts, padding_side):
                     for maps in map_prompts(session, batch, padding_side, prepend_bos=prepend_bos):
                         bar.update()
-                        yield next(iter(maps.values())) if single else maps
+                        yield next(iter(maps.values())) if is_single else maps
         if problem is not None:
             raise problem
-        _require_no_spare_rows(rows, count)
+        _check_entry_counts(all_inputs, count)
 
     return stream()
 
@@ -209,75 +238,83 @@ def _check_flags(residual_shares: Any, progress: Any) -> None:
         flags(progress=progress)
 
 
-def _session(
-    model: TransformerLensModel, methods: Any, part: str | None, residual_shares: bool, asked: dict[str, Any]
+def _make_session(
+    model: TransformerLensModel,
+    methods: Any,
+    part: str | None,
+    residual_shares: bool,
+    selection: dict[str, Any],
 ) -> tuple[Session, bool]:
-    """What is asked of the model, and whether of a single method."""
-    labelled, single = read_methods(methods)
-    # The measured residual is computed in its own way, whatever engine the methods are asked for.
-    asked["engine"] = dict.fromkeys(labelled, asked["engine"])
+    """Return the session of a run, and whether a single method was given."""
+    labelled, is_single = read_methods(methods)
+    # The measured residual has an engine of its own, whatever engine is asked for.
+    selection["engine"] = dict.fromkeys(labelled, selection["engine"])
     labelled |= measuring(labelled) if residual_shares and part != "cross" else {}
-    return Session(model, labelled, part=part, **asked), single
+    return Session(model, labelled, part=part, **selection), is_single
 
 
-def _all_parts(
+def _run_all_parts(
     model: TransformerLensModel, prompts: Iterable[Any], methods: Any, options: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """`run_many` of every part, side by side; a stream of prompts is read once."""
+    """Yield the maps of all parts for each prompt. A stream of prompts is read once."""
     parts = parts_of(model)
-    sized = isinstance(prompts, Sized)
-    copies: Sequence[Iterable[Any]] = [prompts] * len(parts) if sized else itertools.tee(prompts, len(parts))
+    is_sized = isinstance(prompts, Sized)
+    copies: Sequence[Iterable[Any]] = (
+        [prompts] * len(parts) if is_sized else itertools.tee(prompts, len(parts))
+    )
     streams = [
         run_many(model, copy, methods, part=part, **options) for part, copy in zip(parts, copies, strict=True)
     ]
     return (dict(zip(parts, maps, strict=True)) for maps in zip(*streams, strict=True))
 
 
-def _until_problem(
+def _read_until_problem(
     numbered: Iterator[tuple[int, Any]], count: int, read: Callable[[int, Any], Prompt]
 ) -> tuple[list[Prompt], Exception | None]:
-    """The next prompts, up to `count` or to the first that can't be read, and why it can't."""
+    """Return up to `count` next prompts, and the error of the first prompt that cannot be read."""
     prompts: list[Prompt] = []
     try:
-        for number, prompt in itertools.islice(numbered, count):
-            prompts.append(read(number, prompt))
+        for index, prompt in itertools.islice(numbered, count):
+            prompts.append(read(index, prompt))
     except Exception as problem:
-        # Whatever it is, the maps of the prompts before it are finished first.
+        # The error is returned, so that the maps of the prompts before it are computed first.
         return prompts, problem
     return prompts, None
 
 
-def _row(values: Any, number: int, name: str) -> Any:
-    indexed = hasattr(values, "__getitem__") and hasattr(values, "__len__")
-    if not indexed or getattr(values, "ndim", 1) == 0:
+def _select_entry(values: Any, index: int, name: str) -> Any:
+    """Return the entry of an input for one prompt."""
+    is_indexed = hasattr(values, "__getitem__") and hasattr(values, "__len__")
+    if not is_indexed or getattr(values, "ndim", 1) == 0:
         raise TypeError(
-            f"{name}: expected one row per prompt, got {type(values).__name__}; "
-            "run_many has no option of that name"
+            f"{name}: expected one entry per prompt, because run_many has no option of this name and passes "
+            f"it to the model, got {type(values).__name__}"
         )
-    if number >= len(values):
-        raise ValueError(f"{name}: expected a row for every prompt, got {len(values)} rows")
-    return values[number]
+    if index >= len(values):
+        raise ValueError(f"{name}: expected one entry per prompt, got {len(values)} entries")
+    return values[index]
 
 
-def _require_no_spare_rows(rows: Mapping[str, Any], count: int) -> None:
-    for name, value in rows.items():
+def _check_entry_counts(inputs: Mapping[str, Any], count: int) -> None:
+    """Raise a ValueError if an input has more entries than there are prompts."""
+    for name, value in inputs.items():
         if isinstance(value, Sized) and getattr(value, "ndim", 1) != 0 and len(value) > count:
-            raise ValueError(f"{name}: expected one row per prompt ({count}), got {len(value)} rows")
+            raise ValueError(f"{name}: expected one entry per prompt ({count}), got {len(value)} entries")
 
 
 def support(model: TransformerLensModel, *, part: str | None = None) -> Support:
-    """Table method x model: ok with the engine that "auto" would take, or the reason why not.
+    """Return a table of all methods: the engine that "auto" uses on this model, or the reason for an error.
 
     Args:
-        model: any TransformerLens model.
-        part: "encoder" (default), "decoder", "cross" or "joint" of an encoder-decoder.
+        model: Any TransformerLens model.
+        part: The part of an encoder-decoder: "encoder" (default), "decoder", "cross" or "joint".
     """
     methods = all_methods()
     table = support_table(model, [method() for method in methods.values()], part)
     rows = []
     for name, engine, reason in table:
         if engine is not None and "position_ids" in methods[name].needs:
-            # Only a run tells whether it can run.
+            # Whether such a method works on the model is known only from a run.
             try:
                 run(model, any_tokens(model), name, part=part, queries=[-1], progress=None)
             except UnsupportedModelError as problem:
@@ -287,53 +324,57 @@ def support(model: TransformerLensModel, *, part: str | None = None) -> Support:
 
 
 def read_methods(methods: MethodLike | Sequence[MethodLike]) -> tuple[dict[str, Method], bool]:
-    """The methods by their labels, and whether a single one was asked for.
+    """Return the methods by their labels, and whether a single method was given, not a list.
 
     Raises:
-        TypeError, ValueError: neither names nor methods; none; one twice.
+        TypeError: If an item is neither a name nor a method.
+        ValueError: If there is no method of a name, no method at all, or one method twice.
     """
-    single = isinstance(methods, (str, Method))
-    if not single and (isinstance(methods, (type, bytes, Mapping)) or not isinstance(methods, Iterable)):
+    is_single = isinstance(methods, (str, Method))
+    if not is_single and (isinstance(methods, (type, bytes, Mapping)) or not isinstance(methods, Iterable)):
         name = getattr(methods, "__name__", "")
         got = f"the class {name}; write {name}()" if isinstance(methods, type) else type(methods).__name__
-        raise TypeError(f"methods: expected a name, a method (with its parameters), or several; got {got}")
-    asked: list[Any] = [methods] if isinstance(methods, (str, Method)) else list(methods)
-    if not asked:
+        raise TypeError(f"methods: expected a name, a method (with its parameters), or several, got {got}")
+    items: list[Any] = [methods] if isinstance(methods, (str, Method)) else list(methods)
+    if not items:
         raise ValueError("methods: expected at least one method, got none")
-    read = [_read_method(method) for method in asked]
+    read = [_read_method(item) for item in items]
     names = [method.name for method in read]
-    labels = [_label(method) if names.count(method.name) > 1 else method.name for method in read]
+    labels = [_make_label(method) if names.count(method.name) > 1 else method.name for method in read]
     if len(set(labels)) != len(labels):
         raise ValueError(f"methods: expected different methods, got one twice: {labels}")
-    return dict(zip(labels, read, strict=True)), single
+    return dict(zip(labels, read, strict=True)), is_single
 
 
 def _read_method(method: object) -> Method:
     if isinstance(method, str):
         known = all_methods()
         if method not in known:
-            near = difflib.get_close_matches(method, known, 1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"methods: expected one of {sorted(known)}, got {method!r}{meant}")
+            close = difflib.get_close_matches(method, known, 1)
+            suggestion = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"methods: expected one of {sorted(known)}, got {method!r}{suggestion}")
         return known[method]()
     if not isinstance(method, Method):
-        meant = f"the class {method.__name__}; write {method.__name__}()" if isinstance(method, type) else ""
-        raise TypeError(f"methods: expected a name or a method, got {meant or type(method).__name__}")
+        got = type(method).__name__
+        if isinstance(method, type):
+            got = f"the class {method.__name__}; write {method.__name__}()"
+        raise TypeError(f"methods: expected a name or a method, got {got}")
     check_attributes(type(method))
     return method
 
 
-def _label(method: Method) -> str:
-    default = type(method)().parameters()
-    changed = {name: value for name, value in method.parameters().items() if value != default[name]}
-    inside = ", ".join(f"{name}={value!r}" for name, value in changed.items())
-    return f"{method.name}({inside})" if inside else method.name
+def _make_label(method: Method) -> str:
+    """Return the method's name, with the parameters that are not at their defaults."""
+    defaults = type(method)().parameters()
+    changed = {name: value for name, value in method.parameters().items() if value != defaults[name]}
+    text = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+    return f"{method.name}({text})" if text else method.name
 
 
-def _require_right_padding(lens: Lens) -> None:
+def _check_left_padding(lens: Lens) -> None:
     embedding = getattr(lens.model.cfg, "positional_embedding_type", None)
     if not is_causal_model(lens.model, lens.model_class):
         raise UnsupportedModelError(
-            "padding_side='left': an encoder counts positions from the first token, padding included "
-            f"(position embedding {embedding!r}); expected padding_side='right'"
+            "padding_side: expected 'right', because an encoder counts positions from the first token, "
+            f"padding included (position embedding {embedding!r}), got 'left'"
         )

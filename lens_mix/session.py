@@ -1,7 +1,7 @@
-"""One way from prompts to blocks: the clean pass, its verification, and the check on these very prompts.
+"""Run the clean pass of prompts, verify the model, and check the prompts.
 
-The runner, statistics and whatever else reads blocks comes through here, so that none of them can forget a
-check. A session also holds what is kept during one run.
+All code that reads blocks, such as the runner and the statistics, uses a session, so that no check can be
+forgotten. A session also has the cache of one run.
 """
 
 from __future__ import annotations
@@ -49,21 +49,22 @@ from lens_mix.method import Method
 
 
 class Session:
-    """What is asked of a model, read once.
+    """The methods and options of a run on one model.
 
     Args:
-        model: any TransformerLens model.
-        methods: by their labels; at least one.
-        part: "encoder", "decoder", "cross" or "joint" of an encoder-decoder.
-        engine: "auto", "hooks" or "algebra", for all methods or by their labels; "auto" for any other label.
-        max_memory: bytes for the temporaries of one step; None: no bound.
-        queries: the rows that are asked for; None: all.
-        layers: the layers that are asked for; None: all that have attention.
-        progress: True: bars over the passes; False: a warning before many of them; None: neither.
+        model: Any TransformerLens model.
+        methods: The methods by their labels, at least one.
+        part: The part of an encoder-decoder: "encoder", "decoder", "cross" or "joint".
+        engine: "auto", "hooks" or "algebra", for all methods or by their labels. "auto" for any other label.
+        max_memory: The number of bytes for the temporary tensors of one chunk. None: no bound.
+        queries: The positions of the rows to compute. None: all.
+        layers: The layers to compute. None: all layers with attention.
+        progress: True: show bars over passes. False: warn before many passes. None: neither.
 
     Raises:
-        TypeError, ValueError: an option that is none, or that this model can't have.
-        UnsupportedModelError: the model, or a method on it, can't be trusted.
+        TypeError: If an option has a wrong type.
+        ValueError: If an option has a wrong value, or does not fit the model.
+        UnsupportedModelError: If the model or a method on it cannot be used.
     """
 
     def __init__(
@@ -90,94 +91,100 @@ class Session:
                 raise UnsupportedModelError(reason)
         self.lens, self.methods = lens, dict(methods)
         self.engine, self.max_memory, self.queries = engine, max_memory, queries
-        present = lens.stack.attention_layers
-        self.layers = read_selection(layers, lens.n_layers, "layers") or present
-        if not set(self.layers) <= set(present):
-            raise ValueError(f"layers: expected some of {present}, got {self.layers} ({lens.stack.gaps})")
-        whole = [label for label, method in methods.items() if method.scope == "model"]
-        if whole and lens.n_layers - 1 not in self.layers:
+        attention_layers = lens.stack.attention_layers
+        self.layers = read_selection(layers, lens.n_layers, "layers") or attention_layers
+        if not set(self.layers) <= set(attention_layers):
             raise ValueError(
-                f"layers: {', '.join(whole)} gives one map, of the whole model, which counts as the last "
-                f"layer's ({lens.n_layers - 1}); expected it among the layers, got {self.layers}"
+                f"layers: expected some of {attention_layers}, got {self.layers} ({lens.stack.gaps})"
+            )
+        of_whole_model = [label for label, method in methods.items() if method.scope == "model"]
+        if of_whole_model and lens.n_layers - 1 not in self.layers:
+            raise ValueError(
+                f"layers: expected the last layer, {lens.n_layers - 1}, among them, because the one map of "
+                f"{', '.join(of_whole_model)} describes the whole model and has its label, got {self.layers}"
             )
         self.recorded_layers = sorted(set().union(*map(self.layers_of, self.methods.values())))
 
     def read(self, prompt: Any, **options: Any) -> Prompt:
-        """One prompt as the user gave it (`lens_mix.lens.prompts.read_prompt`)."""
+        """Return a prompt as tokens and inputs; options are those of `lens_mix.lens.prompts.read_prompt`."""
         stack = self.lens.stack.name if self.lens.stack.reads_target else None
         with reading(self.lens.model):
             return read_prompt(self.lens.model, self.lens.model_class, prompt, target_for=stack, **options)
 
     def batches(self, prompts: list[Prompt], side: PaddingSide = "right") -> list[list[Prompt]]:
-        """Return the prompts as one batch, or one by one.
+        """Return the prompts as one batch, or as batches of one prompt.
 
-        They run one by one if their lengths differ and the model does not mask padding, or if its rotary
-        angles depend on the longest of them. Padding is not masked if the user gives positions either,
-        because a mask changes what these mean.
+        The prompts run one by one in three cases, unless there is only one:
+
+        - the rotary angles of the model depend on the longest prompt,
+        - their lengths differ and the model does not mask padding,
+        - their lengths differ and they have inputs such as positions, whose meaning a mask would change.
         """
-        reach = [self._reach(prompt) for prompt in prompts]
-        if self.lens.angles_differ(min(map(min, reach)), max(map(max, reach))):
+        ends = [self._find_ends(prompt) for prompt in prompts]
+        if self.lens.angles_differ(min(map(min, ends)), max(map(max, ends))):
             return [[prompt] for prompt in prompts]
         lengths = {len(self.mapped_tokens(prompt)) for prompt in prompts}
         lengths |= {len(prompt.tokens) for prompt in prompts}
-        alike = len(lengths) == 1 or len(prompts) == 1
-        given = any(set(prompt.inputs) - {"token_type_ids"} for prompt in prompts)
-        with LibraryErrors(self.lens.model):
-            masks = (
-                not (alike or given)
-                and verification_of(self.lens, prompts[0], padding=side).masks_padding[side]
-            )
-        if alike or masks:
+        need_no_padding = len(lengths) == 1 or len(prompts) == 1
+        if need_no_padding:
             return [prompts]
+        has_inputs = any(set(prompt.inputs) - {"token_type_ids"} for prompt in prompts)
+        with LibraryErrors(self.lens.model):
+            if not has_inputs and verification_of(self.lens, prompts[0], padding=side).masks_padding[side]:
+                return [prompts]
         return [[prompt] for prompt in prompts]
 
-    def _reach(self, prompt: Prompt) -> list[int]:
-        """Return the largest position of each side of a prompt, plus one."""
+    def _find_ends(self, prompt: Prompt) -> list[int]:
+        """Return the largest position plus one, of the source and of the target if there is one."""
         positions = prompt.inputs.get("position_ids")
         source = len(prompt.tokens) if positions is None else int(positions.max()) + 1
         return [source] if prompt.target is None else [source, len(prompt.target)]
 
     def mapped_tokens(self, prompt: Prompt) -> Int[Tensor, " pos"]:
-        """The tokens that the mapped stack reads."""
+        """Return the tokens that the mapped part reads."""
         target = prompt.target
         return target if self.lens.stack.reads_target and target is not None else prompt.tokens
 
     def key_tokens(self, prompt: Prompt) -> Int[Tensor, " key"]:
-        """The tokens that the keys stand for."""
+        """Return the tokens of the keys."""
         mapped_tokens = self.mapped_tokens(prompt)
         if self.lens.stack.source is not None:
             return torch.cat([prompt.tokens, mapped_tokens])
         return prompt.tokens if self.lens.stack.is_cross else mapped_tokens
 
     def mapped_layers(self, method: Method) -> list[int]:
-        """The layers that a method's map has."""
+        """Return the layers of a method's map."""
         return [self.lens.n_layers - 1] if method.scope == "model" else self.layers
 
     def layers_of(self, method: Method) -> list[int]:
-        """The blocks that a method needs for the layers that are asked for, ascending."""
+        """Return the layers whose blocks a method needs to compute its map, in ascending order."""
         return list(range(max(self.layers) + 1)) if method.scope != "layer" else sorted(self.layers)
 
     @contextlib.contextmanager
     def checked_pass(self, prompts: Sequence[Prompt], side: PaddingSide = "right") -> Iterator[CheckedPass]:
-        """The prompts after one clean pass, verified and checked; the model is opened once, and left as it was.
+        """Yield the prompts after one clean pass and the verification; afterwards the model is as before.
+
+        Args:
+            prompts: The prompts of one batch.
+            side: The side on which to pad.
 
         Raises:
-            UnsupportedModelError: the model, or a method on it, can't be trusted on these prompts.
+            UnsupportedModelError: If the model or a method on it failed verification on these prompts.
         """
-        # A lens of its own: modules may have come and gone since the last batch.
+        # The user may have added or removed modules since the last batch, so the lens is made anew.
         self.lens = lens = Lens(self.lens.model, self.lens.stack.name)
         with LibraryErrors(lens.model), lens.evaluation_mode():
             verification = verification_of(lens, prompts[0], head=needs_unembedding(self.methods.values()))
-            engines = self._engines(verification)
-            by_algebra = "algebra" in engines.values()
-            if by_algebra:
-                # What it measures once is measured before anything counts memory or operations as its own.
+            engines = self._choose_engines(verification)
+            uses_algebra = "algebra" in engines.values()
+            if uses_algebra:
+                # The first call measures oneDNN, which must not count as memory or operations of a method.
                 by_onednn(torch.empty(0, dtype=torch.float32, device=lens.device))
             batch = pad(prompts, pad_token(lens.model), side)
             real = batch.real_positions(lens.stack.name)
             rows = None if self.queries is None else Rows.of(self.queries, real)
             watched = self.recorded_layers if carries_users_hooks(lens.modules) else []
-            clean = self._clean_pass(batch, rows, engines, watched, self._graph(batch, verification))
+            clean = self._clean_pass(batch, rows, engines, watched, self._make_graph(batch, verification))
             entering = streams_before_cross(clean, verification.anatomy)
             clean = dataclasses.replace(clean, z_factors=verification.z_factors, entering=entering)
             different = find_input_mismatch(clean)
@@ -186,65 +193,62 @@ class Session:
             leaks = padding_leaks(clean)
             if leaks:
                 raise UnsupportedModelError(
-                    f"{lens.where(leaks[0])}: the attention mask was ignored (padding got attention weight); "
-                    "run prompts of one length, or one by one"
+                    f"{lens.where(leaks[0])}: expected no attention weight on padding, got some, because the "
+                    "model ignores the attention mask; run prompts of one length, or one by one"
                 )
-            if by_algebra:
-                clean, verification, engines = self._checked(clean, verification, engines)
-            # The engine "recorded" reads pattern and values of this pass, and would miss a hook of the user's
-            # that edits z. Replays run with that hook on, and algebra was compared with the blocks' outputs.
+            if uses_algebra:
+                clean, verification, engines = self._check_prompts(clean, verification, engines)
+            # The engine "recorded" reads pattern and values, so it would miss a user hook that changes z. The
+            # other engines do not miss it: replays run this hook, and algebra is compared with block outputs.
             reason = find_unmixed(clean, watched) if "recorded" in engines.values() else None
             if reason is not None:
-                self._refuse(reason)
+                self._raise_unsupported(reason)
             yield CheckedPass(
                 self, clean, verification, engines, rows, describe_user_hooks(clean, verification, watched)
             )
 
-    def _engines(self, verification: Verification, no_algebra: str | None = None) -> dict[str, str]:
+    def _choose_engines(self, verification: Verification, no_algebra: str | None = None) -> dict[str, str]:
+        """Return the engine of each method by its label. `no_algebra` is a reason not to use "algebra"."""
         try:
             return {
                 label: choose_engine(method, verification, self._engine(label), no_algebra)
                 for label, method in self.methods.items()
             }
         except UnsupportedModelError as problem:
-            self._refuse(str(problem))
+            self._raise_unsupported(str(problem))
 
     def _engine(self, label: str) -> str:
         return self.engine if isinstance(self.engine, str) else self.engine.get(label, "auto")
 
-    def _refuse(self, reason: str) -> NoReturn:
-        """With the hooks that may be in the way."""
+    def _raise_unsupported(self, reason: str) -> NoReturn:
+        """Raise an UnsupportedModelError that also names the user hooks, which may be the cause."""
         names = named_users_hooks(self.lens.model)
         hooks = f"; these hooks are on the model: {', '.join(names[:5])}{', ...' * (len(names) > 5)}"
         raise UnsupportedModelError(reason + hooks * bool(names))
 
-    def _checked(
+    def _check_prompts(
         self, clean: CleanPass, verification: Verification, engines: dict[str, str]
     ) -> tuple[CleanPass, Verification, dict[str, str]]:
-        """The pass, the verification and the engines that hold on these prompts.
+        """Return the pass, the verification and the engines that are valid for these prompts.
 
-        If verified parts don't give these prompts' outputs, the verification may be from before a change that leaves
-        no trace: a fresh one decides. What that can't explain (a hook on one position, say) is left to hooks.
+        If the verified components do not give the outputs of these prompts, the verification may be outdated,
+        because the model changed without a trace. It is then computed again. If the new one does not give the
+        outputs either (a hook may act on one position only), the engine "hooks" is used.
         """
         layers = self.recorded_layers
-        values = any(VALUE in method.needs for method in self.methods.values())
-        if (
-            find_mismatch(clean, verification, layers, values, self._rebuilt_layers(verification, engines))
-            is None
-        ):
+        needs_values = any(VALUE in method.needs for method in self.methods.values())
+        rebuilt = self._find_rebuilt_layers(verification, engines)
+        if find_mismatch(clean, verification, layers, needs_values, rebuilt) is None:
             return clean, verification, engines
-        head = needs_unembedding(self.methods.values())
-        verification = verification_of(clean.lens, clean.batch.prompts[0], head=head, again=True)
+        splits_logits = needs_unembedding(self.methods.values())
+        verification = verification_of(clean.lens, clean.batch.prompts[0], head=splits_logits, again=True)
         clean = dataclasses.replace(clean, z_factors=verification.z_factors)
-        whole = self._rebuilt_layers(verification, engines)
-        return (
-            clean,
-            verification,
-            self._engines(verification, find_mismatch(clean, verification, layers, values, whole)),
-        )
+        rebuilt = self._find_rebuilt_layers(verification, engines)
+        mismatch = find_mismatch(clean, verification, layers, needs_values, rebuilt)
+        return clean, verification, self._choose_engines(verification, mismatch)
 
-    def _rebuilt_layers(self, verification: Verification, engines: Mapping[str, str]) -> set[int]:
-        """The blocks whose feed-forward is to be computed by algebra."""
+    def _find_rebuilt_layers(self, verification: Verification, engines: Mapping[str, str]) -> set[int]:
+        """Return the layers whose feed-forward algebra computes."""
         return {
             layer
             for label, method in self.methods.items()
@@ -261,9 +265,14 @@ class Session:
         hooked: Sequence[int],
         graph: AutogradGraph | None,
     ) -> CleanPass:
-        """One pass that records what the methods and the check of the prompts need, and no more rows.
+        """Return the clean pass, which records only the rows that the methods and checks need.
 
-        `hooked` are the layers where z is compared, as hooks of the user's may edit it.
+        Args:
+            batch: The prompts.
+            rows: The rows that were asked for; None: all.
+            engines: The engine of each method.
+            hooked: The layers where z is compared, because user hooks may change it.
+            graph: The autograd graph that the pass is to record, or None.
         """
         lens, layers = self.lens, self.recorded_layers
         for label, method in self.methods.items():
@@ -271,7 +280,7 @@ class Session:
                 rows = None
         positions = None if rows is None else rows.positions
         store: dict[str, Tensor] = {}
-        # The check reads these, whatever the methods record.
+        # The check of the prompts needs these tensors even if no method does.
         checked = {"pattern", "value"} if "algebra" in engines.values() or hooked else set()
         checked |= {"z"} if hooked else set()
         template = lens.stack.attention_template
@@ -280,20 +289,20 @@ class Session:
         for method in self.methods.values():
             for layer in self.layers_of(method):
                 pairs = method.hooks(layer, store, queries=positions, attention=template)
-                # What enters a block is read from its call, which every class shows.
+                # The input of a block is recorded from its call, which works for all model classes.
                 fwd_hooks += [pair for pair in pairs if pair[0] != f"{lens.where(layer)}.hook_resid_pre"]
                 required += [lens.stack.hook_name(role, layer) for role in method.records - {RESID_PRE}]
-            checked -= method.records  # recorded already
+            checked -= method.records
         for layer in layers:
             fwd_hooks += record_attention(
                 layer, store, sorted(checked), queries=positions, attention=template
             )
         reads_end = any(UNEMBEDDING in method.needs for method in self.methods.values())
         last = lens.n_layers - 1 if reads_end else layers[-1]
-        # Padding may leak in any block that runs.
-        padded = not bool(batch.real_positions(lens.stack.name).all())
-        present = [layer for layer in lens.stack.attention_layers if layer <= last]
-        watched = present if padded else layers
+        # Padding may get attention weight in any block that runs, so with padding all blocks are watched.
+        has_padding = not bool(batch.real_positions(lens.stack.name).all())
+        run_layers = [layer for layer in lens.stack.attention_layers if layer <= last]
+        watched = run_layers if has_padding else layers
         return clean_pass(
             lens,
             batch,
@@ -306,28 +315,31 @@ class Session:
             graph=graph,
         )
 
-    def _graph(self, batch: Batch, verification: Verification) -> AutogradGraph | None:
-        """The graph that the clean pass is to leave; of one prompt, as it holds all blocks' activations."""
+    def _make_graph(self, batch: Batch, verification: Verification) -> AutogradGraph | None:
+        """Return the autograd graph that the clean pass is to record, or None if it is not needed.
+
+        The graph keeps the activations of all blocks in memory, so it is recorded for a single prompt only.
+        """
         anatomies = list(verification.anatomy.values())
         rules = next(filter(None, (method.clean_rules(anatomies) for method in self.methods.values())), None)
-        alone = len(batch) == 1 and self.max_memory is None and not self.lens.encoder_decoder
-        # In inference mode the target refuses, with the reason.
-        if rules is None or not alone or torch.is_inference_mode_enabled():
+        fits = len(batch) == 1 and self.max_memory is None and not self.lens.encoder_decoder
+        # There are no gradients in inference mode, for which the target raises an error with the reason.
+        if rules is None or not fits or torch.is_inference_mode_enabled():
             return None
         return AutogradGraph(self.lens, anatomies, rules)
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckedPass:
-    """Prompts after a clean pass, verified and checked.
+    """The prompts of a batch after a clean pass, the verification and the check of the prompts.
 
     Attributes:
-        session: what was asked.
-        clean: the clean pass.
-        verification: what every block was found to be.
-        engines: by the methods' labels.
-        rows: the rows that are asked for; None: all.
-        hook_notes: the sentences about edits by the user's hooks, by layer, for the record.
+        session: The methods and options of the run.
+        clean: The clean pass.
+        verification: The verification of the model.
+        engines: The engine of each method, by its label.
+        rows: The rows that were asked for; None: all.
+        edits: Sentences about the interventions of user hooks, by layer, for the notes.
     """
 
     session: Session
@@ -338,12 +350,12 @@ class CheckedPass:
     hook_notes: Mapping[int, Sequence[str]]
 
     def blocks(self, label: str) -> list[Block]:
-        """The blocks of a method, with the rows that it is to make."""
+        """Return the blocks of a method, with the rows that it must compute."""
         method, engine = self.session.methods[label], self.engines[label]
         layers, blocks = self.session.layers_of(method), []
         rows = self.rows.positions if self.rows is not None and method.takes_rows(engine) else None
         for layer in layers:
-            # Below the last layer of an input map all rows are read.
+            # The last layer of an input map reads all rows of the layers below.
             queries = None if method.scope != "layer" and layer != layers[-1] else rows
             memory, effort = self.session.max_memory, self.session.effort
             block = Block(self.clean, layer, self.verification, engine, memory, queries, effort)
@@ -355,19 +367,19 @@ class CheckedPass:
         return blocks
 
     def allowed_keys(self) -> AllowedKeys:
-        """Which keys the recorded rows may see, in every watched layer."""
+        """Return which keys the recorded rows may see, in every watched layer."""
         return allowed_keys(self.clean, self.verification.causal)
 
     def token_ids(self, index: int) -> Int[Tensor, " pos"]:
-        """The tokens of one prompt that the mapped stack reads."""
+        """Return the tokens of one prompt that the mapped part reads."""
         return self.session.mapped_tokens(self.clean.batch.prompts[index])
 
     def tokens(self, index: int) -> list[str]:
-        """The same as strings."""
+        """Return the tokens of one prompt that the mapped part reads, as strings."""
         return token_strings(self.session.lens.model, self.token_ids(index))
 
     def key_tokens(self, index: int) -> list[str] | None:
-        """The keys' tokens: the source's, or source and target; None where they are the queries' own."""
+        """Return the tokens of the keys as strings, or None if the keys are the queries' own tokens."""
         stack, keys = self.session.lens.stack, self.session.key_tokens(self.clean.batch.prompts[index])
         keys_are_queries = not stack.is_cross and stack.source is None
         return None if keys_are_queries else token_strings(self.session.lens.model, keys)

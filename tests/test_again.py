@@ -1,4 +1,4 @@
-"""A map that was saved and loaded is made again, to the bit."""
+"""Test that a map that was saved and loaded can be computed again with identical scores."""
 
 import datetime
 
@@ -60,10 +60,10 @@ def test_with_inputs_and_pairs():
         assert torch.equal(lm.run_again(bridge("t5"), made).scores, made.scores)
         cross = lm.run(bridge("t5"), (TOKENS, TOKENS[:3]), "attention", part="cross")
         assert torch.equal(lm.run_again(bridge("t5"), cross).scores, cross.scores)
-        # Its rows are the target's tokens, the last of which is meant.
+        # The rows of the cross map are the target's tokens, so the default row is the target's last.
         assert cross.meant_query == 2
         joint = lm.joint(lm.run(bridge("t5"), (TOKENS, TOKENS[:3]), "attention", part="all"))
-        with pytest.raises(ValueError, match=r"got a joint one; make it again with lm.joint"):
+        with pytest.raises(ValueError, match=r"got a map of lm.joint; compute it again with"):
             lm.run_again(bridge("t5"), joint)
     if available(hooked_encoder):
         types = torch.tensor([0, 0, 0, 1, 1, 1])
@@ -72,13 +72,13 @@ def test_with_inputs_and_pairs():
 
 
 def test_refused(model):
-    with pytest.raises(ValueError, match=r"made \(its provenance holds token_ids\).*lm.run\(model"):
+    with pytest.raises(ValueError, match=r"made, with token_ids in its provenance, .*lm.run\(model"):
         lm.run_again(model, lm.MixingMap(scores=[[[1.0]]], tokens=["a"]))
     with pytest.raises(TypeError, match="expected a MixingMap"):
         lm.run_again(model, "attention")
     method = lm.GradientAttention(target=lambda logits: logits[:, -1, 3])
     made = lm.run(model, TOKENS, method)
-    with pytest.raises(ValueError, match=r"'gradient_attention' whole, give it as method=.*'Custom'"):
+    with pytest.raises(ValueError, match=r"'gradient_attention', got one .*'Custom'.*; give method="):
         lm.run_again(model, made)
     assert torch.equal(lm.run_again(model, made, method).scores, made.scores)
 
@@ -86,7 +86,7 @@ def test_refused(model):
 @pytest.mark.parametrize("name", ["token_ids", "target_token_ids", "inputs"])
 @pytest.mark.parametrize("value", [{"a": 1}, {}, "x", 5, None, [{"a": 1}], [], {"x": {"y": 1}}])
 def test_a_record_of_another_kind(model, name, value):
-    """Each other entry of a record may be a dict; those that hold numbers say that they should."""
+    """Check the entries of a record that must be numbers: the error says so."""
     made = lm.run(model, TOKENS, "attention")
     if name == "inputs" and value == {}:
         return

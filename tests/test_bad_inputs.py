@@ -1,7 +1,7 @@
-"""Bad input to every public function: refused by lens_mix itself, in plain words.
+"""Test that every public function raises a clear error for bad input.
 
-A case is *silent* where a result comes back, and *raw* where the error is torch's, Python's or another
-library's own: raised outside lens_mix, or without the argument's name, what was expected and what was got.
+A case is *silent* if a result is returned, and *raw* if the error is that of torch, Python or another
+library: raised outside lens_mix, or without the argument's name, what was expected and what was got.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NO_TOKEN = (1.5, True, [3], b"w3")
 
 
 class Case(NamedTuple):
-    """What is called, and the word (the argument's name, as a rule) that its error has to contain."""
+    """A call with bad input, and the word that its error must contain, usually the argument's name."""
 
     label: str
     call: Callable[[], object]
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 def each(
     function: Callable[..., object], argument: str, values: Sequence[Any], /, **given: Any
 ) -> Iterator[Case]:
-    """A case per bad value of one argument, the others as `given`."""
+    """Yield a case for each bad value of one argument; `given` are the other arguments."""
     name = getattr(function, "__qualname__", None) or repr(function)
     if isinstance(function, functools.partial):
         name = function.func.__qualname__
@@ -65,19 +65,19 @@ def each(
             else f"{type(value).__name__}, {place}"
         )
         call = functools.partial(_called, function, {**given, argument: value})
-        # One of several prompts is called a prompt.
+        # Errors about one of several prompts name it `prompt`.
         yield Case(f"{name}({argument}={shown})", call, "prompt" if argument == "prompts" else argument)
 
 
 def _called(function: Callable[..., object], arguments: dict[str, Any]) -> object:
-    # Made when the case runs: a generator serves once.
+    # A generator can be read only once, so it is made when the case runs.
     return function(
         **{name: value() if isinstance(value, Made) else value for name, value in arguments.items()}
     )
 
 
 class Made:
-    """A value that is made for each call."""
+    """A value that is made anew for each call."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make
@@ -111,7 +111,7 @@ def loss_of(model: Any) -> float:
 
 
 def with_model(function: Callable[..., object], **given: Any) -> Callable[..., object]:
-    """The function on the tiny model, with a good prompt where it takes one."""
+    """Return a call of the function on the tiny model, with a good prompt if it has such an argument."""
 
     @functools.wraps(function)
     def call(**arguments: Any) -> object:
@@ -808,7 +808,7 @@ CASES = [case for part in (*PARTS, counted, hooked, drawn) for case in part()]
 
 
 def verdict(case: Case) -> str:
-    """ "clear", or what is wrong with the way in which the case ends."""
+    """Return "clear" if the case raises a clear error, else a description of the result or error."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -832,7 +832,7 @@ def test_there_are_enough_cases():
 
 
 def _fine() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Integers and numbers of other libraries, and series that are no list."""
+    """Yield calls with integers and numbers of other libraries, and with iterables other than lists."""
     m, with_heads, single = map_of(), map_of(heads=4), functools.partial
     signed = map_of(scores=torch.arange(18.0).reshape(2, 3, 3).tril())
     run = with_model(lm.run, prompt=PROMPT, methods="attention")

@@ -1,4 +1,4 @@
-"""Targets of transformers' classifiers, against the classifiers' own outputs."""
+"""Test targets of transformers classifiers against the classifiers' own outputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NO_GPT2 = pytest.mark.skipif(not available(bridge, "gpt2"), reason="no GPT-2 in 
 
 
 def classifier_of(name, kind, labels=5, dtype=torch.float64, settings=None, **config):
-    """A classifier with the body of `bridge(name, dtype, **config)`, and the rest drawn at random."""
+    """Return a classifier with the base model of `bridge(name, dtype, **config)` and random other weights."""
     wrapped = wrapped_model(name, **config)
     given = {**wrapped.config.to_dict(), "id2label": None, "label2id": None, **(settings or {})}
     given = {key: value for key, value in given.items() if value is not None or key == "pad_token_id"}
@@ -52,7 +52,8 @@ def classifier_of(name, kind, labels=5, dtype=torch.float64, settings=None, **co
     made.base_model.load_state_dict(wrapped.base_model.state_dict(), strict=False)
     if dtype == torch.float64 and hasattr(made, "set_experts_implementation"):
         made.set_experts_implementation("eager")
-    made.set_attn_implementation("eager")  # other kernels leave out Gemma 2's soft cap in transformers 4
+    # In transformers 4, other kernels leave out Gemma 2's soft cap.
+    made.set_attn_implementation("eager")
     return made.to(dtype).eval()
 
 
@@ -65,7 +66,7 @@ def padding_of(name):
 
 
 def pair(name, kind="SequenceClassification", dtype=torch.float64, **options):
-    """A classifier, and the Bridge over its body."""
+    """Return a classifier, and the Bridge of its base model."""
     padding = padding_of(name)
     return classifier_of(name, kind_of(name, kind), dtype=dtype, **options, **padding), bridge(
         name, dtype, **padding
@@ -73,7 +74,7 @@ def pair(name, kind="SequenceClassification", dtype=torch.float64, **options):
 
 
 def value_of(model, target, tokens, **options):
-    """The value in the clean pass, and the row that the map means."""
+    """Return the value of the target in the clean pass, and the default row of the map."""
     found = lm.run(model, tokens, lm.GradientAttention(target=target), **options)
     return found.provenance["details"]["target_value"][0], found.default_query
 
@@ -84,7 +85,7 @@ def own_output(classifier, tokens, **inputs):
 
 
 def explained_without_a_bridge(classifier, target, tokens):
-    """The number from the classifier's own last hidden states."""
+    """Return the number that the classifier computes from its own last hidden states."""
     with torch.no_grad():
         hidden = classifier.base_model(tokens[None], attention_mask=torch.ones_like(tokens[None]))[0]
         return float(target.of_prompt(Context(tokens, hidden))(hidden))
@@ -207,7 +208,7 @@ def test_measures_of_every_problem_type(name, settings, labels):
         assert value == pytest.approx(expected[-1].item(), abs=2e-6)
     with pytest.raises(ValueError, match="of: expected 'probability', 'log_probability' or 'logit'"):
         lm.targets.hf_classifier(classifier, 0, of="odds")
-    # the record tells what was explained
+    # The parameters contain the class that was explained.
     said = lm.GradientAttention(target=lm.targets.hf_classifier(classifier, 0)).parameters()["target"]
     assert said["of"] == ("logit" if measures["probability"] is logit else "probability")
     assert said["multi_label"] == (problem == "multi_label_classification")
@@ -294,7 +295,7 @@ def test_batches(side):
 
 
 def replaced(classifier, tokens, other, label):
-    """What the classifier's own logit loses when each token is another one."""
+    """Return the decrease of the classifier's own logit if each token is replaced by another."""
     clean, lost = own_output(classifier, tokens).logits[0, label], []
     for place in range(len(tokens)):
         changed = tokens.clone()
@@ -306,7 +307,7 @@ def replaced(classifier, tokens, other, label):
 @pytest.mark.parametrize("name", [name for name in ("bert", "gpt2", "llama") if available(bridge, name)])
 @pytest.mark.parametrize("other", [11, EOS, 0])
 def test_occlusion_is_that_of_the_classifier_itself(name, other):
-    """It finds the token that it reads anew: after the end of the prompt becomes a word, and the reverse."""
+    """Let the classifier search for its token in changed prompts, in which the end is replaced by a word."""
     classifier, model = pair(name)
     tokens = torch.tensor([5, 9, 12, 7, 30, EOS if other != EOS else 21])
     target = lm.targets.hf_classifier(classifier, 3, of="logit")
@@ -372,9 +373,9 @@ def test_every_method_with_a_target():
     cuts = torch.stack([own_output(classifier, TOKENS[start:]).logits[0, 3] for start in range(6)])
     assert found.scores[0, 0, :5].tolist() == pytest.approx((cuts[:-1] - cuts[1:]).tolist(), abs=2e-6)
     with pytest.raises(ValueError, match="because the positions before the cut are gone"):
-        # the shortest context is all padding, and the token that is read is not in it
+        # The shortest context is all padding, and does not contain the token that is read.
         lm.run(model, PROMPTS[1], lm.ContextLength(target=target), queries=[-1])
-    # a row that does not see the whole prompt can't show what a classifier of it reads
+    # A row that does not see the whole prompt cannot show the effect of all its tokens.
     for queries in ([3], [4]):
         with pytest.raises(ValueError, match=r"expected the last row \(queries=\[-1\]\), got a row"):
             lm.run(model, PROMPTS[1], lm.InputGradients(target=target), queries=queries)
@@ -384,7 +385,7 @@ def test_every_method_with_a_target():
 
 @pytest.mark.skipif(not available(bridge, "llama"), reason="no Llama in a Bridge here")
 def test_cut_contexts_of_an_answer():
-    """A logit reads one position; a probability over all positions would read those that were cut."""
+    """Explain a logit, which reads one position; a probability would also read removed positions."""
     classifier, model = pair("llama", "QuestionAnswering", labels=2)
     target = lm.targets.hf_classifier(classifier, "end", of="logit", position=-1)
     found = lm.run(model, TOKENS, lm.ContextLength(target=target), queries=[-1])
@@ -417,7 +418,7 @@ def test_rows_of_a_classifier_of_tokens():
 
 @NO_GPT2
 def test_without_a_padding_token():
-    """The classifier refuses several prompts at once, and reads the last token."""
+    """Run a classifier without a padding token, which accepts one prompt at a time."""
     classifier = classifier_of("gpt2", "GPT2ForSequenceClassification", settings={"pad_token_id": None})
     assert classifier.config.pad_token_id is None
     target = lm.targets.hf_classifier(classifier, 3, of="logit")
@@ -447,7 +448,7 @@ PAIRS = [name for name in ("t5", "bart") if available(bridge, name)]
 
 
 def encoder_decoder(name, kind):
-    """A classifier, its Bridge, a source with two end-of-sequence tokens, and the target that it reads."""
+    """Return a classifier, a source with two end-of-sequence tokens, and the target that it reads."""
     prefix = {"t5": "T5", "bart": "Bart"}[name]
     classifier = classifier_of(name, f"{prefix}For{kind}", labels=2 if "Question" in kind else 5)
     source = torch.tensor([5, 9, classifier.config.eos_token_id, 30, classifier.config.eos_token_id, 7])
@@ -483,12 +484,14 @@ def test_classifiers_that_read_the_decoder(name):
             other = classifier(changed[None], decoder_input_ids=shifted[None]).logits[0, 3]
         assert found.scores[0, 0, place].item() == pytest.approx((logits[3] - other).item(), abs=2e-6)
     method = lm.GradientAttention(target=target)
-    with pytest.raises(ValueError, match="reads the decoder; expected a map of part='decoder'"):
+    with pytest.raises(ValueError, match=r"expected a map of part='decoder', .* reads the decoder, got"):
         lm.run(model, (source, shifted), method, part="encoder")
-    with pytest.raises(ValueError, match=r"the target that the classifier's decoder reads.*: \[\d+, 5, 9"):
+    with pytest.raises(
+        ValueError, match=r"the target that the classifier's own decoder reads.*, \[\d+, 5, 9"
+    ):
         lm.run(model, (source, shifted[:3]), method, part="decoder")
     without = torch.tensor([5, 9, 12])
-    with pytest.raises(ValueError, match=r"last end-of-sequence token, [12]; expected a source with"):
+    with pytest.raises(ValueError, match=r"expected a source with the end-of-sequence token [12], because"):
         lm.run(model, (without, shifted[:3]), method, part="decoder")
 
 
@@ -500,7 +503,7 @@ def test_other_classifiers_of_encoder_decoders(name):
         own = own_output(classifier, source).logits[0, 2, 1].item()
         target = lm.targets.hf_classifier(classifier, 1, of="logit", position=2)
         value, _ = value_of(model, target, (source, shifted))
-        with pytest.raises(ValueError, match="has no decoder; expected a map of part='encoder'"):
+        with pytest.raises(ValueError, match="expected a map of part='encoder', because .* has no decoder"):
             value_of(model, target, (source, shifted), part="decoder")
         with pytest.raises(TypeError, match=r"T5ForQuestionAnswering, which has no base model.*targets.head"):
             lm.targets.hf_classifier(transformers.T5ForQuestionAnswering(classifier.config).eval(), "start")
@@ -542,15 +545,15 @@ def test_names_of_labels():
 
 
 def test_models_that_are_no_classifiers():
-    with pytest.raises(TypeError, match=r"BertForMaskedLM, a language model: lm.targets.token"):
+    with pytest.raises(TypeError, match=r"BertForMaskedLM, a language model; .* lm.targets.token"):
         lm.targets.hf_classifier(wrapped_model("bert"), 2)
     with pytest.raises(TypeError, match="AutoModelForSequenceClassification"):
         lm.targets.hf_classifier(torch.nn.Linear(2, 2), 2)
-    with pytest.raises(TypeError, match="BertModel, which has no base model inside"):
+    with pytest.raises(TypeError, match="BertModel, which has no base model"):
         lm.targets.hf_classifier(wrapped_model("bert").bert, 2)
     adapted = torch.nn.Linear(2, 2)
     adapted.merge_and_unload = None
-    with pytest.raises(TypeError, match=r"merge_and_unload\(\) gives the model"):
+    with pytest.raises(TypeError, match=r"use the model of hf_model.merge_and_unload\(\)"):
         lm.targets.hf_classifier(adapted, 2)
     classifier = classifier_of("bert", "BertForSequenceClassification")
     with pytest.raises(ValueError, match=r"training mode; call hf_model.eval\(\) first"):
@@ -572,15 +575,15 @@ def test_a_classifier_of_other_weights_is_refused():
     target = lm.targets.hf_classifier(classifier, 2)
     with pytest.raises(ValueError, match=r"weights of the mapped model.*load both from the same") as raised:
         value_of(other, target, TOKENS)
-    numbers = [f"where the classifier gives {logit:.6g}" for logit in logits.tolist()]
+    numbers = [f"while the classifier gives {logit:.6g}" for logit in logits.tolist()]
     assert any(number in str(raised.value) for number in numbers)
     wide = bridge("bert", torch.float64, hidden_size=36, num_attention_heads=6)
-    with pytest.raises(ValueError, match=r"shape \[1, 6, 24\], where the mapped model's have \[1, 6, 36\]"):
+    with pytest.raises(ValueError, match=r"shape \[1, 6, 36\], got one with the shape \[1, 6, 24\]"):
         value_of(wide, target, TOKENS)
 
 
 class _OfTwoLayers(transformers.BertForSequenceClassification):
-    """A classifier of which the last hidden states are not all that it reads."""
+    """A classifier that reads more than the last hidden states."""
 
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **{**kwargs, "output_hidden_states": True})
@@ -594,19 +597,19 @@ def test_a_classifier_that_reads_more_is_refused():
     classifier, model = pair("bert")
     classifier.__class__ = _OfTwoLayers
     target = lm.targets.hf_classifier(classifier, 2)
-    with pytest.raises(ValueError, match=r"of its base model alone, BertModel; .*lm.targets.head"):
+    with pytest.raises(ValueError, match=r"of the base model, BertModel, got .*lm.targets.head"):
         value_of(model, target, TOKENS)
 
 
 class _WithoutTypes(transformers.BertForSequenceClassification):
-    """A classifier that takes no token types, as DistilBERT's."""
+    """A classifier without token types, like that of DistilBERT."""
 
     def forward(self, input_ids=None, attention_mask=None, return_dict=None):
         return super().forward(input_ids, attention_mask, return_dict=return_dict)
 
 
 def test_inputs_that_the_classifier_does_not_take():
-    """HookedEncoder always has token types; those of zero are what a model without any reads."""
+    """Map a HookedEncoder, whose token types of zero correspond to a classifier without token types."""
     classifier = classifier_of("bert", "BertForSequenceClassification")
     classifier.__class__ = _WithoutTypes
     target = lm.targets.hf_classifier(classifier, 1, of="logit")

@@ -1,4 +1,4 @@
-"""Bad input: each kind gets an error that names what was expected and what was got."""
+"""Test that each kind of bad input raises an error that says what was expected and what was got."""
 
 from __future__ import annotations
 
@@ -168,7 +168,9 @@ def test_encoder_decoder_targets(encoder_decoder):
 
 def test_left_padding_of_an_encoder():
     model = build_or_skip(bridge, "bert")
-    with pytest.raises(lm.UnsupportedModelError, match="padding_side='left': an encoder counts positions"):
+    with pytest.raises(
+        lm.UnsupportedModelError, match="padding_side: expected 'right', because an encoder counts positions"
+    ):
         lm.run_many(model, [GOOD], "attention", padding_side="left")
 
 

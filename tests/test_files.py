@@ -1,4 +1,4 @@
-"""What is written is there whole, or what was there before still is."""
+"""Test that a file is written completely, or keeps its old content."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ WRITERS = {
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path):
-    """A limit on the size of files stands for a full disk: the write fails after some bytes."""
+    """Simulate a full disk by a limit on the size of files, so that writing fails after some bytes."""
     program = f"""
 import resource, signal
 from pathlib import Path
 from tests.test_files import OLD, WRITERS
 folder = Path({str(tmp_path)!r})
 for name, write in WRITERS.items():
-    # What a writer makes on its first use (a cache of fonts) is made before the disk is full.
+    # The first call of a writer may write other files, such as a cache of fonts, before the disk is full.
     write(folder / ("first_" + name))
     (folder / name).write_text(OLD)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -148,11 +148,11 @@ def test_links_are_followed(tmp_path):
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_pipe_stays_a_pipe(name, tmp_path):
-    """Also where a library puts a new file in the place of the one it is given (safetensors 0.8)."""
+    """Write to a pipe, also with a library that replaces the file it is given (safetensors 0.8)."""
     place = tmp_path / name
     os.mkfifo(place)
     reader = os.open(place, os.O_RDONLY | os.O_NONBLOCK)
-    # Room for the whole file, as nobody reads until it is written.
+    # The pipe must have room for the whole file, because it is read only after it is written.
     fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)
     WRITERS[name](place)
     assert stat.S_ISFIFO(os.stat(place).st_mode)
@@ -163,7 +163,7 @@ def test_a_pipe_stays_a_pipe(name, tmp_path):
 
 @pytest.mark.parametrize("reason", [errno.EBUSY, errno.EPERM])
 def test_a_file_that_cannot_be_replaced_is_written_over(reason, tmp_path, monkeypatch):
-    """It is mounted on its own, or another user's in a folder like /tmp."""
+    """Write a file that is a mount of its own, or that belongs to another user in a folder like /tmp."""
 
     def refuse(*paths):
         raise OSError(reason, os.strerror(reason))
@@ -198,7 +198,7 @@ def test_errors_name_the_place_and_not_the_file_beside_it(tmp_path):
 
 
 def test_files_and_folders_that_are_read_only(tmp_path):
-    """As a user without root's rights, in a process of its own."""
+    """Write as a user without root's rights, in a separate process."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "closed").mkdir()
     program = f"""
@@ -215,7 +215,7 @@ closed.chmod(0o755)
 if os.geteuid() == 0:
     for path in (mine, mine / "read-only"):
         os.chown(path, 65534, 65534)
-    # The folders above this one are not for others.
+    # Other users may not enter the parent folders, so the process must start in this one.
     os.chmod({str(tmp_path)!r}, 0o755)
     os.chdir({str(tmp_path)!r})
     os.setgroups([]); os.setgid(65534); os.setuid(65534)

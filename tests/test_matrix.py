@@ -175,7 +175,7 @@ def test_padded_prompts_give_what_each_gives_alone(label, side):
         batched = list(lm.run_many(model, prompts, methods, part=case.part, padding_side=side))
     except lm.UnsupportedModelError as refusal:
         assert side == "left"
-        assert "padding_side='left'" in str(refusal)
+        assert "padding_side: expected 'right'" in str(refusal)
         return
     assert len(batched) == 3
     for maps, alone in zip(batched, all_alone, strict=True):

@@ -1,4 +1,4 @@
-"""Typical mistakes: each is answered by what to do next."""
+"""Test that the errors of typical mistakes say what to do next."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ MISTAKES = {
     ),
     "a class of a language model": (
         lambda model: lm.run(model, PROMPT, of(lm.targets.class_(1))),
-        "for a token use targets.token",
+        "use targets.token for a token",
     ),
     "a mask that is not there": (
         lambda model: lm.run(model, PROMPT, of(lm.targets.masked_token("w9"))),
@@ -135,11 +135,11 @@ MISTAKES = {
     ),
     "a map that no run made": (
         lambda model: lm.run_again(model, lm.MixingMap(scores=[[[1.0]]], tokens=["a"])),
-        r"run it with lm.run\(model, prompt, method\)",
+        r"make it with lm.run\(model, prompt, method\)",
     ),
     "a folder for a file": (
         lambda model: lm.run(model, PROMPT, "attention").save("no/such/folder/map"),
-        "expected a folder that is there",
+        "expected a folder that exists",
     ),
 }
 

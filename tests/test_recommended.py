@@ -68,7 +68,7 @@ def test_layers_are_those_of_decompx():
         found = lm.input_map(model, prompt, layers=layers)
         assert (found.method, found.layer_labels) == ("decompx", labels)
         torch.testing.assert_close(found.scores, expected.scores[labels])
-    with pytest.raises(ValueError, match="attribution_patching gives one map, of the whole model"):
+    with pytest.raises(ValueError, match="the one map of attribution_patching describes the whole model"):
         lm.input_map(model, prompt, layers=[0])
 
 

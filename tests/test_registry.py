@@ -1,4 +1,4 @@
-"""Methods of other authors: registered, as plugins, and refused in words."""
+"""Test methods of other authors: how they are registered, loaded as plugins, and checked."""
 
 import dataclasses
 import importlib.metadata
@@ -16,7 +16,7 @@ TOKENS = torch.tensor([5, 9, 12, 7, 30, 21])
 
 @dataclasses.dataclass(frozen=True)
 class Largest(lm.Method):
-    """The largest weight of any head."""
+    """Map the largest weight of any head."""
 
     name: ClassVar[str] = "largest"
     residual: ClassVar[float] = 0.5
@@ -32,7 +32,7 @@ class Largest(lm.Method):
 
 
 def variant(**changes):
-    """The method with other class attributes; None takes one away."""
+    """Return the method with other class attributes; None removes one."""
     body = {name: value for name, value in vars(Largest).items() if name in (*WORDS, "__call__")}
     body |= {"__annotations__": {}} | changes
     return type("Variant", (lm.Method,), {name: value for name, value in body.items() if value is not None})
@@ -57,7 +57,7 @@ def test_a_registered_name_works_everywhere():
     assert lm.citation("largest") == Largest.citation
     assert torch.equal(lm.run_again(model, made).scores, made.scores)
     assert "largest" not in lm.METHODS
-    # A cell of a notebook that is run twice makes another class of the same name.
+    # A cell of a notebook that runs twice makes another class of the same name.
     again = type("Largest", (Largest,), {"__module__": Largest.__module__, "__qualname__": "Largest"})
     assert (
         lm.run(model, TOKENS, lm.register(dataclasses.dataclass(frozen=True)(again)).name).method == "largest"
@@ -66,16 +66,21 @@ def test_a_registered_name_works_everywhere():
 
 def test_another_class_can_not_take_a_name():
     lm.register(Largest)
-    with pytest.raises(ValueError, match=r"Variant: expected a name of its own, got 'largest', .*Largest"):
+    with pytest.raises(
+        ValueError, match=r"Variant: expected a name that no other method has, got 'largest', .*Largest"
+    ):
         lm.register(variant())
-    with pytest.raises(ValueError, match=r"'attention', which is lens_mix.*AttentionWeights"):
+    with pytest.raises(ValueError, match=r"'attention', the name of lens_mix.*AttentionWeights"):
         lm.register(variant(name="attention"))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": None}, r"class attribute `name`, its name in strings, got none; write\s+name: ClassVar"),
+        (
+            {"name": None},
+            r"class attribute `name`, the name to pass to lm.run, got none; write\s+name: ClassVar",
+        ),
         ({"residual": None}, "class attribute `residual`"),
         ({"engines": None}, "class attribute `engines`"),
         ({"name": "largest weight"}, "Variant.name: expected a word"),
@@ -87,12 +92,15 @@ def test_another_class_can_not_take_a_name():
         ({"needs": ("residul",)}, r"Variant.needs: .*did you mean 'residual'\?"),
         ({"scope": "layers"}, r"Variant.scope: .*did you mean 'layer'\?"),
         ({"__call__": None}, r"expected a __call__\(self, block\)"),
-        ({"__annotations__": {"floor": float}}, r"has the parameters \['floor'\]; write\s+@dataclasses"),
+        (
+            {"__annotations__": {"floor": float}},
+            r"parameters \['floor'\], got a plain class; write\s+@dataclasses",
+        ),
     ],
 )
 def test_what_is_no_method_is_refused_in_words(changes, message):
     uses = [lm.register, lm.testing.check_method]
-    # What has class attributes by another name may run, but not by its name alone.
+    # A method that is not a dataclass can run, but cannot be registered.
     uses += [] if "dataclasses" in message else [lambda kind: lm.run(gpt2_like(), TOKENS, kind())]
     for use in uses:
         with pytest.raises(ValueError, match=message):
@@ -170,12 +178,12 @@ def test_plugins_work_by_name(installed):
 
 def test_a_plugin_that_fails_leaves_the_others(installed):
     installed(None, variant(engines=("fast",)), variant(name="attention"), Largest)
-    with pytest.warns(UserWarning, match="gives no method") as told:
+    with pytest.warns(UserWarning, match="does not provide a method") as told:
         assert "largest" in registry.all_methods()
-    assert [str(each.message).partition("gives no method: ")[2][:20] for each in told] == [
+    assert [str(each.message).partition("does not provide a method: ")[2][:20] for each in told] == [
         "no module named pack",
         "Variant.engines: exp",
-        "the name 'attention'",
+        "another method has t",
     ]
 
 

@@ -1,4 +1,4 @@
-"""The runner: what it takes, what it gives back, batches, memory, progress."""
+"""Test the runner: its arguments and results, batches, memory and progress."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module")
 def model():
-    """In float32, as most models are: what is recorded and counted depends on it."""
+    """Return a model in float32, like most models, because memory depends on the dtype."""
     return gpt2_like(tokenizer=toy_tokenizer())
 
 
@@ -92,7 +92,7 @@ def test_attention_mask_cuts_padding_on_either_side(model):
 
 
 def test_a_pad_token_inside_a_prompt_is_a_token(model):
-    """GPT-2's end-of-text token is BOS, EOS and padding at once: it must not be masked away."""
+    """Keep GPT-2's end-of-text token, which is BOS, EOS and padding at once, unmasked in a prompt."""
     m = lm.run(model, torch.tensor([0, 5, 0, 6]), "attention")
     assert m.scores[:, 3, 0].min() > 0
     assert m.scores[:, 3, 2].min() > 0
@@ -180,7 +180,7 @@ def test_provenance_says_where_a_map_came_from(model):
 
 
 def test_folded_value_biases_are_in_the_record_and_change_the_map():
-    """TransformerLens's default processing folds b_V into b_O: same logits, other Value Zeroing."""
+    """Fold b_V into b_O, as TransformerLens does by default: logits stay, but Value Zeroing changes."""
     original = wrapped_model("gpt2")
     options = {"act_fn": "gelu_new", "eps": 1e-5, "n_ctx": 32}
     try:
@@ -296,7 +296,7 @@ def test_the_users_own_hooks_are_part_of_the_model(model):
 
 
 def test_a_method_of_ones_own_runs_like_any_other(model):
-    """The page "how to add a method" says that this is all it takes."""
+    """Run the example of the page "how to add a method"."""
 
     class ResidualNorms(Method):
         name = "residual_norms"
@@ -343,7 +343,7 @@ ALGEBRA = ["value_zeroing", "value_norm", "attn_res_ln", "atb_ff_res_ln", "globe
 
 
 def late_hook(start):
-    """Changes the block from a position on: nothing that a verification on a short prompt can see."""
+    """Return a hook that changes a block from a position on, beyond the prompt of the verification."""
 
     def hook(tensor, hook):
         out = tensor.clone()
@@ -395,9 +395,9 @@ def test_misspelt_inputs_are_refused():
         lm.run(model, prompt, "attention", token_type_id=torch.zeros_like(prompt))
     with pytest.raises(TypeError, match="per_head is meant as an option"):
         lm.run(model, prompt, "attention", per_head=True)
-    with pytest.raises(TypeError, match="run_many has no option of that name"):
+    with pytest.raises(TypeError, match="run_many has no option of this name"):
         list(lm.run_many(model, [prompt], "attention", batchsize=4))
-    with pytest.raises(ValueError, match="attention_mask: expected a row for every prompt, got 1 rows"):
+    with pytest.raises(ValueError, match="attention_mask: expected one entry per prompt, got 1 entries"):
         list(lm.run_many(model, [prompt, prompt], "attention", attention_mask=torch.ones(1, 6)))
 
 

@@ -1,4 +1,4 @@
-"""The session: whoever reads blocks comes through the same verification and the same check of the user's prompts."""
+"""Test the session: all code that reads blocks uses the same verification and the same check of prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_ITS_PARTS = "expected its parts to give its output on this prompt"
 
 
 def triple_from(start):
-    """Triples z from a position on: beyond the verification's short prompt."""
+    """Return a hook that triples z from a position on, beyond the short prompt of the verification."""
 
     def hook(z, hook):
         z = z.clone()
@@ -49,7 +49,7 @@ def test_a_hook_beyond_the_proofs_prompt_is_refused_whoever_reads(read):
 
 
 def test_a_row_that_a_hook_leaves_alone_is_mapped():
-    """Rows that were not asked for are no concern of the map: later ones change nothing here."""
+    """Map a row before the positions that a hook changes, which do not affect it."""
     model = gpt2_like()
     prompt = tokens(model, 1, 28)[0]
     clean = lm.run(model, prompt, "attn_res", queries=[5])
@@ -58,7 +58,7 @@ def test_a_row_that_a_hook_leaves_alone_is_mapped():
 
 
 def test_values_that_an_edit_changed_are_noted_in_every_key():
-    """The last row alone, and a value far from the rows that are rebuilt: norms are of the edited one."""
+    """Map the last row while a hook changes the value of a far position: the norms are of the new value."""
     model = gpt2_like()
     prompt = tokens(model, 1, 28)[0]
 

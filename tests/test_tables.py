@@ -1,4 +1,4 @@
-"""Tables as files: text comes back as it was, and no cell is a formula."""
+"""Test that tables keep their text in files, and that no cell is a formula."""
 
 import csv
 import io
@@ -74,7 +74,7 @@ def test_every_token_comes_back_from_csv(tmp_path, engine):
 
 @pytest.mark.parametrize("token", NASTY)
 def test_a_column_of_one_kind_comes_back_from_csv(token):
-    """pandas guesses a type for each column."""
+    """Read a column of one kind of text, for which pandas guesses a type."""
     text = map_of([token, token]).to_dataframe().to_csv(index=False)
     assert lm.MixingMap.from_dataframe(pd.read_csv(io.StringIO(text))).tokens == [token, token]
     keys = lm.MixingMap(torch.ones(1, 2, 1), tokens=["a", "b"], key_tokens=[token])
@@ -86,7 +86,7 @@ def test_tokens_in_memory_are_as_they_are():
     table = map_of(NASTY).to_dataframe()
     assert list(table["key_token"][: len(NASTY)]) == NASTY
     assert lm.MixingMap.from_dataframe(table).tokens == NASTY
-    # Another program's table, which no to_csv wrote.
+    # A table of another program was not written by `Table.to_csv`.
     plain = pd.DataFrame(table)
     plain.attrs = {}
     assert lm.MixingMap.from_dataframe(plain).tokens == NASTY

@@ -19,7 +19,7 @@ TOKENS = torch.tensor([5, 9, 12, 7, 30, 21])
 
 
 def clean_value(model, target, tokens=TOKENS):
-    """The value in the clean pass, as the record tells it."""
+    """Return the value of the target in the clean pass, from the map's provenance."""
     found = lm.run(model, tokens, lm.GradientAttention(target=target))
     return found.provenance["details"]["target_value"][0]
 
@@ -109,7 +109,7 @@ def test_masked_token():
 
 @pytest.mark.skipif(not available(bridge, "bert"), reason="no TransformerBridge here")
 def test_a_classifier_in_the_place_of_next_sentence_prediction():
-    """A body with another head on: the output is [batch, class]."""
+    """Map a model with a classifier instead of next-sentence prediction, whose output is [batch, class]."""
     import transformers
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
@@ -134,7 +134,7 @@ def test_a_classifier_in_the_place_of_next_sentence_prediction():
     found = lm.run(model, TOKENS, lm.AttentionAttribution(target=lm.targets.class_(3), n_steps=32))
     assert max(map(abs, found.provenance["details"]["completeness_gap"])) < 1e-4
     assert found.scores.abs().max() > 1e-4
-    # in the last layer a pooled classifier reads the first position only
+    # In the last layer, a classifier with a pooler reads the first position only.
     assert not found.scores[1, 1:].any()
     assert found.scores[1, 0].abs().min() > 0
     with pytest.raises(ValueError, match=r"k: expected a whole number from 0 to 4"):
@@ -160,7 +160,7 @@ def test_head_reads_the_last_residual(model, logits):
     normed = model.ln_final(resid[None])[0]
     after = lm.targets.head(function, after_final_norm=True)
     assert clean_value(model, after) == pytest.approx(normed[-1].sum().item(), abs=1e-10)
-    # the unembedding of the final norm is the logits: two ways to one map
+    # The unembedding of the final norm gives the logits, so both targets have the same map.
     unembed = model.W_U.detach()
     bias = getattr(model.unembed, "b_U", None)
     shift = 0.0 if bias is None else bias[8].detach()
@@ -211,7 +211,7 @@ def test_targets_refuse_at_once():
 
 
 def test_text_needs_a_tokenizer():
-    with pytest.raises(ValueError, match="needs a tokenizer"):
+    with pytest.raises(ValueError, match="the model has no tokenizer"):
         clean_value(gpt2_like(torch.float64), lm.targets.token("w17"))
 
 

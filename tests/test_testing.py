@@ -1,4 +1,4 @@
-"""`lm.testing.check_method`: passes the library's methods, and catches each broken promise."""
+"""Test that `lm.testing.check_method` accepts the library's methods and finds each violated property."""
 
 import dataclasses
 from typing import ClassVar
@@ -50,19 +50,19 @@ BROKEN = {
     "finite": lambda block: pattern(block) / 0,
     "rows": lambda block: pattern(block) / (1 + torch.arange(block.queries.shape[1]))[:, None],
 }
-SAID = {
-    "the same map twice": "expected the same map twice",
-    "whatever the padding": "expected a padded batch to give what its prompts give alone",
+MESSAGES = {
+    "the same map twice": "expected the same map in two runs",
+    "whatever the padding": "expected the maps of a padded batch to equal those of its prompts alone",
     "no weight on what is hidden": "a key that the attention mask hides has a score",
-    "finite": "no map of a prompt: scores: expected finite numbers",
+    "finite": "expected a map of a prompt, got an error: scores: expected finite numbers",
     "rows": r"expected queries=\[-1, 2\] to give these rows",
 }
 
 
-@pytest.mark.parametrize("promise", BROKEN)
-def test_broken_promises_are_told(promise):
-    with pytest.raises(AssertionError, match=rf"broken on a (causal )?model.*: {SAID[promise]}"):
-        lm.testing.check_method(broken(BROKEN[promise]))
+@pytest.mark.parametrize("violated", BROKEN)
+def test_violated_properties(violated):
+    with pytest.raises(AssertionError, match=rf"broken on a (causal )?model.*: {MESSAGES[violated]}"):
+        lm.testing.check_method(broken(BROKEN[violated]))
 
 
 def test_engines_that_disagree():

@@ -225,7 +225,7 @@ def test_rows_are_the_cut_of_the_whole_and_causal():
     assert float(whole.scores.triu(1).abs().max()) == 0
     part = lm.run(model, ids, lm.InputGradients(internal_batch_size=1), queries=[5, 2])
     torch.testing.assert_close(part.scores, whole.scores[:, [5, 2]])
-    with pytest.raises(ValueError, match="gives one map, of the whole model"):
+    with pytest.raises(ValueError, match="describes the whole model"):
         lm.run(model, ids, "input_gradients", layers=[0])
 
 
