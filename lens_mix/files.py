@@ -47,8 +47,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
             yield temporary
         return
     if old is not None:
-        # Opening a read-only file raises an error; replacing it would need only the right to write its
-        # folder.
+        # Opening a read-only file raises an error, while replacing it would need only a writable folder.
         os.close(os.open(target, os.O_WRONLY))
     if os.path.islink(target):
         target = os.path.realpath(target)

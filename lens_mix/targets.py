@@ -330,9 +330,9 @@ class _HfClassifier(Target):
         return own.position if position is None else position
 
     def at_row(self, position: int, context: Context) -> Target | None:
-        whole = self.position is None and self._answers_questions
-        one_number = self._find_own_pass(context).own.ndim == 2 or whole
-        return None if one_number else dataclasses.replace(self, position=position)
+        is_predicted = self.position is None and self._answers_questions
+        is_one_number = self._find_own_pass(context).own.ndim == 2 or is_predicted
+        return None if is_one_number else dataclasses.replace(self, position=position)
 
     @property
     def _answers_questions(self) -> bool:

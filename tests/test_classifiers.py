@@ -503,7 +503,7 @@ def test_other_classifiers_of_encoder_decoders(name):
         own = own_output(classifier, source).logits[0, 2, 1].item()
         target = lm.targets.hf_classifier(classifier, 1, of="logit", position=2)
         value, _ = value_of(model, target, (source, shifted))
-        with pytest.raises(ValueError, match="expected a map of part='encoder', because .* has no decoder"):
+        with pytest.raises(ValueError, match=r"expected a map of part='encoder', because .* has no decoder"):
             value_of(model, target, (source, shifted), part="decoder")
         with pytest.raises(TypeError, match=r"T5ForQuestionAnswering, which has no base model.*targets.head"):
             lm.targets.hf_classifier(transformers.T5ForQuestionAnswering(classifier.config).eval(), "start")

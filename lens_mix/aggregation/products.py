@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-# The smallest normal float64 is exp(-708), so a sum of at least exp(-650) has lost at most exp(-58) of
-# itself.
+# The smallest normal float64 is exp(-708), so underflow changes a sum above exp(-650) by less than exp(-58).
 _SAFE_LOG = -650.0
 # A causal product is computed in chunks of so many rows.
 _CHUNK_ROWS = 256

@@ -48,13 +48,12 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    place = file_path("path", path, write=True)
+    location = file_path("path", path, write=True)
     record = {name: getattr(mixing_map, name) for name in (*_FIELDS, *_OPTIONAL)}
     for name in ("parameters", "provenance"):
         _require_json(record[name], name)
     tensors = {name: getattr(mixing_map, name) for name in ("scores", "mask", "residual_shares")}
-    # safetensors cannot write views, nor tensors that share memory, and residual shares may be a view of
-    # scores.
+    # safetensors cannot write views or tensors that share memory; residual shares may be a view of scores.
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     if "residual_shares" in tensors:
         tensors["residual_shares"] = tensors["residual_shares"].clone()
@@ -65,10 +64,10 @@ def save(mixing_map: MixingMap, path: str | os.PathLike[str]) -> None:
             f"{_MAX_RECORD_LENGTH} characters of JSON to save them, got {len(text)}"
         )
     try:
-        with replacing(place) as file:
+        with replacing(location) as file:
             save_file(tensors, file, metadata={"format": _FORMAT, "record": text})
     except SafetensorError as problem:
-        raise OSError(f"path: expected a file that can be written, got {place}: {problem}") from problem
+        raise OSError(f"path: expected a file that can be written, got {location}: {problem}") from problem
 
 
 def _require_json(value: Any, name: str) -> None:
@@ -99,7 +98,10 @@ def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch
     """
     from safetensors import SafetensorError, safe_open
 
-    place, expected = file_path("path", path), f"path: expected a map that MixingMap.save wrote ({_FORMAT!r})"
+    location, expected = (
+        file_path("path", path),
+        f"path: expected a map that MixingMap.save wrote ({_FORMAT!r})",
+    )
     try:
         torch.empty(0, device=device, dtype=torch.float32)
     except (RuntimeError, TypeError, AssertionError) as problem:
@@ -107,15 +109,17 @@ def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch
             f"device: expected a device that torch can use here, got {shown(device)}: {problem}"
         ) from problem
     try:
-        with safe_open(place, framework="pt", device=str(device)) as file:
+        with safe_open(location, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
-                raise ValueError(f"{expected}, got format {metadata.get('format')!r} in {place}")
+                raise ValueError(f"{expected}, got format {metadata.get('format')!r} in {location}")
             # Before 0.8, safetensors returned tensors that share the file's memory, so each is copied.
             names = list(file.keys())
             fields: dict[str, Any] = {name: file.get_tensor(name).clone() for name in names}
     except SafetensorError as problem:
-        raise ValueError(f"{expected}, got {place}, which is not a safetensors file: {problem}") from problem
+        raise ValueError(
+            f"{expected}, got {location}, which is not a safetensors file: {problem}"
+        ) from problem
     try:
         record = json.loads(metadata.get("record", ""))
     except (ValueError, RecursionError):
@@ -124,11 +128,11 @@ def load(cls: type[MixingMap], path: str | os.PathLike[str], device: str | torch
         fields |= {name: record[name] for name in (*_FIELDS, *_OPTIONAL) if name in record}
     missing = [name for name in (*_FIELDS, "scores") if name not in fields]
     if missing:
-        raise ValueError(f"{expected}, got {place}, which lacks {missing}")
+        raise ValueError(f"{expected}, got {location}, which lacks {missing}")
     try:
         return cls(**fields)
     except (TypeError, ValueError) as problem:
-        raise ValueError(f"{expected}, got {place}, which does not contain one: {problem}") from problem
+        raise ValueError(f"{expected}, got {location}, which does not contain one: {problem}") from problem
 
 
 def to_numpy(tensor: Tensor) -> Any:
@@ -216,9 +220,10 @@ def to_xarray(mixing_map: MixingMap) -> xarray.DataArray:
     labels = {"query": mixing_map.query_labels, "key": mixing_map.key_labels}
     tokens = {}
     for axis, names in labels.items():
-        # A numpy string loses a NUL at its end, but xarray cannot write half of a surrogate pair as an
-        # object.
-        dtype = str if any("\ud800" <= c <= "\udfff" for name in names for c in name) else object
+        # A numpy string loses a NUL at its end, but as an object xarray cannot write half a surrogate pair.
+        dtype = (
+            str if any("\ud800" <= character <= "\udfff" for name in names for character in name) else object
+        )
         tokens[f"{axis}_token"] = (axis, np.asarray(names, dtype=dtype))
     scores, attributes = _mask_scores(mixing_map), _make_attributes(mixing_map)
     return xarray.DataArray(scores, {**axes, **tokens}, list(axes), name="score", attrs=attributes)

@@ -35,10 +35,10 @@ def as_positions(values: object, count: int, argument: str = "queries") -> list[
     """
     if isinstance(values, slice):
         values = range(count)[whole_slice(argument, values)]
-    given = several(argument, values, "positions", alone=True)
-    positions = [as_position(value, count, argument) for value in given]
+    items = several(argument, values, "positions", alone=True)
+    positions = [as_position(value, count, argument) for value in items]
     if not positions or len(set(positions)) != len(positions):
-        raise ValueError(f"{argument}: expected at least one position, each once, got {given}")
+        raise ValueError(f"{argument}: expected at least one position, each once, got {items}")
     return positions
 
 

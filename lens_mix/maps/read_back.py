@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from lens_mix.maps import MixingMap
 
 _COLUMNS = ("layer", "query", "key", "query_token", "key_token", "score")
-# The fields that `attrs` contains as JSON. A map of some rows needs "tokens", because the table has no
-# others.
+# The fields that `attrs` contains as JSON, with "tokens" because a table of some rows lacks the others.
 _JSON_FIELDS = ("parameters", "provenance", "notes", "residual", "tokens", "default_query")
 
 _READ_AS_TEXT = (

@@ -18,8 +18,7 @@ from lens_mix.maps.positions import shortened
 _SPACE_MARKS = (" ", "\u00a0", "Ġ", "▁")
 _LINE_MARKS = ("\n", "\r", "\t", "Ċ")
 _SPECIAL = re.compile(r"<(?!0x)[^<>\s]+>|\[[A-Z]+\d*\]|\[unused\d+\]")
-# These scripts have no spaces between words; Common and Inherited are characters without a script of their
-# own.
+# These scripts have no spaces between words; Common and Inherited are characters without a script.
 _UNSPACED = "".join(
     rf"\p{{{script}}}"
     for script in "Han Hiragana Katakana Thai Lao Khmer Myanmar Tibetan Common Inherited".split()
