@@ -32,7 +32,7 @@ _POWERS = (1.0, 0.75, 0.5, 0.25, 0.0)
 def first_layer_bound(
     capacities: Float[np.ndarray, "layer query key"], level: int
 ) -> Float[np.ndarray, "query key"]:
-    """Return, for every pair, the smaller of the capacity that leaves i at `level` and that enters j.
+    """Return, for every pair, the capacity that leaves i at `level`, or that enters j if that is smaller.
 
     If no layer has weight above its diagonal, only the positions from j to i count.
     """
