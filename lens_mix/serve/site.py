@@ -278,7 +278,7 @@ class _Handler(BaseHTTPRequestHandler):
         }.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "UNEMBEDDING":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
