@@ -37,14 +37,9 @@ from lens_mix.lens.token_strings import token_strings
 from lens_mix.lens.users_hooks import carries_users_hooks, named_users_hooks
 from lens_mix.lens.verification.engines import choose_engine, find_obstacle, needs_unembedding
 from lens_mix.lens.verification.kept import verification_of
-from lens_mix.lens.verification.prompt_check import (
-    describe_user_hooks,
-    find_input_mismatch,
-    find_mismatch,
-    find_unmixed,
-)
+from lens_mix.lens.verification.prompt_check import describe_user_hooks, find_input_mismatch, find_mismatch
 from lens_mix.lens.verification.verify import padding_leaks
-from lens_mix.lens.verification_record import UNEMBEDDING, VALUE, Verification
+from lens_mix.lens.verification_record import UNEMBEDDING, Verification
 from lens_mix.method import Method
 
 
@@ -200,7 +195,8 @@ class Session:
                 clean, verification, engines = self._check_prompts(clean, verification, engines)
             # The engine "recorded" reads pattern and values, so it would miss a user hook that changes z. The
             # other engines do not miss it: replays run this hook, and algebra is compared with block outputs.
-            reason = find_unmixed(clean, watched) if "recorded" in engines.values() else None
+            recorded = {"recorded"} & set(engines.values())
+            reason = find_mismatch(clean, verification, watched, recorded)
             if reason is not None:
                 self._raise_unsupported(reason)
             yield CheckedPass(
@@ -236,15 +232,15 @@ class Session:
         outputs either (a hook may act on one position only), the engine "hooks" is used.
         """
         layers = self.recorded_layers
-        needs_values = any(VALUE in method.needs for method in self.methods.values())
+        uses = {"algebra"}.union(*(method.needs for method in self.methods.values()))
         rebuilt = self._find_rebuilt_layers(verification, engines)
-        if find_mismatch(clean, verification, layers, needs_values, rebuilt) is None:
+        if find_mismatch(clean, verification, layers, uses, rebuilt) is None:
             return clean, verification, engines
         splits_logits = needs_unembedding(self.methods.values())
         verification = verification_of(clean.lens, clean.batch.prompts[0], head=splits_logits, again=True)
         clean = dataclasses.replace(clean, z_factors=verification.z_factors)
         rebuilt = self._find_rebuilt_layers(verification, engines)
-        mismatch = find_mismatch(clean, verification, layers, needs_values, rebuilt)
+        mismatch = find_mismatch(clean, verification, layers, uses, rebuilt)
         return clean, verification, self._choose_engines(verification, mismatch)
 
     def _find_rebuilt_layers(self, verification: Verification, engines: Mapping[str, str]) -> set[int]:

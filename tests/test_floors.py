@@ -67,7 +67,7 @@ STORES = {
     "lens.model_classes.transformer_lens_version": "the version that is installed",
     "lens.precision._float32_products": "the user's setting, which torch has once for all threads",
     "lens.verification.kept._verifications": "verifications, by the model that they are about",
-    "lens.verification.sketch.random_vectors": "8 numbers per unit of a matrix's width, on its device; 64 widths",
+    "lens.sketch.random_vectors": "8 numbers per unit of a matrix's width, on its device; 64 widths",
     "lens.signals._waiting": "signals that wait at this moment",
     "lens.texts._templates": "what TransformerLens has replaced in a tokenizer, by the tokenizer",
     "lens.state._evaluated_models": "models that are in evaluation mode at this moment",

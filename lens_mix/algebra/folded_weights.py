@@ -16,7 +16,7 @@ from torch import Tensor
 from lens_mix.algebra import weight_cache
 from lens_mix.algebra.head_vectors import through
 from lens_mix.lens.anatomy import BlockAnatomy, Norm, ValuePath
-from lens_mix.lens.verification.sketch import random_vectors, sketch
+from lens_mix.lens.sketch import random_vectors, sketch
 
 
 def folded(

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import WITH_KINK, BlockAnatomy
+from lens_mix.lens.components import ComponentError
 
 _HOOK_COMPONENTS = ("mixing", "zero_value")
 # Without VALUE (values are N(x) W_V + b_V): maps take the values that the pass recorded, which hooks may have
@@ -17,30 +18,6 @@ ALGEBRA_COMPONENTS = ("projection", "feed_forward", "residual", "block")
 VALUE = "value"
 UNEMBEDDING = "unembedding"
 UNEMBEDDING_UNVERIFIED = "unembedding: expected a verification of it, found none"
-
-
-@dataclasses.dataclass(frozen=True)
-class ComponentError:
-    """How well one part of one block was rebuilt.
-
-    Attributes:
-        layer: the block.
-        part: which part, by the names that the docstring of `lens_mix.lens.verification.verify` lists.
-        error: largest relative error per position; None where the part can't be written down.
-        tolerance: largest accepted error in the model's dtype.
-        note: why there is no error, or what was found.
-    """
-
-    layer: int
-    component: str
-    error: float | None
-    tolerance: float
-    note: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether the part is verified."""
-        return self.error is not None and self.error <= self.tolerance
 
 
 @dataclasses.dataclass(frozen=True)

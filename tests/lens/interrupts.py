@@ -23,9 +23,9 @@ import torch
 
 import lens_mix as lm
 from lens_mix.evaluation import pruned, pruning_curves
+from lens_mix.lens.sketch import random_vectors
 from lens_mix.lens.state import all_modules
 from lens_mix.lens.verification import kept
-from lens_mix.lens.verification.sketch import random_vectors
 from tests import tiny_models
 from tests.matrix import cases
 

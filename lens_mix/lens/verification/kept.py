@@ -87,7 +87,7 @@ def _may_be_outdated(lens: Lens, verification: Verification) -> bool:
     """Return whether a component failed while code of the user's was on the model, which may be off now.
 
     Any variable may switch a hook or a module. What was verified needs no such care, because each run
-    compares it with its own prompts (`find_mismatch`, `find_unmixed`).
+    compares it with its own prompts (`find_mismatch`).
     """
     failed = any(entry.error is not None and not entry.ok for entry in verification.components)
     return failed and carries_users_hooks(lens.modules)

@@ -17,11 +17,13 @@ from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.batches import pad
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
+from lens_mix.lens.components import COMPONENTS, Component, ComponentError, measured
+from lens_mix.lens.recorded import RecordedBlock
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import rows_at, spread
+from lens_mix.lens.sketch import random_vectors, sketched_error
 from lens_mix.lens.users_hooks import carries_users_hooks
-from lens_mix.lens.verification.sketch import random_vectors, sketched_error
-from lens_mix.lens.verification_record import Verification
+from lens_mix.lens.verification_record import VALUE, Verification
 
 # Rows rebuilt per batch, and per prompt at least one: without hooks a model treats all positions alike.
 _SAMPLED_ROWS = 4
@@ -32,21 +34,20 @@ def find_mismatch(
     clean: CleanPass,
     verification: Verification,
     layers: Sequence[int],
-    values: bool,
+    uses: Collection[str],
     whole: Collection[int] = (),
 ) -> str | None:
-    """Why the verified parts do not give the blocks' outputs on these prompts; None when they do.
+    """Why these prompts do not have the verified components; None when they have.
 
-    Rows of every prompt are rebuilt from the recorded patterns and values: a few, or all asked ones where the
-    feed-forward is relied on or the user's hooks are on the model, since a change may act on any one
-    position. Blocks whose feed-forward can't be written down are left out. Values are compared at every key,
-    along random vectors.
+    Rows of every prompt are rebuilt: a few, or all asked ones where the feed-forward is relied on or the
+    user's hooks are on the model, since a change may act on any one position. A component that can't be
+    written down, such as a mixture of experts, is left out.
 
     Args:
-        clean: the clean pass; it recorded "pattern" and "value" in these layers.
+        clean: the clean pass; it recorded "pattern" and "value" in these layers, and "z" for "recorded".
         verification: the verification that is to be relied on.
         layers: the blocks that will be relied on.
-        values: whether to compare values with N(x) W_V + b_V, too.
+        uses: engines, and names that methods list in their `parts` (`Component.checked_for`).
         whole: the layers whose rows are all rebuilt, because a method computes their feed-forward.
     """
     lens = clean.lens
@@ -54,10 +55,16 @@ def find_mismatch(
     if carries_users_hooks(lens.modules):
         sampled = every
     for layer in layers:
-        anatomy = verification.anatomy[layer]
-        error = _value_error(clean, layer, anatomy) if values else 0.0
-        if error <= lens.tolerance:
-            error = _output_error(clean, layer, anatomy, every if layer in whole else sampled)
+        anatomy, places = verification.anatomy[layer], every if layer in whole else sampled
+        block = RecordedBlock(clean, layer, anatomy)
+        for component in COMPONENTS:
+            if component.checked_for in uses:
+                entry = measured(component, block, places)
+                if not entry.ok and (entry.error is not None or entry.note):
+                    return _mismatch(component, entry)
+        error = _value_error(clean, layer, anatomy) if VALUE in uses else 0.0
+        if error <= lens.tolerance and "algebra" in uses:
+            error = _output_error(clean, layer, anatomy, places)
         if not error <= lens.tolerance:
             return (
                 f"block {layer}: expected its parts to give its output on this prompt within "
@@ -66,22 +73,9 @@ def find_mismatch(
     return None
 
 
-def find_unmixed(clean: CleanPass, layers: Sequence[int]) -> str | None:
-    """Why z is not what pattern and values give on these prompts; None when it is.
-
-    The clean pass recorded "pattern", "value" and "z" in these layers.
-    """
-    lens = clean.lens
-    for layer in layers:
-        z, value = clean.tensor("z", layer), clean.tensor("value", layer).to(lens.wide_dtype)
-        mixed = mix(clean.effective_pattern(layer), value).flatten(2)
-        error = relative_error(mixed, z.reshape(mixed.shape), clean.real_rows)
-        if not error <= lens.tolerance:
-            return (
-                f"{lens.where(layer)}: expected z to be pattern @ values, up to a factor per head, at every "
-                f"position, got a relative error of {error:.1e}"
-            )
-    return None
+def _mismatch(component: Component[RecordedBlock], entry: ComponentError) -> str:
+    got = entry.note if entry.error is None else f"a relative error of {entry.error:.1e}"
+    return f"block {entry.layer}: expected {component.claim} within {entry.tolerance:.0e}, got {got}"
 
 
 def describe_user_hooks(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from lens_mix.lens.verification_record import ComponentError
+from lens_mix.lens.components import ComponentError
 
 _KNOWN_CHILDREN = ("ln", "attn", "self_attn", "cross_attn", "mlp", "hook", "_")
 _BEFORE = "before the output matrix"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lens_mix.lens.components import ComponentError
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError, model_class_of
 from lens_mix.lens.prompts import device_of, is_encoder_decoder, read_prompt
@@ -15,7 +16,7 @@ from lens_mix.lens.provenance import model_name
 from lens_mix.lens.raw_errors import LibraryErrors
 from lens_mix.lens.verification.engines import HasEngines, choose_engine, find_obstacle, needs_unembedding
 from lens_mix.lens.verification.kept import verification_of
-from lens_mix.lens.verification_record import ComponentError, Verification
+from lens_mix.lens.verification_record import Verification
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,16 +33,18 @@ from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.changes import Changes
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
+from lens_mix.lens.components import COMPONENTS, MIXING, ComponentError, measured
 from lens_mix.lens.cross import names_before_cross
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import pad_token, wrapped_config
+from lens_mix.lens.recorded import RecordedBlock
 from lens_mix.lens.replay import BlockCall, captured_calls, first_tensor, relative_error
 from lens_mix.lens.tracebacks import failing_users_code
 from lens_mix.lens.users_hooks import carries_users_hooks
 from lens_mix.lens.verification.next_norms import next_norm_failures
 from lens_mix.lens.verification.reasons import with_likely_cause
-from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, VALUE, ComponentError, Verification
+from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, VALUE, Verification
 
 SHORTEST, LONGEST = 8, 16  # tokens of a verification's prompt
 
@@ -105,17 +107,17 @@ def verify(lens: Lens, prompt: Prompt) -> Verification:
     store: dict[str, Tensor] = {}
     with Changes(captured_calls(_output_modules(lens), calls)):
         clean = clean_pass(lens, batch, record_all(store, [*names, *optional]), store, required=names)
-    outputs = {key: call.resid_post for key, call in calls.items()}
     parts: list[ComponentError] = []
-    anatomies: dict[int, BlockAnatomy] = {}
-    factors: dict[int, Tensor] = {}
+    blocks: dict[int, RecordedBlock] = {}
+    below = None
     for layer in layers:
-        recorded = _Recorded.of(clean, layer, points[layer], outputs)
-        below = next(reversed(anatomies.values()), None)
-        anatomies[layer], errors = _read_block(lens, layer, recorded, below)
-        parts += [*errors, _zero_value(clean, layer, recorded)]
-        if recorded.factors is not None:
-            factors[layer] = recorded.factors
+        block, errors = _read_block(clean, layer, _outputs(store, layer, points[layer], calls), below)
+        parts += [*errors, _zero_value(block)]
+        blocks[layer], below = block, block.anatomy
+    anatomies = {layer: block.anatomy for layer, block in blocks.items()}
+    factors = {
+        number: factor for block in blocks.values() for number, factor in block.clean.z_factors.items()
+    }
     norms = next_norm_failures(clean, anatomies)
     sees_later = any(bool(attended.triu(diagonal=1).any()) for attended in clean.attended.values())
     causal = not lens.stack.is_cross and not sees_later
@@ -127,63 +129,16 @@ def short_batch(lens: Lens, prompt: Prompt) -> Batch:
     return pad([_short_prompt(lens, prompt)], pad_token(lens.model), "right")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Recorded:
-    """What the clean pass recorded of one block, in the dtype of the rebuilding.
-
-    The pattern is the effective one: times the factors of the heads, where z has any. Of a block that is read
-    by its cross-attention, `before` is what its self-attention adds.
-    """
-
-    resid_pre: Tensor
-    resid_post: Tensor
-    value: Tensor
-    pattern: Tensor
-    z: Tensor
-    factors: Tensor | None
-    before: Tensor | None
-    attention_out: Tensor | None
-    cross_out: Tensor | None
-    feed_forward_out: Tensor | None
-
-    @staticmethod
-    def of(
-        clean: CleanPass,
-        layer: int,
-        points: Mapping[str, Sequence[str]],
-        outputs: Mapping[tuple[int, str], Tensor],
-    ) -> _Recorded:
-        lens, call = clean.lens, clean.calls[layer]
-        wide = lens.wide_dtype
-
-        def hooked(role: str) -> Tensor:
-            return clean.tensor(role, layer).to(wide)
-
-        def output(role: str) -> Tensor | None:
-            fired = (clean.recorded[name] for name in points.get(role, ()) if name in clean.recorded)
-            tensor = next(fired, outputs.get((layer, role)))
-            return None if tensor is None else tensor.to(wide)
-
-        pattern, value, z = hooked("pattern"), hooked("value"), hooked("z")
-        factors = _find_z_factors(pattern, value, z, lens.tolerance)
-        return _Recorded(
-            call.resid_pre.to(wide),
-            call.resid_post.to(wide),
-            value,
-            pattern if factors is None else pattern * factors[:, None, None],
-            z,
-            factors,
-            output("before"),
-            output("attention_out"),
-            output("cross_out"),
-            output("feed_forward_out"),
-        )
-
-    def entered(self, anatomy: BlockAnatomy) -> _Recorded:
-        """The same from where the mapped attention's branch starts."""
-        if self.before is None:
-            return self
-        return dataclasses.replace(self, resid_pre=anatomy.entered(self.resid_pre, self.before))
+def _outputs(
+    store: Mapping[str, Tensor],
+    layer: int,
+    points: Mapping[str, Sequence[str]],
+    calls: Mapping[tuple[int, str], BlockCall],
+) -> dict[str, Tensor]:
+    """Return by role what the modules of a block gave, of hook points or else of modules."""
+    outputs = {role: call.resid_post for (number, role), call in calls.items() if number == layer}
+    fired = {role: [store[name] for name in names if name in store] for role, names in points.items()}
+    return outputs | {role: tensors[0] for role, tensors in fired.items() if tensors}
 
 
 def _output_points(lens: Lens, layer: int) -> dict[str, list[str]]:
@@ -220,42 +175,49 @@ def _output_modules(lens: Lens) -> dict[tuple[int, str], Any]:
 
 
 def _read_block(
-    lens: Lens, layer: int, recorded: _Recorded, below: BlockAnatomy | None
-) -> tuple[BlockAnatomy, list[ComponentError]]:
-    """The anatomy whose parts fit what was recorded best, and how well each fits."""
-    multiplier = float(wrapped_config(lens.model, "residual_multiplier") or 1.0)
-    readings: list[tuple[tuple[int, float], BlockAnatomy, list[ComponentError]]] = []
+    clean: CleanPass, layer: int, outputs: Mapping[str, Tensor], below: BlockAnatomy | None
+) -> tuple[RecordedBlock, list[ComponentError]]:
+    """Return the block read with the anatomy that fits best what was recorded, and how well it fits."""
+    lens = clean.lens
     block, attention = lens.stack.blocks[layer], lens.stack.attention_module(layer)
-    for anatomy in candidates(block, attention, lens.model.cfg, multiplier):
-        if lens.stack.is_cross:
-            anatomy = anatomy.by_cross_attention()
-        records = recorded.entered(anatomy)
-        anatomy, feed_forward_error = _with_activation(anatomy, records, below, lens.tolerance)
-        errors = _part_errors(anatomy, records, layer, lens.tolerance, feed_forward_error)
+    multiplier = float(wrapped_config(lens.model, "residual_multiplier") or 1.0)
+    anatomies = list(candidates(block, attention, lens.model.cfg, multiplier))
+    if lens.stack.is_cross:
+        anatomies = [anatomy.by_cross_attention() for anatomy in anatomies]
+    first = RecordedBlock(clean, layer, anatomies[0], outputs)
+    factors = _find_z_factors(first)
+    first = first if factors is None else first.scaled(factors)
+    readings: list[tuple[tuple[int, float], RecordedBlock, list[ComponentError]]] = []
+    for anatomy in anatomies:
+        recorded, feed_forward_error = _with_activation(first.read_as(anatomy), below)
+        errors = _part_errors(recorded, feed_forward_error)
         worst = max((entry.error for entry in errors if entry.error is not None), default=0.0)
-        # Where one part is not what it was read as (values with an adapter over them), the others still tell.
+        # If one component is not what it was read as (values under an adapter), the others still decide.
         misfit = sum(not entry.ok for entry in errors), worst
-        readings.append((misfit, anatomy, errors))
+        readings.append((misfit, recorded, errors))
         if worst <= lens.tolerance:  # the likeliest come first
             break
-    _, anatomy, errors = min(readings, key=lambda reading: reading[0])
+    _, recorded, errors = min(readings, key=lambda reading: reading[0])
     errors = [with_likely_cause(entry, block, attention, recorded.pattern) for entry in errors]
     if any(
         entry.component == "feed_forward" and entry.error is not None and not entry.ok for entry in errors
     ):
         # It is not what it was read as: whatever needs no feed-forward must not be checked against it.
-        anatomy = dataclasses.replace(anatomy, feed_forward=None, feed_forward_kind="opaque")
-    return anatomy, errors
+        opaque = dataclasses.replace(recorded.anatomy, feed_forward=None, feed_forward_kind="opaque")
+        recorded = recorded.read_as(opaque)
+    return recorded, errors
 
 
 def _with_activation(
-    anatomy: BlockAnatomy, recorded: _Recorded, below: BlockAnatomy | None, tolerance: float
-) -> tuple[BlockAnatomy, float | None]:
+    recorded: RecordedBlock, below: BlockAnatomy | None
+) -> tuple[RecordedBlock, float | None]:
     """The activation that gives the recorded output, and its error; cfg.act_fn is wrong on several models."""
-    feed_forward, out = anatomy.feed_forward, recorded.feed_forward_out
-    if feed_forward is None or out is None or recorded.attention_out is None:
-        return anatomy, 0.0 if anatomy.feed_forward_kind == "none" else None
-    mid = anatomy.after_attention(recorded.resid_pre, recorded.attention_out, recorded.cross_out)
+    anatomy, tolerance = recorded.anatomy, recorded.tolerance
+    feed_forward, out = anatomy.feed_forward, recorded.output("feed_forward_out")
+    attention_out = recorded.output("attention_out")
+    if feed_forward is None or out is None or attention_out is None:
+        return recorded, 0.0 if anatomy.feed_forward_kind == "none" else None
+    mid = anatomy.after_attention(recorded.resid_pre, attention_out, recorded.output("cross_out"))
     x = anatomy.feed_forward_in(recorded.resid_pre, mid)
     likely = below.feed_forward.activation if below is not None and below.feed_forward is not None else "gelu"
     errors = {}
@@ -269,37 +231,37 @@ def _with_activation(
     good = max(1.5 * min(errors.values()), 4 * torch.finfo(x.dtype).eps)
     best = next(name for name, error in errors.items() if error <= good)
     feed_forward = dataclasses.replace(feed_forward, activation=best)
-    return dataclasses.replace(anatomy, feed_forward=feed_forward), errors[best]
+    return recorded.read_as(dataclasses.replace(anatomy, feed_forward=feed_forward)), errors[best]
 
 
-def _part_errors(
-    anatomy: BlockAnatomy, recorded: _Recorded, layer: int, tolerance: float, feed_forward_error: float | None
-) -> list[ComponentError]:
-    x, path = recorded.resid_pre, anatomy.value_path
+def _part_errors(recorded: RecordedBlock, feed_forward_error: float | None) -> list[ComponentError]:
+    anatomy, x, layer, tolerance = recorded.anatomy, recorded.resid_pre, recorded.layer, recorded.tolerance
+    path, attention_out = anatomy.value_path, recorded.output("attention_out")
     errors: dict[str, float | None] = dict.fromkeys((VALUE, *ALGEBRA_COMPONENTS))
     errors["feed_forward"] = feed_forward_error
     mixed = None
     if path is not None:
         # Cross-attention makes its values of the encoder's outputs: no method goes back to these.
-        if recorded.before is None:
+        if recorded.key_input is not None:
             normed = x if anatomy.attention_input is None else anatomy.attention_input(x)
             values = path.values(normed)
             if values.shape == recorded.value.shape:
                 errors[VALUE] = relative_error(values.flatten(2), recorded.value.flatten(2))
         if recorded.value.shape[2:] == (path.W_V.shape[0], path.W_V.shape[2]):
             mixed = path.project(mix(recorded.pattern, recorded.value))
-        if recorded.attention_out is not None:
+        if attention_out is not None:
             # A Bridge's z may be flat: it is what the output matrix reads.
             z = recorded.z.reshape(*recorded.z.shape[:2], path.W_O.shape[0], -1)
-            errors["projection"] = relative_error(path.project(z), recorded.attention_out)
-    if recorded.attention_out is not None:
-        mid = anatomy.after_attention(x, recorded.attention_out, recorded.cross_out)
+            errors["projection"] = relative_error(path.project(z), attention_out)
+    cross_out = recorded.output("cross_out")
+    if attention_out is not None:
+        mid = anatomy.after_attention(x, attention_out, cross_out)
         has_none = anatomy.feed_forward_kind == "none"
-        out = None if has_none else recorded.feed_forward_out
+        out = None if has_none else recorded.output("feed_forward_out")
         if has_none or out is not None:
             errors["residual"] = relative_error(anatomy.after_feed_forward(mid, out), recorded.resid_post)
     if mixed is not None and anatomy.is_written_down:
-        rebuilt_output = anatomy.after(x, mixed, recorded.cross_out)
+        rebuilt_output = anatomy.after(x, mixed, cross_out)
         errors["block"] = relative_error(rebuilt_output, recorded.resid_post)
     note = f"{anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
     note = "" if anatomy.is_written_down else note
@@ -307,52 +269,29 @@ def _part_errors(
         ComponentError(layer, part, error, tolerance, note if error is None else "")
         for part, error in errors.items()
     )
-    return [_mixing(recorded, layer, tolerance), *entries]
+    return [*(measured(component, recorded) for component in COMPONENTS), *entries]
 
 
-def _find_z_factors(pattern: Tensor, value: Tensor, z: Tensor, tolerance: float) -> Tensor | None:
-    """z over pattern @ value per head, where z is that up to a factor per head other than 1."""
-    if _misfit(pattern, value, z):
+def _find_z_factors(block: RecordedBlock) -> Tensor | None:
+    """Return z over pattern @ values per head, if z is that up to a factor per head other than 1."""
+    entry = measured(MIXING, block)
+    if entry.error is None or entry.ok:
         return None
-    mixed = mix(pattern, value)
-    z = z.reshape(mixed.shape)
-    if relative_error(mixed.flatten(2), z.flatten(2)) <= tolerance:
+    mixed, z = MIXING.rebuild(block), MIXING.compare_with(block)
+    if mixed is None or z is None:
         return None
     squares = mixed.square().sum(dim=(0, 1, 3))
-    # By least squares; a head that mixes nothing has no factor to tell.
+    # By least squares; a head that mixes nothing has no factor to find.
     factors = torch.where(squares == 0, 1, (mixed * z).sum(dim=(0, 1, 3)) / squares)
-    scaled = mixed * factors[:, None]
-    return factors if relative_error(scaled.flatten(2), z.flatten(2)) <= tolerance else None
+    return factors if measured(MIXING, block.scaled(factors)).ok else None
 
 
-def _misfit(pattern: Tensor, value: Tensor, z: Tensor) -> str:
-    """Why the value and z hooks don't have the shapes that a pattern can mix; "" where they have."""
-    batch, heads, queries, keys = pattern.shape
-    fits = (
-        value.ndim == 4
-        and value.shape[:2] == (batch, keys)
-        and heads % value.shape[2] == 0
-        and z.numel() == batch * queries * heads * value.shape[3]
-    )
-    shapes = f"value {list(value.shape)}, pattern {list(pattern.shape)}, z {list(z.shape)}"
-    expected = "expected value [batch, key, head, d_head] and z [batch, query, head, d_head]"
-    return "" if fits else f"{expected}, got {shapes}"
-
-
-def _mixing(recorded: _Recorded, layer: int, tolerance: float) -> ComponentError:
-    misfit = _misfit(recorded.pattern, recorded.value, recorded.z)
-    if misfit:
-        return ComponentError(layer, "mixing", None, tolerance, misfit)
-    mixed = mix(recorded.pattern, recorded.value)
-    error = relative_error(mixed.flatten(2), recorded.z.reshape(mixed.shape).flatten(2))
-    return ComponentError(layer, "mixing", error, tolerance)
-
-
-def _zero_value(clean: CleanPass, layer: int, recorded: _Recorded) -> ComponentError:
+def _zero_value(recorded: RecordedBlock) -> ComponentError:
     """Zero the first value vector in a replay of the block: z must lose exactly that vector's share."""
-    lens, misfit = clean.lens, _misfit(recorded.pattern, recorded.value, recorded.z)
-    unverified = ComponentError(layer, "zero_value", None, lens.tolerance, misfit)
-    if misfit:
+    clean, layer = recorded.clean, recorded.layer
+    lens, mixing = clean.lens, measured(MIXING, recorded)
+    unverified = ComponentError(layer, "zero_value", None, lens.tolerance, mixing.note)
+    if mixing.error is None:
         return unverified
     store: dict[str, Tensor] = {}
     z_name = lens.stack.hook_name("z", layer)
@@ -369,7 +308,7 @@ def _zero_value(clean: CleanPass, layer: int, recorded: _Recorded) -> ComponentE
     return dataclasses.replace(unverified, error=relative_error(z.flatten(2), expected.flatten(2)))
 
 
-def _without_effect(out: Any, expected: Tensor, recorded: _Recorded) -> bool:
+def _without_effect(out: Any, expected: Tensor, recorded: RecordedBlock) -> bool:
     """Whether the block's output stayed although the attention's output had to change.
 
     An output matrix of zeros (an ablated block), or a value that is zero anyway, has no effect to show.
@@ -377,9 +316,8 @@ def _without_effect(out: Any, expected: Tensor, recorded: _Recorded) -> bool:
     if bool((first_tensor(out).to(expected.dtype) != recorded.resid_post).any()):
         return False
     changes_z = bool((expected.flatten(2) != recorded.z.reshape(expected.shape).flatten(2)).any())
-    writes = recorded.attention_out is None or bool(
-        (recorded.attention_out != recorded.attention_out[:, :1]).any()
-    )
+    attention_out = recorded.output("attention_out")
+    writes = attention_out is None or bool((attention_out != attention_out[:, :1]).any())
     return changes_z and writes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lens_mix.lens.verification.sketch import random_vectors, sketch, sketched_error
+from lens_mix.lens.sketch import random_vectors, sketch, sketched_error
 
 
 def rows(count: int = 400, width: int = 64) -> torch.Tensor:

@@ -1,0 +1,124 @@
+"""What a clean pass recorded of one block, in the dtype in which its components are rebuilt."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lens_mix.lens.anatomy import BlockAnatomy
+from lens_mix.lens.clean_pass import CleanPass
+from lens_mix.lens.rows import rows_at
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedBlock:
+    """The recorded tensors of one block, and what the block is read as.
+
+    A tensor is converted when it is first read, so that a component costs only what it needs.
+
+    Attributes:
+        clean: the clean pass; it recorded what the evaluated components read.
+        layer: the block.
+        anatomy: what the block is read as.
+        outputs: by role, the outputs of modules in the block, at all positions. A run does not record them.
+        places: which of the rows that the clean pass recorded; None: all of them.
+    """
+
+    clean: CleanPass
+    layer: int
+    anatomy: BlockAnatomy
+    outputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    places: Int[Tensor, "batch row"] | None = None
+
+    def at(self, places: Int[Tensor, "batch row"]) -> RecordedBlock:
+        """Return the same block at some of the rows that the clean pass recorded."""
+        return dataclasses.replace(self, places=places)
+
+    def read_as(self, anatomy: BlockAnatomy) -> RecordedBlock:
+        """Return the same tensors, read with another anatomy."""
+        return dataclasses.replace(self, anatomy=anatomy)
+
+    def scaled(self, factors: Float[Tensor, " head"]) -> RecordedBlock:
+        """Return the same block with a pattern that is multiplied by a factor per head."""
+        clean = dataclasses.replace(self.clean, z_factors={**self.clean.z_factors, self.layer: factors})
+        return dataclasses.replace(self, clean=clean)
+
+    @property
+    def tolerance(self) -> float:
+        """The largest accepted relative error in the model's dtype."""
+        return self.clean.lens.tolerance
+
+    @property
+    def z_factors(self) -> Float[Tensor, " head"] | None:
+        """What the user's hooks multiply z of each head by; None if they do not."""
+        return self.clean.z_factors.get(self.layer)
+
+    @functools.cached_property
+    def pattern(self) -> Float[Tensor, "batch head row key"]:
+        """The recorded pattern, times `z_factors`."""
+        pattern = self._wide(rows_at(self.clean.tensor("pattern", self.layer), self.places, axis=2))
+        factors = self.z_factors
+        return pattern if factors is None else pattern * factors.to(pattern.dtype)[:, None, None]
+
+    @functools.cached_property
+    def value(self) -> Float[Tensor, "batch key ..."]:
+        """The values of every key."""
+        return self._wide(self.clean.tensor("value", self.layer))
+
+    @functools.cached_property
+    def z(self) -> Float[Tensor, "batch row ..."]:
+        """The mixed values; the heads may be flattened."""
+        return self._wide(rows_at(self.clean.tensor("z", self.layer), self.places))
+
+    @functools.cached_property
+    def key_input(self) -> Float[Tensor, "batch key d_model"] | None:
+        """The residual stream that values are computed from; None if that is the encoder's output."""
+        is_cross = self.clean.lens.stack.is_cross
+        return None if is_cross else self._wide(self.clean.calls[self.layer].resid_pre)
+
+    @functools.cached_property
+    def resid_pre(self) -> Float[Tensor, "batch row d_model"]:
+        """The residual stream that the attention's branch is added to."""
+        x, before = self._of_positions(self.clean.resid_pre(self.layer)), self.output("before")
+        # A block that is read by its cross-attention starts after its self-attention.
+        return x if before is None else self.anatomy.entered(x, before)
+
+    @functools.cached_property
+    def resid_post(self) -> Float[Tensor, "batch row d_model"]:
+        """The residual stream that leaves the block."""
+        return self._of_positions(self.clean.calls[self.layer].resid_post)
+
+    def output(self, role: str) -> Float[Tensor, "batch row d_model"] | None:
+        """Return what a module in the block gave; None if that was not recorded."""
+        return self._of_positions(self.outputs[role]) if role in self.outputs else None
+
+    @property
+    def real_rows(self) -> Bool[Tensor, "batch row"]:
+        """Which rows are the prompts' own; the others are padding."""
+        return rows_at(self.clean.real_rows, self.places)
+
+    @property
+    def real_keys(self) -> Bool[Tensor, "batch key"]:
+        """Which positions of `key_input` are the prompts' own."""
+        return self.clean.real
+
+    def of_all_positions(self, tensor: Tensor) -> Tensor:
+        """Return the rows of a tensor over all positions."""
+        return rows_at(tensor, self._positions)
+
+    @functools.cached_property
+    def _positions(self) -> Int[Tensor, "batch row"] | None:
+        rows = self.clean.rows
+        if rows is None:
+            return self.places
+        return rows.positions if self.places is None else rows_at(rows.positions, self.places)
+
+    def _of_positions(self, tensor: Tensor) -> Tensor:
+        return self._wide(rows_at(tensor, self._positions))
+
+    def _wide(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.clean.lens.wide_dtype)

@@ -1,0 +1,106 @@
+"""The table of components: each row finds a fault, in the verification and on a run's own prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lens_mix as lm
+from lens_mix.lens import components
+from tests.matrix import build_or_skip
+from tests.tiny_models import bridge, hooked_transformer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+LAYER = 1
+LENGTH = 30
+# The verification's own prompt ends before this position.
+LATE = 20
+
+
+def bent(x: Tensor, start: int) -> Tensor:
+    """Tensors over positions that are changed from one position on, by no common factor."""
+    return torch.cat([x[:, :start], x[:, start:] + 0.3 * x[:, start:].abs()], dim=1)
+
+
+def bend_a_hook(model: Any, name: str, start: int) -> None:
+    model.add_hook(f"blocks.{LAYER}.{name}", lambda x, hook: bent(x, start))
+
+
+def bend_mixing(model: Any, start: int) -> None:
+    bend_a_hook(model, "attn.hook_z", start)
+
+
+# By component: what changes it, which rows of the table see that, and a method for which a run checks it.
+FAULTS: dict[str, tuple[Callable[[Any, int], None], set[str], str]] = {
+    "mixing": (bend_mixing, {"mixing", "block", "zero_value"}, "attention"),
+}
+MODELS = pytest.mark.parametrize(("factory", "name"), [(bridge, "llama"), (hooked_transformer, "LN")])
+EACH = pytest.mark.parametrize("component", FAULTS)
+
+
+def a_model(factory: Any, name: str) -> tuple[Any, Tensor]:
+    model = build_or_skip(factory, name, torch.float64)
+    return model, torch.arange(LENGTH)[None] % model.cfg.d_vocab
+
+
+def failing_rows(model: Any, prompt: Tensor) -> set[str]:
+    """The components that the verification does not verify, all of the layer with the fault."""
+    failing = [entry for entry in lm.check(model, prompt).verification.components if not entry.ok]
+    assert {entry.layer for entry in failing} <= {LAYER}
+    return {entry.part for entry in failing}
+
+
+def is_found_on_the_prompt(model: Any, prompt: Tensor, component: str) -> bool:
+    """Whether a run reports the component, which the verification of its model did not."""
+    assert failing_rows(model, prompt) == set()
+    claim = next(row.claim for row in components.COMPONENTS if row.name == component)
+    try:
+        lm.run(model, prompt, FAULTS[component][2])
+    except lm.UnsupportedModelError as problem:
+        assert f"block {LAYER}: expected {claim}" in str(problem)
+        return True
+    return False
+
+
+def drop(monkeypatch: pytest.MonkeyPatch, component: str) -> None:
+    kept = tuple(row for row in components.COMPONENTS if row.name != component)
+    assert len(kept) == len(components.COMPONENTS) - 1
+    monkeypatch.setattr("lens_mix.lens.verification.verify.COMPONENTS", kept)
+    monkeypatch.setattr("lens_mix.lens.verification.prompt_check.COMPONENTS", kept)
+
+
+@MODELS
+@EACH
+def test_a_fault_is_found_by_the_verification(factory: Any, name: str, component: str) -> None:
+    model, prompt = a_model(factory, name)
+    assert failing_rows(model, prompt) == set()
+    put, rows, _ = FAULTS[component]
+    put(model, 3)
+    assert failing_rows(model, prompt) == rows
+
+
+@MODELS
+@EACH
+def test_a_fault_is_found_by_the_check_of_a_prompt(factory: Any, name: str, component: str) -> None:
+    model, prompt = a_model(factory, name)
+    FAULTS[component][0](model, LATE)
+    assert is_found_on_the_prompt(model, prompt, component)
+    lm.run(model, prompt[:, :LATE], FAULTS[component][2])
+
+
+@MODELS
+@EACH
+def test_a_fault_is_found_by_its_row_alone(
+    factory: Any, name: str, component: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the row, the tests above fail."""
+    model, prompt = a_model(factory, name)
+    put, rows, _ = FAULTS[component]
+    drop(monkeypatch, component)
+    put(model, 3)
+    assert failing_rows(model, prompt) == rows - {component}
