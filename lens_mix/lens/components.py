@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
 import torch
+from einops import einsum
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lens_mix.hooks.mixing import mix
+from lens_mix.lens.anatomy import ValuePath
 from lens_mix.lens.recorded import RecordedBlock
 from lens_mix.lens.replay import relative_error
+from lens_mix.lens.sketch import random_vectors, sketched_error
 
 _CHUNK_ROWS = 512  # rows of all prompts that are rebuilt at once
 
@@ -59,6 +62,8 @@ class Recorded(Protocol):
     def tolerance(self) -> float: ...
     @property
     def real_rows(self) -> Bool[Tensor, "batch row"]: ...
+    @property
+    def real_keys(self) -> Bool[Tensor, "batch key"]: ...
 
 
 R = TypeVar("R", bound=Recorded)
@@ -80,6 +85,9 @@ class Component(Generic[R]):
         checked_for: the engine, or the name in `parts`, for which it is compared again on a run's own
             prompts; "": for none.
         claim: what is expected on these prompts, for the error.
+        of_keys: whether it has a vector for every key instead of one for every row.
+        sketched: returns the block with an anatomy that rebuilds the sketch of the component
+            (`lens_mix.lens.sketch`); None if the component is always rebuilt as a whole.
     """
 
     name: str
@@ -90,6 +98,8 @@ class Component(Generic[R]):
     needed_for: str
     checked_for: str = ""
     claim: str = "its parts to give its output on this prompt"
+    of_keys: bool = False
+    sketched: Callable[[R], R] | None = None
 
     def error(self, recorded: R) -> float | None:
         """Return the largest relative error of a row; None if there is nothing to compare."""
@@ -97,10 +107,21 @@ class Component(Generic[R]):
         if rebuilt is None or expected is None:
             return None
         if rebuilt.shape != expected.shape:
-            raise NotRebuilt(
-                f"expected {self.recorded} of shape {list(rebuilt.shape)}, got {list(expected.shape)}"
-            )
-        return relative_error(rebuilt.flatten(2), expected.flatten(2), recorded.real_rows)
+            shapes = f"shape {list(rebuilt.shape)}, got {list(expected.shape)}"
+            raise NotRebuilt(f"expected {self.recorded} of {shapes}")
+        return relative_error(rebuilt.flatten(2), expected.flatten(2), self._real(recorded))
+
+    def error_of_sketch(self, recorded: R) -> float | None:
+        """Return the same from the sketch of each row, without rebuilding the row itself."""
+        rebuild = None if self.sketched is None else self.rebuild(self.sketched(recorded))
+        expected = self.compare_with(recorded)
+        if rebuild is None or expected is None:
+            return None
+        real = self._real(recorded).flatten()
+        return sketched_error(rebuild.flatten(2).flatten(0, 1), expected.flatten(2).flatten(0, 1), real)
+
+    def _real(self, recorded: R) -> Bool[Tensor, "batch row"]:
+        return recorded.real_keys if self.of_keys else recorded.real_rows
 
 
 def measured(
@@ -111,13 +132,15 @@ def measured(
     Args:
         component: a row of the table.
         block: what was recorded of the block, and what it is read as.
-        places: which of the recorded rows to rebuild, so many at once that their memory is bounded; None: all
-            rows, at once.
+        places: which of the recorded rows to rebuild, so many at once that their memory is bounded; a
+            component that has a sketch is compared at every key by that. None: all rows, whole.
     """
     error, note = None, ""
     try:
         if places is None:
             error = component.error(block)
+        elif component.sketched is not None:
+            error = component.error_of_sketch(block)
         else:
             chunks = places.split(max(1, _CHUNK_ROWS // len(places)), dim=1)
             error = _largest(component.error(block.at(chunk)) for chunk in chunks)
@@ -157,7 +180,33 @@ def _z(block: RecordedBlock) -> Tensor:
     return block.z.reshape(*block.z.shape[:2], block.pattern.shape[1], -1)
 
 
+def _values(block: RecordedBlock) -> Tensor | None:
+    x, norm, path = block.key_input, block.anatomy.attention_input, block.anatomy.value_path
+    # The values of cross-attention are made of the encoder's outputs: no method follows them back to these.
+    return None if x is None or path is None else path.values(x if norm is None else norm(x))
+
+
+def _sketched_values(block: RecordedBlock) -> RecordedBlock:
+    path = block.anatomy.value_path
+    if path is None:
+        return block
+    W_V, b_V = path.W_V.to(block.wide_dtype), path.b_V
+    heads, d_model, d_head = W_V.shape
+    vectors = random_vectors(heads * d_head, W_V.dtype, W_V.device).unflatten(-1, (heads, d_head))
+    # One value head, whose vector has the scalar products of all heads with the random vectors.
+    W_V = einsum(W_V, vectors, "head d_model d_head, v head d_head -> d_model v")[None]
+    if b_V is not None:
+        b_V = einsum(b_V.to(W_V.dtype), vectors, "head d_head, v head d_head -> v")[None]
+    no_output = W_V.new_zeros(1, len(vectors), d_model)
+    sketched = ValuePath(W_V, b_V, no_output, None)
+    return block.read_as(dataclasses.replace(block.anatomy, value_path=sketched))
+
+
 # ------------------------------------------------------------------ the table
+
+# A name that a method lists in its `parts`. Most maps take the values that the pass recorded, which hooks may
+# have edited; only a method that follows values back to the block's input needs this (DecompX).
+VALUE = "value"
 
 MIXING = Component(
     "mixing",
@@ -171,4 +220,16 @@ MIXING = Component(
     claim="z to be pattern @ values, up to a factor per head, at every position",
 )
 
-COMPONENTS: tuple[Component[RecordedBlock], ...] = (MIXING,)
+VALUES = Component(
+    VALUE,
+    "N1(x) W_V + b_V",
+    "the hook on values",
+    _values,
+    lambda block: block.value,
+    needed_for=VALUE,
+    checked_for=VALUE,
+    of_keys=True,
+    sketched=_sketched_values,
+)
+
+COMPONENTS: tuple[Component[RecordedBlock], ...] = (MIXING, VALUES)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -46,6 +47,11 @@ class RecordedBlock:
         """Return the same block with a pattern that is multiplied by a factor per head."""
         clean = dataclasses.replace(self.clean, z_factors={**self.clean.z_factors, self.layer: factors})
         return dataclasses.replace(self, clean=clean)
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """What components are rebuilt in: float32 at least."""
+        return self.clean.lens.wide_dtype
 
     @property
     def tolerance(self) -> float:
@@ -121,4 +127,4 @@ class RecordedBlock:
         return self._wide(rows_at(tensor, self._positions))
 
     def _wide(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.clean.lens.wide_dtype)
+        return tensor.to(self.wide_dtype)

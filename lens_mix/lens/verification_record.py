@@ -12,10 +12,7 @@ from lens_mix.lens.anatomy import WITH_KINK, BlockAnatomy
 from lens_mix.lens.components import ComponentError
 
 _HOOK_COMPONENTS = ("mixing", "zero_value")
-# Without VALUE (values are N(x) W_V + b_V): maps take the values that the pass recorded, which hooks may have
-# edited. A method that follows values back to the block's input names VALUE too (DecompX).
 ALGEBRA_COMPONENTS = ("projection", "feed_forward", "residual", "block")
-VALUE = "value"
 UNEMBEDDING = "unembedding"
 UNEMBEDDING_UNVERIFIED = "unembedding: expected a verification of it, found none"
 

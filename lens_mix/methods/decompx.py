@@ -19,8 +19,9 @@ from lens_mix.algebra.feed_forward import unsupported_feed_forward
 from lens_mix.algebra.linear_block import SLOPES, DecomposedBlock, Slope, decomposed
 from lens_mix.arguments import one_of
 from lens_mix.lens.anatomy import BlockAnatomy, Norm
+from lens_mix.lens.components import VALUE
 from lens_mix.lens.effort import Passes, pair_passes
-from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, VALUE
+from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
 from lens_mix.method import Method, Scope
 from lens_mix.methods.value_norms import VectorMethod
 

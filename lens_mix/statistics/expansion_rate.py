@@ -8,10 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lens_mix.lens.anatomy import ValuePath
+from lens_mix.lens.components import VALUE
 from lens_mix.lens.model_classes import TransformerLensModel, UnsupportedModelError
 from lens_mix.lens.precision import in_full_precision
 from lens_mix.lens.verification.support import check
-from lens_mix.lens.verification_record import VALUE
 
 
 @in_full_precision

@@ -35,9 +35,14 @@ def bend_mixing(model: Any, start: int) -> None:
     bend_a_hook(model, "attn.hook_z", start)
 
 
+def bend_values(model: Any, start: int) -> None:
+    bend_a_hook(model, "attn.hook_v", start)
+
+
 # By component: what changes it, which rows of the table see that, and a method for which a run checks it.
 FAULTS: dict[str, tuple[Callable[[Any, int], None], set[str], str]] = {
     "mixing": (bend_mixing, {"mixing", "block", "zero_value"}, "attention"),
+    "value": (bend_values, {"value"}, "decompx"),
 }
 MODELS = pytest.mark.parametrize(("factory", "name"), [(bridge, "llama"), (hooked_transformer, "LN")])
 EACH = pytest.mark.parametrize("component", FAULTS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
-from einops import einsum
 from jaxtyping import Int
 from torch import Tensor
 
@@ -17,13 +16,12 @@ from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.batches import pad
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
-from lens_mix.lens.components import COMPONENTS, Component, ComponentError, measured
+from lens_mix.lens.components import COMPONENTS, VALUES, Component, ComponentError, measured
 from lens_mix.lens.recorded import RecordedBlock
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.rows import rows_at, spread
-from lens_mix.lens.sketch import random_vectors, sketched_error
 from lens_mix.lens.users_hooks import carries_users_hooks
-from lens_mix.lens.verification_record import VALUE, Verification
+from lens_mix.lens.verification_record import Verification
 
 # Rows rebuilt per batch, and per prompt at least one: without hooks a model treats all positions alike.
 _SAMPLED_ROWS = 4
@@ -60,17 +58,20 @@ def find_mismatch(
         for component in COMPONENTS:
             if component.checked_for in uses:
                 entry = measured(component, block, places)
-                if not entry.ok and (entry.error is not None or entry.note):
+                if _is_mismatch(entry):
                     return _mismatch(component, entry)
-        error = _value_error(clean, layer, anatomy) if VALUE in uses else 0.0
-        if error <= lens.tolerance and "algebra" in uses:
-            error = _output_error(clean, layer, anatomy, places)
+        error = _output_error(clean, layer, anatomy, places) if "algebra" in uses else 0.0
         if not error <= lens.tolerance:
             return (
                 f"block {layer}: expected its parts to give its output on this prompt within "
                 f"{lens.tolerance:.0e}, got a relative error of {error:.1e}"
             )
     return None
+
+
+def _is_mismatch(entry: ComponentError) -> bool:
+    """Return whether a component differs; it does not if its anatomy has no formula for it."""
+    return not entry.ok and (entry.error is not None or bool(entry.note))
 
 
 def _mismatch(component: Component[RecordedBlock], entry: ComponentError) -> str:
@@ -86,11 +87,13 @@ def describe_user_hooks(
     The clean pass recorded "pattern" and "value" in these layers.
     """
     edits: dict[int, list[str]] = {layer: [] for layer in layers}
+    every = _rows(clean, None)
     for layer in layers:
         if layer in clean.z_factors:
             factors = [round(factor, 4) for factor in clean.z_factors[layer].tolist()]
             edits[layer].append(f"a hook scales z of its heads by {factors}; the pattern has these factors")
-        if not _value_error(clean, layer, verification.anatomy[layer]) <= clean.lens.tolerance:
+        block = RecordedBlock(clean, layer, verification.anatomy[layer])
+        if _is_mismatch(measured(VALUES, block, every)):
             edits[layer].append("a hook or an adapter edits its values; they are taken as they are")
     return edits
 
@@ -120,24 +123,6 @@ def _rows(clean: CleanPass, count: int | None) -> Int[Tensor, "batch place"]:
     """Places among the rows that the clean pass recorded: so many in all, or every one."""
     places = [row.nonzero()[:, 0] for row in clean.real_rows]
     return spread(places, max(map(len, places)) if count is None else max(1, count // len(places)))
-
-
-def _value_error(clean: CleanPass, layer: int, anatomy: BlockAnatomy) -> float:
-    """Largest relative error of a value, of all keys, along random vectors: no value is made again.
-
-    0 where it can't be told: those of cross-attention are made of the encoder's outputs.
-    """
-    path, wide = anatomy.value_path, clean.lens.wide_dtype
-    if path is None or clean.lens.stack.is_cross:
-        return 0.0
-    value = clean.tensor("value", layer).to(wide).flatten(2)
-    x = clean.calls[layer].resid_pre.to(wide)
-    x = x if anatomy.attention_input is None else anatomy.attention_input(x)
-    vectors = random_vectors(value.shape[-1], wide, value.device).unflatten(-1, (len(path.W_V), -1))
-    rebuilt = x @ einsum(path.W_V.to(wide), vectors, "head d_model d_head, v head d_head -> d_model v")
-    if path.b_V is not None:
-        rebuilt = rebuilt + einsum(path.b_V.to(wide), vectors, "head d_head, v head d_head -> v")
-    return sketched_error(rebuilt.flatten(0, 1), value.flatten(0, 1), clean.real.flatten())
 
 
 def _output_error(

@@ -44,7 +44,7 @@ from lens_mix.lens.tracebacks import failing_users_code
 from lens_mix.lens.users_hooks import carries_users_hooks
 from lens_mix.lens.verification.next_norms import next_norm_failures
 from lens_mix.lens.verification.reasons import with_likely_cause
-from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, VALUE, Verification
+from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, Verification
 
 SHORTEST, LONGEST = 8, 16  # tokens of a verification's prompt
 
@@ -237,16 +237,10 @@ def _with_activation(
 def _part_errors(recorded: RecordedBlock, feed_forward_error: float | None) -> list[ComponentError]:
     anatomy, x, layer, tolerance = recorded.anatomy, recorded.resid_pre, recorded.layer, recorded.tolerance
     path, attention_out = anatomy.value_path, recorded.output("attention_out")
-    errors: dict[str, float | None] = dict.fromkeys((VALUE, *ALGEBRA_COMPONENTS))
+    errors: dict[str, float | None] = dict.fromkeys(ALGEBRA_COMPONENTS)
     errors["feed_forward"] = feed_forward_error
     mixed = None
     if path is not None:
-        # Cross-attention makes its values of the encoder's outputs: no method goes back to these.
-        if recorded.key_input is not None:
-            normed = x if anatomy.attention_input is None else anatomy.attention_input(x)
-            values = path.values(normed)
-            if values.shape == recorded.value.shape:
-                errors[VALUE] = relative_error(values.flatten(2), recorded.value.flatten(2))
         if recorded.value.shape[2:] == (path.W_V.shape[0], path.W_V.shape[2]):
             mixed = path.project(mix(recorded.pattern, recorded.value))
         if attention_out is not None:
@@ -263,13 +257,17 @@ def _part_errors(recorded: RecordedBlock, feed_forward_error: float | None) -> l
     if mixed is not None and anatomy.is_written_down:
         rebuilt_output = anatomy.after(x, mixed, cross_out)
         errors["block"] = relative_error(rebuilt_output, recorded.resid_post)
-    note = f"{anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
-    note = "" if anatomy.is_written_down else note
-    entries = (
-        ComponentError(layer, part, error, tolerance, note if error is None else "")
-        for part, error in errors.items()
-    )
-    return [*(measured(component, recorded) for component in COMPONENTS), *entries]
+    entries = [measured(component, recorded) for component in COMPONENTS]
+    entries += [ComponentError(layer, part, error, tolerance) for part, error in errors.items()]
+    unknown = f"{anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
+    if not anatomy.is_written_down:
+        entries = [
+            entry
+            if entry.ok or entry.error is not None or entry.component == "mixing"
+            else dataclasses.replace(entry, note=unknown)
+            for entry in entries
+        ]
+    return entries
 
 
 def _find_z_factors(block: RecordedBlock) -> Tensor | None:
