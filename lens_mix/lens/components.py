@@ -202,6 +202,13 @@ def _sketched_values(block: RecordedBlock) -> RecordedBlock:
     return block.read_as(dataclasses.replace(block.anatomy, value_path=sketched))
 
 
+def _projected(block: RecordedBlock) -> Tensor | None:
+    path = block.anatomy.value_path
+    if path is None or block.output("attention_out") is None:
+        return None
+    return path.project(block.z.reshape(*block.z.shape[:2], len(path.W_O), -1))
+
+
 # ------------------------------------------------------------------ the table
 
 # A name that a method lists in its `parts`. Most maps take the values that the pass recorded, which hooks may
@@ -232,4 +239,14 @@ VALUES = Component(
     sketched=_sketched_values,
 )
 
-COMPONENTS: tuple[Component[RecordedBlock], ...] = (MIXING, VALUES)
+PROJECTION = Component(
+    "projection",
+    "z W_O + b_O",
+    "the attention's output",
+    _projected,
+    lambda block: block.output("attention_out"),
+    # On the prompts of a run, whose clean pass does not record outputs within a block, BLOCK contains this.
+    needed_for="algebra",
+)
+
+COMPONENTS: tuple[Component[RecordedBlock], ...] = (MIXING, VALUES, PROJECTION)

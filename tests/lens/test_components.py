@@ -39,10 +39,24 @@ def bend_values(model: Any, start: int) -> None:
     bend_a_hook(model, "attn.hook_v", start)
 
 
+def bend_output(model: Any, hook: str, module: str, start: int) -> None:
+    """Change what a module gives, before anything reads it: at a hook point, or else at the module."""
+    if hasattr(model, "original_model"):
+        bend_a_hook(model, hook, start)
+    else:
+        place = model.blocks[LAYER].get_submodule(module)
+        place.register_forward_hook(lambda module, given, out: bent(out, start))
+
+
+def bend_projection(model: Any, start: int) -> None:
+    bend_output(model, "attn.o.hook_out", "attn", start)
+
+
 # By component: what changes it, which rows of the table see that, and a method for which a run checks it.
 FAULTS: dict[str, tuple[Callable[[Any, int], None], set[str], str]] = {
     "mixing": (bend_mixing, {"mixing", "block", "zero_value"}, "attention"),
     "value": (bend_values, {"value"}, "decompx"),
+    "projection": (bend_projection, {"projection", "block"}, "attn_res"),
 }
 MODELS = pytest.mark.parametrize(("factory", "name"), [(bridge, "llama"), (hooked_transformer, "LN")])
 EACH = pytest.mark.parametrize("component", FAULTS)

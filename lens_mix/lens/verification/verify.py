@@ -237,16 +237,11 @@ def _with_activation(
 def _part_errors(recorded: RecordedBlock, feed_forward_error: float | None) -> list[ComponentError]:
     anatomy, x, layer, tolerance = recorded.anatomy, recorded.resid_pre, recorded.layer, recorded.tolerance
     path, attention_out = anatomy.value_path, recorded.output("attention_out")
-    errors: dict[str, float | None] = dict.fromkeys(ALGEBRA_COMPONENTS)
+    errors: dict[str, float | None] = dict.fromkeys(ALGEBRA_COMPONENTS[1:])
     errors["feed_forward"] = feed_forward_error
     mixed = None
-    if path is not None:
-        if recorded.value.shape[2:] == (path.W_V.shape[0], path.W_V.shape[2]):
-            mixed = path.project(mix(recorded.pattern, recorded.value))
-        if attention_out is not None:
-            # A Bridge's z may be flat: it is what the output matrix reads.
-            z = recorded.z.reshape(*recorded.z.shape[:2], path.W_O.shape[0], -1)
-            errors["projection"] = relative_error(path.project(z), attention_out)
+    if path is not None and recorded.value.shape[2:] == (path.W_V.shape[0], path.W_V.shape[2]):
+        mixed = path.project(mix(recorded.pattern, recorded.value))
     cross_out = recorded.output("cross_out")
     if attention_out is not None:
         mid = anatomy.after_attention(x, attention_out, cross_out)
