@@ -209,6 +209,29 @@ def _projected(block: RecordedBlock) -> Tensor | None:
     return path.project(block.z.reshape(*block.z.shape[:2], len(path.W_O), -1))
 
 
+def _mid(block: RecordedBlock) -> Tensor | None:
+    """Return the residual stream between the attention's branches and the feed-forward's."""
+    attention_out = block.output("attention_out")
+    if attention_out is None:
+        return None
+    return block.anatomy.after_attention(block.resid_pre, attention_out, block.output("cross_out"))
+
+
+def _feed_forward(block: RecordedBlock) -> Tensor | None:
+    anatomy, mid = block.anatomy, _mid(block)
+    if anatomy.feed_forward_kind == "none":
+        return torch.zeros_like(block.resid_pre)
+    if anatomy.feed_forward is None or mid is None or block.output("feed_forward_out") is None:
+        return None
+    return anatomy.feed_forward(anatomy.feed_forward_in(block.resid_pre, mid))
+
+
+def _feed_forward_out(block: RecordedBlock) -> Tensor | None:
+    # A block without a feed-forward adds nothing in its place.
+    has_none = block.anatomy.feed_forward_kind == "none"
+    return torch.zeros_like(block.resid_pre) if has_none else block.output("feed_forward_out")
+
+
 # ------------------------------------------------------------------ the table
 
 # A name that a method lists in its `parts`. Most maps take the values that the pass recorded, which hooks may
@@ -249,4 +272,13 @@ PROJECTION = Component(
     needed_for="algebra",
 )
 
-COMPONENTS: tuple[Component[RecordedBlock], ...] = (MIXING, VALUES, PROJECTION)
+FEED_FORWARD = Component(
+    "feed_forward",
+    "F(N2(mid))",
+    "the feed-forward's output",
+    _feed_forward,
+    _feed_forward_out,
+    needed_for="algebra",
+)
+
+COMPONENTS: tuple[Component[RecordedBlock], ...] = (MIXING, VALUES, PROJECTION, FEED_FORWARD)

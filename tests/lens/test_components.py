@@ -52,11 +52,16 @@ def bend_projection(model: Any, start: int) -> None:
     bend_output(model, "attn.o.hook_out", "attn", start)
 
 
+def bend_feed_forward(model: Any, start: int) -> None:
+    bend_output(model, "mlp.out.hook_out", "mlp", start)
+
+
 # By component: what changes it, which rows of the table see that, and a method for which a run checks it.
 FAULTS: dict[str, tuple[Callable[[Any, int], None], set[str], str]] = {
     "mixing": (bend_mixing, {"mixing", "block", "zero_value"}, "attention"),
     "value": (bend_values, {"value"}, "decompx"),
     "projection": (bend_projection, {"projection", "block"}, "attn_res"),
+    "feed_forward": (bend_feed_forward, {"feed_forward", "block"}, "atb_ff"),
 }
 MODELS = pytest.mark.parametrize(("factory", "name"), [(bridge, "llama"), (hooked_transformer, "LN")])
 EACH = pytest.mark.parametrize("component", FAULTS)

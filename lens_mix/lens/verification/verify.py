@@ -33,7 +33,7 @@ from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.changes import Changes
 from lens_mix.lens.clean_pass import CleanPass, clean_pass
-from lens_mix.lens.components import COMPONENTS, MIXING, ComponentError, measured
+from lens_mix.lens.components import COMPONENTS, FEED_FORWARD, MIXING, ComponentError, measured
 from lens_mix.lens.cross import names_before_cross
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
@@ -189,8 +189,8 @@ def _read_block(
     first = first if factors is None else first.scaled(factors)
     readings: list[tuple[tuple[int, float], RecordedBlock, list[ComponentError]]] = []
     for anatomy in anatomies:
-        recorded, feed_forward_error = _with_activation(first.read_as(anatomy), below)
-        errors = _part_errors(recorded, feed_forward_error)
+        recorded = _with_activation(first.read_as(anatomy), below)
+        errors = _part_errors(recorded)
         worst = max((entry.error for entry in errors if entry.error is not None), default=0.0)
         # If one component is not what it was read as (values under an adapter), the others still decide.
         misfit = sum(not entry.ok for entry in errors), worst
@@ -200,7 +200,7 @@ def _read_block(
     _, recorded, errors = min(readings, key=lambda reading: reading[0])
     errors = [with_likely_cause(entry, block, attention, recorded.pattern) for entry in errors]
     if any(
-        entry.component == "feed_forward" and entry.error is not None and not entry.ok for entry in errors
+        entry.component == FEED_FORWARD.name and entry.error is not None and not entry.ok for entry in errors
     ):
         # It is not what it was read as: whatever needs no feed-forward must not be checked against it.
         opaque = dataclasses.replace(recorded.anatomy, feed_forward=None, feed_forward_kind="opaque")
@@ -208,37 +208,33 @@ def _read_block(
     return recorded, errors
 
 
-def _with_activation(
-    recorded: RecordedBlock, below: BlockAnatomy | None
-) -> tuple[RecordedBlock, float | None]:
-    """The activation that gives the recorded output, and its error; cfg.act_fn is wrong on several models."""
-    anatomy, tolerance = recorded.anatomy, recorded.tolerance
-    feed_forward, out = anatomy.feed_forward, recorded.output("feed_forward_out")
-    attention_out = recorded.output("attention_out")
-    if feed_forward is None or out is None or attention_out is None:
-        return recorded, 0.0 if anatomy.feed_forward_kind == "none" else None
-    mid = anatomy.after_attention(recorded.resid_pre, attention_out, recorded.output("cross_out"))
-    x = anatomy.feed_forward_in(recorded.resid_pre, mid)
+def _with_activation(block: RecordedBlock, below: BlockAnatomy | None) -> RecordedBlock:
+    """Return the block with the activation that gives the recorded output; cfg.act_fn is often wrong."""
+    feed_forward = block.anatomy.feed_forward
+    if feed_forward is None:
+        return block
     likely = below.feed_forward.activation if below is not None and below.feed_forward is not None else "gelu"
-    errors = {}
+    errors: dict[str, float] = {}
+    readings: dict[str, RecordedBlock] = {}
     for name in sorted(ACTIVATIONS, key=lambda name: name != likely):
         candidate = dataclasses.replace(feed_forward, activation=name)
-        errors[name] = relative_error(candidate(x), out)
+        readings[name] = block.read_as(dataclasses.replace(block.anatomy, feed_forward=candidate))
+        entry = measured(FEED_FORWARD, readings[name])
+        if entry.error is None:
+            return block
+        errors[name] = entry.error
         # The first block tries all of them; those above have, most likely, the one that fitted below.
-        if below is not None and errors[name] <= tolerance:
+        if below is not None and entry.ok:
             break
     # Two that fit alike (float32 can't tell BLOOM's rounded tanh from the plain one): the one named first.
-    good = max(1.5 * min(errors.values()), 4 * torch.finfo(x.dtype).eps)
-    best = next(name for name, error in errors.items() if error <= good)
-    feed_forward = dataclasses.replace(feed_forward, activation=best)
-    return recorded.read_as(dataclasses.replace(anatomy, feed_forward=feed_forward)), errors[best]
+    good = max(1.5 * min(errors.values()), 4 * torch.finfo(block.wide_dtype).eps)
+    return readings[next(name for name, error in errors.items() if error <= good)]
 
 
-def _part_errors(recorded: RecordedBlock, feed_forward_error: float | None) -> list[ComponentError]:
+def _part_errors(recorded: RecordedBlock) -> list[ComponentError]:
     anatomy, x, layer, tolerance = recorded.anatomy, recorded.resid_pre, recorded.layer, recorded.tolerance
     path, attention_out = anatomy.value_path, recorded.output("attention_out")
-    errors: dict[str, float | None] = dict.fromkeys(ALGEBRA_COMPONENTS[1:])
-    errors["feed_forward"] = feed_forward_error
+    errors: dict[str, float | None] = dict.fromkeys(ALGEBRA_COMPONENTS[2:])
     mixed = None
     if path is not None and recorded.value.shape[2:] == (path.W_V.shape[0], path.W_V.shape[2]):
         mixed = path.project(mix(recorded.pattern, recorded.value))
