@@ -218,9 +218,10 @@ def _mid(block: RecordedBlock) -> Tensor | None:
 
 
 def _feed_forward(block: RecordedBlock) -> Tensor | None:
-    anatomy, mid = block.anatomy, _mid(block)
+    anatomy = block.anatomy
     if anatomy.feed_forward_kind == "none":
         return torch.zeros_like(block.resid_pre)
+    mid = _mid(block)
     if anatomy.feed_forward is None or mid is None or block.output("feed_forward_out") is None:
         return None
     return anatomy.feed_forward(anatomy.feed_forward_in(block.resid_pre, mid))
@@ -230,6 +231,14 @@ def _feed_forward_out(block: RecordedBlock) -> Tensor | None:
     # A block without a feed-forward adds nothing in its place.
     has_none = block.anatomy.feed_forward_kind == "none"
     return torch.zeros_like(block.resid_pre) if has_none else block.output("feed_forward_out")
+
+
+def _residual(block: RecordedBlock) -> Tensor | None:
+    mid, has_none = _mid(block), block.anatomy.feed_forward_kind == "none"
+    out = None if has_none else block.output("feed_forward_out")
+    if mid is None or (out is None and not has_none):
+        return None
+    return block.anatomy.after_feed_forward(mid, out)
 
 
 # ------------------------------------------------------------------ the table
@@ -281,4 +290,13 @@ FEED_FORWARD = Component(
     needed_for="algebra",
 )
 
-COMPONENTS: tuple[Component[RecordedBlock], ...] = (MIXING, VALUES, PROJECTION, FEED_FORWARD)
+RESIDUAL = Component(
+    "residual",
+    "the sums and norms around the recorded outputs",
+    "the block's output",
+    _residual,
+    lambda block: block.resid_post,
+    needed_for="algebra",
+)
+
+COMPONENTS: tuple[Component[RecordedBlock], ...] = (MIXING, VALUES, PROJECTION, FEED_FORWARD, RESIDUAL)

@@ -56,12 +56,20 @@ def bend_feed_forward(model: Any, start: int) -> None:
     bend_output(model, "mlp.out.hook_out", "mlp", start)
 
 
+def bend_residual(model: Any, start: int) -> None:
+    def bend_block(module: Any, given: Any, out: Any) -> Any:
+        return (bent(out[0], start), *out[1:]) if isinstance(out, tuple) else bent(out, start)
+
+    model.blocks[LAYER].register_forward_hook(bend_block)
+
+
 # By component: what changes it, which rows of the table see that, and a method for which a run checks it.
 FAULTS: dict[str, tuple[Callable[[Any, int], None], set[str], str]] = {
     "mixing": (bend_mixing, {"mixing", "block", "zero_value"}, "attention"),
     "value": (bend_values, {"value"}, "decompx"),
     "projection": (bend_projection, {"projection", "block"}, "attn_res"),
     "feed_forward": (bend_feed_forward, {"feed_forward", "block"}, "atb_ff"),
+    "residual": (bend_residual, {"residual", "block"}, "attn_res"),
 }
 MODELS = pytest.mark.parametrize(("factory", "name"), [(bridge, "llama"), (hooked_transformer, "LN")])
 EACH = pytest.mark.parametrize("component", FAULTS)

@@ -233,18 +233,12 @@ def _with_activation(block: RecordedBlock, below: BlockAnatomy | None) -> Record
 
 def _part_errors(recorded: RecordedBlock) -> list[ComponentError]:
     anatomy, x, layer, tolerance = recorded.anatomy, recorded.resid_pre, recorded.layer, recorded.tolerance
-    path, attention_out = anatomy.value_path, recorded.output("attention_out")
-    errors: dict[str, float | None] = dict.fromkeys(ALGEBRA_COMPONENTS[2:])
+    path = anatomy.value_path
+    errors: dict[str, float | None] = dict.fromkeys(ALGEBRA_COMPONENTS[3:])
     mixed = None
     if path is not None and recorded.value.shape[2:] == (path.W_V.shape[0], path.W_V.shape[2]):
         mixed = path.project(mix(recorded.pattern, recorded.value))
     cross_out = recorded.output("cross_out")
-    if attention_out is not None:
-        mid = anatomy.after_attention(x, attention_out, cross_out)
-        has_none = anatomy.feed_forward_kind == "none"
-        out = None if has_none else recorded.output("feed_forward_out")
-        if has_none or out is not None:
-            errors["residual"] = relative_error(anatomy.after_feed_forward(mid, out), recorded.resid_post)
     if mixed is not None and anatomy.is_written_down:
         rebuilt_output = anatomy.after(x, mixed, cross_out)
         errors["block"] = relative_error(rebuilt_output, recorded.resid_post)
