@@ -196,7 +196,7 @@ class Session:
             # The engine "recorded" reads pattern and values, so it would miss a user hook that changes z. The
             # other engines do not miss it: replays run this hook, and algebra is compared with block outputs.
             recorded = {"recorded"} & set(engines.values())
-            reason = find_mismatch(clean, verification, watched, recorded)
+            reason = find_mismatch(clean, verification, watched, recorded) if watched else None
             if reason is not None:
                 self._raise_unsupported(reason)
             yield CheckedPass(

@@ -125,22 +125,27 @@ class Component(Generic[R]):
 
 
 def measured(
-    component: Component[RecordedBlock], block: RecordedBlock, places: Int[Tensor, "batch row"] | None = None
+    component: Component[RecordedBlock],
+    block: RecordedBlock,
+    places: Int[Tensor, "batch row"] | None = None,
+    *,
+    by_sketch: bool = False,
 ) -> ComponentError:
     """Return how well a component of a block is rebuilt.
 
     Args:
         component: a row of the table.
         block: what was recorded of the block, and what it is read as.
-        places: which of the recorded rows to rebuild, so many at once that their memory is bounded; a
-            component that has a sketch is compared at every key by that. None: all rows, whole.
+        places: which of the recorded rows to rebuild, so many at once that their memory is bounded; None: all
+            rows, at once.
+        by_sketch: compare a component that has a sketch by that, at every row or key.
     """
     error, note = None, ""
     try:
-        if places is None:
-            error = component.error(block)
-        elif component.sketched is not None:
+        if by_sketch and component.sketched is not None:
             error = component.error_of_sketch(block)
+        elif places is None:
+            error = component.error(block)
         else:
             chunks = places.split(max(1, _CHUNK_ROWS // len(places)), dim=1)
             error = _largest(component.error(block.at(chunk)) for chunk in chunks)
@@ -241,6 +246,20 @@ def _residual(block: RecordedBlock) -> Tensor | None:
     return block.anatomy.after_feed_forward(mid, out)
 
 
+def _whole_block(block: RecordedBlock) -> Tensor | None:
+    anatomy, path, cross_out = block.anatomy, block.anatomy.value_path, block.output("cross_out")
+    if path is None or not anatomy.is_written_down or (anatomy.cross and cross_out is None):
+        return None
+    heads, _, d_head = path.W_V.shape
+    if block.value.shape[2:] != (heads, d_head):
+        shape = list(block.value.shape)
+        raise NotRebuilt(
+            f"expected values of {heads} heads with {d_head} dimensions as W_V gives, got {shape}"
+        )
+    attention_out = path.project(mix(block.pattern, block.value))
+    return anatomy.after(block.resid_pre, attention_out, cross_out)
+
+
 # ------------------------------------------------------------------ the table
 
 # A name that a method lists in its `parts`. Most maps take the values that the pass recorded, which hooks may
@@ -299,4 +318,21 @@ RESIDUAL = Component(
     needed_for="algebra",
 )
 
-COMPONENTS: tuple[Component[RecordedBlock], ...] = (MIXING, VALUES, PROJECTION, FEED_FORWARD, RESIDUAL)
+BLOCK = Component(
+    "block",
+    "all of it, from x, the pattern and the values alone",
+    "the block's output",
+    _whole_block,
+    lambda block: block.resid_post,
+    needed_for="algebra",
+    checked_for="algebra",
+)
+
+COMPONENTS: tuple[Component[RecordedBlock], ...] = (
+    MIXING,
+    VALUES,
+    PROJECTION,
+    FEED_FORWARD,
+    RESIDUAL,
+    BLOCK,
+)

@@ -70,6 +70,7 @@ FAULTS: dict[str, tuple[Callable[[Any, int], None], set[str], str]] = {
     "projection": (bend_projection, {"projection", "block"}, "attn_res"),
     "feed_forward": (bend_feed_forward, {"feed_forward", "block"}, "atb_ff"),
     "residual": (bend_residual, {"residual", "block"}, "attn_res"),
+    "block": (bend_residual, {"residual", "block"}, "value_norm"),
 }
 MODELS = pytest.mark.parametrize(("factory", "name"), [(bridge, "llama"), (hooked_transformer, "LN")])
 EACH = pytest.mark.parametrize("component", FAULTS)
@@ -136,3 +137,16 @@ def test_a_fault_is_found_by_its_row_alone(
     drop(monkeypatch, component)
     put(model, 3)
     assert failing_rows(model, prompt) == rows - {component}
+
+
+@MODELS
+@EACH
+def test_a_fault_on_a_prompt_is_found_by_one_row_alone(
+    factory: Any, name: str, component: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own, or by that of the whole block, as a run records no outputs within a block."""
+    model, prompt = a_model(factory, name)
+    row = next(row for row in components.COMPONENTS if row.name == component)
+    drop(monkeypatch, component if row.checked_for else "block")
+    FAULTS[component][0](model, LATE)
+    assert not is_found_on_the_prompt(model, prompt, component)

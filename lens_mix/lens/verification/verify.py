@@ -44,7 +44,7 @@ from lens_mix.lens.tracebacks import failing_users_code
 from lens_mix.lens.users_hooks import carries_users_hooks
 from lens_mix.lens.verification.next_norms import next_norm_failures
 from lens_mix.lens.verification.reasons import with_likely_cause
-from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, Verification
+from lens_mix.lens.verification_record import Verification
 
 SHORTEST, LONGEST = 8, 16  # tokens of a verification's prompt
 
@@ -232,27 +232,15 @@ def _with_activation(block: RecordedBlock, below: BlockAnatomy | None) -> Record
 
 
 def _part_errors(recorded: RecordedBlock) -> list[ComponentError]:
-    anatomy, x, layer, tolerance = recorded.anatomy, recorded.resid_pre, recorded.layer, recorded.tolerance
-    path = anatomy.value_path
-    errors: dict[str, float | None] = dict.fromkeys(ALGEBRA_COMPONENTS[3:])
-    mixed = None
-    if path is not None and recorded.value.shape[2:] == (path.W_V.shape[0], path.W_V.shape[2]):
-        mixed = path.project(mix(recorded.pattern, recorded.value))
-    cross_out = recorded.output("cross_out")
-    if mixed is not None and anatomy.is_written_down:
-        rebuilt_output = anatomy.after(x, mixed, cross_out)
-        errors["block"] = relative_error(rebuilt_output, recorded.resid_post)
     entries = [measured(component, recorded) for component in COMPONENTS]
-    entries += [ComponentError(layer, part, error, tolerance) for part, error in errors.items()]
-    unknown = f"{anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
-    if not anatomy.is_written_down:
-        entries = [
-            entry
-            if entry.ok or entry.error is not None or entry.component == "mixing"
-            else dataclasses.replace(entry, note=unknown)
-            for entry in entries
-        ]
-    return entries
+    if recorded.anatomy.is_written_down:
+        return entries
+    note = f"{recorded.anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
+    noted = {c.name for c in COMPONENTS if c.needed_for != "hooks"}
+    return [
+        dataclasses.replace(entry, note=note) if entry.error is None and entry.component in noted else entry
+        for entry in entries
+    ]
 
 
 def _find_z_factors(block: RecordedBlock) -> Tensor | None:
