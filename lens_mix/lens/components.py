@@ -16,6 +16,7 @@ from einops import einsum
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from lens_mix.hooks import zero_values
 from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import ValuePath
 from lens_mix.lens.recorded import RecordedBlock
@@ -86,6 +87,7 @@ class Component(Generic[R]):
             prompts; "": for none.
         claim: what is expected on these prompts, for the error.
         of_keys: whether it has a vector for every key instead of one for every row.
+        needs_replay: whether the block is run again for it, whatever its anatomy.
         sketched: returns the block with an anatomy that rebuilds the sketch of the component
             (`lens_mix.lens.sketch`); None if the component is always rebuilt as a whole.
     """
@@ -99,6 +101,7 @@ class Component(Generic[R]):
     checked_for: str = ""
     claim: str = "its parts to give its output on this prompt"
     of_keys: bool = False
+    needs_replay: bool = False
     sketched: Callable[[R], R] | None = None
 
     def error(self, recorded: R) -> float | None:
@@ -164,6 +167,11 @@ def _largest(errors: Iterable[float | None]) -> float | None:
 
 
 def _mixed(block: RecordedBlock) -> Tensor:
+    _require_mixable(block)
+    return mix(block.pattern, block.value)
+
+
+def _require_mixable(block: RecordedBlock) -> None:
     batch, heads, rows, keys = block.pattern.shape
     value, z = block.value, block.z
     fits = (
@@ -177,12 +185,15 @@ def _mixed(block: RecordedBlock) -> Tensor:
         raise NotRebuilt(
             f"expected value [batch, key, head, d_head] and z [batch, query, head, d_head], got {shapes}"
         )
-    return mix(block.pattern, value)
 
 
 def _z(block: RecordedBlock) -> Tensor:
+    return _by_head(block, block.z)
+
+
+def _by_head(block: RecordedBlock, z: Tensor) -> Tensor:
     # The z of a Bridge may be flat, as the output matrix reads it.
-    return block.z.reshape(*block.z.shape[:2], block.pattern.shape[1], -1)
+    return z.reshape(*z.shape[:2], block.pattern.shape[1], -1)
 
 
 def _values(block: RecordedBlock) -> Tensor | None:
@@ -260,6 +271,32 @@ def _whole_block(block: RecordedBlock) -> Tensor | None:
     return anatomy.after(block.resid_pre, attention_out, cross_out)
 
 
+def _mixed_without_first_value(block: RecordedBlock) -> Tensor:
+    _require_mixable(block)
+    value = block.value.clone()
+    value[:, 0] = 0
+    return mix(block.pattern, value)
+
+
+def _z_of_replay_without_first_value(block: RecordedBlock) -> Tensor:
+    out, z = block.replayed([zero_values(block.layer, 0, attention=block.attention_template)])
+    if z is None:
+        raise NotRebuilt("the hook on z never fired")
+    if bool((out == block.resid_post).all()) and _has_an_effect(block):
+        raise NotRebuilt("the edit did not change the block's output")
+    return _by_head(block, z)
+
+
+def _has_an_effect(block: RecordedBlock) -> bool:
+    """Return whether zeroing the first value has to change the block's output.
+
+    It has not where the output matrix is zero (an ablated block), or where the value is zero anyway.
+    """
+    attention_out = block.output("attention_out")
+    writes = attention_out is None or bool((attention_out != attention_out[:, :1]).any())
+    return writes and bool((_mixed_without_first_value(block) != _z(block)).any())
+
+
 # ------------------------------------------------------------------ the table
 
 # A name that a method lists in its `parts`. Most maps take the values that the pass recorded, which hooks may
@@ -328,6 +365,17 @@ BLOCK = Component(
     checked_for="algebra",
 )
 
+# The effect of a hook: what an intervention on values does.
+ZERO_VALUE = Component(
+    "zero_value",
+    "pattern @ values without the first value vector",
+    "the hook on z, after that vector was zeroed in a replay",
+    _mixed_without_first_value,
+    _z_of_replay_without_first_value,
+    needed_for="hooks",
+    needs_replay=True,
+)
+
 COMPONENTS: tuple[Component[RecordedBlock], ...] = (
     MIXING,
     VALUES,
@@ -335,4 +383,5 @@ COMPONENTS: tuple[Component[RecordedBlock], ...] = (
     FEED_FORWARD,
     RESIDUAL,
     BLOCK,
+    ZERO_VALUE,
 )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lens_mix.hooks import HookPair, record
 from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.clean_pass import CleanPass
+from lens_mix.lens.replay import first_tensor
 from lens_mix.lens.rows import rows_at
 
 
@@ -47,6 +49,11 @@ class RecordedBlock:
         """Return the same block with a pattern that is multiplied by a factor per head."""
         clean = dataclasses.replace(self.clean, z_factors={**self.clean.z_factors, self.layer: factors})
         return dataclasses.replace(self, clean=clean)
+
+    @property
+    def attention_template(self) -> str:
+        """The attention module's name template, for `lens_mix.hooks` (`attention=`)."""
+        return self.clean.lens.stack.attention_template
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -102,6 +109,13 @@ class RecordedBlock:
         """Return what a module in the block gave; None if that was not recorded."""
         return self._of_positions(self.outputs[role]) if role in self.outputs else None
 
+    def replayed(self, fwd_hooks: Sequence[HookPair]) -> tuple[Tensor, Tensor | None]:
+        """Return the block's output and z of a replay with hooks; z is None if its hook never fired."""
+        store: dict[str, Tensor] = {}
+        name = self.clean.lens.stack.hook_name("z", self.layer)
+        out = first_tensor(self.clean.repeated(self.layer, [*fwd_hooks, record(store, name)]))
+        return self._of_positions(out), self._of_positions(store[name]) if name in store else None
+
     @property
     def real_rows(self) -> Bool[Tensor, "batch row"]:
         """Which rows are the prompts' own; the others are padding."""
@@ -111,10 +125,6 @@ class RecordedBlock:
     def real_keys(self) -> Bool[Tensor, "batch key"]:
         """Which positions of `key_input` are the prompts' own."""
         return self.clean.real
-
-    def of_all_positions(self, tensor: Tensor) -> Tensor:
-        """Return the rows of a tensor over all positions."""
-        return rows_at(tensor, self._positions)
 
     @functools.cached_property
     def _positions(self) -> Int[Tensor, "batch row"] | None:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 import lens_mix as lm
 from lens_mix.lens import components
+from lens_mix.lens.recorded import RecordedBlock
+from lens_mix.session import Session
 from tests.matrix import build_or_skip
 from tests.tiny_models import bridge, hooked_transformer
 
@@ -63,6 +65,16 @@ def bend_residual(model: Any, start: int) -> None:
     model.blocks[LAYER].register_forward_hook(bend_block)
 
 
+def freeze_z(model: Any, start: int) -> None:
+    """An edit of a value has no effect on a prompt that is longer than `start`."""
+    kept: dict[torch.Size, Tensor] = {}
+
+    def freeze(z: Tensor, hook: Any) -> Tensor:
+        return kept.setdefault(z.shape, z.detach().clone()) if z.shape[1] > start else z
+
+    model.add_hook(f"blocks.{LAYER}.attn.hook_z", freeze)
+
+
 # By component: what changes it, which rows of the table see that, and a method for which a run checks it.
 FAULTS: dict[str, tuple[Callable[[Any, int], None], set[str], str]] = {
     "mixing": (bend_mixing, {"mixing", "block", "zero_value"}, "attention"),
@@ -71,9 +83,12 @@ FAULTS: dict[str, tuple[Callable[[Any, int], None], set[str], str]] = {
     "feed_forward": (bend_feed_forward, {"feed_forward", "block"}, "atb_ff"),
     "residual": (bend_residual, {"residual", "block"}, "attn_res"),
     "block": (bend_residual, {"residual", "block"}, "value_norm"),
+    "zero_value": (freeze_z, {"zero_value"}, ""),
 }
 MODELS = pytest.mark.parametrize(("factory", "name"), [(bridge, "llama"), (hooked_transformer, "LN")])
 EACH = pytest.mark.parametrize("component", FAULTS)
+# No method needs the effect of a hook on a run's own prompt: replays run with whatever is on the model.
+ON_A_PROMPT = pytest.mark.parametrize("component", [name for name, fault in FAULTS.items() if fault[2]])
 
 
 def a_model(factory: Any, name: str) -> tuple[Any, Tensor]:
@@ -100,6 +115,14 @@ def is_found_on_the_prompt(model: Any, prompt: Tensor, component: str) -> bool:
     return False
 
 
+def measured_on_the_prompt(model: Any, prompt: Tensor, row: Any) -> components.ComponentError:
+    """A row at some positions of a run's own clean pass."""
+    session = Session(model, {"attention": lm.AttentionWeights()})
+    with session.checked_pass([session.read(prompt)]) as checked:
+        block = RecordedBlock(checked.clean, LAYER, checked.verification.anatomy[LAYER])
+        return components.measured(row, block, torch.tensor([[3, LENGTH - 1]]))
+
+
 def drop(monkeypatch: pytest.MonkeyPatch, component: str) -> None:
     kept = tuple(row for row in components.COMPONENTS if row.name != component)
     assert len(kept) == len(components.COMPONENTS) - 1
@@ -118,7 +141,7 @@ def test_a_fault_is_found_by_the_verification(factory: Any, name: str, component
 
 
 @MODELS
-@EACH
+@ON_A_PROMPT
 def test_a_fault_is_found_by_the_check_of_a_prompt(factory: Any, name: str, component: str) -> None:
     model, prompt = a_model(factory, name)
     FAULTS[component][0](model, LATE)
@@ -140,7 +163,7 @@ def test_a_fault_is_found_by_its_row_alone(
 
 
 @MODELS
-@EACH
+@ON_A_PROMPT
 def test_a_fault_on_a_prompt_is_found_by_one_row_alone(
     factory: Any, name: str, component: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,3 +173,13 @@ def test_a_fault_on_a_prompt_is_found_by_one_row_alone(
     drop(monkeypatch, component if row.checked_for else "block")
     FAULTS[component][0](model, LATE)
     assert not is_found_on_the_prompt(model, prompt, component)
+
+
+@MODELS
+def test_an_edit_without_effect_is_found_at_the_positions_of_a_prompt(factory: Any, name: str) -> None:
+    model, prompt = a_model(factory, name)
+    bend_a_hook(model, "attn.hook_z", LENGTH)  # z is recorded where the user's hooks may edit it
+    assert measured_on_the_prompt(model, prompt, components.ZERO_VALUE).ok
+    freeze_z(model, LATE)
+    entry = measured_on_the_prompt(model, prompt, components.ZERO_VALUE)
+    assert (entry.ok, entry.note) == (False, "the edit did not change the block's output")

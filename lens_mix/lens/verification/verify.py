@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lens_mix.hooks import record, record_all, zero_values
-from lens_mix.hooks.mixing import mix, pass_tolerance
+from lens_mix.hooks import record_all
+from lens_mix.hooks.mixing import pass_tolerance
 from lens_mix.lens.anatomy import ACTIVATIONS, BlockAnatomy, candidates
 from lens_mix.lens.batches import Batch, PaddingSide, Prompt, pad
 from lens_mix.lens.changes import Changes
@@ -39,7 +39,7 @@ from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import ModelClass, UnsupportedModelError
 from lens_mix.lens.prompts import pad_token, wrapped_config
 from lens_mix.lens.recorded import RecordedBlock
-from lens_mix.lens.replay import BlockCall, captured_calls, first_tensor, relative_error
+from lens_mix.lens.replay import BlockCall, captured_calls, relative_error
 from lens_mix.lens.tracebacks import failing_users_code
 from lens_mix.lens.users_hooks import carries_users_hooks
 from lens_mix.lens.verification.next_norms import next_norm_failures
@@ -112,7 +112,7 @@ def verify(lens: Lens, prompt: Prompt) -> Verification:
     below = None
     for layer in layers:
         block, errors = _read_block(clean, layer, _outputs(store, layer, points[layer], calls), below)
-        parts += [*errors, _zero_value(block)]
+        parts += [*errors, *(measured(row, block) for row in COMPONENTS if row.needs_replay)]
         blocks[layer], below = block, block.anatomy
     anatomies = {layer: block.anatomy for layer, block in blocks.items()}
     factors = {
@@ -232,7 +232,7 @@ def _with_activation(block: RecordedBlock, below: BlockAnatomy | None) -> Record
 
 
 def _part_errors(recorded: RecordedBlock) -> list[ComponentError]:
-    entries = [measured(component, recorded) for component in COMPONENTS]
+    entries = [measured(row, recorded) for row in COMPONENTS if not row.needs_replay]
     if recorded.anatomy.is_written_down:
         return entries
     note = f"{recorded.anatomy.feed_forward_kind} feed-forward: run as a whole, not rebuilt"
@@ -255,41 +255,6 @@ def _find_z_factors(block: RecordedBlock) -> Tensor | None:
     # By least squares; a head that mixes nothing has no factor to find.
     factors = torch.where(squares == 0, 1, (mixed * z).sum(dim=(0, 1, 3)) / squares)
     return factors if measured(MIXING, block.scaled(factors)).ok else None
-
-
-def _zero_value(recorded: RecordedBlock) -> ComponentError:
-    """Zero the first value vector in a replay of the block: z must lose exactly that vector's share."""
-    clean, layer = recorded.clean, recorded.layer
-    lens, mixing = clean.lens, measured(MIXING, recorded)
-    unverified = ComponentError(layer, "zero_value", None, lens.tolerance, mixing.note)
-    if mixing.error is None:
-        return unverified
-    store: dict[str, Tensor] = {}
-    z_name = lens.stack.hook_name("z", layer)
-    fwd_hooks = [zero_values(layer, 0, attention=lens.stack.attention_template), record(store, z_name)]
-    out = clean.repeated(layer, fwd_hooks)
-    value = recorded.value.clone()
-    value[:, 0] = 0
-    expected = mix(recorded.pattern, value)
-    if z_name not in store:
-        return dataclasses.replace(unverified, note="the hook on z never fired")
-    if _without_effect(out, expected, recorded):
-        return dataclasses.replace(unverified, note="the edit did not change the block's output")
-    z = store[z_name].to(expected.dtype).reshape(expected.shape)
-    return dataclasses.replace(unverified, error=relative_error(z.flatten(2), expected.flatten(2)))
-
-
-def _without_effect(out: Any, expected: Tensor, recorded: RecordedBlock) -> bool:
-    """Whether the block's output stayed although the attention's output had to change.
-
-    An output matrix of zeros (an ablated block), or a value that is zero anyway, has no effect to show.
-    """
-    if bool((first_tensor(out).to(expected.dtype) != recorded.resid_post).any()):
-        return False
-    changes_z = bool((expected.flatten(2) != recorded.z.reshape(expected.shape).flatten(2)).any())
-    attention_out = recorded.output("attention_out")
-    writes = attention_out is None or bool((attention_out != attention_out[:, :1]).any())
-    return changes_z and writes
 
 
 def masks_padding(lens: Lens, prompt: Prompt, side: PaddingSide = "right") -> bool:
