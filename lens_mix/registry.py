@@ -18,8 +18,8 @@ from typing import TypeVar, get_args
 
 from lens_mix.arguments import shown
 from lens_mix.hooks.record import ATTENTION_ROLES, RESID_PRE
-from lens_mix.lens.components import VALUE
-from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, UNEMBEDDING
+from lens_mix.lens.components import UNEMBEDDING, VALUE
+from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS
 from lens_mix.method import Method, Scope
 from lens_mix.methods import METHODS
 

@@ -8,6 +8,7 @@ a run's own prompts evaluates the rows that the asked methods need (`lens_mix.le
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from lens_mix.hooks import zero_values
 from lens_mix.hooks.mixing import mix
 from lens_mix.lens.anatomy import ValuePath
-from lens_mix.lens.recorded import RecordedBlock
+from lens_mix.lens.recorded import RecordedBlock, RecordedEnd
 from lens_mix.lens.replay import relative_error
 from lens_mix.lens.sketch import random_vectors, sketched_error
 
@@ -55,16 +56,12 @@ class ComponentError:
 
 
 class Recorded(Protocol):
-    """What `measured` needs to know of the recorded tensors of a component."""
+    """What a row of the table needs to know of the recorded tensors: which rows and keys count; None: all."""
 
     @property
-    def layer(self) -> int: ...
+    def real_rows(self) -> Bool[Tensor, "batch row"] | None: ...
     @property
-    def tolerance(self) -> float: ...
-    @property
-    def real_rows(self) -> Bool[Tensor, "batch row"]: ...
-    @property
-    def real_keys(self) -> Bool[Tensor, "batch key"]: ...
+    def real_keys(self) -> Bool[Tensor, "batch key"] | None: ...
 
 
 R = TypeVar("R", bound=Recorded)
@@ -120,10 +117,11 @@ class Component(Generic[R]):
         expected = self.compare_with(recorded)
         if rebuild is None or expected is None:
             return None
-        real = self._real(recorded).flatten()
-        return sketched_error(rebuild.flatten(2).flatten(0, 1), expected.flatten(2).flatten(0, 1), real)
+        rebuild, expected = rebuild.flatten(2).flatten(0, 1), expected.flatten(2).flatten(0, 1)
+        real = self._real(recorded)
+        return sketched_error(rebuild, expected, None if real is None else real.flatten())
 
-    def _real(self, recorded: R) -> Bool[Tensor, "batch row"]:
+    def _real(self, recorded: R) -> Bool[Tensor, "batch row"] | None:
         return recorded.real_keys if self.of_keys else recorded.real_rows
 
 
@@ -161,6 +159,12 @@ def _largest(errors: Iterable[float | None]) -> float | None:
     found = [error for error in errors if error is not None]
     # Python's own max may lose a NaN.
     return float(torch.tensor(found, dtype=torch.float64, device="cpu").max()) if found else None
+
+
+def error_at_end(row: Component[RecordedEnd], end: RecordedEnd) -> float:
+    """Return the largest relative error of a position; NaN if there is nothing to compare."""
+    error = row.error(end)
+    return math.nan if error is None else error
 
 
 # ------------------------------------------------------------------ how each component is rebuilt
@@ -297,11 +301,17 @@ def _has_an_effect(block: RecordedBlock) -> bool:
     return writes and bool((_mixed_without_first_value(block) != _z(block)).any())
 
 
+def _logits(end: RecordedEnd) -> Tensor | None:
+    return None if end.unembedding is None else end.unembedding(end.resid_post)
+
+
 # ------------------------------------------------------------------ the table
 
-# A name that a method lists in its `parts`. Most maps take the values that the pass recorded, which hooks may
-# have edited; only a method that follows values back to the block's input needs this (DecompX).
+# Names that a method lists in its `parts`. Most maps take the values that the pass recorded, which hooks may
+# have edited; only a method that follows values back to the block's input needs VALUE (DecompX). A method
+# that splits logits needs UNEMBEDDING.
 VALUE = "value"
+UNEMBEDDING = "head"
 
 MIXING = Component(
     "mixing",
@@ -384,4 +394,15 @@ COMPONENTS: tuple[Component[RecordedBlock], ...] = (
     RESIDUAL,
     BLOCK,
     ZERO_VALUE,
+)
+
+# What is not of one block. These rows are evaluated for the methods that need them, on every prompt.
+UNEMBEDDING = Component(
+    UNEMBEDDING,
+    "N(x) W_U + b_U, from the last residual stream",
+    "the logits",
+    _logits,
+    lambda end: end.logits,
+    needed_for=UNEMBEDDING,
+    checked_for=UNEMBEDDING,
 )

@@ -19,7 +19,9 @@ from lens_mix.lens.anatomy import Norm
 from lens_mix.lens.batches import Batch
 from lens_mix.lens.changes import Change, Changes, forward_hook, forward_pre_hook, replaced_method
 from lens_mix.lens.clean_pass import CleanPass, StopForward, stop_forward
+from lens_mix.lens.components import UNEMBEDDING, error_at_end
 from lens_mix.lens.model_classes import UnsupportedModelError
+from lens_mix.lens.recorded import RecordedEnd
 from lens_mix.lens.replay import BlockCall, captured_calls, enter_with, with_first
 from lens_mix.lens.tracebacks import failing_users_code
 from lens_mix.lens.unembedding import Unembedding, read_unembedding, row_at, unembedding_at
@@ -71,13 +73,27 @@ def unembedding_from(clean: CleanPass, norm: Norm | None) -> Unembedding:
     lens, last = clean.lens, clean.lens.n_layers - 1
     if lens.stack.name == "encoder":
         raise UnsupportedModelError("unembedding: the encoder of an encoder-decoder has no logits")
-    resid = clean.calls[last].resid_post[clean.real].to(lens.wide_dtype)
     logits = logits_from(clean, last)
     if logits.ndim != 3:
         raise UnsupportedModelError(
             f"unembedding: expected logits of every position, got {list(logits.shape)}"
         )
-    return read_unembedding(lens.model, norm, resid, logits[clean.real].to(resid.dtype), lens.tolerance)
+    resid, logits = (
+        tensor[clean.real][None].to(lens.wide_dtype) for tensor in (clean.calls[last].resid_post, logits)
+    )
+    head = read_unembedding(lens.model, norm, resid.shape[-1], logits.shape[-1])
+    rebuilt = head(resid)
+    scale = float((rebuilt * logits).sum() / rebuilt.square().sum())  # by least squares
+    if abs(scale - 1) > lens.tolerance:
+        # Cohere and Granite multiply the logits by a constant.
+        head = head.scaled(scale)
+    error = error_at_end(UNEMBEDDING, RecordedEnd(resid, unembedding=head, logits=logits))
+    if not error <= lens.tolerance:  # so that NaN is refused too
+        raise UnsupportedModelError(
+            "unembedding: expected logits = final norm, then unembedding; rebuilt logits are off by a relative "
+            f"{error:.1e} (a dense layer or a cap between the two can't be split by token)"
+        )
+    return head
 
 
 def run_from(

@@ -1,4 +1,4 @@
-"""What a clean pass recorded of one block, in the dtype in which its components are rebuilt."""
+"""What a clean pass recorded of one block, or after the last one, in the dtype of the rebuilding."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lens_mix.lens.anatomy import BlockAnatomy
 from lens_mix.lens.clean_pass import CleanPass
 from lens_mix.lens.replay import first_tensor
 from lens_mix.lens.rows import rows_at
+from lens_mix.lens.unembedding import Head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,3 +139,20 @@ class RecordedBlock:
 
     def _wide(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.wide_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedEnd:
+    """What was recorded after the last block, at the prompts' own positions, and what that is read as.
+
+    Attributes:
+        resid_post: the residual stream that leaves the last block.
+        unembedding: final norm and unembedding.
+        logits: the model's.
+    """
+
+    resid_post: Float[Tensor, "1 row d_model"]
+    unembedding: Head | None = None
+    logits: Float[Tensor, "1 row d_vocab"] | None = None
+    real_rows: None = None
+    real_keys: None = None

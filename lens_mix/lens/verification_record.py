@@ -13,7 +13,6 @@ from lens_mix.lens.components import ComponentError
 
 _HOOK_COMPONENTS = ("mixing", "zero_value")
 ALGEBRA_COMPONENTS = ("projection", "feed_forward", "residual", "block")
-UNEMBEDDING = "unembedding"
 UNEMBEDDING_UNVERIFIED = "unembedding: expected a verification of it, found none"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lens_mix.algebra.logit_shares import logit_shares, token_directions
 from lens_mix.arguments import one_of, whole_number
 from lens_mix.lens.anatomy import BlockAnatomy
-from lens_mix.lens.verification_record import UNEMBEDDING
+from lens_mix.lens.components import UNEMBEDDING
 from lens_mix.method import Scope
 from lens_mix.methods.alti import Alti, Distance
 from lens_mix.methods.value_norms import VectorMethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -183,3 +184,24 @@ def test_an_edit_without_effect_is_found_at_the_positions_of_a_prompt(factory: A
     freeze_z(model, LATE)
     entry = measured_on_the_prompt(model, prompt, components.ZERO_VALUE)
     assert (entry.ok, entry.note) == (False, "the edit did not change the block's output")
+
+
+def bend_logits(model: Any, start: int) -> None:
+    model.unembed.register_forward_hook(lambda module, given, out: bent(out, start))
+
+
+@MODELS
+def test_a_fault_in_the_unembedding_is_found_by_its_row_alone(
+    factory: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = a_model(factory, name)
+    bend_logits(model, LATE)
+    assert lm.check(model, prompt).verification.unembedding_failure is None
+    with pytest.raises(lm.UnsupportedModelError, match="head: expected logits = final norm"):
+        lm.run(model, prompt, "alti_logit")
+    bend_logits(model, 3)
+    assert "head: expected logits" in str(lm.check(model, prompt).verification.unembedding_failure)
+    blind = dataclasses.replace(components.UNEMBEDDING, rebuild=components.UNEMBEDDING.compare_with)
+    monkeypatch.setattr("lens_mix.lens.continuation.UNEMBEDDING", blind)
+    assert lm.check(model, prompt).verification.unembedding_failure is None
+    lm.run(model, prompt, "alti_logit")

@@ -7,10 +7,11 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from lens_mix.arguments import one_of
 from lens_mix.lens import known_faults
+from lens_mix.lens.components import UNEMBEDDING
 from lens_mix.lens.model import Lens
 from lens_mix.lens.model_classes import UnsupportedModelError, transformer_lens_version
 from lens_mix.lens.state import without_gradients
-from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, UNEMBEDDING, Verification
+from lens_mix.lens.verification_record import ALGEBRA_COMPONENTS, Verification
 
 
 @runtime_checkable

@@ -108,16 +108,15 @@ def verify(lens: Lens, prompt: Prompt) -> Verification:
     with Changes(captured_calls(_output_modules(lens), calls)):
         clean = clean_pass(lens, batch, record_all(store, [*names, *optional]), store, required=names)
     parts: list[ComponentError] = []
-    blocks: dict[int, RecordedBlock] = {}
+    anatomies: dict[int, BlockAnatomy] = {}
+    factors: dict[int, Tensor] = {}
     below = None
     for layer in layers:
         block, errors = _read_block(clean, layer, _outputs(store, layer, points[layer], calls), below)
         parts += [*errors, *(measured(row, block) for row in COMPONENTS if row.needs_replay)]
-        blocks[layer], below = block, block.anatomy
-    anatomies = {layer: block.anatomy for layer, block in blocks.items()}
-    factors = {
-        number: factor for block in blocks.values() for number, factor in block.clean.z_factors.items()
-    }
+        anatomies[layer] = below = block.anatomy
+        if block.z_factors is not None:
+            factors[layer] = block.z_factors
     norms = next_norm_failures(clean, anatomies)
     sees_later = any(bool(attended.triu(diagonal=1).any()) for attended in clean.attended.values())
     causal = not lens.stack.is_cross and not sees_later

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import lens_mix as lm
+from lens_mix.lens.components import UNEMBEDDING
 from lens_mix.lens.verification.engines import needs_unembedding, refusal
-from lens_mix.lens.verification_record import UNEMBEDDING, UNEMBEDDING_UNVERIFIED, Verification
+from lens_mix.lens.verification_record import UNEMBEDDING_UNVERIFIED, Verification
 from tests.matrix import build_or_skip, prompt_of
 from tests.tiny_models import available, bridge, hooked_transformer
 
