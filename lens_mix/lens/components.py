@@ -275,20 +275,20 @@ def _whole_block(block: RecordedBlock) -> Tensor | None:
     return anatomy.after(block.resid_pre, attention_out, cross_out)
 
 
-def _mixed_without_first_value(block: RecordedBlock) -> Tensor:
-    _require_mixable(block)
-    value = block.value.clone()
-    value[:, 0] = 0
-    return mix(block.pattern, value)
-
-
 def _z_of_replay_without_first_value(block: RecordedBlock) -> Tensor:
+    _require_mixable(block)
     out, z = block.replayed([zero_values(block.layer, 0, attention=block.attention_template)])
     if z is None:
         raise NotRebuilt("the hook on z never fired")
     if bool((out == block.resid_post).all()) and _has_an_effect(block):
         raise NotRebuilt("the edit did not change the block's output")
     return _by_head(block, z)
+
+
+def _mixed_without_first_value(block: RecordedBlock) -> Tensor:
+    value = block.value.clone()
+    value[:, 0] = 0
+    return mix(block.pattern, value)
 
 
 def _has_an_effect(block: RecordedBlock) -> bool:
@@ -378,10 +378,10 @@ BLOCK = Component(
 # The effect of a hook: what an intervention on values does.
 ZERO_VALUE = Component(
     "zero_value",
-    "pattern @ values without the first value vector",
-    "the hook on z, after that vector was zeroed in a replay",
-    _mixed_without_first_value,
+    "the hook on z in a replay with one value vector zeroed",
+    "pattern @ values without that vector",
     _z_of_replay_without_first_value,
+    _mixed_without_first_value,
     needed_for="hooks",
     needs_replay=True,
 )
